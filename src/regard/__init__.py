@@ -1,0 +1,105 @@
+"""regard: multi-head attention for PyTorch that you can see.
+
+The names below are the public ones; each is loaded when it is first used, so that `import regard`
+costs nothing and parts that do not need torch do not load it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regard import nn
+    from regard._version import __version__
+    from regard.attention import (
+        ALiBi,
+        Bias,
+        Causal,
+        Dense,
+        DenseBias,
+        Documents,
+        Explanation,
+        Lengths,
+        Map,
+        Mask,
+        Observation,
+        Prefix,
+        RelativeTable,
+        Wants,
+        Window,
+        attention,
+        explain,
+        observe,
+    )
+    from regard.layers import KVCache, MultiHeadAttention, observing
+    from regard.nn import convert
+
+_HOMES = {
+    "regard.attention": (
+        "ALiBi Bias Causal Dense DenseBias Documents Explanation Lengths Map Mask Observation "
+        "Prefix RelativeTable Wants Window attention explain observe"
+    ),
+    "regard.layers": "KVCache MultiHeadAttention observing",
+    "regard.nn": "convert",
+    "regard._version": "__version__",
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+__all__ = [
+    "ALiBi",
+    "Bias",
+    "Causal",
+    "Dense",
+    "DenseBias",
+    "Documents",
+    "Explanation",
+    "KVCache",
+    "Lengths",
+    "Map",
+    "Mask",
+    "MultiHeadAttention",
+    "Observation",
+    "Prefix",
+    "RelativeTable",
+    "Wants",
+    "Window",
+    "__version__",
+    "attention",
+    "convert",
+    "explain",
+    "nn",
+    "observe",
+    "observing",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    if name in ("nn", "layers", "positions"):
+        return importlib.import_module(f"regard.{name}")
+    raise AttributeError(f"module 'regard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _Package(types.ModuleType):
+    """`regard.attention` is the operation, also after its room of the same name has been loaded.
+
+    Importing a submodule binds its name here; for this one name the function is bound instead.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "attention" and isinstance(value, types.ModuleType):
+            value = value.attention
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,76 @@
+"""Checks at the public doors, spoken in the letters of the house.
+
+A door names each tensor with its letters ("B H T D"); the first tensor that uses a letter binds its
+size, later ones must agree. Errors say what came, what was expected, and in which letters.
+`readable` tells whether a tensor's values may be looked at now: not while a graph is being traced,
+and not inside a `torch.func` transform. Values themselves are not checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+FLOAT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_shapes(tensors: Mapping[str, tuple[Tensor, str]]) -> dict[str, int]:
+    """Bind letters to sizes over all tensors and return them, or say which tensor disagrees.
+
+    `tensors` maps a name to (tensor, letters), for example ``{"q": (q, "B H T D")}``.
+    """
+    sizes: dict[str, int] = {}
+    bound_by: dict[str, str] = {}
+    for name, (tensor, spelled) in tensors.items():
+        letters = spelled.split()
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor ({', '.join(letters)}), got {type(tensor)}")
+        if tensor.dim() != len(letters):
+            raise ValueError(
+                f"{name} must have {len(letters)} axes ({', '.join(letters)}), "
+                f"got shape {tuple(tensor.shape)}"
+            )
+        for letter, size in zip(letters, tensor.shape, strict=True):
+            if letter not in sizes:
+                sizes[letter], bound_by[letter] = size, name
+            elif sizes[letter] != size:
+                raise ValueError(
+                    f"{name} ({', '.join(letters)}) has {letter}={size}, "
+                    f"but {bound_by[letter]} has {letter}={sizes[letter]}; "
+                    f"{name} has shape {tuple(tensor.shape)}"
+                )
+    return sizes
+
+
+def check_float(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose type is not one of the four float types."""
+    if tensor.dtype not in FLOAT_TYPES:
+        known = ", ".join(str(t).removeprefix("torch.") for t in FLOAT_TYPES)
+        raise TypeError(f"{name} must be one of {known}, got {tensor.dtype}; convert it first")
+
+
+def check_probability(name: str, value: float) -> float:
+    """Refuse what is not a probability in [0, 1]."""
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+    return float(value)
+
+
+def readable(*tensors: Tensor | None) -> bool:
+    """Whether the values may be looked at now: plain tensors with data, outside tracing."""
+    if torch.compiler.is_compiling():
+        return False
+    return not any(
+        t is not None
+        and (t.is_meta or is_transformed(t) or isinstance(t, torch._subclasses.FakeTensor))
+        for t in tensors
+    )
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether the tensor is being carried through a `torch.func` transform (vmap, grad, jvp)."""
+    if torch.compiler.is_compiling():
+        return False
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
