@@ -1,0 +1,232 @@
+"""Which path runs: one table, one loop, a sentence from each that refuses.
+
+A backend is a name, a function that says why it refuses a call (None when it does not), and what it
+does. `choose` takes the first in the device's order that does not refuse; `backend=` names the only
+candidate. No option is dropped on the way: a backend honours all of a call or refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from regard._check import is_transformed
+from regard.attention import flex, fused, observe, reference
+from regard.attention.blockwise_op import run_blockwise
+from regard.attention.rule import Rule
+from regard.attention.wants import Observation, Wants
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Call:
+    """One call of attention, checked and complete."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rule: Rule
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    seed: Tensor | None = None
+    wants: Wants | None = None
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values."""
+        return self.q, self.k, self.v
+
+    @property
+    def drop(self) -> tuple[float, Tensor | None]:
+        """The dropout probability and its seed."""
+        return self.dropout, self.seed
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the call."""
+        given = (self.q, self.k, self.v, self.sinks)
+        return [t for t in given if t is not None] + self.rule.tensors()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A path to the output: why it refuses, and how it runs."""
+
+    name: str
+    refusal: Callable[[Call], str | None]
+    attend: Callable[[Call], Tensor]
+    observe: Callable[[Call], Observation] | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The verdict of each backend on a call, in order; `chosen` is the one that runs."""
+
+    chosen: str
+    verdicts: dict[str, str | None]
+
+    def __str__(self) -> str:
+        lines = []
+        for name, reason in self.verdicts.items():
+            mark = "runs" if name == self.chosen else "could" if reason is None else "refuses"
+            lines.append(f"{name:<10} {mark:<8} {reason or ''}".rstrip())
+        return "\n".join(lines)
+
+
+def refuse_reference(call: Call) -> str | None:
+    """The definition takes everything."""
+    return None
+
+
+def refuse_blockwise(call: Call) -> str | None:
+    """Everything but the whole matrix and forward-mode derivatives."""
+    if call.wants is not None and call.wants.weights:
+        return "it never builds the T × S matrix that `weights` asks for; reference does"
+    if has_tangent(call):
+        return "it has no forward-mode derivative; reference has"
+    if call.wants is not None and call.wants.second_pass() and is_unread(call):
+        return "its second pass reads values, which tracing and torch.func do not give"
+    return None
+
+
+def refuse_sdpa(call: Call) -> str | None:
+    """What torch's fused kernels cannot say exactly."""
+    reason = refuse_always(call)
+    if reason is not None:
+        return reason
+    if call.rule.softcap is not None:
+        return "torch's fused kernels have no softcap"
+    if call.sinks is not None:
+        return "torch's fused kernels have no sinks"
+    if call.rule.scale is not None and call.rule.scale <= 0:
+        return f"torch's CPU kernel is wrong for a scale that is not positive ({call.rule.scale})"
+    if any(leaf.requires_grad for leaf in call.rule.bias_leaves()):
+        return "torch's fused kernels give no gradient to the bias"
+    if any(is_transformed(t) for t in call.tensors()):
+        return "torch's fused kernels do not run inside torch.func transforms"
+    if call.q.shape[3] == 0 and call.v.shape[3] == 0:
+        return "torch's fused kernels need a head width of at least 1"
+    if not call.q.numel() or not call.k.numel():
+        return "torch's fused kernels are not asked for empty inputs"
+    return None
+
+
+def refuse_flex(call: Call) -> str | None:
+    """What compiled FlexAttention does not do, here or at all."""
+    reason = refuse_always(call)
+    if reason is not None:
+        return reason
+    if any(is_transformed(t) for t in call.tensors()):
+        return "FlexAttention does not run inside torch.func transforms"
+    if call.q.dtype == torch.float64:
+        return "FlexAttention computes scores in float32, which float64 does not allow"
+    if not call.q.numel() or not call.k.numel() or not call.v.numel():
+        return "FlexAttention does not take empty inputs"
+    if (
+        call.q.device.type == "cpu"
+        and torch.is_grad_enabled()
+        and any(t.requires_grad for t in call.tensors())
+    ):
+        return "FlexAttention has no backward pass on the CPU"
+    if call.q.device.type == "cpu" and call.sinks is not None:
+        return "FlexAttention gives no log-sum on the CPU, which sinks need"
+    if call.q.device.type not in ("cpu", "cuda"):
+        return f"FlexAttention is not asked for on {call.q.device.type}"
+    return None
+
+
+def refuse_always(call: Call) -> str | None:
+    """What no kernel of torch's does as the reference does."""
+    if call.wants is not None:
+        return "it tells nothing about the weights"
+    if call.dropout > 0.0:
+        return "it draws its own dropout, not the one the seed fixes for every path"
+    if has_tangent(call):
+        return "it has no forward-mode derivative; reference has"
+    return None
+
+
+def has_tangent(call: Call) -> bool:
+    """Whether a forward-mode derivative is, or may be, taken through the call.
+
+    Below a reverse-mode transform (a Hessian) tangents do not show, so any transformed tensor
+    counts.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(
+        t.is_floating_point()
+        and (is_transformed(t) or forward_ad.unpack_dual(t).tangent is not None)  # type: ignore[no-untyped-call]
+        for t in call.tensors()
+    )
+
+
+def is_unread(call: Call) -> bool:
+    """Whether values cannot be looked at now."""
+    return torch.compiler.is_compiling() or any(is_transformed(t) for t in call.tensors())
+
+
+def _attend_reference(call: Call) -> Tensor:
+    return reference.attend(*call.inputs, call.rule, call.sinks, *call.drop).output
+
+
+def _attend_blockwise(call: Call) -> Tensor:
+    return run_blockwise(call.inputs, call.rule, call.sinks, call.drop).output
+
+
+def _observe_reference(call: Call) -> Observation:
+    assert call.wants is not None
+    return observe.by_reference(call.inputs, call.rule, call.sinks, call.drop, call.wants)
+
+
+def _observe_blockwise(call: Call) -> Observation:
+    assert call.wants is not None
+    return observe.by_tiles(call.inputs, call.rule, call.sinks, call.drop, call.wants)
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("reference", refuse_reference, _attend_reference, _observe_reference),
+        Backend("blockwise", refuse_blockwise, _attend_blockwise, _observe_blockwise),
+        Backend("sdpa", refuse_sdpa, lambda call: fused.attend(*call.inputs, call.rule)),
+        Backend("flex", refuse_flex, lambda call: flex.attend(*call.inputs, call.rule, call.sinks)),
+    )
+}
+
+ORDER = {
+    "cpu": ("sdpa", "blockwise", "reference", "flex"),
+    "cuda": ("sdpa", "flex", "blockwise", "reference"),
+}
+"""By measured speed, compiling counted in: on a CPU FlexAttention runs only when named."""
+
+
+def verdicts(call: Call) -> dict[str, str | None]:
+    """Why each backend refuses the call, None for those that do not, in the device's order."""
+    order = ORDER.get(call.q.device.type, ("sdpa", "blockwise", "reference"))
+    return {name: BACKENDS[name].refusal(call) for name in order}
+
+
+def choose(call: Call, backend: str) -> Backend:
+    """The first in order that does not refuse, or the one named, or an error that says why not."""
+    if backend == "auto":
+        for name in ORDER.get(call.q.device.type, ("sdpa", "blockwise", "reference")):
+            if BACKENDS[name].refusal(call) is None:
+                return BACKENDS[name]
+    if backend not in BACKENDS:
+        known = ", ".join(["auto", *BACKENDS])
+        raise ValueError(f"unknown backend {backend!r}; expected one of {known}")
+    reason = BACKENDS[backend].refusal(call)
+    if reason is not None:
+        raise ValueError(
+            f'backend "{backend}" refuses this call: {reason}; '
+            'backend="auto" finds one that does not'
+        )
+    return BACKENDS[backend]
+
+
+def explain(call: Call, backend: str) -> Explanation:
+    """All verdicts, and which backend runs."""
+    return Explanation(choose(call, backend).name, verdicts(call))

@@ -1,0 +1,121 @@
+"""NaN and infinity stay where they are: a row is NaN when it looks at one, and no other row is.
+
+Plain arithmetic does not keep this: 0 · NaN is NaN, so a value that nobody may see would still
+reach every sum, and torch's CPU kernel turns a NaN query into zeros. So entries that are not finite
+are taken out before any backend runs, and every row that has one in its query, or may see one in a
+key or a value, is set to NaN afterwards. On the CPU a sum over the inputs tells first whether there
+is anything to do.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from regard._check import readable
+from regard.attention.blockwise import bands
+from regard.attention.rule import Packed, Rule, pack, unpack
+from regard.attention.secondpass import visible
+from regard.attention.shape import Shape
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether all entries are finite; a sum that overflows counts as no, which costs time only."""
+    total = sum(
+        t.detach().sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32)
+        for t in tensors
+    )
+    return math.isfinite(float(total))
+
+
+def needs_shield(inputs: Inputs, rule: Rule) -> bool:
+    """Whether non-finite entries must be kept apart: known on the CPU, else assumed."""
+    if inputs[0].device.type == "cpu" and readable(*inputs, *rule.tensors()):
+        return not all_finite(*inputs)
+    return True
+
+
+def take_out(inputs: Inputs, rule: Rule) -> tuple[Inputs, Tensor]:
+    """The inputs with zeros for what is not finite, and which rows are to be NaN, (B, H, T)."""
+    bad_q_bht = ~torch.isfinite(inputs[0].detach()).all(-1)
+    bad_k_bgs = ~(
+        torch.isfinite(inputs[1].detach()).all(-1) & torch.isfinite(inputs[2].detach()).all(-1)
+    )
+    clean = tuple(torch.where(torch.isfinite(x.detach()), x, 0.0) for x in inputs)
+    bad_k_bhs = bad_k_bgs.repeat_interleave(inputs[0].shape[1] // max(inputs[1].shape[1], 1), 1)
+    sees_bad, sees_any = look(rule, bad_k_bhs)
+    return (clean[0], clean[1], clean[2]), sees_bad | (bad_q_bht & sees_any)
+
+
+def look(rule: Rule, marked_bhs: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows may see a marked key, and which may see any key at all, (B, H, T)."""
+    B, H, T, S = rule.shape
+    device = marked_bhs.device
+    keys = None
+    if rule.mask is not None and rule.bias is None:
+        keys = rule.mask.interval(
+            torch.arange(T, device=device)[None] + rule.shape.offset, rule.shape
+        )
+    if rule.mask is None and rule.bias is None:
+        return marked_bhs.any(-1, keepdim=True).expand(B, H, T), torch.full_like(
+            marked_bhs[..., :1], S > 0
+        ).expand(B, H, T)
+    if keys is not None:
+        lo, hi = (x.clamp(0, S)[:, None] for x in keys)
+        counts = torch.nn.functional.pad(marked_bhs.long().cumsum(-1), (1, 0))
+        lo, hi = lo.expand(B, H, T), torch.maximum(lo, hi).expand(B, H, T)
+        return counts.gather(-1, hi) > counts.gather(-1, lo), hi > lo
+    run = _look_op if torch.compiler.is_compiling() else _look_in_tiles
+    sees_bad, sees_any = run(*pack(rule), marked_bhs, T)
+    return sees_bad, sees_any
+
+
+def _look_in_tiles(
+    text: str,
+    tensors: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    marked_bhs: Tensor,
+    n_queries: int,
+) -> list[Tensor]:
+    """The same for any mask and bias, tile by tile."""
+    B, H, S = marked_bhs.shape
+    rule = unpack(Packed(text, tensors, ints, floats), Shape(B, H, n_queries, S))
+    bad, some = [marked_bhs[..., :0]], [marked_bhs[..., :0]]
+    for (t0, t1), tiles in bands(rule):
+        sees_bad = torch.zeros_like(marked_bhs[..., :1]).expand(-1, -1, t1 - t0)
+        sees_any = sees_bad
+        for tile, full in tiles:
+            seen = visible(rule, tile, full, marked_bhs.device)
+            sees_bad = sees_bad | (seen & marked_bhs[:, :, None, tile.s0 : tile.s1]).any(-1)
+            sees_any = sees_any | seen.any(-1)
+        bad.append(sees_bad)
+        some.append(sees_any)
+    return [torch.cat(bad, -1), torch.cat(some, -1)]
+
+
+_look_op = torch.library.custom_op(
+    "regard::look",
+    _look_in_tiles,
+    mutates_args=(),
+    schema="(str text, Tensor[] tensors, SymInt[] ints, float[] floats, Tensor marked, "
+    "SymInt n_queries) -> Tensor[]",
+)
+
+
+@_look_op.register_fake
+def _(
+    text: str,
+    tensors: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    marked_bhs: Tensor,
+    n_queries: int,
+) -> list[Tensor]:
+    return [marked_bhs.new_empty((*marked_bhs.shape[:2], n_queries)) for _ in range(2)]

@@ -1,0 +1,212 @@
+"""The public doors: `attention`, `observe`, `explain`.
+
+A call is checked here, once, in letters: shapes, types, the rule against the shape. Then the first
+backend that does not refuse runs it. Everything after the door may assume a call that makes sense.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard._check import check_float, check_probability, check_shapes
+from regard.attention.backends import Call, Explanation, choose
+from regard.attention.backends import explain as explain_call
+from regard.attention.bias import Bias
+from regard.attention.dropout import as_seed
+from regard.attention.finite import needs_shield, take_out
+from regard.attention.mask import Mask
+from regard.attention.rule import Rule, as_bias, as_mask
+from regard.attention.shape import Shape
+from regard.attention.wants import Observation, Wants
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """softmax(softcap(scale · q kᵀ) + bias, where allowed) v.
+
+    q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) give (B, H, T, E); G divides H, and neighbouring
+    query heads share a key head.
+
+    mask: what each query may look at, a `Mask` or a bool tensor (True = may look); None sees all.
+    bias: added to the scores, a `Bias` or a float tensor that broadcasts to (B, H, T, S). scale:
+    1/√D unless given. softcap: c · tanh(score / c). sinks: (H,), one more score in each row's sum.
+    dropout: probability with which a weight is dropped, here and now (pass 0 in evaluation); seed
+    fixes which. backend: "auto", or the only one allowed: "reference", "blockwise", "sdpa", "flex".
+    """
+    call = make_call(q, k, v, mask, bias, scale, softcap, sinks, (dropout, seed))
+    with outside_autocast(call.q.device.type):
+        chosen = choose(call, backend)
+        if not needs_shield(call.inputs, call.rule):
+            return chosen.attend(call)
+        call, nan_rows_bht = shield(call)
+        return put_back(chosen.attend(call), nan_rows_bht)
+
+
+def observe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    *,
+    wants: Wants,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+    backend: str = "auto",
+) -> Observation:
+    """The output and what was asked about the weights (`Wants`); v=None looks at these alone."""
+    value = v if v is not None else k[..., :0]
+    call = make_call(q, k, value, mask, bias, scale, softcap, sinks, (dropout, seed))
+    wants.check(call.rule.shape)
+    call = replace(call, wants=wants)
+    with outside_autocast(call.q.device.type):
+        chosen = choose(call, backend)
+        assert chosen.observe is not None, "a backend that does not refuse wants can observe"
+        if not needs_shield(call.inputs, call.rule):
+            seen = chosen.observe(call)
+        else:
+            call, nan_rows_bht = shield(call)
+            seen = observe_beside_nan(chosen.observe(call), nan_rows_bht)
+    return seen if v is not None else replace(seen, output=None)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    wants: Wants | None = None,
+    backend: str = "auto",
+) -> Explanation:
+    """Which backend would run this call, and why each of the others would not; print it."""
+    call = make_call(q, k, v, mask, bias, scale, softcap, sinks, (dropout, 0))
+    return explain_call(replace(call, wants=wants), backend)
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None,
+    bias: Bias | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    drop: tuple[float, int | Tensor | None],
+) -> Call:
+    """Check everything and gather it into a call."""
+    q, k, v = under_autocast(q, k, v)
+    sizes = check_shapes({"q": (q, "B H T D"), "k": (k, "B G S D"), "v": (v, "B G S E")})
+    check_float("q", q)
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype or x.device != q.device:
+            raise TypeError(
+                f"q, k and v must have one type and one device: q is {q.dtype} on {q.device}, "
+                f"{name} is {x.dtype} on {x.device}"
+            )
+    H, G = sizes["H"], sizes["G"]
+    if (G == 0) != (H == 0) or (G and H % G):
+        raise ValueError(f"the query heads H={H} must be a multiple of the key heads G={G}")
+    shape = Shape(sizes["B"], H, sizes["T"], sizes["S"])
+    rule = Rule(
+        shape=shape,
+        scale=check_number("scale", scale) if scale is not None else None,
+        mask=as_mask(mask),
+        bias=as_bias(bias),
+        softcap=check_number("softcap", softcap, positive=True) if softcap is not None else None,
+    )
+    if rule.mask is not None:
+        rule.mask.check(shape)
+    if rule.bias is not None:
+        rule.bias.check(shape)
+    if sinks is not None:
+        check_shapes({"q": (q, "B H T D"), "sinks": (sinks, "H")})
+        check_float("sinks", sinks)
+    dropout = check_probability("dropout", drop[0])
+    seed = as_seed(drop[1], q.device) if dropout > 0.0 else None
+    return Call(q=q, k=k, v=v, rule=rule, sinks=sinks, dropout=dropout, seed=seed)
+
+
+def check_number(name: str, value: float, positive: bool = False) -> float:
+    """A finite number, above zero where asked."""
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a number, got a tensor; a learned {name} is multiplied into q instead"
+        )
+    number = float(value)
+    if not math.isfinite(number) or (positive and number <= 0):
+        raise ValueError(
+            f"{name} must be a finite number{' above 0' if positive else ''}, got {value}"
+        )
+    return number
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Inside autocast inputs take its type, as torch's own attention does; float64 stays."""
+    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    if any(x.dtype == torch.float64 for x in (q, k, v)):
+        return q, k, v
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast has had its say at the door; inside, types are chosen with care and must stay."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def shield(call: Call) -> tuple[Call, Tensor]:
+    """The call with non-finite entries taken out, and the rows that are to be NaN."""
+    (q, k, v), nan_rows_bht = take_out(call.inputs, call.rule)
+    return replace(call, q=q, k=k, v=v), nan_rows_bht
+
+
+def put_back(output_bhte: Tensor, nan_rows_bht: Tensor) -> Tensor:
+    """NaN in the rows that looked at one."""
+    return torch.where(nan_rows_bht[..., None], math.nan, output_bhte)
+
+
+def observe_beside_nan(seen: Observation, nan_rows_bht: Tensor) -> Observation:
+    """What was observed, with NaN for every row that looked at one."""
+    rows: dict[str, Any] = {
+        name: torch.where(nan_rows_bht, math.nan, value)
+        for name in ("lse", "entropy", "distance", "mass")
+        if (value := getattr(seen, name)) is not None
+    }
+    if seen.output is not None:
+        rows["output"] = put_back(seen.output, nan_rows_bht)
+    if seen.weights is not None:
+        rows["weights"] = put_back(seen.weights, nan_rows_bht)
+    return replace(seen, **rows)

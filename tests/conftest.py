@@ -1,0 +1,67 @@
+"""What every test starts from: the same seeds, and one thread for each worker.
+
+Torch is imported inside the fixtures, so that the process that only hands out tests to the
+workers never loads it.
+"""
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+SEED = 20170612
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores; set before torch is loaded, and inherited by every subprocess.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["MKL_NUM_THREADS"] = "1"
+
+# Some virtual machines announce AMX and then refuse it: there a bfloat16 matrix product ends the
+# process.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+# Hypothesis draws the same examples in every run, so that a red test is red for everyone.
+# `--hypothesis-profile explore` goes looking for new ones instead.
+settings.register_profile("repeat", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile("repeat")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_per_worker() -> None:
+    import torch
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    import numpy
+    import torch
+
+    random.seed(SEED)
+    numpy.random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True)
+def torch_left_as_found() -> Iterator[None]:
+    """A test that changes a global of torch for good would change its neighbours."""
+    import torch
+
+    before = (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
+    yield
+    after = (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
+    assert after == before, f"the test left torch changed: {before} before, {after} after"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`-m gpu` on a machine without one skips in words instead of failing inside CUDA."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device that torch can use")
