@@ -1,0 +1,216 @@
+"""How fast attention is on this CPU, as ratios against torch in one run.
+
+    python bench/attention_cpu.py [--quick] [--out bench/results/attention_cpu.md]
+
+Each row times regard and a peer on the same inputs, alternating, and prints the medians and their ratio (peer ÷ regard: above 1 means that
+regard is faster). Memory is the growth of the process's peak, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import regard
+from regard.attention import ALiBi, Causal, Lengths, Wants, Window, attention, observe
+
+Run = Callable[[], object]
+
+
+def race(ours: Run, theirs: Run, rounds: int) -> tuple[float, float]:
+    """Median milliseconds of two runs that take turns."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds + 1):
+        for run, found in zip((ours, theirs), times, strict=True):
+            start = time.perf_counter()
+            run()
+            if turn:
+                found.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def trained(run: Callable[..., Tensor], *inputs: Tensor) -> Run:
+    """The run with its backward pass."""
+
+    def step() -> None:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        run(*leaves).sum().backward()
+
+    return step
+
+
+def rows_of_attention(rounds: int) -> list[tuple[str, float, float]]:
+    """`attention` against `scaled_dot_product_attention`: best call for plain and causal, a ready mask else."""
+    B, H, T, D = 2, 8, 2048, 64
+    q, k, v = (torch.randn(B, H, T, D) for _ in range(3))
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    lengths = torch.tensor([T, T // 2])
+    window = (j <= i) & (j >= i - 256)
+    slopes = regard.ALiBi(H).slopes[:, None, None]
+    alibi = (slopes * (j - i)).masked_fill(j > i, float("-inf"))[None]
+    padding = (j < lengths[:, None])[:, None, None]
+    sdpa = F.scaled_dot_product_attention
+    calls: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+        "plain": (attention, sdpa),
+        "causal": (
+            lambda q, k, v: attention(q, k, v, mask=Causal()),
+            lambda q, k, v: sdpa(q, k, v, is_causal=True),
+        ),
+        "padded, 3/4 full": (
+            lambda q, k, v: attention(q, k, v, mask=Lengths(lengths)),
+            lambda q, k, v: sdpa(q, k, v, attn_mask=padding),
+        ),
+        "causal window 256": (
+            lambda q, k, v: attention(q, k, v, mask=Window(256, 0)),
+            lambda q, k, v: sdpa(q, k, v, attn_mask=window),
+        ),
+        "causal ALiBi": (
+            lambda q, k, v: attention(q, k, v, mask=Causal(), bias=ALiBi(H)),
+            lambda q, k, v: sdpa(q, k, v, attn_mask=alibi),
+        ),
+    }
+    found = []
+    for name, (ours, theirs) in calls.items():
+        with torch.no_grad():
+            pair = race(lambda: ours(q, k, v), lambda: theirs(q, k, v), rounds)
+        found.append((f"attention, {name}: forward", *pair))
+        pair = race(trained(ours, q, k, v), trained(theirs, q, k, v), max(rounds // 2, 3))
+        found.append((f"attention, {name}: forward + backward", *pair))
+    return found
+
+
+def rows_of_layers(rounds: int) -> list[tuple[str, float, float]]:
+    """`regard.nn.MultiheadAttention` against torch's, same weights."""
+    from regard import nn as ours_nn
+
+    B, T, C, H = 4, 1024, 512, 8
+    x = torch.randn(B, T, C)
+    theirs = nn.MultiheadAttention(C, H, batch_first=True)
+    ours = ours_nn.MultiheadAttention(C, H, batch_first=True)
+    ours.load_state_dict(theirs.state_dict())
+    found = []
+    for weights in (False, True):
+        asked = "with weights" if weights else "without weights"
+
+        def call(module: nn.Module, x: Tensor, weights: bool = weights) -> Tensor:
+            return module(x, x, x, need_weights=weights)[0]  # type: ignore[no-any-return]
+
+        ours.eval(), theirs.eval()
+        with torch.no_grad():
+            pair = race(lambda: call(ours, x), lambda: call(theirs, x), rounds)
+        found.append((f"MultiheadAttention, eval, {asked}", *pair))
+        ours.train(), theirs.train()
+        pair = race(
+            trained(lambda x: call(ours, x), x), trained(lambda x: call(theirs, x), x), max(rounds // 2, 3)
+        )
+        found.append((f"MultiheadAttention, training, {asked}", *pair))
+    return found
+
+
+def eager_statistics(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Entropy, peak and received attention by the formula, the matrix whole."""
+    weights = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)
+    entropy = -(weights * weights.clamp(min=1e-38).log()).sum(-1)
+    return weights @ v, entropy, weights.amax(-1), weights.sum(-2)
+
+
+def statistics_seen(q: Tensor, k: Tensor, v: Tensor) -> object:
+    """The same by `observe`."""
+    return observe(q, k, v, wants=Wants(entropy=True, peak=True, received=True))
+
+
+def rows_of_observing(rounds: int) -> list[tuple[str, float, float]]:
+    """`observe` against the formula on 8,192 tokens."""
+    q, k, v = (torch.randn(1, 2, 8192, 64) for _ in range(3))
+    with torch.no_grad():
+        both = race(lambda: statistics_seen(q, k, v), lambda: eager_statistics(q, k, v), max(rounds // 2, 3))
+        one = race(
+            lambda: observe(q, k, v, wants=Wants(entropy=True)),
+            lambda: eager_statistics(q, k, v)[:2],
+            max(rounds // 2, 3),
+        )
+    return [("observe 8,192: entropy, peak, received", *both), ("observe 8,192: entropy", *one)]
+
+
+MEMORY = """
+import resource, sys, torch
+sys.path.insert(0, {folder!r})
+from attention_cpu import {name}
+torch.set_num_threads(2)
+q, k, v = (torch.randn(1, 2, 8192, 64) for _ in range(3))
+small = (q[:, :, :256], k[:, :, :256], v[:, :, :256])
+with torch.no_grad():
+    {name}(*small)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    {name}(q, k, v)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def peak_memory(name: str) -> float:
+    """MiB by which the process's peak grows while the function runs."""
+    program = MEMORY.format(folder=str(Path(__file__).parent), name=name)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def report(rounds: int) -> str:
+    """All tables as text."""
+    rows = rows_of_attention(rounds) + rows_of_layers(rounds) + rows_of_observing(rounds)
+    lines = [
+        "# Attention on a CPU",
+        "",
+        f"{datetime.date.today()} · {cpu_name()}, {torch.get_num_threads()} threads · "
+        f"Python {platform.python_version()} · torch {torch.__version__} · regard {regard.__version__} · float32",
+        "",
+        f"Command: `python bench/attention_cpu.py`, medians of {rounds} alternating rounds "
+        f"({max(rounds // 2, 3)} with a backward pass).",
+        "",
+        "| what | regard ms | torch ms | torch ÷ regard |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    lines += [f"| {name} | {a:.2f} | {b:.2f} | {b / a:.2f} |" for name, a, b in rows]
+    ours, eager = peak_memory("statistics_seen"), peak_memory("eager_statistics")
+    lines += [
+        "",
+        f"Peak memory of observing 8,192 tokens, 2 heads (entropy, peak, received): regard {ours:.0f} MiB, "
+        f"the eager formula {eager:.0f} MiB, ratio {ours / eager:.3f}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds, for a first look")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    text = report(5 if given.quick else 21)
+    print(text)
+    if given.out:
+        given.out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
