@@ -1,30 +1,17 @@
-"""Backend × feature × type: every cell equals the float64 reference, or refuses with its sentence.
-
-Equal means: the error against the float64 reference is at most twice that of the plain formula
-computed in the cell's type, both on the same inputs; forward, and backward to every input. A few
-roundings of the largest number in play are allowed where the plain formula happens to be exact.
-"""
+"""Backend × feature × type: each cell equals the float64 reference or refuses with its sentence."""
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
-from plain import CASES, Case, dense_bias, dense_mask, plain
-from torch import Tensor
+from cells import TYPES, by_formula, check_cell, judge
+from plain import CASES
 
-from regard.attention import attention, blockwise, fused
+from regard.attention import attention, blockwise, flex, fused
 from regard.attention.backends import BACKENDS
 
-TYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-ROUNDINGS = 4
-
+EMPTY = "torch's fused kernels are not asked for empty inputs"
+NO_BIAS_GRADIENT = "torch's fused kernels give no gradient to the bias"
 REFUSALS = {
     "sdpa": {
         "softcap": "torch's fused kernels have no softcap",
@@ -32,13 +19,20 @@ REFUSALS = {
         "sinks": "torch's fused kernels have no sinks",
         "negative scale": "torch's CPU kernel is wrong for a scale that is not positive (-0.7)",
         "zero scale": "torch's CPU kernel is wrong for a scale that is not positive (0.0)",
-        "alibi learned": "torch's fused kernels give no gradient to the bias",
-        "relative table learned": "torch's fused kernels give no gradient to the bias",
-        "dense bias learned": "torch's fused kernels give no gradient to the bias",
-        "no batch": "torch's fused kernels are not asked for empty inputs",
-        "no queries": "torch's fused kernels are not asked for empty inputs",
-        "no keys": "torch's fused kernels are not asked for empty inputs",
+        "alibi learned": NO_BIAS_GRADIENT,
+        "relative table learned": NO_BIAS_GRADIENT,
+        "dense bias learned": NO_BIAS_GRADIENT,
+        "no batch": EMPTY,
+        "no queries": EMPTY,
+        "no keys": EMPTY,
     },
+}
+FLEX_REFUSALS = {
+    "sinks": "FlexAttention gives no log-sum on the CPU, which sinks need",
+    "everything": "FlexAttention gives no log-sum on the CPU, which sinks need",
+    "no batch": "FlexAttention does not take empty inputs",
+    "no queries": "FlexAttention does not take empty inputs",
+    "no keys": "FlexAttention does not take empty inputs",
 }
 CELLS = [
     pytest.param(backend, name, kind, id=f"{backend}-{name}-{kind}".replace(" ", "_"))
@@ -46,35 +40,6 @@ CELLS = [
     for name in CASES
     for kind in TYPES
 ]
-
-
-@functools.cache
-def pairs(name: str) -> tuple[Tensor, Tensor]:
-    """The mask and bias of a case, pair by pair."""
-    made = CASES[name]()
-    return dense_mask(made), dense_bias(made)
-
-
-def by_formula(name: str, made: Case) -> Tensor:
-    seen, bias = pairs(name)
-    numbers = {key: made.call[key] for key in ("scale", "softcap", "sinks") if key in made.call}
-    learned = made.call.get("bias")
-    values = getattr(learned, "values", None)
-    dense = values if isinstance(values, Tensor) and values.requires_grad else bias
-    return plain(made.q, made.k, made.v, seen, dense, **numbers)[0]
-
-
-def results(output: Tensor, made: Case) -> list[Tensor]:
-    """The output, and the gradient of a fixed mixture of it to q, k, v and the sinks."""
-    pull = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).sin().view_as(output)
-    wanted = [made.q, made.k, made.v]
-    if "sinks" in made.call:
-        wanted.append(made.call["sinks"])
-    grads = torch.autograd.grad((output.double() * pull).sum(), wanted, allow_unused=True)
-    return [
-        output,
-        *(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)),
-    ]
 
 
 @pytest.fixture(autouse=True)
@@ -90,29 +55,49 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cell_equals_the_float64_reference_or_refuses_with_its_sentence(
     backend: str, name: str, kind: str
 ) -> None:
+    check_cell(backend, name, kind, REFUSALS.get(backend, {}).get(name), "cpu")
+
+
+def check_flex(name: str, kind: str) -> None:
+    """A cell of FlexAttention on the CPU, which has no backward pass there."""
     made = CASES[name]().cast(TYPES[kind])
-    sentence = REFUSALS.get(backend, {}).get(name)
-    if sentence is not None:
-        with pytest.raises(ValueError) as refused:
-            attention(made.q, made.k, made.v, **made.call, backend=backend)
-        assert f'backend "{backend}" refuses this call: {sentence};' in str(refused.value)
-        return
-    exact = made.cast(torch.float64)
-    truth = results(attention(exact.q, exact.k, exact.v, **exact.call, backend="reference"), exact)
-    ours = results(attention(made.q, made.k, made.v, **made.call, backend=backend), made)
-    theirs = results(by_formula(name, made), made)
-    eps = torch.finfo(TYPES[kind]).eps
-    largest = max((x.abs().max() for x in truth if x.numel()), default=0.0)
-    for part, t, o, p in zip(
-        ("output", "dq", "dk", "dv", "sinks"), truth, ours, theirs, strict=False
-    ):
-        assert o.dtype == TYPES[kind]
-        if not t.numel():
-            assert o.shape == t.shape
-            continue
-        allowed = 2 * (p.double() - t).abs().max() + ROUNDINGS * eps * largest
-        error = (o.double() - t).abs().max()
-        assert error <= allowed, f"{part}: error {error:.3g}, allowed {allowed:.3g}"
+    call = {"mask": made.call.get("mask"), "bias": made.call.get("bias")}
+    call |= {key: made.call[key] for key in ("scale", "softcap", "sinks") if key in made.call}
+    if made.q.requires_grad and kind != "float64":
+        with pytest.raises(
+            ValueError, match=r"FlexAttention has no backward pass on the CPU|empty"
+        ):
+            attention(made.q, made.k, made.v, **call, backend="flex")
+    sentence = FLEX_REFUSALS.get(name)
+    if kind == "float64":
+        sentence = "FlexAttention computes scores in float32, which float64 does not allow"
+    with torch.no_grad():
+        if sentence is not None:
+            with pytest.raises(ValueError) as refused:
+                attention(made.q, made.k, made.v, **call, backend="flex")
+            assert f'backend "flex" refuses this call: {sentence};' in str(refused.value)
+            return
+        ours = attention(made.q, made.k, made.v, **call, backend="flex")
+        exact = made.cast(torch.float64)
+        truth = attention(exact.q, exact.k, exact.v, **exact.call, backend="reference")
+        judge([truth], [ours], [by_formula(name, made)])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_flex_functions_mean_what_the_reference_means(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The same functions, run by FlexAttention's own plain path: compiling every cell takes minutes.
+    monkeypatch.setattr(flex, "_compiled", flex._flex)
+    check_flex(name, kind)
+
+
+@pytest.mark.parametrize("name", ["joined", "alibi causal"])
+def test_compiled_flex_equals_the_reference(name: str) -> None:
+    torch._dynamo.reset()
+    check_flex(name, "float32")
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "no batch"])

@@ -27,6 +27,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks_h: Tensor | None) 
     """Attention by compiled FlexAttention."""
     from torch.nn.attention.flex_attention import AuxRequest
 
+    if not torch.is_grad_enabled():
+        # On a CPU it takes inputs that could ask for a gradient for ones that do.
+        q, k, v = q.detach(), k.detach(), v.detach()
     run = _flex() if torch.compiler.is_compiling() else _compiled()
     given = {"return_aux": AuxRequest(lse=True)} if sinks_h is not None else {}
     made = run(

@@ -1,0 +1,127 @@
+"""The grid on a CUDA device, FlexAttention compiled and trained there among the cells.
+
+The same cells as on the CPU, with the device's own refusals, and the ways of running that only a
+device shows: NaN kept apart without reading a value back, compiled graphs, large batches of heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cells import TYPES, check_cell
+from plain import CASES
+
+from regard.attention import ALiBi, Causal, Lengths, Wants, Window, attention, explain, observe
+
+pytestmark = pytest.mark.gpu
+
+EMPTY = "torch's fused kernels are not asked for empty inputs"
+NO_BIAS_GRADIENT = "torch's fused kernels give no gradient to the bias"
+SDPA_REFUSALS = {
+    "softcap": "torch's fused kernels have no softcap",
+    "everything": "torch's fused kernels have no softcap",
+    "sinks": "torch's fused kernels have no sinks",
+    "negative scale": "torch's CPU kernel is wrong for a scale that is not positive (-0.7)",
+    "zero scale": "torch's CPU kernel is wrong for a scale that is not positive (0.0)",
+    "alibi learned": NO_BIAS_GRADIENT,
+    "relative table learned": NO_BIAS_GRADIENT,
+    "dense bias learned": NO_BIAS_GRADIENT,
+    "no batch": EMPTY,
+    "no queries": EMPTY,
+    "no keys": EMPTY,
+}
+FLEX = [
+    "plain",
+    "causal",
+    "window",
+    "lengths",
+    "documents",
+    "joined",
+    "given positions",
+    "alibi causal",
+    "relative table learned",
+    "dense bias learned",
+    "bias of -inf",
+    "softcap",
+    "sinks",
+    "one group",
+    "wide values",
+    "more queries than keys",
+    "everything",
+]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+def test_cell_on_the_device_equals_the_float64_reference_or_refuses(
+    backend: str, name: str, kind: str
+) -> None:
+    sentence = SDPA_REFUSALS.get(name) if backend == "sdpa" else None
+    check_cell(backend, name, kind, sentence, "cuda")
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FLEX)
+def test_compiled_flex_equals_the_float64_reference_forward_and_backward(
+    name: str, kind: str
+) -> None:
+    torch._dynamo.reset()
+    check_cell("flex", name, kind, None, "cuda")
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa", "flex"])
+@pytest.mark.parametrize("mask", [None, Causal(), Window(9, 3)])
+def test_a_nan_stays_where_it_is_on_the_device(backend: str, mask: object) -> None:
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(2, 3, 131, 16, device="cuda") for _ in range(3))
+    clean = attention(q, k, v, mask=mask, backend=backend)
+    q[0, 0, 7], v[1, 1, 97], k[1, 2, 61] = math.nan, math.nan, math.inf
+    ours = attention(q, k, v, mask=mask, backend=backend)
+    known = attention(q, k, v, mask=mask, backend="reference")
+    assert torch.equal(ours.isnan(), known.isnan())
+    good = ~known.isnan()
+    torch.testing.assert_close(ours[good], clean[good])
+
+
+def test_compiled_training_step_has_one_graph_and_equals_eager() -> None:
+    torch._dynamo.reset()
+    lengths = torch.tensor([61, 127], device="cuda")
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, mask=Causal() & Lengths(lengths), bias=ALiBi(6))
+
+    found = []
+    for call in (run, torch.compile(run, fullgraph=True)):
+        torch.manual_seed(0)
+        inputs = [torch.randn(2, h, 127, 16, device="cuda", requires_grad=True) for h in (6, 2, 2)]
+        out = call(*inputs)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+def test_more_heads_than_65535_are_right() -> None:
+    q, k, v = (torch.randn(70001, 1, 5, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ours = attention(q, k, v, mask=Causal())
+    known = attention(q[-3:], k[-3:], v[-3:], mask=Causal(), backend="reference")
+    torch.testing.assert_close(ours[-3:], known, rtol=2e-2, atol=2e-2)
+
+
+def test_observe_of_131072_tokens_stays_small_on_the_device() -> None:
+    q, k, v = (torch.randn(1, 1, 131072, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    wants = Wants(lse=True, entropy=True, peak=True, distance=True, received=True, map=(256, 256))
+    seen = observe(q, k, v, mask=Causal(), wants=wants)
+    grown = (torch.cuda.max_memory_allocated() - before) / 2**20
+    assert grown < 400, f"{grown:.0f} MiB"
+    assert seen.received is not None and seen.map is not None
+    torch.testing.assert_close(seen.received.total.sum().item(), 131072.0, rtol=1e-3, atol=0)
+
+
+def test_explain_on_the_device_prefers_the_fused_kernels() -> None:
+    q = torch.randn(1, 2, 5, 8, device="cuda")
+    assert str(explain(q, q, q, mask=Causal())).startswith("sdpa       runs")
+    assert explain(q, q, q, softcap=2.0).chosen == "flex"
