@@ -20,6 +20,9 @@ from regard.attention.blockwise_op import run_blockwise
 from regard.attention.rule import Rule
 from regard.attention.wants import Observation, Wants
 
+MASK_ENTRIES = 2**26
+"""The largest T × S mask that is rendered whole for a kernel on a device."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
@@ -110,6 +113,10 @@ def refuse_sdpa(call: Call) -> str | None:
         return "torch's fused kernels need a head width of at least 1"
     if not call.q.numel() or not call.k.numel():
         return "torch's fused kernels are not asked for empty inputs"
+    if call.q.device.type != "cpu" and fused.flags(call.rule) is None:
+        entries = call.rule.shape.T * call.rule.shape.S
+        if entries > MASK_ENTRIES:
+            return f"torch's fused kernels would need a rendered mask of {entries:,} entries"
     return None
 
 

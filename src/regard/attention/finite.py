@@ -56,16 +56,13 @@ def take_out(inputs: Inputs, rule: Rule) -> tuple[Inputs, Tensor]:
 def look(rule: Rule, marked_bhs: Tensor) -> tuple[Tensor, Tensor]:
     """Which rows may see a marked key, and which may see any key at all, (B, H, T)."""
     B, H, T, S = rule.shape
-    device = marked_bhs.device
+    if rule.mask is None and rule.bias is None:
+        sees_bad = marked_bhs.any(-1, keepdim=True)
+        return sees_bad.expand(B, H, T), torch.full_like(sees_bad, S > 0).expand(B, H, T)
     keys = None
     if rule.mask is not None and rule.bias is None:
-        keys = rule.mask.interval(
-            torch.arange(T, device=device)[None] + rule.shape.offset, rule.shape
-        )
-    if rule.mask is None and rule.bias is None:
-        return marked_bhs.any(-1, keepdim=True).expand(B, H, T), torch.full_like(
-            marked_bhs[..., :1], S > 0
-        ).expand(B, H, T)
+        i = torch.arange(T, device=marked_bhs.device)[None] + rule.shape.offset
+        keys = rule.mask.interval(i, rule.shape)
     if keys is not None:
         lo, hi = (x.clamp(0, S)[:, None] for x in keys)
         counts = torch.nn.functional.pad(marked_bhs.long().cumsum(-1), (1, 0))

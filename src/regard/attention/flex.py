@@ -15,12 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from regard.attention.mask import edges, tile_bounds
 from regard.attention.rule import Rule
 
 BLOCK = 128
+WIDTH = 16
+"""The narrowest heads its kernels take; narrower ones are widened with zeros."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks_h: Tensor | None) -> Tensor:
@@ -30,6 +33,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks_h: Tensor | None) 
     if not torch.is_grad_enabled():
         # On a CPU it takes inputs that could ask for a gradient for ones that do.
         q, k, v = q.detach(), k.detach(), v.detach()
+    width = v.shape[3]
+    factor = rule.factor(q.shape[3])
+    q, k, v = (F.pad(x, (0, max(WIDTH - x.shape[3], 0))) for x in (q, k, v))
     run = _flex() if torch.compiler.is_compiling() else _compiled()
     given = {"return_aux": AuxRequest(lse=True)} if sinks_h is not None else {}
     made = run(
@@ -38,13 +44,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks_h: Tensor | None) 
         v,
         score_mod=score_function(rule),
         block_mask=None if rule.mask is None else block_mask(rule, q.device),
-        scale=rule.factor(q.shape[3]),
+        scale=factor,
         enable_gqa=q.shape[1] != k.shape[1],
         **given,
     )
     if sinks_h is None:
-        return made  # type: ignore[no-any-return]
+        return made[..., :width]  # type: ignore[no-any-return]
     output, aux = made
+    output = output[..., :width]
     kept = torch.sigmoid(aux.lse - sinks_h.to(aux.lse)[:, None])
     return output * kept[..., None].to(output.dtype)  # type: ignore[no-any-return]
 

@@ -148,6 +148,7 @@ def make_call(
         rule.mask.check(shape)
     if rule.bias is not None:
         rule.bias.check(shape)
+    rule = rule.on(q.device)
     if sinks is not None:
         check_shapes({"q": (q, "B H T D"), "sinks": (sinks, "H")})
         check_float("sinks", sinks)

@@ -122,7 +122,8 @@ class Lengths(Mask):
 
     def check(self, shape: Shape) -> None:
         check_batch("lengths", self.lengths, shape)
-        if readable(self.lengths) and self.lengths.numel():
+        # On another device reading the values would stop the stream.
+        if self.lengths.device.type == "cpu" and readable(self.lengths) and self.lengths.numel():
             low, high = int(self.lengths.min()), int(self.lengths.max())
             if low < 0 or high > shape.S:
                 raise ValueError(

@@ -46,6 +46,13 @@ class Rule:
         """The float tensors to which gradients of the bias may flow."""
         return [] if self.bias is None else self.bias.leaves()
 
+    def on(self, device: torch.device) -> Rule:
+        """The same rule with its tensors on a device."""
+        if all(t.device == device for t in self.tensors()):
+            return self
+        packed = pack(self)
+        return unpack(packed._replace(tensors=[t.to(device) for t in packed.tensors]), self.shape)
+
     def tensors(self) -> list[Tensor]:
         """Every tensor the rule holds."""
         return tensors_of(self.mask) + tensors_of(self.bias)
