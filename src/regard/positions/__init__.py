@@ -1,0 +1,45 @@
+"""Where a token stands, told to the model: sinusoidal, learned and rotary positions.
+
+Why: attention by itself does not know the order of its tokens. Each scheme here is a pure function
+of integer positions, so padding, packing, caches and any length need nothing but the right
+positions.
+
+How: positions are int tensors, (T,) for all rows alike or (B, T) per row. `angles.py` has what all
+share, `absolute.py` what is added to the embeddings, `rotary.py` what turns queries and keys,
+`scaling.py` how rotary is stretched to longer texts. ALiBi slopes and T5 buckets are told where
+they act, in `regard.attention.bias`, and are handed on from here.
+
+Left out: positions in two or three axes, xPos, Gemma's "proportional" frequencies.
+"""
+
+from regard.attention.bias import alibi_slopes, t5_bucket
+from regard.positions.absolute import Learned, Sinusoidal, count_positions, sinusoidal
+from regard.positions.rotary import Phases, Rotary, RotaryConfig
+from regard.positions.scaling import (
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRoPE,
+    Scaling,
+    YaRN,
+    scaling_from_dict,
+)
+
+__all__ = [
+    "DynamicNTK",
+    "Learned",
+    "Linear",
+    "Llama3",
+    "LongRoPE",
+    "Phases",
+    "Rotary",
+    "RotaryConfig",
+    "Scaling",
+    "Sinusoidal",
+    "YaRN",
+    "alibi_slopes",
+    "count_positions",
+    "scaling_from_dict",
+    "sinusoidal",
+    "t5_bucket",
+]

@@ -1,0 +1,187 @@
+"""Rotary positions: queries and keys are turned, so that their product knows only their distance.
+
+Why: after turning, q at position i times k at position j depends on i - j, and nothing is added to
+the embeddings.
+
+How: a head's first `rotary_dim` numbers make pairs; pair (a, b) at position t becomes (a cos - b
+sin, b cos + a sin) with the angle t × frequency. `pairing` says which numbers are a pair: "halves"
+is x[r] with x[r + R] (Hugging Face's LLaMA, NeoX), "neighbours" is x[2r] with x[2r + 1] (the
+paper, GPT-J, Meta's LLaMA files). Weights are never permuted. `phases` makes (cos, sin) once for a
+pass; `rotate` reads them in every layer.
+
+Phases are float32 whatever the model's type; the turn is computed in float32 or wider and rounded
+once, to the type of x. Nothing is kept between calls.
+
+Left out: turning in place, and complex numbers.
+
+Letters: B batch, T tokens, H heads, D head width, R pairs that turn (rotary_dim / 2).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from regard._check import check_float, check_shapes
+from regard.positions.angles import (
+    check_choice,
+    check_count,
+    check_number,
+    check_positions,
+    make_frequencies,
+)
+from regard.positions.scaling import DynamicNTK, LongRoPE, Scaling
+
+Pairing = Literal["halves", "neighbours"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """What a family fixes about its rotary positions.
+
+    `base` is Hugging Face's rope_theta. `rotary_dim` (even) is how many of the first numbers of a
+    head turn, partial_rotary_factor × head_dim; None is all of them.
+    """
+
+    head_dim: int
+    base: float = 10000.0
+    rotary_dim: int | None = None
+    pairing: Pairing = "halves"
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        check_count("head_dim", self.head_dim)
+        check_number("base", self.base, above=1)
+        check_choice("pairing", self.pairing, get_args(Pairing))
+        if self.rotary_dim is not None:
+            check_count("rotary_dim", self.rotary_dim)
+        turning = 2 * self.n_pairs
+        if turning != (self.rotary_dim or self.head_dim) or turning > self.head_dim:
+            raise ValueError(
+                f"rotary_dim is {self.rotary_dim} with head_dim {self.head_dim}; expected an even "
+                "number, head_dim at most: set rotary_dim to how many numbers of a head turn"
+            )
+        if self.scaling is not None:
+            self._check_scaling(self.scaling)
+
+    @property
+    def n_pairs(self) -> int:
+        return (self.rotary_dim or self.head_dim) // 2
+
+    def _check_scaling(self, scaling: Scaling) -> None:
+        if not isinstance(scaling, Scaling):
+            raise TypeError(
+                f"scaling is a {type(scaling).__name__}; expected one of "
+                f"{', '.join(kind.__name__ for kind in get_args(Scaling))}, or None. "
+                "A Hugging Face dict is read by scaling_from_dict"
+            )
+        if isinstance(scaling, LongRoPE) and len(scaling.short_factor) != self.n_pairs:
+            raise ValueError(
+                f"LongRoPE has {len(scaling.short_factor)} divisors; expected one for each of the "
+                f"{self.n_pairs} pairs that turn (rotary_dim / 2)"
+            )
+        if isinstance(scaling, DynamicNTK) and self.n_pairs == 1:
+            raise ValueError("DynamicNTK needs two pairs or more; rotary_dim 2 has one")
+
+
+class Phases(NamedTuple):
+    """cos and sin of each pair's angle, float32, (T, R) or (B, T, R)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Rotary(nn.Module):
+    """Turns queries and keys by their positions; no parameters, no buffers, no memory."""
+
+    def __init__(self, config: RotaryConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def phases(self, positions: Tensor, *, length: int | Tensor | None = None) -> Phases:
+        """cos and sin for positions (T,) or (B, T), in any order, with gaps or negative.
+
+        `length`, an int or (B,), is the length of the whole text. It matters to DynamicNTK and
+        LongRoPE only, and is each row's largest position + 1 when not given, so no row depends on
+        another. With a cache, give it: one step alone does not know how long the text will be.
+        """
+        check_positions(positions)
+        config, scaling = self.config, self.config.scaling
+        frequencies_r = make_frequencies(2 * config.n_pairs, config.base, positions.device)
+        amplitude = 1.0
+        if scaling is not None:
+            measured = None
+            if scaling.needs_length:
+                measured = _measure(positions, length).to(frequencies_r.dtype)
+            frequencies_r = scaling.scale(frequencies_r, config.base, measured)
+            amplitude = scaling.amplitude
+        angles_tr = positions[..., None] * frequencies_r
+        return Phases((angles_tr.cos() * amplitude).float(), (angles_tr.sin() * amplitude).float())
+
+    def rotate(
+        self, x_bhtd: Tensor, at: Tensor | Phases, *, length: int | Tensor | None = None
+    ) -> Tensor:
+        """x turned, in its own type. `at` is positions, (T,) or (B, T), or their phases.
+
+        Queries and keys are turned alike, each by their own positions.
+        """
+        if isinstance(at, Tensor):
+            at = self.phases(at, length=length)
+        elif length is not None:
+            raise ValueError("length came with phases, which have theirs; pass it to phases()")
+        cos, sin = at
+        if cos.ndim == 3 and cos.shape[0] == 1:  # one row for all
+            cos, sin = cos[0], sin[0]
+        self._check_fit(x_bhtd, cos)
+        if cos.ndim == 3:
+            cos, sin = cos[:, None], sin[:, None]
+        n_pairs = self.config.n_pairs
+        # cos and sin are float32, so every product is float32 or wider, whatever the type of x.
+        turning, rest = x_bhtd[..., : 2 * n_pairs], x_bhtd[..., 2 * n_pairs :]
+        if self.config.pairing == "halves":
+            a, b = turning[..., :n_pairs], turning[..., n_pairs:]
+            turned_bhtd = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+        else:
+            a, b = turning[..., ::2], turning[..., 1::2]
+            pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)
+            turned_bhtd = torch.cat((pairs.flatten(-2), rest), -1)
+        return turned_bhtd.to(x_bhtd.dtype)
+
+    def forward(
+        self, x_bhtd: Tensor, at: Tensor | Phases, *, length: int | Tensor | None = None
+    ) -> Tensor:
+        return self.rotate(x_bhtd, at, length=length)
+
+    def extra_repr(self) -> str:
+        return str(self.config)
+
+    def _check_fit(self, x_bhtd: Tensor, cos: Tensor) -> None:
+        check_float("x", x_bhtd)
+        if cos.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"phases are {cos.dtype}; expected float32, as phases() makes them")
+        letters = "T R" if cos.ndim == 2 else "B T R"
+        sizes = check_shapes({"x": (x_bhtd, "B H T D"), "positions or phases": (cos, letters)})
+        if sizes["D"] != self.config.head_dim or sizes["R"] != self.config.n_pairs:
+            raise ValueError(
+                f"x has D={sizes['D']} and is turned in R={sizes['R']} pairs, but the config has "
+                f"D=head_dim={self.config.head_dim}, R={self.config.n_pairs}; use this layer's own"
+            )
+
+
+def _measure(positions: Tensor, length: int | Tensor | None) -> Tensor:
+    """The length of the text as a tensor that broadcasts against (T, R) or (B, T, R)."""
+    if isinstance(length, Tensor):
+        if length.ndim == 0:
+            return length
+        if positions.ndim != 2 or length.shape != positions.shape[:1]:
+            raise ValueError(
+                f"length has shape {tuple(length.shape)} with positions {tuple(positions.shape)}; "
+                "expected one number, or (B,) with positions (B, T)"
+            )
+        return length[:, None, None]
+    if length is not None:
+        return torch.full((), length, device=positions.device)
+    if positions.shape[-1] == 0:
+        return torch.zeros((), dtype=torch.int64, device=positions.device)
+    return positions.amax(-1, keepdim=True)[..., None] + 1

@@ -1,0 +1,319 @@
+"""How rotary frequencies are stretched, so that a model reads longer texts than it was trained on.
+
+Why: a checkpoint is only right with the stretch it was trained or tuned with. A stretch is applied
+in full or refused in words, never ignored.
+
+How: each is a frozen value, checked when made, with
+- `scale(frequencies_r, base, length)`, the new frequencies; `length` broadcasts against (R,);
+- `needs_length`, whether the length of the text matters; if not, None will do for it;
+- `amplitude`, the factor on cos and sin, whose square is on the scores.
+`scaling_from_dict` reads the `rope_scaling` / `rope_parameters` of a Hugging Face config.
+
+Left out: "proportional", "axial" and "mrope", and the second factor that DeepSeek puts on the
+softmax scale (pass it to attention as `scale=`).
+
+Letters: R pairs that turn.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from regard.positions.angles import check_count, check_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Every frequency divided by `factor`: positions move closer together ("linear")."""
+
+    factor: float
+    needs_length: ClassVar[bool] = False
+    amplitude: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("Linear.factor", self.factor)
+
+    def scale(self, frequencies_r: Tensor, base: float, length: Tensor | None) -> Tensor:
+        return frequencies_r / self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicNTK:
+    """A base that grows with the text, once it is longer than `original_max_len` ("dynamic").
+
+    The fastest pair keeps its frequency, the slowest is divided by the whole stretch, the others
+    by a power between. The stretch follows from the length of this text alone.
+    """
+
+    factor: float
+    original_max_len: int
+    needs_length: ClassVar[bool] = True
+    amplitude: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        check_number("DynamicNTK.factor", self.factor)
+        check_count("DynamicNTK.original_max_len", self.original_max_len)
+
+    def scale(self, frequencies_r: Tensor, base: float, length: Tensor | None) -> Tensor:
+        assert length is not None
+        excess = length.clamp(min=self.original_max_len) / self.original_max_len - 1
+        last = frequencies_r.shape[-1] - 1
+        share_r = _count_pairs(frequencies_r) / last
+        return frequencies_r * (1 + self.factor * excess) ** -share_r
+
+
+@dataclass(frozen=True, kw_only=True)
+class YaRN:
+    """Slow pairs divided by `factor`, fast ones kept, a ramp between ("yarn").
+
+    A pair is fast if it turns more than `beta_fast` times within `original_max_len`, slow if less
+    than `beta_slow` times; `truncate` widens the ramp to whole pairs. cos and sin are multiplied by
+    `attention_factor`: when None, by 0.1 ln(factor) + 1; with `mscale` and `mscale_all_dim`
+    (DeepSeek), by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+    """
+
+    factor: float
+    original_max_len: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    needs_length: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_count("YaRN.original_max_len", self.original_max_len)
+        for name in ("factor", "beta_fast", "beta_slow"):
+            check_number(f"YaRN.{name}", getattr(self, name))
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                check_number(f"YaRN.{name}", getattr(self, name))
+        if not isinstance(self.truncate, bool):
+            raise ValueError(f"YaRN.truncate is {self.truncate!r}; expected True or False")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError("YaRN.mscale and mscale_all_dim only work together; give both or none")
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"YaRN.beta_fast {self.beta_fast} is below beta_slow {self.beta_slow}; "
+                "fast pairs turn more often than slow ones"
+            )
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        growth = 0.1 * max(math.log(self.factor), 0.0)
+        if self.mscale is None or self.mscale_all_dim is None:
+            return 1 + growth
+        return (1 + self.mscale * growth) / (1 + self.mscale_all_dim * growth)
+
+    def scale(self, frequencies_r: Tensor, base: float, length: Tensor | None) -> Tensor:
+        n_pairs = frequencies_r.shape[-1]
+        first = self._find_pair(self.beta_fast, n_pairs, base)
+        last = self._find_pair(self.beta_slow, n_pairs, base)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        # Published with the width less one, not the pairs less one; checkpoints rely on it.
+        first, last = max(first, 0), min(last, 2 * n_pairs - 1)
+        if first == last:
+            last += 0.001
+        slow_r = ((_count_pairs(frequencies_r) - first) / (last - first)).clamp(0, 1)
+        return frequencies_r * (1 - slow_r + slow_r / self.factor)
+
+    def _find_pair(self, turns: float, n_pairs: int, base: float) -> float:
+        """The pair (a fraction of one, too) that turns this often within original_max_len."""
+        wavelength = self.original_max_len / turns
+        return n_pairs * math.log(wavelength / (2 * math.pi)) / math.log(base)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3:
+    """LLaMA 3.1: slow pairs divided by `factor`, fast ones kept, a passage between ("llama3").
+
+    Slow is fewer than `low_freq_factor` turns within `original_max_len`, fast is more than
+    `high_freq_factor`.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_len: int
+    needs_length: ClassVar[bool] = False
+    amplitude: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            check_number(f"Llama3.{name}", getattr(self, name))
+        check_count("Llama3.original_max_len", self.original_max_len)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"Llama3.high_freq_factor {self.high_freq_factor} is not above "
+                f"low_freq_factor {self.low_freq_factor}; fast pairs turn more often than slow ones"
+            )
+
+    def scale(self, frequencies_r: Tensor, base: float, length: Tensor | None) -> Tensor:
+        turns_r = frequencies_r * (self.original_max_len / (2 * math.pi))
+        passage = self.high_freq_factor - self.low_freq_factor
+        fast_r = ((turns_r - self.low_freq_factor) / passage).clamp(0, 1)
+        return frequencies_r * (fast_r + (1 - fast_r) / self.factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRoPE:
+    """A divisor for every pair, another one beyond `original_max_len` ("longrope", once "su").
+
+    cos and sin are multiplied, in short texts too, by `attention_factor`: when None, by
+    sqrt(1 + ln(factor) / ln(original_max_len)), where factor may be told as `max_len`, which is
+    factor × original_max_len.
+    """
+
+    short_factor: Sequence[float]
+    long_factor: Sequence[float]
+    original_max_len: int
+    factor: float | None = None
+    max_len: int | None = None
+    attention_factor: float | None = None
+    needs_length: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_count("LongRoPE.original_max_len", self.original_max_len)
+        check_number("LongRoPE.original_max_len", self.original_max_len, above=1)
+        for name in ("short_factor", "long_factor"):
+            divisors = tuple(getattr(self, name))
+            for divisor in divisors:
+                check_number(f"a divisor in LongRoPE.{name}", divisor)
+            object.__setattr__(self, name, divisors)  # a tuple, so that the value can be a key
+        if len(self.short_factor) != len(self.long_factor):
+            raise ValueError(
+                f"LongRoPE.short_factor has {len(self.short_factor)} divisors, long_factor "
+                f"{len(self.long_factor)}; expected one for each pair in both"
+            )
+        if self.factor is not None and self.max_len is not None:
+            raise ValueError("LongRoPE.factor and max_len say the same thing; give one of them")
+        if self.factor is None and self.max_len is None and self.attention_factor is None:
+            raise ValueError("LongRoPE needs factor, max_len or attention_factor; give one of them")
+        if self.max_len is not None:
+            check_count("LongRoPE.max_len", self.max_len)
+        for name in ("factor", "attention_factor"):
+            if getattr(self, name) is not None:
+                check_number(f"LongRoPE.{name}", getattr(self, name))
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return float(self.attention_factor)
+        factor = self.factor if self.max_len is None else self.max_len / self.original_max_len
+        assert factor is not None
+        growth = max(math.log(factor), 0.0)
+        return math.sqrt(1 + growth / math.log(self.original_max_len))
+
+    def scale(self, frequencies_r: Tensor, base: float, length: Tensor | None) -> Tensor:
+        assert length is not None
+        short_r = frequencies_r.new_tensor(self.short_factor)
+        long_r = frequencies_r.new_tensor(self.long_factor)
+        return frequencies_r / torch.where(length > self.original_max_len, long_r, short_r)
+
+
+Scaling = Linear | DynamicNTK | YaRN | Llama3 | LongRoPE
+
+
+def _count_pairs(frequencies_r: Tensor) -> Tensor:
+    """0, 1, 2, ... in the type and on the device of the frequencies."""
+    n_pairs = frequencies_r.shape[-1]
+    return torch.arange(n_pairs, dtype=frequencies_r.dtype, device=frequencies_r.device)
+
+
+# Hugging Face's types: what each makes, the keys it must have, the keys it may have.
+_ORIGINAL = "original_max_position_embeddings"
+_TYPES: dict[str, tuple[Callable[..., Scaling], frozenset[str], frozenset[str]]] = {
+    "linear": (Linear, frozenset({"factor"}), frozenset()),
+    "dynamic": (DynamicNTK, frozenset({"factor"}), frozenset()),
+    "llama3": (
+        Llama3,
+        frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+        frozenset({_ORIGINAL}),
+    ),
+    "yarn": (
+        YaRN,
+        frozenset(),
+        frozenset({"factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale"})
+        | frozenset({"mscale_all_dim", "truncate", "finetuned"}),
+    ),
+    "longrope": (
+        LongRoPE,
+        frozenset({"short_factor", "long_factor"}),
+        frozenset({"factor", _ORIGINAL, "attention_factor"}),
+    ),
+}
+
+
+def scaling_from_dict(
+    rope_scaling: Mapping[str, Any] | None,
+    *,
+    max_len: int | None = None,
+    original_max_len: int | None = None,
+) -> Scaling | None:
+    """The scaling that a Hugging Face config means by `rope_scaling` or `rope_parameters`.
+
+    `max_len` is the config's max_position_embeddings; `original_max_len` is its
+    original_max_position_embeddings, if that stands beside the dict, as in Phi-3. "default" and
+    None give None. A type or a key that is not known is refused: half a scaling is a wrong one.
+    Only `rope_theta` and `partial_rotary_factor` are passed over: they are `RotaryConfig`'s `base`
+    and `rotary_dim`.
+    """
+    given = {key: value for key, value in (rope_scaling or {}).items() if value is not None}
+    given.pop("rope_theta", None)
+    given.pop("partial_rotary_factor", None)
+    kind = _take_kind(given)
+    _check_keys(kind, given)
+    if kind == "default":
+        return None
+    # Says how the weights came about; "yarn" is computed alike with and without it.
+    given.pop("finetuned", None)
+    in_dict = given.pop(_ORIGINAL, None)
+    if kind == "dynamic":  # here the model's own length is the original one
+        given["original_max_len"] = _need(kind, "max_len", max_len)
+    elif kind != "linear":
+        original = _need(kind, _ORIGINAL, original_max_len or in_dict or max_len)
+        given["original_max_len"] = original
+        if kind != "llama3" and "factor" not in given:
+            given["factor"] = _need(kind, "factor or max_len", max_len) / original
+    return _TYPES[kind][0](**given)
+
+
+def _take_kind(given: dict[str, Any]) -> str:
+    kinds = {given.pop(key) for key in ("rope_type", "type") if key in given} or {"default"}
+    kinds = {"longrope" if kind == "su" else kind for kind in kinds}  # Phi-3's first name for it
+    unknown = kinds - {"default", *_TYPES}
+    if unknown or len(kinds) > 1:
+        raise ValueError(
+            f"rotary scaling of type {' and '.join(sorted(map(repr, kinds)))} is not known; "
+            f"expected one of 'default', {', '.join(map(repr, _TYPES))}: without the right one "
+            "every position would be wrong"
+        )
+    return str(kinds.pop())
+
+
+def _check_keys(kind: str, given: Mapping[str, Any]) -> None:
+    needed, allowed = _TYPES[kind][1:] if kind != "default" else (frozenset(), frozenset())
+    unknown = sorted(set(given) - needed - allowed)
+    if unknown:
+        raise ValueError(
+            f"rotary scaling {kind!r} has unknown keys {', '.join(unknown)}; expected "
+            f"{', '.join(sorted(needed | allowed)) or 'none'}. If they name kinds of layers, pass "
+            "the dict of one kind"
+        )
+    missing = sorted(needed - set(given))
+    if missing:
+        raise ValueError(f"rotary scaling {kind!r} lacks {', '.join(missing)}; add it to the dict")
+
+
+def _need(kind: str, name: str, value: Any) -> Any:
+    if value is None:
+        raise ValueError(f"rotary scaling {kind!r} lacks {name}; add it, or pass max_len=")
+    return value
