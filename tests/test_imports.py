@@ -1,0 +1,275 @@
+"""Imports point one way, need nothing optional, and are quick.
+
+The first half reads the sources as syntax trees, so that an import inside a function counts like
+any other. The second half runs real imports in fresh interpreters.
+"""
+
+import ast
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "regard"
+CORE = ("torch", "numpy", "safetensors")
+
+# Room -> the rooms right above it. A room may import these and everything they may import.
+# "regard" is the top of the package: the public names, gathered in its __init__.
+UPSTREAM: dict[str, tuple[str, ...]] = {
+    "_version": (),
+    "_check": (),
+    "tokens": (),
+    "attention": ("_check", "_version"),
+    "positions": ("attention",),
+    "layers": ("positions",),
+    "nn": ("layers",),
+    "models": ("layers", "tokens"),
+    "lens": ("attention",),
+    "view": ("lens",),
+    "generation": ("nn", "models"),
+    "training": ("nn", "models"),
+    "labs": ("generation", "training", "view", "regard"),
+    "cli": ("generation", "training", "view", "regard"),
+    "regard": ("generation", "training", "view"),
+    "__main__": ("cli",),
+}
+
+
+def rooms_open_to(room: str) -> set[str]:
+    open_rooms = {room}
+    for upper in UPSTREAM[room]:
+        open_rooms |= rooms_open_to(upper)
+    return open_rooms
+
+
+def room_of(module: str) -> str:
+    """`regard.attention.mask` lives in `attention`; `regard` itself is the top."""
+    return module.split(".")[1] if "." in module else "regard"
+
+
+def own_modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ("regard", *path.relative_to(PACKAGE).with_suffix("").parts)
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+def imported_modules(source: str, module: str, is_package: bool, known: set[str]) -> Iterator[str]:
+    """Every module of ours that the source imports, wherever in the file the import stands."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        targets: list[str] = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [base])])
+            # `from regard import nn` names a module; `from regard import observe` names the top.
+            full = [f"{base}.{alias.name}" for alias in node.names]
+            targets = [name if name in known else base for name in full]
+        elif isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func).rpartition(".")[2]
+            name = node.args[0]
+            if called in ("import_module", "__import__") and isinstance(name, ast.Constant):
+                targets = [str(name.value)]
+        yield from (name for name in targets if name.split(".")[0] == "regard")
+
+
+def wrong_imports(source: str, module: str, is_package: bool, known: set[str]) -> list[str]:
+    allowed = rooms_open_to(room_of(module))
+    return [
+        f"{module} imports {target}"
+        for target in imported_modules(source, module, is_package, known)
+        if room_of(target) not in allowed
+    ]
+
+
+def test_imports_point_one_way() -> None:
+    modules = own_modules()
+    wrong = []
+    for module, path in modules.items():
+        source = path.read_text(encoding="utf-8")
+        wrong += wrong_imports(source, module, path.stem == "__init__", set(modules))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_file_lives_in_a_known_room() -> None:
+    modules = own_modules()
+    assert {"regard", "regard.cli"} <= set(modules)
+    assert not [module for module in modules if room_of(module) not in UPSTREAM]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("regard.attention.mask", "import regard.layers"),
+        ("regard.attention.mask", "from regard.layers.cache import Cache"),
+        ("regard.attention.mask", "from ..positions import rotate"),
+        ("regard.attention.mask", "from .. import positions"),
+        ("regard.attention.mask", "from regard import attention as a, nn"),
+        ("regard.attention.mask", "from regard import observe"),
+        ("regard.attention.mask", "def late():\n    if True:\n        from regard import nn"),
+        ("regard.attention.mask", "import importlib\nimportlib.import_module('regard.nn')"),
+        ("regard.positions", "from regard.nn import functional"),
+        ("regard.nn.convert", "from regard.models import weights"),
+        ("regard.models.config", "import regard.nn"),
+        ("regard.generation", "from .training import loop"),
+        ("regard.lens.watch", "from regard.layers import block"),
+        ("regard.view.page", "import regard.models.config"),
+        ("regard.tokens", "from regard._check import check_shapes"),
+        ("regard._check", "import regard.attention"),
+        ("regard.layers.block", "from regard.cli import main"),
+    ],
+)
+def test_an_import_against_the_direction_is_found(module: str, source: str) -> None:
+    known = {f"regard.{room}" for room in UPSTREAM} | {"regard", module}
+    assert wrong_imports(source, module, False, known)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("regard.attention.op", "from regard.attention.mask import Mask\nfrom . import bias"),
+        ("regard.layers.block", "from regard import positions, attention\nimport regard._check"),
+        ("regard.layers.block", "from ..attention.mask import Causal\nimport torch.nn"),
+        ("regard.models.config", "from regard.layers import block\nimport regard.tokens"),
+        ("regard.training.loop", "from regard.models import config\nimport regard.nn.convert"),
+        ("regard.view.page", "from regard.lens import record"),
+        ("regard.cli", "from regard import observe\nfrom regard.view import page"),
+        ("regard.labs.sinks", "import regard\nimport regard.training.loop"),
+        ("regard.positions", "import regarding"),
+    ],
+)
+def test_an_import_along_the_direction_passes(module: str, source: str) -> None:
+    known = {f"regard.{room}" for room in UPSTREAM} | {"regard", module}
+    assert wrong_imports(source, module, False, known) == []
+
+
+def core_top_levels() -> set[str]:
+    """The importable names of torch, numpy, safetensors and of all that these cannot do without."""
+    wanted, seen = list(CORE), set()
+    while wanted:
+        name = wanted.pop().lower().replace("_", "-")
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for need in map(Requirement, needs):
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                wanted.append(need.name)
+    owners = importlib.metadata.packages_distributions()
+    return {
+        top for top, names in owners.items() if {n.lower().replace("_", "-") for n in names} & seen
+    }
+
+
+def run_fresh(code: str, *arguments: str) -> str:
+    """What a fresh interpreter prints; it finds the sources as they are here, and fails loudly."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Refuses every package that is not in the list handed over; the standard library always passes.
+BLOCK_THE_REST = """
+import json, sys
+ALLOWED = set(json.loads(sys.argv[1])) | set(sys.stdlib_module_names) | {"regard"}
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in ALLOWED:
+            raise ModuleNotFoundError(f"{name} is blocked: no extra is installed", name=name)
+sys.meta_path.insert(0, Block())
+"""
+
+IMPORT_EVERY_MODULE = """
+import importlib, pkgutil, regard
+def fail(name):
+    raise
+for found in pkgutil.walk_packages(regard.__path__, "regard.", onerror=fail):
+    importlib.import_module(found.name)
+    print(found.name)
+"""
+
+
+def test_every_module_imports_with_no_extra_installed() -> None:
+    printed = run_fresh(BLOCK_THE_REST + IMPORT_EVERY_MODULE, json.dumps(sorted(core_top_levels())))
+    assert {"regard", *printed.split()} == set(own_modules())
+
+
+def test_the_block_really_blocks() -> None:
+    tries = """
+for name in ("typer", "rich.text", "pytest"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        print("blocked", name)
+"""
+    printed = run_fresh(BLOCK_THE_REST + tries, json.dumps(sorted(core_top_levels())))
+    assert printed.splitlines() == ["blocked typer", "blocked rich.text", "blocked pytest"]
+
+
+def test_import_regard_loads_nothing_optional() -> None:
+    """Beside what torch loads by itself, only ours, the standard library and the core."""
+    code = """
+import json, sys, torch
+before = set(sys.modules)
+import regard
+regard.attention, regard.observe
+print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+"""
+    loaded = set(json.loads(run_fresh(code)))
+    assert "regard" in loaded
+    assert not loaded - core_top_levels() - set(sys.stdlib_module_names) - {"regard"}
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["regard.observe", "from regard import Causal", "import regard.attention.mask", "regard.nn"],
+)
+def test_regard_attention_is_the_function_whatever_was_touched_first(first: str) -> None:
+    """The room and the function share a name; loading the room must not hide the function."""
+    code = f"""
+import regard, types
+{first}
+assert isinstance(regard.attention, types.FunctionType), regard.attention
+from regard import attention
+assert attention is regard.attention
+"""
+    run_fresh(code)
+
+
+def test_every_public_name_is_there() -> None:
+    code = "import regard; print(*(name for name in regard.__all__ if not hasattr(regard, name)))"
+    assert run_fresh(code).split() == []
+
+
+def test_import_regard_adds_under_100_ms() -> None:
+    """Of processor time, the best of several fresh interpreters: neighbours on a busy machine
+    make the clock on the wall run on, but not the work that the import does."""
+    code = """
+import time, torch
+start = time.process_time()
+import regard
+regard.attention, regard.observe
+print(time.process_time() - start)
+"""
+    seconds: list[float] = []
+    while len(seconds) < 5 and min(seconds, default=1.0) >= 0.1:
+        seconds.append(float(run_fresh(code)))
+    assert min(seconds) < 0.1, f"import regard took {min(seconds):.3f} s at best, of {seconds}"
