@@ -2,8 +2,9 @@
 
     python bench/attention_cpu.py [--quick] [--out bench/results/attention_cpu.md]
 
-Each row times regard and a peer on the same inputs, alternating, and prints the medians and their ratio (peer ÷ regard: above 1 means that
-regard is faster). Memory is the growth of the process's peak, in a process of its own.
+Each row times regard and a peer on the same inputs, alternating, and prints the medians and their
+ratio (peer ÷ regard: above 1 means that regard is faster). Memory is the growth of the process's
+peak, in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,7 +53,7 @@ def trained(run: Callable[..., Tensor], *inputs: Tensor) -> Run:
 
 
 def rows_of_attention(rounds: int) -> list[tuple[str, float, float]]:
-    """`attention` against `scaled_dot_product_attention`: best call for plain and causal, a ready mask else."""
+    """`attention` against torch's: its best call for plain and causal, else a mask made before."""
     B, H, T, D = 2, 8, 2048, 64
     q, k, v = (torch.randn(B, H, T, D) for _ in range(3))
     i, j = torch.arange(T)[:, None], torch.arange(T)
@@ -83,7 +85,7 @@ def rows_of_attention(rounds: int) -> list[tuple[str, float, float]]:
     found = []
     for name, (ours, theirs) in calls.items():
         with torch.no_grad():
-            pair = race(lambda: ours(q, k, v), lambda: theirs(q, k, v), rounds)
+            pair = race(partial(ours, q, k, v), partial(theirs, q, k, v), rounds)
         found.append((f"attention, {name}: forward", *pair))
         pair = race(trained(ours, q, k, v), trained(theirs, q, k, v), max(rounds // 2, 3))
         found.append((f"attention, {name}: forward + backward", *pair))
@@ -112,7 +114,9 @@ def rows_of_layers(rounds: int) -> list[tuple[str, float, float]]:
         found.append((f"MultiheadAttention, eval, {asked}", *pair))
         ours.train(), theirs.train()
         pair = race(
-            trained(lambda x: call(ours, x), x), trained(lambda x: call(theirs, x), x), max(rounds // 2, 3)
+            trained(lambda x: call(ours, x), x),
+            trained(lambda x: call(theirs, x), x),
+            max(rounds // 2, 3),
         )
         found.append((f"MultiheadAttention, training, {asked}", *pair))
     return found
@@ -134,7 +138,9 @@ def rows_of_observing(rounds: int) -> list[tuple[str, float, float]]:
     """`observe` against the formula on 8,192 tokens."""
     q, k, v = (torch.randn(1, 2, 8192, 64) for _ in range(3))
     with torch.no_grad():
-        both = race(lambda: statistics_seen(q, k, v), lambda: eager_statistics(q, k, v), max(rounds // 2, 3))
+        both = race(
+            lambda: statistics_seen(q, k, v), lambda: eager_statistics(q, k, v), max(rounds // 2, 3)
+        )
         one = race(
             lambda: observe(q, k, v, wants=Wants(entropy=True)),
             lambda: eager_statistics(q, k, v)[:2],
@@ -144,24 +150,29 @@ def rows_of_observing(rounds: int) -> list[tuple[str, float, float]]:
 
 
 MEMORY = """
-import resource, sys, torch
+import sys, torch
 sys.path.insert(0, {folder!r})
 from attention_cpu import {name}
 torch.set_num_threads(2)
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if "VmHWM" in line)
 q, k, v = (torch.randn(1, 2, 8192, 64) for _ in range(3))
 small = (q[:, :, :256], k[:, :, :256], v[:, :, :256])
 with torch.no_grad():
     {name}(*small)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    open("/proc/self/clear_refs", "w").write("5")
+    before = peak()
     {name}(q, k, v)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print((peak() - before) / 1024)
 """
 
 
 def peak_memory(name: str) -> float:
-    """MiB by which the process's peak grows while the function runs."""
+    """MiB by which a fresh process's peak grows while the function runs (Linux)."""
     program = MEMORY.format(folder=str(Path(__file__).parent), name=name)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     return float(done.stdout)
 
 
@@ -172,7 +183,8 @@ def report(rounds: int) -> str:
         "# Attention on a CPU",
         "",
         f"{datetime.date.today()} · {cpu_name()}, {torch.get_num_threads()} threads · "
-        f"Python {platform.python_version()} · torch {torch.__version__} · regard {regard.__version__} · float32",
+        f"Python {platform.python_version()} · torch {torch.__version__} · "
+        f"regard {regard.__version__} · float32",
         "",
         f"Command: `python bench/attention_cpu.py`, medians of {rounds} alternating rounds "
         f"({max(rounds // 2, 3)} with a backward pass).",
@@ -184,8 +196,8 @@ def report(rounds: int) -> str:
     ours, eager = peak_memory("statistics_seen"), peak_memory("eager_statistics")
     lines += [
         "",
-        f"Peak memory of observing 8,192 tokens, 2 heads (entropy, peak, received): regard {ours:.0f} MiB, "
-        f"the eager formula {eager:.0f} MiB, ratio {ours / eager:.3f}.",
+        "Peak memory of observing 8,192 tokens, 2 heads (entropy, peak, received): "
+        f"regard {ours:.0f} MiB, the eager formula {eager:.0f} MiB, ratio {ours / eager:.3f}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -201,7 +213,9 @@ def cpu_name() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few rounds, for a first look")
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     given = parser.parse_args()

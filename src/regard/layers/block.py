@@ -1,0 +1,415 @@
+"""Blocks of the Transformer, and stacks of them.
+
+Why: every model of the family is the same few sublayers in one of three orders, so a model is a
+`BlockConfig` and a number of layers.
+
+How: a block adds the answers of its sublayers to what passes through it.
+- "post":     x = norm(x + attend(x));  x = norm(x + feed(x))    (the first Transformer, BERT, BART)
+- "pre":      x = x + attend(norm(x));  x = x + feed(norm(x))    (GPT-2, LLaMA, T5)
+- "parallel": x = x + attend(norm(x)) + feed(norm'(x))           (NeoX)
+A stack ends with a norm, except in "post" order, whose last block has normed already. It works out
+positions and rotary's phases once and hands them, and the caller's mask, down to all its blocks.
+
+`Encoder` looks both ways, `Decoder` only back; a decoder without cross-attention is a GPT. What
+speaks of positions in the config (rotary, alibi, window) belongs to self-attention; everything else
+holds for cross-attention too.
+
+Left out: embeddings and heads (they are the model's), one norm shared by both parallel sublayers,
+norms after a sublayer inside "pre" order, different configs within one stack.
+
+Letters: B batch, T tokens, S tokens of the memory, C model width, M width of the memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypedDict, get_args
+
+import torch
+from torch import Tensor, nn
+
+from regard._check import check_probability, check_shapes
+from regard.attention import Bias, Mask
+from regard.layers.cache import BlockCache, DecoderCache, KVCache
+from regard.layers.feedforward import Activation, FeedForward, make_activation
+from regard.layers.multihead import (
+    MultiHeadAttention,
+    Places,
+    ProjectionBias,
+    Sides,
+    check_heads,
+    check_rotary,
+    check_scores,
+    check_window,
+)
+from regard.layers.norm import NormKind, check_norm, make_norm
+from regard.positions import RotaryConfig
+from regard.positions.angles import check_choice, check_count
+
+Order = Literal["pre", "post", "parallel"]
+
+
+class Factory(TypedDict):
+    """Where parameters are made, and in which type."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """What one block is; all blocks of a stack are alike.
+
+    `dropout` falls on each sublayer's answer before it is added, `attention_dropout` on the
+    weights, `ffn_dropout` on the hidden numbers of the feed-forward layer; all in training only.
+    `cross_attention` is for decoders, with `memory_dim` as the width of the memory (dim unless
+    given). The rest is told in `MultiHeadAttention`, `FeedForward` and `make_norm`.
+    """
+
+    dim: int
+    n_heads: int
+    ffn_dim: int
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    order: Order = "pre"
+    norm: NormKind = "layer"
+    norm_eps: float = 1e-5
+    norm_bias: bool | None = None
+    activation: Activation = "relu"
+    gated: bool = False
+    attention_bias: bool | ProjectionBias = True
+    ffn_bias: bool = True
+    rotary: RotaryConfig | None = None
+    alibi: bool = False
+    window: Sides | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sinks: bool = False
+    qk_norm: NormKind | None = None
+    qk_norm_eps: float = 1e-6
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    ffn_dropout: float = 0.0
+    cross_attention: bool = False
+    memory_dim: int | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        _, head_dim = check_heads(self.dim, self.n_heads, self.n_kv_heads, self.head_dim)
+        check_count("ffn_dim", self.ffn_dim)
+        check_choice("order", self.order, get_args(Order))
+        check_norm(self.norm, self.norm_eps, self.norm_bias)
+        check_rotary(self.rotary, head_dim)
+        check_scores(self.scale, self.softcap, self.backend)
+        check_window(self.window)
+        make_activation(self.activation)
+        if self.qk_norm is not None:
+            check_choice("qk_norm", self.qk_norm, get_args(NormKind))
+        for name in ("dropout", "attention_dropout", "ffn_dropout"):
+            check_probability(name, getattr(self, name))
+        if self.cross_attention and self.order == "parallel":
+            raise ValueError("a parallel block has no place for cross-attention; use pre or post")
+        if self.memory_dim is not None:
+            check_count("memory_dim", self.memory_dim)
+            if not self.cross_attention:
+                raise ValueError("memory_dim is set, but cross_attention is not")
+
+
+class EncoderBlock(nn.Module):
+    """Self-attention that looks both ways, then feed-forward: (B, T, C) -> (B, T, C)."""
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if config.cross_attention:
+            raise ValueError("an encoder has no cross-attention; use a decoder")
+        self.config = config
+        factory = Factory(device=device, dtype=dtype)
+        self.self_attn = make_self_attention(config, False, factory)
+        self.self_attn_norm = make_block_norm(config, factory)
+        self.ffn = make_feed_forward(config, factory)
+        self.ffn_norm = make_block_norm(config, factory)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x_btc: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | Tensor | None = None,
+        positions: Tensor | Places | None = None,
+    ) -> Tensor:
+        def attend(x_btc: Tensor) -> Tensor:
+            seen: Tensor = self.self_attn(x_btc, mask=mask, bias=bias, positions=positions)
+            return seen
+
+        return run_block(self, x_btc, attend, None)
+
+
+class DecoderBlock(nn.Module):
+    """Self-attention that looks back, cross-attention if asked for, then feed-forward."""
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        factory = Factory(device=device, dtype=dtype)
+        self.self_attn = make_self_attention(config, True, factory)
+        self.self_attn_norm = make_block_norm(config, factory)
+        self.cross_attn: MultiHeadAttention | None = None
+        self.cross_attn_norm: nn.Module | None = None
+        if config.cross_attention:
+            self.cross_attn = make_cross_attention(config, factory)
+            self.cross_attn_norm = make_block_norm(config, factory)
+        self.ffn = make_feed_forward(config, factory)
+        self.ffn_norm = make_block_norm(config, factory)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x_btc: Tensor,
+        memory: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | Tensor | None = None,
+        positions: Tensor | Places | None = None,
+        memory_mask: Mask | Tensor | None = None,
+        cache: BlockCache | None = None,
+    ) -> Tensor:
+        """`mask` and `bias` are for self-attention, `memory_mask` for the memory (B, S, M)."""
+        self._check_memory(memory, memory_mask, cache)
+        kept = None if cache is None else cache.self_attn
+        kept_memory = None if cache is None else cache.cross_attn
+
+        def attend(x_btc: Tensor) -> Tensor:
+            seen: Tensor = self.self_attn(
+                x_btc, mask=mask, bias=bias, positions=positions, cache=kept
+            )
+            return seen
+
+        def cross(x_btc: Tensor) -> Tensor:
+            assert self.cross_attn is not None
+            seen: Tensor = self.cross_attn(x_btc, memory, mask=memory_mask, cache=kept_memory)
+            return seen
+
+        return run_block(self, x_btc, attend, None if self.cross_attn is None else cross)
+
+    def _check_memory(
+        self, memory: Tensor | None, memory_mask: Mask | Tensor | None, cache: BlockCache | None
+    ) -> None:
+        if self.cross_attn is None:
+            if memory is not None or memory_mask is not None:
+                raise ValueError(
+                    "a memory or memory_mask was given to a decoder without cross-attention; set "
+                    "cross_attention=True in its config"
+                )
+            return
+        if cache is not None and cache.cross_attn is None:
+            raise ValueError(
+                "the cache has no place for the memory's keys; use make_cache() of this decoder"
+            )
+        held = cache is not None and cache.cross_attn is not None and cache.cross_attn.filled
+        if memory is None and not held:
+            raise ValueError("a decoder with cross-attention needs a memory (B, S, M)")
+
+
+class Encoder(nn.Module):
+    """A stack of encoder blocks, and the norm that ends it."""
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        n_layers: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_count("n_layers", n_layers)
+        self.config = config
+        self.layers = nn.ModuleList(
+            EncoderBlock(config, device=device, dtype=dtype) for _ in range(n_layers)
+        )
+        self.norm = make_final_norm(config, Factory(device=device, dtype=dtype))
+
+    def forward(
+        self,
+        x_btc: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        places = place(self.layers[0], x_btc, positions, None)
+        for block in self.layers:
+            x_btc = block(x_btc, mask=mask, bias=bias, positions=places)
+        return x_btc if self.norm is None else self.norm(x_btc)
+
+
+class Decoder(nn.Module):
+    """A stack of decoder blocks, and the norm that ends it."""
+
+    def __init__(
+        self,
+        config: BlockConfig,
+        n_layers: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_count("n_layers", n_layers)
+        self.config = config
+        self.layers = nn.ModuleList(
+            DecoderBlock(config, device=device, dtype=dtype) for _ in range(n_layers)
+        )
+        self.norm = make_final_norm(config, Factory(device=device, dtype=dtype))
+
+    def make_cache(self, make: Callable[[], KVCache] = KVCache.growing) -> DecoderCache:
+        """An empty cache for every block, for example `make_cache(lambda: KVCache.fixed(512))`."""
+        return DecoderCache.build(len(self.layers), make, self.config.cross_attention)
+
+    def forward(
+        self,
+        x_btc: Tensor,
+        memory: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | Tensor | None = None,
+        positions: Tensor | None = None,
+        memory_mask: Mask | Tensor | None = None,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """`mask` and `bias` are for self-attention, `memory_mask` for the memory (B, S, M)."""
+        n_layers = len(self.layers)
+        if cache is not None and len(cache.blocks) != n_layers:
+            raise ValueError(
+                f"the cache is for {len(cache.blocks)} blocks, but the decoder has {n_layers}"
+            )
+        kept = [None] * n_layers if cache is None else cache.blocks
+        places = place(self.layers[0], x_btc, positions, kept[0])
+        for block, block_cache in zip(self.layers, kept, strict=True):
+            x_btc = block(
+                x_btc,
+                memory,
+                mask=mask,
+                bias=bias,
+                positions=places,
+                memory_mask=memory_mask,
+                cache=block_cache,
+            )
+        return x_btc if self.norm is None else self.norm(x_btc)
+
+
+def run_block(
+    block: EncoderBlock | DecoderBlock,
+    x_btc: Tensor,
+    attend: Callable[[Tensor], Tensor],
+    cross: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """The sublayers of a block in the order its config names."""
+    order = block.config.order
+    if order == "parallel":
+        seen_btc = block.dropout(attend(block.self_attn_norm(x_btc)))
+        fed_btc = block.dropout(block.ffn(block.ffn_norm(x_btc)))
+        parallel_btc: Tensor = x_btc + seen_btc + fed_btc
+        return parallel_btc
+
+    def add(x_btc: Tensor, sublayer: Callable[[Tensor], Tensor], norm: nn.Module) -> Tensor:
+        added_btc: Tensor
+        if order == "pre":
+            added_btc = x_btc + block.dropout(sublayer(norm(x_btc)))
+        else:
+            added_btc = norm(x_btc + block.dropout(sublayer(x_btc)))
+        return added_btc
+
+    x_btc = add(x_btc, attend, block.self_attn_norm)
+    if cross is not None:
+        assert isinstance(block, DecoderBlock) and block.cross_attn_norm is not None
+        x_btc = add(x_btc, cross, block.cross_attn_norm)
+    return add(x_btc, block.ffn, block.ffn_norm)
+
+
+def place(
+    block: nn.Module, x_btc: Tensor, positions: Tensor | None, cache: BlockCache | None
+) -> Places:
+    """Positions and phases for a whole stack of blocks like this one."""
+    assert isinstance(block, EncoderBlock | DecoderBlock)
+    check_shapes({"x": (x_btc, "B T C")})
+    return block.self_attn.place(x_btc, positions, None if cache is None else cache.self_attn)
+
+
+def make_self_attention(config: BlockConfig, causal: bool, made: Factory) -> MultiHeadAttention:
+    return MultiHeadAttention(
+        config.dim,
+        config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        bias=config.attention_bias,
+        rotary=config.rotary,
+        alibi=config.alibi,
+        window=config.window,
+        causal=causal,
+        softcap=config.softcap,
+        scale=config.scale,
+        sinks=config.sinks,
+        qk_norm=config.qk_norm,
+        qk_norm_eps=config.qk_norm_eps,
+        dropout=config.attention_dropout,
+        backend=config.backend,
+        **made,
+    )
+
+
+def make_cross_attention(config: BlockConfig, made: Factory) -> MultiHeadAttention:
+    return MultiHeadAttention(
+        config.dim,
+        config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        head_dim=config.head_dim,
+        kv_dim=config.memory_dim,
+        bias=config.attention_bias,
+        softcap=config.softcap,
+        scale=config.scale,
+        sinks=config.sinks,
+        qk_norm=config.qk_norm,
+        qk_norm_eps=config.qk_norm_eps,
+        dropout=config.attention_dropout,
+        backend=config.backend,
+        **made,
+    )
+
+
+def make_feed_forward(config: BlockConfig, made: Factory) -> FeedForward:
+    """A module given as activation is copied, so that each block has its own parameters."""
+    activation = config.activation
+    return FeedForward(
+        config.dim,
+        config.ffn_dim,
+        copy.deepcopy(activation) if isinstance(activation, nn.Module) else activation,
+        gated=config.gated,
+        bias=config.ffn_bias,
+        dropout=config.ffn_dropout,
+        **made,
+    )
+
+
+def make_block_norm(config: BlockConfig, made: Factory) -> nn.Module:
+    return make_norm(config.norm, config.dim, eps=config.norm_eps, bias=config.norm_bias, **made)
+
+
+def make_final_norm(config: BlockConfig, made: Factory) -> nn.Module | None:
+    """The norm that ends a stack; "post" order needs none."""
+    return None if config.order == "post" else make_block_norm(config, made)

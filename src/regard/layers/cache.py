@@ -1,0 +1,457 @@
+"""Keys and values kept from earlier calls, so that each new token is computed once.
+
+Why: a text grows by a token at a time, and the keys of what came before do not change.
+
+How: a layer hands its new keys and values to `update` and attends to what comes back. Where a key
+lies is not where it stands, so every key is kept with its position; the layer gives these to its
+rules (`mask.at`, `bias.at`). One convention covers padding and empty slots: a negative position is
+not there, and nobody sees it. So each row of a batch starts and goes on by itself. What an empty
+slot holds does not matter, not even when it is NaN.
+
+- `KVCache.growing()` keeps everything, in order of arrival. Gradients pass through it.
+- `KVCache.fixed(size)` is allocated at its first call and written in place: shapes never change, so
+  one compiled graph serves every step. Without gradients.
+- `KVCache.windowed(left)` is a ring for layers that look `left` keys back: it never holds more than
+  these and the newest. Without gradients.
+- `CrossCache` holds the keys and values of a memory, which are computed once.
+
+The first call finds nothing kept and gets back just what it brought, so a prompt costs what it
+costs without a cache.
+
+Left out: pages shared between rows, quantised keys, going back to an earlier position.
+
+Letters: B batch, G key heads, T new tokens, S kept keys, D and E widths of keys and values. N rows
+of positions: B, or 1 while all rows of the batch are alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from regard._check import check_shapes, readable
+from regard.positions.angles import check_count, check_positions
+
+
+class Kept(NamedTuple):
+    """What a layer attends to: keys (B, G, S, D), values (B, G, S, E), the keys' positions (N, S).
+
+    `in_line`: no slot is empty, keys lie in the order of the text, and the last key is the newest
+    token's in every row. Then rules need no positions.
+    """
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    in_line: bool
+
+
+class KVCache(ABC):
+    """Keys and values of one self-attention layer."""
+
+    window: int | None = None
+    """How far back a query may look; None is as far as the text goes."""
+    in_order: bool
+    """Whether keys lie in order of arrival, so that a mask over keys as they lie has a meaning."""
+
+    @staticmethod
+    def growing() -> GrowingCache:
+        """Keeps everything and grows with the text."""
+        return GrowingCache()
+
+    @staticmethod
+    def fixed(size: int) -> FixedCache:
+        """Room for `size` tokens a row, padding counted."""
+        return FixedCache(size)
+
+    @staticmethod
+    def windowed(left: int) -> WindowedCache:
+        """For layers whose window reaches `left` keys back."""
+        return WindowedCache(left)
+
+    @abstractmethod
+    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Kept:
+        """Keep k (B, G, T, D) and v (B, G, T, E), and give what these tokens may attend to.
+
+        `positions` (T,) or (B, T) is where the tokens stand, negative for padding; the real ones
+        grow along a row. None goes on counting, in each row from its own last position.
+        """
+
+    @property
+    @abstractmethod
+    def length(self) -> Tensor | None:
+        """How long each row's text is, its next position: (N,); None before the first call."""
+
+    @abstractmethod
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was; with more or fewer rows, if index has."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything; memory that was allocated stays."""
+
+    def next_positions(self, n: int, device: torch.device) -> Tensor:
+        """Positions (N, n) of the next n tokens of each row."""
+        steps = torch.arange(n, device=device)[None]
+        return steps if self.length is None else self.length.to(device)[:, None] + steps
+
+    def _find_positions(self, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
+        """The positions (N, T) of these keys and values, given or counted on, checked."""
+        sizes = check_shapes({"k": (k, "B G T D"), "v": (v, "B G T E")})
+        if positions is None:
+            positions = self.next_positions(sizes["T"], k.device)
+        return as_rows(positions, sizes["B"], sizes["T"]).to(k.device)
+
+
+@final
+class GrowingCache(KVCache):
+    """Keeps everything, in order of arrival."""
+
+    in_order = True
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._kept: Kept | None = None
+        self._next: Tensor | None = None
+
+    @property
+    def length(self) -> Tensor | None:
+        return self._next
+
+    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Kept:
+        old = self._kept
+        at_nt = self._find_positions(k, v, positions)
+        if old is None:
+            kept = Kept(k, v, at_nt, positions is None)
+        else:
+            check_fit(old.k, old.v, k, v)
+            n = max(old.positions.shape[0], at_nt.shape[0])
+            where = torch.cat((old.positions.expand(n, -1), at_nt.expand(n, -1)), 1)
+            in_line = old.in_line and positions is None
+            kept = Kept(torch.cat((old.k, k), 2), torch.cat((old.v, v), 2), where, in_line)
+        self._kept, self._next = kept, past_the_last(self._next, at_nt)
+        return kept
+
+    def reorder(self, index: Tensor) -> None:
+        if self._kept is None or self._next is None:
+            return
+        k, v, positions, in_line = self._kept
+        k, v = k.index_select(0, index), v.index_select(0, index)
+        self._kept = Kept(k, v, pick_rows(positions, index), in_line)
+        self._next = pick_rows(self._next, index)
+
+
+@final
+class FixedCache(KVCache):
+    """Room for `size` tokens a row, written in order of arrival; padding takes a slot too.
+
+    More tokens than there is room for are refused. Where reading the count would stop a device or a
+    compiled graph, the refusal is torch's asynchronous assertion, with the same words.
+    """
+
+    in_order = False
+
+    def __init__(self, size: int) -> None:
+        check_count("size", size)
+        self.size = size
+        self._slots: Slots | None = None
+        self._used: Tensor | None = None
+        self._started = False
+
+    @property
+    def length(self) -> Tensor | None:
+        return self._slots.next if self._slots is not None and self._started else None
+
+    def reset(self) -> None:
+        self._started = False
+        if self._slots is not None and self._used is not None:
+            self._slots.clear()
+            self._used.zero_()
+
+    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Kept:
+        first, n_new = not self._started, k.shape[2]
+        at_nt = self._find_positions(k, v, positions)
+        refuse_gradient(k, v)
+        if self._used is None:
+            self._used = torch.zeros((), dtype=torch.int64, device=k.device)
+        slots_t = self._find_room(self._used, n_new, first)
+        slots = take_slots(self._slots, self.size, k, v, first).with_rows(at_nt.shape[0])
+        slots.write(k, v, at_nt, slots_t[None])
+        self._used += n_new
+        self._slots, self._started = slots, True
+        if first:
+            return Kept(k, v, at_nt, positions is None)
+        return Kept(slots.k, slots.v, slots.positions, False)
+
+    def _find_room(self, used: Tensor, n_new: int, first: bool) -> Tensor:
+        """The slots of the next tokens, (T,), or why there are none."""
+        words = f"a fixed cache of size {self.size} has no room for {n_new} more tokens"
+        advice = "; make it larger, or reset() it for a new text"
+        if first and n_new > self.size:
+            raise ValueError(f"{words}: it is empty{advice}")
+        slots_t = used + torch.arange(n_new, device=used.device)
+        if used.device.type == "cpu" and readable(used):
+            if int(used) + n_new > self.size:
+                raise ValueError(f"{words}: {int(used)} slots are taken{advice}")
+            return slots_t
+        torch._assert_async(used + n_new <= self.size, words + advice)
+        # A graph may write before it asserts; a slot that is there lets the assertion speak.
+        return slots_t.clamp(max=self.size - 1)
+
+    def reorder(self, index: Tensor) -> None:
+        if self._slots is not None:
+            self._slots = self._slots.reordered(index)
+
+
+@final
+class WindowedCache(KVCache):
+    """A ring of `left` + 1 slots a row: the token at position p lies in slot p mod (left + 1).
+
+    Padding is not kept, so it never pushes a real token out. A call with several tokens is answered
+    with the ring as it was and the new tokens behind it, since the first of them looks furthest
+    back; a call with one token with the ring alone. Memory is one slot more, where padding goes.
+    """
+
+    in_order = False
+
+    def __init__(self, left: int) -> None:
+        if left != 0:
+            check_count("left", left)
+        self.window: int = left
+        self._slots: Slots | None = None
+        self._started = False
+
+    @property
+    def length(self) -> Tensor | None:
+        return self._slots.next if self._slots is not None and self._started else None
+
+    def reset(self) -> None:
+        self._started = False
+        if self._slots is not None:
+            self._slots.clear()
+
+    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Kept:
+        first, n_new, size = not self._started, k.shape[2], self.window + 1
+        at_nt = self._find_positions(k, v, positions)
+        refuse_gradient(k, v)
+        # What is not kept is written to the slot behind the ring, which is never read.
+        slots = take_slots(self._slots, size + 1, k, v, first).with_rows(at_nt.shape[0])
+        self._slots, self._started = slots, True
+        ring = slots.k[:, :, :size], slots.v[:, :, :size], slots.positions[:, :size]
+        if first:
+            kept = Kept(k, v, at_nt, positions is None)
+        elif n_new == 1:
+            kept = Kept(*ring, False)  # views, which show what is about to be written
+        else:
+            at_bt = at_nt.expand(slots.positions.shape[0], -1)
+            k_all, v_all = torch.cat((ring[0], k), 2), torch.cat((ring[1], v), 2)
+            kept = Kept(k_all, v_all, torch.cat((ring[2], at_bt), 1), False)
+        last_n1 = past_the_last(slots.next, at_nt)[:, None] - 1
+        stays = (at_nt >= 0) & (at_nt > last_n1 - size)
+        slots.write(k, v, at_nt, torch.where(stays, at_nt % size, size))
+        return kept
+
+    def reorder(self, index: Tensor) -> None:
+        if self._slots is not None:
+            self._slots = self._slots.reordered(index)
+
+
+@dataclass(eq=False)
+class Slots:
+    """Memory of a set size: keys (B, G, S, D), values (B, G, S, E), positions (N, S), next (N,)."""
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    next: Tensor
+
+    @staticmethod
+    def empty(k: Tensor, v: Tensor, size: int) -> Slots:
+        """Slots for keys and values like these, none of them taken."""
+        memory = [x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in (k, v)]
+        positions = torch.full((1, size), -1, dtype=torch.int64, device=k.device)
+        return Slots(memory[0], memory[1], positions, torch.zeros_like(positions[:, 0]))
+
+    def fit(self, k: Tensor, v: Tensor) -> bool:
+        """Whether keys and values like these can be written here."""
+        pairs = ((self.k, k), (self.v, v))
+        return all(
+            (old.shape[:2], old.shape[3], old.dtype, old.device)
+            == (new.shape[:2], new.shape[3], new.dtype, new.device)
+            for old, new in pairs
+        )
+
+    def with_rows(self, n: int) -> Slots:
+        """The same memory with positions for at least n rows."""
+        if n <= self.positions.shape[0]:
+            return self
+        positions, after = self.positions.expand(n, -1).clone(), self.next.expand(n).clone()
+        return Slots(self.k, self.v, positions, after)
+
+    def write(self, k: Tensor, v: Tensor, at_nt: Tensor, slots_nt: Tensor) -> None:
+        """Put the tokens at `at_nt` into `slots_nt`, in place."""
+        if slots_nt.shape[0] == 1:
+            self.k.index_copy_(2, slots_nt[0], k)
+            self.v.index_copy_(2, slots_nt[0], v)
+        else:
+            places_b1t1 = slots_nt[:, None, :, None]
+            self.k.scatter_(2, places_b1t1.expand_as(k), k)
+            self.v.scatter_(2, places_b1t1.expand_as(v), v)
+        n = self.positions.shape[0]
+        self.positions.scatter_(1, slots_nt.expand(n, -1), at_nt.expand(n, -1))
+        self.next.copy_(past_the_last(self.next, at_nt))
+
+    def clear(self) -> None:
+        """No slot is taken; what they hold is left."""
+        self.positions.fill_(-1)
+        self.next.zero_()
+
+    def reordered(self, index: Tensor) -> Slots:
+        """Row b as row index[b] was, in the same memory where the number of rows stays."""
+        k, v = self.k.index_select(0, index), self.v.index_select(0, index)
+        positions, after = pick_rows(self.positions, index), pick_rows(self.next, index)
+        if k.shape != self.k.shape:
+            return Slots(k, v, positions, after)
+        self.k.copy_(k)
+        self.v.copy_(v)
+        self.positions.copy_(positions)
+        self.next.copy_(after)
+        return self
+
+
+@final
+class CrossCache:
+    """Keys and values of a memory, computed at the first call and used in all later ones."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    @property
+    def filled(self) -> bool:
+        """Whether the memory has been seen."""
+        return self.k is not None
+
+    def reset(self) -> None:
+        """Forget the memory."""
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def fill(self, k: Tensor, v: Tensor) -> None:
+        """Keep k (B, G, S, D) and v (B, G, S, E)."""
+        check_shapes({"k": (k, "B G S D"), "v": (v, "B G S E")})
+        self.k, self.v = k, v
+
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was."""
+        if self.k is not None and self.v is not None:
+            self.k, self.v = self.k.index_select(0, index), self.v.index_select(0, index)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class BlockCache:
+    """What one decoder block keeps; `cross_attn` is None without cross-attention."""
+
+    self_attn: KVCache
+    cross_attn: CrossCache | None = None
+
+
+@final
+class DecoderCache:
+    """What a stack of decoder blocks keeps, block by block."""
+
+    def __init__(self, blocks: Iterable[BlockCache]) -> None:
+        self.blocks = tuple(blocks)
+
+    @staticmethod
+    def build(n_layers: int, make: Callable[[], KVCache], cross: bool) -> DecoderCache:
+        """A cache for each of n blocks, as `make` makes it."""
+        return DecoderCache(
+            BlockCache(make(), CrossCache() if cross else None) for _ in range(n_layers)
+        )
+
+    @property
+    def length(self) -> Tensor | None:
+        """How long each row's text is so far, (N,); None before the first call."""
+        return self.blocks[0].self_attn.length if self.blocks else None
+
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was, in every block."""
+        for part in self._parts():
+            part.reorder(index)
+
+    def reset(self) -> None:
+        """Forget everything, the memory too."""
+        for part in self._parts():
+            part.reset()
+
+    def _parts(self) -> list[KVCache | CrossCache]:
+        parts: list[KVCache | CrossCache] = []
+        for block in self.blocks:
+            parts.append(block.self_attn)
+            if block.cross_attn is not None:
+                parts.append(block.cross_attn)
+        return parts
+
+
+def take_slots(old: Slots | None, size: int, k: Tensor, v: Tensor, first: bool) -> Slots:
+    """The memory in use, checked; at the start of a text that it does not fit, new memory."""
+    if old is None or (first and not old.fit(k, v)):
+        return Slots.empty(k, v, size)
+    check_fit(old.k, old.v, k, v)
+    return old
+
+
+def as_rows(positions: Tensor, n_rows: int, n_new: int) -> Tensor:
+    """Positions (T,) or (B, T) as int64 (N, T), N being 1 or B, or why they are no such thing."""
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"positions must be a tensor (T,) or (B, T), got {type(positions)}")
+    check_positions(positions)
+    rows = positions if positions.dim() == 2 else positions[None]
+    if rows.shape[1] != n_new or rows.shape[0] not in (1, n_rows):
+        raise ValueError(
+            f"positions have shape {tuple(positions.shape)}; expected (T,) or (B, T) with "
+            f"B={n_rows}, T={n_new}"
+        )
+    return rows.to(torch.int64)
+
+
+def past_the_last(next_n: Tensor | None, at_nt: Tensor) -> Tensor:
+    """Each row's next position: one past the largest so far."""
+    if next_n is None:
+        next_n = at_nt.new_zeros(at_nt.shape[0])
+    n = max(next_n.shape[0], at_nt.shape[0])
+    return torch.cat((next_n.expand(n)[:, None] - 1, at_nt.expand(n, -1)), 1).amax(1) + 1
+
+
+def pick_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index], or the one row that all share."""
+    return rows if rows.shape[0] == 1 else rows.index_select(0, index)
+
+
+def check_fit(old_k: Tensor, old_v: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse keys and values unlike the kept ones."""
+    check_shapes({"kept k": (old_k, "B G S D"), "k": (k, "B G T D")})
+    check_shapes({"kept v": (old_v, "B G S E"), "v": (v, "B G T E")})
+    for name, old, new in (("k", old_k, k), ("v", old_v, v)):
+        if old.dtype != new.dtype or old.device != new.device:
+            raise TypeError(
+                f"{name} is {new.dtype} on {new.device}, but the cache holds {old.dtype} on "
+                f"{old.device}; use a new cache"
+            )
+
+
+def refuse_gradient(k: Tensor, v: Tensor) -> None:
+    """Memory that is written in place has no gradient to give."""
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        raise ValueError(
+            "this cache is written in place and carries no gradient: call the model under "
+            "torch.no_grad(), or use KVCache.growing()"
+        )

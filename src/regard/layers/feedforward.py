@@ -1,0 +1,82 @@
+"""The feed-forward layer: two projections with a bend between them, for each token alone.
+
+Why: attention moves information between tokens; this works on it inside each.
+
+How: down(bend(up(x))), or gated: down(bend(gate(x)) · up(x)). SwiGLU is "silu" gated, GeGLU
+"gelu" gated. The bend is a word, a module, or any function. A module becomes a submodule as it is,
+so its parameters are trained, copied, moved and saved with the layer.
+
+Left out: a fused up and gate projection, and mixtures of experts.
+
+Letters: B batch, T tokens, C model width, F hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from regard._check import check_probability
+from regard.positions.angles import check_choice, check_count
+
+ActivationWord = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Activation: TypeAlias = ActivationWord | nn.Module | Callable[[Tensor], Tensor]
+
+
+class FeedForward(nn.Module):
+    """(B, T, C) -> (B, T, C) through a hidden width F = ffn_dim."""
+
+    activation: Callable[[Tensor], Tensor]
+
+    def __init__(
+        self,
+        dim: int,
+        ffn_dim: int,
+        activation: Activation = "relu",
+        *,
+        gated: bool = False,
+        bias: bool = True,
+        dropout: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`dropout` falls on the hidden numbers, in training only."""
+        super().__init__()
+        check_count("dim", dim)
+        check_count("ffn_dim", ffn_dim)
+        self.up_proj = nn.Linear(dim, ffn_dim, bias, device=device, dtype=dtype)
+        self.gate_proj = (
+            nn.Linear(dim, ffn_dim, bias, device=device, dtype=dtype) if gated else None
+        )
+        self.down_proj = nn.Linear(ffn_dim, dim, bias, device=device, dtype=dtype)
+        self.activation = make_activation(activation)
+        self.dropout = nn.Dropout(check_probability("dropout", dropout))
+
+    def forward(self, x_btc: Tensor) -> Tensor:
+        up_btf = self.up_proj(x_btc)
+        if self.gate_proj is None:
+            hidden_btf = self.activation(up_btf)
+        else:
+            hidden_btf = self.activation(self.gate_proj(x_btc)) * up_btf
+        out_btc: Tensor = self.down_proj(self.dropout(hidden_btf))
+        return out_btc
+
+
+def make_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
+    """The bend that a word names, or the module or function itself."""
+    if not isinstance(activation, str):
+        if callable(activation):
+            return activation
+        raise TypeError(
+            f"activation is a {type(activation).__name__}; expected one of "
+            f"{', '.join(get_args(ActivationWord))}, a module, or a function of one tensor"
+        )
+    check_choice("activation", activation, get_args(ActivationWord))
+    if activation == "relu":
+        return nn.ReLU()
+    if activation == "silu":
+        return nn.SiLU()
+    return nn.GELU(approximate="tanh" if activation == "gelu_tanh" else "none")

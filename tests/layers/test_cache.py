@@ -1,0 +1,457 @@
+"""Keys and values kept between calls: cached equals uncached, for every kind of cache and rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain import plain
+from torch import Tensor
+
+from regard.attention import Causal, Dense, Lengths, Prefix, RelativeTable, Wants
+from regard.layers import CrossCache, DecoderCache, KVCache, MultiHeadAttention
+from regard.layers.cache import BlockCache, FixedCache, WindowedCache
+from regard.positions import DynamicNTK, LongRoPE, RotaryConfig
+
+B, T, C, H, D, LEFT = 3, 13, 15, 5, 4, 3
+ROTARY = RotaryConfig(head_dim=D)
+PADDING = torch.tensor([0, 5, 2])
+
+CACHES: dict[str, Callable[[], KVCache]] = {
+    "growing": KVCache.growing,
+    "fixed": lambda: KVCache.fixed(17),
+    "windowed": lambda: KVCache.windowed(LEFT),
+}
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rotary": {"rotary": ROTARY},
+    "alibi": {"alibi": True},
+    "grouped": {"n_kv_heads": 1, "rotary": ROTARY},
+    "everything": {
+        "n_kv_heads": 1,
+        "rotary": ROTARY,
+        "alibi": True,
+        "softcap": 3.0,
+        "sinks": True,
+        "qk_norm": "rms",
+    },
+}
+CHUNKS = [(13,), (1,) * 13, (5,) + (1,) * 8, (2, 7, 1, 3), (4, 9), (1, 12)]
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+
+@pytest.fixture
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def make(dtype: torch.dtype = torch.float32, **options: Any) -> MultiHeadAttention:
+    given = {"causal": True, "head_dim": D, **options}
+    return MultiHeadAttention(C, H, **given, dtype=dtype).eval()
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*(shape or (B, T, C)), dtype=dtype)
+
+
+def padded_positions(side: str) -> Tensor:
+    """(B, T) running from 0 in each row, -1 on the padding."""
+    if side == "left":
+        return (torch.arange(T) - PADDING[:, None]).clamp(min=-1)
+    return torch.arange(T).expand(B, T).masked_fill(torch.arange(T) >= T - PADDING[:, None], -1)
+
+
+def run_in_chunks(
+    layer: Callable[..., Tensor],
+    x: Tensor,
+    cache: Any,
+    chunks: tuple[int, ...],
+    positions: Tensor | None = None,
+) -> Tensor:
+    outs, start = [], 0
+    for n in chunks:
+        at = None if positions is None else positions[..., start : start + n]
+        outs.append(layer(x[:, start : start + n], positions=at, cache=cache))
+        start += n
+    return torch.cat(outs, 1)
+
+
+# Cached equals uncached
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", CACHES)
+def test_cached_equals_uncached_token_by_token_in_chunks_of_any_size(kind: str, rule: str) -> None:
+    window = (LEFT, 0) if kind == "windowed" else None
+    layer, x = make(**RULES[rule], window=window), draw()
+    full = layer(x)
+    for chunks in CHUNKS:
+        out = run_in_chunks(layer, x, CACHES[kind](), chunks)
+        torch.testing.assert_close(out, full, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", CACHES)
+def test_padded_rows_give_what_they_give_alone(kind: str, rule: str, side: str) -> None:
+    """Prompts of three lengths in one batch, then four steps in which each row counts on by itself.
+
+    The padding holds NaN, in the keys and values that are kept too.
+    """
+    window = (LEFT, 0) if kind == "windowed" else None
+    layer, x, steps = make(**RULES[rule], window=window), draw(), draw(B, 4, C)
+    positions = padded_positions(side)
+    real = positions >= 0
+    x = x.masked_fill(~real[..., None], math.nan)
+    for chunks in ((13,), (4, 9), (1,) * 13):
+        cache = CACHES[kind]()
+        prompt = run_in_chunks(layer, x, cache, chunks, positions)
+        out = run_in_chunks(layer, steps, cache, (1, 1, 2))
+        assert cache.length.tolist() == (T + 4 - PADDING).tolist()
+        for b in range(B):
+            alone = layer(torch.cat((x[b][real[b]], steps[b]))[None])[0]
+            torch.testing.assert_close(prompt[b][real[b]], alone[:-4], atol=2e-6, rtol=0)
+            torch.testing.assert_close(out[b], alone[-4:], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_in_bfloat16_cached_and_uncached_differ_by_two_roundings_at_most(kind: str) -> None:
+    layer = make(torch.bfloat16, **RULES["grouped"], window=(LEFT, 0))
+    x = draw(dtype=torch.bfloat16)
+    full = layer(x)
+    bound = 2 * torch.finfo(torch.bfloat16).eps * full.abs().max()
+    for chunks in CHUNKS:
+        out = run_in_chunks(layer, x, CACHES[kind](), chunks)
+        assert out.dtype == torch.bfloat16 and (out - full).abs().max() <= bound
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        DynamicNTK(factor=2.0, original_max_len=5),
+        LongRoPE(short_factor=(1.0, 1.5), long_factor=(3.0, 7.0), original_max_len=5, factor=3.0),
+    ],
+)
+def test_rotary_that_depends_on_the_length_is_turned_anew_as_the_text_grows(
+    kind: str, scaling: Any
+) -> None:
+    """After each step the output is that of an uncached call on the text so far, in each row."""
+    rotary = RotaryConfig(head_dim=D, scaling=scaling)
+    layer, x = make(rotary=rotary, window=(LEFT, 0)), draw()
+    positions = padded_positions("left")
+    for at in (None, positions):
+        cache = CACHES[kind]()
+        out = layer(x[:, :6], positions=None if at is None else at[:, :6], cache=cache)
+        for n in range(7, T + 1):
+            out = layer(x[:, n - 1 : n], cache=cache)
+            full = layer(x[:, :n], positions=None if at is None else at[:, :n])
+            torch.testing.assert_close(out[:, -1], full[:, -1], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_relative_table_and_a_prefix_of_the_caller_span_the_cache(kind: str) -> None:
+    window = (LEFT, 0) if kind == "windowed" else None
+    layer, x = make(causal=False, window=window), draw()
+    table = RelativeTable(torch.randn(8, H), bidirectional=False, max_distance=11)
+    mask = Causal() | Prefix(2)
+
+    def call(x: Tensor, **given: Any) -> Tensor:
+        return layer(x, mask=mask, bias=table, **given)
+
+    out = run_in_chunks(call, x, CACHES[kind](), (5, 1, 1, 2, 4))
+    torch.testing.assert_close(out, call(x), atol=2e-6, rtol=0)
+
+
+def test_a_dense_mask_over_all_kept_keys_works_with_a_growing_cache() -> None:
+    layer, x = make(), draw()
+    real = torch.rand(B, 1, 1, T) < 0.6
+    full, cache = layer(x, mask=Dense(real)), KVCache.growing()
+    for a, z in ((0, 6), (6, 7), (7, T)):
+        out = layer(x[:, a:z], mask=real[..., :z], cache=cache)
+        torch.testing.assert_close(out, full[:, a:z], atol=2e-6, rtol=0)
+    lengths = Lengths(T - PADDING, side="left")
+    out = layer(x, mask=lengths, cache=KVCache.growing())
+    torch.testing.assert_close(out, layer(x, mask=lengths), atol=2e-6, rtol=0)
+
+
+def test_a_cached_step_shows_the_last_row_of_the_whole_matrix() -> None:
+    layer, x = make(rotary=ROTARY), draw()
+    whole = layer.observe(x, wants=Wants(weights=True)).weights
+    cache = KVCache.growing()
+    layer(x[:, :-1], cache=cache)
+    step = layer.observe(x[:, -1:], cache=cache, wants=Wants(weights=True))
+    assert step.weights.shape == (B, H, 1, T)
+    torch.testing.assert_close(step.weights, whole[:, :, -1:])
+
+
+def test_gradients_pass_through_a_growing_cache_and_are_refused_by_the_others() -> None:
+    layer, x = make(), draw()
+    with torch.enable_grad():
+        found = []
+        for run in (layer, lambda x: run_in_chunks(layer, x, KVCache.growing(), (5, 1, 7))):
+            loss = run(x).square().sum()
+            found.append(torch.autograd.grad(loss, list(layer.parameters())))
+        for whole, cached in zip(*found, strict=True):
+            torch.testing.assert_close(cached, whole, atol=1e-4, rtol=1e-4)
+        for cache in (KVCache.fixed(17), KVCache.windowed(LEFT)):
+            with pytest.raises(ValueError, match="carries no gradient"):
+                make(window=(LEFT, 0))(x, cache=cache)
+
+
+# What a cache holds, by hand
+
+
+def tokens(*numbers: float, rows: int = 1) -> Tensor:
+    """Keys (rows, 1, T, 1) that are just these numbers."""
+    return torch.tensor(numbers).view(1, 1, -1, 1).expand(rows, 1, -1, 1)
+
+
+def test_a_growing_cache_keeps_all_in_order_of_arrival() -> None:
+    cache = KVCache.growing()
+    assert cache.length is None
+    cache.update(tokens(1, 2), tokens(-1, -2))
+    kept = cache.update(tokens(3), tokens(-3))
+    assert kept.k.flatten().tolist() == [1, 2, 3] and kept.v.flatten().tolist() == [-1, -2, -3]
+    assert kept.positions.tolist() == [[0, 1, 2]] and kept.in_line
+    kept = cache.update(tokens(9, 4), tokens(-9, -4), torch.tensor([-1, 3]))
+    assert kept.positions.tolist() == [[0, 1, 2, -1, 3]] and not kept.in_line
+    assert cache.length.tolist() == [4]
+
+
+def test_a_fixed_cache_writes_the_next_slots_and_leaves_the_rest_empty() -> None:
+    cache = KVCache.fixed(5)
+    first = cache.update(tokens(1, 2), tokens(-1, -2))
+    assert first.k.flatten().tolist() == [1, 2] and first.in_line
+    kept = cache.update(tokens(3), tokens(-3))
+    assert kept.positions.tolist() == [[0, 1, 2, -1, -1]]
+    assert kept.k.flatten().tolist()[:3] == [1, 2, 3]
+    assert kept.v.flatten().tolist()[:3] == [-1, -2, -3]
+    pointer = kept.k.data_ptr()
+    kept = cache.update(tokens(4, 5), tokens(-4, -5))
+    assert kept.k.data_ptr() == pointer and kept.k.shape == (1, 1, 5, 1)
+
+
+def test_a_windowed_cache_is_a_ring() -> None:
+    """Three slots for a window of two keys back: the token at p lies in slot p mod 3."""
+    cache = KVCache.windowed(2)
+    cache.update(tokens(0, 1, 2, 3), tokens(0, -1, -2, -3))
+    kept = cache.update(tokens(4), tokens(-4))
+    assert kept.k.flatten().tolist() == [3, 4, 2] and kept.positions.tolist() == [[3, 4, 2]]
+    kept = cache.update(tokens(5, 6), tokens(-5, -6))  # the ring as it was, then the new
+    assert kept.k.flatten().tolist() == [3, 4, 2, 5, 6]
+    assert kept.positions.tolist() == [[3, 4, 2, 5, 6]]
+    kept = cache.update(tokens(7), tokens(-7))
+    assert kept.k.flatten().tolist() == [6, 7, 5] and kept.v.flatten().tolist() == [-6, -7, -5]
+
+
+def test_a_windowed_cache_never_holds_more_than_its_window() -> None:
+    layer, cache = make(window=(LEFT, 0)), KVCache.windowed(LEFT)
+    for n in (29, 1, 17, 1):
+        layer(draw(B, n, C), cache=cache)
+        slots = cache._slots
+        assert slots.k.shape[2] == slots.v.shape[2] == LEFT + 2  # and one slot for what is dropped
+        kept = slots.positions[:, : LEFT + 1]
+        last = int(cache.length) - 1
+        assert sorted(kept[0].tolist()) == list(range(last - LEFT, last + 1))
+
+
+def test_padding_never_pushes_a_token_out_of_a_window() -> None:
+    cache = KVCache.windowed(2)
+    at = torch.tensor([[0, 1, 2, -1, -1, -1], [-1, 0, -1, 1, 2, 3]])
+    cache.update(tokens(*range(6), rows=2), tokens(*range(6), rows=2), at)
+    kept = cache.update(tokens(7, rows=2), tokens(7, rows=2))
+    assert kept.positions.tolist() == [[3, 1, 2], [3, 4, 2]]
+    assert kept.k[:, 0, :, 0].tolist() == [[7, 1, 2], [5, 7, 4]]
+
+
+def test_a_token_from_before_the_window_pushes_nothing_out() -> None:
+    cache = KVCache.windowed(2)
+    cache.update(tokens(0, 1, 2, 3, 4, 5), tokens(0, 1, 2, 3, 4, 5))
+    kept = cache.update(tokens(9), tokens(9), torch.tensor([2]))
+    assert kept.positions.tolist() == [[3, 4, 5]] and cache.length.tolist() == [6]
+    assert kept.k.flatten().tolist() == [3, 4, 5]
+
+
+def test_a_window_of_zero_keeps_the_newest_alone() -> None:
+    layer, x = make(window=(0, 0)), draw()
+    out = run_in_chunks(layer, x, KVCache.windowed(0), (3, 1, 9))
+    torch.testing.assert_close(out, layer(x), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "windowed"])
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
+def test_what_an_empty_slot_holds_never_leaks(kind: str, garbage: float) -> None:
+    layer, x = make(window=(LEFT, 0), rotary=ROTARY), draw()
+    cache = CACHES[kind]()
+    layer(x[:, :2], cache=cache)
+    slots = cache._slots
+    empty = slots.positions[0] < 0
+    assert empty.any()
+    slots.k[:, :, empty] = garbage
+    slots.v[:, :, empty] = garbage
+    out = torch.cat((layer(x[:, 2:3], cache=cache), layer(x[:, 3:6], cache=cache)), 1)
+    torch.testing.assert_close(out, layer(x[:, :6])[:, 2:], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_no_new_token_at_all_is_fine(kind: str) -> None:
+    layer, x, cache = make(window=(LEFT, 0), rotary=ROTARY), draw(), CACHES[kind]()
+    full = layer(x)
+    assert layer(x[:, :0], cache=cache).shape == (B, 0, C)
+    out = run_in_chunks(layer, x, cache, (5, 0, 1, 0, 7))
+    torch.testing.assert_close(out, full, atol=2e-6, rtol=0)
+
+
+# Beams, new texts, room
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", CACHES)
+def test_reordered_rows_go_on_as_if_they_had_always_been_so(kind: str, padded: bool) -> None:
+    """Beam search: rows are dropped, doubled, and grow in number."""
+    layer, x, steps = make(window=(LEFT, 0), rotary=ROTARY, alibi=True), draw(), draw(5, 3, C)
+    at = padded_positions("left") if padded else None
+    for index in (torch.tensor([2, 2, 0]), torch.tensor([1, 0, 1, 2, 2]), torch.tensor([1])):
+        cache, n = CACHES[kind](), len(index)
+        layer(x, positions=at, cache=cache)
+        cache.reorder(index)
+        out = run_in_chunks(layer, steps[:n], cache, (1, 2))
+        again = CACHES[kind]()
+        layer(x[index], positions=None if at is None else at[index], cache=again)
+        torch.testing.assert_close(out, run_in_chunks(layer, steps[:n], again, (1, 2)))
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_after_a_reset_a_cache_is_as_new(kind: str) -> None:
+    layer, x, cache = make(window=(LEFT, 0), rotary=ROTARY), draw(), CACHES[kind]()
+    run_in_chunks(layer, x, cache, (6, 7), padded_positions("left"))
+    cache.reset()
+    assert cache.length is None
+    out = run_in_chunks(layer, x, cache, (4, 1, 8))
+    torch.testing.assert_close(out, layer(x), atol=2e-6, rtol=0)
+    cache.reset()
+    out = run_in_chunks(layer, x[:2], cache, (4, 9))  # fewer rows: other memory
+    torch.testing.assert_close(out, layer(x[:2]), atol=2e-6, rtol=0)
+
+
+def test_a_reset_keeps_the_memory() -> None:
+    layer, x, cache = make(), draw(), FixedCache(17)
+    layer(x, cache=cache)
+    pointer = cache._slots.k.data_ptr()
+    cache.reorder(torch.tensor([2, 0, 1]))
+    cache.reset()
+    layer(x, cache=cache)
+    assert cache._slots.k.data_ptr() == pointer
+
+
+def test_overflow_of_a_fixed_cache_is_refused_in_words_and_harms_nothing() -> None:
+    layer, x, cache = make(), draw(), KVCache.fixed(7)
+    with pytest.raises(ValueError, match="size 7 has no room for 13 more tokens: it is empty"):
+        layer(x, cache=cache)
+    out = run_in_chunks(layer, x[:, :6], cache, (5, 1))
+    with pytest.raises(ValueError, match="no room for 2 more tokens: 6 slots are taken; make it"):
+        layer(x[:, 6:8], cache=cache)
+    out = torch.cat((out, layer(x[:, 6:7], cache=cache)), 1)
+    torch.testing.assert_close(out, layer(x[:, :7]), atol=2e-6, rtol=0)
+
+
+def test_one_compiled_graph_serves_every_step_and_overflow_is_refused_in_words() -> None:
+    layer, x = make(**RULES["grouped"]), draw()
+    graphs: list[object] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, backend=count)
+    cache = KVCache.fixed(17)
+    out = run_in_chunks(compiled, x, cache, (5,) + (1,) * 8)
+    torch.testing.assert_close(out, layer(x), atol=2e-6, rtol=0)
+    assert len(graphs) == 2  # the prompt, and the step
+    run_in_chunks(compiled, draw(B, 4, C), cache, (1,) * 4)
+    with pytest.raises(RuntimeError, match="size 17 has no room for 1 more tokens"):
+        compiled(draw(B, 1, C), cache=cache)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_what_does_not_fit_the_kept_keys_is_refused_in_words(kind: str) -> None:
+    layer, x, cache = make(window=(LEFT, 0)), draw(), CACHES[kind]()
+    layer(x, cache=cache)
+    with pytest.raises(ValueError, match=r"k \(B, G, T, D\) has B=2, but kept k has B=3"):
+        layer(x[:2, :1], cache=cache)
+    with pytest.raises(TypeError, match=r"k is torch\.float64 on cpu, but the cache holds"):
+        layer.double()(x[:, :1].double(), cache=cache)
+    with pytest.raises(ValueError, match="expected a whole number"):
+        KVCache.fixed(0)
+    with pytest.raises(ValueError, match="left is -1"):
+        KVCache.windowed(-1)
+
+
+# Memory
+
+
+def test_cross_attention_computes_the_memory_once() -> None:
+    layer = MultiHeadAttention(C, H, head_dim=D, kv_dim=11).eval()
+    x, memory, cache = draw(), draw(B, 7, 11), CrossCache()
+    calls: list[int] = []
+    layer.k_proj.register_forward_hook(lambda *_: calls.append(1))
+    full = layer(x, memory, mask=Lengths(torch.tensor([7, 3, 5])))
+    out = [layer(x[:, :4], memory, mask=Lengths(torch.tensor([7, 3, 5])), cache=cache)]
+    for t in range(4, T):  # with the memory or without
+        given = memory if t % 2 else None
+        mask = Lengths(torch.tensor([7, 3, 5]))
+        out.append(layer(x[:, t : t + 1], given, mask=mask, cache=cache))
+    torch.testing.assert_close(torch.cat(out, 1), full, atol=2e-6, rtol=0)
+    assert len(calls) == 2 and cache.filled
+    with pytest.raises(ValueError, match=r"memory has S=6, but the cache was filled .* S=7"):
+        layer(x, memory[:, 1:], cache=cache)
+
+
+def test_a_kept_memory_is_reordered_and_reset() -> None:
+    layer = MultiHeadAttention(C, H, head_dim=D).eval()
+    x, memory, cache = draw(), draw(B, 7, C), CrossCache()
+    layer(x, memory, cache=cache)
+    index = torch.tensor([1, 1, 0])
+    cache.reorder(index)
+    torch.testing.assert_close(layer(x, cache=cache), layer(x, memory[index]))
+    cache.reset()
+    other = draw(B, 5, C)
+    torch.testing.assert_close(layer(x, other, cache=cache), layer(x, other))
+
+
+def test_the_cache_of_a_stack_reorders_and_resets_all_its_parts() -> None:
+    cache = DecoderCache.build(2, KVCache.growing, cross=True)
+    for block in cache.blocks:
+        block.self_attn.update(draw(B, 1, 4, D), draw(B, 1, 4, D))
+        block.cross_attn.fill(draw(B, 1, 7, D), draw(B, 1, 7, D))
+    assert cache.length.tolist() == [4]
+    before = [block.cross_attn.k for block in cache.blocks]
+    cache.reorder(torch.tensor([2, 0]))
+    for block, k in zip(cache.blocks, before, strict=True):
+        assert torch.equal(block.cross_attn.k, k[[2, 0]])
+        assert block.self_attn.update(draw(2, 1, 1, D), draw(2, 1, 1, D)).k.shape == (2, 1, 5, D)
+    cache.reset()
+    assert cache.length is None and not any(b.cross_attn.filled for b in cache.blocks)
+    assert BlockCache(KVCache.growing()).cross_attn is None
+
+
+def test_grouped_rows_of_a_ring_equal_the_formula() -> None:
+    """The ring with two rows at other positions, against the plain formula on what it must hold."""
+    cache = WindowedCache(2)
+    k, v = (
+        torch.randn(2, 1, 6, D, dtype=torch.float64),
+        torch.randn(2, 1, 6, 2, dtype=torch.float64),
+    )
+    at = torch.stack((torch.arange(6), torch.arange(6) - 2)).clamp(min=-1)
+    for t in range(6):
+        kept = cache.update(k[:, :, t : t + 1], v[:, :, t : t + 1], at[:, t : t + 1])
+    q = torch.randn(2, 3, 1, D, dtype=torch.float64)
+    out, _ = plain(q, kept.k, kept.v, seen=(kept.positions >= 0)[:, None, None])
+    expected, _ = plain(q, k[:, :, 3:], v[:, :, 3:])
+    torch.testing.assert_close(out, expected)
