@@ -27,6 +27,7 @@ from regard.attention import (
     RelativeTable,
     Window,
 )
+from regard.attention.bias import Sum
 
 B, H, G, T, S, D, E = 2, 6, 2, 37, 53, 11, 11
 
@@ -53,6 +54,8 @@ class Case:
             return x
 
         def rebuild(value: Any) -> Any:
+            if isinstance(value, Sum):
+                return rebuild(value.one) + rebuild(value.other)
             if isinstance(value, (RelativeTable, DenseBias, ALiBi)):
                 held = {"table", "values", "slopes"} & set(vars(value))
                 name = next(iter(held))

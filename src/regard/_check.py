@@ -45,7 +45,9 @@ def check_shapes(tensors: Mapping[str, tuple[Tensor, str]]) -> dict[str, int]:
 
 
 def check_float(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose type is not one of the four float types."""
+    """Refuse what is not a tensor of one of the four float types."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a float tensor, got {type(tensor).__name__}")
     if tensor.dtype not in FLOAT_TYPES:
         known = ", ".join(str(t).removeprefix("torch.") for t in FLOAT_TYPES)
         raise TypeError(f"{name} must be one of {known}, got {tensor.dtype}; convert it first")

@@ -224,7 +224,7 @@ class TestTransformed:
 
 
 class TestDropout:
-    """Trap 11 and 12: what is dropped is fixed by the seed, and the backward pass drops the same."""
+    """What is dropped is fixed by the seed, and the backward pass drops the same."""
 
     @BOTH
     def test_dropout_is_the_keep_factor_times_the_weights(self, backend: str) -> None:

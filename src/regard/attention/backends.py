@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from regard._check import is_transformed
 from regard.attention import flex, fused, observe, reference
+from regard.attention.bias import Bias, DenseBias, Sum
 from regard.attention.blockwise_op import run_blockwise
 from regard.attention.rule import Rule
 from regard.attention.wants import Observation, Wants
@@ -36,6 +37,9 @@ class Call:
     dropout: float = 0.0
     seed: Tensor | None = None
     wants: Wants | None = None
+    nan_rows: Tensor | None = None
+    nan_weights: Tensor | None = None
+    """Rows whose output or weights are NaN, (B, H, T): what was not finite is taken out here."""
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,6 +111,10 @@ def refuse_sdpa(call: Call) -> str | None:
         return f"torch's CPU kernel is wrong for a scale that is not positive ({call.rule.scale})"
     if any(leaf.requires_grad for leaf in call.rule.bias_leaves()):
         return "torch's fused kernels give no gradient to the bias"
+    if call.q.dtype == torch.float16 and any(
+        leaf.dtype != torch.float16 for leaf in dense_values(call.rule.bias)
+    ):
+        return "the kernel adds a bias in float16, whose range a wider bias may leave"
     if any(is_transformed(t) for t in call.tensors()):
         return "torch's fused kernels do not run inside torch.func transforms"
     if call.q.shape[3] == 0 and call.v.shape[3] == 0:
@@ -142,6 +150,13 @@ def refuse_flex(call: Call) -> str | None:
     if call.q.device.type not in ("cpu", "cuda"):
         return f"FlexAttention is not asked for on {call.q.device.type}"
     return None
+
+
+def dense_values(bias: Bias | None) -> list[Tensor]:
+    """The tensors of a bias that are added as they are."""
+    if isinstance(bias, Sum):
+        return dense_values(bias.one) + dense_values(bias.other)
+    return [bias.values] if isinstance(bias, DenseBias) else []
 
 
 def refuse_always(call: Call) -> str | None:
@@ -185,12 +200,16 @@ def _attend_blockwise(call: Call) -> Tensor:
 
 def _observe_reference(call: Call) -> Observation:
     assert call.wants is not None
-    return observe.by_reference(call.inputs, call.rule, call.sinks, call.drop, call.wants)
+    return observe.by_reference(
+        call.inputs, call.rule, call.sinks, call.drop, call.wants, call.nan_weights
+    )
 
 
 def _observe_blockwise(call: Call) -> Observation:
     assert call.wants is not None
-    return observe.by_tiles(call.inputs, call.rule, call.sinks, call.drop, call.wants)
+    return observe.by_tiles(
+        call.inputs, call.rule, call.sinks, call.drop, call.wants, call.nan_weights
+    )
 
 
 BACKENDS = {

@@ -62,10 +62,15 @@ class Bias(ABC):
 
     def grad_join(self, blocks: dict[Tile, list[Tensor]], shape: Shape) -> list[Tensor]:
         """The leaves' gradients from those of all tiles: their sum, unless a class differs."""
-        sums = [torch.zeros_like(leaf) for leaf in self.leaves()]
-        for parts in blocks.values():
-            sums = [total + part for total, part in zip(sums, parts, strict=True)]
-        return sums
+        leaves = self.leaves()
+        if not blocks:
+            return [torch.zeros_like(leaf) for leaf in leaves]
+        columns = zip(*blocks.values(), strict=True)
+        # Summed in the scores' type and rounded once.
+        return [
+            sum(column[1:], column[0]).to(leaf)
+            for column, leaf in zip(columns, leaves, strict=True)
+        ]
 
     def check(self, shape: Shape) -> None:  # noqa: B027 - a bias may fit every shape
         """Raise ValueError when the bias cannot be applied to this shape."""
@@ -130,7 +135,7 @@ class ALiBi(Bias):
 
     def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
         far = (i - j).abs().to(grad_bhts.dtype)
-        return [-(grad_bhts * far).sum((0, 2, 3)).to(self.slopes)]
+        return [-(grad_bhts * far).sum((0, 2, 3))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +175,7 @@ class RelativeTable(Bias):
         grad_bhts = grad_bhts.sum_to_size(bucket_b1ts.shape[0], *grad_bhts.shape[1:])
         grad_nh = grad_bhts.movedim(1, -1).flatten(0, -2)
         zero = torch.zeros_like(self.table, dtype=grad_bhts.dtype, device=grad_bhts.device)
-        return [zero.index_add(0, bucket_b1ts.reshape(-1), grad_nh).to(self.table)]
+        return [zero.index_add(0, bucket_b1ts.reshape(-1), grad_nh)]
 
 
 @dataclass(frozen=True, eq=False)

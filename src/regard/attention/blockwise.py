@@ -52,7 +52,8 @@ NOTHING = Ask()
 class Rows(NamedTuple):
     """What one pass over the tiles tells of each row, (B, H, T); empty tensors where not asked.
 
-    `total` is the sum of the row's weights: 1, less with sinks, 0 where nothing is seen.
+    `total` is the sum of the row's weights: 1, less with sinks, 0 where nothing is seen. A weight
+    is exp(score - `top`) / `denominator`, which stays exact where exp(score - lse) would not.
     """
 
     output: Tensor
@@ -63,6 +64,8 @@ class Rows(NamedTuple):
     peak_key: Tensor
     distance: Tensor
     mass: Tensor
+    top: Tensor
+    denominator: Tensor
 
 
 def tile_sizes(shape: Shape) -> tuple[int, int]:
@@ -158,7 +161,9 @@ class _Band:
         share = (self.top - top).exp() / total
         lse = (top + total.log()).masked_fill(empty, -math.inf)
         weight = self.sum * share
-        entropy = weight * (lse - self.top).masked_fill(empty, 0.0) - self.heat * share
+        # lse - self.top, but not by way of lse: large scores would cost its last digits.
+        spread = (top - self.top) + total.log()
+        entropy = (weight * spread).masked_fill(empty, 0.0) - self.heat * share
         seen = (self.sum > 0).to(share.dtype)
         return Rows(
             output=(self.output * share).to(self.q.dtype),
@@ -169,6 +174,8 @@ class _Band:
             peak_key=self.key.squeeze(-1) if ask.peak else self.none().long(),
             distance=(self.far * share).squeeze(-1) if ask.distance else self.none(),
             mass=(self.mass * share).squeeze(-1) if has_mass else self.none(),
+            top=top.squeeze(-1).clone(),
+            denominator=total.squeeze(-1),
         )
 
 

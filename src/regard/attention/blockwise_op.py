@@ -113,6 +113,8 @@ def _(
             peak_key=answer(ask.peak, torch.int64),
             distance=answer(ask.distance, row.dtype),
             mass=answer(mass is not None, row.dtype),
+            top=torch.empty_like(row),
+            denominator=torch.empty_like(row),
         )
     )
 
@@ -173,7 +175,7 @@ class _Blockwise(torch.autograd.Function):
         text, ints, floats, dropout, _, leaf_places = ctx.form
         wants_bias = any(ctx.needs_input_grad[7 + place] for place in leaf_places)
         given = [grads[0], grads[1], grads[2], grads[3] if entropy.dim() > 1 else None]
-        rows = [output, lse, total, entropy, lse, lse, lse, lse]
+        rows = [output, lse, total, entropy, *[lse] * 6]
         run = _backward_op if torch.compiler.is_compiling() else _backward
         rule = (text, tensors, list(ints), list(floats))
         made = run(*rule, [q, k, v], sinks, dropout, seed, rows, given, wants_bias)

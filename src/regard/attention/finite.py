@@ -41,16 +41,29 @@ def needs_shield(inputs: Inputs, rule: Rule) -> bool:
     return True
 
 
-def take_out(inputs: Inputs, rule: Rule) -> tuple[Inputs, Tensor]:
-    """The inputs with zeros for what is not finite, and which rows are to be NaN, (B, H, T)."""
-    bad_q_bht = ~torch.isfinite(inputs[0].detach()).all(-1)
-    bad_k_bgs = ~(
-        torch.isfinite(inputs[1].detach()).all(-1) & torch.isfinite(inputs[2].detach()).all(-1)
-    )
-    clean = tuple(torch.where(torch.isfinite(x.detach()), x, 0.0) for x in inputs)
-    bad_k_bhs = bad_k_bgs.repeat_interleave(inputs[0].shape[1] // max(inputs[1].shape[1], 1), 1)
+def take_out(inputs: Inputs) -> Inputs:
+    """The inputs with zeros for what is not finite."""
+    q, k, v = (torch.where(torch.isfinite(x.detach()), x, 0.0) for x in inputs)
+    return q, k, v
+
+
+def spoiled_rows(q: Tensor, keys: tuple[Tensor, ...], rule: Rule) -> Tensor:
+    """Rows whose query, or whose part of any of the given (B, G, S, ...), is not finite, (B, H, T).
+
+    A row that may see nothing looks at nothing, whatever its query holds.
+    """
+    bad_q_bht = ~torch.isfinite(q.detach()).all(-1)
+    bad_k_bgs = torch.stack([~torch.isfinite(x.detach()).all(-1) for x in keys]).any(0)
+    bad_k_bhs = bad_k_bgs.repeat_interleave(q.shape[1] // max(bad_k_bgs.shape[1], 1), 1)
     sees_bad, sees_any = look(rule, bad_k_bhs)
-    return (clean[0], clean[1], clean[2]), sees_bad | (bad_q_bht & sees_any)
+    return sees_bad | (bad_q_bht & sees_any)
+
+
+def put_back(output_bhte: Tensor, nan_rows_bht: Tensor | None) -> Tensor:
+    """NaN in the rows that looked at one."""
+    if nan_rows_bht is None:
+        return output_bhte
+    return torch.where(nan_rows_bht[..., None], math.nan, output_bhte)
 
 
 def look(rule: Rule, marked_bhs: Tensor) -> tuple[Tensor, Tensor]:

@@ -194,7 +194,7 @@ def key_runs(rule: Rule) -> tuple[Ints, Ints, bool]:
     i = torch.arange(shape.T)[None] + shape.offset
     run = rule.mask.interval(i, shape)
     if run is not None:
-        lo, hi = (x.cpu().numpy().clip(0, shape.S) for x in run)
+        lo, hi = np.broadcast_arrays(*(x.cpu().numpy().clip(0, shape.S) for x in run))
         return lo, np.maximum(lo, hi), True
     t_edges, s_edges = edges(shape.T, BAND), edges(shape.S, 128)
     known: Bools = tile_bounds(rule.mask, shape, t_edges, s_edges).maybe

@@ -21,7 +21,7 @@ from regard.attention.backends import Call, Explanation, choose
 from regard.attention.backends import explain as explain_call
 from regard.attention.bias import Bias
 from regard.attention.dropout import as_seed
-from regard.attention.finite import needs_shield, take_out
+from regard.attention.finite import needs_shield, put_back, spoiled_rows, take_out
 from regard.attention.mask import Mask
 from regard.attention.rule import Rule, as_bias, as_mask
 from regard.attention.shape import Shape
@@ -56,10 +56,8 @@ def attention(
     call = make_call(q, k, v, mask, bias, scale, softcap, sinks, (dropout, seed))
     with outside_autocast(call.q.device.type):
         chosen = choose(call, backend)
-        if not needs_shield(call.inputs, call.rule):
-            return chosen.attend(call)
-        call, nan_rows_bht = shield(call)
-        return put_back(chosen.attend(call), nan_rows_bht)
+        call = shielded(call)
+        return put_back(chosen.attend(call), call.nan_rows)
 
 
 def observe(
@@ -85,11 +83,10 @@ def observe(
     with outside_autocast(call.q.device.type):
         chosen = choose(call, backend)
         assert chosen.observe is not None, "a backend that does not refuse wants can observe"
-        if not needs_shield(call.inputs, call.rule):
-            seen = chosen.observe(call)
-        else:
-            call, nan_rows_bht = shield(call)
-            seen = observe_beside_nan(chosen.observe(call), nan_rows_bht)
+        call = shielded(call)
+        seen = chosen.observe(call)
+        if seen.output is not None:
+            seen = replace(seen, output=put_back(seen.output, call.nan_rows))
     return seen if v is not None else replace(seen, output=None)
 
 
@@ -188,26 +185,14 @@ def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def shield(call: Call) -> tuple[Call, Tensor]:
-    """The call with non-finite entries taken out, and the rows that are to be NaN."""
-    (q, k, v), nan_rows_bht = take_out(call.inputs, call.rule)
-    return replace(call, q=q, k=k, v=v), nan_rows_bht
-
-
-def put_back(output_bhte: Tensor, nan_rows_bht: Tensor) -> Tensor:
-    """NaN in the rows that looked at one."""
-    return torch.where(nan_rows_bht[..., None], math.nan, output_bhte)
-
-
-def observe_beside_nan(seen: Observation, nan_rows_bht: Tensor) -> Observation:
-    """What was observed, with NaN for every row that looked at one."""
-    rows: dict[str, Any] = {
-        name: torch.where(nan_rows_bht, math.nan, value)
-        for name in ("lse", "entropy", "distance", "mass")
-        if (value := getattr(seen, name)) is not None
-    }
-    if seen.output is not None:
-        rows["output"] = put_back(seen.output, nan_rows_bht)
-    if seen.weights is not None:
-        rows["weights"] = put_back(seen.weights, nan_rows_bht)
-    return replace(seen, **rows)
+def shielded(call: Call) -> Call:
+    """The call with non-finite entries taken out, and told which rows are to be NaN."""
+    if not needs_shield(call.inputs, call.rule):
+        return call
+    q, k, v = take_out(call.inputs)
+    nan_rows_bht = spoiled_rows(call.q, (call.k, call.v), call.rule)
+    if call.wants is None:
+        return replace(call, q=q, k=k, v=v, nan_rows=nan_rows_bht)
+    # Weights do not depend on v, and so do not suffer from it.
+    nan_weights_bht = spoiled_rows(call.q, (call.k,), call.rule)
+    return replace(call, q=q, k=k, v=v, nan_rows=nan_rows_bht, nan_weights=nan_weights_bht)

@@ -31,14 +31,20 @@ class Weights:
     q_bhtd: Tensor
     k_bgsd: Tensor
     rule: Rule
-    lse_bht: Tensor
+    top_bht: Tensor
+    denominator_bht: Tensor
+    nan_rows_bht: Tensor | None = None
 
     def tile(self, tile: Tile, full: bool = False) -> Tensor:
         """The weights inside one tile, (B, H, t, s)."""
         q_bhtd, k_bgsd = self.q_bhtd[:, :, tile.t0 : tile.t1], self.k_bgsd[:, :, tile.s0 : tile.s1]
         scores_bhts = add_rule(raw_scores(q_bhtd, k_bgsd, self.rule), self.rule, tile, full)
-        lse_bht = self.lse_bht[:, :, tile.t0 : tile.t1]
-        return (scores_bhts - lse_bht.masked_fill(lse_bht == -math.inf, 0.0)[..., None]).exp_()
+        rows = (slice(None), slice(None), slice(tile.t0, tile.t1), None)
+        weights_bhts = scores_bhts.sub_(self.top_bht[rows]).exp_().div_(self.denominator_bht[rows])
+        if self.nan_rows_bht is not None:
+            seen = visible(self.rule, tile, full, weights_bhts.device)
+            weights_bhts.masked_fill_(self.nan_rows_bht[rows] & seen, math.nan)
+        return weights_bhts
 
     def tiles(self, window: Tile | None = None) -> Iterator[tuple[Tile, bool]]:
         """The tiles that are not empty, cut to a window, each with whether it is full."""
@@ -85,7 +91,10 @@ class Weights:
             both, key = torch.cat([known, weights], -1), torch.cat([where[:, :, rows], keys], -1)
             both, order = both.topk(k, -1)
             best[:, :, rows], where[:, :, rows] = both, key.gather(-1, order)
-        return Top(best.masked_fill(where < 0, 0.0), where)
+        if self.nan_rows_bht is not None:
+            where = where.masked_fill(self.nan_rows_bht[..., None], -1)
+            best = best.masked_fill(self.nan_rows_bht[..., None], math.nan)
+        return Top(best.masked_fill((where < 0) & ~best.isnan(), 0.0), where)
 
     def above(self, threshold: float) -> SparseRows:
         """Every weight of at least the threshold, as sparse rows."""
@@ -98,7 +107,7 @@ class Weights:
         none = self._zeros(dtype=torch.int64).new_zeros(0)
         row = torch.cat([none, *(f[0] for f in found)])
         key = torch.cat([none, *(f[1] for f in found)])
-        weight = torch.cat([self.lse_bht.new_zeros(0), *(f[2] for f in found)])
+        weight = torch.cat([self.top_bht.new_zeros(0), *(f[2] for f in found)])
         order = (row * max(shape.S, 1) + key).argsort()
         counts = torch.bincount(row, minlength=shape.B * H * T)
         offsets = torch.cat([none.new_zeros(1), counts.cumsum(0)])
@@ -113,8 +122,9 @@ class Weights:
             down = overlap(picture.height, (t0, t1), (tile.t0, tile.t1), weights)
             across = overlap(picture.width, (s0, s1), (tile.s0, tile.s1), weights)
             (x0, x1), (y0, y1) = touched(down), touched(across)
-            pooled = down[x0:x1] @ (weights @ across[y0:y1].T)
-            cells[:, :, x0:x1, y0:y1] += pooled
+            cells[:, :, x0:x1, y0:y1] += pool(
+                weights, down[x0:x1], across[y0:y1], self.nan_rows_bht is not None
+            )
         return cells
 
     def rows(self, wanted: Sequence[int]) -> Tensor:
@@ -134,6 +144,16 @@ def visible(rule: Rule, tile: Tile, full: bool, device: torch.device) -> Tensor:
     if rule.bias is not None:
         seen = seen & (rule.bias.block(rule.shape, tile, device, torch.float32) != -math.inf)
     return seen.expand(rule.shape.B, rule.shape.H, tile.t1 - tile.t0, tile.s1 - tile.s0)
+
+
+def pool(weights_bhts: Tensor, down_xt: Tensor, across_ys: Tensor, has_nan: bool) -> Tensor:
+    """The mean of each cell; a NaN spoils the cells it lies in and no others."""
+    if not has_nan:
+        return down_xt @ (weights_bhts @ across_ys.T)
+    spoiled = weights_bhts.isnan()
+    cells = down_xt @ (weights_bhts.masked_fill(spoiled, 0.0) @ across_ys.T)
+    touches = (down_xt > 0).to(cells) @ (spoiled.to(cells) @ (across_ys > 0).to(cells).T)
+    return cells.masked_fill(touches > 0, math.nan)
 
 
 def overlap(cells: int, window: tuple[int, int], part: tuple[int, int], like: Tensor) -> Tensor:

@@ -65,13 +65,13 @@ def cut(tensor: Tensor, tile: Tile) -> Tensor:
 
 def pick_batch(values: Tensor, b: Tensor) -> Tensor:
     """values[b] for values (B,), or (1,) shared by all samples."""
-    values = values.to(b.device)
+    values = values.to(b.device, torch.int64)
     return values[b] if values.shape[0] != 1 else values[0]
 
 
 def pick_axis(values: Tensor, b: Tensor, x: Tensor) -> Tensor:
     """values[b, x] for values (B, X), or values[x] for (X,) and (1, X)."""
-    values = values.to(b.device)
+    values = values.to(b.device, torch.int64)
     if values.dim() == 2 and values.shape[0] != 1:
         return values[b, x]
     return values.reshape(-1)[x]

@@ -2,8 +2,8 @@
 
 Every answer is about the softmax weights, per head, before dropout. With sinks a row sums to less
 than one, and `lse` is the logarithm of the whole denominator, the sink's share included. Where a
-row sees nothing: weights, entropy, distance and mass are 0, `lse` is -inf, and the key of a peak is
--1.
+row sees nothing: weights, entropy, distance and mass are 0, `lse` is -inf (with a sink: its score),
+and the key of a peak is -1. A row that looks at a NaN is NaN, with key -1.
 
 Letters: B batch, H heads, T queries, S keys.
 """
