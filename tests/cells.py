@@ -24,6 +24,23 @@ TYPES = {
     "float16": torch.float16,
 }
 ROUNDINGS = 4
+EMPTY = "torch's fused kernels are not asked for empty inputs"
+NO_BIAS_GRADIENT = "torch's fused kernels give no gradient to the bias"
+SDPA_REFUSALS = {
+    "softcap": "torch's fused kernels have no softcap",
+    "everything": "torch's fused kernels have no softcap",
+    "sinks": "torch's fused kernels have no sinks",
+    "alibi learned": NO_BIAS_GRADIENT,
+    "relative table learned": NO_BIAS_GRADIENT,
+    "dense bias learned": NO_BIAS_GRADIENT,
+    "no batch": EMPTY,
+    "no queries": EMPTY,
+    "no keys": EMPTY,
+}
+CPU_REFUSALS = {
+    "negative scale": "torch's CPU kernel is wrong for a scale that is not positive (-0.7)",
+    "zero scale": "torch's CPU kernel is wrong for a scale that is not positive (0.0)",
+}
 
 
 @functools.cache

@@ -10,28 +10,13 @@ import math
 
 import pytest
 import torch
-from cells import TYPES, check_cell
+from cells import SDPA_REFUSALS, TYPES, check_cell
 from plain import CASES
 
 from regard.attention import ALiBi, Causal, Lengths, Wants, Window, attention, explain, observe
 
 pytestmark = pytest.mark.gpu
 
-EMPTY = "torch's fused kernels are not asked for empty inputs"
-NO_BIAS_GRADIENT = "torch's fused kernels give no gradient to the bias"
-SDPA_REFUSALS = {
-    "softcap": "torch's fused kernels have no softcap",
-    "everything": "torch's fused kernels have no softcap",
-    "sinks": "torch's fused kernels have no sinks",
-    "negative scale": "torch's CPU kernel is wrong for a scale that is not positive (-0.7)",
-    "zero scale": "torch's CPU kernel is wrong for a scale that is not positive (0.0)",
-    "alibi learned": NO_BIAS_GRADIENT,
-    "relative table learned": NO_BIAS_GRADIENT,
-    "dense bias learned": NO_BIAS_GRADIENT,
-    "no batch": EMPTY,
-    "no queries": EMPTY,
-    "no keys": EMPTY,
-}
 FLEX = [
     "plain",
     "causal",

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cells import TYPES, by_formula, check_cell, judge
+from cells import CPU_REFUSALS, SDPA_REFUSALS, TYPES, by_formula, check_cell, judge
 from plain import CASES
 
 from regard.attention import attention, blockwise, flex, fused
 from regard.attention.backends import BACKENDS
 
-EMPTY = "torch's fused kernels are not asked for empty inputs"
-NO_BIAS_GRADIENT = "torch's fused kernels give no gradient to the bias"
-REFUSALS = {
-    "sdpa": {
-        "softcap": "torch's fused kernels have no softcap",
-        "everything": "torch's fused kernels have no softcap",
-        "sinks": "torch's fused kernels have no sinks",
-        "negative scale": "torch's CPU kernel is wrong for a scale that is not positive (-0.7)",
-        "zero scale": "torch's CPU kernel is wrong for a scale that is not positive (0.0)",
-        "alibi learned": NO_BIAS_GRADIENT,
-        "relative table learned": NO_BIAS_GRADIENT,
-        "dense bias learned": NO_BIAS_GRADIENT,
-        "no batch": EMPTY,
-        "no queries": EMPTY,
-        "no keys": EMPTY,
-    },
-}
+REFUSALS = {"sdpa": SDPA_REFUSALS | CPU_REFUSALS}
 FLEX_REFUSALS = {
     "sinks": "FlexAttention gives no log-sum on the CPU, which sinks need",
     "everything": "FlexAttention gives no log-sum on the CPU, which sinks need",

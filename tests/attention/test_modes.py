@@ -29,6 +29,7 @@ from regard.attention import (
     observe,
 )
 from regard.attention.dropout import keep_factor
+from regard.attention.rule import Rule
 from regard.attention.shape import Shape, Tile
 
 BOTH = pytest.mark.parametrize("backend", ["reference", "blockwise"])
@@ -124,6 +125,16 @@ class TestCompiled:
 
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(q), run(q))
+
+    def test_a_rule_of_another_device_is_moved_inside_the_graph(self) -> None:
+        rule = Causal() & Lengths(torch.tensor([6, 3])) & Window(3, 1).at(torch.arange(5))
+
+        def run(x: Tensor) -> Tensor:
+            made = Rule(shape=Shape(2, 6, 5, 7), mask=rule, bias=ALiBi(6) + DenseBias(x))
+            return x * sum(t.device.type == "meta" for t in made.on(torch.device("meta")).tensors())
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(torch.ones(5, 7)), torch.full((5, 7), 4.0))
 
     def test_a_nan_stays_where_it_is_when_compiled(self) -> None:
         q, k, v = small(torch.float32)

@@ -107,8 +107,9 @@ def refuse_sdpa(call: Call) -> str | None:
         return "torch's fused kernels have no softcap"
     if call.sinks is not None:
         return "torch's fused kernels have no sinks"
-    if call.rule.scale is not None and call.rule.scale <= 0:
-        return f"torch's CPU kernel is wrong for a scale that is not positive ({call.rule.scale})"
+    on_cpu, scale = call.q.device.type == "cpu", call.rule.scale
+    if on_cpu and scale is not None and scale <= 0:
+        return f"torch's CPU kernel is wrong for a scale that is not positive ({scale})"
     if any(leaf.requires_grad for leaf in call.rule.bias_leaves()):
         return "torch's fused kernels give no gradient to the bias"
     if call.q.dtype == torch.float16 and any(
@@ -121,7 +122,7 @@ def refuse_sdpa(call: Call) -> str | None:
         return "torch's fused kernels need a head width of at least 1"
     if not call.q.numel() or not call.k.numel():
         return "torch's fused kernels are not asked for empty inputs"
-    if call.q.device.type != "cpu" and fused.flags(call.rule) is None:
+    if not on_cpu and fused.flags(call.rule) is None:
         entries = call.rule.shape.T * call.rule.shape.S
         if entries > MASK_ENTRIES:
             return f"torch's fused kernels would need a rendered mask of {entries:,} entries"
@@ -191,7 +192,7 @@ def is_unread(call: Call) -> bool:
 
 
 def _attend_reference(call: Call) -> Tensor:
-    return reference.attend(*call.inputs, call.rule, call.sinks, *call.drop).output
+    return reference.attend(*call.inputs, call.rule, call.sinks, *call.drop)
 
 
 def _attend_blockwise(call: Call) -> Tensor:

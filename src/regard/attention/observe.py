@@ -81,15 +81,18 @@ def by_reference(
     nan_rows: Tensor | None,
 ) -> Observation:
     """Every want, read off the whole matrix."""
-    done = reference.attend(*inputs, rule, sinks, *drop)
-    p, lse, shape = done.weights, done.lse, rule.shape
+    q, k, v = inputs
+    scores, shape = reference.score(q, k, rule), rule.shape
+    p = reference.weigh(scores, rule, sinks)
+    output = reference.mix(p, v, rule, *drop).to(q.dtype)
+    lse = reference.log_sum(scores, sinks) if wants.lse else None
     seen = visible(rule, Tile(0, shape.T, 0, shape.S), False, p.device)
     if nan_rows is not None:
         p = torch.where(nan_rows[..., None] & seen, math.nan, p)
-        lse = torch.where(nan_rows, math.nan, lse)
+        lse = None if lse is None else torch.where(nan_rows, math.nan, lse)
     masses = key_sets(wants)
     answers: dict[str, Any] = {
-        "lse": lse if wants.lse else None,
+        "lse": lse,
         "entropy": entropy_of(p) if wants.entropy else None,
         "peak": peak_of(p, seen, nan_rows) if wants.peak else None,
         "distance": distance_of(p, shape) if wants.distance else None,
@@ -101,7 +104,7 @@ def by_reference(
         "rows": None if wants.rows is None else p[:, :, list(wants.rows)],
         "weights": p if wants.weights else None,
     }
-    return refusing_gradients(Observation(done.output, **answers), done.lse)
+    return refusing_gradients(Observation(output, **answers), p)
 
 
 def key_sets(wants: Wants) -> Tensor | None:

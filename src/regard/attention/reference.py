@@ -14,22 +14,14 @@ Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from regard.attention.dropout import keep_factor
 from regard.attention.rule import Rule, score_dtype
 from regard.attention.shape import Tile
-
-
-class Attended(NamedTuple):
-    """The output, the weights before dropout, and the log-sum-exp of each row."""
-
-    output: Tensor
-    weights: Tensor
-    lse: Tensor
 
 
 def attend(
@@ -40,30 +32,56 @@ def attend(
     sinks_h: Tensor | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
-) -> Attended:
+) -> Tensor:
     """Attention by the formula."""
+    weights_bhts = weigh(score(q_bhtd, k_bgsd, rule), rule, sinks_h)
+    return mix(weights_bhts, v_bgse, rule, dropout, seed).to(q_bhtd.dtype)
+
+
+def score(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule) -> Tensor:
+    """The scores of all pairs: scaled, capped, biased, and -inf where no look is allowed."""
     tile = Tile(0, rule.shape.T, 0, rule.shape.S)
-    scores_bhts = add_rule(raw_scores(q_bhtd, k_bgsd, rule), rule, tile)
+    return add_rule(raw_scores(q_bhtd, k_bgsd, rule), rule, tile)
 
-    # The largest score is taken out before exp; it cancels, so no gradient passes through it.
-    top_bht1 = row_max(scores_bhts.detach())
-    sum_bht1 = (scores_bhts - top_bht1).exp().sum(-1, keepdim=True)
+
+def weigh(scores_bhts: Tensor, rule: Rule, sinks_h: Tensor | None) -> Tensor:
+    """The softmax of each row, in whose sum a sink counts too; 0 where there is nothing to see."""
+    S = scores_bhts.shape[-1]
     if sinks_h is not None:
-        sink_bht1 = sinks_h.to(scores_bhts.dtype)[:, None, None]
-        higher_bht1 = torch.maximum(top_bht1, sink_bht1.detach())
-        sum_bht1 = sum_bht1 * (top_bht1 - higher_bht1).exp() + (sink_bht1 - higher_bht1).exp()
-        top_bht1 = higher_bht1
-    empty_bht1 = sum_bht1 == 0
-    sum_bht1 = sum_bht1.masked_fill(empty_bht1, 1.0)
+        scores_bhts = append(scores_bhts, sinks_h)
+    if not rule.hides():
+        return torch.softmax(scores_bhts, -1)[..., :S]
+    # A row of -inf has no softmax; it is given numbers first and zeros afterwards.
+    empty_bht1 = (scores_bhts == -math.inf).all(-1, keepdim=True)
+    weights_bhts = torch.softmax(scores_bhts.masked_fill(empty_bht1, 0.0), -1)
+    return weights_bhts.masked_fill(empty_bht1, 0.0)[..., :S]
 
-    weights_bhts = (scores_bhts - top_bht1).exp() / sum_bht1
-    kept_bhts = weights_bhts
+
+def log_sum(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
+    """The log-sum-exp of each row, the sink counted; -inf where there is nothing to sum."""
+    scores_bhts = append(scores_bhts, sinks_h)
+    empty_bht = (scores_bhts == -math.inf).all(-1)
+    sums_bht = torch.logsumexp(scores_bhts.masked_fill(empty_bht[..., None], 0.0), -1)
+    return sums_bht.masked_fill(empty_bht, -math.inf)
+
+
+def mix(
+    weights_bhts: Tensor, v_bgse: Tensor, rule: Rule, dropout: float, seed: Tensor | None
+) -> Tensor:
+    """The values, mixed by the weights that dropout leaves."""
     if dropout > 0.0:
         assert seed is not None
-        kept_bhts = weights_bhts * keep_factor(seed, dropout, rule.shape, dtype=weights_bhts.dtype)
-    output_bhte = group_matmul(kept_bhts, v_bgse.to(kept_bhts.dtype))
-    lse_bht = (top_bht1 + sum_bht1.log()).masked_fill(empty_bht1, -math.inf).squeeze(-1)
-    return Attended(output_bhte.to(q_bhtd.dtype), weights_bhts, lse_bht)
+        keep_bhts = keep_factor(seed, dropout, rule.shape, dtype=weights_bhts.dtype)
+        weights_bhts = weights_bhts * keep_bhts
+    return group_matmul(weights_bhts, v_bgse.to(weights_bhts.dtype))
+
+
+def append(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
+    """The scores with the sink behind them, or with a -inf, which counts for nothing."""
+    if sinks_h is None:
+        return F.pad(scores_bhts, (0, 1), value=-math.inf)
+    sink_bht1 = sinks_h.to(scores_bhts.dtype)[:, None, None].expand(*scores_bhts.shape[:3], 1)
+    return torch.cat([scores_bhts, sink_bht1], -1)
 
 
 def raw_scores(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule) -> Tensor:

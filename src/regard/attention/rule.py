@@ -8,7 +8,7 @@ autograd and through compiled graphs, which carry tensors and constants only.
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,10 @@ class Rule:
         """What q kᵀ is multiplied by: the scale given, else 1/√D (1 when there is no width)."""
         return self.scale if self.scale is not None else max(head_dim, 1) ** -0.5
 
+    def hides(self) -> bool:
+        """Whether some pair may be hidden: by the mask, or by a bias of -inf."""
+        return self.mask is not None or self.bias is not None
+
     def is_relative(self) -> bool:
         """Whether every number of the rule depends on the head and on i - j alone."""
         return (self.mask is None or self.mask.relative) and (
@@ -50,8 +54,7 @@ class Rule:
         """The same rule with its tensors on a device."""
         if all(t.device == device for t in self.tensors()):
             return self
-        packed = pack(self)
-        return unpack(packed._replace(tensors=[t.to(device) for t in packed.tensors]), self.shape)
+        return replace(self, mask=moved(self.mask, device), bias=moved(self.bias, device))
 
     def tensors(self) -> list[Tensor]:
         """Every tensor the rule holds."""
@@ -95,6 +98,19 @@ def tensors_of(part: Any) -> list[Tensor]:
     if not isinstance(part, (Mask, Bias)):
         return []
     return [t for entry in fields(part) for t in tensors_of(getattr(part, entry.name))]  # type: ignore[arg-type]
+
+
+def moved(part: Any, device: torch.device) -> Any:
+    """A mask or bias with its tensors on a device."""
+    if isinstance(part, Tensor):
+        return part.to(device)
+    if not isinstance(part, (Mask, Bias)):
+        return part
+    values = {
+        entry.name: moved(getattr(part, entry.name), device)
+        for entry in fields(part)  # type: ignore[arg-type]
+    }
+    return replace(part, **values)  # type: ignore[type-var]
 
 
 def write(part: Any, packed: Packed) -> str:
