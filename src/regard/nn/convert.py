@@ -1,0 +1,114 @@
+"""`convert(model)`: torch.nn's attention and Transformer modules in a model become ours, in place.
+
+Why: to see into a model that was built with torch.nn, and to give it what `multihead.py` names,
+without rebuilding it.
+
+How: our classes hold the same parameters and submodules under the same names, so a module is
+swapped by giving it our class. It stays the same object with the same parameters: tied weights stay
+tied, optimisers and hooks keep working, type, device, `requires_grad` and the training flag are as
+before, and the root of the model needs no exception.
+
+What is not plainly torch's is left alone and told: subclasses with methods of their own, replaced
+`forward`s, parametrized weights. Attention inside such a layer is swapped all the same; torch's
+fast path, which would go round it, is then switched off for that layer.
+
+Left out: modules that torch.jit has compiled, which are no longer torch.nn's. Keep
+`copy.deepcopy(model)` if the original is still wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from regard.nn.multihead import MultiheadAttention
+from regard.nn.transformer import (
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+
+OURS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.MultiheadAttention: MultiheadAttention,
+    nn.TransformerEncoderLayer: TransformerEncoderLayer,
+    nn.TransformerDecoderLayer: TransformerDecoderLayer,
+    nn.TransformerEncoder: TransformerEncoder,
+    nn.TransformerDecoder: TransformerDecoder,
+    nn.Transformer: Transformer,
+}
+HARMLESS = {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__constants__"}
+HARMLESS |= {"__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__"}
+"""What a subclass may define and still compute what torch's class computes."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was swapped (dotted name: class) and what was not (dotted name: why)."""
+
+    model: nn.Module
+    swapped: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"swapped  {name or '(the model)'}: {kind}" for name, kind in self.swapped.items()]
+        lines += [f"skipped  {name or '(the model)'}: {why}" for name, why in self.skipped.items()]
+        return "\n".join(lines) or "nothing of torch.nn's attention was found"
+
+
+def convert(model: nn.Module) -> Conversion:
+    """Swap torch.nn's attention and Transformer modules for ours, in place, and tell which."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    done = Conversion(model)
+    found = []
+    for name, module in model.named_modules():
+        kind = origin(module)
+        if kind is not None:
+            found.append((name, module, kind, reason_to_skip(module, kind)))
+    for name, module, kind, reason in found:
+        if reason is not None:
+            done.skipped[name] = reason
+        else:
+            module.__class__ = OURS[kind]
+            done.swapped[name] = OURS[kind].__name__
+        if isinstance(module, MultiheadAttention):
+            module.wants, module.seen = None, []
+    for _, module, _, _ in found:
+        switch_off_fast_path(module)
+    return done
+
+
+def origin(module: nn.Module) -> type[nn.Module] | None:
+    """Which of torch's classes a module is, or descends from."""
+    return next((kind for kind in OURS if isinstance(module, kind)), None)
+
+
+def reason_to_skip(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    """Why a module cannot be swapped; None when it can."""
+    if "forward" in vars(module):
+        return "its forward was replaced on this one module, and would be lost"
+    if parametrize.is_parametrized(module):
+        names = ", ".join(module.parametrizations.keys())  # type: ignore[union-attr, operator]
+        return (
+            f"its {names} is parametrized; remove the parametrization, convert, then register it "
+            "again (torch.nn.utils.parametrize)"
+        )
+    between = [c for c in type(module).__mro__ if c not in kind.__mro__]
+    own = sorted({name for c in between for name in vars(c)} - HARMLESS)
+    if not own:
+        return None
+    base = f"torch.nn.{kind.__name__}"
+    return f"{type(module).__name__} is a subclass of {base} with its own {', '.join(own)}"
+
+
+def switch_off_fast_path(module: nn.Module) -> None:
+    """Keep a layer of torch's from computing around the attention of ours that it now holds."""
+    if isinstance(module, (nn.TransformerEncoder, TransformerEncoder)):
+        module.use_nested_tensor = False
+    if isinstance(module, nn.TransformerEncoderLayer):
+        # torch takes its fast path for relu and gelu only, and this is where it looks.
+        module.activation_relu_or_gelu = 0

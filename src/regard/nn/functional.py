@@ -1,0 +1,253 @@
+"""torch.nn.functional's two attention functions, with its signatures and meanings, on ours.
+
+`scaled_dot_product_attention` takes any number of axes before the last two and broadcasts them, as
+torch's does; here a bool mask is True where a look is allowed. `multi_head_attention_forward` is
+what `MultiheadAttention` computes, with every weight passed in; there a bool mask is True where a
+look is *not* allowed. Both as in torch.
+
+Unlike torch's: rows with nothing to see are zeros; masks of any float type; a NaN stays in the rows
+that look at it. Dropout drops other weights than torch does under the same seed.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.attention import Causal, Dense, DenseBias, Mask, attention
+from regard.attention.shape import Shape
+from regard.nn.errors import CallError, InputError, refuse_nested
+from regard.nn.heads import (
+    Projection,
+    attend,
+    check_widths,
+    extend,
+    learned_pair,
+    project,
+    read_inputs,
+)
+from regard.nn.masks import check_dims, check_kinds, check_sizes, read_masks
+
+__all__ = ["multi_head_attention_forward", "scaled_dot_product_attention"]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(scale · query keyᵀ + mask) value, over the last two axes.
+
+    query (..., H, T, D), key (..., G, S, D), value (..., G, S, E) give (..., H, T, E). attn_mask
+    broadcasts to (..., H, T, S): bool, True = may look, or float, added to the scores. is_causal:
+    query t sees the keys up to t (counted from the start). dropout_p applies always; pass 0 in
+    evaluation. enable_gqa: G divides H, and neighbouring query heads share a key head.
+    """
+    refuse_nested(query, key, value)
+    check_tensors(query, key, value)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise CallError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+    lead = leading_axes(query, key, value, enable_gqa)
+    if enable_gqa and key.shape[-3] != value.shape[-3]:
+        key, value = (x.repeat_interleave(lead[-1] // x.shape[-3], -3) for x in (key, value))
+    weights_shape = (*lead, query.shape[-2], key.shape[-2])
+    mask, bias = read_mask(attn_mask, is_causal, weights_shape)
+    q, k, v = (as_heads(x, lead, enable_gqa) for x in (query, key, value))
+    if isinstance(scale, Tensor):
+        scale = float(scale)
+    output = attention(q, k, v, mask=mask, bias=bias, scale=scale, dropout=dropout_p)
+    return output.reshape(*lead, *output.shape[2:]) if len(lead) != 2 else output
+
+
+def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse tensors that do not fit: in axes, widths, lengths, types or devices."""
+    wrong = None
+    mixed = query.dtype != key.dtype or query.dtype != value.dtype
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        wrong = "query, key and value must be at least 2 dimensional"
+    elif query.shape[-1] != key.shape[-1]:
+        wrong = "query and key must have one width (their last axis)"
+    elif key.shape[-2] != value.shape[-2]:
+        wrong = "key and value must have one length (their last axis but one)"
+    elif not query.is_floating_point():
+        wrong = "query, key and value must be of a float type"
+    elif query.device != key.device or query.device != value.device:
+        wrong = "query, key and value must be on one device"
+    elif mixed and not torch.is_autocast_enabled(query.device.type):
+        wrong = "query, key and value must have the same dtype"
+    if wrong is not None:
+        named = (("query", query), ("key", key), ("value", value))
+        given = (f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in named)
+        raise CallError(f"{wrong}, got {', '.join(given)}")
+
+
+def leading_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """The axes before (T, E) of the output: all broadcast, but for grouped heads."""
+    if not enable_gqa:
+        return broadcast(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    if min(query.dim(), key.dim(), value.dim()) < 3:
+        raise CallError(
+            "enable_gqa needs a head axis: query (..., H, T, D), key and value (..., G, S, D)"
+        )
+    H = query.shape[-3]
+    for name, x in (("key", key), ("value", value)):
+        G = x.shape[-3]
+        if G == 0 or H % G:
+            raise CallError(
+                f"with enable_gqa the heads of {name} (G={G}) must divide those of query (H={H})"
+            )
+    return (*broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3]), H)
+
+
+def broadcast(*shapes: torch.Size) -> tuple[int, ...]:
+    """The shape that all broadcast to, or an error that names them."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        named = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise CallError(
+            f"the leading axes of query, key and value do not broadcast: {named}; "
+            "for grouped heads pass enable_gqa=True"
+        ) from None
+
+
+def as_heads(x: Tensor, lead: tuple[int, ...], enable_gqa: bool) -> Tensor:
+    """x as (B, heads, length, width): axes further left joined into B, missing ones added."""
+    heads = x.shape[-3] if enable_gqa else lead[-1] if lead else 1
+    wanted = (*lead[:-1], heads, *x.shape[-2:])
+    if x.dim() == 4 and x.shape == wanted:
+        return x
+    return x.expand(wanted).reshape(math.prod(lead[:-1]), heads, *x.shape[-2:])
+
+
+def read_mask(
+    attn_mask: Tensor | None, is_causal: bool, shape: tuple[int, ...]
+) -> tuple[Mask | None, DenseBias | None]:
+    """The rule that mask and flag mean, for weights of the given shape (..., H, T, S)."""
+    if attn_mask is None:
+        return (Causal(align="start") if is_causal else None), None
+    if type(attn_mask).__name__ == "CausalBias":
+        if is_causal:
+            raise CallError(
+                "CausalBias should not be used with causal=True: it is the causal mask already"
+            )
+        return Causal(align="start" if attn_mask.variant.name == "UPPER_LEFT" else "end"), None  # type: ignore[attr-defined]
+    if is_causal:
+        raise CallError(
+            "Explicit attn_mask should not be set when is_causal=True; join the two into one mask"
+        )
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise CallError(
+            "attn_mask must be bool (True = may look) or float (added to the scores), "
+            f"got {attn_mask.dtype}"
+        )
+    given = tuple(attn_mask.shape)
+    fits = len(given) <= len(shape) and all(
+        have in (1, want) for have, want in zip(given[::-1], shape[::-1], strict=False)
+    )
+    if not fits:
+        raise CallError(f"attn_mask must broadcast to (..., H, T, S) = {shape}, got {given}")
+    if len(given) > 3 and len(shape) > 4:
+        joined = attn_mask.expand(*shape[:-3], *given[-3:])
+        attn_mask = joined.reshape(math.prod(shape[:-3]), *given[-3:])
+    if attn_mask.dtype == torch.bool:
+        return Dense(attn_mask), None
+    return None, DenseBias(attn_mask)
+
+
+def multi_head_attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """What `MultiheadAttention` computes, with its weights passed in; query (T, B, C) or (T, C).
+
+    static_k and static_v, (B·H, S, D), stand for keys and values that are projected and split
+    already.
+    """
+    check_kinds(attn_mask, key_padding_mask)
+    inputs = read_inputs(query, key, value, batch_first=False)
+    check_dims(attn_mask, key_padding_mask, inputs.batched)
+    if embed_dim_to_check % num_heads:
+        raise InputError(f"embed_dim {embed_dim_to_check} not divisible by num_heads {num_heads}")
+    apart = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else None
+    made = Projection(
+        n_heads=num_heads,
+        packed=None if use_separate_proj_weight else present(in_proj_weight, "in_proj_weight"),
+        apart=None if apart is None else read_apart(apart),
+        bias=in_proj_bias,
+    )
+    check_widths(inputs, embed_dim_to_check, made)
+    shape = inputs.sizes(num_heads)
+    if static_k is not None:
+        shape = shape._replace(S=static_k.shape[1])
+    check_sizes(attn_mask, key_padding_mask, shape, inputs.batched)
+    pair = learned_pair(bias_k, bias_v)
+    extra = (pair is not None) + bool(add_zero_attn)
+    mask, bias = read_masks(attn_mask, key_padding_mask, is_causal, shape, extra)
+    q, k, v = project(inputs, made)
+    k = k if static_k is None else read_static(static_k, "key", shape, q, pair is not None)
+    v = v if static_v is None else read_static(static_v, "value", shape, q, pair is not None)
+    k, v = extend(k, v, pair, add_zero_attn)
+    output, weights = attend(q, k, v, mask, bias, dropout_p if training else 0.0, need_weights)
+    if weights is not None:
+        weights = inputs.unbatch(weights.mean(1) if average_attn_weights else weights)
+    return inputs.unbatch(F.linear(inputs.join(output), out_proj_weight, out_proj_bias)), weights
+
+
+def present(weight: Tensor | None, name: str) -> Tensor:
+    """The weight, or an error that names it."""
+    if weight is None:
+        raise InputError(
+            f"{name} is None, but use_separate_proj_weight={name != 'in_proj_weight'} needs it"
+        )
+    return weight
+
+
+def read_apart(weights: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """The three weights of separate projections, all there."""
+    q, k, v = (present(w, f"{name}_proj_weight") for name, w in zip("qkv", weights, strict=True))
+    return q, k, v
+
+
+def read_static(static: Tensor, name: str, shape: Shape, q_bhtd: Tensor, has_pair: bool) -> Tensor:
+    """Keys or values given as (B·H, S, D), as (B, H, S, D)."""
+    if has_pair:
+        raise InputError(f"bias cannot be added to static {name}.")
+    B, H, _, S = shape
+    wanted = (B * H, S, q_bhtd.shape[-1])
+    if static.shape != wanted:
+        raise InputError(f"static {name} must be (B·H, S, D) = {wanted}, got {tuple(static.shape)}")
+    return static.view(B, H, S, -1)

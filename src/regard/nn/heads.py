@@ -1,0 +1,215 @@
+"""From inputs to heads and back: what `MultiheadAttention` and its functional twin share.
+
+Inputs come as torch.nn has them: (T, B, C), or (B, T, C) with `batch_first`, or (T, C) without a
+batch. They are projected as they lie and then looked at as (B, H, T, D), so nothing is copied on
+the way in; the output is joined in the layout that came. The same tensor given as query, key and
+value is projected in one product.
+
+The output always comes from `attention`. Weights, when asked for, are computed beside it from the
+same q, k and rule, so asking does not change the output in any bit.
+
+Letters: B batch, T queries, S keys, H heads, D head width, C model width; X, Y are B, T in the
+order they came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.attention import Bias, Mask, Wants, attention, observe
+from regard.attention.dropout import draw_seed, keep_factor
+from regard.attention.shape import Shape
+from regard.nn.errors import CallError, InputError, refuse_nested
+
+
+class Inputs(NamedTuple):
+    """Query, key and value, all with a batch axis, and how they came."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    batch_first: bool
+    batched: bool
+
+    def sizes(self, n_heads: int) -> Shape:
+        """B, H, T, S."""
+        axis_b, axis_t = (0, 1) if self.batch_first else (1, 0)
+        return Shape(
+            self.query.shape[axis_b], n_heads, self.query.shape[axis_t], self.key.shape[axis_t]
+        )
+
+    def split(self, x_xyc: Tensor, n_heads: int) -> Tensor:
+        """(X, Y, C) as (B, H, T, D), without a copy."""
+        X, Y, C = x_xyc.shape
+        x_xyhd = x_xyc.view(X, Y, n_heads, C // n_heads)
+        return x_xyhd.transpose(1, 2) if self.batch_first else x_xyhd.permute(1, 2, 0, 3)
+
+    def join(self, x_bhtd: Tensor) -> Tensor:
+        """(B, H, T, D) as (X, Y, C)."""
+        x_xyhd = x_bhtd.transpose(1, 2) if self.batch_first else x_bhtd.permute(2, 0, 1, 3)
+        return x_xyhd.flatten(2)
+
+    def unbatch(self, x: Tensor) -> Tensor:
+        """An output or weights as they are given back: without the batch axis if none came."""
+        return x if self.batched else x.squeeze(0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Projection:
+    """How inputs become queries, keys and values: one packed weight, (3C, C), or three apart."""
+
+    n_heads: int
+    packed: Tensor | None
+    apart: tuple[Tensor, Tensor, Tensor] | None
+    bias: Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights."""
+        weight = self.packed if self.apart is None else self.apart[0]
+        assert weight is not None
+        return weight.dtype
+
+
+def read_inputs(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) -> Inputs:
+    """Check the axes and add a batch axis where there is none; one tensor given twice stays one."""
+    refuse_nested(query, key, value)
+    if query.dim() not in (2, 3):
+        raise InputError(
+            "query should be unbatched 2D or batched 3D tensor "
+            f"but received {query.dim()}-D query tensor"
+        )
+    batched = query.dim() == 3
+    if key.dim() != query.dim() or value.dim() != query.dim():
+        kind = "batched (3-D)" if batched else "unbatched (2-D)"
+        raise InputError(
+            f"for {kind} `query`, expected `key` and `value` to be {query.dim()}-D "
+            f"but found {key.dim()}-D and {value.dim()}-D tensors respectively"
+        )
+    if batched:
+        return Inputs(query, key, value, batch_first, True)
+    q = query.unsqueeze(0)
+    k = q if key is query else key.unsqueeze(0)
+    v = k if value is key else q if value is query else value.unsqueeze(0)
+    return Inputs(q, k, v, True, False)
+
+
+def check_widths(inputs: Inputs, embed_dim: int, made: Projection) -> None:
+    """Refuse inputs that the projection cannot take."""
+    query, key, value = inputs[:3]
+    if query.shape[-1] != embed_dim:
+        raise InputError(
+            f"was expecting embedding dimension of {embed_dim}, but got {query.shape[-1]}"
+        )
+    if made.apart is None:
+        if key.shape != value.shape:
+            raise InputError(
+                f"key shape {tuple(key.shape)} does not match value shape {tuple(value.shape)}"
+            )
+        if key.shape[-1] != embed_dim:
+            raise CallError(f"key and value must have width {embed_dim}, got {key.shape[-1]}")
+    else:
+        if key.shape[:2] != value.shape[:2]:
+            raise InputError(
+                f"key's first two sizes {tuple(key.shape[:2])} do not match "
+                f"value's {tuple(value.shape[:2])}"
+            )
+        for name, x, weight in zip(("query", "key", "value"), inputs[:3], made.apart, strict=True):
+            if weight.shape != (embed_dim, x.shape[-1]):
+                raise InputError(
+                    f"{name} has width {x.shape[-1]}, so its weight must be "
+                    f"({embed_dim}, {x.shape[-1]}), got {tuple(weight.shape)}"
+                )
+    axis_b = 0 if inputs.batch_first else 1
+    if query.shape[axis_b] != key.shape[axis_b]:
+        raise CallError(
+            f"query has batch size B={query.shape[axis_b]}, but key and value have "
+            f"B={key.shape[axis_b]} (batch_first={inputs.batch_first})"
+        )
+
+
+def project(inputs: Inputs, made: Projection) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values per head, (B, H, T, D) and (B, H, S, D)."""
+    query, key, value = inputs[:3]
+    # torch takes a bias of another float type than its weight; linear does not.
+    bias = made.bias.to(made.dtype) if made.bias is not None else None
+    if made.packed is None or key is not value:
+        weights = made.packed.chunk(3) if made.packed is not None else made.apart
+        assert weights is not None
+        biases = bias.chunk(3) if bias is not None else (None, None, None)
+        q, k, v = (
+            F.linear(*part) for part in zip((query, key, value), weights, biases, strict=True)
+        )
+    elif query is key:
+        q, k, v = F.linear(query, made.packed, bias).chunk(3, -1)
+    else:
+        C = query.shape[-1]
+        q = F.linear(query, made.packed[:C], None if bias is None else bias[:C])
+        k, v = F.linear(key, made.packed[C:], None if bias is None else bias[C:]).chunk(2, -1)
+    return (
+        inputs.split(q, made.n_heads),
+        inputs.split(k, made.n_heads),
+        inputs.split(v, made.n_heads),
+    )
+
+
+def learned_pair(bias_k: Tensor | None, bias_v: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """The key and value that `add_bias_kv` adds, both or neither."""
+    if bias_k is None and bias_v is None:
+        return None
+    if bias_k is None or bias_v is None:
+        lone, lacking = ("bias_k", "bias_v") if bias_v is None else ("bias_v", "bias_k")
+        raise InputError(f"{lone} is set but {lacking} is None; set both or neither")
+    return bias_k, bias_v
+
+
+def extend(
+    k_bhsd: Tensor, v_bhsd: Tensor, bias: tuple[Tensor, Tensor] | None, zero: bool
+) -> tuple[Tensor, Tensor]:
+    """Keys and values with the learned pair and the zero pair behind them, where asked."""
+    B, H, _, D = k_bhsd.shape
+    k_parts, v_parts = [k_bhsd], [v_bhsd]
+    if bias is not None:
+        for parts, x_11c in ((k_parts, bias[0]), (v_parts, bias[1])):
+            parts.append(x_11c.to(k_bhsd.dtype).view(1, H, 1, D).expand(B, H, 1, D))
+    if zero:
+        k_parts.append(k_bhsd.new_zeros(B, H, 1, D))
+        v_parts.append(v_bhsd.new_zeros(B, H, 1, D))
+    if len(k_parts) == 1:
+        return k_bhsd, v_bhsd
+    return torch.cat(k_parts, 2), torch.cat(v_parts, 2)
+
+
+class Attended(NamedTuple):
+    """The output, (B, H, T, D), and the weights after dropout, (B, H, T, S), where wanted."""
+
+    output: Tensor
+    weights: Tensor | None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | None,
+    bias: Bias | None,
+    dropout: float,
+    need_weights: bool,
+) -> Attended:
+    """Attention, and the weights beside it."""
+    rule: dict[str, Any] = {"mask": mask, "bias": bias}
+    seed = draw_seed(q.device) if dropout > 0.0 else None
+    output = attention(q, k, v, **rule, dropout=dropout, seed=seed)
+    if not need_weights:
+        return Attended(output, None)
+    weights = observe(q, k, None, **rule, wants=Wants(weights=True)).weights
+    assert weights is not None
+    if seed is not None:
+        shape = Shape(*weights.shape)
+        weights = weights * keep_factor(seed, dropout, shape, dtype=weights.dtype)
+    return Attended(output, weights.to(q.dtype))
