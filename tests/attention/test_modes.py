@@ -198,6 +198,16 @@ class TestTransformed:
         torch.testing.assert_close(found[0], found[1])
         assert len(found[0]) > 3 and all(g.abs().sum() > 0 for g in found[0])
 
+    @pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+    def test_batched_gradients_are_those_taken_one_by_one(self, backend: str) -> None:
+        inputs = leaves(*small())
+        out = attention(*inputs, mask=Causal() & Lengths(torch.tensor([6, 3])), backend=backend)
+        pulls = torch.randn(3, *out.shape, dtype=out.dtype)
+        found = torch.autograd.grad(out, inputs, pulls, is_grads_batched=True, retain_graph=True)
+        for n, pull in enumerate(pulls):
+            known = torch.autograd.grad(out, inputs, pull, retain_graph=True)
+            torch.testing.assert_close(tuple(g[n] for g in found), known)
+
     def test_second_derivative_through_the_fused_kernel(self) -> None:
         q, k, v = leaves(*small(b=1, h=2, g=1, t=3, s=4, d=2, e=2))
         assert str(explain(q, k, v, mask=Causal())).startswith("sdpa       runs")
@@ -422,6 +432,23 @@ class TestExplain:
         q, k, v = small(torch.float32)
         with pytest.raises(TypeError, match=said):
             attention(**{"q": q, "k": k, "v": v, **change})
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "auto"])
+def test_a_nan_row_passes_nan_to_its_own_query_and_to_no_other(backend: str) -> None:
+    q, k, v = small()
+    v[0, 0, 6] = math.nan
+    q, k, v = leaves(q, k, v)
+    attention(q, k, v, mask=Causal(), backend=backend).sum().backward()
+    bad = torch.zeros(2, 6, 5, dtype=torch.bool)
+    bad[0, :3, 4] = True
+    assert q.grad is not None
+    assert torch.equal(q.grad.isnan().all(-1), bad) and torch.equal(q.grad.isnan().any(-1), bad)
+
+
+def test_shapes_are_told_on_the_meta_device() -> None:
+    q, k, v = (x.to("meta") for x in small(torch.float32, e=4))
+    assert attention(q, k, v, mask=Causal(), bias=ALiBi(6)).shape == (2, 6, 5, 4)
 
 
 def test_a_dense_bias_that_learns_gets_a_gradient_of_its_own_shape() -> None:

@@ -84,21 +84,21 @@ class _Walk:
 
     def tile(self, tile: Tile, full: bool, keep: Tensor | None, wants_bias: bool) -> Tensor:
         """Gather the gradients of one tile; what it gives to its queries comes back."""
-        rows, keys = slice(tile.t0, tile.t1), slice(tile.s0, tile.s1)
-        q, k, v = self.q[:, :, rows], self.k[:, :, keys], self.v[:, :, keys]
+        rows, keys = (tile.t0, tile.t1), (tile.s0, tile.s1)
+        q, k, v = run_of(self.q, rows), run_of(self.k, keys), run_of(self.v, keys)
         capped = raw_scores(q, k, self.rule)
-        log_p = add_rule(capped, self.rule, tile, full) - self.lse[:, :, rows]
+        log_p = add_rule(capped, self.rule, tile, full) - run_of(self.lse, rows)
         p = log_p.exp()
-        slope = self.slope[:, :, rows].expand_as(p)
+        slope = run_of(self.slope, rows).expand_as(p)
         if self.given.output is not None:
-            g = self.given.output[:, :, rows].to(self.dtype)
+            g = run_of(self.given.output, rows).to(self.dtype)
             pull = group_matmul(g, v.to(self.dtype).mT)
             kept = p if keep is None else p * keep
             slope = slope + (pull if keep is None else pull * keep)
             add_part(self.v_parts, tile, group_outer(kept, g, v.shape[1]))
         if self.given.entropy is not None:
             log_p = log_p.masked_fill(p == 0, 0.0)
-            slope = slope - self.given.entropy[:, :, rows, None] * log_p
+            slope = slope - run_of(self.given.entropy, rows).unsqueeze(-1) * log_p
         ds = p * slope
         if wants_bias:
             assert self.rule.bias is not None
@@ -124,7 +124,7 @@ def backward_pass(
     (q, k, v), (dropout, seed) = inputs, drop
     q_parts: list[Tensor] = []
     for (t0, t1), tiles in bands(rule):
-        total = torch.zeros_like(q[:, :, t0:t1], dtype=walk.dtype)
+        total = torch.zeros_like(run_of(q, (t0, t1)), dtype=walk.dtype)
         for tile, full in tiles:
             keep = None
             if dropout > 0.0:
@@ -143,6 +143,15 @@ def backward_pass(
         sinks=q.new_zeros(0) if sinks_h is None else walk.sinks(sinks_h),
         leaves=leaves,
     )
+
+
+def run_of(x: Tensor, run: tuple[int, int]) -> Tensor:
+    """Rows or keys first..last of a tensor whose third axis they are.
+
+    By `narrow`, which batched gradients (`is_grads_batched`) take; a slice of everything is an
+    alias, which they do not.
+    """
+    return x.narrow(2, run[0], run[1] - run[0])
 
 
 def group_outer(a_bhts: Tensor, b_bhtx: Tensor, n_groups: int) -> Tensor:

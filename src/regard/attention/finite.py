@@ -12,11 +12,12 @@ Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard._check import readable
+from regard._check import is_transformed, readable
 from regard.attention.blockwise import bands
 from regard.attention.rule import Packed, Rule, pack, unpack
 from regard.attention.secondpass import visible
@@ -59,11 +60,33 @@ def spoiled_rows(q: Tensor, keys: tuple[Tensor, ...], rule: Rule) -> Tensor:
     return sees_bad | (bad_q_bht & sees_any)
 
 
-def put_back(output_bhte: Tensor, nan_rows_bht: Tensor | None) -> Tensor:
-    """NaN in the rows that looked at one."""
+class _PutBack(torch.autograd.Function):
+    """NaN in the rows that looked at one; what is pulled from such a row is a NaN for its query."""
+
+    @staticmethod
+    def forward(output_bhte: Tensor, q_bhtd: Tensor, nan_rows_bht: Tensor) -> Tensor:
+        return torch.where(nan_rows_bht[..., None], math.nan, output_bhte)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        q_bhtd, nan_rows_bht = ctx.saved_tensors
+        pulled_bht = nan_rows_bht & (grad != 0).any(-1)
+        q_grad = torch.zeros_like(q_bhtd).masked_fill(pulled_bht[..., None], math.nan)
+        return grad.masked_fill(nan_rows_bht[..., None], 0.0), q_grad, None
+
+
+def put_back(output_bhte: Tensor, q_bhtd: Tensor, nan_rows_bht: Tensor | None) -> Tensor:
+    """NaN in the rows that looked at one; `q_bhtd` are the queries as they came."""
     if nan_rows_bht is None:
         return output_bhte
-    return torch.where(nan_rows_bht[..., None], math.nan, output_bhte)
+    if is_transformed(q_bhtd) or not (torch.is_grad_enabled() and q_bhtd.requires_grad):
+        return torch.where(nan_rows_bht[..., None], math.nan, output_bhte)
+    made: Tensor = _PutBack.apply(output_bhte, q_bhtd, nan_rows_bht)  # type: ignore[no-untyped-call]
+    return made
 
 
 def look(rule: Rule, marked_bhs: Tensor) -> tuple[Tensor, Tensor]:

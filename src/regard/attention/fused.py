@@ -232,10 +232,12 @@ class _Pieces(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan: Plan = ctx.plan
-        if torch.is_grad_enabled():
-            again = run_blockwise((q, k, v), plan.rule, None, (0.0, None)).output
+        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad):
+            twice = torch.is_grad_enabled()
+            with torch.enable_grad():
+                again = run_blockwise((q, k, v), plan.rule, None, (0.0, None)).output
             needed = [x for x in (q, k, v) if x.requires_grad]
-            made = iter(torch.autograd.grad(again, needed, grad, create_graph=True))
+            made = iter(torch.autograd.grad(again, needed, grad, create_graph=twice))
             return None, *(next(made) if x.requires_grad else None for x in (q, k, v))
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         if plan.is_whole():

@@ -21,7 +21,12 @@ from regard.attention.backends import Call, Explanation, choose
 from regard.attention.backends import explain as explain_call
 from regard.attention.bias import Bias
 from regard.attention.dropout import as_seed
-from regard.attention.finite import needs_shield, put_back, spoiled_rows, take_out
+from regard.attention.finite import (
+    needs_shield,
+    put_back,
+    spoiled_rows,
+    take_out,
+)
 from regard.attention.mask import Mask
 from regard.attention.rule import Rule, as_bias, as_mask
 from regard.attention.shape import Shape
@@ -56,8 +61,8 @@ def attention(
     call = make_call(q, k, v, mask, bias, scale, softcap, sinks, (dropout, seed))
     with outside_autocast(call.q.device.type):
         chosen = choose(call, backend)
-        call = shielded(call)
-        return put_back(chosen.attend(call), call.nan_rows)
+        safe = shielded(call)
+        return put_back(chosen.attend(safe), call.q, safe.nan_rows)
 
 
 def observe(
@@ -83,10 +88,10 @@ def observe(
     with outside_autocast(call.q.device.type):
         chosen = choose(call, backend)
         assert chosen.observe is not None, "a backend that does not refuse wants can observe"
-        call = shielded(call)
-        seen = chosen.observe(call)
+        safe = shielded(call)
+        seen = chosen.observe(safe)
         if seen.output is not None:
-            seen = replace(seen, output=put_back(seen.output, call.nan_rows))
+            seen = replace(seen, output=put_back(seen.output, call.q, safe.nan_rows))
     return seen if v is not None else replace(seen, output=None)
 
 
@@ -170,7 +175,7 @@ def check_number(name: str, value: float, positive: bool = False) -> float:
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Inside autocast inputs take its type, as torch's own attention does; float64 stays."""
-    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+    if not isinstance(q, Tensor) or not is_autocast(q.device.type):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     if any(x.dtype == torch.float64 for x in (q, k, v)):
@@ -180,9 +185,14 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Autocast has had its say at the door; inside, types are chosen with care and must stay."""
-    if torch.is_autocast_enabled(device_type):
+    if is_autocast(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
+
+
+def is_autocast(device_type: str) -> bool:
+    """Whether autocast is on; the meta device has none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def shielded(call: Call) -> Call:
