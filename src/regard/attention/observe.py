@@ -9,6 +9,7 @@ Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -118,15 +119,15 @@ def refusing_gradients(seen: Observation, anchor: Tensor) -> Observation:
     def guard(value: Any, name: str) -> Any:
         if isinstance(value, Tensor):
             return without_gradient(value, anchor, name) if value.is_floating_point() else value
-        parts = {
-            field: guard(part, name) for field, part in vars(value).items() if field != "shape"
-        }
-        return type(value)(**{**vars(value), **parts})
+        if isinstance(value, Shape):
+            return value
+        parts = {part.name: guard(getattr(value, part.name), name) for part in fields(value)}
+        return replace(value, **parts)
 
     names = ("peak", "distance", "mass", "received", "top", "above", "map", "rows")
     held = {name: getattr(seen, name) for name in names}
     guarded = {name: guard(value, name) for name, value in held.items() if value is not None}
-    return Observation(**{**vars(seen), **guarded})
+    return replace(seen, **guarded)
 
 
 def entropy_of(p_bhts: Tensor) -> Tensor:
