@@ -75,6 +75,16 @@ def tile_sizes(shape: Shape) -> tuple[int, int]:
     return height, max(min(shape.S, room // height), 1)
 
 
+def tile_room(shape: Shape, like: Tensor) -> Tensor:
+    """Memory for the scores of one tile, used again for every tile.
+
+    A new tensor for each leaves holes in the heap that the next, aligned one may not fit.
+    """
+    height, width = tile_sizes(shape)
+    size = shape.B * shape.H * height * width
+    return torch.empty(size, dtype=score_dtype(like.dtype), device=like.device)
+
+
 def grid_tiles(shape: Shape) -> list[Tile]:
     """Every tile of the grid that `bands` walks, the empty ones too."""
     height, width = tile_sizes(shape)
@@ -104,10 +114,12 @@ def bands(rule: Rule) -> list[tuple[tuple[int, int], list[tuple[Tile, bool]]]]:
 class _Band:
     """The running numbers of one band of queries."""
 
-    def __init__(self, q_bhtd: Tensor, v_bgse: Tensor, i_t1: Tensor) -> None:
+    def __init__(
+        self, q_bhtd: Tensor, v_bgse: Tensor, i_t1: Tensor, room: Tensor | None = None
+    ) -> None:
         dtype = score_dtype(q_bhtd.dtype)
         B, H, t, _ = q_bhtd.shape
-        self.q, self.i_t1 = q_bhtd, i_t1
+        self.q, self.i_t1, self.room = q_bhtd, i_t1, room
         zero = torch.zeros_like(q_bhtd[..., :1], dtype=dtype) if q_bhtd.shape[3] else None
         self.sum = (
             zero if zero is not None else torch.zeros(B, H, t, 1, dtype=dtype, device=q_bhtd.device)
@@ -129,10 +141,11 @@ class _Band:
         if ask.entropy:
             # sum of w · (score - top); moving top by a step moves every term by the step.
             heat = shrink * (self.heat + self.sum * (self.top - top))
-            weights = centred.exp()
-            self.heat = heat + (weights * centred.clamp_(min=torch.finfo(centred.dtype).min)).sum(
-                -1, keepdim=True
-            )
+            room = None if is_transformed(centred) else self.room
+            out = None if room is None else room[: centred.numel()].view(centred.shape)
+            weights = torch.exp(centred, out=out)
+            terms = centred.clamp_(min=torch.finfo(centred.dtype).min).mul_(weights)
+            self.heat = heat + terms.sum(-1, keepdim=True)
         else:
             weights = centred.exp_()
         part = weights.sum(-1, keepdim=True)
@@ -204,12 +217,17 @@ def first_pass(
     """Output, log-sums and the row statistics asked for, in one walk over the tiles."""
     device, (dropout, seed) = q_bhtd.device, drop
     done: list[Rows] = []
+    room, spare = None, None
+    if not is_transformed(q_bhtd) and not is_transformed(k_bgsd):
+        room = tile_room(rule.shape, q_bhtd)
+        spare = torch.empty_like(room) if ask.entropy else None
     for (t0, t1), tiles in bands(rule):
         i_t1 = torch.arange(t0, t1, device=device)[:, None] + rule.shape.offset
-        band = _Band(q_bhtd[:, :, t0:t1], v_bgse, i_t1)
+        band = _Band(q_bhtd[:, :, t0:t1], v_bgse, i_t1, spare)
         for tile, full in tiles:
             keys = slice(tile.s0, tile.s1)
-            scores = add_rule(raw_scores(band.q, k_bgsd[:, :, keys], rule), rule, tile, full)
+            scores = raw_scores(band.q, k_bgsd[:, :, keys], rule, room)
+            scores = add_rule(scores, rule, tile, full)
             j_s = torch.arange(tile.s0, tile.s1, device=device)
             mass = None if mass_bs is None else mass_bs[:, None, keys, None]
             weights, shrink = band.take(scores, j_s, mass, ask)

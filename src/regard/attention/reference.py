@@ -84,10 +84,11 @@ def append(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
     return torch.cat([scores_bhts, sink_bht1], -1)
 
 
-def raw_scores(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule) -> Tensor:
-    """How alike each query and key are: scaled, then softly capped."""
+def raw_scores(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule, room: Tensor | None = None) -> Tensor:
+    """How alike each query and key are: scaled, then softly capped; into `room` if given."""
     dtype = score_dtype(q_bhtd.dtype)
-    scores_bhts = group_matmul(q_bhtd.to(dtype) * rule.factor(q_bhtd.shape[3]), k_bgsd.to(dtype).mT)
+    q_bhtd = q_bhtd.to(dtype) * rule.factor(q_bhtd.shape[3])
+    scores_bhts = group_matmul(q_bhtd, k_bgsd.to(dtype).mT, room)
     if rule.softcap is not None:
         scores_bhts = rule.softcap * torch.tanh(scores_bhts / rule.softcap)
     return scores_bhts
@@ -114,10 +115,14 @@ def row_max(scores_bhts: Tensor) -> Tensor:
     return scores_bhts.amax(-1, keepdim=True).clamp(min=torch.finfo(scores_bhts.dtype).min)
 
 
-def group_matmul(a_bhtx: Tensor, b_bgxy: Tensor) -> Tensor:
+def group_matmul(a_bhtx: Tensor, b_bgxy: Tensor, room: Tensor | None = None) -> Tensor:
     """Matrix product per head, H heads against G: neighbouring heads share, without repeating b."""
     B, H, T, X = a_bhtx.shape
     G, Y = b_bgxy.shape[1], b_bgxy.shape[3]
+    if room is not None and G:
+        made = room[: B * H * T * Y].view(B * G, H // G * T, Y)
+        torch.bmm(a_bhtx.reshape(B * G, H // G * T, X), b_bgxy.flatten(0, 1), out=made)
+        return made.view(B, H, T, Y)
     if H == G:
         return a_bhtx @ b_bgxy
     return (a_bhtx.reshape(B, G, H // G * T, X) @ b_bgxy).view(B, H, T, Y)
