@@ -1,4 +1,4 @@
-"""Blocks and stacks: the three orders, torch's own layers as a judge, caches, copies and files."""
+"""Blocks and stacks: the four orders, torch's own layers as a judge, caches, copies and files."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from regard.layers import (
     KVCache,
     MultiHeadAttention,
     ProjectionBias,
+    make_norm,
     observing,
 )
 from regard.positions import RotaryConfig
@@ -68,7 +69,7 @@ def test_a_block_of_512_with_8_heads_and_2048_has_the_textbooks_matrix_weights()
         assert count == 4 * 512**2 + 2 * 512 * 2048
 
 
-# The three orders
+# The four orders
 
 
 def test_with_sublayers_that_answer_1_and_10_each_order_gives_what_is_worked_by_hand() -> None:
@@ -86,7 +87,7 @@ def test_with_sublayers_that_answer_1_and_10_each_order_gives_what_is_worked_by_
 
 def test_each_order_is_the_formula_its_name_stands_for() -> None:
     x, memory = draw(), draw(B, S, C)
-    for order in ("pre", "post", "parallel"):
+    for order in ("pre", "post", "parallel", "sandwich"):
         block = stir(EncoderBlock(replace(CONFIG, order=order), dtype=torch.float64))  # type: ignore[arg-type]
         attend, feed = block.self_attn, block.ffn
         one, two = block.self_attn_norm, block.ffn_norm
@@ -96,8 +97,11 @@ def test_each_order_is_the_formula_its_name_stands_for() -> None:
         elif order == "post":
             y = one(x + attend(x))
             expected = two(y + feed(y))
-        else:
+        elif order == "parallel":
             expected = x + attend(one(x)) + feed(two(x))
+        else:
+            y = x + block.self_attn_after(attend(one(x)))
+            expected = y + block.ffn_after(feed(two(y)))
         torch.testing.assert_close(block(x), expected)
     for order in ("pre", "post"):
         config = replace(CONFIG, order=order, cross_attention=True)  # type: ignore[arg-type]
@@ -113,6 +117,25 @@ def test_each_order_is_the_formula_its_name_stands_for() -> None:
             y = two(y + cross(y, memory))
             expected = three(y + feed(y))
         torch.testing.assert_close(block(x, memory), expected)
+
+
+def test_parallel_sublayers_may_share_one_norm() -> None:
+    config = replace(CONFIG, order="parallel", shared_norm=True)
+    block = stir(DecoderBlock(config, dtype=torch.float64))
+    x = draw()
+    ready = block.self_attn_norm(x)
+    torch.testing.assert_close(block(x), x + block.self_attn(ready) + block.ffn(ready))
+    assert not [name for name, _ in block.named_parameters() if name.startswith("ffn_norm")]
+
+
+def test_gemmas_norm_multiplies_by_1_plus_its_weight() -> None:
+    norm = make_norm("rms_offset", 2, eps=1e-12, dtype=torch.float64)
+    assert norm.weight.tolist() == [0.0, 0.0]
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, -0.5]))
+    # rms of (1, 7) is 5.
+    made = norm(torch.tensor([1.0, 7.0], dtype=torch.float64))
+    torch.testing.assert_close(made, torch.tensor([0.4, 0.7], dtype=torch.float64))
 
 
 def carry(theirs: nn.MultiheadAttention, ours: MultiHeadAttention) -> None:
@@ -457,7 +480,8 @@ def test_a_config_that_makes_no_sense_is_refused_when_it_is_made() -> None:
     refused("dim=15 is not divisible by n_heads=7", n_heads=7)
     refused("n_heads=5 is not divisible by n_kv_heads=3", n_kv_heads=3)
     refused("ffn_dim is 0", ffn_dim=0)
-    refused("order is 'sandwich'", order="sandwich")
+    refused("order is 'sideways'", order="sideways")
+    refused("shared_norm is for parallel order", shared_norm=True)
     refused("norm is 'batch'", norm="batch")
     refused("RMSNorm has no bias", norm="rms", norm_bias=True)
     refused("activation is 'swish'", activation="swish")

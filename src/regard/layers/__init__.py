@@ -1,16 +1,17 @@
 """Layers of the Transformer: attention with weights and memory, feed-forward, blocks, stacks.
 
 `multihead.py` is attention as a layer, `cache.py` what it keeps between calls, `observing.py` how
-it tells what it looked at; `feedforward.py` and `norm.py` are the rest of a block, `block.py` puts
-blocks and stacks together.
+it tells what it looked at; `feedforward.py` and `norm.py` are the rest of a block; `block.py` and
+`stack.py` put them together.
 """
 
-from regard.layers.block import BlockConfig, Decoder, DecoderBlock, Encoder, EncoderBlock
+from regard.layers.block import BlockConfig, DecoderBlock, EncoderBlock
 from regard.layers.cache import BlockCache, CrossCache, DecoderCache, Kept, KVCache
 from regard.layers.feedforward import FeedForward
 from regard.layers.multihead import MultiHeadAttention, Places, ProjectionBias
 from regard.layers.norm import make_norm
 from regard.layers.observing import Observable, Seen, observing
+from regard.layers.stack import Decoder, Encoder, RelativeConfig
 
 __all__ = [
     "BlockCache",
@@ -28,6 +29,7 @@ __all__ = [
     "Observable",
     "Places",
     "ProjectionBias",
+    "RelativeConfig",
     "Seen",
     "make_norm",
     "observing",

@@ -1,21 +1,19 @@
-"""Blocks of the Transformer, and stacks of them.
+"""Blocks of the Transformer.
 
-Why: every model of the family is the same few sublayers in one of three orders, so a model is a
-`BlockConfig` and a number of layers.
+Why: every model of the family is the same few sublayers in one of four orders, so a model is a
+`BlockConfig` for each layer.
 
 How: a block adds the answers of its sublayers to what passes through it.
 - "post":     x = norm(x + attend(x));  x = norm(x + feed(x))    (the first Transformer, BERT, BART)
 - "pre":      x = x + attend(norm(x));  x = x + feed(norm(x))    (GPT-2, LLaMA, T5)
-- "parallel": x = x + attend(norm(x)) + feed(norm'(x))           (NeoX)
-A stack ends with a norm, except in "post" order, whose last block has normed already. It works out
-positions and rotary's phases once and hands them, and the caller's mask, down to all its blocks.
+- "parallel": x = x + attend(norm(x)) + feed(norm'(x))           (NeoX; GPT-J has norm' = norm)
+- "sandwich": x = x + after(attend(norm(x))), and so the feed-forward layer      (Gemma 2 and 3)
 
-`Encoder` looks both ways, `Decoder` only back; a decoder without cross-attention is a GPT. What
-speaks of positions in the config (rotary, alibi, window) belongs to self-attention; everything else
-holds for cross-attention too.
+`EncoderBlock` looks both ways, `DecoderBlock` only back; without cross-attention it is a GPT's.
+What speaks of positions in the config (rotary, alibi, window) belongs to self-attention;
+everything else holds for cross-attention too.
 
-Left out: embeddings and heads (they are the model's), one norm shared by both parallel sublayers,
-norms after a sublayer inside "pre" order, different configs within one stack.
+Left out: stacks (`stack.py`); embeddings and heads, which are the model's.
 
 Letters: B batch, T tokens, S tokens of the memory, C model width, M width of the memory.
 """
@@ -30,9 +28,9 @@ from typing import Literal, TypedDict, get_args
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_probability, check_shapes
+from regard._check import check_probability
 from regard.attention import Bias, Mask
-from regard.layers.cache import BlockCache, DecoderCache, KVCache
+from regard.layers.cache import BlockCache
 from regard.layers.feedforward import Activation, FeedForward, make_activation
 from regard.layers.multihead import (
     MultiHeadAttention,
@@ -48,7 +46,7 @@ from regard.layers.norm import NormKind, check_norm, make_norm
 from regard.positions import RotaryConfig
 from regard.positions.angles import check_choice, check_count
 
-Order = Literal["pre", "post", "parallel"]
+Order = Literal["pre", "post", "parallel", "sandwich"]
 
 
 class Factory(TypedDict):
@@ -60,12 +58,13 @@ class Factory(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """What one block is; all blocks of a stack are alike.
+    """What one block is.
 
-    `dropout` falls on each sublayer's answer before it is added, `attention_dropout` on the
-    weights, `ffn_dropout` on the hidden numbers of the feed-forward layer; all in training only.
-    `cross_attention` is for decoders, with `memory_dim` as the width of the memory (dim unless
-    given). The rest is told in `MultiHeadAttention`, `FeedForward` and `make_norm`.
+    `shared_norm`: in "parallel" order one norm serves both sublayers. `dropout` falls on each
+    sublayer's answer before it is added, `attention_dropout` on the weights, `ffn_dropout` on the
+    hidden numbers of the feed-forward layer; all in training only. `cross_attention` is for
+    decoders, with `memory_dim` as the width of the memory (dim unless given). The rest is told in
+    `MultiHeadAttention`, `FeedForward` and `make_norm`.
     """
 
     dim: int
@@ -74,6 +73,7 @@ class BlockConfig:
     n_kv_heads: int | None = None
     head_dim: int | None = None
     order: Order = "pre"
+    shared_norm: bool = False
     norm: NormKind = "layer"
     norm_eps: float = 1e-5
     norm_bias: bool | None = None
@@ -109,8 +109,12 @@ class BlockConfig:
             check_choice("qk_norm", self.qk_norm, get_args(NormKind))
         for name in ("dropout", "attention_dropout", "ffn_dropout"):
             check_probability(name, getattr(self, name))
-        if self.cross_attention and self.order == "parallel":
-            raise ValueError("a parallel block has no place for cross-attention; use pre or post")
+        if self.cross_attention and self.order not in ("pre", "post"):
+            raise ValueError(
+                f"a {self.order} block has no place for cross-attention; use pre or post"
+            )
+        if self.shared_norm and self.order != "parallel":
+            raise ValueError(f"shared_norm is for parallel order; the order is {self.order}")
         if self.memory_dim is not None:
             check_count("memory_dim", self.memory_dim)
             if not self.cross_attention:
@@ -133,9 +137,9 @@ class EncoderBlock(nn.Module):
         self.config = config
         factory = Factory(device=device, dtype=dtype)
         self.self_attn = make_self_attention(config, False, factory)
-        self.self_attn_norm = make_block_norm(config, factory)
+        self.self_attn_norm, self.self_attn_after = make_norms(config, factory)
         self.ffn = make_feed_forward(config, factory)
-        self.ffn_norm = make_block_norm(config, factory)
+        self.ffn_norm, self.ffn_after = make_norms(config, factory, config.shared_norm)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -167,14 +171,14 @@ class DecoderBlock(nn.Module):
         self.config = config
         factory = Factory(device=device, dtype=dtype)
         self.self_attn = make_self_attention(config, True, factory)
-        self.self_attn_norm = make_block_norm(config, factory)
+        self.self_attn_norm, self.self_attn_after = make_norms(config, factory)
         self.cross_attn: MultiHeadAttention | None = None
         self.cross_attn_norm: nn.Module | None = None
         if config.cross_attention:
             self.cross_attn = make_cross_attention(config, factory)
-            self.cross_attn_norm = make_block_norm(config, factory)
+            self.cross_attn_norm, _ = make_norms(config, factory)
         self.ffn = make_feed_forward(config, factory)
-        self.ffn_norm = make_block_norm(config, factory)
+        self.ffn_norm, self.ffn_after = make_norms(config, factory, config.shared_norm)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -225,94 +229,6 @@ class DecoderBlock(nn.Module):
             raise ValueError("a decoder with cross-attention needs a memory (B, S, M)")
 
 
-class Encoder(nn.Module):
-    """A stack of encoder blocks, and the norm that ends it."""
-
-    def __init__(
-        self,
-        config: BlockConfig,
-        n_layers: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        check_count("n_layers", n_layers)
-        self.config = config
-        self.layers = nn.ModuleList(
-            EncoderBlock(config, device=device, dtype=dtype) for _ in range(n_layers)
-        )
-        self.norm = make_final_norm(config, Factory(device=device, dtype=dtype))
-
-    def forward(
-        self,
-        x_btc: Tensor,
-        *,
-        mask: Mask | Tensor | None = None,
-        bias: Bias | Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        places = place(self.layers[0], x_btc, positions, None)
-        for block in self.layers:
-            x_btc = block(x_btc, mask=mask, bias=bias, positions=places)
-        return x_btc if self.norm is None else self.norm(x_btc)
-
-
-class Decoder(nn.Module):
-    """A stack of decoder blocks, and the norm that ends it."""
-
-    def __init__(
-        self,
-        config: BlockConfig,
-        n_layers: int,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        check_count("n_layers", n_layers)
-        self.config = config
-        self.layers = nn.ModuleList(
-            DecoderBlock(config, device=device, dtype=dtype) for _ in range(n_layers)
-        )
-        self.norm = make_final_norm(config, Factory(device=device, dtype=dtype))
-
-    def make_cache(self, make: Callable[[], KVCache] = KVCache.growing) -> DecoderCache:
-        """An empty cache for every block, for example `make_cache(lambda: KVCache.fixed(512))`."""
-        return DecoderCache.build(len(self.layers), make, self.config.cross_attention)
-
-    def forward(
-        self,
-        x_btc: Tensor,
-        memory: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        bias: Bias | Tensor | None = None,
-        positions: Tensor | None = None,
-        memory_mask: Mask | Tensor | None = None,
-        cache: DecoderCache | None = None,
-    ) -> Tensor:
-        """`mask` and `bias` are for self-attention, `memory_mask` for the memory (B, S, M)."""
-        n_layers = len(self.layers)
-        if cache is not None and len(cache.blocks) != n_layers:
-            raise ValueError(
-                f"the cache is for {len(cache.blocks)} blocks, but the decoder has {n_layers}"
-            )
-        kept = [None] * n_layers if cache is None else cache.blocks
-        places = place(self.layers[0], x_btc, positions, kept[0])
-        for block, block_cache in zip(self.layers, kept, strict=True):
-            x_btc = block(
-                x_btc,
-                memory,
-                mask=mask,
-                bias=bias,
-                positions=places,
-                memory_mask=memory_mask,
-                cache=block_cache,
-            )
-        return x_btc if self.norm is None else self.norm(x_btc)
-
-
 def run_block(
     block: EncoderBlock | DecoderBlock,
     x_btc: Tensor,
@@ -322,33 +238,35 @@ def run_block(
     """The sublayers of a block in the order its config names."""
     order = block.config.order
     if order == "parallel":
-        seen_btc = block.dropout(attend(block.self_attn_norm(x_btc)))
-        fed_btc = block.dropout(block.ffn(block.ffn_norm(x_btc)))
-        parallel_btc: Tensor = x_btc + seen_btc + fed_btc
+        assert block.self_attn_norm is not None
+        ready_btc = block.self_attn_norm(x_btc)
+        seen_btc = block.dropout(attend(ready_btc))
+        ready_btc = ready_btc if block.ffn_norm is None else block.ffn_norm(x_btc)
+        parallel_btc: Tensor = x_btc + seen_btc + block.dropout(block.ffn(ready_btc))
         return parallel_btc
 
-    def add(x_btc: Tensor, sublayer: Callable[[Tensor], Tensor], norm: nn.Module) -> Tensor:
+    def add(
+        x_btc: Tensor,
+        sublayer: Callable[[Tensor], Tensor],
+        norm: nn.Module | None,
+        after: nn.Module | None = None,
+    ) -> Tensor:
+        assert norm is not None
         added_btc: Tensor
-        if order == "pre":
-            added_btc = x_btc + block.dropout(sublayer(norm(x_btc)))
-        else:
+        if order == "post":
             added_btc = norm(x_btc + block.dropout(sublayer(x_btc)))
+            return added_btc
+        answer_btc = sublayer(norm(x_btc))
+        if after is not None:
+            answer_btc = after(answer_btc)
+        added_btc = x_btc + block.dropout(answer_btc)
         return added_btc
 
-    x_btc = add(x_btc, attend, block.self_attn_norm)
+    x_btc = add(x_btc, attend, block.self_attn_norm, block.self_attn_after)
     if cross is not None:
-        assert isinstance(block, DecoderBlock) and block.cross_attn_norm is not None
+        assert isinstance(block, DecoderBlock)
         x_btc = add(x_btc, cross, block.cross_attn_norm)
-    return add(x_btc, block.ffn, block.ffn_norm)
-
-
-def place(
-    block: nn.Module, x_btc: Tensor, positions: Tensor | None, cache: BlockCache | None
-) -> Places:
-    """Positions and phases for a whole stack of blocks like this one."""
-    assert isinstance(block, EncoderBlock | DecoderBlock)
-    check_shapes({"x": (x_btc, "B T C")})
-    return block.self_attn.place(x_btc, positions, None if cache is None else cache.self_attn)
+    return add(x_btc, block.ffn, block.ffn_norm, block.ffn_after)
 
 
 def make_self_attention(config: BlockConfig, causal: bool, made: Factory) -> MultiHeadAttention:
@@ -410,6 +328,9 @@ def make_block_norm(config: BlockConfig, made: Factory) -> nn.Module:
     return make_norm(config.norm, config.dim, eps=config.norm_eps, bias=config.norm_bias, **made)
 
 
-def make_final_norm(config: BlockConfig, made: Factory) -> nn.Module | None:
-    """The norm that ends a stack; "post" order needs none."""
-    return None if config.order == "post" else make_block_norm(config, made)
+def make_norms(
+    config: BlockConfig, made: Factory, shared: bool = False
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """The norms before and after a sublayer; the one before may be another sublayer's."""
+    before = None if shared else make_block_norm(config, made)
+    return before, make_block_norm(config, made) if config.order == "sandwich" else None

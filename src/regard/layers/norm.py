@@ -1,11 +1,12 @@
-"""Torch's LayerNorm or RMSNorm, chosen by a word.
+"""LayerNorm or RMSNorm, chosen by a word.
 
 Why: a family says "layer" or "rms" in its config, and blocks and heads build what it says.
 
-How: both are torch's own modules; nothing is computed here. `eps` always has a value: torch's
-RMSNorm would otherwise take one that depends on the type of x.
+How: both are torch's own modules. `eps` always has a value: torch's RMSNorm would otherwise take
+one that depends on the type of x. "rms_offset" is Gemma's: its weight is kept as the difference
+from 1, so that files round trip bit for bit and weight decay pulls towards no change.
 
-Left out: norms with other formulas, such as Gemma's 1 + weight.
+Left out: norms over other axes than the last.
 """
 
 from __future__ import annotations
@@ -13,11 +14,25 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from regard.positions.angles import check_choice, check_count, check_number
 
-NormKind = Literal["layer", "rms"]
+NormKind = Literal["layer", "rms", "rms_offset"]
+
+
+class OffsetRMSNorm(nn.RMSNorm):
+    """x / rms(x) · (1 + weight), in float32 and rounded once; the weight starts at 0."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        factor = 1.0 + self.weight.to(wide.dtype)
+        return nn.functional.rms_norm(wide, self.normalized_shape, factor, self.eps).to(x.dtype)
+
+
 Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm
 
 
@@ -35,6 +50,8 @@ def make_norm(
     check_count("dim", dim)
     if kind == "rms":
         return nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype)
+    if kind == "rms_offset":
+        return OffsetRMSNorm(dim, eps=eps, device=device, dtype=dtype)
     return nn.LayerNorm(dim, eps=eps, bias=bias is not False, device=device, dtype=dtype)
 
 
@@ -42,5 +59,5 @@ def check_norm(kind: str, eps: float, bias: bool | None = None) -> None:
     """Refuse a norm that cannot be made."""
     check_choice("norm", kind, get_args(NormKind))
     check_number("norm eps", eps)
-    if kind == "rms" and bias:
+    if kind != "layer" and bias:
         raise ValueError("an RMSNorm has no bias; leave the norm's bias at None, or take 'layer'")
