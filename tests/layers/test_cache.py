@@ -455,3 +455,33 @@ def test_grouped_rows_of_a_ring_equal_the_formula() -> None:
     out, _ = plain(q, kept.k, kept.v, seen=(kept.positions >= 0)[:, None, None])
     expected, _ = plain(q, k[:, :, 3:], v[:, :, 3:])
     torch.testing.assert_close(out, expected)
+
+
+# Room to spare in a growing cache
+
+
+def test_a_growing_cache_outgrows_its_room_and_earlier_answers_stay() -> None:
+    cache, x = KVCache.growing(), torch.randn(2, 3, 401, 5)
+    answers = [cache.update(x[:, :, t : t + 1], -x[:, :, t : t + 1]) for t in range(401)]
+    for t in (0, 1, 64, 65, 200, 400):
+        assert torch.equal(answers[t].k, x[:, :, : t + 1])
+        assert torch.equal(answers[t].v, -x[:, :, : t + 1])
+
+
+def test_a_growing_cache_reorders_its_rows_and_grows_on() -> None:
+    cache, x = KVCache.growing(), torch.randn(3, 2, 9, 5)
+    cache.update(x[:, :, :4], x[:, :, :4])
+    cache.update(x[:, :, 4:5], x[:, :, 4:5])
+    index = torch.tensor([2, 0, 2, 1])
+    cache.reorder(index)
+    kept = cache.update(x[index, :, 5:], x[index, :, 5:])
+    assert torch.equal(kept.k, x[index]) and torch.equal(kept.v, x[index])
+
+
+def test_a_growing_cache_filled_in_inference_mode_grows_on_outside() -> None:
+    cache, x = KVCache.growing(), torch.randn(1, 2, 6, 5)
+    with torch.inference_mode():
+        for t in range(4):
+            cache.update(x[:, :, t : t + 1], x[:, :, t : t + 1])
+    kept = cache.update(x[:, :, 4:], x[:, :, 4:])
+    assert torch.equal(kept.k, x)

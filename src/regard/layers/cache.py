@@ -8,7 +8,8 @@ rules (`mask.at`, `bias.at`). One convention covers padding and empty slots: a n
 not there, and nobody sees it. So each row of a batch starts and goes on by itself. What an empty
 slot holds does not matter, not even when it is NaN.
 
-- `KVCache.growing()` keeps everything, in order of arrival. Gradients pass through it.
+- `KVCache.growing()` keeps everything, in order of arrival. Gradients pass through it, where they
+  are asked for.
 - `KVCache.fixed(size)` is allocated at its first call and written in place: shapes never change, so
   one compiled graph serves every step. Without gradients.
 - `KVCache.windowed(left)` is a ring for layers that look `left` keys back: it never holds more than
@@ -110,7 +111,11 @@ class KVCache(ABC):
 
 @final
 class GrowingCache(KVCache):
-    """Keeps everything, in order of arrival."""
+    """Keeps everything, in order of arrival.
+
+    Where no gradient is asked for, keys are written into memory with room to spare, which grows by
+    half when it is full; so a step does not copy all that came before it.
+    """
 
     in_order = True
 
@@ -120,6 +125,7 @@ class GrowingCache(KVCache):
     def reset(self) -> None:
         self._kept: Kept | None = None
         self._next: Tensor | None = None
+        self._room: tuple[Tensor, Tensor] | None = None
 
     @property
     def length(self) -> Tensor | None:
@@ -134,16 +140,44 @@ class GrowingCache(KVCache):
             check_fit(old.k, old.v, k, v)
             n = max(old.positions.shape[0], at_nt.shape[0])
             where = torch.cat((old.positions.expand(n, -1), at_nt.expand(n, -1)), 1)
-            in_line = old.in_line and positions is None
-            kept = Kept(torch.cat((old.k, k), 2), torch.cat((old.v, v), 2), where, in_line)
-        self._kept, self._next = kept, past_the_last(self._next, at_nt)
+            kept = Kept(*self._append(old, k, v), where, old.in_line and positions is None)
+        if positions is None:
+            self._next = at_nt[:, -1] + 1 if at_nt.shape[1] else past_the_last(self._next, at_nt)
+        else:
+            self._next = past_the_last(self._next, at_nt)
+        self._kept = kept
         return kept
+
+    def _append(self, old: Kept, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The kept keys and values with the new ones behind them."""
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (old.k, old.v, k, v))
+        if tracked or torch.compiler.is_compiling():
+            self._room = None
+            return torch.cat((old.k, k), 2), torch.cat((old.v, v), 2)
+        before, after = old.k.shape[2], old.k.shape[2] + k.shape[2]
+        # What inference mode made cannot be written outside of it.
+        locked = self._room is not None and self._room[0].is_inference()
+        locked = locked and not torch.is_inference_mode_enabled()
+        if self._room is None or locked or self._room[0].shape[2] < after:
+            size = after + max(after // 2, 64)
+            room = [x.new_empty(*x.shape[:2], size, x.shape[3]) for x in (old.k, old.v)]
+            for new, kept in zip(room, old[:2], strict=True):
+                new[:, :, :before] = kept
+            self._room = room[0], room[1]
+        for room_x, x in zip(self._room, (k, v), strict=True):
+            room_x[:, :, before:after] = x
+        return self._room[0][:, :, :after], self._room[1][:, :, :after]
 
     def reorder(self, index: Tensor) -> None:
         if self._kept is None or self._next is None:
             return
         k, v, positions, in_line = self._kept
-        k, v = k.index_select(0, index), v.index_select(0, index)
+        if self._room is None:
+            k, v = k.index_select(0, index), v.index_select(0, index)
+        else:
+            k_room, v_room = (x.index_select(0, index) for x in self._room)
+            k, v = (x[:, :, : k.shape[2]] for x in (k_room, v_room))
+            self._room = k_room, v_room
         self._kept = Kept(k, v, pick_rows(positions, index), in_line)
         self._next = pick_rows(self._next, index)
 
