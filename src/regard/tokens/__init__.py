@@ -1,0 +1,6 @@
+"""Text to ids and back, on the `tokenizers` package; needs nothing else of regard, and no torch."""
+
+from regard.tokens.stream import TextStream
+from regard.tokens.tokenizer import Batch, Encoding, Spans, SpecialTokens, Tokenizer
+
+__all__ = ["Batch", "Encoding", "Spans", "SpecialTokens", "TextStream", "Tokenizer"]

@@ -1,0 +1,144 @@
+"""Chat templates: a stranger's small program that turns messages into a prompt, run in a sandbox.
+
+Why: every chat model wants its messages written in its own way, and ships a Jinja template that
+does it. The template comes with the weights, so it is as trustworthy as the place they came from.
+
+How: Jinja's immutable sandbox, in which a template can neither reach Python's internals nor change
+what it is given. Ours refuses such a reach in words instead of printing nothing for it, and counts
+the turns of loops, the calls of macros, and what ranges and products make. The names
+that templates expect are there: the messages, the special tokens, `raise_exception`,
+`strftime_now`, `tojson` without HTML escapes, `break` and `continue`, and the `generation` block.
+
+Left out: a bound on memory and on the clock. A template that doubles a text over and over can
+still fill the one, and one that sorts long lists over and over can take its time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# What one rendering may do: turns of loops, calls of macros, numbers in ranges, letters and
+# entries that a product makes, all counted together.
+WORK = 100_000
+
+
+def render(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[str, Any]) -> str:
+    """The prompt that the template makes of the messages; ValueError when it refuses or fails."""
+    check_messages(messages)
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError(
+            "chat templates need the jinja2 package: pip install 'regard[tokens]'"
+        ) from error
+
+    try:
+        environment = _sandbox()
+        tree = environment.parse(template)
+        loops: list[Any] = [*tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro))]
+        for node in loops:
+            # An attribute of the environment, not a name: a template cannot put its own there.
+            count = jinja2.nodes.EnvironmentAttribute("spend")
+            call = jinja2.nodes.Call(count, [], [], None, None)
+            node.body.insert(0, jinja2.nodes.ExprStmt(call))
+            node.set_lineno(node.lineno)
+        tree.set_environment(environment)
+        known = {"messages": [*messages], "raise_exception": _refuse, "strftime_now": _now}
+        return environment.from_string(tree).render({**known, **names})
+    except jinja2.exceptions.SecurityError as error:
+        raise ValueError(
+            f"the chat template was stopped in its sandbox: {error}; do not use this template, "
+            "write the prompt as text yourself"
+        ) from error
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(
+            f"the chat template is not a Jinja template: line {error.lineno}: {error.message}; "
+            "fetch its file again, or write the prompt as text yourself"
+        ) from error
+    except Exception as error:  # a template can raise whatever Python can
+        raise ValueError(
+            f"the chat template refused these messages: {error or type(error).__name__}; see "
+            "which roles and fields it reads (tokenizer.chat_template)"
+        ) from error
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        kind = type(messages).__name__
+        raise TypeError(
+            f'messages is a {kind}, expected a list of {{"role": ..., "content": ...}} objects'
+        )
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise TypeError(
+                f"messages[{place}] is {message!r:.99}, expected an object with a text under "
+                '"role" (such as "user") and one under "content"'
+            )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **how: Any) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **how)
+
+
+def _sandbox() -> ImmutableSandboxedEnvironment:
+    """One for each rendering, since it counts. Its classes cannot be written without jinja2."""
+    from jinja2 import nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.runtime import Context, Undefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationBlock(Extension):
+        """`{% generation %}` marks what the model wrote; for the text it changes nothing."""
+
+        tags = {"generation"}  # noqa: RUF012 (Jinja reads it from the class)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+        left = WORK
+
+        def spend(self, work: int = 1) -> None:
+            self.left -= work
+            if self.left < 0:
+                raise SecurityError(f"it does more than {WORK:,} turns of its loops")
+
+        def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+            kind = type(obj).__name__
+            raise SecurityError(f"it reaches for {attribute!r} of a {kind}, which is out of bounds")
+
+        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+            if operator == "**" and not (abs(left) <= WORK and abs(right) <= 8):
+                raise SecurityError("it takes a power beyond what a prompt can need")
+            for one, other in ((left, right), (right, left)):
+                if hasattr(one, "__len__"):
+                    self.spend(len(one) * max(0, int(other)))
+            return super().call_binop(context, operator, left, right)
+
+    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+
+    def counted_range(*bounds: int) -> range:
+        made.spend(len(range(*bounds)))
+        return range(*bounds)
+
+    made.globals["range"] = counted_range
+    made.filters["tojson"] = _to_json
+    return made

@@ -1,0 +1,240 @@
+"""The files that tell a tokenizer: found, read, checked as far as plain JSON can be, written again.
+
+Why: what a tokenizer is lies in up to five files, some of which say the same thing in several ways,
+and any of them may be damaged or come from a stranger.
+
+How: every file is read once as text and kept under its name, so that saving writes back what was
+read, byte by byte. The functions here turn these texts into plain data: the names of the special
+tokens, the chat templates, and, where a folder has GPT-2's `vocab.json` and `merges.txt` only, the
+`tokenizer.json` that says the same. Whatever is wrong is one ValueError that names the file.
+
+Left out: SentencePiece models, BERT's lone `vocab.txt` and other folders without a
+`tokenizer.json`; they are refused with the way to make one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
+OLD_TEMPLATE = "chat_template.json"
+KNOWN = (TOKENIZER, CONFIG, SPECIAL, TEMPLATE, OLD_TEMPLATE)
+ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+ANOTHER_COPY = "fetch the file again, or save the tokenizer again where it came from"
+MAKE_ONE = (
+    "make a tokenizer.json once, with transformers: "
+    "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+)
+
+
+def read_texts(path: Path) -> dict[str, str]:
+    """Every known file of a folder, or the one file given, as text under its plain name."""
+    if path.is_file():
+        return {TOKENIZER: _read(path)}
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path}: no such file or folder; give a folder with a {TOKENIZER}, or that file itself"
+        )
+    texts = {name: _read(path / name) for name in KNOWN if (path / name).is_file()}
+    if TOKENIZER in texts:
+        return texts
+    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+        return texts | _byte_level(path, texts)
+    pieces = sorted(p.name for p in path.iterdir() if p.suffix in (".model", ".spm"))
+    if pieces:
+        raise ValueError(
+            f"{path}: only a SentencePiece model ({', '.join(pieces)}) and no {TOKENIZER}; that "
+            f"format does not say how text is prepared, so it is not read here; {MAKE_ONE}"
+        )
+    raise FileNotFoundError(f"{path}: no {TOKENIZER} in this folder; {MAKE_ONE}")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error}); {ANOTHER_COPY}") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); {ANOTHER_COPY}") from error
+
+
+def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
+    """Each file is written beside its place and renamed, so that nobody ever sees half of one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    foreign = [name for name in KNOWN if name not in texts and (folder / name).exists()]
+    if foreign:
+        raise ValueError(
+            f"{folder}: holds {', '.join(foreign)} of another tokenizer, which would be read "
+            "together with this one; remove it, or save into another folder"
+        )
+    for name, text in texts.items():
+        beside = folder / f".{name}.{os.getpid()}.partial"
+        try:
+            beside.write_bytes(text.encode("utf-8"))
+            os.replace(beside, folder / name)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def parse(texts: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
+    """The JSON object in the file `name`; empty where there is no such file."""
+    return _parse(texts[name], f"{origin}: {name}") if name in texts else {}
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}); {ANOTHER_COPY}") from error
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ValueError(f"{where} holds a {kind}, expected a JSON object; {ANOTHER_COPY}")
+    return found
+
+
+def special_tokens(texts: Mapping[str, str], origin: str) -> dict[str, dict[str, Any]]:
+    """Role ("bos", ...) -> the token's "content" and how it is matched ("lstrip", "rstrip", ...).
+
+    Where both files name a token, `tokenizer_config.json` is believed.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name in (CONFIG, SPECIAL):
+        told = parse(texts, name, origin)
+        for role in ROLES:
+            token = told.get(f"{role}_token")
+            if token is None or role in found:
+                continue
+            entry = token if isinstance(token, dict) else {"content": token}
+            content = entry.get("content")
+            if not isinstance(content, str) or not content or _has_surrogate(content):
+                raise ValueError(
+                    f"{origin}: {name} gives {role}_token as {token!r:.99}; expected a text, or an "
+                    f'object with a text under "content"; {ANOTHER_COPY}'
+                )
+            found[role] = entry
+    return found
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def chat_templates(texts: Mapping[str, str], origin: str) -> dict[str, str]:
+    """Name -> template; the one without a name is "default". The newest kind of file wins."""
+    if TEMPLATE in texts:
+        return {"default": texts[TEMPLATE]}
+    for name in (OLD_TEMPLATE, CONFIG):
+        told = parse(texts, name, origin).get("chat_template")
+        if told is None:
+            continue
+        entries = [{"name": "default", "template": told}] if isinstance(told, str) else told
+        if isinstance(entries, dict):
+            entries = [{"name": key, "template": text} for key, text in entries.items()]
+        good = isinstance(entries, list) and all(
+            isinstance(entry, dict)
+            and isinstance(entry.get("name"), str)
+            and isinstance(entry.get("template"), str)
+            for entry in entries
+        )
+        if not good:
+            raise ValueError(
+                f"{origin}: {name} gives chat_template as {told!r:.99}; expected a text, or a list "
+                f'of objects with the texts "name" and "template"; {ANOTHER_COPY}'
+            )
+        return {entry["name"]: entry["template"] for entry in entries}
+    return {}
+
+
+def _byte_level(folder: Path, texts: Mapping[str, str]) -> dict[str, str]:
+    """GPT-2's `vocab.json` and `merges.txt` as a `tokenizer.json` and its config."""
+    vocab = _parse(_read(folder / "vocab.json"), f"{folder}: vocab.json")
+    wrong = next((key for key, value in vocab.items() if type(value) is not int), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{folder}: vocab.json gives {wrong!r:.99} the id {vocab[wrong]!r:.99}, "
+            f"expected an integer; {ANOTHER_COPY}"
+        )
+    config = parse(texts, CONFIG, str(folder))
+    kind = config.get("tokenizer_class")
+    end = "<|endoftext|>"
+    if kind not in GPT2_CLASSES and not (kind is None and end in vocab):
+        raise ValueError(
+            f"{folder}: vocab.json and merges.txt of {kind or 'an unnamed kind of tokenizer'}; "
+            f"only GPT-2's kind is built from these two files ({end} in its vocabulary, or "
+            f"tokenizer_class {GPT2_CLASSES[0]}); {MAKE_ONE}"
+        )
+    named = special_tokens(texts, str(folder))
+    defaults = {role: {"content": end} for role in ("bos", "eos", "unk") if end in vocab}
+    contents = {role: entry["content"] for role, entry in (defaults | named).items()}
+    plain = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    ids = {text: vocab[text] for text in contents.values() if text in vocab}
+    added = [
+        {"id": vocab[text], "content": text, "special": True, **plain}
+        for text in sorted(ids, key=lambda text: ids[text])
+    ]
+    spaced = bool(config.get("add_prefix_space", False))
+    level = {"type": "ByteLevel", "add_prefix_space": spaced, "use_regex": True}
+    post: dict[str, Any] = {**level, "trim_offsets": False}
+    if config.get("add_bos_token"):
+        post = _start_with(contents.get("bos"), ids, folder)
+    model = {
+        "type": "BPE",
+        "continuing_subword_prefix": "",
+        "end_of_word_suffix": "",
+        "vocab": vocab,
+        "merges": _merges(folder),
+    }
+    made = {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": {**level, "trim_offsets": False},
+        "post_processor": post,
+        "decoder": {**level, "trim_offsets": False},
+        "model": model,
+    }
+    named_now = {f"{role}_token": text for role, text in contents.items()}
+    config = {"tokenizer_class": GPT2_CLASSES[0], **named_now, **config}
+    return {
+        TOKENIZER: json.dumps(made, ensure_ascii=False),
+        CONFIG: json.dumps(config, ensure_ascii=False, indent=2),
+    }
+
+
+def _start_with(bos: str | None, ids: Mapping[str, int], folder: Path) -> dict[str, Any]:
+    if bos is None or bos not in ids:
+        raise ValueError(
+            f"{folder}: {CONFIG} asks for a bos token in front, but the bos token {bos!r} is not "
+            "in vocab.json; name one that is, or take add_bos_token out"
+        )
+    token = {"SpecialToken": {"id": bos, "type_id": 0}}
+    one, two = ({"Sequence": {"id": name, "type_id": at}} for at, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [token, one],
+        "pair": [token, one, token, two],
+        "special_tokens": {bos: {"id": bos, "ids": [ids[bos]], "tokens": [bos]}},
+    }
+
+
+def _merges(folder: Path) -> list[list[str]]:
+    lines = _read(folder / "merges.txt").replace("\r\n", "\n").split("\n")
+    pairs = []
+    for number, line in enumerate(lines, start=1):
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2:
+            raise ValueError(
+                f"{folder}: merges.txt, line {number} holds {line!r:.99}, "
+                f"expected two tokens with one space between; {ANOTHER_COPY}"
+            )
+        pairs.append(pair)
+    return pairs
