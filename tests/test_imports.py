@@ -197,18 +197,23 @@ class Block:
 sys.meta_path.insert(0, Block())
 """
 
-IMPORT_EVERY_MODULE = """
+# Kernels are written in triton's own language, so their files need it, and are imported where run.
+NEED_TRITON = {"regard.attention.kernels.decode_kernels", "regard.layers.matvec_kernels"}
+
+IMPORT_EVERY_MODULE = f"""
 import importlib, pkgutil, regard
 def fail(name):
     raise
 for found in pkgutil.walk_packages(regard.__path__, "regard.", onerror=fail):
-    importlib.import_module(found.name)
+    if found.name not in {NEED_TRITON}:
+        importlib.import_module(found.name)
     print(found.name)
 """
 
 
 def test_every_module_imports_with_no_extra_installed() -> None:
-    printed = run_fresh(BLOCK_THE_REST + IMPORT_EVERY_MODULE, json.dumps(sorted(core_top_levels())))
+    allowed = sorted(core_top_levels() - {"triton"})
+    printed = run_fresh(BLOCK_THE_REST + IMPORT_EVERY_MODULE, json.dumps(allowed))
     assert {"regard", *printed.split()} == set(own_modules())
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from regard.attention import Causal, Dense, Lengths, Prefix, RelativeTable, Wants
 from regard.layers import CrossCache, DecoderCache, KVCache, MultiHeadAttention
-from regard.layers.cache import BlockCache, FixedCache, WindowedCache
+from regard.layers.cache import BlockCache
+from regard.layers.slots import FixedCache, WindowedCache
 from regard.positions import DynamicNTK, LongRoPE, RotaryConfig
 
 B, T, C, H, D, LEFT = 3, 13, 15, 5, 4, 3
@@ -254,9 +255,9 @@ def test_a_windowed_cache_never_holds_more_than_its_window() -> None:
     layer, cache = make(window=(LEFT, 0)), KVCache.windowed(LEFT)
     for n in (29, 1, 17, 1):
         layer(draw(B, n, C), cache=cache)
-        slots = cache._slots
-        assert slots.k.shape[2] == slots.v.shape[2] == LEFT + 2  # and one slot for what is dropped
-        kept = slots.positions[:, : LEFT + 1]
+        k, v = cache._memory
+        assert k.shape[2] == v.shape[2] == LEFT + 2  # and one slot for what is dropped
+        kept = cache._ledger.positions[:, : LEFT + 1]
         last = int(cache.length) - 1
         assert sorted(kept[0].tolist()) == list(range(last - LEFT, last + 1))
 
@@ -290,11 +291,10 @@ def test_what_an_empty_slot_holds_never_leaks(kind: str, garbage: float) -> None
     layer, x = make(window=(LEFT, 0), rotary=ROTARY), draw()
     cache = CACHES[kind]()
     layer(x[:, :2], cache=cache)
-    slots = cache._slots
-    empty = slots.positions[0] < 0
+    empty = cache._ledger.positions[0] < 0
     assert empty.any()
-    slots.k[:, :, empty] = garbage
-    slots.v[:, :, empty] = garbage
+    for memory in cache._memory:
+        memory[:, :, empty] = garbage
     out = torch.cat((layer(x[:, 2:3], cache=cache), layer(x[:, 3:6], cache=cache)), 1)
     torch.testing.assert_close(out, layer(x[:, :6])[:, 2:], atol=2e-6, rtol=0)
 
@@ -343,11 +343,11 @@ def test_after_a_reset_a_cache_is_as_new(kind: str) -> None:
 def test_a_reset_keeps_the_memory() -> None:
     layer, x, cache = make(), draw(), FixedCache(17)
     layer(x, cache=cache)
-    pointer = cache._slots.k.data_ptr()
+    pointer = cache._memory[0].data_ptr()
     cache.reorder(torch.tensor([2, 0, 1]))
     cache.reset()
     layer(x, cache=cache)
-    assert cache._slots.k.data_ptr() == pointer
+    assert cache._memory[0].data_ptr() == pointer
 
 
 def test_overflow_of_a_fixed_cache_is_refused_in_words_and_harms_nothing() -> None:

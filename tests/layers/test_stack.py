@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import RelativeTable
-from regard.layers import BlockConfig, Decoder, DecoderBlock, Encoder, RelativeConfig
+from regard.layers import (
+    BlockCache,
+    BlockConfig,
+    Decoder,
+    DecoderBlock,
+    DecoderCache,
+    Encoder,
+    RelativeConfig,
+)
+from regard.layers.slots import FixedCache, WindowedCache
 from regard.positions import RotaryConfig
 
 B, T, C, H, F = 3, 7, 15, 5, 13
@@ -81,3 +90,32 @@ def test_a_stack_of_layers_that_do_not_fit_together_is_refused() -> None:
         Encoder([CONFIG, CONFIG], 3)
     with pytest.raises(ValueError, match="one order, got"):
         Encoder([CONFIG, replace(CONFIG, order="post")])
+
+
+@pytest.mark.parametrize("make", [FixedCache, WindowedCache])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_a_cache_that_follows_keeps_what_its_leader_keeps(make: Any, side: str) -> None:
+    """A stack with a ledger for each layer, and one with a single ledger, give the same."""
+    size = 17 if make is FixedCache else 2
+    stack = stir(Decoder(replace(GROUPED, window=(2, None)), 3, dtype=torch.float64))
+    lead = make(size)
+    shared = DecoderCache(map(BlockCache, (lead, make(size, lead), make(size, lead))))
+    lone = stack.make_cache(lambda: make(size))
+    x, index = draw(), torch.tensor([2, 0, 2])
+    padding, real = torch.tensor([0, 2, 4])[:, None], torch.arange(T)
+    real = real >= padding if side == "left" else real < T - padding
+    at = None if side == "none" else torch.where(real, real.cumsum(1) - 1, -1)
+    with torch.no_grad():
+        for turn in range(2):
+            for start, stop in ((0, 3), (3, 4), (4, 6), (6, 7)):
+                where = None if at is None else at[:, start:stop]
+                outs = [
+                    stack(x[:, start:stop], positions=where, cache=each) for each in (lone, shared)
+                ]
+                assert torch.equal(*outs)
+                if stop == 4 and turn == 0:
+                    lone.reorder(index)
+                    shared.reorder(index)
+                    x, at = x[index], None if at is None else at[index]
+            lone.reset()
+            shared.reset()

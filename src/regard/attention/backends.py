@@ -7,6 +7,8 @@ candidate. No option is dropped on the way: a backend honours all of a call or r
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from regard._check import is_transformed
-from regard.attention import flex, fused, observe, reference
+from regard.attention import flex, fused, observe, reference, single
 from regard.attention.bias import Bias, DenseBias, Sum
 from regard.attention.blockwise_op import run_blockwise
 from regard.attention.rule import Rule
@@ -23,6 +25,8 @@ from regard.attention.wants import Observation, Wants
 
 MASK_ENTRIES = 2**26
 """The largest T × S mask that is rendered whole for a kernel on a device."""
+WIDEST = 256
+"""The widest head our kernels take."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -153,6 +157,37 @@ def refuse_flex(call: Call) -> str | None:
     return None
 
 
+def refuse_triton(call: Call) -> str | None:
+    """All but one query a row, without gradients, on a GPU."""
+    reason = refuse_always(call)
+    if reason is not None:
+        return reason
+    if call.rule.shape.T != 1:
+        return f"our kernel is for one query a row so far, and there are {call.rule.shape.T}"
+    if call.q.device.type != "cuda":
+        return f"our kernels run on a GPU, and q is on {call.q.device.type}"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
+        return "our kernel for one query has no backward pass"
+    if any(is_transformed(t) for t in call.tensors()):
+        return "our kernels do not run inside torch.func transforms"
+    if call.q.dtype == torch.float64:
+        return "our kernels compute scores in float32, which float64 does not allow"
+    if not call.q.numel() or not call.k.numel() or not call.v.numel():
+        return "our kernels are not asked for empty inputs"
+    if max(call.q.shape[3], call.v.shape[3]) > WIDEST:
+        return f"our kernels take head widths up to {WIDEST}"
+    # A graph for a GPU is compiled by triton itself, so there the question does not arise.
+    if not torch.compiler.is_compiling() and not has_triton():
+        return "the package triton is not installed"
+    return None
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the package triton is there."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def dense_values(bias: Bias | None) -> list[Tensor]:
     """The tensors of a bias that are added as they are."""
     if isinstance(bias, Sum):
@@ -220,26 +255,33 @@ BACKENDS = {
         Backend("blockwise", refuse_blockwise, _attend_blockwise, _observe_blockwise),
         Backend("sdpa", refuse_sdpa, lambda call: fused.attend(*call.inputs, call.rule)),
         Backend("flex", refuse_flex, lambda call: flex.attend(*call.inputs, call.rule, call.sinks)),
+        Backend(
+            "triton", refuse_triton, lambda call: single.attend(*call.inputs, call.rule, call.sinks)
+        ),
     )
 }
 
 ORDER = {
     "cpu": ("sdpa", "blockwise", "reference", "flex"),
-    "cuda": ("sdpa", "flex", "blockwise", "reference"),
+    "cuda": ("triton", "sdpa", "flex", "blockwise", "reference"),
 }
 """By measured speed, compiling counted in: on a CPU FlexAttention runs only when named."""
 
 
+def order_on(device_type: str) -> tuple[str, ...]:
+    """The backends to be asked, in turn."""
+    return ORDER.get(device_type, ("sdpa", "blockwise", "reference"))
+
+
 def verdicts(call: Call) -> dict[str, str | None]:
     """Why each backend refuses the call, None for those that do not, in the device's order."""
-    order = ORDER.get(call.q.device.type, ("sdpa", "blockwise", "reference"))
-    return {name: BACKENDS[name].refusal(call) for name in order}
+    return {name: BACKENDS[name].refusal(call) for name in order_on(call.q.device.type)}
 
 
 def choose(call: Call, backend: str) -> Backend:
     """The first in order that does not refuse, or the one named, or an error that says why not."""
     if backend == "auto":
-        for name in ORDER.get(call.q.device.type, ("sdpa", "blockwise", "reference")):
+        for name in order_on(call.q.device.type):
             if BACKENDS[name].refusal(call) is None:
                 return BACKENDS[name]
     if backend not in BACKENDS:

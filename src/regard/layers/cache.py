@@ -35,20 +35,22 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from regard._check import check_shapes, readable
-from regard.positions.angles import check_count, check_positions
+from regard._check import check_shapes
+from regard.positions.angles import check_positions
 
 
 class Kept(NamedTuple):
     """What a layer attends to: keys (B, G, S, D), values (B, G, S, E), the keys' positions (N, S).
 
-    `in_line`: no slot is empty, keys lie in the order of the text, and the last key is the newest
-    token's in every row. Then rules need no positions.
+    `queries` (N, T) is where the new tokens stand. `in_line`: no slot is empty, keys lie in the
+    order of the text, and the last key is the newest token's in every row. Then rules need no
+    positions.
     """
 
     k: Tensor
     v: Tensor
     positions: Tensor
+    queries: Tensor
     in_line: bool
 
 
@@ -66,13 +68,17 @@ class KVCache(ABC):
         return GrowingCache()
 
     @staticmethod
-    def fixed(size: int) -> FixedCache:
+    def fixed(size: int) -> KVCache:
         """Room for `size` tokens a row, padding counted."""
+        from regard.layers.slots import FixedCache
+
         return FixedCache(size)
 
     @staticmethod
-    def windowed(left: int) -> WindowedCache:
+    def windowed(left: int) -> KVCache:
         """For layers whose window reaches `left` keys back."""
+        from regard.layers.slots import WindowedCache
+
         return WindowedCache(left)
 
     @abstractmethod
@@ -135,12 +141,13 @@ class GrowingCache(KVCache):
         old = self._kept
         at_nt = self._find_positions(k, v, positions)
         if old is None:
-            kept = Kept(k, v, at_nt, positions is None)
+            kept = Kept(k, v, at_nt, at_nt, positions is None)
         else:
             check_fit(old.k, old.v, k, v)
             n = max(old.positions.shape[0], at_nt.shape[0])
             where = torch.cat((old.positions.expand(n, -1), at_nt.expand(n, -1)), 1)
-            kept = Kept(*self._append(old, k, v), where, old.in_line and positions is None)
+            in_line = old.in_line and positions is None
+            kept = Kept(*self._append(old, k, v), where, at_nt, in_line)
         if positions is None:
             self._next = at_nt[:, -1] + 1 if at_nt.shape[1] else past_the_last(self._next, at_nt)
         else:
@@ -171,193 +178,16 @@ class GrowingCache(KVCache):
     def reorder(self, index: Tensor) -> None:
         if self._kept is None or self._next is None:
             return
-        k, v, positions, in_line = self._kept
+        k, v, positions, queries, in_line = self._kept
         if self._room is None:
             k, v = k.index_select(0, index), v.index_select(0, index)
         else:
             k_room, v_room = (x.index_select(0, index) for x in self._room)
             k, v = (x[:, :, : k.shape[2]] for x in (k_room, v_room))
             self._room = k_room, v_room
-        self._kept = Kept(k, v, pick_rows(positions, index), in_line)
+        queries = pick_rows(queries, index)
+        self._kept = Kept(k, v, pick_rows(positions, index), queries, in_line)
         self._next = pick_rows(self._next, index)
-
-
-@final
-class FixedCache(KVCache):
-    """Room for `size` tokens a row, written in order of arrival; padding takes a slot too.
-
-    More tokens than there is room for are refused. Where reading the count would stop a device or a
-    compiled graph, the refusal is torch's asynchronous assertion, with the same words.
-    """
-
-    in_order = False
-
-    def __init__(self, size: int) -> None:
-        check_count("size", size)
-        self.size = size
-        self._slots: Slots | None = None
-        self._used: Tensor | None = None
-        self._started = False
-
-    @property
-    def length(self) -> Tensor | None:
-        return self._slots.next if self._slots is not None and self._started else None
-
-    def reset(self) -> None:
-        self._started = False
-        if self._slots is not None and self._used is not None:
-            self._slots.clear()
-            self._used.zero_()
-
-    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Kept:
-        first, n_new = not self._started, k.shape[2]
-        at_nt = self._find_positions(k, v, positions)
-        refuse_gradient(k, v)
-        if self._used is None:
-            self._used = torch.zeros((), dtype=torch.int64, device=k.device)
-        slots_t = self._find_room(self._used, n_new, first)
-        slots = take_slots(self._slots, self.size, k, v, first).with_rows(at_nt.shape[0])
-        slots.write(k, v, at_nt, slots_t[None])
-        self._used += n_new
-        self._slots, self._started = slots, True
-        if first:
-            return Kept(k, v, at_nt, positions is None)
-        return Kept(slots.k, slots.v, slots.positions, False)
-
-    def _find_room(self, used: Tensor, n_new: int, first: bool) -> Tensor:
-        """The slots of the next tokens, (T,), or why there are none."""
-        words = f"a fixed cache of size {self.size} has no room for {n_new} more tokens"
-        advice = "; make it larger, or reset() it for a new text"
-        if first and n_new > self.size:
-            raise ValueError(f"{words}: it is empty{advice}")
-        slots_t = used + torch.arange(n_new, device=used.device)
-        if used.device.type == "cpu" and readable(used):
-            if int(used) + n_new > self.size:
-                raise ValueError(f"{words}: {int(used)} slots are taken{advice}")
-            return slots_t
-        torch._assert_async(used + n_new <= self.size, words + advice)
-        # A graph may write before it asserts; a slot that is there lets the assertion speak.
-        return slots_t.clamp(max=self.size - 1)
-
-    def reorder(self, index: Tensor) -> None:
-        if self._slots is not None:
-            self._slots = self._slots.reordered(index)
-
-
-@final
-class WindowedCache(KVCache):
-    """A ring of `left` + 1 slots a row: the token at position p lies in slot p mod (left + 1).
-
-    Padding is not kept, so it never pushes a real token out. A call with several tokens is answered
-    with the ring as it was and the new tokens behind it, since the first of them looks furthest
-    back; a call with one token with the ring alone. Memory is one slot more, where padding goes.
-    """
-
-    in_order = False
-
-    def __init__(self, left: int) -> None:
-        if left != 0:
-            check_count("left", left)
-        self.window: int = left
-        self._slots: Slots | None = None
-        self._started = False
-
-    @property
-    def length(self) -> Tensor | None:
-        return self._slots.next if self._slots is not None and self._started else None
-
-    def reset(self) -> None:
-        self._started = False
-        if self._slots is not None:
-            self._slots.clear()
-
-    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Kept:
-        first, n_new, size = not self._started, k.shape[2], self.window + 1
-        at_nt = self._find_positions(k, v, positions)
-        refuse_gradient(k, v)
-        # What is not kept is written to the slot behind the ring, which is never read.
-        slots = take_slots(self._slots, size + 1, k, v, first).with_rows(at_nt.shape[0])
-        self._slots, self._started = slots, True
-        ring = slots.k[:, :, :size], slots.v[:, :, :size], slots.positions[:, :size]
-        if first:
-            kept = Kept(k, v, at_nt, positions is None)
-        elif n_new == 1:
-            kept = Kept(*ring, False)  # views, which show what is about to be written
-        else:
-            at_bt = at_nt.expand(slots.positions.shape[0], -1)
-            k_all, v_all = torch.cat((ring[0], k), 2), torch.cat((ring[1], v), 2)
-            kept = Kept(k_all, v_all, torch.cat((ring[2], at_bt), 1), False)
-        last_n1 = past_the_last(slots.next, at_nt)[:, None] - 1
-        stays = (at_nt >= 0) & (at_nt > last_n1 - size)
-        slots.write(k, v, at_nt, torch.where(stays, at_nt % size, size))
-        return kept
-
-    def reorder(self, index: Tensor) -> None:
-        if self._slots is not None:
-            self._slots = self._slots.reordered(index)
-
-
-@dataclass(eq=False)
-class Slots:
-    """Memory of a set size: keys (B, G, S, D), values (B, G, S, E), positions (N, S), next (N,)."""
-
-    k: Tensor
-    v: Tensor
-    positions: Tensor
-    next: Tensor
-
-    @staticmethod
-    def empty(k: Tensor, v: Tensor, size: int) -> Slots:
-        """Slots for keys and values like these, none of them taken."""
-        memory = [x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in (k, v)]
-        positions = torch.full((1, size), -1, dtype=torch.int64, device=k.device)
-        return Slots(memory[0], memory[1], positions, torch.zeros_like(positions[:, 0]))
-
-    def fit(self, k: Tensor, v: Tensor) -> bool:
-        """Whether keys and values like these can be written here."""
-        pairs = ((self.k, k), (self.v, v))
-        return all(
-            (old.shape[:2], old.shape[3], old.dtype, old.device)
-            == (new.shape[:2], new.shape[3], new.dtype, new.device)
-            for old, new in pairs
-        )
-
-    def with_rows(self, n: int) -> Slots:
-        """The same memory with positions for at least n rows."""
-        if n <= self.positions.shape[0]:
-            return self
-        positions, after = self.positions.expand(n, -1).clone(), self.next.expand(n).clone()
-        return Slots(self.k, self.v, positions, after)
-
-    def write(self, k: Tensor, v: Tensor, at_nt: Tensor, slots_nt: Tensor) -> None:
-        """Put the tokens at `at_nt` into `slots_nt`, in place."""
-        if slots_nt.shape[0] == 1:
-            self.k.index_copy_(2, slots_nt[0], k)
-            self.v.index_copy_(2, slots_nt[0], v)
-        else:
-            places_b1t1 = slots_nt[:, None, :, None]
-            self.k.scatter_(2, places_b1t1.expand_as(k), k)
-            self.v.scatter_(2, places_b1t1.expand_as(v), v)
-        n = self.positions.shape[0]
-        self.positions.scatter_(1, slots_nt.expand(n, -1), at_nt.expand(n, -1))
-        self.next.copy_(past_the_last(self.next, at_nt))
-
-    def clear(self) -> None:
-        """No slot is taken; what they hold is left."""
-        self.positions.fill_(-1)
-        self.next.zero_()
-
-    def reordered(self, index: Tensor) -> Slots:
-        """Row b as row index[b] was, in the same memory where the number of rows stays."""
-        k, v = self.k.index_select(0, index), self.v.index_select(0, index)
-        positions, after = pick_rows(self.positions, index), pick_rows(self.next, index)
-        if k.shape != self.k.shape:
-            return Slots(k, v, positions, after)
-        self.k.copy_(k)
-        self.v.copy_(v)
-        self.positions.copy_(positions)
-        self.next.copy_(after)
-        return self
 
 
 @final
@@ -435,14 +265,6 @@ class DecoderCache:
         return parts
 
 
-def take_slots(old: Slots | None, size: int, k: Tensor, v: Tensor, first: bool) -> Slots:
-    """The memory in use, checked; at the start of a text that it does not fit, new memory."""
-    if old is None or (first and not old.fit(k, v)):
-        return Slots.empty(k, v, size)
-    check_fit(old.k, old.v, k, v)
-    return old
-
-
 def as_rows(positions: Tensor, n_rows: int, n_new: int) -> Tensor:
     """Positions (T,) or (B, T) as int64 (N, T), N being 1 or B, or why they are no such thing."""
     if not isinstance(positions, Tensor):
@@ -480,12 +302,3 @@ def check_fit(old_k: Tensor, old_v: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} is {new.dtype} on {new.device}, but the cache holds {old.dtype} on "
                 f"{old.device}; use a new cache"
             )
-
-
-def refuse_gradient(k: Tensor, v: Tensor) -> None:
-    """Memory that is written in place has no gradient to give."""
-    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-        raise ValueError(
-            "this cache is written in place and carries no gradient: call the model under "
-            "torch.no_grad(), or use KVCache.growing()"
-        )

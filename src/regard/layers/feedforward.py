@@ -6,7 +6,7 @@ How: down(bend(up(x))), or gated: down(bend(gate(x)) · up(x)). SwiGLU is "silu"
 "gelu" gated. The bend is a word, a module, or any function. A module becomes a submodule as it is,
 so its parameters are trained, copied, moved and saved with the layer.
 
-Left out: a fused up and gate projection, and mixtures of experts.
+Left out: mixtures of experts.
 
 Letters: B batch, T tokens, C model width, F hidden width.
 """
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import check_probability
+from regard.layers.fusing import SideBySide, run_side_by_side
+from regard.layers.matvec import project
 from regard.positions.angles import check_choice, check_count
 
 ActivationWord = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -54,15 +56,21 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(ffn_dim, dim, bias, device=device, dtype=dtype)
         self.activation = make_activation(activation)
         self.dropout = nn.Dropout(check_probability("dropout", dropout))
+        self.fused: SideBySide | None = None
+
+    def fuse(self) -> None:
+        """Lay the gate and up projections side by side in memory; see `SideBySide`."""
+        if self.gate_proj is not None:
+            self.fused = SideBySide((self.gate_proj, self.up_proj))
 
     def forward(self, x_btc: Tensor) -> Tensor:
-        up_btf = self.up_proj(x_btc)
         if self.gate_proj is None:
-            hidden_btf = self.activation(up_btf)
+            hidden_btf = self.activation(project(self.up_proj, x_btc))
         else:
-            hidden_btf = self.activation(self.gate_proj(x_btc)) * up_btf
-        out_btc: Tensor = self.down_proj(self.dropout(hidden_btf))
-        return out_btc
+            layers = (self.gate_proj, self.up_proj)
+            gate_btf, up_btf = run_side_by_side(self.fused, layers, x_btc)
+            hidden_btf = self.activation(gate_btf) * up_btf
+        return project(self.down_proj, self.dropout(hidden_btf))
 
 
 def make_activation(activation: Activation) -> Callable[[Tensor], Tensor]:

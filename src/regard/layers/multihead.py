@@ -15,7 +15,7 @@ they go on by themselves. `place` works them out once, for all layers of a stack
 A memory has no positions in common with x: layers that are causal, windowed, rotary or ALiBi refuse
 one. Masks and biases of the caller may speak of anything.
 
-Left out: a value width other than the key width, and a fused projection.
+Left out: a value width other than the key width.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, C model width,
 M width of the memory.
@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeAlias, TypedDict, get_args
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_probability, check_shapes, readable
+from regard._check import check_probability, check_shapes
 from regard.attention import (
     ALiBi,
     Bias,
@@ -42,13 +42,14 @@ from regard.attention import (
     observe,
 )
 from regard.attention.backends import BACKENDS
-from regard.attention.bias import Sum
-from regard.attention.mask import And, Not, Or
 from regard.attention.op import check_number
 from regard.attention.rule import as_bias, as_mask
 from regard.layers.cache import CrossCache, KVCache, as_rows
+from regard.layers.fusing import SideBySide, run_side_by_side
+from regard.layers.matvec import project
 from regard.layers.norm import Norm, NormKind, make_norm
 from regard.layers.observing import Observable
+from regard.layers.placing import as_they_lie, place_bias, place_mask, unplaced
 from regard.positions import Phases, Rotary, RotaryConfig
 from regard.positions.angles import check_choice, check_count
 
@@ -157,10 +158,17 @@ class MultiHeadAttention(Observable):
                 for _ in range(2)
             )
         self.rotary = None if rotary is None else Rotary(rotary)
+        self.finite = False
+        self.fused: SideBySide | None = None
         self.sinks: nn.Parameter | None = None
         if sinks:
             self.sinks = nn.Parameter(torch.empty(n_heads, device=device, dtype=dtype))
         self.reset_parameters()
+
+    def fuse(self) -> None:
+        """Lay the projections of q, k and v side by side in memory; see `SideBySide`."""
+        if self.kv_dim == self.dim:
+            self.fused = SideBySide((self.q_proj, self.k_proj, self.v_proj))
 
     def reset_parameters(self) -> None:
         """Set what this module itself holds; the projections and norms reset themselves."""
@@ -260,9 +268,11 @@ class MultiHeadAttention(Observable):
             )
         if not isinstance(positions, Places):
             positions = self.place(x_btc, positions, cache)
-        q_bhtd = self._heads(self.q_proj, self.q_norm, x_btc)
-        k_bgtd = self._heads(self.k_proj, self.k_norm, x_btc)
-        v_bgtd = self._heads(self.v_proj, None, x_btc)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        parts = run_side_by_side(self.fused, projections, x_btc)
+        q_bhtd = self._split(parts[0], self.q_norm)
+        k_bgtd = self._split(parts[1], self.k_norm)
+        v_bgtd = self._split(parts[2], None)
         # Keys that turn anew as the text grows are kept as they were before turning. The newest
         # token is in every call, so the positions at hand tell how long the text is.
         late = cache is not None and self._turns_with_length()
@@ -279,11 +289,10 @@ class MultiHeadAttention(Observable):
                 mask, bias = place_mask(mask, at, at), place_bias(bias, at, at)
             return Ready(q_bhtd, k_bgtd, v_bgtd, self._rule(mask, bias))
         self._check_cache(cache, mask, bias)
-        queries = cache.next_positions(x_btc.shape[1], x_btc.device) if at is None else at
         kept = cache.update(k_bgtd, v_bgtd, at)
         if not kept.in_line:
-            mask = place_mask(mask, queries, kept.positions)
-            bias = place_bias(bias, queries, kept.positions)
+            mask = place_mask(mask, kept.queries, kept.positions)
+            bias = place_bias(bias, kept.queries, kept.positions)
         k_bgsd = kept.k
         if late and self.rotary is not None:
             k_bgsd = self.rotary.rotate(k_bgsd, kept.positions)
@@ -292,14 +301,24 @@ class MultiHeadAttention(Observable):
     def _attend(self, ready: Ready) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         heads_bhtd = attention(
-            ready.q, ready.k, ready.v, **ready.rule, dropout=dropout, backend=self.backend
+            ready.q,
+            ready.k,
+            ready.v,
+            **ready.rule,
+            dropout=dropout,
+            finite=self.finite,
+            backend=self.backend,
         )
-        out_btc: Tensor = self.out_proj(heads_bhtd.transpose(1, 2).flatten(2))
-        return out_btc
+        return project(self.out_proj, heads_bhtd.transpose(1, 2).flatten(2))
 
     def _heads(self, proj: nn.Linear, norm: Norm | None, x_bsm: Tensor) -> Tensor:
         """(B, S, M) -> (B, H or G, S, D)."""
-        heads_bshd: Tensor = proj(x_bsm).unflatten(-1, (-1, self.head_dim))
+        return self._split(proj(x_bsm), norm)
+
+    def _split(self, wide_bsx: Tensor, norm: Norm | None) -> Tensor:
+        """What a projection gave, as heads."""
+        n_heads = wide_bsx.shape[2] // self.head_dim
+        heads_bshd = wide_bsx.view(*wide_bsx.shape[:2], n_heads, self.head_dim)
         if norm is not None:
             # Under autocast the norm keeps its wide type, and torch's RMSNorm wants x in it too.
             heads_bshd = norm(heads_bshd.to(norm.weight.dtype)).to(heads_bshd.dtype)
@@ -437,50 +456,3 @@ def check_window(window: Sides | None) -> Sides | None:
         )
     Window(*window)
     return window
-
-
-def as_they_lie(at_nt: Tensor) -> bool:
-    """Whether every row is 0, 1, 2, ...: then rules need no positions.
-
-    Only told where reading values costs nothing; not knowing is slower, and as right.
-    """
-    if at_nt.device.type != "cpu" or not readable(at_nt):
-        return False
-    return bool((at_nt == torch.arange(at_nt.shape[1])).all())
-
-
-def place_mask(mask: Mask | None, queries: Tensor, keys: Tensor) -> Mask:
-    """The mask with positions given to all parts that speak of them; empty keys are never seen."""
-    if mask is None:
-        return Window(None, None).at(queries, keys)
-    if mask.positional:
-        return mask.at(queries, keys)
-
-    def move(part: Mask) -> Mask:
-        if part.positional:
-            return part.at(queries, keys)
-        if isinstance(part, And | Or):
-            return type(part)(move(part.one), move(part.other))
-        return Not(move(part.rule)) if isinstance(part, Not) else part
-
-    return move(mask) & Window(None, None).at(queries, keys)
-
-
-def place_bias(bias: Bias | None, queries: Tensor, keys: Tensor) -> Bias | None:
-    """The bias with positions given to all parts that speak of them."""
-    if bias is None or bias.relative:
-        return None if bias is None else bias.at(queries, keys)
-    if isinstance(bias, Sum):
-        one, other = (place_bias(part, queries, keys) for part in (bias.one, bias.other))
-        assert one is not None and other is not None
-        return one + other
-    return bias
-
-
-def unplaced(part: Mask | Bias | None) -> str | None:
-    """The name of a part that speaks of keys as they lie, which cannot be given positions."""
-    if part is None or getattr(part, "positional", False) or getattr(part, "relative", False):
-        return None
-    if isinstance(part, And | Or | Sum):
-        return unplaced(part.one) or unplaced(part.other)
-    return unplaced(part.rule) if isinstance(part, Not) else type(part).__name__

@@ -117,7 +117,11 @@ class Rotary(nn.Module):
             frequencies_r = scaling.scale(frequencies_r, config.base, measured)
             amplitude = scaling.amplitude
         angles_tr = positions[..., None] * frequencies_r
-        return Phases((angles_tr.cos() * amplitude).float(), (angles_tr.sin() * amplitude).float())
+        cos, sin = (angles_tr.cos() * amplitude).float(), (angles_tr.sin() * amplitude).float()
+        if torch.compiler.is_compiling() and cos.is_cuda:
+            # A compiler would work out the same angles again in every layer.
+            cos, sin = _settle_op(torch.stack((cos, sin))).unbind()
+        return Phases(cos, sin)
 
     def rotate(
         self, x_bhtd: Tensor, at: Tensor | Phases, *, length: int | Tensor | None = None
@@ -185,3 +189,18 @@ def _measure(positions: Tensor, length: int | Tensor | None) -> Tensor:
     if positions.shape[-1] == 0:
         return torch.zeros((), dtype=torch.int64, device=positions.device)
     return positions.amax(-1, keepdim=True)[..., None] + 1
+
+
+def _settle(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+_settle_op = torch.library.custom_op(
+    "regard::settle", _settle, mutates_args=(), schema="(Tensor x) -> Tensor"
+)
+"""A tensor as it is; compiled graphs keep it instead of working it out anew where it is read."""
+
+
+@_settle_op.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)

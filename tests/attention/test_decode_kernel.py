@@ -1,0 +1,81 @@
+"""The kernel for one query, run by Triton's interpreter on the CPU: equal to the reference.
+
+Triton decides at import whether it interprets, so the kernel runs in a process of its own, which
+writes the largest error of each case and what the plain formula's own rounding allows. Its bfloat16
+products are not right there, so that type is left to the tests marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve()
+HALF = ("plain", "window", "sinks", "softcap", "alibi causal", "joined")
+"""Cases that are run in float16 too."""
+
+
+def run_cases() -> None:
+    """Every case of the grid that has a meaning for one query, its last; printed as JSON."""
+    import torch
+    from plain import CASES
+
+    from regard.attention import attention, single
+    from regard.attention.finite import all_finite
+    from regard.attention.kernels import decode
+    from regard.attention.op import make_call
+
+    report = {}
+    decode.STRETCH = 5  # far fewer keys than there are, so that every case has parts to join
+    for name, make in CASES.items():
+        for dtype in (torch.float32, torch.float16)[: 1 + (name in HALF)]:
+            made = make().cast(dtype)
+            q = made.q[:, :, -1:].detach()
+            k, v = made.k.detach(), made.v.detach()
+            call = {key: value for key, value in made.call.items() if key != "backend"}
+            sinks = call.pop("sinks", None)
+            sinks = None if sinks is None else sinks.detach()
+            wide = [x.double() for x in (q, k, v)]
+            try:
+                truth = attention(*wide, **call, sinks=sinks, backend="reference").detach()
+            except ValueError:
+                continue  # the rule speaks of more queries than one
+            if not truth.numel() or not k.numel() or not all_finite(q, k, v):
+                continue
+            call = {"mask": None, "bias": None, "scale": None, "softcap": None, **call}
+            full = make_call(q, k, v, *call.values(), sinks, (0.0, None))
+            ours = single.attend(q, k, v, full.rule, sinks).double()
+            theirs = attention(q, k, v, **call, sinks=sinks, backend="reference").double()
+            floor = 4 * torch.finfo(dtype).eps * float(truth.abs().max())
+            allowed = 2 * float((theirs - truth).abs().max()) + floor
+            report[f"{name} {dtype}"] = [float((ours - truth).abs().max()), allowed]
+    print(json.dumps(report))
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, list[float]]:
+    path = os.pathsep.join([str(HERE.parents[2] / "src"), str(HERE.parents[1])])
+    done = subprocess.run(
+        [sys.executable, str(HERE)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    made: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return made
+
+
+def test_one_query_equals_the_reference_in_every_case(report: dict[str, list[float]]) -> None:
+    wrong = {name: pair for name, pair in report.items() if not pair[0] <= pair[1]}
+    assert not wrong, wrong
+    assert len(report) >= 34, sorted(report)
+
+
+if __name__ == "__main__":
+    run_cases()
