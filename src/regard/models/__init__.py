@@ -1,0 +1,35 @@
+"""Models: one Transformer, many configurations, and the files they come from.
+
+`config.py` says what a model is, `transformer.py` is the model, `families/` are the architectures
+of Hugging Face's, one file each; `folder.py` reads and writes model folders, `gguf.py` reads GGUF
+files, `weights.py` puts their tensors into a model and takes them out again.
+"""
+
+from regard.models.config import (
+    EmbedConfig,
+    HeadConfig,
+    ModelConfig,
+    SpecialTokens,
+    count_parameters,
+)
+from regard.models.families import FAMILIES, config_of, named_config
+from regard.models.folder import BadCheckpoint
+from regard.models.transformer import Memory, Output, Transformer
+from regard.models.weights import load, save
+
+__all__ = [
+    "FAMILIES",
+    "BadCheckpoint",
+    "EmbedConfig",
+    "HeadConfig",
+    "Memory",
+    "ModelConfig",
+    "Output",
+    "SpecialTokens",
+    "Transformer",
+    "config_of",
+    "count_parameters",
+    "load",
+    "named_config",
+    "save",
+]

@@ -1,0 +1,96 @@
+"""The families regard knows, each in a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from regard.models.config import ModelConfig
+from regard.models.families import (
+    bart,
+    bert,
+    bloom,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt3,
+    gpt_neox,
+    gptj,
+    llama,
+    marian,
+    mistral,
+    opt,
+    original,
+    palm,
+    qwen2,
+    qwen3,
+    roberta,
+    t5,
+)
+from regard.models.family import Family
+from regard.models.folder import BadCheckpoint
+
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY
+    for module in (
+        gpt2,
+        gpt3,
+        llama,
+        mistral,
+        qwen2,
+        qwen3,
+        gemma,
+        gemma2,
+        gemma3,
+        gpt_neox,
+        gptj,
+        opt,
+        bloom,
+        palm,
+        bert,
+        roberta,
+        t5,
+        bart,
+        marian,
+        original,
+    )
+}
+BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
+
+
+def find_family(source: Mapping[str, Any]) -> Family:
+    """The family of a `config.json`, by its model_type."""
+    kind = source.get("model_type")
+    if not isinstance(kind, str) or kind not in BY_MODEL_TYPE:
+        came = f"model_type {kind!r}"[:100] if kind is not None else "no model_type"
+        raise BadCheckpoint(
+            f"config.json has {came}, which regard does not know. It knows "
+            f"{', '.join(sorted(BY_MODEL_TYPE))}"
+        )
+    return BY_MODEL_TYPE[kind]
+
+
+def config_of(source: Mapping[str, Any]) -> ModelConfig:
+    """Our config from Hugging Face's, or why it cannot be."""
+    family = find_family(source)
+    if source.get("quantization_config") is not None:
+        raise BadCheckpoint(
+            "config.json has a quantization_config: the weights are packed in a format of another "
+            "program. Load the unquantised model, or its GGUF file"
+        )
+    try:
+        return family.config_from(source)
+    except BadCheckpoint:
+        raise
+    except (ValueError, TypeError, OverflowError) as wrong:
+        raise BadCheckpoint(f"config.json makes no {family.name} model: {wrong}") from wrong
+
+
+def named_config(name: str) -> ModelConfig:
+    """The config of a named size, such as "gpt2-medium"."""
+    for family in FAMILIES.values():
+        if name in family.sizes:
+            return config_of(family.sizes[name])
+    known = sorted(size for family in FAMILIES.values() for size in family.sizes)
+    raise ValueError(f"no size is named {name!r}; there are {', '.join(known)}")

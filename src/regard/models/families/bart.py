@@ -1,0 +1,171 @@
+"""BART and mBART: encoder and decoder with learned positions and a norm of the embedding.
+
+BART norms after each sublayer, mBART before. The table of positions has two unused rows in front.
+Marian has the same names of tensors, so its file calls `make_blocks` and `make_links` from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from regard.layers import BlockConfig
+from regard.models.config import EmbedConfig, HeadConfig, ModelConfig, SpecialTokens
+from regard.models.family import ConfigReader, Family
+from regard.models.links import Link, both, reshaped, same
+
+N_LEADING_ROWS = 2
+
+
+def make_blocks(
+    read: ConfigReader, side: Literal["encoder", "decoder"], order: Literal["pre", "post"]
+) -> tuple[BlockConfig, ...]:
+    """The layers of one side."""
+    block = BlockConfig(
+        dim=read.count("d_model"),
+        n_heads=read.count(f"{side}_attention_heads"),
+        ffn_dim=read.count(f"{side}_ffn_dim"),
+        order=order,
+        activation=read.activation("activation_function", "gelu"),  # type: ignore[arg-type]
+        dropout=read.number("dropout", 0.1),
+        attention_dropout=read.number("attention_dropout", 0.0),
+        ffn_dropout=read.number("activation_dropout", 0.0),
+        cross_attention=side == "decoder",
+    )
+    return (block,) * read.layers(f"{side}_layers")
+
+
+def embed_scale(read: ConfigReader) -> float:
+    return math.sqrt(read.count("d_model")) if read.flag("scale_embedding", False) else 1.0
+
+
+def special_tokens(read: ConfigReader, decoder_start: int | None) -> SpecialTokens:
+    """Those of an encoder–decoder; `decoder_start` where the file does not say."""
+    start = read.token("decoder_start_token_id")
+    return read.special_tokens(
+        decoder_start=decoder_start if start is None else start,
+        forced_bos=read.token("forced_bos_token_id"),
+        forced_eos=read.token("forced_eos_token_id"),
+        suppressed=read.suppressed(),
+    )
+
+
+def config_from(source: Mapping[str, Any]) -> ModelConfig:
+    read = ConfigReader(source)
+    read.expect_class("BartForConditionalGeneration", "MBartForConditionalGeneration")
+    # Without it the encoder and the decoder have tables of their own too.
+    read.expect("tie_word_embeddings", True)
+    read.expect("is_encoder_decoder", True)
+    read.expect("normalize_embedding", True)
+    read.expect("static_position_embeddings", False)
+    read.expect("extra_pos_embeddings", N_LEADING_ROWS)
+    multilingual = read.word("model_type", "bart") == "mbart"
+    # Old files say in words what the class does anyway.
+    read.expect("normalize_before", multilingual)
+    read.expect("add_final_layer_norm", multilingual)
+    order: Literal["pre", "post"] = "pre" if multilingual else "post"
+    return ModelConfig(
+        family="bart",
+        vocab_size=read.count("vocab_size"),
+        max_len=read.count("max_position_embeddings", 1024),
+        encoder=make_blocks(read, "encoder", order),
+        decoder=make_blocks(read, "decoder", order),
+        embed=EmbedConfig(
+            positions="learned",
+            offset=N_LEADING_ROWS,
+            norm=True,
+            scale=embed_scale(read),
+            dropout=read.number("dropout", 0.1),
+        ),
+        head=HeadConfig(bias=True),
+        tokens=special_tokens(read, None if multilingual else 2),
+        source=source,
+    )
+
+
+def make_links(config: ModelConfig) -> list[Link]:
+    """The names of BART, mBART and Marian, as far as the config has them."""
+    vocab_size = config.vocab_size
+    made = [same("model.shared.weight", "decoder_embed.tokens.weight")]
+    if config.head.kind == "lm" and config.head.bias:
+        made.append(reshaped("final_logits_bias", "head.bias", (1, vocab_size), (vocab_size,)))
+    for side, blocks in (("encoder", config.encoder), ("decoder", config.decoder)):
+        prefix, embed = f"model.{side}", f"{side}_embed"
+        if config.embed.positions == "learned":
+            made += [same(f"{prefix}.embed_positions.weight", f"{embed}.positions.table.weight")]
+        if config.embed.norm:
+            made += both(f"{prefix}.layernorm_embedding", f"{embed}.norm")
+        if blocks[0].order == "pre":
+            made += both(f"{prefix}.layer_norm", f"{side}.norm")
+        for n in range(len(blocks)):
+            made += link_layer(f"{prefix}.layers.{n}", f"{side}.layers.{n}", side == "decoder")
+    return made
+
+
+def link_layer(theirs: str, ours: str, crossed: bool) -> list[Link]:
+    """One layer; `crossed` ones look at the encoder."""
+    made = [
+        *both(f"{theirs}.fc1", f"{ours}.ffn.up_proj"),
+        *both(f"{theirs}.fc2", f"{ours}.ffn.down_proj"),
+        *both(f"{theirs}.final_layer_norm", f"{ours}.ffn_norm"),
+    ]
+    attentions = {"self_attn": "self_attn", "encoder_attn": "cross_attn"}
+    for name, our_name in attentions.items():
+        if our_name == "cross_attn" and not crossed:
+            continue
+        made += both(f"{theirs}.{name}_layer_norm", f"{ours}.{our_name}_norm")
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            made += both(f"{theirs}.{name}.{part}", f"{ours}.{our_name}.{part}")
+    return made
+
+
+COPIES = {
+    r"(model\.)?(encoder|decoder)\.embed_tokens\.weight": "model.shared.weight",
+    r"lm_head\.weight": "model.shared.weight",
+}
+
+
+def size(dim: int, n_layers: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "bart",
+        "architectures": ["BartForConditionalGeneration"],
+        "d_model": dim,
+        "encoder_layers": n_layers,
+        "decoder_layers": n_layers,
+        "encoder_attention_heads": dim // 64,
+        "decoder_attention_heads": dim // 64,
+        "encoder_ffn_dim": 4 * dim,
+        "decoder_ffn_dim": 4 * dim,
+        "max_position_embeddings": 1024,
+        "vocab_size": 50265,
+        "activation_function": "gelu",
+        "bos_token_id": 0,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": 2,
+        **more,
+    }
+
+
+MBART = {
+    "model_type": "mbart",
+    "architectures": ["MBartForConditionalGeneration"],
+    "scale_embedding": True,
+}
+
+FAMILY = Family(
+    name="bart",
+    model_types=("bart", "mbart"),
+    config_from=config_from,
+    links=make_links,
+    prefix="model.",
+    copies=COPIES,
+    sizes={
+        "bart-base": size(768, 6),
+        "bart-large": size(1024, 12),
+        "bart-large-cnn": size(1024, 12, vocab_size=50264, forced_bos_token_id=0),
+        "mbart-large-cc25": size(1024, 12, vocab_size=250027, **MBART, decoder_start_token_id=None),
+    },
+)

@@ -1,0 +1,149 @@
+"""BERT: both ways, learned positions, token types, norms after; a pooler and a masked-word head.
+
+Of `BertForPreTraining` the masked-word head is read; whether a second sentence follows the first is
+another question, and the two tensors that answer it (`cls.seq_relationship`) are passed over. Old
+files call a norm's weight and bias gamma and beta; they are read, and written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from regard.layers import BlockConfig
+from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
+from regard.models.family import ConfigReader, Family
+from regard.models.links import Link, both, same
+
+OLDER_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+
+def make_config(
+    family: str, read: ConfigReader, offset: int = 0, head_activation: str | None = None
+) -> ModelConfig:
+    """BERT's config; `offset` rows lead the table of positions unused."""
+    read.expect("is_decoder", False)
+    read.expect("add_cross_attention", False)
+    read.expect("position_embedding_type", "absolute")
+    read.expect("tie_word_embeddings", True)
+    eps = read.number("layer_norm_eps", 1e-12)
+    dropout = read.number("hidden_dropout_prob", 0.1)
+    activation = read.activation("hidden_act", "gelu")
+    block = BlockConfig(
+        dim=read.count("hidden_size"),
+        n_heads=read.count("num_attention_heads"),
+        ffn_dim=read.count("intermediate_size"),
+        order="post",
+        norm_eps=eps,
+        activation=activation,  # type: ignore[arg-type]
+        dropout=dropout,
+        attention_dropout=read.number("attention_probs_dropout_prob", 0.1),
+    )
+    return ModelConfig(
+        family=family,
+        vocab_size=read.count("vocab_size"),
+        max_len=read.count("max_position_embeddings", 512) - offset,
+        encoder=(block,) * read.layers("num_hidden_layers"),
+        embed=EmbedConfig(
+            positions="learned",
+            offset=offset,
+            n_token_types=read.count("type_vocab_size", 2),
+            norm=True,
+            norm_eps=eps,
+            dropout=dropout,
+        ),
+        head=HeadConfig(
+            kind="masked",
+            bias=True,
+            activation=head_activation or activation,
+            norm_eps=eps,
+            pooler=True,
+        ),
+        tokens=read.special_tokens(),
+        source=read.source,
+    )
+
+
+def config_from(source: Mapping[str, Any]) -> ModelConfig:
+    read = ConfigReader(source)
+    read.expect_class("BertForMaskedLM", "BertForPreTraining")
+    return make_config("bert", read)
+
+
+def make_links(config: ModelConfig, prefix: str) -> list[Link]:
+    """The names of the model inside its head, `prefix` first."""
+    embed = f"{prefix}embeddings"
+    made = [
+        same(f"{embed}.word_embeddings.weight", "encoder_embed.tokens.weight"),
+        same(f"{embed}.position_embeddings.weight", "encoder_embed.positions.table.weight"),
+        same(f"{embed}.token_type_embeddings.weight", "encoder_embed.token_types.weight"),
+        *both(f"{embed}.LayerNorm", "encoder_embed.norm"),
+    ]
+    for n in range(len(config.encoder)):
+        theirs, ours = f"{prefix}encoder.layer.{n}", f"encoder.layers.{n}"
+        for name, our_name in (
+            ("attention.self.query", "self_attn.q_proj"),
+            ("attention.self.key", "self_attn.k_proj"),
+            ("attention.self.value", "self_attn.v_proj"),
+            ("attention.output.dense", "self_attn.out_proj"),
+            ("attention.output.LayerNorm", "self_attn_norm"),
+            ("intermediate.dense", "ffn.up_proj"),
+            ("output.dense", "ffn.down_proj"),
+            ("output.LayerNorm", "ffn_norm"),
+        ):
+            made += both(f"{theirs}.{name}", f"{ours}.{our_name}")
+    if config.head.pooler:
+        made += both(f"{prefix}pooler.dense", "pooler")
+    return made
+
+
+def links(config: ModelConfig) -> list[Link]:
+    made = make_links(config, "bert.")
+    if config.head.kind == "masked":
+        made += both("cls.predictions.transform.dense", "head.dense")
+        made += both("cls.predictions.transform.LayerNorm", "head.norm")
+        made.append(same("cls.predictions.bias", "head.bias"))
+    return made
+
+
+def size(dim: int, n_layers: int, n_heads: int, vocab_size: int = 30522) -> dict[str, Any]:
+    return {
+        "model_type": "bert",
+        "architectures": ["BertForPreTraining"],
+        "hidden_size": dim,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
+        "intermediate_size": 4 * dim,
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+        "vocab_size": vocab_size,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "pad_token_id": 0,
+    }
+
+
+FAMILY = Family(
+    name="bert",
+    model_types=("bert",),
+    config_from=config_from,
+    links=links,
+    prefix="bert.",
+    ignored=(r"embeddings\.position_ids", r"cls\.seq_relationship\.(weight|bias)"),
+    copies={
+        r"cls\.predictions\.decoder\.weight": "bert.embeddings.word_embeddings.weight",
+        r"cls\.predictions\.decoder\.bias": "cls.predictions.bias",
+    },
+    older_names=OLDER_NAMES,
+    sizes={
+        "bert-tiny": size(128, 2, 2),
+        "bert-mini": size(256, 4, 4),
+        "bert-small": size(512, 4, 8),
+        "bert-medium": size(512, 8, 8),
+        "bert-base-uncased": size(768, 12, 12),
+        "bert-base-cased": size(768, 12, 12, 28996),
+        "bert-base-multilingual-cased": size(768, 12, 12, 119547),
+        "bert-large-uncased": size(1024, 24, 16),
+        "bert-large-cased": size(1024, 24, 16, 28996),
+    },
+)

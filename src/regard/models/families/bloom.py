@@ -1,0 +1,97 @@
+"""BLOOM: ALiBi in place of positions, a norm behind the embedding, q, k and v head by head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from regard.layers import BlockConfig
+from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
+from regard.models.family import ConfigReader, Family
+from regard.models.links import Link, both, interleaved, same
+
+
+def config_from(source: Mapping[str, Any]) -> ModelConfig:
+    read = ConfigReader(source)
+    read.expect("apply_residual_connection_post_layernorm", False)
+
+    def key(*names: str) -> str:
+        """The name under which a file has it; older ones have other names."""
+        return next(filter(read.has, names), names[0])
+
+    dim = read.count(key("n_embed", "hidden_size"))
+    eps = read.number("layer_norm_epsilon", 1e-5)
+    block = BlockConfig(
+        dim=dim,
+        n_heads=read.count(key("n_head", "num_attention_heads")),
+        ffn_dim=4 * dim,
+        norm_eps=eps,
+        activation="gelu_tanh",
+        alibi=True,
+        dropout=read.number("hidden_dropout", 0.0),
+        attention_dropout=read.number("attention_dropout", 0.0),
+    )
+    return ModelConfig(
+        family="bloom",
+        vocab_size=read.count("vocab_size"),
+        max_len=None,
+        decoder=(block,) * read.layers(key("n_layer", "num_hidden_layers")),
+        embed=EmbedConfig(norm=True, norm_eps=eps),
+        head=HeadConfig(tied=read.flag("tie_word_embeddings", True)),
+        tokens=read.special_tokens(),
+        source=source,
+    )
+
+
+def links(config: ModelConfig) -> list[Link]:
+    made = [
+        same("transformer.word_embeddings.weight", "decoder_embed.tokens.weight"),
+        *both("transformer.word_embeddings_layernorm", "decoder_embed.norm"),
+        *both("transformer.ln_f", "decoder.norm"),
+    ]
+    if not config.head.tied and config.head.kind != "none":
+        made.append(same("lm_head.weight", "head.weight"))
+    for n, block in enumerate(config.decoder):
+        theirs, ours = f"transformer.h.{n}", f"decoder.layers.{n}"
+        made += both(f"{theirs}.input_layernorm", f"{ours}.self_attn_norm")
+        made += both(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
+        for part in ("weight", "bias"):
+            name = f"{theirs}.self_attention.query_key_value.{part}"
+            projections = [f"{ours}.self_attn.{letter}_proj.{part}" for letter in "qkv"]
+            made.append(interleaved(name, projections, block.n_heads))
+        made += both(f"{theirs}.self_attention.dense", f"{ours}.self_attn.out_proj")
+        made += both(f"{theirs}.mlp.dense_h_to_4h", f"{ours}.ffn.up_proj")
+        made += both(f"{theirs}.mlp.dense_4h_to_h", f"{ours}.ffn.down_proj")
+    return made
+
+
+def size(dim: int, n_layers: int, n_heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "bloom",
+        "architectures": ["BloomForCausalLM"],
+        "hidden_size": dim,
+        "n_layer": n_layers,
+        "n_head": n_heads,
+        "vocab_size": 250880,
+        "pad_token_id": 3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+FAMILY = Family(
+    name="bloom",
+    model_types=("bloom",),
+    config_from=config_from,
+    links=links,
+    prefix="transformer.",
+    copies={r"lm_head\.weight": "transformer.word_embeddings.weight"},
+    sizes={
+        "bloom-560m": size(1024, 24, 16),
+        "bloom-1b1": size(1536, 24, 16),
+        "bloom-1b7": size(2048, 24, 16),
+        "bloom-3b": size(2560, 30, 32),
+        "bloom-7b1": size(4096, 30, 32),
+        "bloom-176b": size(14336, 70, 112),
+    },
+)

@@ -1,0 +1,93 @@
+"""Gemma: norms kept as their difference from 1, an embedding scaled by its width.
+
+Gemma 2 and 3 share these with it, and their files call `make_block`, `make_sandwich` and
+`make_config` from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from regard.layers import BlockConfig
+from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
+from regard.models.families import llama
+from regard.models.family import ConfigReader, Family
+from regard.models.links import Link
+
+
+def config_from(source: Mapping[str, Any]) -> ModelConfig:
+    read = ConfigReader(source)
+    # Files from before the bend was told rightly say "gelu" where the tanh form is meant.
+    given = "hidden_activation" if read.has("hidden_activation") else "hidden_act"
+    read.expect(given, "gelu_pytorch_tanh", "gelu_new", "gelu")
+    block = make_block(read, activation="gelu_tanh")
+    return make_config("gemma", read, [block] * read.layers("num_hidden_layers"))
+
+
+def make_block(read: ConfigReader, **more: Any) -> BlockConfig:
+    read.expect("use_bidirectional_attention", False)
+    read.count("num_key_value_heads")
+    read.count("head_dim")
+    return llama.make_block(read, **{"norm": "rms_offset", "ffn_bias": False, **more})
+
+
+def make_sandwich(read: ConfigReader, **more: Any) -> BlockConfig:
+    """A layer of Gemma 2 or 3: a norm after each sublayer too."""
+    scale = read.number("query_pre_attn_scalar", 256)
+    if scale <= 0:
+        read.count("query_pre_attn_scalar")
+    return make_block(
+        read,
+        order="sandwich",
+        activation=read.activation("hidden_activation", "gelu_pytorch_tanh"),
+        scale=scale**-0.5,
+        **more,
+    )
+
+
+def make_config(
+    family: str, read: ConfigReader, blocks: Sequence[BlockConfig], softcap: float | None = None
+) -> ModelConfig:
+    read.count("max_position_embeddings")
+    head = HeadConfig(tied=read.flag("tie_word_embeddings", True), softcap=softcap)
+    embed = EmbedConfig(scale=blocks[0].dim ** 0.5)
+    return llama.make_config(family, read, blocks, head=head, embed=embed)
+
+
+def read_cap(read: ConfigReader, key: str, default: float | None) -> float | None:
+    """A softcap; null is none, absent is the default."""
+    if key not in read.source:
+        return default
+    return read.number(key) if read.has(key) else None
+
+
+def make_links(config: ModelConfig) -> list[Link]:
+    """Names of Gemma 2 and 3."""
+    norms = {
+        "self_attn_norm": "input_layernorm",
+        "self_attn_after": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "ffn_after": "post_feedforward_layernorm",
+    }
+    return llama.make_links(config, norms)
+
+
+def size(*shape: Any, **more: Any) -> dict[str, Any]:
+    named = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "head_dim": 256}
+    return llama.size(*shape, **{**named, "rms_norm_eps": 1e-6, **more})
+
+
+FAMILY = Family(
+    name="gemma",
+    model_types=("gemma",),
+    config_from=config_from,
+    links=llama.make_links,
+    prefix=llama.PREFIX,
+    ignored=llama.IGNORED,
+    copies=llama.COPIES,
+    sizes={
+        "gemma-2b": size(2048, 18, (8, 1), 16384, 256000, 8192),
+        "gemma-7b": size(3072, 28, (16, 16), 24576, 256000, 8192),
+    },
+)

@@ -1,0 +1,110 @@
+"""GPT-NeoX and Pythia: part of each head turns, sublayers side by side, q, k and v head by head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from regard.layers import BlockConfig
+from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
+from regard.models.family import ConfigReader, Family
+from regard.models.links import Link, both, interleaved, same
+
+
+def config_from(source: Mapping[str, Any]) -> ModelConfig:
+    read = ConfigReader(source)
+    dim, n_heads = read.count("hidden_size"), read.count("num_attention_heads")
+    dropout = read.number("hidden_dropout", 0.0)
+    rotary = read.rotary(
+        max(dim // n_heads, 1),
+        base=read.number("rotary_emb_base", 10000.0),
+        fraction=read.number("rotary_pct", 0.25),
+    )
+    block = BlockConfig(
+        dim=dim,
+        n_heads=n_heads,
+        ffn_dim=read.count("intermediate_size"),
+        order="parallel" if read.flag("use_parallel_residual", True) else "pre",
+        norm_eps=read.number("layer_norm_eps", 1e-5),
+        activation=read.activation("hidden_act", "gelu"),  # type: ignore[arg-type]
+        attention_bias=read.flag("attention_bias", True),
+        rotary=rotary,
+        dropout=dropout,
+        attention_dropout=read.number("attention_dropout", 0.0),
+    )
+    return ModelConfig(
+        family="gpt_neox",
+        vocab_size=read.count("vocab_size"),
+        max_len=read.count("max_position_embeddings", 2048),
+        decoder=(block,) * read.layers("num_hidden_layers"),
+        embed=EmbedConfig(dropout=dropout),
+        head=HeadConfig(tied=read.flag("tie_word_embeddings", False)),
+        tokens=read.special_tokens(),
+        source=source,
+    )
+
+
+def links(config: ModelConfig) -> list[Link]:
+    made = [
+        same("gpt_neox.embed_in.weight", "decoder_embed.tokens.weight"),
+        *both("gpt_neox.final_layer_norm", "decoder.norm"),
+    ]
+    if not config.head.tied and config.head.kind != "none":
+        made.append(same("embed_out.weight", "head.weight"))
+    for n, block in enumerate(config.decoder):
+        theirs, ours = f"gpt_neox.layers.{n}", f"decoder.layers.{n}"
+        made += both(f"{theirs}.input_layernorm", f"{ours}.self_attn_norm")
+        made += both(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
+        for part in ("weight", "bias") if block.attention_bias else ("weight",):
+            name = f"{theirs}.attention.query_key_value.{part}"
+            projections = [f"{ours}.self_attn.{letter}_proj.{part}" for letter in "qkv"]
+            made.append(interleaved(name, projections, block.n_heads))
+            made.append(
+                same(f"{theirs}.attention.dense.{part}", f"{ours}.self_attn.out_proj.{part}")
+            )
+        made += both(f"{theirs}.mlp.dense_h_to_4h", f"{ours}.ffn.up_proj")
+        made += both(f"{theirs}.mlp.dense_4h_to_h", f"{ours}.ffn.down_proj")
+    return made
+
+
+def size(
+    dim: int, n_layers: int, n_heads: int, vocab_size: int = 50304, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neox",
+        "architectures": ["GPTNeoXForCausalLM"],
+        "hidden_size": dim,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
+        "intermediate_size": 4 * dim,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": 2048,
+        "rotary_pct": 0.25,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        **more,
+    }
+
+
+FAMILY = Family(
+    name="gpt_neox",
+    model_types=("gpt_neox",),
+    config_from=config_from,
+    links=links,
+    prefix="gpt_neox.",
+    ignored=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    copies={r"embed_out\.weight": "gpt_neox.embed_in.weight"},
+    sizes={
+        "pythia-14m": size(128, 6, 4),
+        "pythia-31m": size(256, 6, 8),
+        "pythia-70m": size(512, 6, 8),
+        "pythia-160m": size(768, 12, 12),
+        "pythia-410m": size(1024, 24, 16),
+        "pythia-1b": size(2048, 16, 8),
+        "pythia-1.4b": size(2048, 24, 16),
+        "pythia-2.8b": size(2560, 32, 32),
+        "pythia-6.9b": size(4096, 32, 32, 50432),
+        "pythia-12b": size(5120, 36, 40, 50688),
+        "gpt-neox-20b": size(6144, 44, 64, 50432, hidden_act="gelu_fast"),
+    },
+)

@@ -1,0 +1,87 @@
+"""GPT-J: neighbours turn as pairs, one norm serves both sublayers, the head has a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from regard.layers import BlockConfig
+from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
+from regard.models.family import ConfigReader, Family
+from regard.models.links import Link, both, same
+from regard.positions import RotaryConfig
+
+
+def config_from(source: Mapping[str, Any]) -> ModelConfig:
+    read = ConfigReader(source)
+    dim, n_heads = read.count("n_embd"), read.count("n_head")
+    rotary = RotaryConfig(
+        head_dim=max(dim // n_heads, 1), rotary_dim=read.count("rotary_dim"), pairing="neighbours"
+    )
+    block = BlockConfig(
+        dim=dim,
+        n_heads=n_heads,
+        ffn_dim=read.count("n_inner", 4 * dim),
+        order="parallel",
+        shared_norm=True,
+        norm_eps=read.number("layer_norm_epsilon", 1e-5),
+        activation=read.activation("activation_function", "gelu_new"),  # type: ignore[arg-type]
+        attention_bias=False,
+        rotary=rotary,
+        dropout=read.number("resid_pdrop", 0.0),
+        attention_dropout=read.number("attn_pdrop", 0.0),
+    )
+    return ModelConfig(
+        family="gptj",
+        vocab_size=read.count("vocab_size"),
+        max_len=read.count("n_positions", 2048),
+        decoder=(block,) * read.layers("n_layer"),
+        embed=EmbedConfig(dropout=read.number("embd_pdrop", 0.0)),
+        head=HeadConfig(tied=read.flag("tie_word_embeddings", False), bias=True),
+        tokens=read.special_tokens(),
+        source=source,
+    )
+
+
+def links(config: ModelConfig) -> list[Link]:
+    made = [
+        same("transformer.wte.weight", "decoder_embed.tokens.weight"),
+        *both("transformer.ln_f", "decoder.norm"),
+    ]
+    if config.head.kind != "none":
+        made.append(same("lm_head.bias", "head.bias"))
+    if not config.head.tied and config.head.kind != "none":
+        made.append(same("lm_head.weight", "head.weight"))
+    for n in range(len(config.decoder)):
+        theirs, ours = f"transformer.h.{n}", f"decoder.layers.{n}"
+        made += both(f"{theirs}.ln_1", f"{ours}.self_attn_norm")
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            made.append(same(f"{theirs}.attn.{name}.weight", f"{ours}.self_attn.{name}.weight"))
+        made += both(f"{theirs}.mlp.fc_in", f"{ours}.ffn.up_proj")
+        made += both(f"{theirs}.mlp.fc_out", f"{ours}.ffn.down_proj")
+    return made
+
+
+FAMILY = Family(
+    name="gptj",
+    model_types=("gptj",),
+    config_from=config_from,
+    links=links,
+    prefix="transformer.",
+    ignored=(r"h\.\d+\.attn\.(bias|masked_bias|embed_positions)",),
+    copies={r"lm_head\.weight": "transformer.wte.weight"},
+    sizes={
+        "gpt-j-6b": {
+            "model_type": "gptj",
+            "architectures": ["GPTJForCausalLM"],
+            "n_embd": 4096,
+            "n_layer": 28,
+            "n_head": 16,
+            "rotary_dim": 64,
+            "n_positions": 2048,
+            "vocab_size": 50400,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+        }
+    },
+)

@@ -1,0 +1,107 @@
+"""The Transformer of "Attention Is All You Need" (2017): sinusoids, norms after, one table.
+
+The table of embeddings is multiplied by √dim on the way in and is the output layer on the way out.
+Projections and feed-forward layers have biases, the output layer has none. Dropout falls on each
+sublayer's answer and on the sum of embedding and sinusoid, as in the paper.
+
+`transformers` has no such class, so the words of config.json and the names of tensors are ours, in
+the way of the others:
+
+    model_type "original", vocab_size, d_model, encoder_layers, decoder_layers,
+    encoder_attention_heads, decoder_attention_heads, encoder_ffn_dim, decoder_ffn_dim;
+    and where they differ from the paper dropout (0.1), layer_norm_eps (1e-5),
+    max_position_embeddings (none: a sinusoid has no end), pad_token_id, bos_token_id,
+    eos_token_id, decoder_start_token_id (bos_token_id).
+
+    embed.weight, and under encoder.layers.N and decoder.layers.N: self_attn, cross_attn (each with
+    q_proj, k_proj, v_proj, out_proj), ffn (up_proj, down_proj), self_attn_norm, cross_attn_norm,
+    ffn_norm; .weight and .bias each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from regard.layers import BlockConfig
+from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
+from regard.models.family import ConfigReader, Family
+from regard.models.links import Link, both, same
+
+
+def config_from(source: Mapping[str, Any]) -> ModelConfig:
+    read = ConfigReader(source)
+    read.expect("tie_word_embeddings", True)
+    dim, dropout = read.count("d_model"), read.number("dropout", 0.1)
+
+    def make_blocks(side: str) -> tuple[BlockConfig, ...]:
+        block = BlockConfig(
+            dim=dim,
+            n_heads=read.count(f"{side}_attention_heads"),
+            ffn_dim=read.count(f"{side}_ffn_dim"),
+            order="post",
+            norm_eps=read.number("layer_norm_eps", 1e-5),
+            activation="relu",
+            dropout=dropout,
+            cross_attention=side == "decoder",
+        )
+        return (block,) * read.layers(f"{side}_layers")
+
+    ends = read.has("max_position_embeddings")
+    start = read.token("decoder_start_token_id")
+    return ModelConfig(
+        family="original",
+        vocab_size=read.count("vocab_size"),
+        max_len=read.count("max_position_embeddings") if ends else None,
+        encoder=make_blocks("encoder"),
+        decoder=make_blocks("decoder"),
+        embed=EmbedConfig(positions="sinusoidal", scale=math.sqrt(dim), dropout=dropout),
+        head=HeadConfig(),
+        tokens=read.special_tokens(
+            decoder_start=read.token("bos_token_id") if start is None else start
+        ),
+        source=source,
+    )
+
+
+def links(config: ModelConfig) -> list[Link]:
+    made = [same("embed.weight", "decoder_embed.tokens.weight")]
+    for side, blocks in (("encoder", config.encoder), ("decoder", config.decoder)):
+        attentions = ["self_attn", "cross_attn"] if side == "decoder" else ["self_attn"]
+        parts = ["ffn.up_proj", "ffn.down_proj", "ffn_norm"]
+        for name in attentions:
+            parts += [f"{name}.{part}_proj" for part in ("q", "k", "v", "out")]
+            parts.append(f"{name}_norm")
+        for n in range(len(blocks)):
+            for part in parts:
+                made += both(f"{side}.layers.{n}.{part}", f"{side}.layers.{n}.{part}")
+    return made
+
+
+def size(dim: int, n_heads: int, ffn_dim: int, dropout: float) -> dict[str, Any]:
+    """Of the paper, with its English–German vocabulary of about 37,000 pieces."""
+    return {
+        "model_type": "original",
+        "d_model": dim,
+        "encoder_layers": 6,
+        "decoder_layers": 6,
+        "encoder_attention_heads": n_heads,
+        "decoder_attention_heads": n_heads,
+        "encoder_ffn_dim": ffn_dim,
+        "decoder_ffn_dim": ffn_dim,
+        "dropout": dropout,
+        "vocab_size": 37000,
+    }
+
+
+FAMILY = Family(
+    name="original",
+    model_types=("original",),
+    config_from=config_from,
+    links=links,
+    sizes={
+        "original-base": size(512, 8, 2048, 0.1),
+        "original-big": size(1024, 16, 4096, 0.3),
+    },
+)

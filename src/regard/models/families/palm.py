@@ -1,0 +1,76 @@
+"""PaLM: the three sizes of its paper; no weights were published, so names and config are our own.
+
+Sublayers side by side behind one norm, a single key head, SwiGLU, rotary, no biases anywhere, one
+table for both ends, whose scores are divided by the root of its width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from regard.layers import BlockConfig
+from regard.models.config import HeadConfig, ModelConfig
+from regard.models.family import ConfigReader, Family
+from regard.models.links import Link, same, weight
+
+
+def config_from(source: Mapping[str, Any]) -> ModelConfig:
+    read = ConfigReader(source)
+    dim, head_dim = read.count("dim"), read.count("head_dim", 256)
+    block = BlockConfig(
+        dim=dim,
+        n_heads=read.count("n_heads"),
+        n_kv_heads=1,
+        head_dim=head_dim,
+        ffn_dim=read.count("ffn_dim", 4 * dim),
+        order="parallel",
+        shared_norm=True,
+        norm_bias=False,
+        activation="silu",
+        gated=True,
+        attention_bias=False,
+        ffn_bias=False,
+        rotary=read.rotary(head_dim),
+    )
+    return ModelConfig(
+        family="palm",
+        vocab_size=read.count("vocab_size", 256000),
+        max_len=read.count("max_len", 2048),
+        decoder=(block,) * read.layers("n_layers"),
+        head=HeadConfig(tied=True, scale=dim**-0.5),
+        tokens=read.special_tokens(),
+        source=source,
+    )
+
+
+def links(config: ModelConfig) -> list[Link]:
+    made = [
+        same("embed.weight", "decoder_embed.tokens.weight"),
+        same("norm.weight", "decoder.norm.weight"),
+    ]
+    for n in range(len(config.decoder)):
+        theirs, ours = f"layers.{n}", f"decoder.layers.{n}"
+        made += weight(f"{theirs}.norm", f"{ours}.self_attn_norm")
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            made += weight(f"{theirs}.attention.{name}", f"{ours}.self_attn.{name}")
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            made += weight(f"{theirs}.ffn.{name}", f"{ours}.ffn.{name}")
+    return made
+
+
+def size(dim: int, n_layers: int, n_heads: int) -> dict[str, Any]:
+    return {"model_type": "palm", "dim": dim, "n_layers": n_layers, "n_heads": n_heads}
+
+
+FAMILY = Family(
+    name="palm",
+    model_types=("palm",),
+    config_from=config_from,
+    links=links,
+    sizes={
+        "palm-8b": size(4096, 32, 16),
+        "palm-62b": size(8192, 64, 32),
+        "palm-540b": size(18432, 118, 48),
+    },
+)

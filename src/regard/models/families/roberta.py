@@ -1,0 +1,82 @@
+"""RoBERTa and XLM-RoBERTa: BERT with other names, and positions that begin after the padding token.
+
+Position 0 is row pad + 1 of the table, so that a table of 514 rows and padding token 1 make texts
+of up to 512 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from regard.models.config import ModelConfig
+from regard.models.families import bert
+from regard.models.family import ConfigReader, Family
+from regard.models.folder import BadCheckpoint
+from regard.models.links import Link, both, same
+
+
+def config_from(source: Mapping[str, Any]) -> ModelConfig:
+    read = ConfigReader(source)
+    read.expect_class("RobertaForMaskedLM", "XLMRobertaForMaskedLM")
+    pad = read.token("pad_token_id")
+    offset = 1 + (1 if pad is None else pad)
+    rows = read.count("max_position_embeddings", 514)
+    if rows <= offset:
+        raise BadCheckpoint(
+            f"config.json: max_position_embeddings is {rows}, which leaves no position after the "
+            f"padding token {offset - 1}; expected more"
+        )
+    # The head bends by gelu whatever the layers do.
+    return bert.make_config("roberta", read, offset, head_activation="gelu")
+
+
+def links(config: ModelConfig) -> list[Link]:
+    made = bert.make_links(config, "roberta.")
+    if config.head.kind == "masked":
+        made += both("lm_head.dense", "head.dense")
+        made += both("lm_head.layer_norm", "head.norm")
+        made.append(same("lm_head.bias", "head.bias"))
+    return made
+
+
+def size(kind: str, dim: int, n_layers: int, n_heads: int, vocab_size: int) -> dict[str, Any]:
+    cls = {"roberta": "RobertaForMaskedLM", "xlm-roberta": "XLMRobertaForMaskedLM"}[kind]
+    return {
+        "model_type": kind,
+        "architectures": [cls],
+        "hidden_size": dim,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
+        "intermediate_size": 4 * dim,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+        "vocab_size": vocab_size,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
+
+
+FAMILY = Family(
+    name="roberta",
+    model_types=("roberta", "xlm-roberta"),
+    config_from=config_from,
+    links=links,
+    prefix="roberta.",
+    ignored=(r"embeddings\.position_ids",),
+    copies={
+        r"lm_head\.decoder\.weight": "roberta.embeddings.word_embeddings.weight",
+        r"lm_head\.decoder\.bias": "lm_head.bias",
+    },
+    older_names=bert.OLDER_NAMES,
+    sizes={
+        "distilroberta-base": size("roberta", 768, 6, 12, 50265),
+        "roberta-base": size("roberta", 768, 12, 12, 50265),
+        "roberta-large": size("roberta", 1024, 24, 16, 50265),
+        "xlm-roberta-base": size("xlm-roberta", 768, 12, 12, 250002),
+        "xlm-roberta-large": size("xlm-roberta", 1024, 24, 16, 250002),
+    },
+)

@@ -1,0 +1,178 @@
+"""T5 and mT5: a learned bias by distance in place of positions, RMSNorm, no biases, no 1 / √d.
+
+The bias is one table for the encoder and one for the decoder, which all of their layers share; the
+decoder's knows no later keys. The first T5 has one table for tokens and output and multiplies the
+last vectors by dim^-0.5; T5 1.1, FLAN-T5 and mT5 have an output layer of their own and do not.
+`transformers` 5 writes `tie_word_embeddings: true` for both and tells them apart by
+`scale_decoder_outputs` and by whether the file has an output layer; so do we.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from regard.layers import BlockConfig, RelativeConfig
+from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
+from regard.models.family import ConfigReader, Family
+from regard.models.links import Link, same
+
+FEEDS = {
+    "relu": ("relu", False),
+    "gelu": ("gelu", False),
+    "gelu_new": ("gelu_tanh", False),
+    "silu": ("silu", False),
+    "gated-gelu": ("gelu_tanh", True),  # the tanh form, though it is not called gelu_new
+    "gated-relu": ("relu", True),
+    "gated-silu": ("silu", True),
+}
+"""feed_forward_proj: our bend, and whether it gates."""
+
+
+def config_from(source: Mapping[str, Any]) -> ModelConfig:
+    read = ConfigReader(source)
+    read.expect_class(
+        "T5ForConditionalGeneration", "T5WithLMHeadModel", "MT5ForConditionalGeneration"
+    )
+    multilingual = read.word("model_type", "t5") == "mt5"
+    feed = read.choice("feed_forward_proj", FEEDS, "gated-gelu" if multilingual else "relu")
+    activation, gated = FEEDS[feed]
+    dim, dropout = read.count("d_model"), read.number("dropout_rate", 0.1)
+    n_layers = read.layers("num_layers")
+    tied = read.flag("tie_word_embeddings", True)
+    scaled = read.flag("scale_decoder_outputs", tied) and not multilingual
+
+    def make_block(cross_attention: bool) -> BlockConfig:
+        return BlockConfig(
+            dim=dim,
+            n_heads=read.count("num_heads"),
+            head_dim=read.count("d_kv"),
+            ffn_dim=read.count("d_ff"),
+            norm="rms",
+            norm_eps=read.number("layer_norm_epsilon", 1e-6),
+            activation=activation,  # type: ignore[arg-type]
+            gated=gated,
+            attention_bias=False,
+            ffn_bias=False,
+            scale=1.0,
+            dropout=dropout,
+            attention_dropout=dropout,
+            ffn_dropout=dropout,
+            cross_attention=cross_attention,
+        )
+
+    alone = source.get("architectures") in (["T5EncoderModel"], ["MT5EncoderModel"])
+    decoder = (make_block(True),) * read.layers("num_decoder_layers", n_layers)
+    head = HeadConfig(tied=tied, scale=dim**-0.5 if scaled else 1.0)
+    start = read.token("decoder_start_token_id")
+    pad = read.token("pad_token_id")
+    return ModelConfig(
+        family="t5",
+        vocab_size=read.count("vocab_size"),
+        max_len=None,
+        encoder=(make_block(False),) * n_layers,
+        decoder=() if alone else decoder,
+        embed=EmbedConfig(dropout=dropout),
+        head=HeadConfig(kind="none") if alone else head,
+        relative=RelativeConfig(
+            n_buckets=read.count("relative_attention_num_buckets", 32),
+            max_distance=read.count("relative_attention_max_distance", 128),
+        ),
+        tokens=read.special_tokens(decoder_start=pad if start is None else start),
+        source=source,
+    )
+
+
+def links(config: ModelConfig) -> list[Link]:
+    embed = "decoder_embed" if config.decoder else "encoder_embed"
+    made = [same("shared.weight", f"{embed}.tokens.weight")]
+    if config.head.kind == "lm" and not config.head.tied:
+        made.append(same("lm_head.weight", "head.weight"))
+    for side, blocks in (("encoder", config.encoder), ("decoder", config.decoder)):
+        if not blocks:
+            continue
+        table = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        made.append(same(table, f"{side}.relative_table"))
+        made.append(same(f"{side}.final_layer_norm.weight", f"{side}.norm.weight"))
+        for n, block in enumerate(blocks):
+            made += link_layer(f"{side}.block.{n}.layer", f"{side}.layers.{n}", block)
+    return made
+
+
+def link_layer(theirs: str, ours: str, block: BlockConfig) -> list[Link]:
+    """One layer: its sublayers are numbered."""
+    attentions = [("SelfAttention", "self_attn")]
+    if block.cross_attention:
+        attentions.append(("EncDecAttention", "cross_attn"))
+    names = []
+    for n, (name, our_name) in enumerate(attentions):
+        names.append((f"{n}.layer_norm", f"{our_name}_norm"))
+        for part, our_part in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
+            names.append((f"{n}.{name}.{part}", f"{our_name}.{our_part}"))
+        names.append((f"{n}.{name}.o", f"{our_name}.out_proj"))
+    last = f"{len(attentions)}"
+    names.append((f"{last}.layer_norm", "ffn_norm"))
+    feed = f"{last}.DenseReluDense"
+    if block.gated:
+        names += [(f"{feed}.wi_0", "ffn.gate_proj"), (f"{feed}.wi_1", "ffn.up_proj")]
+    else:
+        names.append((f"{feed}.wi", "ffn.up_proj"))
+    names.append((f"{feed}.wo", "ffn.down_proj"))
+    return [same(f"{theirs}.{one}.weight", f"{ours}.{other}.weight") for one, other in names]
+
+
+def size(dim: int, n_layers: int, heads: int, ffn_dim: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "d_model": dim,
+        "num_layers": n_layers,
+        "num_heads": heads,
+        "d_kv": 64,
+        "d_ff": ffn_dim,
+        "vocab_size": 32128,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+        **more,
+    }
+
+
+NEWER: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+MT5: dict[str, Any] = {
+    **NEWER,
+    "model_type": "mt5",
+    "architectures": ["MT5ForConditionalGeneration"],
+    "vocab_size": 250112,
+}
+# Dim, layers, heads, hidden width of T5 1.1, which FLAN-T5 and mT5 took over.
+SHAPES = {
+    "small": (512, 8, 6, 1024),
+    "base": (768, 12, 12, 2048),
+    "large": (1024, 24, 16, 2816),
+    "xl": (2048, 24, 32, 5120),
+    "xxl": (4096, 24, 64, 10240),
+}
+
+FAMILY = Family(
+    name="t5",
+    model_types=("t5", "mt5"),
+    config_from=config_from,
+    links=links,
+    ignored=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+    copies={
+        r"(encoder|decoder)\.embed_tokens\.weight": "shared.weight",
+        r"lm_head\.weight": "shared.weight",
+    },
+    output_layer="lm_head.weight",
+    sizes={
+        "t5-small": size(512, 6, 8, 2048),
+        "t5-base": size(768, 12, 12, 3072),
+        "t5-large": size(1024, 24, 16, 4096),
+        "t5-3b": size(1024, 24, 32, 16384, d_kv=128),
+        "t5-11b": size(1024, 24, 128, 65536, d_kv=128),
+        **{f"t5-v1_1-{name}": size(*shape, **NEWER) for name, shape in SHAPES.items()},
+        **{f"flan-t5-{name}": size(*shape, **NEWER) for name, shape in SHAPES.items()},
+        **{f"mt5-{name}": size(*shape, **MT5) for name, shape in SHAPES.items()},
+    },
+)

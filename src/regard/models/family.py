@@ -1,0 +1,246 @@
+"""A family: how one architecture of Hugging Face's becomes our Transformer and back.
+
+Why: a new architecture should be one short file of data.
+
+How: a `Family` has a function from `config.json` to our config, the links between its tensors and
+ours, and its named sizes, which are themselves such configs. `ConfigReader` reads the untrusted
+file: every value is checked for its type and told by its name when it is wrong.
+
+Left out: anything that runs; a family is data about names and shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from regard.models.config import ModelConfig, SpecialTokens
+from regard.models.folder import BadCheckpoint
+from regard.models.links import Link
+from regard.positions import RotaryConfig, scaling_from_dict
+from regard.positions.rotary import Pairing
+
+MAX_LAYERS = 10_000
+MAX_INT = 2**31 - 1
+
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Hugging Face's names for bends, and ours."""
+
+
+Constant = Callable[[ModelConfig, tuple[int, ...]], Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture. Names in `links` are those of the class with a language-model head.
+
+    `prefix` leads the names of the model inside that class ("transformer."); files of the bare
+    model leave it out. `ignored` are patterns (regular expressions, whole name without prefix) of
+    tensors that files may have and the model does not need, such as masks kept as buffers.
+    `copies` are patterns of names, and the name whose tensor they repeat where it is tied.
+    `constants` are patterns of tensors (without prefix) that files may have though they are
+    computed, each with what they must hold for a given shape: None where none is right.
+    `older_names` are ends of names and what older files have there. `output_layer` is the name of
+    an output layer that is tied just when a file has none of its own, whatever the config says.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    config_from: Callable[[Mapping[str, Any]], ModelConfig]
+    links: Callable[[ModelConfig], list[Link]]
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    copies: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Constant] = field(default_factory=dict)
+    older_names: Mapping[str, str] = field(default_factory=dict)
+    output_layer: str | None = None
+    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class ConfigReader:
+    """Checked reading of one `config.json`; a key that is null counts as absent."""
+
+    def __init__(self, source: Mapping[str, Any]) -> None:
+        self.source = source
+
+    def has(self, key: str) -> bool:
+        return self.source.get(key) is not None
+
+    def count(self, key: str, default: int | None = None, most: int = MAX_INT) -> int:
+        """A whole number from 1 on."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self._wrong(key, value, f"a whole number from 1 to {most}")
+        return value
+
+    def layers(self, key: str, default: int | None = None) -> int:
+        """A number of layers."""
+        return self.count(key, default, MAX_LAYERS)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, value, "a number")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise self._wrong(key, value, "a finite number")
+        return number
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """true or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def word(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """An object; absent is empty."""
+        value = self.source.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self._wrong(key, value, "an object")
+        return value
+
+    def activation(self, key: str, default: str) -> str:
+        """A bend that we have."""
+        value = self.word(key, default)
+        if value not in ACTIVATIONS:
+            raise self._wrong(key, value, f"one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[value]
+
+    def token(self, key: str) -> int | None:
+        """A token id; absent is None."""
+        value = self.source.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= MAX_INT:
+            raise self._wrong(key, value, "a token id")
+        return None if value < 0 else value
+
+    def tokens(self, key: str) -> tuple[int, ...]:
+        """A token id or a list of them; absent is none."""
+        value = self.source.get(key)
+        if value is None:
+            return ()
+        given = value if isinstance(value, list) else [value]
+        if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in given):
+            raise self._wrong(key, value, "a token id or a list of them")
+        return tuple(given)
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """Refuse a setting that we do not have; absent counts as the first of the allowed."""
+        value = self.source.get(key)
+        if value is not None and not any(type(value) is type(x) and value == x for x in allowed):
+            known = " or ".join(map(repr, allowed))
+            raise self._wrong(key, value, f"{known}; other settings are not supported")
+
+    def expect_class(self, *known: str) -> None:
+        """Refuse a class with a head that we do not have, such as BertForSequenceClassification.
+
+        The bare model of a family and classes whose names tell of no head pass.
+        """
+        value = self.source.get("architectures")
+        named = value[0] if isinstance(value, list) and value else None
+        if isinstance(named, str) and "For" in named and named not in known:
+            raise self._wrong(
+                "architectures",
+                named,
+                f"{' or '.join(known)}, or the bare model; other heads are not supported",
+            )
+
+    def choice(self, key: str, allowed: Collection[str], default: str) -> str:
+        """One of some words."""
+        value = self.word(key, default)
+        if value not in allowed:
+            raise self._wrong(key, value, f"one of {', '.join(allowed)}")
+        return value
+
+    def suppressed(self) -> tuple[int, ...]:
+        """Tokens that are never generated, from `bad_words_ids`: lists of one token each."""
+        value = self.source.get("bad_words_ids")
+        if value is None:
+            return ()
+        lone = isinstance(value, list) and all(isinstance(x, list) and len(x) == 1 for x in value)
+        if not lone or not all(type(x[0]) is int and x[0] >= 0 for x in value):
+            raise self._wrong("bad_words_ids", value, "lists of one token id each")
+        return tuple(x[0] for x in value)
+
+    def special_tokens(self, **more: Any) -> SpecialTokens:
+        """pad, bos and eos as nearly every family names them."""
+        found: dict[str, Any] = {
+            "pad": self.token("pad_token_id"),
+            "bos": self.token("bos_token_id"),
+            "eos": self.tokens("eos_token_id"),
+        }
+        return SpecialTokens(**{**found, **more})
+
+    def rotary(
+        self,
+        head_dim: int,
+        *,
+        base: float = 10000.0,
+        fraction: float = 1.0,
+        pairing: Pairing = "halves",
+        parameters: Mapping[str, Any] | None = None,
+    ) -> RotaryConfig:
+        """Rotary from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files.
+
+        `base` and `fraction` are the family's defaults; `parameters` stands for another entry.
+        """
+        given = dict(self.mapping("rope_scaling"))
+        given.update(self.mapping("rope_parameters") if parameters is None else parameters)
+        reader = ConfigReader({**self.source, **given})
+        base = reader.number("rope_theta", base)
+        fraction = reader.number("partial_rotary_factor", fraction)
+        rotary_dim = int(head_dim * fraction)
+        try:
+            scaling = scaling_from_dict(given, max_len=self.source.get("max_position_embeddings"))
+        except (ValueError, TypeError) as wrong:
+            raise BadCheckpoint(f"config.json: rotary scaling is not usable: {wrong}") from wrong
+        return RotaryConfig(
+            head_dim=head_dim,
+            base=base,
+            rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+            pairing=pairing,
+            scaling=scaling,
+        )
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.source.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise BadCheckpoint(f"config.json has no {key!r}, which this architecture needs")
+        return default
+
+    @staticmethod
+    def _wrong(key: str, value: Any, expected: str) -> BadCheckpoint:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        return BadCheckpoint(f"config.json: {key} is {shown}; expected {expected}")

@@ -1,0 +1,484 @@
+"""A GGUF file, spoken of as a Hugging Face folder: the same config, names and numbers.
+
+Why: small quantised models are passed around as one GGUF file, weights and tokenizer together. The
+loader should not know that.
+
+How: `GGUFFile.open` checks the header (`gguf_header.py`) and writes the `config.json` that the
+model would have. `read` unpacks one tensor from the mapped file with `gguf`'s own code, always to
+float32, and undoes what the conversion to GGUF did to it:
+
+- LLaMA's rows of queries and keys were put in the order of the other rotary pairing;
+- Gemma's norms, which are differences from 1, had 1 added.
+
+The format leaves out what llama.cpp keeps in its source: Gemma's activation and which layers have
+windows, and the scale of queries, which it tells by the number of layers. The same rules are here.
+A setting under the architecture's name that is not known here is refused, since it would change
+the model's answers. LLaMA 3's rotary scaling is in the file as a tensor of divisors.
+
+Left out: architectures other than LLaMA's and Gemma's, mixtures of experts, pictures, adapters,
+writing GGUF files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.models.folder import BadCheckpoint, Stored
+from regard.models.gguf_header import (
+    Header,
+    Metadata,
+    Packed,
+    import_gguf,
+    read_gguf_header,
+)
+from regard.models.gguf_tokens import find_tokens, make_tokenizer
+from regard.models.header import Stamp, spell, spell_path, spell_some
+from regard.positions import Llama3
+from regard.tokens import Tokenizer
+
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+SANDWICH = {
+    **LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+DIVISORS = "rope_freqs.weight"
+"""LLaMA 3: what each rotary frequency is divided by."""
+
+SETTINGS = frozenset(
+    {
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "vocab_size",
+        "tensor_data_layout",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
+    }
+)
+WINDOW, FINAL_CAP = "attention.sliding_window", "final_logit_softcapping"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What tells the architectures apart in the format. `more`: settings beside the usual."""
+
+    model_type: str
+    layer: Mapping[str, str]
+    more: frozenset[str]
+    permuted: bool = False
+    norms_plus_one: bool = False
+    usual: Mapping[str, Any] = field(default_factory=dict)
+
+
+LLAMA = Architecture(
+    model_type="llama",
+    layer=LAYER,
+    more=frozenset({WINDOW, "expert_count", "expert_used_count"}),
+    permuted=True,
+    usual={"hidden_act": "silu"},
+)
+GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+ARCHITECTURES = {
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "gemma": Architecture(
+        model_type="gemma", layer=LAYER, more=frozenset(), norms_plus_one=True, usual=GELU
+    ),
+    "gemma2": Architecture(
+        model_type="gemma2",
+        layer=SANDWICH,
+        more=frozenset({WINDOW, FINAL_CAP, "attn_logit_softcapping"}),
+        norms_plus_one=True,
+        usual=GELU,
+    ),
+    "gemma3": Architecture(
+        model_type="gemma3_text",
+        layer={**SANDWICH, **QK_NORMS},
+        more=frozenset({WINDOW, FINAL_CAP, f"{WINDOW}_pattern"})
+        | frozenset({"rope.freq_base_swa", "mm.tokens_per_image"}),
+        norms_plus_one=True,
+        usual=GELU,
+    ),
+}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+
+
+@final
+class GGUFFile:
+    """An opened GGUF file; made by `GGUFFile.open`. `stored` has Hugging Face's names.
+
+    The shapes in `stored` are Hugging Face's too, and every type there is float32, whatever the
+    file packs it as: that is what `read` gives.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    stored: dict[str, Stored]
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path = path
+        self._header = header
+        self._architecture = find_architecture(header.metadata)
+        self._sources = rename(header, self._architecture)
+        self.config = make_config(header, self._architecture, self._unpack)
+        self.stored = {
+            name: Stored(header.tensors[source].shape, torch.float32, path)
+            for name, source in self._sources.items()
+        }
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> GGUFFile:
+        """Open a file and check all of it but the values; `BadCheckpoint` says what is wrong."""
+        import_gguf()
+        path = Path(os.fsdecode(path))
+        return GGUFFile(path, read_gguf_header(path))
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of this Hugging Face name, unpacked to float32, in Hugging Face's order."""
+        if name not in self._sources:
+            raise BadCheckpoint(
+                f"{spell_path(self.path)} has no tensor {spell(name)}; it has "
+                f"{len(self.stored)}: {spell_some(self.stored)}"
+            )
+        source = self._sources[name]
+        tensor = self._unpack(source)
+        if self._architecture.norms_plus_one and source.endswith("norm.weight"):
+            return tensor - 1
+        if self._architecture.permuted and ".attn_q." in source:
+            return halve(tensor, self.config["num_attention_heads"])
+        if self._architecture.permuted and ".attn_k." in source:
+            return halve(tensor, self.config["num_key_value_heads"])
+        return tensor
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer in the file; None where it has none."""
+        return make_tokenizer(self._header.metadata, self.config["vocab_size"])
+
+    def _unpack(self, source: str) -> Tensor:
+        """A tensor by its GGUF name, as the file has it."""
+        if not self.path.exists() or Stamp.of(self.path.stat()) != self._header.stamp:
+            raise BadCheckpoint(
+                f"{spell_path(self.path)} was changed or deleted after it was opened; open it again"
+            )
+        return unpack(self._header.data, self._header.tensors[source])
+
+
+def unpack(data: Any, packed: Packed) -> Tensor:
+    """The numbers of one tensor as float32."""
+    gguf = import_gguf()
+    rows = (*packed.shape[:-1], -1)
+    raw = np.frombuffer(data, np.uint8, packed.n_bytes, packed.start).reshape(rows)
+    with np.errstate(all="ignore"):  # damaged scales overflow; the loader looks for what is left
+        numbers = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(packed.kind))
+    # Float32 comes as a view of the file, which torch may not write to.
+    owned = np.array(numbers, dtype=np.float32, copy=None if numbers.flags.writeable else True)
+    return torch.from_numpy(owned).reshape(packed.shape)
+
+
+def halve(tensor: Tensor, n_heads: int) -> Tensor:
+    """Rows of each head from neighbouring rotary pairs (0, 1), (2, 3) to halves (0, d/2), ..."""
+    if tensor.shape[0] % (2 * n_heads):
+        raise BadCheckpoint(
+            f"{tensor.shape[0]} rows of queries or keys make no {n_heads} heads of even width: the "
+            "file's settings and tensors are of different models"
+        )
+    rest = tensor.shape[1:]
+    return tensor.reshape(n_heads, -1, 2, *rest).transpose(1, 2).reshape(tensor.shape)
+
+
+def find_architecture(metadata: Metadata) -> Architecture:
+    name = metadata.word("general.architecture")
+    if name not in ARCHITECTURES:
+        raise BadCheckpoint(
+            f"{metadata.where} is of the architecture {spell(name)}; regard reads GGUF files of "
+            f"{', '.join(ARCHITECTURES)}. Load the model from its Hugging Face folder instead"
+        )
+    architecture = ARCHITECTURES[name]
+    known = SETTINGS | architecture.more | YARN
+    unknown = [
+        key
+        for key in metadata.values
+        if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in known
+    ]
+    if unknown:
+        raise BadCheckpoint(
+            f"{metadata.where} has settings that are not known here and may change the model's "
+            f"answers: {spell_some(unknown)}. Load the model from its Hugging Face folder instead"
+        )
+    return architecture
+
+
+def rename(header: Header, architecture: Architecture) -> dict[str, str]:
+    """Hugging Face's name of each tensor -> the file's; unknown ones keep theirs."""
+    found: dict[str, str] = {}
+    for source in header.tensors:
+        name = WHOLE.get(source, source)
+        layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", source, re.ASCII)
+        if layer is not None and layer[2] in architecture.layer:
+            name = f"model.layers.{layer[1]}.{architecture.layer[layer[2]]}.{layer[3]}"
+        if source == DIVISORS and architecture.permuted:
+            continue  # a setting, not a weight
+        if name in found:
+            raise BadCheckpoint(
+                f"{header.metadata.where} has both {spell(found[name])} and {spell(source)}, which "
+                "are the same tensor; it is damaged: download it again"
+            )
+        found[name] = source
+    return found
+
+
+def make_config(header: Header, architecture: Architecture, unpack: Any) -> dict[str, Any]:
+    """The `config.json` of the same model."""
+    metadata = header.metadata
+    arch = metadata.word("general.architecture")
+    n_layers = metadata.count(f"{arch}.block_count")
+    dim = metadata.count(f"{arch}.embedding_length")
+    n_heads = read_alike(metadata, f"{arch}.attention.head_count", n_layers)
+    n_kv_heads = read_alike(metadata, f"{arch}.attention.head_count_kv", n_layers, n_heads)
+    head_dim = metadata.count(f"{arch}.attention.key_length", max(dim // n_heads, 1))
+    config = {
+        "model_type": architecture.model_type,
+        "hidden_size": dim,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
+        "num_key_value_heads": n_kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": read_alike(metadata, f"{arch}.feed_forward_length", n_layers),
+        "max_position_embeddings": metadata.count(f"{arch}.context_length"),
+        "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": metadata.number(
+            f"{arch}.rope.freq_base", 1e6 if arch == "gemma3" else 10000.0
+        ),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        **architecture.usual,
+    }
+    check_sizes(header, arch, config)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if metadata.count(f"{arch}.{key}", head_dim) != head_dim:
+            raise BadCheckpoint(
+                f"{metadata.where}: {arch}.{key} is {metadata.count(f'{arch}.{key}')}, but heads "
+                f"have the width {head_dim}; models in which these differ are not supported"
+            )
+    config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
+    config.update(find_tokens(metadata, config["vocab_size"]))
+    config["rope_scaling"] = find_scaling(header, arch, config, unpack)
+    if architecture is LLAMA:
+        config.update(finish_llama(header, arch))
+    if arch in ("gemma2", "gemma3"):
+        config.update(finish_gemma(metadata, arch, config))
+    config["architectures"] = [CLASSES[config["model_type"]]]
+    return config
+
+
+def read_alike(metadata: Metadata, key: str, n_layers: int, default: int | None = None) -> int:
+    """A whole number that the format lets every layer have of its own; here all are alike."""
+    value = metadata.values.get(key)
+    if not isinstance(value, np.ndarray):
+        return metadata.count(key, default)
+    numbers = {int(number) for number in metadata.numbers(key, n_layers)}
+    if len(numbers) != 1 or not 1 <= min(numbers) < 2**31:
+        raise BadCheckpoint(
+            f"{metadata.where}: {key} is not the same in every layer; such models are not supported"
+        )
+    return numbers.pop()
+
+
+def check_sizes(header: Header, arch: str, config: Mapping[str, Any]) -> None:
+    """The embedding has the width told, and no other width is beyond all tensors.
+
+    What fits exactly is for the loader to see; this keeps it from making room for nonsense.
+    """
+    where = header.metadata.where
+    if "token_embd.weight" not in header.tensors:
+        raise BadCheckpoint(f"{where} has no tensor 'token_embd.weight', the embedding of tokens")
+    shape = header.tensors["token_embd.weight"].shape
+    if len(shape) != 2 or shape[1] != config["hidden_size"]:
+        raise BadCheckpoint(
+            f"{where}: tensor 'token_embd.weight' has the shape {list(shape)}; expected one row "
+            f"of {arch}.embedding_length, {config['hidden_size']}, for each token"
+        )
+    told = header.metadata.count(f"{arch}.vocab_size", shape[0])
+    if told != shape[0]:
+        raise BadCheckpoint(
+            f"{where}: {arch}.vocab_size is {told}, but the embedding has {shape[0]} rows"
+        )
+    widest = max(size for packed in header.tensors.values() for size in packed.shape)
+    heads, width = config["num_attention_heads"], config["head_dim"]
+    for what, size in {
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count times the heads' width": heads * width,
+        "attention.head_count_kv times the heads' width": config["num_key_value_heads"] * width,
+    }.items():
+        if size > widest:
+            raise BadCheckpoint(
+                f"{where}: {arch}.{what} is {size}, but no tensor is wider than {widest}; the "
+                "file's settings and tensors are of different models"
+            )
+
+
+YARN = frozenset({"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"})
+
+
+def find_scaling(
+    header: Header, arch: str, config: Mapping[str, Any], unpack: Any
+) -> dict[str, Any] | None:
+    """Hugging Face's `rope_scaling`: from the settings, or from LLaMA 3's tensor of divisors."""
+    metadata, key = header.metadata, f"{arch}.rope.scaling"
+    kind = metadata.word(f"{key}.type", "none")
+    if DIVISORS in header.tensors and ARCHITECTURES[arch].permuted:
+        if kind != "none":
+            raise BadCheckpoint(
+                f"{metadata.where} has both {key}.type {spell(kind)} and the tensor {DIVISORS!r}; "
+                "expected one rotary scaling"
+            )
+        return name_divisors(unpack(DIVISORS), config, metadata.where)
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise BadCheckpoint(
+            f"{metadata.where}: {key}.type is {spell(kind)}; expected none, linear or yarn"
+        )
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata.number(f"{key}.factor")}
+    if kind == "yarn":
+        original = metadata.count(
+            f"{key}.original_context_length", config["max_position_embeddings"]
+        )
+        scaling["original_max_position_embeddings"] = original
+        for theirs in ("beta_fast", "beta_slow"):
+            if metadata.has(f"{key}.yarn_{theirs}"):
+                scaling[theirs] = metadata.number(f"{key}.yarn_{theirs}")
+    return scaling
+
+
+def name_divisors(divisors: Tensor, config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """The scaling whose frequencies are divided by these numbers.
+
+    All of LLaMA 3's models differ in `factor` only. Where their rule gives other numbers, LongRoPE
+    takes any; it is not the first choice, since its cached keys are turned anew at every step.
+    """
+    n_pairs = config["head_dim"] // 2
+    if tuple(divisors.shape) != (n_pairs,) or not bool(
+        (divisors > 0).all() & (divisors < 1e9).all()
+    ):
+        raise BadCheckpoint(
+            f"{where}: tensor {DIVISORS!r} must hold {n_pairs} numbers above 0, one for each "
+            f"rotary pair; it has the shape {list(divisors.shape)} or numbers out of range"
+        )
+    factor = round(float(divisors.max()), 4)
+    if factor == 1 and bool((divisors == 1).all()):
+        return None
+    rule = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    turns = torch.arange(n_pairs, dtype=torch.float64) / n_pairs
+    frequencies = config["rope_theta"] ** -turns
+    scaled = Llama3(**rule, original_max_len=8192).scale(frequencies, config["rope_theta"], None)
+    if torch.allclose(frequencies / scaled, divisors.double(), rtol=1e-4, atol=0):
+        return {"rope_type": "llama3", **rule, "original_max_position_embeddings": 8192}
+    each = divisors.tolist()
+    return {
+        "rope_type": "longrope",
+        "short_factor": each,
+        "long_factor": each,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+    }
+
+
+def finish_llama(header: Header, arch: str) -> dict[str, Any]:
+    """Biases, and the window that makes it a Mistral."""
+    metadata = header.metadata
+    if metadata.count(f"{arch}.expert_count", 0, least=0):
+        raise BadCheckpoint(
+            f"{metadata.where} is a mixture of {metadata.count(f'{arch}.expert_count')} experts, "
+            "which is not supported"
+        )
+    found: dict[str, Any] = {
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+    }
+    window = metadata.count(f"{arch}.{WINDOW}", 0, least=0)
+    if arch == "mistral" or window:
+        found |= {"model_type": "mistral", "sliding_window": window or None}
+    return found
+
+
+def finish_gemma(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma 2's and 3's windows and caps. What the file need not say is as in llama.cpp."""
+    n_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    # The largest model of each scales queries by the width that heads would have without head_dim.
+    largest = n_layers == {"gemma2": 46, "gemma3": 62}[arch]
+    found: dict[str, Any] = {
+        "query_pre_attn_scalar": (
+            config["hidden_size"] // config["num_attention_heads"] if largest else head_dim
+        ),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+    window = metadata.count(f"{arch}.{WINDOW}", 4096 if arch == "gemma2" else 0, least=0)
+    if arch == "gemma2":
+        found["attn_logit_softcapping"] = metadata.number(f"{arch}.attn_logit_softcapping", 50.0)
+        found["final_logit_softcapping"] = metadata.number(f"{arch}.{FINAL_CAP}", 30.0)
+    else:
+        found["rope_local_base_freq"] = metadata.number(f"{arch}.rope.freq_base_swa", 10000.0)
+        if metadata.has(f"{arch}.{FINAL_CAP}"):
+            found["final_logit_softcapping"] = metadata.number(f"{arch}.{FINAL_CAP}")
+    slides = find_slides(metadata, arch, n_layers) if window else [False] * min(n_layers, 10_000)
+    if window:
+        found["sliding_window"] = window
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    return {**found, "layer_types": [kinds[slide] for slide in slides]}
+
+
+def find_slides(metadata: Metadata, arch: str, n_layers: int) -> list[bool]:
+    """Which layers look through the window: all but every second (Gemma 2) or sixth (Gemma 3)."""
+    key = f"{arch}.{WINDOW}_pattern"
+    if isinstance(metadata.values.get(key), np.ndarray):
+        return [bool(slide) for slide in metadata.numbers(key, n_layers)]
+    every = metadata.count(key, 2 if arch == "gemma2" else 6)
+    # A made-up number of layers must not fill the memory; the loader refuses it by its count.
+    return [(n + 1) % every != 0 for n in range(min(n_layers, 10_000))]

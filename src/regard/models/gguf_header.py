@@ -1,0 +1,404 @@
+"""What a GGUF file says about itself, believed only after it has been checked.
+
+Why: the `gguf` package's reader trusts its input; a torn or hostile file makes it hang, fill the
+memory, or fail deep inside. So nothing else reads a GGUF file before this module has.
+
+How: one walk over the mapped header: magic, version, counts, keys with their values, tensors with
+their shapes and places. Every length is held against the bytes that are left before it is used, so
+the walk is never longer than the file. Tensors must lie one after the other as the format says.
+`gguf` is asked only for the sizes of its types and which of them it can unpack. A fault of any kind
+is one `BadCheckpoint`. `Metadata` then hands out values by key, each with its type checked.
+
+The file: "GGUF", version, number of tensors, number of keys; the keys, each a name, a type and a
+value; the tensors, each a name, a shape (fastest axis first), a type and a place; their bytes.
+
+Left out: version 1 (32-bit lengths, gone since 2023), big-endian files, arrays of arrays, and
+models split over several files; each is refused in words.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+import numpy as np
+
+from regard.models.header import BadCheckpoint, Stamp, check_file, spell, spell_path, spell_some
+
+MAGIC = b"GGUF"
+ALIGNMENT = 32  # unless general.alignment says otherwise
+MAX_KEYS = 65_536
+MAX_KEY_BYTES = 65_535  # the format's own limit
+MAX_TENSORS = 1_000_000
+MAX_NAME_BYTES = 1_024
+MAX_STRINGS = 4_000_000  # in one array; the largest vocabularies have about 500,000 merges
+MAX_AXES = 4  # the format's own limit
+MAX_INT = 2**31 - 1
+AGAIN = "it is torn or damaged: download it again"
+
+UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
+NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    UINT32: "<u4",
+    5: "<i4",
+    FLOAT32: "<f4",
+    BOOL: "<u1",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+"""The format's numbers, as numpy spells them."""
+
+Value = str | bool | int | float | list[str] | np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One tensor as the header tells it: torch's order of axes, `gguf`'s type, and its bytes."""
+
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """All that the file says, its mapping, and which file that was."""
+
+    metadata: Metadata
+    tensors: dict[str, Packed]
+    data: mmap.mmap
+    stamp: Stamp
+
+
+@final
+class Metadata:
+    """The keys of a file; every value is checked for its type when it is asked for.
+
+    `default` stands for an absent key; without one, absence is refused.
+    """
+
+    def __init__(self, values: Mapping[str, Value], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def has(self, key: str) -> bool:
+        return key in self.values
+
+    def word(self, key: str, default: str | None = None) -> str:
+        """A text."""
+        value = self._get(key, default)
+        return value if isinstance(value, str) else self._refuse(key, "a text")
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number from `least` on."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_INT:
+            self._refuse(key, f"a whole number from {least} to {MAX_INT}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0, which all of the format's settings are."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self._refuse(key, "a number")
+        if not math.isfinite(value) or value <= 0:
+            self._refuse(key, "a finite number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self._get(key, default)
+        return value if isinstance(value, bool) else self._refuse(key, "true or false")
+
+    def words(self, key: str) -> list[str]:
+        """A list of texts."""
+        value = self._get(key, None)
+        return value if isinstance(value, list) else self._refuse(key, "a list of texts")
+
+    def numbers(self, key: str, n: int) -> list[Any]:
+        """A list of `n` numbers."""
+        value = self._get(key, None)
+        if not isinstance(value, np.ndarray) or len(value) != n:
+            self._refuse(key, f"a list of {n} numbers")
+        found: list[Any] = value.tolist()
+        return found
+
+    def token(self, key: str, n_tokens: int) -> int | None:
+        """A token id below `n_tokens`; absent, or the -1 of old files, is None."""
+        value = self._get(key, -1)
+        if value in (-1, 2**32 - 1):
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < n_tokens:
+            self._refuse(key, f"a token id below {n_tokens}")
+        return value
+
+    def _get(self, key: str, default: Value | None) -> Value:
+        if key in self.values:
+            return self.values[key]
+        if default is None:
+            raise BadCheckpoint(f"{self.where} has no key {key!r}, which this model needs")
+        return default
+
+    def _refuse(self, key: str, expected: str) -> NoReturn:
+        value = self.values.get(key)
+        listed = isinstance(value, list | np.ndarray)
+        came = f"a list of {len(value)}" if listed else spell(value)  # type: ignore[arg-type]
+        raise BadCheckpoint(f"{self.where}: the key {key!r} is {came}; expected {expected}")
+
+
+def read_gguf_header(path: Path) -> Header:
+    """Everything a GGUF file says about itself, checked."""
+    check_file(path)
+    where = spell_path(path)
+    with path.open("rb") as file:
+        stamp = Stamp.of(os.fstat(file.fileno()))
+        check_start(file.read(8), where)
+        # Mapped by its size as it was just seen; a mapping outlives the open file.
+        data = mmap.mmap(file.fileno(), stamp.size, access=mmap.ACCESS_READ)
+    cursor = Cursor(data, 8, stamp.size, where)
+    n_tensors = cursor.number("<Q", "the number of its tensors")
+    n_keys = cursor.number("<Q", "the number of its keys")
+    cursor.check_room(n_keys, 13, MAX_KEYS, "keys")
+    metadata = Metadata(read_keys(cursor, n_keys), where)
+    cursor.check_room(n_tensors, 33, MAX_TENSORS, "tensors")
+    return Header(metadata, read_tensors(cursor, n_tensors, metadata), data, stamp)
+
+
+def check_start(first: bytes, where: str) -> None:
+    """Refuse other formats and other versions of this one."""
+    if first[:4] != MAGIC:
+        raise BadCheckpoint(
+            f"{where} starts with {first[:4]!r}; a GGUF file starts with {MAGIC!r}. It is some "
+            "other file, or an older format: convert the model to GGUF again"
+        )
+    if len(first) < 8:
+        raise BadCheckpoint(f"{where} ends after {len(first)} bytes; {AGAIN}")
+    version = int.from_bytes(first[4:], "little")
+    if version in (2, 3):
+        return
+    if int.from_bytes(first[4:], "big") in (2, 3):
+        raise BadCheckpoint(
+            f"{where} is a big-endian GGUF file; expected a little-endian one: convert it, for "
+            "example with gguf-convert-endian of the gguf package"
+        )
+    raise BadCheckpoint(
+        f"{where} is GGUF version {version}; expected 2 or 3: convert the model to GGUF again"
+    )
+
+
+class Cursor:
+    """A place in the mapped header; it never steps past the end of the file."""
+
+    def __init__(self, data: mmap.mmap, place: int, end: int, where: str) -> None:
+        self.data = data
+        self.place = place
+        self.end = end
+        self.where = where
+
+    def step(self, n: int, what: str) -> int:
+        """Go on by n bytes and tell where they start."""
+        if n > self.end - self.place:
+            raise BadCheckpoint(
+                f"{self.where}: {what} would take {n} bytes at {self.place}, but the file ends at "
+                f"{self.end}; {AGAIN}"
+            )
+        start = self.place
+        self.place += n
+        return start
+
+    def number(self, form: str, what: str) -> Any:
+        return struct.unpack_from(form, self.data, self.step(struct.calcsize(form), what))[0]
+
+    def text(self, what: str, most: int | None = None) -> str:
+        n = self.number("<Q", what)
+        if most is not None and not 1 <= n <= most:
+            raise BadCheckpoint(
+                f"{self.where}: {what} has {n} bytes; expected 1 to {most}; {AGAIN}"
+            )
+        start = self.step(n, what)
+        try:
+            return self.data[start : start + n].decode("utf-8")
+        except UnicodeDecodeError:
+            raise BadCheckpoint(
+                f"{self.where}: {what} is not UTF-8 text: {spell(self.data[start : start + 40])}; "
+                f"{AGAIN}"
+            ) from None
+
+    def check_room(self, n: int, takes: int, most: int, what: str) -> None:
+        """Refuse a count of things that cannot be there, each of at least `takes` bytes."""
+        left = self.end - self.place
+        if n > most or n * takes > left:
+            raise BadCheckpoint(
+                f"{self.where} claims {n} {what}, but {left} bytes are left, and more than "
+                f"{most} are never expected; {AGAIN}"
+            )
+
+
+def read_keys(cursor: Cursor, n_keys: int) -> dict[str, Value]:
+    found: dict[str, Value] = {}
+    for n in range(n_keys):
+        key = cursor.text(f"the name of key {n}", MAX_KEY_BYTES)
+        if key in found:
+            raise BadCheckpoint(f"{cursor.where} has the key {spell(key)} twice; {AGAIN}")
+        what = f"the value of {spell(key)}"
+        found[key] = read_value(cursor, cursor.number("<I", what), what)
+    return found
+
+
+def read_value(cursor: Cursor, kind: int, what: str) -> Value:
+    """One value of a key."""
+    if kind == STRING:
+        return cursor.text(what)
+    if kind == ARRAY:
+        return read_array(cursor, what)
+    if kind not in NUMBERS:
+        raise BadCheckpoint(
+            f"{cursor.where}: {what} has type {kind}, which the format does not have; {AGAIN}"
+        )
+    value = read_numbers(cursor, kind, 1, what)[0]
+    if kind == BOOL:
+        return bool(value)
+    # The shortest decimal of a float32 is the number its writer meant: 1e-05, not 9.9999997e-06.
+    plain: Value = float(str(value)) if kind == FLOAT32 else value.item()
+    return plain
+
+
+def read_array(cursor: Cursor, what: str) -> Value:
+    """A list of texts, or of numbers, which stay where they are in the mapped file."""
+    kind, n = cursor.number("<I", what), cursor.number("<Q", what)
+    if kind == STRING:
+        cursor.check_room(n, 8, MAX_STRINGS, f"texts in {what}")
+        return [cursor.text(f"text {i} of {what}") for i in range(n)]
+    if kind not in NUMBERS:
+        came = "arrays, which are not supported" if kind == ARRAY else f"the unknown type {kind}"
+        raise BadCheckpoint(f"{cursor.where}: {what} is an array of {came}; {AGAIN}")
+    return read_numbers(cursor, kind, n, what)
+
+
+def read_numbers(cursor: Cursor, kind: int, n: int, what: str) -> np.ndarray[Any, np.dtype[Any]]:
+    dtype = np.dtype(NUMBERS[kind])
+    start = cursor.step(n * dtype.itemsize, what)
+    found = np.frombuffer(cursor.data, dtype, n, start) if n else np.empty(0, dtype)
+    if kind == BOOL:
+        if n and found.max() > 1:
+            raise BadCheckpoint(
+                f"{cursor.where}: {what} is {found.max()} where the format has 0 or 1; {AGAIN}"
+            )
+        return found.astype(bool)
+    return found
+
+
+def read_tensors(cursor: Cursor, n_tensors: int, metadata: Metadata) -> dict[str, Packed]:
+    """Each tensor's shape, type and place, and all of them one after the other in the file."""
+    if metadata.count("split.count", 1, least=0) > 1:
+        raise BadCheckpoint(
+            f"{cursor.where} is one of {metadata.count('split.count')} parts of a model; join them "
+            "with llama-gguf-split --merge of llama.cpp, and load the whole"
+        )
+    alignment = metadata.count("general.alignment", ALIGNMENT)
+    if alignment & (alignment - 1):
+        raise BadCheckpoint(
+            f"{cursor.where}: general.alignment is {alignment}; expected a power of two; {AGAIN}"
+        )
+    told = [read_tensor(cursor, n) for n in range(n_tensors)]
+    base = align(cursor.place, alignment)
+    found: dict[str, Packed] = {}
+    expected = 0
+    for name, shape, kind, offset in told:
+        if name in found:
+            raise BadCheckpoint(f"{cursor.where} has the tensor {spell(name)} twice; {AGAIN}")
+        tensor = f"{cursor.where}: tensor {spell(name)}"
+        n_bytes = count_bytes(shape, kind, tensor)
+        if offset != expected:
+            raise BadCheckpoint(
+                f"{tensor} lies at {offset} among the tensors; expected {expected}, right after "
+                f"the one before it; {AGAIN}"
+            )
+        start = base + offset
+        if start + n_bytes > cursor.end:
+            raise BadCheckpoint(
+                f"{tensor} would end at byte {start + n_bytes}, but the file has {cursor.end}; "
+                f"{AGAIN}"
+            )
+        found[name] = Packed(shape, kind, start, n_bytes)
+        expected = align(offset + n_bytes, alignment)
+    if not found:
+        raise BadCheckpoint(f"{cursor.where} holds no tensors: it is a vocabulary, not a model")
+    check_kinds(found, cursor.where)
+    return found
+
+
+def align(place: int, alignment: int) -> int:
+    return -(-place // alignment) * alignment
+
+
+def read_tensor(cursor: Cursor, n: int) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape in torch's order, type and place of one tensor."""
+    name = cursor.text(f"the name of tensor {n}", MAX_NAME_BYTES)
+    what = f"the entry of tensor {spell(name)}"
+    n_axes = cursor.number("<I", what)
+    if not 1 <= n_axes <= MAX_AXES:
+        raise BadCheckpoint(
+            f"{cursor.where}: tensor {spell(name)} has {n_axes} axes; expected 1 to {MAX_AXES}; "
+            f"{AGAIN}"
+        )
+    sizes = [cursor.number("<Q", what) for _ in range(n_axes)]
+    if 0 in sizes:
+        raise BadCheckpoint(f"{cursor.where}: tensor {spell(name)} is empty: {sizes}; {AGAIN}")
+    return name, tuple(reversed(sizes)), cursor.number("<I", what), cursor.number("<Q", what)
+
+
+def count_bytes(shape: tuple[int, ...], kind: int, tensor: str) -> int:
+    """How many bytes a tensor takes: its rows are whole blocks of its type."""
+    gguf = import_gguf()
+    block: int
+    takes: int
+    try:
+        block, takes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+    except (ValueError, KeyError):
+        raise BadCheckpoint(
+            f"{tensor} has type {kind}, which the installed gguf package does not know; a newer "
+            "one may, or take the model in another quantisation, such as Q8_0"
+        ) from None
+    if shape[-1] % block:
+        raise BadCheckpoint(
+            f"{tensor} has rows of {shape[-1]} numbers; its type keeps blocks of {block}; {AGAIN}"
+        )
+    return math.prod(shape) // block * takes
+
+
+def check_kinds(tensors: Mapping[str, Packed], where: str) -> None:
+    """Refuse types that `gguf` can name but not unpack, by asking it to unpack one block."""
+    gguf = import_gguf()
+    for kind in sorted({packed.kind for packed in tensors.values()}):
+        named = gguf.GGMLQuantizationType(kind)
+        block = np.zeros((1, gguf.GGML_QUANT_SIZES[named][1]), np.uint8)
+        try:
+            gguf.quants.dequantize(block, named)
+        except NotImplementedError:
+            users = [name for name, packed in tensors.items() if packed.kind == kind]
+            raise BadCheckpoint(
+                f"{where} keeps {spell_some(users)} as {named.name}, which the gguf package cannot "
+                "unpack; take the model in another quantisation, such as Q8_0 or F16"
+            ) from None
+
+
+def import_gguf() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ImportError(
+            "reading a GGUF file needs the gguf package: pip install 'regard[gguf]'"
+        ) from error
+    return gguf

@@ -1,0 +1,266 @@
+"""The tokenizer in a GGUF file, as the `tokenizer.json` that says the same.
+
+Why: ids must be those the model was trained on, and `regard.tokens` reads `tokenizer.json`.
+
+How: the file has the pieces, their kinds, and one of two models:
+
+- "gpt2", byte-level BPE: merges in order, and the name of the rule that splits text into words
+  before. llama.cpp keeps these rules in its source; those of models of our families are here. An
+  unknown name is refused: a wrong rule gives wrong ids without a word.
+- "llama", SentencePiece's BPE: no merges, but a score for each piece. Two neighbours become the
+  piece with the best score, so every way to cut a piece in two is a merge, ranked by its score.
+
+Control tokens are special; user-defined ones are found whole in text, and are text.
+
+Left out: WordPiece, Unigram and RWKV vocabularies, and text normalisation by character maps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from regard.models.folder import BadCheckpoint
+from regard.models.gguf_header import Metadata
+from regard.models.header import spell
+from regard.tokens import Tokenizer
+
+KEY = "tokenizer.ggml"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+MAX_PIECE = 1_000  # characters; a merge is looked for at each of them
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+ENDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LLAMA3 = SHORT + ENDS % "{1,3}"
+QWEN2 = SHORT + ENDS % ""
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS: dict[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "phi-2", "jina-en"), (GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", GPT2)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), (LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (QWEN2,)),
+    "tekken": (TEKKEN,),
+}
+"""Rules by name: each splits what the one before left; what it does not match stays whole."""
+WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
+"""Rules of vocabularies in which a word that is a piece is that piece, whatever the merges say."""
+WITH_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
+"""Rules whose models expect a first token, unless the file says otherwise."""
+
+ROLES = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "pad": "padding_token_id",
+    "unk": "unknown_token_id",
+}
+SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
+"""What the format takes for granted of "llama" vocabularies that say nothing."""
+
+
+def find_roles(metadata: Metadata, n_tokens: int) -> dict[str, int]:
+    """Which tokens have a meaning of their own: "bos", "eos", "pad", "unk"."""
+    found: dict[str, int] = {}
+    granted: Mapping[str, int] = {}
+    if metadata.word(f"{KEY}.model", "none") == "llama":
+        granted = {role: number for role, number in SENTENCEPIECE_IDS.items() if number < n_tokens}
+    for role, key in ROLES.items():
+        number = metadata.token(f"{KEY}.{key}", n_tokens)
+        if number is None and not metadata.has(f"{KEY}.{key}"):
+            number = granted.get(role)
+        if number is not None:
+            found[role] = number
+    return found
+
+
+def find_tokens(metadata: Metadata, n_tokens: int) -> dict[str, Any]:
+    """The token ids of a `config.json`. The end of a turn in a chat ends a text too."""
+    roles = find_roles(metadata, n_tokens)
+    ends = [roles[role] for role in ("eos",) if role in roles]
+    turn = metadata.token(f"{KEY}.eot_token_id", n_tokens)
+    if turn is not None and turn not in ends:
+        ends.append(turn)
+    return {
+        "bos_token_id": roles.get("bos"),
+        "eos_token_id": (ends[0] if len(ends) == 1 else ends) if ends else None,
+        "pad_token_id": roles.get("pad"),
+    }
+
+
+def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
+    """The tokenizer of the file, for an embedding with `n_rows`; None where it has none."""
+    kind = metadata.word(f"{KEY}.model", "none")
+    if kind in ("none", "no_vocab"):
+        return None
+    if kind not in ("gpt2", "llama"):
+        raise BadCheckpoint(
+            f"{metadata.where}: {KEY}.model is {spell(kind)}; expected 'gpt2' or 'llama'"
+        )
+    pieces = metadata.words(f"{KEY}.tokens")
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    if len(vocab) != len(pieces) or not 0 < len(pieces) <= n_rows:
+        raise BadCheckpoint(
+            f"{metadata.where}: {KEY}.tokens has {len(pieces)} pieces, {len(vocab)} of them "
+            f"different; expected all different, and at most {n_rows}, as the embedding has rows"
+        )
+    kinds = [NORMAL] * len(pieces)
+    if metadata.has(f"{KEY}.token_type"):
+        kinds = metadata.numbers(f"{KEY}.token_type", len(pieces))
+    roles = find_roles(metadata, len(pieces))
+    make = make_byte_level if kind == "gpt2" else make_sentencepiece
+    made = {"version": "1.0", **make(metadata, pieces, vocab, roles)}
+    made["added_tokens"] = [
+        {
+            "id": number,
+            "content": piece,
+            "special": what != USER_DEFINED,
+            "normalized": "\u2581" in piece and what == USER_DEFINED,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+        }
+        for number, (piece, what) in enumerate(zip(pieces, kinds, strict=True))
+        if (what in (CONTROL, USER_DEFINED) or number in roles.values()) and piece
+    ]
+    config: dict[str, Any] = {f"{role}_token": pieces[number] for role, number in roles.items()}
+    if metadata.has("tokenizer.chat_template"):
+        config["chat_template"] = metadata.word("tokenizer.chat_template")
+    try:
+        return Tokenizer.from_parts(json.dumps(made, ensure_ascii=False), config)
+    except ValueError as wrong:
+        raise BadCheckpoint(f"{metadata.where}: its tokenizer is not usable: {wrong}") from wrong
+
+
+def make_byte_level(
+    metadata: Metadata, pieces: list[str], vocab: dict[str, int], roles: Mapping[str, int]
+) -> dict[str, Any]:
+    """A "gpt2" vocabulary."""
+    rule = metadata.word(f"{KEY}.pre", "default")
+    if rule not in SPLITS:
+        raise BadCheckpoint(
+            f"{metadata.where}: {KEY}.pre is {spell(rule)}, a rule for splitting text that is not "
+            f"known here; known are {', '.join(SPLITS)}. Load the model from its Hugging Face "
+            "folder instead"
+        )
+    merges = []
+    for merge in metadata.words(f"{KEY}.merges"):
+        left, _, right = merge.partition(" ")
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise BadCheckpoint(
+                f"{metadata.where}: {KEY}.merges has {spell(merge)}; expected two pieces of the "
+                "vocabulary with a space between, which make a third"
+            )
+        merges.append([left, right])
+    splits: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        for regex in SPLITS[rule]
+    ]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    spaced = {**level, "add_prefix_space": metadata.flag(f"{KEY}.add_space_prefix", False)}
+    # The space must be there before the text is split, and splitting is the rule's alone.
+    before = [{"type": "Prepend", "prepend": " "}] if spaced["add_prefix_space"] else []
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": before} if before else None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [*splits, {**level, "use_regex": False}],
+        },
+        "post_processor": surround(metadata, pieces, roles, rule in WITH_BOS),
+        "decoder": {**level, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": merges,
+            "ignore_merges": rule in WHOLE_WORDS,
+        },
+    }
+
+
+def make_sentencepiece(
+    metadata: Metadata, pieces: list[str], vocab: dict[str, int], roles: Mapping[str, int]
+) -> dict[str, Any]:
+    """A "llama" vocabulary."""
+    if metadata.has(f"{KEY}.precompiled_charsmap"):
+        raise BadCheckpoint(
+            f"{metadata.where} normalises text by a map of characters, which is not supported; "
+            "load the model from its Hugging Face folder instead"
+        )
+    scores = metadata.numbers(f"{KEY}.scores", len(pieces))
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    ]
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if metadata.flag(f"{KEY}.add_space_prefix", True):
+        steps.insert(0, {"type": "Prepend", "prepend": "\u2581"})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "post_processor": surround(metadata, pieces, roles, True),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": find_merges(metadata.where, vocab, scores),
+            "unk_token": pieces[roles["unk"]] if "unk" in roles else None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+        },
+    }
+
+
+def find_merges(where: str, vocab: Mapping[str, int], scores: list[float]) -> list[list[str]]:
+    """Every way to make a piece of two, best score first; among equals the earlier piece."""
+    found: list[tuple[float, int, list[str]]] = []
+    for piece, number in vocab.items():
+        if not math.isfinite(scores[number]) or len(piece) > MAX_PIECE:
+            raise BadCheckpoint(
+                f"{where}: piece {spell(piece)} has {len(piece)} characters and the score "
+                f"{scores[number]}; expected at most {MAX_PIECE}, and a finite score"
+            )
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocab and right in vocab:
+                found.append((-scores[number], number, [left, right]))
+    found.sort(key=lambda merge: merge[:2])
+    return [pair for _, _, pair in found]
+
+
+def surround(
+    metadata: Metadata, pieces: list[str], roles: Mapping[str, int], with_bos: bool
+) -> dict[str, Any] | None:
+    """The tokens that stand around every text."""
+    first = metadata.flag(f"{KEY}.add_bos_token", with_bos) and "bos" in roles
+    last = metadata.flag(f"{KEY}.add_eos_token", False) and "eos" in roles
+    if not first and not last:
+        return None
+    before = [roles["bos"]] if first else []
+    after = [roles["eos"]] if last else []
+
+    def place(part: str, kind: int) -> list[dict[str, Any]]:
+        text = [{"Sequence": {"id": part, "type_id": kind}}]
+        return [*map(token, before), *text, *map(token, after)]
+
+    def token(number: int) -> dict[str, Any]:
+        return {"SpecialToken": {"id": pieces[number], "type_id": 0}}
+
+    return {
+        "type": "TemplateProcessing",
+        "single": place("A", 0),
+        "pair": [*place("A", 0), *place("B", 1)],
+        "special_tokens": {
+            pieces[number]: {"id": pieces[number], "ids": [number], "tokens": [pieces[number]]}
+            for number in before + after
+        },
+    }

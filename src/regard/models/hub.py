@@ -1,0 +1,50 @@
+"""Models by name, through the package `huggingface_hub` (extra `hub`).
+
+Why: most models are known by a name, and that package knows where they lie, keeps them in its own
+cache and speaks for the user's account.
+
+How: only the files that `load` reads are asked for; pickled weights never are.
+
+Left out: uploading.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+PATTERNS = ["*.json", "*.safetensors", "merges.txt", "*.jinja"]
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def looks_like_a_name(name: str | os.PathLike[str]) -> bool:
+    """Whether this may be "owner/model" or "model", and not a path."""
+    return isinstance(name, str) and NAME.fullmatch(name) is not None and ".." not in name
+
+
+def fetch_folder(name: str, revision: str | None) -> Path:
+    """The folder in the hub's cache that holds this model, fetched where it is not there yet."""
+    advice = (
+        f"Give the path of a folder with config.json and model.safetensors, or fetch the model "
+        f"where there is a network (hf download {name}) and copy its folder here"
+    )
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            f"there is no folder {name!r}, and to ask the hub for a model of that name takes the "
+            "package huggingface_hub: pip install 'regard[hub]'",
+            name=missing.name,
+        ) from None
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+    except HFValidationError as wrong:
+        raise ValueError(f"there is no folder {name!r}, and it is no hub name: {wrong}") from None
+    except (HfHubHTTPError, OSError) as wrong:
+        said = " ".join(str(wrong).split())[:300]
+        raise FileNotFoundError(
+            f"there is no folder {name!r} here, and the hub did not give a model of that name "
+            f"({type(wrong).__name__}: {said}). {advice}"
+        ) from None

@@ -1,0 +1,103 @@
+"""How the names and shapes of a file's tensors answer to ours, both ways.
+
+Why: every family stores the same numbers under other names, some transposed, some stacked. One
+description serves reading and writing, so that neither can drift from the other.
+
+How: a `Link` ties tensors of theirs to tensors of ours with a function each way. Run backwards on
+the meta device it also tells which names and shapes a file must have.
+
+Left out: numbers are never changed; a link only moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Tensors of theirs and of ours that hold the same numbers."""
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    read: Callable[[Tensors], Tensors]
+    """Theirs to ours."""
+    write: Callable[[Tensors], Tensors]
+    """Ours to theirs."""
+
+
+def same(theirs: str, ours: str) -> Link:
+    """The same tensor under another name."""
+    return Link((theirs,), (ours,), list, list)
+
+
+def transposed(theirs: str, ours: str) -> Link:
+    """A matrix that they keep as (in, out) and we as (out, in): GPT-2's Conv1D."""
+
+    def turn(tensors: Tensors) -> Tensors:
+        return [tensors[0].T]
+
+    return Link((theirs,), (ours,), turn, turn)
+
+
+def reshaped(theirs: str, ours: str, shape: Sequence[int], our_shape: Sequence[int]) -> Link:
+    """The same numbers in another shape: `shape` theirs, `our_shape` ours."""
+
+    def read(tensors: Tensors) -> Tensors:
+        return [tensors[0].reshape(tuple(our_shape))]
+
+    def write(tensors: Tensors) -> Tensors:
+        return [tensors[0].reshape(tuple(shape))]
+
+    return Link((theirs,), (ours,), read, write)
+
+
+def stacked(theirs: str, ours: Sequence[str], sizes: Sequence[int], turned: bool = False) -> Link:
+    """One tensor of theirs that holds several of ours, one below the other, `sizes` rows each.
+
+    `turned`: side by side in a Conv1D, whose rows are our columns.
+    """
+
+    def read(tensors: Tensors) -> Tensors:
+        return list(torch.split(tensors[0].T if turned else tensors[0], list(sizes)))
+
+    def write(tensors: Tensors) -> Tensors:
+        whole = torch.cat(tensors)
+        return [whole.T if turned else whole]
+
+    return Link((theirs,), tuple(ours), read, write)
+
+
+def interleaved(theirs: str, ours: Sequence[str], n_heads: int) -> Link:
+    """One tensor of theirs that holds several of ours head by head: q, k, v of head 0, then of 1.
+
+    NeoX and BLOOM keep their projections so; ours have the same number of heads each.
+    """
+
+    def read(tensors: Tensors) -> Tensors:
+        n_rows = tensors[0].shape[0] // (n_heads * len(ours))
+        parts = tensors[0].reshape(n_heads, len(ours), n_rows, *tensors[0].shape[1:]).unbind(1)
+        return [part.flatten(0, 1) for part in parts]
+
+    def write(tensors: Tensors) -> Tensors:
+        n_rows = tensors[0].shape[0] // n_heads
+        parts = [tensor.reshape(n_heads, n_rows, *tensor.shape[1:]) for tensor in tensors]
+        return [torch.stack(parts, 1).flatten(0, 2)]
+
+    return Link((theirs,), tuple(ours), read, write)
+
+
+def both(theirs: str, ours: str) -> list[Link]:
+    """Weight and bias of a layer under another name."""
+    return [same(f"{theirs}.{part}", f"{ours}.{part}") for part in ("weight", "bias")]
+
+
+def weight(theirs: str, ours: str) -> list[Link]:
+    """The weight of a layer that has no bias."""
+    return [same(f"{theirs}.weight", f"{ours}.weight")]

@@ -1,0 +1,396 @@
+"""The one Transformer: embedding, blocks, head.
+
+Why: GPT-2, BERT, LLaMA and T5 are the same program with other numbers; here it is written once.
+
+How: `encode` reads a source text, `run` gives the last vectors of a text, `head` turns vectors into
+scores over the vocabulary, and calling the model does all of it. Padding is told by `real` (True
+where a token is real) and becomes positions: the running count of a row's real tokens, and -1 for
+padding, which nobody sees. So a row answers the same wherever its padding lies. Mask and positions
+are made here and only read below.
+
+Left out: generation, which is a loop around `run` and `head`, and losses.
+
+Letters: B batch, T tokens, S tokens of the source, C model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard._check import check_shapes, readable
+from regard.attention import Dense, Mask
+from regard.layers import BlockCache, CrossCache, Decoder, DecoderCache, Encoder, KVCache
+from regard.layers.feedforward import make_activation
+from regard.layers.matvec import linear
+from regard.layers.norm import make_norm
+from regard.layers.slots import FixedCache, WindowedCache
+from regard.models.config import EmbedConfig, ModelConfig
+from regard.positions import Learned, Sinusoidal
+from regard.tokens import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What an encoder made of its source: vectors (B, S, C), and which of them are real (B, S).
+
+    `hidden` are the vectors before and after each layer, where they were asked for.
+    """
+
+    states: Tensor
+    real: Tensor | None = None
+    hidden: tuple[Tensor, ...] | None = None
+
+    def reorder(self, index: Tensor) -> Memory:
+        """Row b as row index[b] was; with more or fewer rows, if index has."""
+        real = None if self.real is None else self.real.index_select(0, index)
+        return Memory(self.states.index_select(0, index), real)
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """All that one call gives: scores (B, T, V), the last vectors (B, T, C), and what is beside.
+
+    `logits` is None without a head, `pooled` (B, C) without a pooler, `memory` without an encoder
+    beside the decoder. `hidden` is n_layers + 1 tensors where it was asked for.
+    """
+
+    logits: Tensor | None
+    last: Tensor
+    memory: Memory | None = None
+    pooled: Tensor | None = None
+    hidden: tuple[Tensor, ...] | None = None
+
+
+class Embedding(nn.Module):
+    """Token ids (B, T) to vectors (B, T, C)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokens: nn.Embedding,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        embed, dim = config.embed, config.dim
+        self.scale = embed.scale
+        self.tokens = tokens
+        self.project: nn.Linear | None = None
+        if embed.dim is not None:
+            self.project = nn.Linear(embed.dim, dim, bias=False, device=device, dtype=dtype)
+        self.positions = make_positions(embed, dim, config.max_len, device, dtype)
+        self.token_types: nn.Embedding | None = None
+        if embed.n_token_types:
+            self.token_types = nn.Embedding(embed.n_token_types, dim, device=device, dtype=dtype)
+        self.norm: nn.Module | None = None
+        if embed.norm:
+            self.norm = make_norm("layer", dim, eps=embed.norm_eps, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(embed.dropout)
+
+    def forward(
+        self, ids_bt: Tensor, positions: Tensor, token_types: Tensor | None = None
+    ) -> Tensor:
+        x_btc: Tensor = self.tokens(ids_bt)
+        if self.scale != 1.0:
+            x_btc = x_btc * torch.full((), self.scale, dtype=x_btc.dtype, device=x_btc.device)
+        if self.project is not None:
+            x_btc = self.project(x_btc)
+        if self.token_types is not None:
+            types_bt = torch.zeros_like(ids_bt) if token_types is None else token_types
+            x_btc = x_btc + self.token_types(types_bt)
+        elif token_types is not None:
+            raise ValueError("token_types were given to a model that has none; leave them out")
+        if self.positions is not None:
+            # Padding stands nowhere; it gets a vector that nobody will look at.
+            x_btc = self.positions.add(x_btc, positions.clamp(min=0))
+        if self.norm is not None:
+            x_btc = self.norm(x_btc)
+        out_btc: Tensor = self.dropout(x_btc)
+        return out_btc
+
+
+def make_positions(
+    embed: EmbedConfig,
+    dim: int,
+    max_len: int | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> Learned | Sinusoidal | None:
+    """What is added to the embedding for the order of tokens."""
+    if embed.positions == "none":
+        return None
+    if embed.positions == "sinusoidal":
+        return Sinusoidal(dim, max_len, layout=embed.layout)
+    assert max_len is not None
+    return Learned(max_len, dim, embed.offset, device=device, dtype=dtype)
+
+
+class Head(nn.Module):
+    """Vectors (..., C) to scores over the vocabulary (..., V)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokens: nn.Embedding,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        head, dim, embed_dim = config.head, config.dim, config.embed_dim
+        self.scale, self.softcap = head.scale, head.softcap
+        self.dense: nn.Linear | None = None
+        self.norm: nn.Module | None = None
+        if head.kind == "masked":
+            self.dense = nn.Linear(dim, dim, device=device, dtype=dtype)
+            self.activation = make_activation(head.activation)  # type: ignore[arg-type]
+            self.norm = make_norm("layer", dim, eps=head.norm_eps, device=device, dtype=dtype)
+        self.project: nn.Linear | None = None
+        if config.embed.dim is not None:
+            self.project = nn.Linear(dim, embed_dim, bias=False, device=device, dtype=dtype)
+        self.weight = tokens.weight
+        if not head.tied:
+            shape = config.vocab_size, embed_dim
+            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            nn.init.normal_(self.weight, std=0.02)
+        self.bias: nn.Parameter | None = None
+        if head.bias:
+            self.bias = nn.Parameter(torch.zeros(config.vocab_size, device=device, dtype=dtype))
+
+    def forward(self, x_btc: Tensor) -> Tensor:
+        if self.dense is not None and self.norm is not None:
+            x_btc = self.norm(self.activation(self.dense(x_btc)))
+        if self.project is not None:
+            x_btc = self.project(x_btc)
+        if self.scale != 1.0:
+            x_btc = x_btc * self.scale
+        logits_btv = linear(x_btc, self.weight, self.bias)
+        if self.softcap is not None:
+            logits_btv = self.softcap * torch.tanh(logits_btv / self.softcap)
+        return logits_btv
+
+
+class Transformer(nn.Module):
+    """An encoder, a decoder, or both, as its config says."""
+
+    origin: Path | None
+    """The folder or file the weights came from."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.origin = None
+        tokens = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
+        nn.init.normal_(tokens.weight, std=0.02)
+        self.encoder_embed: Embedding | None = None
+        self.encoder: Encoder | None = None
+        if config.encoder:
+            self.encoder_embed = Embedding(config, tokens, device=device, dtype=dtype)
+            self.encoder = Encoder(
+                config.encoder, relative=config.relative, device=device, dtype=dtype
+            )
+        self.decoder_embed: Embedding | None = None
+        self.decoder: Decoder | None = None
+        if config.decoder:
+            self.decoder_embed = Embedding(config, tokens, device=device, dtype=dtype)
+            self.decoder = Decoder(
+                config.decoder, relative=config.relative, device=device, dtype=dtype
+            )
+        self.pooler: nn.Linear | None = None
+        if config.head.pooler:
+            self.pooler = nn.Linear(config.dim, config.dim, device=device, dtype=dtype)
+        self.head: Head | None = None
+        if config.head.kind != "none":
+            self.head = Head(config, tokens, device=device, dtype=dtype)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that lies beside the weights; None where there is none."""
+        if self.origin is None:
+            return None
+        try:
+            return Tokenizer.load(self.origin)
+        except FileNotFoundError:
+            return None
+
+    def forward(
+        self,
+        ids_bt: Tensor,
+        *,
+        real: Tensor | None = None,
+        positions: Tensor | None = None,
+        token_types: Tensor | None = None,
+        source: Tensor | None = None,
+        source_real: Tensor | None = None,
+        memory: Memory | None = None,
+        mask: Mask | Tensor | None = None,
+        cache: DecoderCache | None = None,
+        keep_hidden: bool = False,
+    ) -> Output:
+        """Everything about the text ids_bt, for an encoder–decoder the one being written.
+
+        real: (B, T) bool, False at padding. positions: (T,) or (B, T), instead of counting;
+        negative is padding. source (B, S) and source_real, or the memory made of them: what an
+        encoder–decoder reads. mask: joined with the model's own. cache: keys of what came before,
+        from `make_cache`. keep_hidden: keep the vectors between layers.
+        """
+        if memory is None and self.encoder is not None and self.decoder is not None:
+            if source is None:
+                raise ValueError("an encoder–decoder needs source= ids, or memory= from encode()")
+            memory = self.encode(source, source_real, keep_hidden=keep_hidden)
+        states: list[Tensor] | None = [] if keep_hidden else None
+        last_btc = self.run(
+            ids_bt,
+            real=real,
+            positions=positions,
+            token_types=token_types,
+            memory=memory,
+            mask=mask,
+            cache=cache,
+            states=states,
+        )
+        pooled = None
+        if self.pooler is not None:
+            pooled = torch.tanh(self.pooler(last_btc[:, 0]))
+        logits = None if self.head is None else self.head(last_btc)
+        hidden = None if states is None else tuple(states)
+        return Output(logits, last_btc, memory, pooled, hidden)
+
+    def encode(
+        self, source_bs: Tensor, real: Tensor | None = None, *, keep_hidden: bool = False
+    ) -> Memory:
+        """What the decoder of an encoder–decoder looks at."""
+        if self.encoder is None or self.encoder_embed is None or self.decoder is None:
+            raise ValueError("encode is for encoder–decoder models; call this one, or run()")
+        check_ids(source_bs, self.config.vocab_size)
+        positions = find_positions(source_bs, real, None, None)
+        states: list[Tensor] | None = [] if keep_hidden else None
+        x_bsc = self.encoder_embed(source_bs, self._stand(source_bs, positions, None))
+        x_bsc = self.encoder(x_bsc, positions=positions, states=states)
+        return Memory(x_bsc, real, None if states is None else tuple(states))
+
+    def run(
+        self,
+        ids_bt: Tensor,
+        *,
+        real: Tensor | None = None,
+        positions: Tensor | None = None,
+        token_types: Tensor | None = None,
+        memory: Memory | None = None,
+        mask: Mask | Tensor | None = None,
+        cache: DecoderCache | None = None,
+        states: list[Tensor] | None = None,
+    ) -> Tensor:
+        """The last vectors (B, T, C); arguments as in `forward`, `states` is a list to fill."""
+        check_ids(ids_bt, self.config.vocab_size)
+        positions = find_positions(ids_bt, real, positions, cache)
+        if self.decoder is None:
+            assert self.encoder is not None and self.encoder_embed is not None
+            if cache is not None or memory is not None:
+                raise ValueError("an encoder reads a whole text at once: no cache, no memory")
+            x_btc = self.encoder_embed(ids_bt, self._stand(ids_bt, positions, None), token_types)
+            encoded: Tensor = self.encoder(x_btc, mask=mask, positions=positions, states=states)
+            return encoded
+        assert self.decoder_embed is not None
+        x_btc = self.decoder_embed(ids_bt, self._stand(ids_bt, positions, cache), token_types)
+        seen = memory_mask = None
+        if memory is not None:
+            seen = memory.states
+            memory_mask = None if memory.real is None else Dense(memory.real[:, None, None, :])
+        decoded: Tensor = self.decoder(
+            x_btc,
+            seen,
+            mask=mask,
+            positions=positions,
+            memory_mask=memory_mask,
+            cache=cache,
+            states=states,
+        )
+        return decoded
+
+    def make_cache(self, size: int | None = None) -> DecoderCache:
+        """An empty cache for the decoder: growing, or with `size` slots a row, padding counted.
+
+        A layer with a window keeps no more than its window.
+        """
+        if self.decoder is None:
+            raise ValueError("an encoder keeps nothing between calls; only decoders have a cache")
+
+        leaders: dict[int | None, Any] = {}
+
+        def make(left: int | None) -> KVCache:
+            if left is not None and (size is None or left + 1 < size):
+                made: KVCache = WindowedCache(left, leaders.get(left))
+            elif size is None:
+                return KVCache.growing()
+            else:
+                left = None
+                made = FixedCache(size, leaders.get(None))
+            # The first cache of its kind keeps the ledger for all that follow.
+            leaders.setdefault(left, made)
+            return made
+
+        return DecoderCache(
+            BlockCache(
+                make(None if block.window is None else block.window[0]),
+                CrossCache() if block.cross_attention else None,
+            )
+            for block in self.config.decoder
+        )
+
+    def _stand(
+        self, ids_bt: Tensor, positions: Tensor | None, cache: DecoderCache | None
+    ) -> Tensor:
+        """Where each token stands, for the embedding."""
+        if positions is not None:
+            return positions
+        if cache is None:
+            return torch.arange(ids_bt.shape[1], device=ids_bt.device)
+        return cache.blocks[0].self_attn.next_positions(ids_bt.shape[1], ids_bt.device)
+
+
+def find_positions(
+    ids_bt: Tensor, real: Tensor | None, positions: Tensor | None, cache: DecoderCache | None
+) -> Tensor | None:
+    """Given positions, or those that padding makes; None is as they lie, after what is cached."""
+    if real is None or positions is not None:
+        if real is not None:
+            raise ValueError("give real= or positions=, not both: negative positions are padding")
+        return positions
+    check_shapes({"ids": (ids_bt, "B T"), "real": (real, "B T")})
+    if real.dtype != torch.bool:
+        raise TypeError(f"real is {real.dtype}; expected bool, True where a token is real")
+    if real.device.type == "cpu" and readable(real) and bool(real.all()):
+        return None
+    count_bt = real.cumsum(-1) - 1
+    if cache is not None and cache.length is not None:
+        count_bt = count_bt + cache.length.to(count_bt.device)[:, None]
+    return torch.where(real, count_bt, -1)
+
+
+def check_ids(ids_bt: Tensor, vocab_size: int) -> None:
+    """Refuse what are no token ids, where looking at them costs nothing."""
+    check_shapes({"ids": (ids_bt, "B T")})
+    if ids_bt.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"ids are {ids_bt.dtype}; expected int64 token ids")
+    if ids_bt.device.type != "cpu" or not readable(ids_bt) or not ids_bt.numel():
+        return
+    lowest, highest = (int(x) for x in torch.aminmax(ids_bt))
+    if lowest < 0 or highest >= vocab_size:
+        raise ValueError(
+            f"ids run from {lowest} to {highest}; expected 0 to {vocab_size - 1}: the text was "
+            "made for another vocabulary"
+        )

@@ -1,0 +1,330 @@
+"""Writing a model folder so that no moment of it leaves a broken one.
+
+A checkpoint is several files and a file system renames one at a time. So:
+1. Every new file is written beside the old ones, under a name that no reader looks at.
+2. One small file, `.regard-pending.json`, is renamed into place. It says which of those files are
+   the new checkpoint and which old ones are over. This rename is the only moment that counts:
+   before it `Folder.open` reads the old checkpoint, whole; after it the new one, whole.
+3. The files get their names (shards, index, config, the rest), what is stale goes, and the small
+   file goes last. If this was cut short, the folder still reads as new, and the next
+   `write_folder` finishes it first.
+An error before step 2 removes what was written and passes through; the old folder is untouched.
+What a kill left behind is removed by the next `write_folder`.
+
+Left out: two writers in one folder at the same time, and a promise for other programs that read
+between steps 2 and 3: they do not know the small file and may see old and new files side by side.
+Weights under names other than ours and Hugging Face's are neither read nor removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from regard.models.header import (
+    DTYPES,
+    MAX_CONFIG_BYTES,
+    MAX_HEADER_BYTES,
+    BadCheckpoint,
+    is_text,
+    parse_object,
+    read_small,
+    spell,
+    spell_path,
+)
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MARK = ".regard-"
+PENDING = MARK + "pending.json"
+MAX_NAME_BYTES = 200  # file systems end at 255; the temporary name is longer than the plain one
+
+_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_LEFTOVER = re.compile(re.escape(MARK) + "[0-9a-f]{16}-")
+_DTYPE_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether this names a file in the folder itself on every system, and nothing else."""
+    return (
+        is_text(name)
+        and 0 < len(name.encode("utf-8")) <= MAX_NAME_BYTES
+        and name.isprintable()
+        and not set(name) & set('/\\:*?"<>|')
+        and not name.startswith(".")
+    )
+
+
+def _is_ours(name: str) -> bool:
+    """Whether these are weights, or the index to them, under a name that `write_folder` gives."""
+    return name in (SINGLE, INDEX) or _SHARD.fullmatch(name) is not None
+
+
+# ---- The small file that says what counts
+
+
+@final
+@dataclass(frozen=True)
+class View:
+    """A folder as its last finished write left it, wherever the files have got to by now."""
+
+    root: Path
+    tag: str = ""
+    files: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(root: Path) -> View:
+        """Read what `.regard-pending.json` says; without one, files count under their names."""
+        path = root / PENDING
+        if not os.path.lexists(path):
+            return View(root)
+        said = parse_object(read_small(path, MAX_HEADER_BYTES), spell_path(path))
+        tag, files, stale = said.get("tag"), said.get("files"), said.get("stale")
+        if (
+            not isinstance(tag, str)
+            or re.fullmatch("[0-9a-f]{16}", tag) is None
+            or not isinstance(files, list)
+            or not all(isinstance(name, str) and is_plain_name(name) for name in files)
+            or not isinstance(stale, list)
+            or not all(isinstance(name, str) and _is_ours(name) for name in stale)
+            or set(files) & set(stale)
+        ):
+            raise BadCheckpoint(
+                f"{spell_path(path)} should tell of a write that was cut short (tag, files and "
+                f"stale), but has {spell(said)}; save the model again into a new folder"
+            )
+        return View(root, tag, tuple(files), tuple(stale))
+
+    def beside(self, name: str) -> Path:
+        """Where a file waits until it gets its name."""
+        return self.root / f"{MARK}{self.tag}-{name}"
+
+    def locate(self, name: str) -> Path:
+        """Where the file of that name is now."""
+        if name in self.files and os.path.lexists(self.beside(name)):
+            return self.beside(name)
+        return self.root / name
+
+    def names(self) -> set[str]:
+        """The names of all files that count."""
+        found = {name for name in os.listdir(self.root) if not name.startswith(MARK)}
+        return (found | set(self.files)) - set(self.stale)
+
+    def finish(self) -> None:
+        """Give the waiting files their names and remove what is over; may be done again."""
+        for name in self.files:
+            if os.path.lexists(self.beside(name)):
+                os.replace(self.beside(name), self.root / name)
+        _sync_folder(self.root)  # the new names are on the disk before the old files go
+        for name in self.stale:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.root / name)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.root / PENDING)
+        for name in os.listdir(self.root):
+            if _LEFTOVER.match(name):
+                os.unlink(self.root / name)
+        _sync_folder(self.root)
+
+    def is_committed(self) -> bool:
+        """Whether the rename that makes this view count has happened."""
+        return os.path.lexists(self.root / PENDING)
+
+
+def _sync_folder(root: Path) -> None:
+    """Bring the folder's names to the disk, on systems where a folder can be opened for that."""
+    if os.name != "posix":
+        return
+    handle = os.open(root, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- Writing
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    files: Mapping[str, bytes | str] | None = None,
+) -> None:
+    """Write a folder that `Folder.open` and Hugging Face's `from_pretrained` read.
+
+    Weights go into `model.safetensors`, or, above `max_shard_bytes`, into shards of at most that
+    size (a larger tensor is alone in its shard) in the mapping's order, with their index. `files`
+    go along under their names (tokenizer, generation_config.json); text is written as UTF-8.
+    Tensors may lie on any device and in any layout of strides; each is copied to contiguous CPU
+    memory only while it is written. Tensors that share memory are written in full under each name.
+
+    A folder that is there already keeps its other files; its old weights and config are replaced as
+    one: whatever happens meanwhile, `Folder.open` finds the old checkpoint whole or the new one.
+    """
+    root = Path(os.fsdecode(path))
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"{spell_path(root)} is a file; give a folder to write the model into")
+    if not is_text(str(root)):
+        raise ValueError(f"{spell_path(root)} is not UTF-8, and safetensors opens no such path")
+    contents: dict[str, bytes | Mapping[str, Tensor]] = {}
+    contents.update(_plan_weights(tensors, max_shard_bytes))
+    contents[CONFIG] = _to_json(config, CONFIG)
+    for name, given in (files or {}).items():
+        _check_name_beside(name, given, contents)
+        contents[name] = given.encode("utf-8") if isinstance(given, str) else given
+    root.mkdir(parents=True, exist_ok=True)
+    View.of(root).finish()
+    stale = [name for name in os.listdir(root) if _is_ours(name) and name not in contents]
+    for name in (*contents, *stale):
+        if (root / name).is_dir():
+            raise ValueError(f"{spell_path(root / name)} is a folder where a file must go; move it")
+    view = View(root, secrets.token_hex(8), tuple(contents), tuple(sorted(stale)))
+    try:
+        for name, content in contents.items():
+            _write_file(view.beside(name), content)
+        said = {"tag": view.tag, "files": view.files, "stale": view.stale}
+        _write_file(view.beside(PENDING), json.dumps(said).encode("utf-8"))
+        _sync_folder(root)
+        os.replace(view.beside(PENDING), root / PENDING)
+    except BaseException:
+        # An interrupt may arrive after the rename: from there on the files are the checkpoint.
+        if not view.is_committed():
+            for name in (*contents, PENDING):
+                with contextlib.suppress(OSError):
+                    os.unlink(view.beside(name))
+        raise
+    view.finish()
+
+
+def _to_json(value: Mapping[str, Any], name: str) -> bytes:
+    """JSON that we would read again: what `Folder.open` would refuse is refused here."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"config must be a dict for {name}, got {type(value).__name__}")
+    try:
+        data = (json.dumps(dict(value), indent=2, allow_nan=False) + "\n").encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"config cannot be written as {name}: {error}") from error
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ValueError(f"config takes {len(data)} bytes as {name}; at most {MAX_CONFIG_BYTES}")
+    parse_object(data, f"{name} made of the given config")
+    return data
+
+
+def _check_name_beside(name: str, content: object, taken: Mapping[str, object]) -> None:
+    if not isinstance(name, str) or not is_plain_name(name):
+        raise ValueError(f"files has the file name {spell(name)}; expected a plain name, no path")
+    lowered = {other.casefold() for other in taken}  # some file systems take these for the same
+    if name.casefold() in lowered or _is_ours(name.casefold()):
+        raise ValueError(f"files has the file name {spell(name)}, which the checkpoint itself uses")
+    if not isinstance(content, (bytes, str)):
+        raise TypeError(f"files[{spell(name)}] must be bytes or str, got {type(content).__name__}")
+
+
+def _plan_weights(
+    tensors: Mapping[str, Tensor], max_shard_bytes: int
+) -> dict[str, bytes | Mapping[str, Tensor]]:
+    """Which file gets which tensors, and the index if there is more than one file."""
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    if not tensors:
+        raise ValueError("there are no tensors to write; expected at least one")
+    shards: list[dict[str, Tensor]] = []
+    filled = total = 0
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor)
+        if not shards or filled + tensor.nbytes > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += tensor.nbytes
+        total += tensor.nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    files: dict[str, bytes | Mapping[str, Tensor]] = {}
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        files[file] = shard
+        weight_map.update(dict.fromkeys(shard, file))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    files[INDEX] = (json.dumps(index, indent=2) + "\n").encode("utf-8")
+    return files
+
+
+def _check_tensor(name: str, tensor: object) -> None:
+    if not isinstance(name, str) or not is_text(name) or name == "__metadata__":
+        raise ValueError(f"{spell(name)} cannot be the name of a tensor in a safetensors file")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{spell(name)} must be a tensor, got {type(tensor).__name__}")
+    if str(tensor.layout) != "torch.strided" or tensor.is_meta or tensor.is_quantized:
+        raise ValueError(
+            f"{spell(name)} is {tensor.layout} of {tensor.dtype} on {tensor.device}; only dense "
+            "tensors that hold data can be written"
+        )
+    if tensor.dtype not in _DTYPE_WORDS:
+        raise ValueError(
+            f"{spell(name)} has the type {tensor.dtype}, which is not written; convert it to one "
+            f"of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPE_WORDS)}"
+        )
+
+
+def _make_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
+    """The header, in the mapping's order, and the order in which the bytes must follow it.
+
+    Wide types come first in the bytes, so that each value lies at a multiple of its own size.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    starts, reached = {}, 0
+    for name in order:
+        starts[name] = reached
+        reached += tensors[name].nbytes
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": _DTYPE_WORDS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[name], starts[name] + tensor.nbytes],
+        }
+    data = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    data += b" " * (-len(data) % 8)
+    if len(data) > MAX_HEADER_BYTES:
+        raise ValueError(f"the names of the tensors take {len(data)} bytes, more than any reads")
+    return len(data).to_bytes(8, "little") + data, order
+
+
+def _write_file(path: Path, content: bytes | Mapping[str, Tensor]) -> None:
+    """Write bytes, or tensors as one safetensors file, and bring them to the disk."""
+    with path.open("xb") as file:
+        if isinstance(content, bytes):
+            file.write(content)
+        else:
+            header, order = _make_header(content)
+            file.write(header)
+            for name in order:
+                file.write(_to_bytes(content[name]).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _to_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """The values in order, copied only where they do not lie so in CPU memory already."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    values: npt.NDArray[np.uint8] = plain.reshape(-1).view(torch.uint8).numpy()
+    return values
