@@ -1,0 +1,23 @@
+"""Generation: text from a model, greedy, sampled or searched with beams; whole or as it comes.
+
+`generate.py` and `streaming.py` are the doors, `config.py` says how a text is written; `writing.py`
+and `beams.py` are the two loops around `decoding.py`; `sampling.py` turns scores into tokens,
+`prompts.py` makes rows of prompts, `stopping.py` knows where a text ends.
+"""
+
+from regard.generation.config import GenerationConfig
+from regard.generation.decoding import Decoding
+from regard.generation.generate import Generated, generate, generate_batch, generate_ids
+from regard.generation.streaming import Stream, stream, stream_ids
+
+__all__ = [
+    "Decoding",
+    "Generated",
+    "GenerationConfig",
+    "Stream",
+    "generate",
+    "generate_batch",
+    "generate_ids",
+    "stream",
+    "stream_ids",
+]

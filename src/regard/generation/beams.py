@@ -1,0 +1,207 @@
+"""Beam search: the likeliest texts, not the likeliest next token.
+
+Why: a good text may begin with a token that is not the likeliest.
+
+How: each row has K running beams and up to K finished ones. A step looks at every continuation of
+every running beam, by the sum of log-probabilities. Of the best (1 + number of stop tokens) · K
+candidates at least K do not end, and the best K of these run on; of the first K, those that end
+are held against the finished ones, by their sum / length ** length_penalty. A row is over when no
+running beam can get in among the finished (see `early_stopping`), and leaves the batch: it never
+hangs on its neighbours.
+
+What is not possible has the score `BARRED` added: far below every sum, yet finite, so that order
+and sums stay defined while a row has fewer than K texts. At the start all beams but one are.
+
+The prompt is read once for a row, not once for a beam.
+
+Letters: B rows, A rows still searching, K beams, N candidates, T steps, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.generation.config import GenerationConfig
+from regard.generation.decoding import Decoding
+from regard.generation.prompts import Prompts
+from regard.generation.sampling import Rules
+from regard.generation.writing import filler, mark_seen, refuse_scores
+from regard.models import Transformer
+
+BARRED = -1.0e9
+
+
+@dataclass(frozen=True, eq=False)
+class Beams:
+    """Texts and their scores, best first: tokens (A, K, T), scores and lengths (A, K).
+
+    `real_ak` is False where no text has come yet.
+    """
+
+    tokens_akt: Tensor
+    scores_ak: Tensor
+    lengths_ak: Tensor
+    real_ak: Tensor
+
+    def best(self, k: int) -> Beams:
+        """The k best, best first."""
+        return self.take(self.scores_ak.topk(k, dim=1).indices)
+
+    def take(self, place_ak: Tensor) -> Beams:
+        """The beams at these places of each row."""
+        deep = place_ak[:, :, None].expand(-1, -1, self.tokens_akt.shape[2])
+        flat = (self.scores_ak, self.lengths_ak, self.real_ak)
+        return Beams(self.tokens_akt.gather(1, deep), *(x.gather(1, place_ak) for x in flat))
+
+    def rows(self, index: Tensor) -> Beams:
+        """The beams of these rows."""
+        return Beams(*(x[index] for x in self._parts()))
+
+    def join(self, other: Beams) -> Beams:
+        """These, and the other's behind them."""
+        pairs = zip(self._parts(), other._parts(), strict=True)
+        return Beams(*(torch.cat(pair, 1) for pair in pairs))
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.tokens_akt, self.scores_ak, self.lengths_ak, self.real_ak
+
+
+@torch.inference_mode()
+def search_beams(
+    model: Transformer,
+    prompts: Prompts,
+    config: GenerationConfig,
+    rules: Rules,
+    stop_tokens: Sequence[int],
+) -> list[Beams]:
+    """For each row its finished texts, `num_return_sequences` of them, as Beams with A = 1."""
+    width, n_steps = prompts.ids_bt.shape[1], max(prompts.limits)
+    decoding = Decoding(model, room=width + n_steps, memory=prompts.memory)
+    search = Search(prompts, config, rules, stop_tokens)
+    scores_av = decoding.read(prompts.ids_bt, prompts.real_bt, config.chunk)
+    # One row a prompt becomes K rows, all alike; from here on row a · K + k is beam k of row a.
+    alike = torch.arange(len(prompts.rows), device=scores_av.device)
+    alike = alike.repeat_interleave(config.num_beams)
+    decoding.reorder(alike)
+    scores_av = scores_av[alike]
+    while True:
+        index, token = search.step(scores_av)
+        if not search.rows:
+            return search.found
+        decoding.reorder(index)
+        scores_av = decoding.step(token)
+
+
+class Search:
+    """What is known of each row while beams run."""
+
+    def __init__(
+        self, prompts: Prompts, config: GenerationConfig, rules: Rules, stop_tokens: Sequence[int]
+    ) -> None:
+        device, n_rows = prompts.ids_bt.device, len(prompts.rows)
+        self.config, self.rules = config, rules
+        self.rows = list(range(n_rows))
+        """The rows still searching, by their place in the batch."""
+        self.found: list[Beams] = [empty_beams(1, 0, 0, 0, device)] * n_rows
+        self.step_n = 0
+        self._limits = prompts.limits
+        self._stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=device)
+        k, n_steps = config.num_beams, max(prompts.limits)
+        self._running = empty_beams(n_rows, k, n_steps, filler(rules, stop_tokens), device)
+        self._finished = empty_beams(n_rows, k, n_steps, filler(rules, stop_tokens), device)
+        self._running.scores_ak[:, 0] = 0
+        self._limit_a = torch.tensor(prompts.limits, device=device)
+        self._lone_a = torch.tensor([len(row) == 1 for row in prompts.rows], device=device)
+        seen_bv = mark_seen(prompts, rules)
+        self._seen = None if seen_bv is None else seen_bv.repeat_interleave(k, 0)
+
+    def step(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the rows a · K + k run on, in order, and their next tokens."""
+        n_rows, k, n_vocab = len(self.rows), self.config.num_beams, scores.shape[-1]
+        self._check(scores)
+        logp = self.rules.reshape(
+            scores.log_softmax(-1),
+            self._seen,
+            self.step_n,
+            self._lone_a.repeat_interleave(k),
+            self._limit_a.repeat_interleave(k),
+        )
+        total_an = (logp.view(n_rows, k, n_vocab) + self._running.scores_ak[:, :, None]).flatten(1)
+        n_wide = min(k * max(2, 1 + len(self._stops)), total_an.shape[1])
+        sum_an, place_an = total_an.topk(n_wide, dim=1)
+        from_an, token_an = place_an // n_vocab, place_an % n_vocab
+        candidates = self._running.take(from_an)
+        candidates.tokens_akt[:, :, self.step_n] = token_an
+        self.step_n += 1
+        ends_an = (token_an[:, :, None] == self._stops).any(-1)
+        ends_an = ends_an | (self._limit_a == self.step_n)[:, None]
+        self._hold(candidates, sum_an, ends_an)
+
+        onward_ak = (sum_an + ends_an * BARRED).topk(k, dim=1).indices
+        self._running = Beams(
+            candidates.take(onward_ak).tokens_akt,
+            (sum_an + ends_an * BARRED).gather(1, onward_ak),
+            self._running.lengths_ak,
+            self._running.real_ak,
+        )
+        stays = self._close(ends_an)
+        token_ak, from_ak = token_an.gather(1, onward_ak), from_an.gather(1, onward_ak)
+        first_a = torch.arange(n_rows, device=scores.device)[:, None] * k
+        index = (first_a + from_ak)[stays].flatten()
+        token = token_ak[stays].flatten()
+        if self._seen is not None:
+            self._seen = self._seen[index].scatter(1, token[:, None], True)
+        return index, token
+
+    def _check(self, scores: Tensor) -> None:
+        bad = (~scores.amax(-1).isfinite()).tolist()
+        if any(bad):
+            refuse_scores(self.rows[bad.index(True) // self.config.num_beams], self.step_n + 1)
+
+    def _hold(self, candidates: Beams, sum_an: Tensor, ends_an: Tensor) -> None:
+        """Of the first K candidates, those that end are held against the finished texts."""
+        k = self.config.num_beams
+        new_ak = ends_an[:, :k]
+        score_ak = sum_an[:, :k] / self.step_n**self.config.length_penalty + ~new_ak * BARRED
+        length_ak = torch.full_like(new_ak, self.step_n, dtype=torch.int64)
+        ended = Beams(candidates.tokens_akt[:, :k], score_ak, length_ak, new_ak)
+        self._finished = self._finished.join(ended).best(k)
+
+    def _close(self, ends_an: Tensor) -> Tensor:
+        """Put aside the rows that are over; the places of the others."""
+        config, n = self.config, self.step_n
+        full_a = self._finished.real_ak.all(1)
+        worst_a = torch.where(full_a, self._finished.scores_ak.amin(1), BARRED)
+        reach_a = torch.full_like(self._limit_a, n)
+        if config.early_stopping == "never" and config.length_penalty > 0:
+            reach_a = self._limit_a
+        best_a = self._running.scores_ak[:, 0] / reach_a**config.length_penalty
+        over_a = (best_a <= worst_a) | ends_an.all(1)
+        if config.early_stopping is True:
+            over_a = over_a | full_a
+        over = over_a.tolist()
+        best = self._finished.best(config.num_return_sequences)
+        for place, row in enumerate(self.rows):
+            if over[place]:
+                self.found[row] = best.rows(torch.tensor([place], device=ends_an.device))
+        left = [place for place, done in enumerate(over) if not done]
+        stays = torch.tensor(left, dtype=torch.int64, device=ends_an.device)
+        if len(left) < len(over):
+            self.rows = [self.rows[place] for place in left]
+            self._running, self._finished = self._running.rows(stays), self._finished.rows(stays)
+            self._limit_a, self._lone_a = self._limit_a[stays], self._lone_a[stays]
+        return stays
+
+
+def empty_beams(n_rows: int, k: int, n_steps: int, pad: int, device: torch.device) -> Beams:
+    """No text yet."""
+    return Beams(
+        torch.full((n_rows, k, n_steps), pad, device=device),
+        torch.full((n_rows, k), BARRED, device=device),
+        torch.zeros(n_rows, k, dtype=torch.int64, device=device),
+        torch.zeros(n_rows, k, dtype=torch.bool, device=device),
+    )

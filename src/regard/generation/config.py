@@ -1,0 +1,178 @@
+"""How a text is written: `GenerationConfig`, one frozen value, checked when it is made.
+
+Why: generation has many settings that ask for different ways of choosing a token. A setting that
+the chosen way never looks at is a mistake of the caller's, so it is refused and not dropped.
+
+How: the way is told by two fields.
+
+- `temperature` above 0: tokens are drawn by chance; `top_k`, `top_p` and `min_p` narrow the choice.
+- `num_beams` above 1: beam search; `length_penalty`, `early_stopping` and `num_return_sequences`
+  belong to it.
+- neither: greedy, the likeliest token each time. Temperature 0 is greedy too.
+
+Names are those that everybody uses. Left out: sampling within beams, and settings of how to choose
+that lie beside a model's weights: only the caller says how a text is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from regard.positions.angles import check_count, check_number
+
+EarlyStopping = bool | Literal["never"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How a text is written; greedy as it stands. `stop` may also be one string."""
+
+    max_new_tokens: int = 128
+    """At most so many; fewer where the model's length ends before."""
+    min_new_tokens: int = 0
+    """No stop token before so many. Stop strings are not held up by it."""
+    temperature: float | None = None
+    """Above 0: draw tokens, likelier ones more often, the less so the higher it is."""
+    top_k: int | None = None
+    """Draw among the k likeliest, and those as likely as the last of them."""
+    top_p: float | None = None
+    """Draw among the likeliest that together have this probability."""
+    min_p: float | None = None
+    """Draw among those with at least this part of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1: tokens that the text has already, prompt included, become less likely."""
+    num_beams: int = 1
+    num_return_sequences: int = 1
+    """How many of the beams a row gives, best first."""
+    length_penalty: float = 1.0
+    """A beam's score is its log-probability / length ** this: above 0 favours longer texts."""
+    early_stopping: EarlyStopping = False
+    """True: a row ends with its num_beams-th finished beam. False: when the best running beam, at
+    its length now, would not get in. "never": when it would not at any length."""
+    stop: str | Sequence[str] = ()
+    """Texts that end a row; they and what follows are not part of its text."""
+    stop_tokens: Sequence[int] = ()
+    """Token ids that end a row, besides the model's own."""
+    ignore_eos: bool = False
+    """Do not stop at the model's own end tokens."""
+    seed: int | Sequence[int] | None = None
+    """A row's draws hang on its own seed alone: seed + r for row r, or one for each row given in a
+    list. None takes one from torch's global generator."""
+    chunk: int = 2048
+    """Prompts are read so many tokens at a time."""
+    compiled: bool = False
+    """Compile the step that is repeated: slow at first, then fast. Not for beams."""
+
+    def __post_init__(self) -> None:
+        check_count("max_new_tokens", self.max_new_tokens)
+        check_count("num_beams", self.num_beams)
+        check_count("num_return_sequences", self.num_return_sequences)
+        check_count("chunk", self.chunk)
+        check_number("repetition_penalty", self.repetition_penalty)
+        check_number("length_penalty", self.length_penalty, above=float("-inf"))
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(
+                f"early_stopping is {self.early_stopping!r}; expected True, False or 'never'"
+            )
+        if self.min_new_tokens != 0:
+            check_count("min_new_tokens", self.min_new_tokens)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} is more than "
+                f"max_new_tokens={self.max_new_tokens}"
+            )
+        object.__setattr__(self, "stop", as_texts(self.stop))
+        object.__setattr__(self, "stop_tokens", as_ids("stop_tokens", self.stop_tokens))
+        self._check_sampling()
+        self._check_beams()
+
+    def _check_sampling(self) -> None:
+        if self.temperature is not None and self.temperature != 0:
+            check_number("temperature", self.temperature)
+        if self.top_k is not None:
+            check_count("top_k", self.top_k)
+        for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if share is None:
+                continue
+            check_number(name, share)
+            if share > 1:
+                raise ValueError(f"{name} is {share!r}; expected a share above 0, at most 1")
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(self, name) is not None and not self.samples:
+                raise ValueError(
+                    f"{name} narrows a draw, but without a temperature above 0 nothing is drawn: "
+                    "give temperature=1.0 too, or leave it out"
+                )
+        if isinstance(self.seed, Sequence) and not isinstance(self.seed, str):
+            object.__setattr__(self, "seed", as_ids("seed", self.seed))
+        elif self.seed is not None:
+            as_ids("seed", (self.seed,))
+
+    def _check_beams(self) -> None:
+        if self.num_return_sequences > self.num_beams:
+            raise ValueError(
+                f"num_return_sequences={self.num_return_sequences} asks for more than "
+                f"num_beams={self.num_beams} gives; for several draws, give the prompt several "
+                "times"
+            )
+        if self.num_beams == 1:
+            if self.length_penalty != 1.0 or self.early_stopping is not False:
+                raise ValueError(
+                    "length_penalty and early_stopping choose among beams, and num_beams is 1"
+                )
+            return
+        if self.samples:
+            raise ValueError(
+                f"num_beams={self.num_beams} searches and temperature={self.temperature} draws: "
+                "give one of them"
+            )
+        if self.compiled:
+            raise ValueError("beams change places at each step, which is not compiled: give one")
+        if self.stop:
+            raise ValueError(
+                "stop strings are not looked for in beams: use stop_tokens, or num_beams=1"
+            )
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn by chance."""
+        return self.temperature is not None and self.temperature > 0
+
+
+def make_config(config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
+    """The config given, or one of the options given; not both."""
+    if config is None:
+        known = [field.name for field in fields(GenerationConfig)]
+        for name in options:
+            if name not in known:
+                raise TypeError(f"no option is named {name!r}; there are {', '.join(known)}")
+        return GenerationConfig(**options)
+    if not isinstance(config, GenerationConfig):
+        raise TypeError(f"config is a {type(config).__name__}; expected a GenerationConfig")
+    if options:
+        raise TypeError(
+            f"give config= or single options ({', '.join(options)}), not both; "
+            "dataclasses.replace(config, ...) makes another config"
+        )
+    return config
+
+
+def as_texts(given: object) -> tuple[str, ...]:
+    """Stop strings as a tuple, none of them empty."""
+    texts = (given,) if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"stop is {given!r:.99}; expected a string or a list of strings")
+    if not all(texts):
+        raise ValueError("stop has an empty string, which every text contains; take it out")
+    return tuple(texts)
+
+
+def as_ids(name: str, given: object) -> tuple[int, ...]:
+    """Whole numbers from 0 on, as a tuple."""
+    if not isinstance(given, Sequence) or not all(
+        isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**63 for x in given
+    ):
+        raise ValueError(f"{name} is {given!r:.99}; expected whole numbers from 0 on")
+    return tuple(given)

@@ -1,0 +1,160 @@
+"""From the scores of the next token to the token: pure functions on tensors.
+
+Why: what is likely, what is allowed and what is drawn are three questions; each is a few lines.
+
+How: scores (B, V) are reshaped in a fixed order, then one token a row is taken. The order is: the
+penalty for repeated tokens, tokens that may not come now, tokens that must; and when tokens are
+drawn, temperature, top-k, top-p, min-p. A token that cannot come has the score -inf. `Rules` holds
+what stays the same over a text and runs them.
+
+A draw is one number in [0, 1) a row and step, made from the row's own seed, and the token is where
+the running sum of the probabilities passes it. So a row's text does not hang on who else is in the
+batch, and nothing of the size of the vocabulary is drawn.
+
+Nothing here reads a value back from the device.
+
+Letters: B rows, V vocabulary, T steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from regard.generation.config import GenerationConfig
+from regard.models import SpecialTokens
+
+NEVER = float("-inf")
+
+
+def penalise_seen(scores_bv: Tensor, seen_bv: Tensor, penalty: float) -> Tensor:
+    """Scores of seen tokens divided by the penalty, or multiplied where they are negative."""
+    lower_bv = torch.where(scores_bv < 0, scores_bv * penalty, scores_bv / penalty)
+    return torch.where(seen_bv, lower_bv, scores_bv)
+
+
+def keep_top_k(scores_bv: Tensor, k: int) -> Tensor:
+    """The k largest scores of each row, and those equal to the k-th."""
+    least_b1 = scores_bv.topk(min(k, scores_bv.shape[-1]), dim=-1).values[:, -1:]
+    return scores_bv.masked_fill(scores_bv < least_b1, NEVER)
+
+
+def keep_top_p(scores_bv: Tensor, p: float) -> Tensor:
+    """The likeliest tokens up to and with the one whose probability brings their sum to p."""
+    rising_bv, order_bv = scores_bv.sort(dim=-1)
+    # Summed from the unlikely end, where the sum is small and exact: a token goes if all that are
+    # at most as likely sum to no more than what may be lost.
+    tail_bv = rising_bv.softmax(-1).cumsum(-1)
+    goes_bv = tail_bv <= 1 - p
+    goes_bv[:, -1] = False
+    return scores_bv.masked_fill(goes_bv.scatter(-1, order_bv, goes_bv), NEVER)
+
+
+def keep_min_p(scores_bv: Tensor, share: float) -> Tensor:
+    """The tokens with at least this share of the likeliest one's probability."""
+    weights_bv = scores_bv.softmax(-1)
+    return scores_bv.masked_fill(weights_bv < share * weights_bv.amax(-1, keepdim=True), NEVER)
+
+
+def force_token(scores_bv: Tensor, rows_b: Tensor, token: int) -> Tensor:
+    """In the given rows nothing but this token, with score 0."""
+    only_v = torch.full_like(scores_bv[0], NEVER)
+    only_v[token] = 0
+    return torch.where(rows_b[:, None], only_v, scores_bv)
+
+
+def draw(scores_bv: Tensor, chance_b: Tensor) -> Tensor:
+    """The token (B,) at which the running sum of the probabilities passes chance_b in [0, 1)."""
+    reached_bv = scores_bv.double().softmax(-1).cumsum(-1)
+    aim_b1 = (chance_b * reached_bv[:, -1])[:, None]
+    # The first sum above the aim: a token of probability 0 adds nothing, so it is never that.
+    token_b1 = torch.searchsorted(reached_bv, aim_b1, right=True)
+    return token_b1[:, 0].clamp(max=scores_bv.shape[-1] - 1)
+
+
+def make_chances(seeds: Sequence[int], n_steps: int) -> Tensor:
+    """A number below 1 for each row and step, (B, T) float64, each row from its own seed."""
+    rows = [
+        torch.rand(n_steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        for seed in seeds
+    ]
+    # The last double below 1 times a sum may round up to the sum itself, which nothing passes.
+    return torch.stack(rows).clamp(max=1 - 2**-50)
+
+
+def make_seeds(config: GenerationConfig, n_rows: int) -> list[int]:
+    """Each row's own seed."""
+    seed = config.seed
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    if isinstance(seed, int):
+        return [(seed + row) % 2**63 for row in range(n_rows)]
+    if len(seed) != n_rows:
+        raise ValueError(f"there are {len(seed)} seeds for {n_rows} rows; give one for each")
+    return list(seed)
+
+
+class Rules:
+    """What is done to scores at each step of one batch; it holds nothing that changes."""
+
+    def __init__(
+        self,
+        config: GenerationConfig,
+        tokens: SpecialTokens,
+        stop_tokens: Sequence[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.config, self.tokens, self.vocab_size = config, tokens, vocab_size
+
+        def mark(ids: Sequence[int]) -> Tensor | None:
+            known = [at for at in ids if at < vocab_size]
+            marked_v = torch.zeros(vocab_size, dtype=torch.bool)
+            marked_v[known] = True
+            return marked_v.to(device) if known else None
+
+        self.banned_v = mark(tokens.suppressed)
+        self.early_v = mark(stop_tokens) if config.min_new_tokens else None
+
+    @property
+    def counts_seen(self) -> bool:
+        """Whether `reshape` needs to know which tokens a row has."""
+        return self.config.repetition_penalty != 1.0
+
+    def reshape(
+        self, scores_bv: Tensor, seen_bv: Tensor | None, step: int, lone_b: Tensor, limit_b: Tensor
+    ) -> Tensor:
+        """The scores as they count at this step, from 0 on.
+
+        seen_bv: True for tokens that the row has. lone_b: whether its prompt is one token. limit_b:
+        how many steps it has in all.
+        """
+        config, tokens = self.config, self.tokens
+        if seen_bv is not None:
+            scores_bv = penalise_seen(scores_bv, seen_bv, config.repetition_penalty)
+        if self.banned_v is not None:
+            scores_bv = scores_bv.masked_fill(self.banned_v, NEVER)
+        if self.early_v is not None and step < config.min_new_tokens:
+            scores_bv = scores_bv.masked_fill(self.early_v, NEVER)
+        if tokens.forced_bos is not None and step == 0:
+            scores_bv = force_token(scores_bv, lone_b, tokens.forced_bos)
+        if tokens.forced_eos is not None:
+            scores_bv = force_token(scores_bv, limit_b == step + 1, tokens.forced_eos)
+        return narrow(scores_bv, config) if config.samples else scores_bv
+
+
+def narrow(scores_bv: Tensor, config: GenerationConfig) -> Tensor:
+    """Scores for a draw: temperature, then the three ways to leave out the unlikely."""
+    assert config.temperature is not None
+    # From the largest down, by no less than float32 can divide by: no infinity, no NaN.
+    temperature = max(config.temperature, 1e-30)
+    scores_bv = (scores_bv - scores_bv.amax(-1, keepdim=True)) / temperature
+    if config.top_k is not None:
+        scores_bv = keep_top_k(scores_bv, config.top_k)
+    if config.top_p is not None and config.top_p < 1:
+        scores_bv = keep_top_p(scores_bv, config.top_p)
+    if config.min_p is not None:
+        scores_bv = keep_min_p(scores_bv, config.min_p)
+    return scores_bv

@@ -1,0 +1,168 @@
+"""Where a text ends: the tokens and the strings that end it.
+
+Why: a stop string may span several tokens, end within one, or share its beginning with text that
+goes on; and what a token says may hang on its neighbours. Shown text cannot be taken back.
+
+How: `find_tokens` gives the special tokens of a model, as `generation_config.json` beside the
+weights tells them where there is one: chat models name their end of turn only there. `TextWatch`
+follows one row: it gives out text that is certain, whole characters only, and keeps back an end
+that could be the beginning of a stop string. A row stops with the first token after which its text
+contains a stop string, and its text ends just before it.
+
+Left out: bad words of more than one token, which `generation_config.json` may name.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from regard.generation.config import GenerationConfig
+from regard.models import BadCheckpoint, SpecialTokens, Transformer
+from regard.tokens import Tokenizer
+
+BESIDE = "generation_config.json"
+HALF = "\N{REPLACEMENT CHARACTER}"
+N_BEFORE = 32  # tokens of the prompt that a decoder is shown first
+
+
+def find_tokens(model: Transformer) -> SpecialTokens:
+    """The model's special tokens, with what is told beside its weights.
+
+    A file that is there says alone what is forced and suppressed; of the others, what it names.
+    """
+    tokens = model.config.tokens
+    path = None if model.origin is None else model.origin / BESIDE
+    if path is None or not path.is_file():
+        return tokens
+    told = read_object(path)
+
+    def ids(key: str) -> tuple[int, ...] | None:
+        value = told.get(key)
+        if value is None:
+            return None
+        found = tuple(value) if isinstance(value, list) else (value,)
+        for at in found:
+            if not isinstance(at, int) or isinstance(at, bool) or at >= model.config.vocab_size:
+                raise BadCheckpoint(
+                    f"{path}: {key} is {value!r:.99}; expected token ids below "
+                    f"{model.config.vocab_size}; correct the file, or remove it"
+                )
+        return tuple(at for at in found if at >= 0)
+
+    def one(key: str, default: int | None) -> int | None:
+        return (ids(key) or (default,))[0]
+
+    eos = ids("eos_token_id")
+    return replace(
+        tokens,
+        pad=one("pad_token_id", tokens.pad),
+        bos=one("bos_token_id", tokens.bos),
+        eos=tokens.eos if eos is None else eos,
+        decoder_start=one("decoder_start_token_id", tokens.decoder_start),
+        forced_bos=one("forced_bos_token_id", None),
+        forced_eos=one("forced_eos_token_id", None),
+        suppressed=(ids("suppress_tokens") or ()) + bad_words(told, path),
+    )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    try:
+        told = json.loads(path.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(
+            f"{path} is not JSON ({error}); fetch it again, or remove it: the model runs without"
+        ) from error
+    if not isinstance(told, dict):
+        raise BadCheckpoint(f"{path} holds a {type(told).__name__}; expected a JSON object")
+    return told
+
+
+def bad_words(told: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+    """Those of one token; a text of several may be refused only when its end is reached."""
+    given = told.get("bad_words_ids") or []
+    if not isinstance(given, list) or not all(isinstance(word, list) for word in given):
+        raise BadCheckpoint(f"{path}: bad_words_ids is {given!r:.99}; expected lists of token ids")
+    words = [word[0] for word in given if len(word) == 1]
+    if not all(isinstance(at, int) and not isinstance(at, bool) and at >= 0 for at in words):
+        raise BadCheckpoint(f"{path}: bad_words_ids is {given!r:.99}; expected lists of token ids")
+    return tuple(words)
+
+
+def find_stop_tokens(
+    config: GenerationConfig, tokens: SpecialTokens, tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
+    """Every token that ends a row; a stop string that names a special token is that token."""
+    found = () if config.ignore_eos else tokens.eos
+    found += tuple(config.stop_tokens)
+    if tokenizer is not None:
+        found += tuple(at for at in tokenizer.special.all if tokenizer.token(at) in config.stop)
+    return tuple(dict.fromkeys(found))
+
+
+class TextWatch:
+    """The text of one row as its tokens come."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], ends: Sequence[int]
+    ) -> None:
+        """prompt: the tokens before, whose text is not given out. ends: the stop tokens."""
+        self.stopped = False
+        """Whether a stop string was found."""
+        self._stops = tuple(stops)
+        self._ends = frozenset(ends)
+        self._vocab_size = tokenizer.vocab_size
+        self._stream = tokenizer.decode_stream()
+        for token in prompt[-N_BEFORE:]:
+            self._add(token)
+        # What the stream holds back of the prompt will come out first, and is not ours.
+        self._foreign = len(self._held())
+        self._kept = ""  # certain, but it may be the beginning of a stop string
+
+    def step(self, token: int) -> str:
+        """The text that this token makes certain; a stop token has none."""
+        if token in self._ends:
+            return ""
+        self._kept += self._own(self._add(token))
+        if not self._stops:
+            given, self._kept = self._kept, ""
+            return given
+        text = self._kept + self._held()[self._foreign :]
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.stopped, self._kept = True, ""
+            return text[: min(found)]
+        cut = len(self._kept) - self._n_begun()
+        given, self._kept = self._kept[:cut], self._kept[cut:]
+        return given
+
+    def finish(self) -> str:
+        """What was kept back, when the row has ended; without a character that never was whole."""
+        rest = self._own(self._stream.finish())
+        return "" if self.stopped else self._kept + rest.rstrip(HALF)
+
+    def _add(self, token: int) -> str:
+        # Models may have more rows than their tokenizer has tokens; those say nothing.
+        return self._stream.step(token) if token < self._vocab_size else ""
+
+    def _own(self, text: str) -> str:
+        """Without what belongs to the prompt."""
+        n = min(self._foreign, len(text))
+        self._foreign -= n
+        return text[n:]
+
+    def _held(self) -> str:
+        """The text that the stream still holds back, if it were to end now."""
+        return copy.copy(self._stream).finish() if self._stream.waiting else ""
+
+    def _n_begun(self) -> int:
+        """How many characters at the end of the kept text are the beginning of a stop string."""
+        longest = max(map(len, self._stops)) - 1
+        for n in range(min(longest, len(self._kept)), 0, -1):
+            if any(stop.startswith(self._kept[-n:]) for stop in self._stops):
+                return n
+        return 0

@@ -1,0 +1,140 @@
+"""Text as it is written: `stream` for pieces of text, `stream_ids` for tokens.
+
+Why: a reader need not wait for the end, and may go away before it.
+
+How: both are iterators over one row that is written a token at a time, when the next piece is asked
+for. Pieces put together are what `generate` gives: whole characters, and never a part of a stop
+string. `close` (or leaving a `with`, or the garbage collector) ends the writing and frees what it
+kept; nothing else was changed, so an interruption leaves nothing behind. Beside the pieces stand
+the counts and times that a caller may show.
+
+Left out: beams, which know their text only at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar, final
+
+from regard.generation.config import GenerationConfig, make_config
+from regard.generation.generate import Task, need_tokenizer, text_task
+from regard.generation.prompts import check_model
+from regard.models import Transformer
+from regard.tokens import Tokenizer
+
+Piece = TypeVar("Piece")
+
+
+@final
+class Stream(Iterator[Piece], Generic[Piece]):
+    """Pieces of one text, and what is known of it so far."""
+
+    n_prompt: int
+    """Tokens that were read first: of the prompt, or of the source of an encoder–decoder."""
+    ids: list[int]
+    """The tokens so far."""
+    prefill_seconds: float
+    """Reading the prompt or source, up to the first token."""
+    decode_seconds: float
+    """Writing the tokens after the first, without the time between two questions."""
+    reason: str | None
+    """Why the text ended, "stop" or "length"; None before it did."""
+
+    def __init__(
+        self, task: Task, choose: Callable[[Iterator[tuple[int, str]]], Iterator[Piece]], text: bool
+    ) -> None:
+        """choose: what is given out of each step's token and text. text: whether there is any."""
+        if task.config.num_beams > 1:
+            raise ValueError("beams know their text only at the end: stream with num_beams=1")
+        self.n_prompt = task.prompts.n_read
+        self.ids, self.reason = [], None
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self._steps = self._write(task, text)
+        self._pieces = choose(self._steps)
+
+    @property
+    def n_new(self) -> int:
+        """How many tokens there are so far."""
+        return len(self.ids)
+
+    def close(self) -> None:
+        """Write no further."""
+        self._steps.close()
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _write(self, task: Task, text: bool) -> Generator[tuple[int, str], None, None]:
+        """Each token, and the text that became certain with it."""
+        writing = task.writing(watched=text, streaming=True)
+        try:
+            while not writing.over:
+                start = time.perf_counter()
+                token = int(writing.advance()[0])
+                spent = time.perf_counter() - start
+                if self.ids:
+                    self.decode_seconds += spent
+                else:
+                    self.prefill_seconds = task.prompts.read_seconds + spent
+                self.ids.append(token)
+                piece = writing.take_text(0)
+                if writing.over:
+                    self.reason = writing.result()[2][0]
+                yield token, piece
+        finally:
+            writing.close()
+
+
+def stream(
+    model: Transformer,
+    prompt: str,
+    *,
+    tokenizer: Tokenizer | None = None,
+    special: bool = True,
+    config: GenerationConfig | None = None,
+    **options: Any,
+) -> Stream[str]:
+    """Pieces of what `generate` gives with the same arguments, each as soon as it is certain.
+
+    for piece in stream(model, "Once upon a time", max_new_tokens=200):
+        print(piece, end="", flush=True)
+    """
+    if not isinstance(prompt, str):
+        raise TypeError(f"prompt is a {type(prompt).__name__}, expected str: one text")
+    chosen = make_config(config, options)
+    check_model(model)
+    task = text_task(model, [prompt], need_tokenizer(model, tokenizer), special, chosen)
+    return Stream(task, lambda steps: (piece for _, piece in steps if piece), True)
+
+
+def stream_ids(
+    model: Transformer,
+    ids: Sequence[int] | None = None,
+    *,
+    source: Sequence[int] | None = None,
+    tokenizer: Tokenizer | None = None,
+    config: GenerationConfig | None = None,
+    **options: Any,
+) -> Stream[int]:
+    """The tokens that `generate_ids` gives for this one row, as they come."""
+    task = Task.make(
+        model,
+        make_config(config, options),
+        tokenizer,
+        ids=None if ids is None else [ids],
+        source=None if source is None else [source],
+    )
+    return Stream(task, lambda steps: (token for token, _ in steps), False)

@@ -1,0 +1,63 @@
+"""On a GPU: the same texts as on the CPU, and no waiting for the device at each step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scripted import make_model
+
+from regard.generation import Decoding, generate_ids, stream_ids
+from regard.generation.writing import Writing
+
+pytestmark = pytest.mark.gpu
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"repetition_penalty": 1.3},
+    "sampled": {"temperature": 1.5, "top_k": 31, "top_p": 0.9, "min_p": 0.01, "seed": 5},
+    "beams": {"num_beams": 3},
+}
+PROMPTS = [[3, 5, 7], [11, 2, 13, 17, 19], [4]]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_texts_are_those_of_the_cpu(way: str) -> None:
+    # In float64 no rounding decides between two tokens.
+    model = make_model(53, eos_token_id=2).double()
+    options: dict[str, Any] = {"max_new_tokens": 37, **WAYS[way]}
+    expected = generate_ids(model, PROMPTS, **options)
+    made = generate_ids(model.cuda(), PROMPTS, **options)
+    assert made.ids.is_cuda
+    assert made.rows() == expected.rows()
+    assert made.reasons == expected.reasons
+    if way != "beams":
+        assert list(stream_ids(model, PROMPTS[0], **options)) == expected.rows()[0]
+
+
+@pytest.mark.parametrize("way", ["greedy", "sampled"])
+def test_a_step_does_not_wait_for_the_device(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one look to the next, nothing is read back: torch would raise."""
+    scores = torch.randn(3, 53, device="cuda")
+
+    def waiting(method: Callable[[Writing], Any]) -> Callable[[Writing], Any]:
+        def wrapped(self: Writing) -> Any:
+            torch.cuda.set_sync_debug_mode("default")
+            answer = method(self)
+            torch.cuda.set_sync_debug_mode("error")
+            return answer
+
+        return wrapped
+
+    def read(self: Decoding, *args: Any) -> torch.Tensor:
+        torch.cuda.set_sync_debug_mode("error")
+        return scores
+
+    monkeypatch.setattr(Writing, "_look", waiting(Writing._look))
+    monkeypatch.setattr(Writing, "result", waiting(Writing.result))
+    monkeypatch.setattr(Decoding, "read", read)
+    monkeypatch.setattr(Decoding, "step", lambda self, ids_b: scores)
+    try:
+        made = generate_ids(make_model(53).cuda(), PROMPTS, max_new_tokens=40, **WAYS[way])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert made.lengths == (40, 40, 40)
