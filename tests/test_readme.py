@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from rich.console import Console
 
 from regard import cli
@@ -114,8 +116,9 @@ def test_every_tool_of_the_extras_is_pinned_in_constraints() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(need for needs in extras.values() for need in needs)]
-    assert [need for need in wanted if "==" in need] == []
-    names = {re.split(r"[\[<>=~! ]", need)[0].lower() for need in wanted} - {"regard"}
+    needs = [Requirement(need) for need in wanted]
+    assert [need for need in needs if "==" in str(need.specifier)] == []
+    names = {canonicalize_name(need.name) for need in needs} - {"regard"}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", pin)] == []

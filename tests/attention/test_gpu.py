@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from cells import SDPA_REFUSALS, TYPES, check_cell
+from cells import SDPA_REFUSALS, TYPES, check_cell, judge
 from plain import CASES
 
 from regard.attention import ALiBi, Causal, Lengths, Wants, Window, attention, explain, observe
@@ -110,3 +110,32 @@ def test_explain_on_the_device_prefers_the_fused_kernels() -> None:
     q = torch.randn(1, 2, 5, 8, device="cuda")
     assert str(explain(q, q, q, mask=Causal())).startswith("sdpa       runs")
     assert explain(q, q, q, softcap=2.0).chosen == "flex"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_our_kernel_for_one_query_equals_the_reference(name: str, kind: str) -> None:
+    """The last query of every case; a rule that speaks of more queries than one is passed over."""
+    made = CASES[name]().cast(TYPES[kind], "cuda")
+    q, k, v = made.q[:, :, -1:].detach(), made.k.detach(), made.v.detach()
+    call = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in made.call.items()}
+    with torch.no_grad():
+        try:
+            wide = (x.double() for x in (q, k, v))
+            truth = attention(*wide, **call, backend="reference")
+        except ValueError:
+            return
+        if not truth.numel() or not k.numel() or not truth.isfinite().all():
+            return
+        ours = attention(q, k, v, **call, backend="triton")
+        theirs = attention(q, k, v, **call, backend="reference")
+    judge([truth], [ours], [theirs])
+
+
+def test_one_query_over_many_keys_is_cut_into_parts_and_joined() -> None:
+    q, k, v = (torch.randn(2, n, s, 40, device="cuda") for n, s in ((6, 1), (2, 5003), (2, 5003)))
+    wide = attention(q.double(), k.double(), v.double(), backend="reference")
+    torch.testing.assert_close(
+        attention(q, k, v, backend="triton").double(), wide, atol=1e-5, rtol=0
+    )
+    assert explain(q, k, v).chosen == "triton"

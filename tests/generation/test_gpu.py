@@ -9,6 +9,7 @@ from scripted import make_model
 
 from regard.generation import Decoding, generate_ids, stream_ids
 from regard.generation.writing import Writing
+from regard.models import Transformer, config_of
 
 pytestmark = pytest.mark.gpu
 
@@ -34,6 +35,7 @@ def test_texts_are_those_of_the_cpu(way: str) -> None:
         assert list(stream_ids(model, PROMPTS[0], **options)) == expected.rows()[0]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_a_step_does_not_wait_for_the_device(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From one look to the next, nothing is read back: torch would raise."""
@@ -61,3 +63,35 @@ def test_a_step_does_not_wait_for_the_device(way: str, monkeypatch: pytest.Monke
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert made.lengths == (40, 40, 40)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
+def test_compiled_texts_are_those_of_the_cpu(family: str) -> None:
+    """Padded rows, a single row, a second batch on the same graph; windows shorter than the text.
+
+    Scores are spread far apart, so that float32's rounding decides nothing.
+    """
+    model = make_spread(family)
+    for prompts in (PROMPTS, [[5, 9, 4, 8]], [[7, 7], [3, 1, 2], [9]]):
+        expected = generate_ids(model.cpu(), prompts, max_new_tokens=37)
+        made = generate_ids(model.cuda(), prompts, max_new_tokens=37, compiled=True)
+        assert made.rows() == expected.rows()
+        drawn = {"max_new_tokens": 21, "temperature": 1.0, "seed": 3}
+        expected = generate_ids(model, prompts, **drawn)
+        assert generate_ids(model, prompts, compiled=True, **drawn).rows() == expected.rows()
+
+
+def make_spread(family: str) -> Any:
+    """A tiny model of a family whose scores differ by far more than rounding does."""
+    plain = {"vocab_size": 53, "hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 64}
+    plain |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    words: dict[str, dict[str, Any]] = {
+        "gpt2": {"vocab_size": 53, "n_embd": 48, "n_layer": 2, "n_head": 3, "n_positions": 128},
+        "llama": plain,
+        "mistral": {**plain, "sliding_window": 9},
+    }
+    torch.manual_seed(0)
+    model = Transformer(config_of({"model_type": family, **words[family]})).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    return model

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,9 @@ from regard.models import Memory, Transformer
 CHUNK = 2048
 """Tokens of a prompt that are read at a time."""
 ROUND = 64
-"""Compiled caches come in multiples of this many slots, so that graphs can be used again."""
+"""Compiled caches and prompts come in multiples of this, so that graphs can be used again."""
+SHORT = 512
+"""Prompts up to this many tokens are read by a recorded graph: launching is what they wait for."""
 
 
 class Decoding:
@@ -55,18 +58,22 @@ class Decoding:
     def read(self, ids_bt: Tensor, real_bt: Tensor | None = None, chunk: int = CHUNK) -> Tensor:
         """The prompts, `chunk` tokens at a time; the scores (B, V) of what comes next, float32."""
         if self.compiled and self.graph is None:
-            with promise_finite(self.layers):
-                self.graph = find_graph(self.model, ids_bt.shape[0], self.room)
-            self.cache = self.graph.cache
-            # Rows are told apart from the start, so that every batch of this shape fits the graph.
-            if real_bt is None:
-                real_bt = torch.ones_like(ids_bt, dtype=torch.bool)
+            # What inference mode makes could not be used outside of it later.
+            with promise_finite(self.layers), torch.inference_mode(False), torch.no_grad():
+                room = self.room + round_up(ids_bt.shape[1]) - ids_bt.shape[1]
+                self.graph = find_graph(self.model, ids_bt.shape[0], room)
+                self.cache = self.graph.cache
+                if ids_bt.is_cuda and ids_bt.shape[1] <= min(chunk, SHORT):
+                    return self.graph.read(self.model, ids_bt, real_bt)
         last_bc = None
         with promise_finite(self.layers):
             for start in range(0, ids_bt.shape[1], chunk):
                 part = slice(start, start + chunk)
                 real = None if real_bt is None else real_bt[:, part]
-                last_bc = self._run(ids_bt[:, part], real)[:, -1]
+                x_btc = self.model.run(
+                    ids_bt[:, part], real=real, memory=self.memory, cache=self.cache
+                )
+                last_bc = x_btc[:, -1]
         assert last_bc is not None and self.model.head is not None
         scores_bv: Tensor = self.model.head(last_bc)
         return scores_bv.float()
@@ -84,18 +91,13 @@ class Decoding:
         scores_bv: Tensor = self.model.head(x_btc[:, -1])
         return scores_bv.float()
 
-    def run_on(self, ids_b: Tensor, n: int) -> Tensor:
-        """The n tokens (B, n) that follow these when the likeliest is always taken.
+    def run_on(self, ids_b: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """What follows when the likeliest is always taken: n tokens (B, n), and if all is finite.
 
-        On a GPU nothing is read back in between, so the device never waits for this program.
+        For compiled decoding. On a GPU nothing is read back in between, so it never waits.
         """
-        if self.graph is not None:
-            return self.graph.run_on(ids_b, n)
-        written = []
-        for _ in range(n):
-            ids_b = self.step(ids_b).argmax(-1)
-            written.append(ids_b)
-        return torch.stack(written, 1)
+        assert self.graph is not None
+        return self.graph.run_on(ids_b, n)
 
     def reorder(self, index_b: Tensor) -> None:
         """Row b becomes what row index_b[b] was; with more or fewer rows, if index_b has."""
@@ -112,70 +114,71 @@ class Decoding:
             self.graph.busy = False
             self.graph = None
 
-    def _run(self, ids_bt: Tensor, real_bt: Tensor | None) -> Tensor:
-        if self.graph is None:
-            return self.model.run(ids_bt, real=real_bt, memory=self.memory, cache=self.cache)
-        assert real_bt is not None
-        count_bt = real_bt.cumsum(-1) - 1
-        assert self.cache is not None
-        if self.cache.length is not None:
-            count_bt = count_bt + self.cache.length[:, None]
-        return self.model.run(
-            ids_bt, positions=torch.where(real_bt, count_bt, -1), cache=self.cache
-        )
-
 
 class StepGraph:
-    """One compiled step for batches of one shape, and the cache it works on."""
+    """One compiled step for batches of one shape, and the cache it works on.
+
+    A step leaves its scores in `scores_bv`, the likeliest tokens in `ids_b1`, where the next step
+    reads, and in the next column of `written_bt`. `finite_b` turns False where a score is not.
+    """
 
     def __init__(self, model: Transformer, batch: int, room: int) -> None:
         self.batch, self.room, self.busy = batch, room, False
         self.cache = model.make_cache(room)
         self.fused = fuse(model)
-        head = model.head
-        assert head is not None
-
-        def step(ids_b1: Tensor) -> tuple[Tensor, Tensor]:
-            x_btc = model.run(ids_b1, cache=self.cache)
-            scores_bv = head(x_btc[:, -1]).float()
-            return scores_bv, scores_bv.argmax(-1)
-
         device = next(model.parameters()).device
-        options: dict[str, Any] = {}
-        if device.type == "cuda":
-            # Products with one row reach the memory's speed only as tuned sums.
-            options["coordinate_descent_tuning"] = True
-        self.compiled: Callable[[Tensor], tuple[Tensor, Tensor]] = torch.compile(
-            step, fullgraph=True, dynamic=False, options=options
+        self.compiled: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = torch.compile(
+            partial(take_step, model, self.cache, find_parts(model.config.vocab_size)),
+            fullgraph=True,
+            dynamic=False,
         )
         self.ids_b1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.written_bt = torch.zeros(batch, room, dtype=torch.int64, device=device)
+        self.column = torch.zeros(1, dtype=torch.int64, device=device)
+        self.finite_b = torch.ones(batch, dtype=torch.bool, device=device)
         self.scores_bv: Tensor | None = None
         self.recorded: torch.cuda.CUDAGraph | None = None
+        self.prompts: dict[int, PromptGraph] = {}
         self._warm_up(model)
+
+    def read(self, model: Transformer, ids_bt: Tensor, real_bt: Tensor | None) -> Tensor:
+        """The scores (B, V) after these prompts, which are the first of their texts."""
+        width = round_up(ids_bt.shape[1])
+        if width not in self.prompts:
+            self.prompts[width] = PromptGraph(model, self.cache, self.batch, width)
+        return self.prompts[width].run(ids_bt, real_bt)
 
     def run(self, ids_b: Tensor) -> Tensor:
         """The scores (B, V) after these tokens."""
+        self.column.zero_()
         self.ids_b1.copy_(ids_b[:, None])
         self._advance()
         assert self.scores_bv is not None
         return self.scores_bv
 
-    def run_on(self, ids_b: Tensor, n: int) -> Tensor:
-        """The n tokens (B, n) that follow these when the likeliest is always taken."""
+    def run_on(self, ids_b: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """What follows when the likeliest is always taken: (B, n), and which rows are finite."""
+        self.column.zero_()
+        self.finite_b.fill_(True)
         self.ids_b1.copy_(ids_b[:, None])
-        written = []
         for _ in range(n):
             self._advance()
-            written.append(self.ids_b1.clone())
-        return torch.cat(written, 1)
+        return self.written_bt[:, :n].clone(), self.finite_b.clone()
 
     def _advance(self) -> None:
-        """One step, which leaves its scores, and the likeliest tokens where the next step reads."""
         if self.recorded is not None:
             self.recorded.replay()
-            return
-        self.scores_bv, next_b = self.compiled(self.ids_b1)
-        self.ids_b1.copy_(next_b[:, None])
+        else:
+            # The mode is part of what a graph was compiled for.
+            with torch.inference_mode(False), torch.no_grad():
+                self._step()
+
+    def _step(self) -> None:
+        self.scores_bv, next_b1, finite_b = self.compiled(self.ids_b1)
+        self.ids_b1.copy_(next_b1)
+        self.written_bt.index_copy_(1, self.column, next_b1)
+        self.column += 1
+        self.finite_b &= finite_b
 
     def _warm_up(self, model: Transformer) -> None:
         """Compile, and on a GPU record, with a text of a few tokens that is forgotten again."""
@@ -183,20 +186,81 @@ class StepGraph:
         positions = torch.arange(2, device=start_bt.device).expand(self.batch, 2)
         model.run(start_bt, positions=positions, cache=self.cache)
         if not start_bt.is_cuda:
-            self.compiled(self.ids_b1)
+            self._step()
             self.cache.reset()
             return
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.compiled(self.ids_b1)
-        torch.cuda.current_stream().wait_stream(stream)
-        self.recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.recorded):
-            self.scores_bv, next_b = self.compiled(self.ids_b1)
-            self.ids_b1.copy_(next_b[:, None])
+        self.recorded = record(self._step)
         self.cache.reset()
+
+
+class PromptGraph:
+    """The reading of prompts of up to `width` tokens, recorded; shorter ones are padded."""
+
+    def __init__(self, model: Transformer, cache: DecoderCache, batch: int, width: int) -> None:
+        self.model, self.cache = model, cache
+        device = next(model.parameters()).device
+        self.ids_bt = torch.zeros(batch, width, dtype=torch.int64, device=device)
+        self.positions_bt = torch.arange(width, device=device).expand(batch, width).clone()
+        self.scores_bv: Tensor | None = None
+        self.recorded = record(self._read)
+        cache.reset()
+
+    def run(self, ids_bt: Tensor, real_bt: Tensor | None) -> Tensor:
+        """The scores (B, V) after these prompts."""
+        n = ids_bt.shape[1]
+        if real_bt is None:
+            real_bt = torch.ones_like(ids_bt, dtype=torch.bool)
+        self.ids_bt[:, -n:] = ids_bt
+        self.positions_bt.fill_(-1)
+        self.positions_bt[:, -n:] = torch.where(real_bt, real_bt.cumsum(-1) - 1, -1)
+        self.recorded.replay()
+        assert self.scores_bv is not None
+        return self.scores_bv.clone()
+
+    def _read(self) -> None:
+        assert self.model.head is not None
+        self.cache.reset()
+        x_btc = self.model.run(self.ids_bt, positions=self.positions_bt, cache=self.cache)
+        self.scores_bv = self.model.head(x_btc[:, -1]).float()
+
+
+def record(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """What the run does on the GPU, to be replayed; it is run twice first, to warm up."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
+        run()
+    return recorded
+
+
+def round_up(n: int) -> int:
+    """The next multiple of ROUND."""
+    return -(-n // ROUND) * ROUND
+
+
+def take_step(
+    model: Transformer, cache: DecoderCache, n_parts: int, ids_b1: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores (B, V) after one token a row, the likeliest tokens (B, 1), and which are finite."""
+    assert model.head is not None
+    x_btc = model.run(ids_b1, cache=cache)
+    scores_bv = model.head(x_btc[:, -1]).float()
+    # The largest of the largest of each part: one long search would keep a GPU waiting.
+    best_bp, at_bp = scores_bv.view(ids_b1.shape[0], n_parts, -1).max(-1)
+    best_b, part_b = best_bp.max(-1)
+    at_b1 = at_bp.gather(1, part_b[:, None])
+    next_b1 = part_b[:, None] * (scores_bv.shape[1] // n_parts) + at_b1
+    return scores_bv, next_b1, best_b.isfinite()
+
+
+def find_parts(vocab_size: int) -> int:
+    """Into how many equal parts a vocabulary is cut to be searched; 1 where it cannot be."""
+    return max(n for n in range(1, 257) if vocab_size % n == 0)
 
 
 GRAPHS: WeakKeyDictionary[Transformer, list[StepGraph]] = WeakKeyDictionary()
@@ -205,7 +269,7 @@ GRAPHS: WeakKeyDictionary[Transformer, list[StepGraph]] = WeakKeyDictionary()
 
 def find_graph(model: Transformer, batch: int, room: int) -> StepGraph:
     """A graph for batches of this shape that nobody uses now, made if there is none."""
-    room = -(-room // ROUND) * ROUND
+    room = round_up(room)
     graphs = GRAPHS.setdefault(model, [])
     graphs[:] = [graph for graph in graphs if all(joint.holds() for joint in graph.fused)]
     for graph in graphs:

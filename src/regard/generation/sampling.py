@@ -119,6 +119,13 @@ class Rules:
         self.early_v = mark(stop_tokens) if config.min_new_tokens else None
 
     @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is taken whatever came before."""
+        forced = (self.tokens.forced_bos, self.tokens.forced_eos)
+        held = (self.banned_v, self.early_v, *forced)
+        return not self.config.samples and not self.counts_seen and held == (None,) * 4
+
+    @property
     def counts_seen(self) -> bool:
         """Whether `reshape` needs to know which tokens a row has."""
         return self.config.repetition_penalty != 1.0

@@ -28,6 +28,7 @@ from regard.generation.stopping import TextWatch
 from regard.models import Transformer
 
 LOOK_EVERY = 16  # steps between two questions to a device that runs ahead
+LOOK_AT_MOST = 64  # and where steps follow each other without this program
 
 
 class Writing:
@@ -52,6 +53,7 @@ class Writing:
         self.over = False
         self._limits = prompts.limits
         self._looks = streaming or bool(watches) or device.type == "cpu"
+        self._runs_on = config.compiled and rules.plain and not streaming and not watches
         self._pad = filler(rules, stop_tokens)
         self._stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=device)
         self._step = 0
@@ -85,7 +87,10 @@ class Writing:
 
     @torch.inference_mode()
     def advance(self) -> Tensor:
-        """The next token (A,) of each row that was in the batch."""
+        """The next token (A,) of each row that was in the batch; the last of several, if nobody
+        waits for each."""
+        if self._runs_on and self._token_a is not None:
+            return self._run_on(self._token_a)
         if self._token_a is None:
             prompts = self.prompts
             scores_av = self._decoding.read(prompts.ids_bt, prompts.real_bt, self.config.chunk)
@@ -102,6 +107,19 @@ class Writing:
         if self._looks or at_limit or self._step % LOOK_EVERY == 0:
             self._look()
         return token_a
+
+    def _run_on(self, token_a: Tensor) -> Tensor:
+        """Several greedy steps that nothing but the scores decides, without a look in between."""
+        # The longer the text, the longer may a step be in vain: at most as many as it has, or few.
+        burst = min(max(LOOK_EVERY, self._step), LOOK_AT_MOST)
+        start, stop = self._step, min(self._step + burst, max(self._limits))
+        token_an, finite_a = self._decoding.run_on(token_a, stop - start)
+        self._out_bt[:, start:stop] = token_an
+        self._bad_a = self._bad_a | (~finite_a & ~self._done_a)
+        self._done_a = self._done_a | (token_an[:, :, None] == self._stops).any(2).any(1)
+        self._token_a, self._step = token_an[:, -1], stop
+        self._look()
+        return self._token_a
 
     def result(self) -> tuple[Tensor, list[int], list[str]]:
         """Tokens (B, T) filled up with padding, how many each row has, and why it ended."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from regard._check import check_probability
 from regard.layers.fusing import SideBySide, run_side_by_side
-from regard.layers.matvec import project
+from regard.layers.matvec import gated_row, is_one_row, project
 from regard.positions.angles import check_choice, check_count
 
 ActivationWord = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -66,6 +66,8 @@ class FeedForward(nn.Module):
     def forward(self, x_btc: Tensor) -> Tensor:
         if self.gate_proj is None:
             hidden_btf = self.activation(project(self.up_proj, x_btc))
+        elif self.fused is not None and isinstance(self.activation, nn.SiLU) and is_one_row(x_btc):
+            hidden_btf = gated_row(x_btc, self.fused.weight, self.fused.bias)
         else:
             layers = (self.gate_proj, self.up_proj)
             gate_btf, up_btf = run_side_by_side(self.fused, layers, x_btc)

@@ -47,14 +47,20 @@ def is_one_row(x: Tensor) -> bool:
 
 def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weightᵀ + bias for an x with one row."""
-    made: Tensor = _matvec_op(x.reshape(-1), weight, bias)
+    made: Tensor = _matvec_op(x.reshape(-1), weight, bias, False)
     return made.view(*x.shape[:-1], -1)
 
 
-def _matvec(x_k: Tensor, weight_mk: Tensor, bias_m: Tensor | None) -> Tensor:
+def gated_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """silu(gate) · up for an x with one row, of a weight that has the gates above the ups."""
+    made: Tensor = _matvec_op(x.reshape(-1), weight, bias, True)
+    return made.view(*x.shape[:-1], -1)
+
+
+def _matvec(x_k: Tensor, weight_mk: Tensor, bias_m: Tensor | None, gated: bool) -> Tensor:
     from regard.layers import matvec_kernels
 
-    out_m = x_k.new_empty(weight_mk.shape[0])
+    out_m = x_k.new_empty(weight_mk.shape[0] // (2 if gated else 1))
     matvec_kernels.run(x_k, weight_mk, bias_m, out_m)
     return out_m
 
@@ -63,10 +69,10 @@ _matvec_op = torch.library.custom_op(
     "regard::matvec",
     _matvec,
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor? bias, bool gated) -> Tensor",
 )
 
 
 @_matvec_op.register_fake
-def _(x_k: Tensor, weight_mk: Tensor, bias_m: Tensor | None) -> Tensor:
-    return x_k.new_empty(weight_mk.shape[0])
+def _(x_k: Tensor, weight_mk: Tensor, bias_m: Tensor | None, gated: bool) -> Tensor:
+    return x_k.new_empty(weight_mk.shape[0] // (2 if gated else 1))

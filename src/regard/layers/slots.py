@@ -80,7 +80,7 @@ class SlotCache(KVCache):
         refuse_gradient(k, v)
         if self._leader is None:
             at_nt = self._find_positions(k, v, positions)
-            self._turn = self._take_turn(at_nt, positions is None)
+            self._turn = self._take_turn(at_nt, positions is None, k.shape[0])
         turn = self._head._turn
         assert turn is not None, "the leader comes first"
         memory = self._memory
@@ -92,17 +92,17 @@ class SlotCache(KVCache):
         self._memory = memory
         return kept
 
-    def _start_ledger(self, at_nt: Tensor) -> tuple[Ledger, bool]:
+    def _start_ledger(self, at_nt: Tensor, batch: int) -> tuple[Ledger, bool]:
         """The bookkeeping in use, with a row for each row of the positions; and if this is new."""
         first = not self._started
         ledger = self._ledger
-        if ledger is None or (first and not ledger.suits(at_nt)):
+        if ledger is None or (first and not ledger.suits(at_nt, batch)):
             ledger = Ledger.empty(self.n_slots, at_nt.device)
         self._ledger, self._started = ledger.with_rows(at_nt.shape[0]), True
         return self._ledger, first
 
     @abstractmethod
-    def _take_turn(self, at_nt: Tensor, counted: bool) -> Turn:
+    def _take_turn(self, at_nt: Tensor, counted: bool, batch: int) -> Turn:
         """Find slots for tokens at these positions, and write them down."""
 
     @abstractmethod
@@ -129,12 +129,12 @@ class FixedCache(SlotCache):
         if self._used is not None:
             self._used.zero_()
 
-    def _take_turn(self, at_nt: Tensor, counted: bool) -> Turn:
+    def _take_turn(self, at_nt: Tensor, counted: bool, batch: int) -> Turn:
         n_new = at_nt.shape[1]
         if self._used is None or self._used.device != at_nt.device:
             self._used = torch.zeros((), dtype=torch.int64, device=at_nt.device)
         slots_1t = self._find_room(self._used, n_new, not self._started)[None]
-        ledger, first = self._start_ledger(at_nt)
+        ledger, first = self._start_ledger(at_nt, batch)
         ledger.write(at_nt, slots_1t)
         self._used += n_new
         return Turn(at_nt, slots_1t, first, counted)
@@ -180,8 +180,8 @@ class WindowedCache(SlotCache):
         self.n_slots = left + 2
         self._before: Tensor | None = None
 
-    def _take_turn(self, at_nt: Tensor, counted: bool) -> Turn:
-        ledger, first = self._start_ledger(at_nt)
+    def _take_turn(self, at_nt: Tensor, counted: bool, batch: int) -> Turn:
+        ledger, first = self._start_ledger(at_nt, batch)
         size = self.window + 1
         if at_nt.shape[1] > 1 and not first:
             self._before = ledger.positions[:, :size].clone()
@@ -221,10 +221,10 @@ class Ledger:
         positions = torch.full((1, size), -1, dtype=torch.int64, device=device)
         return Ledger(positions, torch.zeros_like(positions[:, 0]))
 
-    def suits(self, at_nt: Tensor) -> bool:
-        """Whether it is on the device of these positions and has as many rows."""
+    def suits(self, at_nt: Tensor, batch: int) -> bool:
+        """Whether it is on the device of these positions and has as many rows, or the batch's."""
         known = self.positions
-        return known.device == at_nt.device and known.shape[0] == at_nt.shape[0]
+        return known.device == at_nt.device and known.shape[0] in (at_nt.shape[0], batch)
 
     def with_rows(self, n: int) -> Ledger:
         """The same with at least n rows."""

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from regard._check import check_probability
 from regard.layers import BlockConfig, ProjectionBias, RelativeConfig
 from regard.layers.multihead import check_heads
 from regard.positions.angles import check_choice, check_count, check_number
@@ -66,6 +67,8 @@ class EmbedConfig:
         check_choice("positions", self.positions, get_args(Positions))
         check_choice("layout", self.layout, get_args(Layout))
         check_number("embed scale", self.scale)
+        check_number("embed norm_eps", self.norm_eps)
+        check_probability("embed dropout", self.dropout)
         if self.dim is not None:
             check_count("embed dim", self.dim)
         if self.n_token_types:
@@ -93,6 +96,7 @@ class HeadConfig:
     def __post_init__(self) -> None:
         check_choice("head", self.kind, get_args(HeadKind))
         check_number("head scale", self.scale)
+        check_number("head norm_eps", self.norm_eps)
         if self.softcap is not None:
             check_number("head softcap", self.softcap, above=0)
 

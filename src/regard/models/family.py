@@ -26,6 +26,8 @@ from regard.positions.rotary import Pairing
 
 MAX_LAYERS = 10_000
 MAX_INT = 2**31 - 1
+HEADS = ("ForCausalLM", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration")
+"""How the names of classes end whose heads give scores over the vocabulary."""
 
 ACTIVATIONS = {
     "relu": "relu",
@@ -149,7 +151,7 @@ class ConfigReader:
         if value is None:
             return ()
         given = value if isinstance(value, list) else [value]
-        if not all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in given):
+        if not all(type(x) is int and 0 <= x <= MAX_INT for x in given):
             raise self._wrong(key, value, "a token id or a list of them")
         return tuple(given)
 
@@ -174,6 +176,18 @@ class ConfigReader:
                 f"{' or '.join(known)}, or the bare model; other heads are not supported",
             )
 
+    def expect_head(self) -> None:
+        """Refuse a class with a head that no family has, such as LlamaForTokenClassification."""
+        value = self.source.get("architectures")
+        named = value[0] if isinstance(value, list) and value else None
+        if isinstance(named, str) and "For" in named and not named.endswith(HEADS):
+            raise self._wrong(
+                "architectures",
+                named,
+                f"a class that ends in {' or '.join(HEADS)}, or the bare model; other heads are "
+                "not supported",
+            )
+
     def choice(self, key: str, allowed: Collection[str], default: str) -> str:
         """One of some words."""
         value = self.word(key, default)
@@ -187,7 +201,7 @@ class ConfigReader:
         if value is None:
             return ()
         lone = isinstance(value, list) and all(isinstance(x, list) and len(x) == 1 for x in value)
-        if not lone or not all(type(x[0]) is int and x[0] >= 0 for x in value):
+        if not lone or not all(type(x[0]) is int and 0 <= x[0] <= MAX_INT for x in value):
             raise self._wrong("bad_words_ids", value, "lists of one token id each")
         return tuple(x[0] for x in value)
 
@@ -218,11 +232,16 @@ class ConfigReader:
         reader = ConfigReader({**self.source, **given})
         base = reader.number("rope_theta", base)
         fraction = reader.number("partial_rotary_factor", fraction)
+        if not 0 < fraction <= 1:
+            raise BadCheckpoint(
+                f"config.json: the part of a head that turns (partial_rotary_factor, rotary_pct) "
+                f"is {fraction:g}; expected a number above 0, 1 at most"
+            )
         rotary_dim = int(head_dim * fraction)
         try:
             scaling = scaling_from_dict(given, max_len=self.source.get("max_position_embeddings"))
         except (ValueError, TypeError) as wrong:
-            raise BadCheckpoint(f"config.json: rotary scaling is not usable: {wrong}") from wrong
+            raise BadCheckpoint(f"config.json: rotary scaling is not usable: {wrong}") from None
         return RotaryConfig(
             head_dim=head_dim,
             base=base,

@@ -208,10 +208,14 @@ def _check_root(path: str | os.PathLike[str]) -> Path:
         raise BadCheckpoint(f"{where} has a NUL in it; no path may")
     if not is_text(str(root)):
         raise BadCheckpoint(f"{where} is not UTF-8, and safetensors opens no such path; rename it")
-    if root.is_dir():
+    # Those of os.path answer no to a name that is too long, where those of Path raise.
+    if os.path.isdir(root):
         return root
-    if not root.exists():
-        raise BadCheckpoint(f"there is no folder {where}; give one with config.json and weights")
+    if not os.path.exists(root):
+        raise BadCheckpoint(
+            f"there is no folder or file {where}; give a folder with config.json and weights, or a "
+            "GGUF file"
+        )
     if root.suffix == ".safetensors":
         raise BadCheckpoint(
             f"{where} is a file of weights alone; give the folder it is in, "

@@ -15,12 +15,17 @@ import re
 from pathlib import Path
 
 PATTERNS = ["*.json", "*.safetensors", "merges.txt", "*.jinja"]
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+MAX_NAME = 96  # the hub's own limit
+FILES = (".gguf", ".safetensors", ".json", ".bin")
+"""Ends of names that are files of a model, not models."""
 
 
 def looks_like_a_name(name: str | os.PathLike[str]) -> bool:
     """Whether this may be "owner/model" or "model", and not a path."""
-    return isinstance(name, str) and NAME.fullmatch(name) is not None and ".." not in name
+    if not isinstance(name, str) or len(name) > MAX_NAME or name.endswith(FILES):
+        return False
+    return NAME.fullmatch(name) is not None and ".." not in name
 
 
 def fetch_folder(name: str, revision: str | None) -> Path:
@@ -31,18 +36,21 @@ def fetch_folder(name: str, revision: str | None) -> Path:
     )
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
     except ModuleNotFoundError as missing:
         raise ModuleNotFoundError(
             f"there is no folder {name!r}, and to ask the hub for a model of that name takes the "
             "package huggingface_hub: pip install 'regard[hub]'",
             name=missing.name,
         ) from None
+    # The bases are what the package's own network library raises, whichever its version uses.
+    faults: tuple[type[Exception], ...]
+    faults = (*HfHubHTTPError.__bases__, EntryNotFoundError, OSError)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
     except HFValidationError as wrong:
         raise ValueError(f"there is no folder {name!r}, and it is no hub name: {wrong}") from None
-    except (HfHubHTTPError, OSError) as wrong:
+    except faults as wrong:
         said = " ".join(str(wrong).split())[:300]
         raise FileNotFoundError(
             f"there is no folder {name!r} here, and the hub did not give a model of that name "

@@ -218,9 +218,13 @@ class Transformer(nn.Module):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that lies beside the weights; None where there is none."""
+        """The tokenizer that lies beside the weights, or with them in a GGUF file, or None."""
         if self.origin is None:
             return None
+        if self.origin.suffix == ".gguf" and self.origin.is_file():
+            from regard.models.gguf import GGUFFile
+
+            return GGUFFile.open(self.origin).tokenizer
         try:
             return Tokenizer.load(self.origin)
         except FileNotFoundError:

@@ -31,6 +31,7 @@ from regard.models.folder import BadCheckpoint, Folder, Stored, write_folder
 from regard.models.hub import fetch_folder, looks_like_a_name
 from regard.models.links import Link
 from regard.models.transformer import Transformer
+from regard.positions.angles import check_number
 
 DTYPES = {
     "float32": torch.float32,
@@ -43,12 +44,20 @@ KEPT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "source.spm",
+    "target.spm",
     "chat_template.jinja",
     "chat_template.json",
 )
 """Small files beside the weights that go along when a loaded model is saved."""
+DIFFERENT = ": config and weights are of different models; download both again"
 
 
 class Checkpoint(Protocol):
@@ -70,25 +79,25 @@ def load(
 ) -> Transformer:
     """A model from a folder, a GGUF file, or a name on the Hugging Face hub; ready to use.
 
-    dtype: None is the type the weights are stored in. device: where they go, with no second copy
+    dtype: None is the type that config.json names, else the one the weights are stored in; weights
+    of that type on the CPU stay mapped from their file. device: where they go, with no second copy
     on the way. revision: the branch, tag or commit of a hub name. A folder of that name goes before
     the hub; what the hub sends is kept in its own cache.
     """
     check_dtype(dtype)
-    path = Path(path_or_name)
-    if not path.exists() and looks_like_a_name(path_or_name):
+    target = find_device(device)
+    path = check_path(path_or_name)
+    # Of os.path, since Path's raises where a name is too long to be one.
+    if not os.path.exists(path) and looks_like_a_name(path_or_name):
         path = fetch_folder(str(path_or_name), revision)
     elif revision is not None:
         raise ValueError(f"revision={revision!r} is for hub names, but {path} is on this machine")
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and os.path.isfile(path):
         from regard.models.gguf import GGUFFile
 
-        gguf = GGUFFile.open(path)
-        model = build(gguf, dtype, torch.device(device))
-        model.__dict__["tokenizer"] = gguf.tokenizer
-        return model
+        return build(GGUFFile.open(path), dtype, target)
     with Folder.open(path) as folder:
-        return build(folder, dtype, torch.device(device))
+        return build(folder, dtype, target)
 
 
 def save(model: Transformer, path: str | os.PathLike[str], *, max_shard_gb: float = 5.0) -> None:
@@ -97,17 +106,16 @@ def save(model: Transformer, path: str | os.PathLike[str], *, max_shard_gb: floa
     Tensors have the type they have in the model. The tokenizer and generation_config.json of the
     folder the model came from go along. Files are written beside and renamed.
     """
+    check_number("max_shard_gb", max_shard_gb)
     config = model.config
-    if not config.source or config_of(config.source) != replace(config, head=_head_of(config)):
-        raise ValueError(
-            "this model's config was changed after it was made from config.json's words, so no "
-            "config.json would say what it is; make it with models.config_of({...}) instead"
-        )
+    check_told(config)
     family = FAMILIES[config.family]
+    links = family.links(config)
+    check_written(model, links)
     ours = dict(model.named_parameters(remove_duplicate=False))
     bare = config.head.kind == "none"
     tensors: dict[str, Tensor] = {}
-    for link in family.links(config):
+    for link in links:
         written = link.write([ours[name].detach() for name in link.ours])
         for name, tensor in zip(link.theirs, written, strict=True):
             tensors[name.removeprefix(family.prefix) if bare else name] = tensor
@@ -121,9 +129,36 @@ def save(model: Transformer, path: str | os.PathLike[str], *, max_shard_gb: floa
     )
 
 
-def _head_of(config: ModelConfig) -> Any:
-    """The head that the config's source speaks of; a file may have had less."""
-    return config_of(config.source).head
+def check_told(config: ModelConfig) -> None:
+    """Refuse a config that its own config.json does not tell; `fit_parts` may have taken away."""
+    if config.source:
+        told = config_of(config.source)
+        head = told.head
+        if config.head.kind == "none" and is_bare(config.source):
+            head = replace(head, kind="none")
+        if FAMILIES[told.family].output_layer is not None:
+            head = replace(head, tied=config.head.tied)
+        if replace(told, head=replace(head, pooler=head.pooler and config.head.pooler)) == config:
+            return
+    raise ValueError(
+        "this model's config was changed after it was made from config.json's words, so no "
+        "config.json would say what it is; make it with models.config_of({...}) instead"
+    )
+
+
+def check_written(model: Transformer, links: Iterable[Link]) -> None:
+    """Refuse a model with parameters that would not be in the file, such as a tie undone."""
+    ours = dict(model.named_parameters(remove_duplicate=False))
+    needed = [name for link in links for name in link.ours]
+    written = {id(ours[name]) for name in needed if name in ours}
+    lost = [name for name, tensor in model.named_parameters() if id(tensor) not in written]
+    lost += [name for name in needed if name not in ours]
+    if lost:
+        raise ValueError(
+            f"the model's parameters are not those of its config: {some(lost)}; a tie was undone, "
+            "or a part was added or taken away. Make a model with models.config_of({...}) that "
+            "has them, and copy them there"
+        )
 
 
 def files_beside(model: Transformer) -> dict[str, bytes]:
@@ -140,10 +175,11 @@ def files_beside(model: Transformer) -> dict[str, bytes]:
 def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> Transformer:
     """The model of a checkpoint: everything is checked by name and shape, then read."""
     config = config_of(checkpoint.config)
-    if config.n_layers > len(checkpoint.stored):
+    n_layers = len(config.encoder) + len(config.decoder)
+    if n_layers > len(checkpoint.stored):
         raise BadCheckpoint(
-            f"config.json speaks of {config.n_layers} layers, but there are "
-            f"{len(checkpoint.stored)} tensors in all: config and weights are of different models"
+            f"{checkpoint.path}: config.json speaks of {n_layers} layers, but there are "
+            f"{len(checkpoint.stored)} tensors in all{DIFFERENT}"
         )
     family = FAMILIES[config.family]
     config = fit_parts(config, family, checkpoint)
@@ -169,9 +205,6 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.devic
 
 def fit_parts(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> ModelConfig:
     """The config without a head or pooler of which the file has nothing, where it may lack them."""
-    classes = checkpoint.config.get("architectures")
-    named = classes[0] if isinstance(classes, list) and classes else ""
-    bare = isinstance(named, str) and named.endswith("Model") and not named.endswith("HeadModel")
     links = family.links(config)
     names = find_names(checkpoint, family, links)
 
@@ -182,7 +215,7 @@ def fit_parts(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> Mo
         )
 
     head = config.head
-    if bare and lacks("head."):
+    if is_bare(checkpoint.config) and lacks("head."):
         head = replace(head, kind="none")
     if head.pooler and lacks("pooler."):
         head = replace(head, pooler=False)
@@ -191,6 +224,13 @@ def fit_parts(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> Mo
         assert table is not None
         head = replace(head, tied=not differ(checkpoint, family.output_layer, table))
     return replace(config, head=head)
+
+
+def is_bare(source: Mapping[str, Any]) -> bool:
+    """Whether config.json names the class without a head, such as GPT2Model."""
+    classes = source.get("architectures")
+    named = classes[0] if isinstance(classes, list) and classes else ""
+    return isinstance(named, str) and named.endswith("Model") and not named.endswith("HeadModel")
 
 
 def differ(checkpoint: Checkpoint, name: str, original: str) -> bool:
@@ -244,14 +284,14 @@ def check_tensors(
         if any("lm_head" in name for name in missing):
             hint = "; if its output layer is the embedding, set tie_word_embeddings in config.json"
         raise BadCheckpoint(
-            f"{checkpoint.path} lacks {len(missing)} tensors that a {family.name} model with this "
-            f"config has: {some(missing)}{hint}"
+            f"{checkpoint.path} lacks {len(missing)} of the {len(expected)} tensors that a "
+            f"{family.name} model with this config has: {some(missing)}{hint or DIFFERENT}"
         )
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise BadCheckpoint(
                 f"{checkpoint.path}: tensor {name} has shape {list(stored[name].shape)}, but "
-                f"config.json makes it {list(shape)}: config and weights are of different models"
+                f"config.json makes it {list(shape)}{DIFFERENT}"
             )
     left = []
     for name in stored:
@@ -265,7 +305,7 @@ def check_tensors(
     if left:
         raise BadCheckpoint(
             f"{checkpoint.path} has {len(left)} tensors that a {family.name} model with this "
-            f"config does not have: {some(left)}"
+            f"config does not have: {some(left)}{DIFFERENT}"
         )
 
 
@@ -310,7 +350,9 @@ def check_copy(
         original = next((full for full in expected if original.endswith(f".{full}")), original)
     if original in checkpoint.stored:
         one, other = checkpoint.read(name), checkpoint.read(original)
-        if one.shape == other.shape and torch.equal(one, other):
+        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+        # NaN differs from itself; it is refused, by its name, where the original is read.
+        if alike and (torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True)):
             return
     raise BadCheckpoint(
         f"{checkpoint.path}: config.json says that {name} is the same as {original}, but the file "
@@ -323,20 +365,23 @@ def read_checked(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tenso
     tensor = checkpoint.read(name)
     if not tensor.is_floating_point():
         raise BadCheckpoint(
-            f"{checkpoint.path}: tensor {name} holds {tensor.dtype}; expected floating point"
+            f"{checkpoint.path}: tensor {name} holds {tensor.dtype}; expected floating point. If "
+            "the weights are quantised, load the unquantised model, or its GGUF file"
         )
     if not all_finite(tensor) and not bool(torch.isfinite(tensor).all()):
         n_bad = int((~torch.isfinite(tensor)).sum())
         raise BadCheckpoint(
             f"{checkpoint.path}: tensor {name} has {n_bad:,} numbers that are NaN or infinite of "
-            f"{tensor.numel():,}: the file is damaged, or training had failed before it was written"
+            f"{tensor.numel():,}: the file is damaged (download it again), or training had failed "
+            "before it was written"
         )
-    if dtype == torch.float16 and tensor.dtype != dtype and tensor.numel():
-        largest = float(tensor.abs().max())
-        if largest > torch.finfo(dtype).max:
+    most = torch.finfo(dtype).max
+    if most < torch.finfo(tensor.dtype).max and tensor.numel():
+        lowest, highest = (float(end) for end in torch.aminmax(tensor))
+        if max(-lowest, highest) > most:
             raise BadCheckpoint(
-                f"{checkpoint.path}: tensor {name} has numbers up to {largest:g}, which float16 "
-                "cannot hold; load it as bfloat16 or float32"
+                f"{checkpoint.path}: tensor {name} has numbers up to {max(-lowest, highest):g}, "
+                f"which {dtype} cannot hold; load it with dtype={tensor.dtype}, as it is stored"
             )
     return tensor
 
@@ -359,6 +404,41 @@ def stored_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
 def check_dtype(dtype: torch.dtype | None) -> None:
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}, as torch types")
+
+
+def check_path(path_or_name: str | os.PathLike[str]) -> Path:
+    if not isinstance(path_or_name, str | os.PathLike):
+        raise TypeError(
+            f"path_or_name is {repr(path_or_name)[:60]}; expected a folder, a GGUF file or a hub "
+            "name, as a str or a path"
+        )
+    if not os.fspath(path_or_name):
+        raise ValueError("path_or_name is empty; expected a folder, a GGUF file or a hub name")
+    return Path(path_or_name)
+
+
+def find_device(device: torch.device | str) -> torch.device:
+    """The device, known to be there before anything is read."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device is {device!r}; expected a device of torch on this machine, such as 'cpu'"
+        ) from None
+    if found.type == "meta":
+        raise ValueError(
+            "device is 'meta', where tensors hold no numbers; for a model without weights make "
+            "models.Transformer(config, device='meta')"
+        )
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as wrong:
+        said = str(wrong).partition("\n")[0][:100]
+        raise ValueError(
+            f"device is {str(found)!r}, which torch cannot use on this machine ({said}); load the "
+            "model with device='cpu', or install the torch that is made for the device"
+        ) from None
+    return found
 
 
 def some(names: list[str], most: int = 4) -> str:

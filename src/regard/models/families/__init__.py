@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from regard.models.config import ModelConfig
+from regard.models.config import ModelConfig, count_parameters
 from regard.models.families import (
     bart,
     bert,
@@ -28,7 +28,7 @@ from regard.models.families import (
     roberta,
     t5,
 )
-from regard.models.family import Family
+from regard.models.family import ConfigReader, Family
 from regard.models.folder import BadCheckpoint
 
 FAMILIES: dict[str, Family] = {
@@ -56,6 +56,7 @@ FAMILIES: dict[str, Family] = {
         original,
     )
 }
+MAX_PARAMETERS = 2**50  # a thousand times the largest model; more overflows torch's sizes
 BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
 
 
@@ -63,11 +64,10 @@ def find_family(source: Mapping[str, Any]) -> Family:
     """The family of a `config.json`, by its model_type."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in BY_MODEL_TYPE:
-        came = f"model_type {kind!r}"[:100] if kind is not None else "no model_type"
-        raise BadCheckpoint(
-            f"config.json has {came}, which regard does not know. It knows "
-            f"{', '.join(sorted(BY_MODEL_TYPE))}"
-        )
+        came = "no model_type, which says what the architecture is"
+        if kind is not None:
+            came = f"model_type {repr(kind)[:80]}, which regard does not know"
+        raise BadCheckpoint(f"config.json has {came}. Known are {', '.join(sorted(BY_MODEL_TYPE))}")
     return BY_MODEL_TYPE[kind]
 
 
@@ -80,11 +80,19 @@ def config_of(source: Mapping[str, Any]) -> ModelConfig:
             "program. Load the unquantised model, or its GGUF file"
         )
     try:
-        return family.config_from(source)
+        config = family.config_from(source)
     except BadCheckpoint:
         raise
     except (ValueError, TypeError, OverflowError) as wrong:
-        raise BadCheckpoint(f"config.json makes no {family.name} model: {wrong}") from wrong
+        raise BadCheckpoint(f"config.json makes no {family.name} model: {wrong}") from None
+    ConfigReader(source).expect_head()
+    n_parameters = count_parameters(config)
+    if n_parameters > MAX_PARAMETERS:
+        raise BadCheckpoint(
+            f"config.json makes a {family.name} model of {n_parameters:,} parameters; expected at "
+            f"most {MAX_PARAMETERS:,}: one of its sizes is wrong"
+        )
+    return config
 
 
 def named_config(name: str) -> ModelConfig:
