@@ -231,8 +231,8 @@ def test_doctor_tells_versions_devices_and_backends(capsys: pytest.CaptureFixtur
 
     code, out, _ = run(capsys, "doctor")
     assert code == 0
-    assert f"regard       {__version__}\n" in out
-    assert f"torch        {torch.__version__}\n" in out
+    assert f"regard           {__version__}\n" in out
+    assert f"torch            {torch.__version__}\n" in out
     verdicts = out.split("asked for a causal call in float32:\n")[1]
     for backend in ("reference", "blockwise", "sdpa", "flex"):
         assert backend in verdicts

@@ -34,8 +34,17 @@ if TYPE_CHECKING:
         explain,
         observe,
     )
+    from regard.generation import (
+        GenerationConfig,
+        generate,
+        generate_batch,
+        generate_ids,
+        stream,
+    )
     from regard.layers import KVCache, MultiHeadAttention, observing
+    from regard.models import Transformer, count_parameters, load, save
     from regard.nn import convert
+    from regard.tokens import Tokenizer
 
 _HOMES = {
     "regard.attention": (
@@ -44,6 +53,9 @@ _HOMES = {
     ),
     "regard.layers": "KVCache MultiHeadAttention observing",
     "regard.nn": "convert",
+    "regard.models": "Transformer count_parameters load save",
+    "regard.generation": "GenerationConfig generate generate_batch generate_ids stream",
+    "regard.tokens": "Tokenizer",
     "regard._version": "__version__",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -56,6 +68,7 @@ __all__ = [
     "DenseBias",
     "Documents",
     "Explanation",
+    "GenerationConfig",
     "KVCache",
     "Lengths",
     "Map",
@@ -64,15 +77,24 @@ __all__ = [
     "Observation",
     "Prefix",
     "RelativeTable",
+    "Tokenizer",
+    "Transformer",
     "Wants",
     "Window",
     "__version__",
     "attention",
     "convert",
+    "count_parameters",
     "explain",
+    "generate",
+    "generate_batch",
+    "generate_ids",
+    "load",
     "nn",
     "observe",
     "observing",
+    "save",
+    "stream",
 ]
 
 
@@ -81,7 +103,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
-    if name in ("nn", "layers", "positions"):
+    if name in ("nn", "layers", "positions", "models", "generation", "tokens"):
         return importlib.import_module(f"regard.{name}")
     raise AttributeError(f"module 'regard' has no attribute {name!r}")
 

@@ -1,10 +1,13 @@
-"""The `regard` command: look at attention from a terminal.
+"""The `regard` command: look at attention, and let models write, from a terminal.
 
-Why: the shortest way from an installed package to a picture of what a head looks at.
+Why: the shortest way from an installed package to a picture of what a head looks at, and from a
+model's folder to its text.
 How: each command is a plain function that writes to a rich console; `build_app` hands them to
 typer. Both packages belong to the extra `cli` and are imported where used, so that this module
-always imports. Every word of the user is made printable first: no text can steer the terminal.
-Left out: trained models. Until regard carries one, `look` shows the three-word worked example.
+always imports. Every word of a user or a model is made printable first: no text can steer the
+terminal.
+Left out: a model inside the package. Until regard carries one, `look` shows the three-word worked
+example, and `generate` needs --model.
 
 Letters: T queries, S keys, C model width.
 """
@@ -14,10 +17,11 @@ Letters: T queries, S keys, C model width.
 import io
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from regard._version import __version__
 
@@ -52,6 +56,25 @@ regard does not carry a trained model yet. The numbers come from a small worked 
 fixed vectors of width 4: seen first by one head, then split between two heads of width 2. The
 words you give name the rows and columns and do not change the numbers.
 """
+GENERATE_HELP = """Let a model go on with a text, and show it as it is written.
+
+Examples:
+
+  regard generate --model ./smollm2 "The capital of France is"
+
+  regard generate --model model.gguf --chat --temperature 0.7 --seed 1 "Write a haiku about rain."
+
+  regard generate --model ./opus-mt-en-de --beams 4 "The cat sat on the mat."
+
+  cat story.txt | regard generate --model ./llama --max-new-tokens 400 -
+
+MODEL is a folder in Hugging Face's layout (config.json, model.safetensors, tokenizer.json), a GGUF
+file, or a name on the Hugging Face hub, which is fetched once. A decoder continues the text; a
+translator reads it and writes its own. Without --temperature the likeliest token is taken each
+time, and the same command gives the same text.
+
+The text goes to standard output; what it took, in tokens and seconds, to standard error.
+"""
 DOCTOR_HELP = """Say what this machine has, and which backends answer.
 
 Versions, devices, and for each backend whether it would take a plain causal call or why not. Send
@@ -73,11 +96,14 @@ class CannotLook(ValueError):
     """The text is not one that `regard look` can show; the message says what it can."""
 
 
-def make_printable(text: str, encoding: str) -> str:
-    """Spell out each character that would steer the terminal, hide, reorder, or not encode."""
+def make_printable(text: str, encoding: str, kept: str = "") -> str:
+    """Spell out each character that would steer the terminal, hide, reorder, or not encode.
+
+    Those in `kept` stay as they are.
+    """
 
     def spell(char: str) -> str:
-        if char.isprintable() or char in JOINERS:
+        if char.isprintable() or char in JOINERS + kept:
             return char.encode(encoding, "backslashreplace").decode(encoding)
         return char.encode("unicode_escape").decode("ascii")
 
@@ -195,6 +221,70 @@ def look(text: str, console: "Console") -> None:
     say("Your words only name the rows and columns; any three give the same numbers.")
 
 
+def write_text(
+    model_name: str,
+    prompt: str,
+    console: "Console",
+    notes: "Console",
+    *,
+    chat: bool = False,
+    dtype: str | None = None,
+    device: str | None = None,
+    **options: Any,
+) -> None:
+    """Load the model, write what it generates to `console`, and what it took to `notes`."""
+    import torch
+
+    from regard.generation import GenerationConfig, generate, stream
+    from regard.models import load
+
+    config = GenerationConfig(**options)
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype is {dtype!r}; expected float32, bfloat16 or float16")
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shown = make_printable(model_name, notes.encoding)
+    with notes.status(f"loading {shown}"):
+        model = load(
+            model_name, dtype=None if dtype is None else getattr(torch, dtype), device=where
+        )
+    if chat:
+        if model.tokenizer is None or model.tokenizer.chat_template is None:
+            raise ValueError(f"{shown} has no chat template; leave out --chat")
+        prompt = model.tokenizer.apply_chat([{"role": "user", "content": prompt}])
+
+    def show(piece: str) -> None:
+        text = make_printable(piece, console.encoding, kept="\n\t")
+        console.file.write(text)
+        console.file.flush()
+
+    start = time.perf_counter()
+    if config.num_beams > 1:
+        show(generate(model, prompt, config=config, special=not chat) + "\n")
+        write_line(notes, f"{time.perf_counter() - start:.2f} s, {config.num_beams} beams")
+        return
+    with stream(model, prompt, config=config, special=not chat) as pieces:
+        try:
+            for piece in pieces:
+                show(piece)
+        finally:
+            show("\n")
+            after = max(pieces.n_new - 1, 0) / pieces.decode_seconds if pieces.n_new > 1 else 0.0
+            write_line(
+                notes,
+                f"{pieces.n_prompt} tokens read in {pieces.prefill_seconds:.2f} s, "
+                f"{pieces.n_new} written, {after:.1f} tokens/s; "
+                f"ended by {pieces.reason or 'interruption'}",
+            )
+
+
+def read_prompt(words: Sequence[str]) -> str:
+    """The words of the command line as one text; "-" is standard input."""
+    text = sys.stdin.read() if list(words) == ["-"] else " ".join(words)
+    if not text.strip():
+        raise ValueError('the prompt is empty; try: regard generate --model M "Once upon a time"')
+    return text
+
+
 def version_of(package: str) -> str:
     """The installed version of a package, or words that say it is not there."""
     try:
@@ -210,19 +300,20 @@ def doctor(console: "Console") -> None:
     from regard.attention import Causal, explain
 
     say = partial(write_line, console)
-    say(f"regard       {__version__}")
-    say(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
-    for package in ("torch", "numpy", "safetensors", "typer", "rich"):
-        say(f"{package:<12} {version_of(package)}")
-    say(f"cpu          {torch.get_num_threads()} threads")
+    say(f"{'regard':<16} {__version__}")
+    say(f"{'python':<16} {platform.python_version()} on {platform.system()} {platform.machine()}")
+    known = ("torch", "numpy", "safetensors", "triton", "tokenizers", "huggingface_hub", "gguf")
+    for package in (*known, "typer", "rich"):
+        say(f"{package:<16} {version_of(package)}")
+    say(f"{'cpu':<16} {torch.get_num_threads()} threads")
     devices = ["cpu"]
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
-            known = torch.cuda.get_device_properties(index)
+            found = torch.cuda.get_device_properties(index)
             devices.append(f"cuda:{index}")
-            say(f"{devices[-1]:<12} {known.name}, {known.total_memory / 2**30:.0f} GiB")
+            say(f"{devices[-1]:<16} {found.name}, {found.total_memory / 2**30:.0f} GiB")
     else:
-        say("cuda         none that torch can use")
+        say(f"{'cuda':<16} none that torch can use")
     for device in devices:
         q_bhtd = torch.zeros(1, 2, 64, 32, device=device)
         say()
@@ -271,6 +362,77 @@ def build_app() -> "typer.Typer":
         except CannotLook as refusal:
             write_line(Console(stderr=True), str(refusal))
             raise typer.Exit(code=2) from None
+
+    @app.command("generate", help=GENERATE_HELP)
+    def generate_command(
+        prompt: Annotated[
+            list[str], typer.Argument(help='The text to go on with; "-" reads standard input.')
+        ],
+        model: Annotated[
+            str | None, typer.Option("--model", "-m", help="Folder, GGUF file or hub name.")
+        ] = None,
+        max_new_tokens: Annotated[int, typer.Option(help="Write at most so many tokens.")] = 128,
+        temperature: Annotated[
+            float | None, typer.Option(help="Above 0: draw tokens; higher is wilder.")
+        ] = None,
+        top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest.")] = None,
+        top_p: Annotated[
+            float | None, typer.Option(help="Draw among the likeliest with this share in sum.")
+        ] = None,
+        min_p: Annotated[
+            float | None, typer.Option(help="Draw among those with this part of the likeliest's.")
+        ] = None,
+        repetition_penalty: Annotated[
+            float, typer.Option(help="Above 1: what was said becomes less likely.")
+        ] = 1.0,
+        beams: Annotated[int, typer.Option(help="Above 1: search so many texts at once.")] = 1,
+        length_penalty: Annotated[
+            float, typer.Option(help="Of beams: above 0 favours longer texts.")
+        ] = 1.0,
+        stop: Annotated[
+            list[str] | None, typer.Option(help="End before this text; may be given again.")
+        ] = None,
+        seed: Annotated[int | None, typer.Option(help="The same seed, the same draws.")] = None,
+        chat: Annotated[bool, typer.Option("--chat", help="Put it as a user's message.")] = False,
+        compile_step: Annotated[
+            bool, typer.Option("--compile", help="Compile the step: slow start, then fast.")
+        ] = False,
+        dtype: Annotated[
+            str | None, typer.Option(help="float32, bfloat16 or float16; else as stored.")
+        ] = None,
+        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
+    ) -> None:
+        notes = Console(stderr=True)
+        if model is None:
+            write_line(
+                notes,
+                "regard does not carry a trained model yet: give --model a folder, a GGUF file, "
+                "or the name of a model on the Hugging Face hub.",
+            )
+            raise typer.Exit(code=2)
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "num_beams": beams,
+            "length_penalty": length_penalty,
+            "stop": stop or (),
+            "seed": seed,
+            "compiled": compile_step,
+        }
+        try:
+            text = read_prompt(prompt)
+            write_text(
+                model, text, Console(), notes, chat=chat, dtype=dtype, device=device, **options
+            )
+        except (ValueError, TypeError, OSError, ModuleNotFoundError) as refusal:
+            write_line(notes, make_printable(str(refusal), notes.encoding))
+            raise typer.Exit(code=2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(code=130) from None
 
     @app.command("doctor", help=DOCTOR_HELP)
     def doctor_command() -> None:

@@ -61,7 +61,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         rule = replace(rule, scale=rule.factor(q.shape[3]))
         q, k, v = even_widths(q, k, v)
     if q.device.type == "cpu" and readable(q, k, v, *rule.tensors()):
-        output = _Pieces.apply(rule, q, k, v)  # type: ignore[no-untyped-call]
+        causal = flags(rule)
+        if causal is None or (torch.is_grad_enabled() and needs_gradient(q, k, v)):
+            output = _Pieces.apply(rule, q, k, v)  # type: ignore[no-untyped-call]
+        else:
+            run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            output = run(q, k, v, 0.0, causal, scale=rule.scale)[0]
     else:
         causal = flags(rule)
         mask = None
@@ -72,6 +77,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
             q, k, v, mask, is_causal=bool(causal), scale=rule.scale, enable_gqa=grouped
         )
     return output[..., :width] if output.shape[3] != width else output  # type: ignore[no-any-return]
+
+
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether a gradient may be asked for one of them."""
+    return any(x.requires_grad for x in tensors)
 
 
 def even_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -107,6 +107,10 @@ class Mask(ABC):
         """Whether torch's `is_causal=True` means exactly this mask at this shape."""
         return False
 
+    def hides_nothing(self, shape: Shape) -> bool:
+        """Whether every query sees every key at this shape, as far as can be told at once."""
+        return False
+
     def at(self, queries: Tensor, keys: Tensor | None = None) -> Mask:
         """The same rule with given positions; a key at a negative position is empty."""
         if not self.positional:
@@ -209,6 +213,9 @@ class And(_Joined):
 
     def parts(self) -> tuple[Mask, ...]:
         return self.one, self.other
+
+    def hides_nothing(self, shape: Shape) -> bool:
+        return self.one.hides_nothing(shape) and self.other.hides_nothing(shape)
 
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
         return self.one.allows(b, h, i, j, shape) & self.other.allows(b, h, i, j, shape)

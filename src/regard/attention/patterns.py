@@ -65,6 +65,9 @@ class Causal(Mask):
     def is_causal_flag(self, shape: Shape) -> bool:
         return shape.T == shape.S or self.align == "start"
 
+    def hides_nothing(self, shape: Shape) -> bool:
+        return shape.T == 1 and self.align == "end"
+
 
 @dataclass(frozen=True, eq=False)
 class Window(Mask):
@@ -86,6 +89,10 @@ class Window(Mask):
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
         seen = j == j if self.left is None else j >= i - self.left
         return seen if self.right is None else seen & (j <= i + self.right)
+
+    def hides_nothing(self, shape: Shape) -> bool:
+        behind = self.left is None or self.left >= shape.S - 1
+        return behind and (self.right is None or self.right >= shape.T - 1)
 
     def bounds(self, box: Box) -> Bounds:
         nearest, farthest = box.j_lo - box.i_hi, box.j_hi - box.i_lo

@@ -50,7 +50,7 @@ class Decoding:
         if compiled and memory is not None:
             raise ValueError("compiled generation is for decoders alone; leave compiled=False")
         self.model, self.memory, self.room = model, memory, room
-        self.layers = [m for m in model.modules() if isinstance(m, MultiHeadAttention)]
+        self.layers = find_layers(model)
         self.compiled = compiled
         self.graph: StepGraph | None = None
         self.cache: DecoderCache | None = None if compiled else model.make_cache()
@@ -125,6 +125,7 @@ class StepGraph:
     def __init__(self, model: Transformer, batch: int, room: int) -> None:
         self.batch, self.room, self.busy = batch, room, False
         self.cache = model.make_cache(room)
+        self.layers = find_layers(model)
         self.fused = fuse(model)
         device = next(model.parameters()).device
         self.compiled: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = torch.compile(
@@ -169,8 +170,8 @@ class StepGraph:
         if self.recorded is not None:
             self.recorded.replay()
         else:
-            # The mode is part of what a graph was compiled for.
-            with torch.inference_mode(False), torch.no_grad():
+            # The mode and the promise are part of what a graph was compiled for.
+            with promise_finite(self.layers), torch.inference_mode(False), torch.no_grad():
                 self._step()
 
     def _step(self) -> None:
@@ -293,6 +294,11 @@ def fuse(model: Transformer) -> list[Any]:
             if module.fused is not None:
                 joints.append(module.fused)
     return joints
+
+
+def find_layers(model: Transformer) -> list[MultiHeadAttention]:
+    """Every attention layer of the model."""
+    return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
 
 
 @contextmanager

@@ -237,12 +237,16 @@ def run_block(
 ) -> Tensor:
     """The sublayers of a block in the order its config names."""
     order = block.config.order
+
+    def drop(answer_btc: Tensor) -> Tensor:
+        return block.dropout(answer_btc) if block.training else answer_btc
+
     if order == "parallel":
         assert block.self_attn_norm is not None
         ready_btc = block.self_attn_norm(x_btc)
-        seen_btc = block.dropout(attend(ready_btc))
+        seen_btc = drop(attend(ready_btc))
         ready_btc = ready_btc if block.ffn_norm is None else block.ffn_norm(x_btc)
-        parallel_btc: Tensor = x_btc + seen_btc + block.dropout(block.ffn(ready_btc))
+        parallel_btc: Tensor = x_btc + seen_btc + drop(block.ffn(ready_btc))
         return parallel_btc
 
     def add(
@@ -254,12 +258,12 @@ def run_block(
         assert norm is not None
         added_btc: Tensor
         if order == "post":
-            added_btc = norm(x_btc + block.dropout(sublayer(x_btc)))
+            added_btc = norm(x_btc + drop(sublayer(x_btc)))
             return added_btc
         answer_btc = sublayer(norm(x_btc))
         if after is not None:
             answer_btc = after(answer_btc)
-        added_btc = x_btc + block.dropout(answer_btc)
+        added_btc = x_btc + drop(answer_btc)
         return added_btc
 
     x_btc = add(x_btc, attend, block.self_attn_norm, block.self_attn_after)

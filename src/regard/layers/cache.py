@@ -104,6 +104,8 @@ class KVCache(ABC):
 
     def next_positions(self, n: int, device: torch.device) -> Tensor:
         """Positions (N, n) of the next n tokens of each row."""
+        if n == 1 and self.length is not None:
+            return self.length.to(device)[:, None].clone()
         steps = torch.arange(n, device=device)[None]
         return steps if self.length is None else self.length.to(device)[:, None] + steps
 
@@ -132,6 +134,7 @@ class GrowingCache(KVCache):
         self._kept: Kept | None = None
         self._next: Tensor | None = None
         self._room: tuple[Tensor, Tensor] | None = None
+        self._line: Tensor | None = None
 
     @property
     def length(self) -> Tensor | None:
@@ -144,16 +147,25 @@ class GrowingCache(KVCache):
             kept = Kept(k, v, at_nt, at_nt, positions is None)
         else:
             check_fit(old.k, old.v, k, v)
-            n = max(old.positions.shape[0], at_nt.shape[0])
-            where = torch.cat((old.positions.expand(n, -1), at_nt.expand(n, -1)), 1)
+            keys, values = self._append(old, k, v)
             in_line = old.in_line and positions is None
-            kept = Kept(*self._append(old, k, v), where, at_nt, in_line)
-        if positions is None:
-            self._next = at_nt[:, -1] + 1 if at_nt.shape[1] else past_the_last(self._next, at_nt)
+            kept = Kept(keys, values, self._where(old, at_nt, in_line), at_nt, in_line)
+        self._kept = kept
+        if positions is None and at_nt.shape[1]:
+            self._next = at_nt[:, -1] + 1
         else:
             self._next = past_the_last(self._next, at_nt)
-        self._kept = kept
         return kept
+
+    def _where(self, old: Kept, at_nt: Tensor, in_line: bool) -> Tensor:
+        """The positions of all kept keys; those of a text in line are known beforehand."""
+        after = old.positions.shape[1] + at_nt.shape[1]
+        if in_line and self._room is not None:
+            if self._line is None or self._line.shape[1] < after:
+                self._line = torch.arange(self._room[0].shape[2], device=at_nt.device)[None]
+            return self._line[:, :after]
+        n = max(old.positions.shape[0], at_nt.shape[0])
+        return torch.cat((old.positions.expand(n, -1), at_nt.expand(n, -1)), 1)
 
     def _append(self, old: Kept, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The kept keys and values with the new ones behind them."""

@@ -72,7 +72,9 @@ class FeedForward(nn.Module):
             layers = (self.gate_proj, self.up_proj)
             gate_btf, up_btf = run_side_by_side(self.fused, layers, x_btc)
             hidden_btf = self.activation(gate_btf) * up_btf
-        return project(self.down_proj, self.dropout(hidden_btf))
+        if self.training:
+            hidden_btf = self.dropout(hidden_btf)
+        return project(self.down_proj, hidden_btf)
 
 
 def make_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
