@@ -8,6 +8,7 @@ of visible keys, the kernel's flag) must all say what the sentences say.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -477,3 +478,26 @@ def test_bias_and_float_tensor_are_refused_as_mask() -> None:
         attention(q, q, q, mask=ALiBi(2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a mask must be a bool tensor"):
         attention(q, q, q, mask=torch.zeros(3, 3))
+
+
+def test_a_mask_that_says_it_hides_nothing_hides_nothing() -> None:
+    """Over small shapes; Causal and Window say so exactly when it is so, wherever S is not 0."""
+    told = 0
+    for T, S in itertools.product(range(1, 5), repeat=2):
+        shape = Shape(2, 3, T, S)
+        masks: list[Mask] = [Causal(), Window(0, 0), Window(2, 1), Window(None, 0), Window(3, 3)]
+        masks += [Window(3, None), Causal() & Window(2, None), Causal("start"), Prefix(2)]
+        masks += [Dense(torch.ones(T, S, dtype=torch.bool)), Causal() | Window(3, 3)]
+        for place, mask in enumerate(masks):
+            says, is_so = mask.hides_nothing(shape), bool(mask.dense(shape).all())
+            told += says
+            assert is_so or not says, (mask, shape)
+            assert says == is_so or place > 6, (mask, shape)
+    assert told > 20
+
+
+def test_one_query_on_the_last_key_needs_no_mask() -> None:
+    q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 7, 4)
+    seen = attention(q, k, k, mask=Causal() & Window(6, None))
+    assert torch.equal(seen, attention(q, k, k))
+    assert not torch.equal(attention(q, k, k, mask=Causal() & Window(5, None)), seen)
