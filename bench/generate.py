@@ -29,6 +29,7 @@ import transformers
 from torch import Tensor
 
 from regard.generation import Decoding, generate_ids
+from regard.generation.decoding import round_up
 from regard.models import FAMILIES, Transformer, config_of, count_parameters
 from regard.models.weights import put
 
@@ -119,7 +120,8 @@ def measure(name: str, batch: int, given: argparse.Namespace) -> dict[str, float
 
     if device == "cpu":
         # A CPU is slow enough to be warmed up by a few tokens; the graph is that of the rounds.
-        decoding = Decoding(ours, room=given.prompt + n_new, compiled=True)
+        room = round_up(given.prompt) + n_new - (round_up(9) - 9)
+        decoding = Decoding(ours, room=room, compiled=True)
         with torch.inference_mode():
             decoding.step(decoding.read(ids[:, :9]).argmax(-1))
             theirs.generate(ids[:, :9], **{**options, "max_new_tokens": 2, "min_new_tokens": 2})

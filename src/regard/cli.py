@@ -363,6 +363,20 @@ def build_app() -> "typer.Typer":
             write_line(Console(stderr=True), str(refusal))
             raise typer.Exit(code=2) from None
 
+    add_generate(app)
+
+    @app.command("doctor", help=DOCTOR_HELP)
+    def doctor_command() -> None:
+        doctor(Console())
+
+    return app
+
+
+def add_generate(app: "typer.Typer") -> None:
+    """`regard generate`, whose options are the fields of `GenerationConfig`."""
+    import typer
+    from rich.console import Console
+
     @app.command("generate", help=GENERATE_HELP)
     def generate_command(
         prompt: Annotated[
@@ -433,12 +447,6 @@ def build_app() -> "typer.Typer":
             raise typer.Exit(code=2) from None
         except KeyboardInterrupt:
             raise typer.Exit(code=130) from None
-
-    @app.command("doctor", help=DOCTOR_HELP)
-    def doctor_command() -> None:
-        doctor(Console())
-
-    return app
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,14 +8,12 @@ products are not right there, so that type is left to the tests marked `gpu`.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from interpreted import run_interpreted
 
-HERE = Path(__file__).resolve()
 HALF = ("plain", "window", "sinks", "softcap", "alibi causal", "joined")
 """Cases that are run in float16 too."""
 
@@ -58,17 +56,8 @@ def run_cases() -> None:
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, list[float]]:
-    path = os.pathsep.join([str(HERE.parents[2] / "src"), str(HERE.parents[1])])
-    done = subprocess.run(
-        [sys.executable, str(HERE)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    made: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
-    return made
+def report() -> Any:
+    return run_interpreted(Path(__file__))
 
 
 def test_one_query_equals_the_reference_in_every_case(report: dict[str, list[float]]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -38,7 +41,7 @@ def test_a_step_of_every_family_is_one_graph_and_gives_the_same_tokens(
     for turn in range(2):  # the second batch finds the graph of the first
         made = generate_ids(model, ROWS, compiled=True, **options)
         assert made.rows() == expected.rows(), turn
-    assert len(decoding_module.GRAPHS[model]) == 1
+    assert len(decoding_module.graphs_of(model)) == 1
 
 
 def test_stop_tokens_limits_draws_and_penalties_are_as_without_compiling(
@@ -71,7 +74,7 @@ def test_two_batches_at_a_time_have_a_graph_each(traced_only: None) -> None:
             scores = one.step(given).clone()
             other.step(torch.tensor([2]))
             torch.testing.assert_close(scores, alone.step(given))
-        assert len(decoding_module.GRAPHS[model]) == 2
+        assert len(decoding_module.graphs_of(model)) == 2
         one.close()
         other.close()
 
@@ -82,6 +85,29 @@ def test_a_graph_is_dropped_when_the_weights_have_moved(traced_only: None) -> No
     model.double()
     expected = generate_ids(model, ROWS, max_new_tokens=5).rows()
     assert generate_ids(model, ROWS, max_new_tokens=5, compiled=True).rows() == expected
+
+
+def test_many_shapes_are_compiled_and_the_oldest_graphs_are_let_go(traced_only: None) -> None:
+    """More than the compiler takes of one piece of code, and more than are kept."""
+    model = make_model("llama", torch.float64)
+    for n_rows in range(1, 12):
+        rows = [[3, 5, 7]] * n_rows
+        made = generate_ids(model, rows, max_new_tokens=2, compiled=True)
+        assert made.rows() == generate_ids(model, rows, max_new_tokens=2).rows()
+    assert [graph.batch for graph in decoding_module.graphs_of(model)] == list(range(4, 12))
+
+
+def test_a_model_with_graphs_can_be_copied_and_is_freed_with_them(traced_only: None) -> None:
+    model = make_model("llama")
+    expected = generate_ids(model, ROWS, max_new_tokens=4, compiled=True).rows()
+    twin = copy.deepcopy(model)
+    assert not decoding_module.graphs_of(twin)
+    assert generate_ids(twin, ROWS, max_new_tokens=4, compiled=True).rows() == expected
+    gone = weakref.ref(model)
+    del model, twin
+    torch.compiler.reset()
+    gc.collect()
+    assert gone() is None
 
 
 def test_scores_that_are_not_finite_are_refused_in_words(traced_only: None) -> None:

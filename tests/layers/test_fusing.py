@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
+from interpreted import run_interpreted
 from torch import nn
 
 from regard.layers import FeedForward, MultiHeadAttention
 from regard.layers.fusing import SideBySide
-
-HERE = Path(__file__).resolve()
 
 
 def make_layers(*biases: bool) -> list[nn.Linear]:
@@ -118,16 +114,7 @@ def run_cases() -> None:
 
 
 def test_the_kernels_for_one_row_equal_the_layers_in_triton_s_interpreter() -> None:
-    """In a process of its own, since Triton decides at import whether it interprets."""
-    path = os.pathsep.join([str(HERE.parents[2] / "src"), str(HERE.parents[1])])
-    done = subprocess.run(
-        [sys.executable, str(HERE)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = run_interpreted(Path(__file__))
     assert len(report) == 48
     assert not {case: pair for case, pair in report.items() if not pair[0] <= pair[1]}
 

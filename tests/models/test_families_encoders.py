@@ -224,9 +224,10 @@ COUNTS = {
 def test_named_sizes_have_the_parameters_of_their_originals(name: str) -> None:
     source = {**FAMILIES["bert"].sizes, **FAMILIES["roberta"].sizes}[name]
     config = named_config(name)
-    started = time.perf_counter()
+    # Of processor time: neighbours on a busy machine make the clock on the wall run on.
+    started = time.process_time()
     model = Transformer(config, device="meta")
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
     count = sum(tensor.numel() for tensor in model.parameters())
     assert count == count_parameters(config)
     if name in COUNTS:

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -34,6 +33,8 @@ CHUNK = 2048
 """Tokens of a prompt that are read at a time."""
 ROUND = 64
 """Compiled caches and prompts come in multiples of this, so that graphs can be used again."""
+MOST = 8
+"""Graphs that are kept with a model, each with a cache of its own."""
 SHORT = 512
 """Prompts up to this many tokens are read by a recorded graph: launching is what they wait for."""
 
@@ -128,10 +129,12 @@ class StepGraph:
         self.layers = find_layers(model)
         self.fused = fuse(model)
         device = next(model.parameters()).device
+        # The compiler counts what it makes of one piece of code, and refuses beyond a few; so each
+        # graph has its own copy, to which its model and cache belong as defaults.
+        given = model, self.cache, find_parts(model.config.vocab_size)
+        step = FunctionType(take_step.__code__.replace(), take_step.__globals__, "step", given)
         self.compiled: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = torch.compile(
-            partial(take_step, model, self.cache, find_parts(model.config.vocab_size)),
-            fullgraph=True,
-            dynamic=False,
+            step, fullgraph=True, dynamic=False
         )
         self.ids_b1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.written_bt = torch.zeros(batch, room, dtype=torch.int64, device=device)
@@ -245,7 +248,7 @@ def round_up(n: int) -> int:
 
 
 def take_step(
-    model: Transformer, cache: DecoderCache, n_parts: int, ids_b1: Tensor
+    ids_b1: Tensor, model: Transformer, cache: DecoderCache, n_parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores (B, V) after one token a row, the likeliest tokens (B, 1), and which are finite."""
     assert model.head is not None
@@ -264,20 +267,35 @@ def find_parts(vocab_size: int) -> int:
     return max(n for n in range(1, 257) if vocab_size % n == 0)
 
 
-GRAPHS: WeakKeyDictionary[Transformer, list[StepGraph]] = WeakKeyDictionary()
-"""The graphs made so far, with the models they belong to."""
+class Graphs(list[StepGraph]):
+    """The graphs of one model, kept with it, newest last; a copy of the model starts without."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
+        return Graphs()
+
+    def __reduce__(self) -> tuple[type[Graphs], tuple[()]]:
+        return Graphs, ()
+
+
+def graphs_of(model: Transformer) -> Graphs:
+    """The graphs made for this model so far."""
+    made: Graphs = model.__dict__.setdefault("step_graphs", Graphs())
+    return made
 
 
 def find_graph(model: Transformer, batch: int, room: int) -> StepGraph:
     """A graph for batches of this shape that nobody uses now, made if there is none."""
     room = round_up(room)
-    graphs = GRAPHS.setdefault(model, [])
+    graphs = graphs_of(model)
     graphs[:] = [graph for graph in graphs if all(joint.holds() for joint in graph.fused)]
     for graph in graphs:
         if (graph.batch, graph.room, graph.busy) == (batch, room, False):
             graph.cache.reset()
             break
     else:
+        idle = [graph for graph in graphs if not graph.busy]
+        for graph in idle[: max(len(idle) - MOST + 1, 0)]:
+            graphs.remove(graph)
         graph = StepGraph(model, batch, room)
         graphs.append(graph)
     graph.busy = True
