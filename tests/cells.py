@@ -43,6 +43,41 @@ CPU_REFUSALS = {
 }
 
 
+ONE_QUERY = [
+    "plain",
+    "causal",
+    "causal from the start",
+    "causal square",
+    "window",
+    "window of itself",
+    "open window",
+    "lengths",
+    "lengths left",
+    "documents",
+    "prefix",
+    "prefix of each sample",
+    "joined",
+    "alibi",
+    "alibi causal",
+    "alibi learned",
+    "relative table",
+    "relative table learned",
+    "scale",
+    "negative scale",
+    "zero scale",
+    "softcap",
+    "sinks",
+    "one group",
+    "no groups",
+    "wide values",
+    "narrow values",
+    "more queries than keys",
+    "one query",
+    "one of everything",
+]
+"""Cases whose rule has a meaning for their last query alone."""
+
+
 @functools.cache
 def pairs(name: str) -> tuple[Tensor, Tensor]:
     """The mask and bias of a case, pair by pair."""

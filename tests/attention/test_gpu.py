@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from cells import SDPA_REFUSALS, TYPES, check_cell, judge
+from cells import ONE_QUERY, SDPA_REFUSALS, TYPES, check_cell, judge
 from plain import CASES
 
 from regard.attention import ALiBi, Causal, Lengths, Wants, Window, attention, explain, observe
@@ -112,21 +112,16 @@ def test_explain_on_the_device_prefers_the_fused_kernels() -> None:
     assert explain(q, q, q, softcap=2.0).chosen == "flex"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ONE_QUERY)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 def test_our_kernel_for_one_query_equals_the_reference(name: str, kind: str) -> None:
-    """The last query of every case; a rule that speaks of more queries than one is passed over."""
+    """The last query of every case that has a meaning for it alone."""
     made = CASES[name]().cast(TYPES[kind], "cuda")
     q, k, v = made.q[:, :, -1:].detach(), made.k.detach(), made.v.detach()
     call = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in made.call.items()}
     with torch.no_grad():
-        try:
-            wide = (x.double() for x in (q, k, v))
-            truth = attention(*wide, **call, backend="reference")
-        except ValueError:
-            return
-        if not truth.numel() or not k.numel() or not truth.isfinite().all():
-            return
+        wide = (x.double() for x in (q, k, v))
+        truth = attention(*wide, **call, backend="reference")
         ours = attention(q, k, v, **call, backend="triton")
         theirs = attention(q, k, v, **call, backend="reference")
     judge([truth], [ours], [theirs])
