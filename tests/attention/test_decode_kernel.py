@@ -15,8 +15,17 @@ import pytest
 from cells import ONE_QUERY
 from interpreted import run_interpreted
 
+from regard.attention import Causal, Window
+
 HALF = ("plain", "window", "sinks", "softcap", "alibi causal", "joined")
 """Cases that are run in float16 too."""
+PLACED = {
+    "placed causal": Causal(),
+    "placed window": Causal() & Window(3, None),
+    "placed both sides": Window(2, 1),
+    "placed open": Window(None, None),
+}
+"""Rules that the kernel knows by positions alone."""
 
 
 def run_cases() -> None:
@@ -47,7 +56,28 @@ def run_cases() -> None:
             floor = 4 * torch.finfo(dtype).eps * float(truth.abs().max())
             allowed = 2 * float((theirs - truth).abs().max()) + floor
             report[f"{name} {dtype}"] = [float((ours - truth).abs().max()), allowed]
+    report |= run_placed()
     print(json.dumps(report))
+
+
+def run_placed() -> dict[str, list[float]]:
+    """Keys that lie as in a cache: in any order, with empty slots, each row by itself."""
+    import torch
+
+    from regard.attention import attention, single
+    from regard.attention.op import make_call
+
+    q, k = torch.randn(2, 6, 1, 5), torch.randn(2, 3, 11, 5)
+    keys = torch.stack([torch.randperm(14)[:11] - 2 for _ in range(2)])
+    found = {}
+    for name, rule in PLACED.items():
+        mask = rule.at(torch.tensor([[7], [4]]), keys)
+        truth = attention(q.double(), k.double(), k.double(), mask=mask, backend="reference")
+        call = make_call(q, k, k, mask, None, None, None, None, (0.0, None))
+        assert single.find_sight(call.rule.mask) is not None, name
+        ours = single.attend(q, k, k, call.rule, None).double()
+        found[name] = [float((ours - truth).abs().max()), 1e-5]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +88,7 @@ def report() -> Any:
 def test_one_query_equals_the_reference_in_every_case(report: dict[str, list[float]]) -> None:
     wrong = {name: pair for name, pair in report.items() if not pair[0] <= pair[1]}
     assert not wrong, wrong
-    assert len(report) == len(ONE_QUERY) + len(HALF)
+    assert len(report) == len(ONE_QUERY) + len(HALF) + len(PLACED)
 
 
 if __name__ == "__main__":
