@@ -301,6 +301,13 @@ class TestDropout:
     @pytest.mark.parametrize("backend", ["sdpa", "flex"])
     def test_kernels_that_draw_their_own_dropout_refuse_it(self, backend: str) -> None:
         with pytest.raises(ValueError, match="draws its own dropout"):
+            attention(*small(torch.float32), dropout=0.1, seed=3, backend=backend)
+
+    @pytest.mark.parametrize(
+        ("backend", "reason"), [("sdpa", "dropout on CUDA alone"), ("flex", "has no dropout")]
+    )
+    def test_kernels_without_dropout_refuse_it(self, backend: str, reason: str) -> None:
+        with pytest.raises(ValueError, match=reason):
             attention(*small(torch.float32), dropout=0.1, backend=backend)
 
 

@@ -20,6 +20,7 @@ from regard._check import is_transformed
 from regard.attention import flex, fused, observe, reference, single
 from regard.attention.bias import Bias, DenseBias, Sum
 from regard.attention.blockwise_op import run_blockwise
+from regard.attention.dropout import draw_seed
 from regard.attention.rule import Rule
 from regard.attention.wants import Observation, Wants
 
@@ -52,8 +53,9 @@ class Call:
 
     @property
     def drop(self) -> tuple[float, Tensor | None]:
-        """The dropout probability and its seed."""
-        return self.dropout, self.seed
+        """The dropout probability and its seed, drawn now when none was given."""
+        drawn = self.dropout > 0.0 and self.seed is None
+        return self.dropout, draw_seed(self.q.device) if drawn else self.seed
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the call."""
@@ -112,6 +114,10 @@ def refuse_sdpa(call: Call) -> str | None:
     if call.sinks is not None:
         return "torch's fused kernels have no sinks"
     on_cpu, scale = call.q.device.type == "cpu", call.rule.scale
+    if call.dropout > 0.0 and call.q.device.type != "cuda":
+        return "torch's fused kernels have dropout on CUDA alone"
+    if call.dropout >= 1.0:
+        return "torch's fused kernels cannot drop every weight"
     if on_cpu and scale is not None and scale <= 0:
         return f"torch's CPU kernel is wrong for a scale that is not positive ({scale})"
     if any(leaf.requires_grad for leaf in call.rule.bias_leaves()):
@@ -138,6 +144,8 @@ def refuse_flex(call: Call) -> str | None:
     reason = refuse_always(call)
     if reason is not None:
         return reason
+    if call.dropout > 0.0:
+        return "FlexAttention has no dropout"
     if any(is_transformed(t) for t in call.tensors()):
         return "FlexAttention does not run inside torch.func transforms"
     if call.q.dtype == torch.float64:
@@ -162,6 +170,8 @@ def refuse_triton(call: Call) -> str | None:
     reason = refuse_always(call)
     if reason is not None:
         return reason
+    if call.dropout > 0.0:
+        return "our kernel for one query has no dropout"
     if call.rule.shape.T != 1:
         return f"our kernel is for one query a row so far, and there are {call.rule.shape.T}"
     if call.q.device.type != "cuda":
@@ -199,7 +209,7 @@ def refuse_always(call: Call) -> str | None:
     """What no kernel of torch's does as the reference does."""
     if call.wants is not None:
         return "it tells nothing about the weights"
-    if call.dropout > 0.0:
+    if call.dropout > 0.0 and call.seed is not None:
         return "it draws its own dropout, not the one the seed fixes for every path"
     if has_tangent(call):
         return "it has no forward-mode derivative; reference has"
@@ -253,7 +263,9 @@ BACKENDS = {
     for backend in (
         Backend("reference", refuse_reference, _attend_reference, _observe_reference),
         Backend("blockwise", refuse_blockwise, _attend_blockwise, _observe_blockwise),
-        Backend("sdpa", refuse_sdpa, lambda call: fused.attend(*call.inputs, call.rule)),
+        Backend(
+            "sdpa", refuse_sdpa, lambda call: fused.attend(*call.inputs, call.rule, call.dropout)
+        ),
         Backend("flex", refuse_flex, lambda call: flex.attend(*call.inputs, call.rule, call.sinks)),
         Backend(
             "triton", refuse_triton, lambda call: single.attend(*call.inputs, call.rule, call.sinks)

@@ -24,10 +24,8 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device)
 
 
-def as_seed(seed: int | Tensor | None, device: torch.device) -> Tensor:
-    """The seed as a 0-dim int64 tensor, drawn when none is given."""
-    if seed is None:
-        return draw_seed(device)
+def as_seed(seed: int | Tensor, device: torch.device) -> Tensor:
+    """The seed as a 0-dim int64 tensor."""
     if isinstance(seed, Tensor):
         if seed.dim() or seed.dtype != torch.int64:
             raise ValueError(

@@ -54,8 +54,8 @@ def flags(rule: Rule) -> bool | None:
     return True if rule.mask.is_causal_flag(rule.shape) else None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
-    """Attention by torch's kernels."""
+def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, dropout: float = 0.0) -> Tensor:
+    """Attention by torch's kernels; with dropout they draw which weights are dropped."""
     width = v.shape[3]
     if width != q.shape[3]:
         rule = replace(rule, scale=rule.factor(q.shape[3]))
@@ -74,7 +74,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
             mask = render(rule, Tile(0, rule.shape.T, 0, rule.shape.S), q)
         grouped = bool(q.shape[1] != k.shape[1])
         output = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=bool(causal), scale=rule.scale, enable_gqa=grouped
+            q, k, v, mask, dropout, bool(causal), scale=rule.scale, enable_gqa=grouped
         )
     return output[..., :width] if output.shape[3] != width else output  # type: ignore[no-any-return]
 

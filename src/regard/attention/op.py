@@ -56,9 +56,10 @@ def attention(
     mask: what each query may look at, a `Mask` or a bool tensor (True = may look); None sees all.
     bias: added to the scores, a `Bias` or a float tensor that broadcasts to (B, H, T, S). scale:
     1/√D unless given. softcap: c · tanh(score / c). sinks: (H,), one more score in each row's sum.
-    dropout: probability with which a weight is dropped, here and now (pass 0 in evaluation); seed
-    fixes which. finite: a promise that q, k and v hold no NaN and no infinity, so that none is
-    looked for. backend: "auto", or the only one allowed: "reference", "blockwise", "sdpa", "flex",
+    dropout: probability with which a weight is dropped, here and now (pass 0 in evaluation). seed:
+    fixes which, on every backend the same; without one a fused kernel may draw its own. finite: a
+    promise that q, k and v hold no NaN and no infinity, so that none is looked for. backend:
+    "auto", or the only one allowed: "reference", "blockwise", "sdpa", "flex",
     "triton".
     """
     call = make_call(q, k, v, mask, bias, scale, softcap, sinks, (dropout, seed))
@@ -115,7 +116,7 @@ def explain(
     backend: str = "auto",
 ) -> Explanation:
     """Which backend would run this call, and why each of the others would not; print it."""
-    call = make_call(q, k, v, mask, bias, scale, softcap, sinks, (dropout, 0))
+    call = make_call(q, k, v, mask, bias, scale, softcap, sinks, (dropout, None))
     return explain_call(replace(call, wants=wants), backend)
 
 
@@ -163,7 +164,7 @@ def make_call(
         check_shapes({"q": (q, "B H T D"), "sinks": (sinks, "H")})
         check_float("sinks", sinks)
     dropout = check_probability("dropout", drop[0])
-    seed = as_seed(drop[1], q.device) if dropout > 0.0 else None
+    seed = as_seed(drop[1], q.device) if dropout > 0.0 and drop[1] is not None else None
     return Call(q=q, k=k, v=v, rule=rule, sinks=sinks, dropout=dropout, seed=seed)
 
 
