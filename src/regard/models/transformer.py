@@ -164,14 +164,16 @@ class Head(nn.Module):
         if head.bias:
             self.bias = nn.Parameter(torch.zeros(config.vocab_size, device=device, dtype=dtype))
 
-    def forward(self, x_btc: Tensor) -> Tensor:
+    def ready(self, x_btc: Tensor) -> Tensor:
+        """The vectors, brought to where one product with the table is left."""
         if self.dense is not None and self.norm is not None:
             x_btc = self.norm(self.activation(self.dense(x_btc)))
         if self.project is not None:
             x_btc = self.project(x_btc)
-        if self.scale != 1.0:
-            x_btc = x_btc * self.scale
-        logits_btv = linear(x_btc, self.weight, self.bias)
+        return x_btc if self.scale == 1.0 else x_btc * self.scale
+
+    def forward(self, x_btc: Tensor) -> Tensor:
+        logits_btv = linear(self.ready(x_btc), self.weight, self.bias)
         if self.softcap is not None:
             logits_btv = self.softcap * torch.tanh(logits_btv / self.softcap)
         return logits_btv

@@ -9,13 +9,14 @@ the way of the others:
 
     model_type "original", vocab_size, d_model, encoder_layers, decoder_layers,
     encoder_attention_heads, decoder_attention_heads, encoder_ffn_dim, decoder_ffn_dim;
-    and where they differ from the paper dropout (0.1), layer_norm_eps (1e-5),
-    max_position_embeddings (none: a sinusoid has no end), pad_token_id, bos_token_id,
-    eos_token_id, decoder_start_token_id (bos_token_id).
+    and where they differ from the paper dropout (0.1), attention_dropout and activation_dropout
+    (0), normalize_before (false; true puts norms before the sublayers and one at each end),
+    layer_norm_eps (1e-5), max_position_embeddings (none: a sinusoid has no end), pad_token_id,
+    bos_token_id, eos_token_id, decoder_start_token_id (bos_token_id).
 
     embed.weight, and under encoder.layers.N and decoder.layers.N: self_attn, cross_attn (each with
     q_proj, k_proj, v_proj, out_proj), ffn (up_proj, down_proj), self_attn_norm, cross_attn_norm,
-    ffn_norm; .weight and .bias each.
+    ffn_norm; .weight and .bias each. With norms before: encoder.norm and decoder.norm too.
 """
 
 from __future__ import annotations
@@ -34,16 +35,19 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
     read = ConfigReader(source)
     read.expect("tie_word_embeddings", True)
     dim, dropout = read.count("d_model"), read.number("dropout", 0.1)
+    before = read.flag("normalize_before", False)
 
     def make_blocks(side: str) -> tuple[BlockConfig, ...]:
         block = BlockConfig(
             dim=dim,
             n_heads=read.count(f"{side}_attention_heads"),
             ffn_dim=read.count(f"{side}_ffn_dim"),
-            order="post",
+            order="pre" if before else "post",
             norm_eps=read.number("layer_norm_eps", 1e-5),
             activation="relu",
             dropout=dropout,
+            attention_dropout=read.number("attention_dropout", 0.0),
+            ffn_dropout=read.number("activation_dropout", 0.0),
             cross_attention=side == "decoder",
         )
         return (block,) * read.layers(f"{side}_layers")
@@ -73,6 +77,8 @@ def links(config: ModelConfig) -> list[Link]:
         for name in attentions:
             parts += [f"{name}.{part}_proj" for part in ("q", "k", "v", "out")]
             parts.append(f"{name}_norm")
+        if blocks[0].order == "pre":
+            made += both(f"{side}.norm", f"{side}.norm")
         for n in range(len(blocks)):
             for part in parts:
                 made += both(f"{side}.layers.{n}.{part}", f"{side}.layers.{n}.{part}")
