@@ -34,7 +34,7 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "lens": ("attention",),
     "view": ("lens",),
     "generation": ("nn", "models"),
-    "training": ("nn", "models"),
+    "training": ("generation",),
     "labs": ("generation", "training", "view", "regard"),
     "cli": ("generation", "training", "view", "regard"),
     "regard": ("generation", "training", "view"),
@@ -198,7 +198,11 @@ sys.meta_path.insert(0, Block())
 """
 
 # Kernels are written in triton's own language, so their files need it, and are imported where run.
-NEED_TRITON = {"regard.attention.kernels.decode_kernels", "regard.layers.matvec_kernels"}
+NEED_TRITON = {
+    "regard.attention.kernels.decode_kernels",
+    "regard.layers.matvec_kernels",
+    "regard.training.loss_kernels",
+}
 
 IMPORT_EVERY_MODULE = f"""
 import importlib, pkgutil, regard

@@ -1,0 +1,219 @@
+"""Windows of running text for language models, each batch from seed and step alone.
+
+Why: documents are short and long, a batch is a rectangle. Laid end to end and cut into windows,
+nothing is padded; but then a window holds several documents, and none may see another.
+
+How: an epoch lays a comb of windows over the ring of all tokens, at a phase of its own, and takes
+them in an order of its own; window s · rows + r is row r of step s. So every token is seen once an
+epoch, but for fewer than one window's at the seam, which lies elsewhere each time. In a window,
+documents are numbered 0, 1, 2, ... and positions restart at 0 in each: with the mask
+`Causal() & Documents(batch.documents)` each answers as if it were alone. A document's last token
+has no target: it is the end token, after which nothing of it comes.
+
+With `documents=False` the text is one stream, as in nanoGPT: everything may see what lies before
+it in the window, and every token but the last of all has the next one as its target.
+
+Left out: models and masks themselves; sorting documents so that fewer are cut.
+
+Letters: B rows, T tokens of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from regard.training.data.order import (
+    check_count,
+    check_seed,
+    check_step,
+    draw_order,
+    draw_shares,
+    draw_words,
+)
+from regard.training.data.reading import BadData
+from regard.training.data.store import TokenFile
+
+NOTHING = -100
+"""The target where nothing is asked: what torch's cross-entropy leaves out."""
+
+# What is drawn for different ends from one seed must not be the same.
+_PHASE, _WINDOWS, _MASKED = 1, 2, 3
+
+Int = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class TextBatch:
+    """Ids and targets (B, T); which document of its row a token is in, and where in it.
+
+    Targets are -100 where nothing is asked. `documents` and `positions` are None where they would
+    say nothing: every row lies within one document, or documents are not kept apart.
+    """
+
+    ids: Tensor
+    targets: Tensor
+    documents: Tensor | None = None
+    positions: Tensor | None = None
+
+
+@final
+class PackedText:
+    """Batches of windows. `shifted=False` (for masked models) makes the ids their own targets."""
+
+    def __init__(
+        self,
+        tokens: TokenFile,
+        *,
+        context: int,
+        rows: int,
+        seed: int,
+        documents: bool = True,
+        shifted: bool = True,
+    ) -> None:
+        check_count("context", context)
+        check_count("rows", rows)
+        check_seed(seed)
+        needed = context + int(shifted)
+        if tokens.n_tokens < needed:
+            raise BadData(
+                f"{tokens.path}: has {tokens.n_tokens:,} tokens, fewer than one window of "
+                f"{context:,}{' and the token after it' if shifted else ''}; give more text, or a "
+                "smaller context"
+            )
+        self.tokens = tokens
+        self.context = context
+        self.rows = rows
+        self.seed = seed
+        self.documents = documents
+        self.shifted = shifted
+        self.n_windows = tokens.n_tokens // context
+        """Windows of an epoch."""
+        # Where something new begins on the ring, laid out twice so that a window may run over.
+        n_tokens = tokens.n_tokens
+        starts = np.asarray(tokens.bounds[:-1]) if documents else np.zeros(1, np.int64)
+        self._breaks = np.concatenate((starts, starts + n_tokens, [2 * n_tokens]))
+        self._epoch: tuple[int, Int] = (-1, np.zeros(0, np.int64))
+
+    def batch(self, step: int) -> TextBatch:
+        """The batch of a step, counted from 0 through all epochs; the same whenever it is asked."""
+        check_step(step)
+        numbers = int(step) * self.rows + np.arange(self.rows)
+        epochs = numbers // self.n_windows
+        starts = np.empty(self.rows, np.int64)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            starts[here] = self._starts(epoch)[numbers[here] - epoch * self.n_windows]
+        return self._cut(starts, np.zeros(self.rows, np.int64))
+
+    def in_order(self, rows: int | None = None) -> Iterator[TextBatch]:
+        """All of the text once, from its start, for evaluation; the last batch may have fewer rows.
+
+        The last window ends where the text does; what it has in common with the one before is asked
+        only once.
+        """
+        rows = self.rows if rows is None else rows
+        check_count("rows", rows)
+        asked = self.tokens.n_tokens - int(self.shifted)
+        firsts = np.arange(0, asked, self.context)
+        starts = np.minimum(firsts, asked - self.context)
+        for at in range(0, len(firsts), rows):
+            some = slice(at, at + rows)
+            yield self._cut(starts[some], firsts[some] - starts[some])
+
+    def _starts(self, epoch: int) -> Int:
+        """Where each window of an epoch starts, in the order of that epoch."""
+        last, starts = self._epoch
+        if last == epoch:
+            return starts
+        phase = int(draw_words(1, self.seed, _PHASE, epoch)[0]) % self.context
+        order = draw_order(self.n_windows, self.seed, _WINDOWS, epoch)
+        starts = phase + order * self.context
+        # One assignment: another thread sees the old pair or the new one.
+        self._epoch = epoch, starts
+        return starts
+
+    def _cut(self, starts: Int, skip: Int) -> TextBatch:
+        """The windows that start there; of each, the first `skip` targets are not asked."""
+        places = starts[:, None] + np.arange(self.context + 1)
+        new = self._find_breaks(starts)
+        found = self.tokens.ids[places % self.tokens.n_tokens].astype(np.int64)
+        ids = found[:, :-1]
+        targets = np.where(new[:, 1:], NOTHING, found[:, 1:]) if self.shifted else ids.copy()
+        if skip.any():
+            targets[np.arange(self.context) < skip[:, None]] = NOTHING
+        documents = positions = None
+        if self.documents and new[:, 1:-1].any():
+            inside = new[:, :-1].copy()
+            inside[:, 0] = False
+            count = np.arange(self.context)
+            since = np.maximum.accumulate(np.where(inside, count, 0), axis=1)
+            documents = torch.from_numpy(np.cumsum(inside, axis=1, dtype=np.int64))
+            positions = torch.from_numpy(count - since)
+        return TextBatch(
+            torch.from_numpy(np.ascontiguousarray(ids)),
+            torch.from_numpy(targets),
+            documents,
+            positions,
+        )
+
+    def _find_breaks(self, starts: Int) -> npt.NDArray[np.bool_]:
+        """(B, T + 1): whether a document starts at this token, or the ring does."""
+        width = self.context + 1
+        first = np.searchsorted(self._breaks, starts, side="left")
+        past = np.searchsorted(self._breaks, starts + width, side="left")
+        counts = past - first
+        rows = np.repeat(np.arange(len(starts)), counts)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        new = np.zeros((len(starts), width), np.bool_)
+        new[rows, self._breaks[first[rows] + within] - starts[rows]] = True
+        return new
+
+
+def mask_tokens(
+    batch: TextBatch,
+    *,
+    mask_id: int,
+    vocab_size: int,
+    special: Collection[int],
+    share: float = 0.15,
+    seed: int,
+    step: int,
+) -> TextBatch:
+    """A batch for a masked model: some tokens are hidden, and only these are asked for.
+
+    Each token that is not special is chosen with probability `share` (and at least one in the
+    batch is). Of the chosen, 80% become `mask_id`, 10% any token that is not special, and 10% stay
+    as they are. The batch comes from a `PackedText` with `shifted=False`.
+    """
+    check_seed(seed)
+    check_step(step)
+    check_count("vocab_size", vocab_size)
+    if not 0 < share <= 1:
+        raise ValueError(f"share is {share!r}, expected a part of all tokens, above 0 and up to 1")
+    if not 0 <= mask_id < vocab_size:
+        raise ValueError(f"mask_id is {mask_id}, expected 0 to {vocab_size - 1}")
+    held = np.array(sorted({int(number) for number in special} | {int(mask_id)}), np.int64)
+    plain = np.setdiff1d(np.arange(vocab_size), held)
+    if not len(plain):
+        raise ValueError(f"all {vocab_size} tokens are special; there is nothing to mask")
+    ids, targets = batch.ids.numpy(), batch.targets.numpy()
+    draws = draw_shares(3 * ids.size, seed, _MASKED, int(step)).reshape(3, *ids.shape)
+    allowed = (targets != NOTHING) & ~np.isin(ids, held)
+    chosen = allowed & (draws[0] < share)
+    if not chosen.any() and allowed.any():
+        chosen.flat[np.argmin(np.where(allowed, draws[0], 2.0))] = True
+    shown = ids.copy()
+    shown[chosen & (draws[1] < 0.8)] = mask_id
+    other = chosen & (draws[1] >= 0.9)
+    shown[other] = plain[(draws[2][other] * len(plain)).astype(np.int64)]
+    asked = np.where(chosen, targets, NOTHING)
+    return TextBatch(
+        torch.from_numpy(shown), torch.from_numpy(asked), batch.documents, batch.positions
+    )

@@ -1,0 +1,249 @@
+"""Batches of sentence pairs of about one length, each from seed and step alone.
+
+Why: sentences are padded to the longest of their batch, so those of about one length belong
+together; and a step should cost the same whether its sentences are long or short.
+
+How: pairs go into buckets by the longer of their sides, in steps of `multiple`, once. A bucket has
+one width, and at most `max_tokens // width` rows a batch. Lengths that are too rare to fill a batch
+are filled up with the next shorter ones. Each epoch shuffles the pairs within their buckets and
+the batches among each other, from (seed, epoch). A bucket's pairs are dealt out evenly, so that no
+batch is a lone leftover; every pair is seen once an epoch, and every epoch has as many batches.
+
+The store holds plain sentences; here sources get the end token, and targets the start token before
+(`target_in`) and the end token after (`target_out`).
+
+Left out: cutting long sentences (pairs over `max_len` are dropped, and counted), and joining short
+ones.
+
+Letters: B pairs, S tokens of the source, T tokens of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from regard.training.data.order import check_count, check_seed, check_step, draw_order, draw_words
+from regard.training.data.packing import NOTHING
+from regard.training.data.reading import BadData, Notice
+from regard.training.data.store import TokenFile
+
+_PAIRS, _BATCHES = 4, 5
+
+Int = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class PairBatch:
+    """Sources (B, S) and targets (B, T); `_real` is False at padding, `target_out` -100 there.
+
+    `rows` are the numbers of the pairs in the store.
+    """
+
+    source: Tensor
+    source_real: Tensor
+    target_in: Tensor
+    target_out: Tensor
+    target_real: Tensor
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Epoch:
+    """The pairs of all batches, one batch after another, and which batch is when."""
+
+    number: int
+    pairs: Int
+    batches: Int
+
+
+@final
+class PairedText:
+    """Batches of pairs of at most `max_tokens` tokens a side, padding counted."""
+
+    def __init__(
+        self,
+        sources: TokenFile,
+        targets: TokenFile,
+        *,
+        max_tokens: int,
+        bos: int,
+        eos: int,
+        pad: int,
+        seed: int,
+        multiple: int = 8,
+        max_len: int | None = None,
+    ) -> None:
+        """`max_len`: pairs with more tokens on a side, end token counted, are left out."""
+        check_count("max_tokens", max_tokens)
+        check_count("multiple", multiple)
+        check_seed(seed)
+        if sources.n_documents != targets.n_documents:
+            raise BadData(
+                f"{sources.path} has {sources.n_documents:,} sentences and {targets.path} has "
+                f"{targets.n_documents:,}; expected as many: they belong together"
+            )
+        for name, number in (("bos", bos), ("eos", eos), ("pad", pad)):
+            for file in (sources, targets):
+                if not 0 <= number < file.vocab_size:
+                    raise ValueError(
+                        f"{name} is {number}, expected 0 to {file.vocab_size - 1} as in {file.path}"
+                    )
+        self.sources, self.targets = sources, targets
+        self.max_tokens, self.multiple, self.seed = max_tokens, multiple, seed
+        self.bos, self.eos, self.pad = bos, eos, pad
+        lengths = np.maximum(np.diff(sources.bounds), np.diff(targets.bounds)) + 1
+        keep = np.arange(len(lengths))
+        self.notices: tuple[Notice, ...] = ()
+        """What was left out."""
+        if max_len is not None:
+            check_count("max_len", max_len)
+            keep = np.flatnonzero(lengths <= max_len)
+            lost = len(lengths) - len(keep)
+            if lost:
+                words = "pair was" if lost == 1 else "pairs were"
+                told = f"{lost:,} {words} longer than {max_len:,} tokens and left out"
+                self.notices = (Notice(told, lost),)
+        if not len(keep):
+            raise BadData(f"{sources.path}: no pair is left of {len(lengths):,}; expected some")
+        self._keep = keep
+        self._widths = _round_up(lengths[keep], multiple)
+        """How wide each pair is, by its longer side."""
+        _check_fit(self._widths, keep, max_tokens)
+        self._bucket, wide = _make_buckets(self._widths, max_tokens)
+        counts = np.bincount(self._bucket)
+        sizes = [_deal(int(n), max_tokens // int(w)) for n, w in zip(counts, wide, strict=True)]
+        self._width_of = np.repeat(wide, [len(some) for some in sizes])
+        self._ends = np.cumsum(np.concatenate(sizes))
+        self._epoch = _Epoch(-1, keep, keep)
+
+    @property
+    def n_pairs(self) -> int:
+        return len(self._keep)
+
+    @property
+    def n_batches(self) -> int:
+        """Batches of an epoch."""
+        return len(self._ends)
+
+    def batch(self, step: int) -> PairBatch:
+        """The batch of a step, counted from 0 through all epochs; the same whenever it is asked."""
+        check_step(step)
+        epoch, place = divmod(int(step), self.n_batches)
+        drawn = self._draw(epoch)
+        number = int(drawn.batches[place])
+        start = int(self._ends[number - 1]) if number else 0
+        rows = drawn.pairs[start : int(self._ends[number])]
+        return self._make(rows, int(self._width_of[number]), int(self._width_of[number]))
+
+    def in_order(self, max_tokens: int | None = None) -> Iterator[PairBatch]:
+        """Every pair once, the longest first, for evaluation; `rows` says which they are."""
+        limit = self.max_tokens if max_tokens is None else max_tokens
+        check_count("max_tokens", limit)
+        _check_fit(self._widths, self._keep, limit)
+        order = np.argsort(-self._widths, kind="stable")
+        at = 0
+        while at < len(order):
+            width = int(self._widths[order[at]])
+            some = order[at : at + limit // width]
+            at += len(some)
+            rows = self._keep[some]
+            longest = [int(np.diff(_spans(side, rows)).max()) + 1 for side in self._sides]
+            wide = [int(_round_up(np.array(n), self.multiple)) for n in longest]
+            yield self._make(rows, wide[0], wide[1])
+
+    @property
+    def _sides(self) -> tuple[TokenFile, TokenFile]:
+        return self.sources, self.targets
+
+    def _draw(self, epoch: int) -> _Epoch:
+        drawn = self._epoch
+        if drawn.number != epoch:
+            words = draw_words(self.n_pairs, self.seed, _PAIRS, epoch)
+            pairs = self._keep[np.lexsort((words, self._bucket))]
+            batches = draw_order(self.n_batches, self.seed, _BATCHES, epoch)
+            self._epoch = drawn = _Epoch(epoch, pairs, batches)
+        return drawn
+
+    def _make(self, rows: Int, source_width: int, target_width: int) -> PairBatch:
+        source, source_len = _gather(self.sources, rows, source_width, self.pad)
+        source[np.arange(len(rows)), source_len] = self.eos
+        target, target_len = _gather(self.targets, rows, target_width, self.pad)
+        source_real = np.arange(source_width) <= source_len[:, None]
+        target_real = np.arange(target_width) <= target_len[:, None]
+        shifted = np.full_like(target, self.bos)
+        shifted[:, 1:] = target[:, :-1]
+        target[np.arange(len(rows)), target_len] = self.eos
+        out = np.where(target_real, target, NOTHING)
+        return PairBatch(
+            torch.from_numpy(source),
+            torch.from_numpy(source_real),
+            torch.from_numpy(shifted),
+            torch.from_numpy(out),
+            torch.from_numpy(target_real),
+            tuple(rows.tolist()),
+        )
+
+
+def _round_up(lengths: Int, multiple: int) -> Int:
+    return -(-lengths // multiple) * multiple
+
+
+def _check_fit(widths: Int, keep: Int, max_tokens: int) -> None:
+    longest = int(widths.argmax())
+    if widths[longest] > max_tokens:
+        raise ValueError(
+            f"max_tokens is {max_tokens:,}, but pair {keep[longest]} alone is {widths[longest]:,} "
+            "wide; raise max_tokens, or leave long pairs out with max_len"
+        )
+
+
+def _make_buckets(widths: Int, max_tokens: int) -> tuple[Int, Int]:
+    """The bucket of each pair, and the width of each bucket, from the widest down.
+
+    A bucket has all pairs of one width; or, if these do not fill a batch, one batch of them and the
+    next shorter ones.
+    """
+    order = np.argsort(-widths, kind="stable")
+    falling = -widths[order]
+    bucket = np.empty(len(widths), np.int64)
+    found: list[int] = []
+    start = 0
+    while start < len(order):
+        width = -int(falling[start])
+        of_this_width = int(np.searchsorted(falling, -width, side="right"))
+        end = max(of_this_width, start + max_tokens // width)
+        bucket[order[start:end]] = len(found)
+        found.append(width)
+        start = end
+    return bucket, np.array(found, np.int64)
+
+
+def _deal(n_pairs: int, rows: int) -> Int:
+    """How many pairs each batch of a bucket gets: at most `rows`, and as even as can be."""
+    n_batches = -(-n_pairs // rows)
+    sizes = np.full(n_batches, n_pairs // n_batches, np.int64)
+    sizes[: n_pairs % n_batches] += 1
+    return sizes
+
+
+def _spans(side: TokenFile, rows: Int) -> Int:
+    """(B, 2): where each sentence starts and ends."""
+    return np.stack((side.bounds[rows], side.bounds[rows + 1]), axis=1)
+
+
+def _gather(side: TokenFile, rows: Int, width: int, pad: int) -> tuple[Int, Int]:
+    """The sentences as rows of one width, padded on the right, and how long each is."""
+    spans = _spans(side, rows)
+    lengths = spans[:, 1] - spans[:, 0]
+    made = np.full((len(rows), width), pad, np.int64)
+    real = np.arange(width) < lengths[:, None]
+    places = (spans[:, :1] + np.arange(width))[real]
+    made[real] = side.ids[places]
+    return made, lengths

@@ -1,0 +1,421 @@
+"""Files in: documents or pairs of sentences out, and every fault told before training starts.
+
+Why: a file that is half UTF-16, or has no tab in it, must not be found out at step 900.
+
+How: a file is read whole, unpacked (.gz, .xz), checked as bytes and decoded as UTF-8; then it is
+cut into documents or pairs. What cannot be meant is one `BadData`, a sentence that names the file,
+the line, what came, what was expected and what to do. What can be lived with (empty lines, CRLF,
+repeats) is counted, and told once in `notices`. Lines end at "\n" alone: other signs that Python
+takes for line ends are text, and two parallel files would fall out of step over them.
+
+Left out: guessing at encodings, CSV with its quotes, files larger than memory, folders in folders.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+LONG_LINE = 1_000_000
+"""Characters of a line of running text that are worth a word."""
+LONG_SIDE = 10_000
+"""Characters of one side of a pair beyond which the pair is left out."""
+MISSING_TABS = 0.1
+"""The share of lines without a tab from which on a file is no file of pairs."""
+
+_JSON = (".jsonl", ".json", ".ndjson")
+_TEXT = (".txt", ".text")
+_PACKED = (".gz", ".xz")
+# The longer marks first: UTF-32 begins as UTF-16 does.
+_WIDE = {
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+_BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class BadData(ValueError):
+    """Data that cannot be meant: one sentence with the file, the fault, and what to do."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something about the data that its owner should know, and how often it was met."""
+
+    text: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts, each a world of its own."""
+
+    texts: list[str]
+    notices: tuple[Notice, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Sentences and their translations: `targets[i]` belongs to `sources[i]`."""
+
+    sources: list[str]
+    targets: list[str]
+    notices: tuple[Notice, ...] = ()
+
+
+def read_documents(
+    path: str | os.PathLike[str], *, field: str = "text", separator: str | None = "<|endoftext|>"
+) -> Documents:
+    """The documents of a file, or of all such files in a folder, in the order of their names.
+
+    A text file is one document, or several with lines that are just `separator` between them. A
+    .jsonl file has one document a line, under `field`. Either may be packed as .gz or .xz.
+    """
+    tally = _Tally()
+    texts: list[str] = []
+    root = Path(path)
+    for file in _files(root, tally):
+        text = _read(file, tally)
+        if not text.strip():
+            tally.add("file", "empty", file.name)
+        elif _kind(file) in _JSON:
+            texts += [row[field] for _, row in _objects(text, file, (field,), tally)]
+        else:
+            texts += _split(text, separator, file, tally)
+    if not texts:
+        raise BadData(f"{root}: there is no text in it; expected at least one document")
+    return Documents(texts, (*tally.notices(), *_remarks(texts)))
+
+
+def read_pairs(
+    path: str | os.PathLike[str],
+    *,
+    target_path: str | os.PathLike[str] | None = None,
+    fields: tuple[str, str] = ("source", "target"),
+) -> Pairs:
+    """The pairs of a file: one a line, with a tab between, or as .jsonl under the two `fields`.
+
+    With `target_path`, two files: line n of the one belongs to line n of the other. All may be
+    packed as .gz or .xz. White space around a sentence is dropped.
+    """
+    file, tally = Path(path), _Tally()
+    if target_path is not None:
+        rows = _parallel(file, Path(target_path), tally)
+    elif _kind(file) in _JSON:
+        rows = _json_pairs(file, fields, tally)
+    elif _kind(file) == ".csv":
+        raise BadData(f"{file}: CSV is not read; write one pair a line, with a tab between")
+    else:
+        rows = _tab_pairs(file, tally)
+    sources, targets = [], []
+    for place, source, target in rows:
+        source, target = source.strip(), target.strip()
+        if not source and not target:
+            tally.add("line", "empty and left out", place)
+        elif not source or not target:
+            tally.add("pair", "empty on one side and left out", place)
+        elif max(len(source), len(target)) > LONG_SIDE:
+            tally.add("pair", f"longer than {LONG_SIDE:,} characters and left out", place)
+        else:
+            if source == target:
+                tally.add("pair", "the same on both sides (kept)", place)
+            sources.append(source)
+            targets.append(target)
+    if not sources:
+        left = "; ".join(notice.text for notice in tally.notices())
+        raise BadData(f"{file}: no pair is left ({left or 'the file is empty'}); expected some")
+    both = list(zip(sources, targets, strict=True))
+    return Pairs(sources, targets, (*tally.notices(), *_repeats(both, "pair")))
+
+
+# ---- Faults, counted
+
+
+@final
+class _Tally:
+    """How often each fault was met, and where first."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], int] = {}
+        self._first: dict[tuple[str, str], str] = {}
+
+    def add(self, unit: str, fault: str, place: str, count: int = 1) -> None:
+        key = unit, fault
+        self._counts[key] = self._counts.get(key, 0) + count
+        self._first.setdefault(key, place)
+
+    def notices(self) -> tuple[Notice, ...]:
+        return tuple(
+            Notice(f"{_count(count, unit)} {fault}, first: {self._first[unit, fault]}", count)
+            for (unit, fault), count in self._counts.items()
+        )
+
+
+def _count(count: int, unit: str) -> str:
+    return f"1 {unit} was" if count == 1 else f"{count:,} {unit}s were"
+
+
+def _repeats(items: Sequence[Any], unit: str) -> list[Notice]:
+    """A word on a lone item, on items that are all the same, and on some that are."""
+    count, distinct = len(items), len(set(items))
+    if count == 1:
+        return [Notice(f"there is 1 {unit} only: enough to try things out, not to learn from", 1)]
+    if distinct == 1:
+        return [Notice(f"all {count:,} {unit}s are the same: only one thing to learn", count)]
+    if distinct < count:
+        again = count - distinct
+        return [Notice(f"{_count(again, unit)} there before, word for word (kept)", again)]
+    return []
+
+
+def _remarks(texts: Sequence[str]) -> list[Notice]:
+    """What is odd about documents as a whole. Lines of a lone document count as things too."""
+    found = [] if len(texts) == 1 else _repeats(texts, "document")
+    lengths = [max(map(len, text.split("\n"))) for text in texts]
+    long = sum(length > LONG_LINE for length in lengths)
+    if long:
+        longest = max(lengths)
+        found.append(
+            Notice(
+                f"{_count(long, 'document')} found with lines over {LONG_LINE:,} characters, the "
+                f"longest has {longest:,} (kept; is it text?)",
+                long,
+            )
+        )
+    if len(texts) == 1:
+        lines = [line for line in texts[0].split("\n") if line.strip()]
+        if len(lines) == 1 or all(line == lines[0] for line in lines):
+            found += _repeats(lines, "line")
+    return found
+
+
+# ---- Files and bytes
+
+
+def _kind(file: Path) -> str:
+    """The ending that tells what is in a file: ".jsonl" of "a.jsonl.gz"."""
+    name = file.with_suffix("") if file.suffix.lower() in _PACKED else file
+    return name.suffix.lower()
+
+
+def _files(root: Path, tally: _Tally) -> list[Path]:
+    if not root.is_dir():
+        return [root]
+    found = []
+    for file in sorted(root.iterdir(), key=lambda file: file.name):
+        if file.name.startswith("."):
+            continue
+        if file.is_file() and _kind(file) in (*_TEXT, *_JSON):
+            found.append(file)
+        else:
+            tally.add("entry", "no .txt or .jsonl file and left out", file.name)
+    if not found:
+        raise BadData(
+            f"{root}: a folder without .txt or .jsonl files (or .gz or .xz of these); "
+            "name the file itself, or rename it"
+        )
+    return found
+
+
+def _unpack(file: Path) -> bytes:
+    packing = file.suffix.lower()
+    try:
+        if packing == ".gz":
+            return gzip.decompress(file.read_bytes())
+        if packing == ".xz":
+            return lzma.decompress(file.read_bytes())
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise BadData(f"{file}: no such file or folder; check the path") from None
+    except (gzip.BadGzipFile, lzma.LZMAError, EOFError, zlib.error) as error:
+        raise BadData(f"{file}: damaged or cut short ({error}); fetch or pack it again") from error
+    except OSError as error:
+        raise BadData(f"{file}: cannot be read ({error.strerror}); check the path") from error
+
+
+def _read(file: Path, tally: _Tally) -> str:
+    """The text of a file, with plain line ends and no byte order mark."""
+    data = _unpack(file)
+    for mark, name in _WIDE.items():
+        if data.startswith(mark):
+            todo = f"iconv -f {name} -t UTF-8 {file.name} > new.txt"
+            raise BadData(f"{file}: is {name}, expected UTF-8; convert it: {todo}")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadData(_tell_undecodable(file, data, error)) from error
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise BadData(
+            f"{file}: {text.count(chr(0)):,} NUL bytes, the first in line {line}; expected text. "
+            "Is it UTF-16 (convert it with iconv), or no text at all? "
+            f"To remove them: tr -d '\\000' < {file.name} > new.txt"
+        )
+    if text.startswith("\ufeff"):
+        tally.add("byte order mark", "left out", file.name)
+        text = text[1:]
+    returns = text.count("\r\n")
+    if returns:
+        tally.add("line", "ended by CRLF (read as a plain line end)", file.name, returns)
+        text = text.replace("\r\n", "\n")
+    elif "\r" in text and "\n" not in text:
+        tally.add("line", "ended by CR (read as a plain line end)", file.name, text.count("\r"))
+        text = text.replace("\r", "\n")
+    if _BROKEN in text:
+        line = text.count("\n", 0, text.index(_BROKEN)) + 1
+        tally.add(
+            "character",
+            "U+FFFD, what a wrong decoding leaves behind (kept)",
+            f"{file.name} line {line}",
+            text.count(_BROKEN),
+        )
+    return text
+
+
+def _tell_undecodable(file: Path, data: bytes, error: UnicodeDecodeError) -> str:
+    lines = data.split(b"\n")
+    bad = 0
+    for line in lines:
+        try:
+            line.decode("utf-8")
+        except UnicodeDecodeError:
+            bad += 1
+    number = data.count(b"\n", 0, error.start) + 1
+    byte = data[error.start]
+    return (
+        f"{file}: {bad:,} of {len(lines):,} lines are not UTF-8, the first is line {number} (byte "
+        f"0x{byte:02X}, {bytes([byte]).decode('latin-1')!r} if it is Latin-1); save the file as "
+        f"UTF-8, for example: iconv -f LATIN1 -t UTF-8 {file.name} > new.txt"
+    )
+
+
+# ---- Documents and pairs in a text
+
+
+def _split(text: str, separator: str | None, file: Path, tally: _Tally) -> list[str]:
+    """The documents between the separators. A text without one is kept to the last character."""
+    if not separator or separator not in text:
+        return [text]
+    pieces: list[str] = []
+    start = at = 0
+    inside = 0
+    while (at := text.find(separator, at)) >= 0:
+        end = at + len(separator)
+        if (at == 0 or text[at - 1] == "\n") and (end == len(text) or text[end] == "\n"):
+            pieces.append(text[start : max(start, at - 1)])
+            start = end + 1
+        else:
+            inside += 1
+        at = end
+    pieces.append(text[start:])
+    if inside:
+        tally.add("separator", "inside a line and read as text", file.name, inside)
+    documents = [piece for piece in pieces if piece.strip()]
+    # Nothing before a first separator and nothing after a last one is how such files look.
+    empty = sum(not piece.strip() for piece in pieces[1:-1])
+    if empty:
+        tally.add("document", "empty and left out", file.name, empty)
+    return documents
+
+
+def _objects(
+    text: str, file: Path, fields: tuple[str, ...], tally: _Tally
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where it stands, and the object of each line of JSON, with texts under all `fields`."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{file}: line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadData(
+                f"{where} is not JSON ({error}): {line[:60]!r}; expected one object a line"
+            ) from error
+        if not isinstance(row, dict):
+            raise BadData(f"{where} holds a {type(row).__name__}, expected an object with texts")
+        for field in fields:
+            _check_field(row, field, where)
+        if len(fields) == 1 and not row[fields[0]].strip():
+            tally.add("document", "empty and left out", f"{file.name} line {number}")
+            continue
+        yield f"{file.name} line {number}", row
+
+
+def _check_field(row: dict[str, Any], field: str, where: str) -> None:
+    if field not in row:
+        there = ", ".join(map(repr, list(row)[:9])) or "none"
+        raise BadData(
+            f"{where} has no field {field!r} (there: {there}); name the one with the text"
+        )
+    value = row[field]
+    if not isinstance(value, str):
+        raise BadData(f"{where}: {field!r} is a {type(value).__name__}, expected a text")
+    if "\0" in value:
+        raise BadData(f"{where}: {field!r} has a NUL character in it, expected text; remove it")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadData(
+            f"{where}: {field!r} has half of a UTF-16 pair in it, which is no character; remove it"
+        ) from None
+
+
+def _lines(file: Path, tally: _Tally) -> list[str]:
+    """The lines of a file; the newline at its end does not start another."""
+    text = _read(file, tally)
+    if not text.strip():
+        raise BadData(f"{file}: the file is empty; expected one pair a line")
+    return text.removesuffix("\n").split("\n")
+
+
+def _tab_pairs(file: Path, tally: _Tally) -> Iterator[tuple[str, str, str]]:
+    lines = _lines(file, tally)
+    filled = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    bare = [number for number, line in filled if "\t" not in line]
+    if len(bare) > MISSING_TABS * len(filled):
+        first = lines[bare[0] - 1]
+        raise BadData(
+            f"{file}: {len(bare):,} of {len(filled):,} lines have no tab, the first is line "
+            f"{bare[0]}: {first[:60]!r}; expected a source, a tab, and its target in each line. "
+            "For two parallel files give the second one as target_path"
+        )
+    for number, line in enumerate(lines, start=1):
+        place = f"{file.name} line {number}"
+        if not line.strip():
+            yield place, "", ""
+        elif "\t" not in line:
+            tally.add("line", "without a tab and left out", place)
+        else:
+            source, target, *rest = line.split("\t")
+            if rest:
+                tally.add("line", "found with more than two columns (the first two count)", place)
+            yield place, source, target
+
+
+def _json_pairs(
+    file: Path, fields: tuple[str, str], tally: _Tally
+) -> Iterator[tuple[str, str, str]]:
+    text = "\n".join(_lines(file, tally))
+    for place, row in _objects(text, file, fields, tally):
+        yield place, row[fields[0]], row[fields[1]]
+
+
+def _parallel(file: Path, other: Path, tally: _Tally) -> Iterator[tuple[str, str, str]]:
+    sources, targets = _lines(file, tally), _lines(other, tally)
+    if len(sources) != len(targets):
+        raise BadData(
+            f"{file} has {len(sources):,} lines and {other} has {len(targets):,}; expected as many "
+            "in both, since line n of the one belongs to line n of the other"
+        )
+    for number, (source, target) in enumerate(zip(sources, targets, strict=True), start=1):
+        yield f"{file.name} line {number}", source, target

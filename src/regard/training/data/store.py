@@ -1,0 +1,386 @@
+"""Token ids on disk, mapped into memory: written once, checked when opened, read at no cost.
+
+Why: a corpus is encoded once and read for many epochs, and a list of numbers in Python takes
+twenty times their room.
+
+How: one file. A header of 4096 bytes (magic, then JSON padded with spaces), the ids (two bytes each
+where the vocabulary allows, else four), zeros up to a multiple of eight, and the bounds: document d
+is `ids[bounds[d] : bounds[d + 1]]`. The header tells sizes, the fingerprint of what was encoded and
+a checksum of everything else. A file is written beside its place and renamed, so that a half one is
+never seen under its name. `encode_documents` and `encode_pairs_side` write such a file, or open the
+one that is there if it was made from the same texts by the same tokenizer.
+
+Texts are read as plain text: where one holds the name of a special token, it is spelled out, so
+that data cannot end a document or pass for padding.
+
+Left out: packing and batches (`packing.py`, `pairs.py`), appending, several writers of one file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from regard.tokens import Tokenizer
+from regard.training.data.reading import BadData
+from regard.training.data.vocabulary import backend_module, one_thread
+
+Ids = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+Bounds = npt.NDArray[np.int64]
+Progress = Callable[[int, int], None]
+
+MAGIC = b"regardt\n"
+VERSION = 1
+HEADER = 4096
+SMALL = 65_536
+"""The largest vocabulary whose ids take two bytes."""
+CHUNK = 1_000_000
+"""Characters that are encoded in one go; a longer text is cut, where that changes nothing."""
+
+_AGAIN = "remove the file, and it will be made again"
+# A space between two things that are not white: byte-level rules start a new word there anyway.
+_SEAM = re.compile(r"(?<=\S) (?=\S)")
+
+
+@final
+class TokenFile:
+    """The ids of many documents, read-only, as they lie in a file. Make one with `open`."""
+
+    def __init__(
+        self, path: Path, ids: Ids, bounds: Bounds, *, vocab_size: int, fingerprint: str
+    ) -> None:
+        self.path = path
+        self.ids = ids
+        self.bounds = bounds
+        self.vocab_size = vocab_size
+        self.fingerprint = fingerprint
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> TokenFile:
+        """The file, whole: a changed byte or a missing one is a BadData."""
+        file = Path(path)
+        header = _read_header(file)
+        dtype = np.dtype(np.uint16 if header["vocab_size"] <= SMALL else np.uint32)
+        n_tokens, n_documents = header["n_tokens"], header["n_documents"]
+        start = _padded(n_tokens * dtype.itemsize)
+        size, there = HEADER + start + 8 * (n_documents + 1), file.stat().st_size
+        if size != there:
+            raise BadData(f"{file}: has {there:,} bytes, its header tells of {size:,}; {_AGAIN}")
+        whole = np.memmap(file, np.uint8, mode="r")
+        body = whole[HEADER:]
+        told = header.pop("checksum")
+        digest = hashlib.sha256(np.ascontiguousarray(body).data)
+        if _seal(digest, header) != told:
+            raise BadData(f"{file}: is damaged (its checksum does not fit); {_AGAIN}")
+        # Plain arrays over the mapping: the class for mapped ones makes each access slower.
+        ids = np.asarray(body[: n_tokens * dtype.itemsize]).view(dtype)
+        bounds = np.asarray(body[start:]).view(np.int64)
+        if bounds[0] != 0 or bounds[-1] != n_tokens or (np.diff(bounds) < 0).any():
+            raise BadData(f"{file}: the bounds of its documents do not fit its ids; {_AGAIN}")
+        return TokenFile(
+            file,
+            ids,
+            bounds,
+            vocab_size=header["vocab_size"],
+            fingerprint=header["fingerprint"],
+        )
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.bounds) - 1
+
+    def __repr__(self) -> str:
+        return f"TokenFile({str(self.path)!r}, {self.n_tokens:,} ids, {self.n_documents:,} texts)"
+
+
+def write_tokens(
+    path: str | os.PathLike[str],
+    documents: Iterable[Sequence[int] | npt.NDArray[Any]],
+    *,
+    vocab_size: int,
+    fingerprint: str,
+) -> TokenFile:
+    """Writes the documents one after another as they come, and opens the file."""
+    if type(vocab_size) is not int or not 1 <= vocab_size <= 2**32:
+        raise ValueError(f"vocab_size is {vocab_size!r}, expected a whole number from 1 to 2**32")
+    file = Path(path)
+    dtype = np.dtype(np.uint16 if vocab_size <= SMALL else np.uint32)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    digest = hashlib.sha256()
+    try:
+        with beside.open("wb") as out:
+            out.write(b"\0" * HEADER)
+
+            def put(data: bytes) -> None:
+                digest.update(data)
+                out.write(data)
+
+            bounds = [0]
+            for document in documents:
+                ids = _as_ids(document, vocab_size, len(bounds) - 1)
+                put(ids.astype(dtype).tobytes())
+                bounds.append(bounds[-1] + len(ids))
+            used = bounds[-1] * dtype.itemsize
+            put(b"\0" * (_padded(used) - used))
+            put(np.array(bounds, np.int64).tobytes())
+            header = {
+                "version": VERSION,
+                "vocab_size": vocab_size,
+                "n_tokens": bounds[-1],
+                "n_documents": len(bounds) - 1,
+                "fingerprint": fingerprint,
+            }
+            text = json.dumps(header | {"checksum": _seal(digest, header)}).encode()
+            if len(text) > HEADER - len(MAGIC):
+                raise ValueError(f"the fingerprint has {len(fingerprint):,} characters; too many")
+            out.seek(0)
+            out.write((MAGIC + text).ljust(HEADER))
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(beside, file)
+    finally:
+        beside.unlink(missing_ok=True)
+    return TokenFile.open(file)
+
+
+def encode_documents(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    path: str | os.PathLike[str],
+    *,
+    eos: int | None,
+    progress: Progress | None = None,
+) -> TokenFile:
+    """The texts as ids in the file at `path`, each followed by `eos`, if there is one.
+
+    A file that is there already is used if it was made from the same. `progress` is called with the
+    characters done and all of them.
+    """
+    after = () if eos is None else (eos,)
+    return _encode(texts, tokenizer, Path(path), ((), after), progress)
+
+
+def encode_pairs_side(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    path: str | os.PathLike[str],
+    prefix: Sequence[int] = (),
+    *,
+    progress: Progress | None = None,
+) -> TokenFile:
+    """One side of sentence pairs as ids, each after `prefix` (which may name a language).
+
+    No start, no end: `PairedText` adds these. Otherwise as `encode_documents`.
+    """
+    return _encode(texts, tokenizer, Path(path), (tuple(prefix), ()), progress)
+
+
+# ---- The file
+
+
+def _padded(n_bytes: int) -> int:
+    return -(-n_bytes // 8) * 8
+
+
+def _seal(digest: Any, header: dict[str, Any]) -> str:
+    """The checksum: of all bytes after the header, and of what the header tells besides."""
+    digest.update(json.dumps(header, sort_keys=True).encode())
+    return str(digest.hexdigest())
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as source:
+            start = source.read(HEADER)
+    except OSError as error:
+        raise BadData(f"{file}: cannot be read ({error.strerror}); check the path") from error
+    if not start.startswith(MAGIC):
+        raise BadData(f"{file}: is no file of token ids; name another one")
+    try:
+        header: dict[str, Any] = json.loads(start[len(MAGIC) :])
+    except ValueError as error:
+        raise BadData(f"{file}: its header is damaged ({error}); {_AGAIN}") from error
+    version = header.get("version") if isinstance(header, dict) else None
+    if version != VERSION:
+        raise BadData(f"{file}: is of version {version!r}, expected {VERSION}; {_AGAIN}")
+    kinds = {"vocab_size": int, "n_tokens": int, "n_documents": int}
+    for name, kind in {**kinds, "fingerprint": str, "checksum": str}.items():
+        if type(header.get(name)) is not kind:
+            raise BadData(f"{file}: its header gives no {name}; {_AGAIN}")
+    return header
+
+
+def _as_ids(
+    document: Sequence[int] | npt.NDArray[Any], vocab_size: int, number: int
+) -> npt.NDArray[np.int64]:
+    ids = np.asarray(document, np.int64)
+    if ids.ndim != 1:
+        raise ValueError(f"document {number} has shape {ids.shape}, expected a row of ids")
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise BadData(
+            f"document {number} has ids from {ids.min()} to {ids.max()}; expected 0 to "
+            f"{vocab_size - 1}: it was made for another vocabulary"
+        )
+    return ids
+
+
+# ---- Encoding
+
+
+def _encode(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    file: Path,
+    around: tuple[tuple[int, ...], tuple[int, ...]],
+    progress: Progress | None,
+) -> TokenFile:
+    if isinstance(texts, str):
+        raise TypeError("texts is one text, expected a list of them")
+    if not texts:
+        raise BadData(f"{file}: there are no texts to encode; expected at least one")
+    fingerprint = _fingerprint(texts, tokenizer, around)
+    with contextlib.suppress(FileNotFoundError):
+        found = _reuse(file, fingerprint)
+        if found is not None:
+            if progress is not None:
+                total = sum(map(len, texts))
+                progress(total, total)
+            return found
+    before, after = (np.array(ids, np.int64) for ids in around)
+    rows = (np.concatenate((before, ids, after)) for ids in _rows(texts, tokenizer, progress))
+    return write_tokens(file, rows, vocab_size=tokenizer.vocab_size, fingerprint=fingerprint)
+
+
+def _fingerprint(
+    texts: Sequence[str], tokenizer: Tokenizer, around: tuple[tuple[int, ...], tuple[int, ...]]
+) -> str:
+    told = [VERSION, tokenizer.texts["tokenizer.json"], [list(map(int, ids)) for ids in around]]
+    digest = hashlib.sha256(json.dumps(told).encode())
+    for text in texts:
+        data = text.encode("utf-8")
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _reuse(file: Path, fingerprint: str) -> TokenFile | None:
+    """What lies there, if it is whole and made from the same. A stranger's file is left alone."""
+    if file.stat().st_size:
+        with file.open("rb") as source:
+            if source.read(len(MAGIC)) != MAGIC:
+                raise BadData(f"{file}: is there, and is no file of token ids; name another place")
+    try:
+        found = TokenFile.open(file)
+    except BadData:
+        return None
+    return found if found.fingerprint == fingerprint else None
+
+
+def _rows(
+    texts: Sequence[str], tokenizer: Tokenizer, progress: Progress | None
+) -> Iterator[npt.NDArray[np.int64]]:
+    """The ids of each text, in order. Two threads encode while the last chunk is written."""
+    told = tokenizer.texts["tokenizer.json"]
+    backend = backend_module().Tokenizer.from_str(told)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    total, done = sum(map(len, texts)), 0
+    parts: list[npt.NDArray[np.int64]] = []
+
+    def encode(chunk: list[tuple[int, str, bool]]) -> list[npt.NDArray[np.int64]]:
+        return _encode_chunk(backend, chunk)
+
+    with one_thread(), ThreadPoolExecutor(2) as pool:
+        for chunk, made in _ahead(pool, encode, _chunks(texts, _may_cut(told))):
+            for (_, text, is_last), ids in zip(chunk, made, strict=True):
+                done += len(text)
+                parts.append(ids)
+                if is_last:
+                    yield np.concatenate(parts)
+                    parts = []
+            if progress is not None:
+                progress(done, total)
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Each item and what `work` makes of it, in order, with only a few under way at a time."""
+    waiting: list[tuple[Any, Future[Any]]] = []
+    for item in items:
+        waiting.append((item, pool.submit(work, item)))
+        if len(waiting) > 3:
+            first, future = waiting.pop(0)
+            yield first, future.result()
+    for first, future in waiting:
+        yield first, future.result()
+
+
+def _encode_chunk(backend: Any, chunk: list[tuple[int, str, bool]]) -> list[npt.NDArray[np.int64]]:
+    try:
+        made = backend.encode_batch_fast([text for _, text, _ in chunk], add_special_tokens=False)
+    except Exception as error:  # the backend raises nothing more exact
+        for number, text, _ in chunk:
+            for letter in sorted(set(text)):
+                try:
+                    backend.encode(letter, add_special_tokens=False)
+                except Exception:
+                    raise BadData(
+                        f"text {number} has the character {letter!r}, which the vocabulary does "
+                        "not have; take it out, or train a vocabulary that has it (kind='bpe' has "
+                        "every character)"
+                    ) from error
+        raise BadData(f"texts {chunk[0][0]} to {chunk[-1][0]}: {error}; see them") from error
+    return [np.array(encoding.ids, np.int64) for encoding in made]
+
+
+def _may_cut(told: str) -> bool:
+    """Whether a text may be cut at a space between words without changing its ids."""
+    plan = json.loads(told)
+    rule = plan.get("pre_tokenizer") or {}
+    byte_level = rule.get("type") == "ByteLevel" and not rule.get("add_prefix_space", True)
+    by_letter = plan["model"].get("type") == "WordLevel" and rule.get("pattern") == {
+        "Regex": r"[\s\S]"
+    }
+    return (
+        plan.get("normalizer") is None and (byte_level and rule.get("use_regex", True)) | by_letter
+    )
+
+
+def _chunks(texts: Sequence[str], may_cut: bool) -> Iterator[list[tuple[int, str, bool]]]:
+    """Number of the text, a piece of it, and whether it is the last; about CHUNK characters."""
+    chunk: list[tuple[int, str, bool]] = []
+    size = 0
+    for number, text in enumerate(texts):
+        start = 0
+        while True:
+            seam = None
+            if may_cut and len(text) - start > CHUNK:
+                seam = _SEAM.search(text, start + CHUNK)
+            end = len(text) if seam is None else seam.start()
+            chunk.append((number, text[start:end], end == len(text)))
+            size += end - start
+            if size >= CHUNK:
+                yield chunk
+                chunk, size = [], 0
+            start = end
+            if end == len(text):
+                break
+    if chunk:
+        yield chunk

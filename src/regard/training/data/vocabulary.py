@@ -1,0 +1,301 @@
+r"""A vocabulary made from texts: byte pairs, byte pairs within scripts, words, or characters.
+
+Why: a model of one's own text wants a tokenizer of that text, in the same files that every other
+model ships.
+
+How: the `tokenizers` package counts and merges; what is decided here is where merges must stop, and
+that `decode(encode(text))` is the text, whatever it holds:
+
+- "bpe": bytes, merged within what GPT-2's rule takes for words. Every text has ids.
+- "bpe" with `scripts`: characters, merged within one script, so that a Japanese word never hangs
+  together with its particle or its full stop. Rare characters are spelled in bytes. Where a text
+  starts with neither Han nor kana, it gets a space in front, which the decoder takes away: so
+  "Tom" is the same token at the start of a sentence as within.
+- "words": bytes, merged between spaces only, for text that was cut into tokens before. Every text
+  gets a space in front, as above.
+- "characters": one id for each. A character that was not in the texts is refused, not dropped.
+
+The same texts give the same vocabulary: ties are broken by the characters themselves, never by a
+hash. Nothing is added around a text: who wants an end token adds it.
+
+Left out: Unicode normalisation (it would change the text), dropout, unigram models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from regard.tokens import Tokenizer
+from regard.training.data.reading import BadData, Notice
+
+Kind = Literal["bpe", "words", "characters"]
+
+N_BYTES = 256
+LONGEST_RUN = 1_000
+"""Characters without white space that the trainer sees as one: each merge walks through them all,
+so that one line of 10 MB would keep it busy for hours."""
+RARE = 2
+"""A character seen less often than this is spelled in bytes, where scripts are kept apart."""
+
+_RUN = re.compile(rf"\S{{{LONGEST_RUN + 1},}}")
+# Han and kana, the long-vowel marks that belong to them, and for the start of a text also their
+# punctuation and full-width forms.
+_SPACELESS = r"\p{Han}\p{Hiragana}\p{Katakana}\u30FC\uFF70"
+_STARTS = rf"\A(?=[^{_SPACELESS}\u3000-\u303F\uFF00-\uFFEF])"
+_LETTER = rf"(?:(?![{_SPACELESS}])[\p{{L}}\p{{M}}])"
+_SCRIPTS = "|".join(
+    (
+        r"'(?:s|t|re|ve|m|ll|d)(?!\p{L})",
+        r"\p{Han}+",
+        r"\p{Hiragana}[\p{Hiragana}\u30FC]*",
+        r"[\p{Katakana}\u30FC\uFF70]+",
+        rf" ?{_LETTER}+",
+        r" ?\p{N}",
+        r" ?[^\s\p{L}\p{M}\p{N}]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+_WORDS = r" ?[^\s]+|\s+(?!\S)|\s+"
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    *,
+    kind: Kind = "bpe",
+    special: Sequence[str] = ("<|endoftext|>",),
+    bos: str | None = None,
+    eos: str | None = "<|endoftext|>",
+    pad: str | None = None,
+    scripts: bool = False,
+) -> Tokenizer:
+    """A tokenizer with at most `vocab_size` tokens, `special` ones first, made from the texts.
+
+    `bos`, `eos` and `pad` name some of `special`. `scripts` keeps writing systems apart, for
+    Japanese. Texts may hold too little for so many tokens: see `vocabulary_notices`.
+    """
+    roles = {"bos": bos, "eos": eos, "pad": pad}
+    _check(vocab_size, kind, special, roles, scripts)
+    kept = _checked(texts)
+    if kind == "characters":
+        told = _characters(kept, vocab_size, special)
+    elif scripts:
+        told = _by_script(kept, vocab_size, special)
+    else:
+        told = _by_byte(kept, vocab_size, special, words=kind == "words")
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    config |= {f"{role}_token": token for role, token in roles.items() if token is not None}
+    return Tokenizer.from_parts(json.dumps(told, ensure_ascii=False), config)
+
+
+def vocabulary_notices(tokenizer: Tokenizer, vocab_size: int) -> tuple[Notice, ...]:
+    """A word where a trained vocabulary is smaller than the one asked for."""
+    made = tokenizer.vocab_size
+    if made >= vocab_size:
+        return ()
+    return (
+        Notice(
+            f"the vocabulary has {made:,} tokens, not the {vocab_size:,} asked for: the texts "
+            "support no more",
+            made,
+        ),
+    )
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keeps `tokenizers` from starting threads: it warns, and may hang, when a process that did
+    is forked later. Its calls let go of Python's lock, so that threads of ours serve as well."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def backend_module() -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            "training a tokenizer needs the tokenizers package: pip install 'regard[train]'"
+        ) from error
+    return tokenizers
+
+
+# ---- At the door
+
+
+def _check(
+    vocab_size: int,
+    kind: str,
+    special: Sequence[str],
+    roles: dict[str, str | None],
+    scripts: bool,
+) -> None:
+    if isinstance(special, str):
+        raise TypeError(f"special is one text, {special!r}; expected a list of token names")
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise ValueError(f"vocab_size is {vocab_size!r}, expected a whole number of tokens")
+    if kind not in ("bpe", "words", "characters"):
+        raise ValueError(f"kind is {kind!r}, expected 'bpe', 'words' or 'characters'")
+    if scripts and kind != "bpe":
+        raise ValueError(f"scripts keeps the pieces of kind='bpe' apart; kind={kind!r} has none")
+    if len(set(special)) != len(special) or not all(special):
+        raise ValueError(f"special tokens are {list(special)}; expected distinct, non-empty texts")
+    for role, token in roles.items():
+        if token is not None and token not in special:
+            raise ValueError(
+                f"{role} is {token!r}, which is not among the special tokens {list(special)}; "
+                f"add it there, or pass {role}=None"
+            )
+    if kind != "characters" and vocab_size < N_BYTES + len(special):
+        raise BadData(
+            f"vocab_size is {vocab_size}, but {N_BYTES} bytes and {len(special)} special tokens "
+            f"need {N_BYTES + len(special)} already; ask for more, or for kind='characters'"
+        )
+
+
+def _checked(texts: Iterable[str]) -> list[str]:
+    if isinstance(texts, str):
+        raise TypeError("texts is one text, expected a list of them")
+    kept = [text for text in texts if text]
+    if not any(text.strip() for text in kept):
+        raise BadData("a vocabulary was asked for, but the texts are empty; give some text")
+    return kept
+
+
+def _pieces(texts: Iterable[str]) -> Iterator[str]:
+    """The texts as the trainer should see them: no run of signs longer than it can bear."""
+    for text in texts:
+        last = 0
+        for run in _RUN.finditer(text):
+            yield text[last : run.start()]
+            for at in range(run.start(), run.end(), LONGEST_RUN):
+                yield text[at : min(at + LONGEST_RUN, run.end())]
+            last = run.end()
+        yield text[last:] if last else text
+
+
+# ---- The kinds
+
+
+def _train(backend: Any, texts: Iterable[str], **how: Any) -> dict[str, Any]:
+    trainer = backend_module().trainers.BpeTrainer(show_progress=False, min_frequency=2, **how)
+    with one_thread():
+        backend.train_from_iterator(_pieces(texts), trainer)
+    told: dict[str, Any] = json.loads(backend.to_str())
+    return told
+
+
+def _by_byte(
+    texts: list[str], vocab_size: int, special: Sequence[str], *, words: bool
+) -> dict[str, Any]:
+    hf = backend_module()
+    before, after = hf.pre_tokenizers, hf.decoders
+    backend = hf.Tokenizer(hf.models.BPE())
+    if words:
+        backend.normalizer = hf.normalizers.Prepend(" ")
+        cut = before.Split(hf.Regex(_WORDS), "isolated")
+        plain = before.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = before.Sequence([cut, plain])
+        backend.decoder = after.Sequence([after.ByteLevel(), after.Strip(" ", 1, 0)])
+    else:
+        backend.pre_tokenizer = before.ByteLevel(add_prefix_space=False)
+        backend.decoder = after.ByteLevel()
+    alphabet = sorted(before.ByteLevel.alphabet())
+    return _train(
+        backend,
+        texts,
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=alphabet,
+    )
+
+
+def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dict[str, Any]:
+    """Trained on characters; then the bytes are put into the vocabulary, before the characters."""
+    hf = backend_module()
+    before, after = hf.pre_tokenizers, hf.decoders
+    room = vocab_size - N_BYTES - len(special)
+    if room < 2:
+        raise BadData(
+            f"vocab_size is {vocab_size}, but {N_BYTES} bytes and {len(special)} special tokens "
+            "leave no room for characters; ask for more"
+        )
+    alphabet = _alphabet(texts, room // 2)
+    backend = hf.Tokenizer(hf.models.BPE())
+    backend.normalizer = hf.normalizers.Replace(hf.Regex(_STARTS), " ")
+    backend.pre_tokenizer = before.Split(hf.Regex(_SCRIPTS), "isolated")
+    steps = [after.ByteFallback(), after.Fuse(), after.Strip(" ", 1, 0)]
+    backend.decoder = after.Sequence(steps)
+    told = _train(
+        backend,
+        texts,
+        vocab_size=room,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+    )
+    model = told["model"]
+    learned = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    names = [*special, *(f"<0x{byte:02X}>" for byte in range(N_BYTES)), *learned]
+    model["vocab"] = {name: at for at, name in enumerate(names)}
+    if len(model["vocab"]) != len(names):
+        raise BadData("a special token has the name of a byte or of a learned piece; rename it")
+    model["byte_fallback"] = True
+    told["added_tokens"] = _added(special)
+    return told
+
+
+def _alphabet(texts: list[str], room: int) -> list[str]:
+    """The characters with a token of their own: the most frequent, but none that is rare."""
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(text)
+    counts[" "] += RARE  # it may stand in front of every text
+    often = [letter for letter, count in counts.items() if count >= RARE]
+    often.sort(key=lambda letter: (-counts[letter], letter))
+    return sorted(often[:room])
+
+
+def _characters(texts: list[str], vocab_size: int, special: Sequence[str]) -> dict[str, Any]:
+    hf = backend_module()
+    letters: set[str] = set()
+    for text in texts:
+        letters.update(text)
+    names = [*special, *sorted(letters - set(special))]
+    if len(names) > vocab_size:
+        raise BadData(
+            f"vocab_size is {vocab_size}, but the texts have {len(letters)} different characters "
+            f"and there are {len(special)} special tokens; ask for {len(names)}, or for kind='bpe'"
+        )
+    vocabulary = {name: at for at, name in enumerate(names)}
+    # A word model without a token for the unknown refuses what it does not know.
+    backend = hf.Tokenizer(hf.models.WordLevel(vocabulary, unk_token="<none>"))
+    backend.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex(r"[\s\S]"), "isolated")
+    backend.decoder = hf.decoders.Fuse()
+    told: dict[str, Any] = json.loads(backend.to_str())
+    told["added_tokens"] = _added(special)
+    return told
+
+
+def _added(special: Sequence[str]) -> list[dict[str, Any]]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [
+        {"id": at, "content": name, **flags, "special": True} for at, name in enumerate(special)
+    ]
