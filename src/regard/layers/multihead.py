@@ -24,7 +24,7 @@ M width of the memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias, TypedDict, get_args
+from typing import NamedTuple, Protocol, TypeAlias, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
@@ -70,11 +70,36 @@ class ProjectionBias:
 class Places:
     """Where the tokens of one call stand: made once by `place`, read by each layer of a stack.
 
-    `positions` None: as they lie, or going on where the cache ends. `phases` are rotary's.
+    `positions` None: as they lie, or going on where the cache ends. `phases` are rotary's. `keys`
+    are the keys' own positions, where they are not the queries' (see `Elsewhere`).
     """
 
     positions: Tensor | None = None
     phases: Phases | None = None
+    keys: Tensor | None = None
+
+
+class Whole(NamedTuple):
+    """Keys and values of a whole text, and positions of queries and keys, None for as they lie."""
+
+    k: Tensor
+    v: Tensor
+    queries: Tensor | None
+    keys: Tensor | None
+
+
+class Elsewhere(Protocol):
+    """What other processes hold of a text that is cut over them; set from outside as `elsewhere`.
+
+    With it x is one part of the text, and its queries see the keys of all parts. `place` answers
+    for the layer's `place`; `join` comes between its projections and its attention.
+    """
+
+    def place(self, layer: MultiHeadAttention, x_btc: Tensor, positions: Tensor | None) -> Places:
+        """Where the tokens of this part stand, and the keys of all parts."""
+
+    def join(self, k_bgtd: Tensor, v_bgtd: Tensor, places: Places, rule: Rule) -> Whole:
+        """All parts' keys and values; gradients go back to the part they came from."""
 
 
 class Rule(TypedDict):
@@ -160,6 +185,7 @@ class MultiHeadAttention(Observable):
         self.rotary = None if rotary is None else Rotary(rotary)
         self.finite = False
         self.fused: SideBySide | None = None
+        self.elsewhere: Elsewhere | None = None
         self.sinks: nn.Parameter | None = None
         if sinks:
             self.sinks = nn.Parameter(torch.empty(n_heads, device=device, dtype=dtype))
@@ -219,6 +245,8 @@ class MultiHeadAttention(Observable):
         """Where the tokens of x stand, and rotary's phases there, for all layers like this one."""
         check_shapes({"x": (x_btc, "B T C")})
         n_new, device = x_btc.shape[1], x_btc.device
+        if self.elsewhere is not None:
+            return self.elsewhere.place(self, x_btc, positions)
         if positions is None:
             if self.rotary is None:
                 return Places()
@@ -283,10 +311,13 @@ class MultiHeadAttention(Observable):
             if not late:
                 k_bgtd = self.rotary.rotate(k_bgtd, positions.phases)
         mask, bias = self._own_mask(mask), self._own_bias(bias)
-        at = positions.positions
+        at, keys = positions.positions, positions.positions
         if cache is None:
-            if at is not None:
-                mask, bias = place_mask(mask, at, at), place_bias(bias, at, at)
+            if self.elsewhere is not None:
+                rule = self._rule(mask, bias)
+                k_bgtd, v_bgtd, at, keys = self.elsewhere.join(k_bgtd, v_bgtd, positions, rule)
+            if at is not None and keys is not None:
+                mask, bias = place_mask(mask, at, keys), place_bias(bias, at, keys)
             return Ready(q_bhtd, k_bgtd, v_bgtd, self._rule(mask, bias))
         self._check_cache(cache, mask, bias)
         kept = cache.update(k_bgtd, v_bgtd, at)

@@ -1,0 +1,175 @@
+"""Context parallel: one text cut over several processes, each with as many tokens.
+
+Why: activations of a long text do not fit on one device.
+
+How: every process runs the whole model on its part. Only attention needs the others: its keys and
+values are gathered from all parts (`Parts.join`, which a layer calls through its `elsewhere`), and
+their gradients are summed back to the part they came from. Parts follow each other, so rules stay
+right in one of two ways: a causal part without the keys after it ends with its last query on its
+last key, as every rule has it; all else is given positions. `Documents` is widened at the top of
+the model, once.
+
+Left out: rings and cuts that give every process as much to do (the last part of a causal text has
+the most keys); dense masks and lengths, which speak of keys as they lie; encoder–decoders; caches.
+
+Letters: B batch, T tokens of this part, S tokens of the text, G key heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from regard.attention import Causal, Documents, Mask
+from regard.attention.mask import And, Not, Or
+from regard.attention.rule import as_mask
+from regard.layers.cache import as_rows
+from regard.layers.multihead import MultiHeadAttention, Places, Rule, Whole
+from regard.layers.placing import unplaced
+from regard.models import Transformer
+
+# Torch 2.13 has new names for these two, and warns of the old ones.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@final
+class Parts:
+    """The parts of a text: which one is ours, and how to reach the others (an `Elsewhere`)."""
+
+    def __init__(self, group: dist.ProcessGroup, index: int, count: int) -> None:
+        self._group, self._index, self._count = group, index, count
+        self._line = torch.empty(0, dtype=torch.int64)
+
+    def line(self, n_tokens: int, device: torch.device) -> Tensor:
+        """Positions (T,) of our tokens when the parts follow each other, always the same object.
+
+        So `place` can tell them from positions that a caller gave, on every process alike.
+        """
+        if self._line.shape[0] != n_tokens or self._line.device != device:
+            first = self._index * n_tokens
+            self._line = torch.arange(first, first + n_tokens, device=device)
+        return self._line
+
+    def gather(self, x: Tensor, axis: int) -> Tensor:
+        """All parts' x, joined along an axis, with gradients."""
+        made: Tensor = _Gather.apply(x, axis, self._group, self._count)  # type: ignore[no-untyped-call]
+        return made
+
+    def place(self, layer: MultiHeadAttention, x_btc: Tensor, positions: Tensor | None) -> Places:
+        """Positions and phases of our tokens, and positions of all keys unless they are in line."""
+        n_own, device = x_btc.shape[1], x_btc.device
+        line = self.line(n_own, device)
+        in_line = positions is None or positions is line
+        at = line if positions is None else positions.to(device)
+        phases = None if layer.rotary is None else layer.rotary.phases(at)
+        if in_line:
+            return Places(None, phases)
+        at_bt = as_rows(at, x_btc.shape[0], n_own)
+        return Places(at_bt, phases, self.gather(at_bt, 1))
+
+    def join(self, k_bgtd: Tensor, v_bgtd: Tensor, places: Places, rule: Rule) -> Whole:
+        """Keys and values of all parts, as far as the rule can see them."""
+        n_own, device = k_bgtd.shape[2], k_bgtd.device
+        k_bgsd, v_bgsd = self.gather(torch.stack((k_bgtd, v_bgtd)), 3)
+        mask, bias = rule["mask"], rule["bias"]
+        if places.keys is not None:
+            return Whole(k_bgsd, v_bgsd, places.positions, places.keys)
+        if mask is None and bias is None:
+            return Whole(k_bgsd, v_bgsd, None, None)
+        if looks_back(mask) and unplaced(mask) is None and unplaced(bias) is None:
+            end = (self._index + 1) * n_own
+            return Whole(k_bgsd[:, :, :end], v_bgsd[:, :, :end], None, None)
+        keys_s = torch.arange(k_bgsd.shape[2], device=device)
+        return Whole(k_bgsd, v_bgsd, self.line(n_own, device), keys_s)
+
+    def widen(self, mask: Mask) -> Mask:
+        """The caller's mask over our tokens, as one from our queries to the keys of all parts."""
+        if mask.positional:
+            return mask
+        if isinstance(mask, And | Or):
+            return type(mask)(self.widen(mask.one), self.widen(mask.other))
+        if isinstance(mask, Not):
+            return Not(self.widen(mask.rule))
+        if isinstance(mask, Documents) and mask.query_ids is None:
+            return Documents(self.gather(mask.ids, mask.ids.dim() - 1), mask.ids)
+        raise ValueError(
+            f"{type(mask).__name__} speaks of keys as they lie in memory, and with the text cut "
+            "over ranks most of them lie elsewhere; tell padding by positions (-1 is padding), "
+            "documents by Documents(ids) of this rank's own tokens, or train without context "
+            "parallel"
+        )
+
+
+class _Gather(torch.autograd.Function):
+    """All parts joined along an axis; backwards, all parts' gradients of ours summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: int, group: dist.ProcessGroup, count: int) -> Tensor:
+        ctx.axis, ctx.group, ctx.count = axis, group, count
+        own = x.movedim(axis, 0).contiguous()
+        joined = own.new_empty((count * own.shape[0], *own.shape[1:]))
+        all_gather(joined, own, group=group)
+        return joined.movedim(0, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        joined = grads[0].movedim(ctx.axis, 0).contiguous()
+        own = joined.new_empty((joined.shape[0] // ctx.count, *joined.shape[1:]))
+        reduce_scatter(own, joined, group=ctx.group)
+        return own.movedim(0, ctx.axis), None, None, None
+
+
+def looks_back(mask: Mask | None) -> bool:
+    """Whether no query can see a key after its own."""
+    if isinstance(mask, And):
+        return looks_back(mask.one) or looks_back(mask.other)
+    return isinstance(mask, Causal) and mask.align == "end"
+
+
+def check_context(model: Transformer, count: int) -> None:
+    """Refuse models that cannot have their text cut."""
+    if model.encoder is not None and model.decoder is not None:
+        raise ValueError(
+            f"context={count}, but the model is an encoder–decoder, which has two texts; its "
+            "batches are cut by rows alone: use data= in its place"
+        )
+    for name, layer in model.named_modules():
+        if isinstance(layer, MultiHeadAttention) and layer.rotary is not None:
+            scaling = layer.rotary.config.scaling
+            if scaling is not None and scaling.needs_length:
+                raise ValueError(
+                    f"context={count}, but the rotary positions of {name} change with the length "
+                    f"of the text ({type(scaling).__name__}), which a part of it does not tell; "
+                    "use data= in its place"
+                )
+
+
+def cut_text(model: Transformer, parts: Parts) -> None:
+    """Let the model read its part of a text as such, from `run` on; attention asks the others."""
+    whole: Callable[..., Tensor] = model.run
+
+    def run(ids_bt: Tensor, **given: Any) -> Tensor:
+        if given.get("cache") is not None:
+            raise ValueError(
+                "a model whose text is cut over ranks has no cache: it cannot generate"
+            )
+        if given.get("real") is not None:
+            raise ValueError(
+                "real= counts a row's tokens, and here a row is cut over ranks; give positions=, "
+                "with -1 for padding"
+            )
+        if given.get("positions") is None:
+            given["positions"] = parts.line(ids_bt.shape[1], ids_bt.device)
+        mask = as_mask(given.pop("mask", None))
+        return whole(ids_bt, mask=None if mask is None else parts.widen(mask), **given)
+
+    # On the instance, so that `forward` and callers of `run` alike come by here.
+    model.run = run  # type: ignore[method-assign]
+    for layer in model.modules():
+        if isinstance(layer, MultiHeadAttention):
+            layer.elsewhere = parts

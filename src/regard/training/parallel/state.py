@@ -1,0 +1,269 @@
+"""Weights and optimizer state as plain tensors, whatever the layout; and the norm of gradients.
+
+Why: a snapshot must load on another number of devices, and on one.
+
+How: names are those of one device. Each tensor is gathered whole, one at a time, and laid on the
+CPU of the main rank. Back, every rank has the whole tensors and takes its own piece without asking
+anyone. The order of cuts is fixed: first over the tensor ranks, then, of what that left, over the
+ranks that read different tokens; so pieces are taken from the last axis of the mesh to the first.
+
+Left out: learning rates and other numbers of an optimizer's groups, which belong to the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from regard.training.parallel.context import all_gather
+
+MODEL, OPTIM = "model/", "optim/"
+# What wrappers put into the names of the parameters below them.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and what else a model saves, each once, under its name on one device."""
+    reshard(model)
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    kept = model.state_dict(keep_vars=True)
+    named.update((name, x) for name, x in model.named_buffers() if name in kept)
+    return {plain_name(name): tensor for name, tensor in named.items()}
+
+
+def reshard(model: nn.Module) -> None:
+    """Give back FSDP2's outermost weights, which an evaluation leaves gathered in other tensors."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def plain_name(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def held_states(
+    weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
+) -> dict[str, tuple[Tensor, Optimizer]]:
+    """For each name, the parameter and the optimizer that moves it."""
+    names = {id(weight): name for name, weight in weights.items()}
+    held: dict[str, tuple[Tensor, Optimizer]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                name = names.get(id(weight))
+                if name is None:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} holds a parameter of shape "
+                        f"{tuple(weight.shape)} that is not the model's; make optimizers after "
+                        "prepare(), which replaces parameters"
+                    )
+                if name in held:
+                    raise ValueError(f"two optimizers, or two groups of one, hold {name}")
+                held[name] = (weight, optimizer)
+    return held
+
+
+def named_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor]]:
+    """Everything that training changes, in the same order on every rank."""
+    weights = named_weights(model)
+    for name, weight in weights.items():
+        yield MODEL + name, weight
+    held = held_states(weights, optimizers)
+    for name in (name for name in weights if name in held):
+        weight, optimizer = held[name]
+        for word, value in optimizer.state.get(weight, {}).items():
+            if isinstance(value, Tensor):
+                yield f"{OPTIM}{name}/{word}", value
+            elif value is not None:
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps {word} of {name} as a "
+                    f"{type(value).__name__}; only optimizers whose state is tensors can be saved"
+                )
+
+
+def gather(tensors: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor] | None:
+    """Each tensor whole, as a copy on the CPU; all ranks must ask, those that `keep` get."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        whole = join_pieces(tensor.detach())
+        if keep:
+            made[name] = torch.empty_like(whole, device="cpu").copy_(whole)
+    return made if keep else None
+
+
+def cuts_of(tensor: DTensor) -> list[tuple[int, int]]:
+    """Each axis of the mesh that cuts the tensor, and the axis of the tensor it cuts, in order.
+
+    Not by the placement's class: which one a cut of a cut has, differs between versions of torch.
+    """
+    axes = reversed(range(tensor.device_mesh.ndim))
+    dims = ((axis, getattr(tensor.placements[axis], "dim", None)) for axis in axes)
+    return [(axis, dim) for axis, dim in dims if dim is not None]
+
+
+def piece_at(whole: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
+    """What one cut leaves this rank; some ranks get nothing where there is less than one each."""
+    pieces, at = whole.chunk(mesh.size(axis), dim), mesh.get_local_rank(axis)
+    return pieces[at] if at < len(pieces) else whole.narrow(dim, 0, 0)
+
+
+def own_piece(like: Tensor, whole: Tensor) -> Tensor:
+    """What this rank holds of a whole tensor, cut as `like` is."""
+    if isinstance(like, DTensor):
+        for axis, dim in cuts_of(like):
+            whole = piece_at(whole, like.device_mesh, axis, dim)
+    return whole
+
+
+def join_pieces(tensor: Tensor) -> Tensor:
+    """The whole tensor of which each rank holds its `own_piece`; all ranks must ask."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, piece = tensor.device_mesh, own_part(tensor)
+    # How long each cut finds the tensor, of which nothing else is read here.
+    sizes, shape = [], torch.empty(tensor.shape, device="meta")
+    for axis, dim in cuts_of(tensor):
+        sizes.append((axis, dim, shape.shape[dim]))
+        shape = piece_at(shape, mesh, axis, dim)
+    for axis, dim, size in reversed(sizes):
+        each = -(-size // mesh.size(axis))
+        own = piece.movedim(dim, 0)
+        padded = own.new_zeros((each, *own.shape[1:]))
+        padded[: own.shape[0]] = own
+        joined = own.new_empty((mesh.size(axis) * each, *own.shape[1:]))
+        all_gather(joined, padded, group=mesh.get_group(axis))
+        piece = joined[:size].movedim(0, dim)
+    return piece
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """The plain tensor that this rank holds, sharing its memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part: Tensor = tensor.to_local()
+    return part
+
+
+@torch.no_grad()
+def fill(target: Tensor, name: str, whole: Tensor) -> None:
+    """Set a tensor, in place, to what this rank holds of the whole one."""
+    if tuple(target.shape) != tuple(whole.shape):
+        raise ValueError(
+            f"{name} has shape {tuple(whole.shape)}, but the model's is {tuple(target.shape)}: "
+            "the tensors are of another model"
+        )
+    own_part(target).copy_(own_piece(target, whole))
+
+
+def put_back(
+    model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
+) -> None:
+    """Make weights and optimizer state what `tensors` say, and nothing else."""
+    weights = named_weights(model)
+    held = held_states(weights, optimizers)
+    states = split_states(tensors, held)
+    missing = [name for name in weights if MODEL + name not in tensors]
+    strange = [
+        name
+        for name in tensors
+        if name.startswith(MODEL) and name.removeprefix(MODEL) not in weights
+    ]
+    if missing or strange:
+        raise ValueError(
+            f"the tensors are of another model: {len(missing)} weights are missing"
+            f"{_first(missing)}, {len(strange)} are unknown{_first(strange)}"
+        )
+    for name, weight in weights.items():
+        fill(weight, name, tensors[MODEL + name])
+    for name, (weight, optimizer) in held.items():
+        state = optimizer.state[weight]
+        given = states.get(name, {})
+        for word in set(state) - set(given):
+            del state[word]
+        for word, whole in given.items():
+            if not isinstance(state.get(word), Tensor):
+                state[word] = make_state(optimizer, weight, word, whole)
+            fill(state[word], f"{word} of {name}", whole)
+
+
+def split_states(
+    tensors: Mapping[str, Tensor], held: Mapping[str, object]
+) -> dict[str, dict[str, Tensor]]:
+    """Optimizer state by the name of its parameter."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if key.startswith(OPTIM):
+            name, _, word = key.removeprefix(OPTIM).rpartition("/")
+            found.setdefault(name, {})[word] = tensor
+    unheld = sorted(set(found) - set(held))
+    if unheld:
+        raise ValueError(
+            f"the tensors hold state for {len(unheld)} parameters that no optimizer has"
+            f"{_first(unheld)}; make the optimizers as they were"
+        )
+    return found
+
+
+def _first(names: Sequence[str]) -> str:
+    return f" ({names[0]})" if names else ""
+
+
+def make_state(optimizer: Optimizer, weight: Tensor, word: str, whole: Tensor) -> Tensor:
+    """An empty tensor for an optimizer that has not stepped yet, laid where its step would."""
+    if whole.shape == weight.shape and whole.dim():
+        return torch.empty_like(weight, dtype=whole.dtype, requires_grad=False)
+    # A count stays on the CPU unless the step runs on the device as a whole.
+    group = next(
+        group for group in optimizer.param_groups if any(x is weight for x in group["params"])
+    )
+    on_device = group.get("fused") or group.get("capturable")
+    return torch.empty_like(whole, device=weight.device if on_device else "cpu")
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients so that their norm over all ranks is at most `max_norm`; that norm.
+
+    What is cut over an axis of the mesh is summed over it; what is whole on all ranks counts once.
+    """
+    reshard(model)
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    parts = [own_part(grad) for grad in grads]
+    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
+    norms = torch._foreach_norm(parts, 2.0, wide)
+    sums: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for grad, norm in zip(grads, norms, strict=True):
+        sums.setdefault(cut_over(grad), []).append(norm.square())
+    total = torch.zeros((), device=parts[0].device, dtype=wide)
+    for groups, squares in sums.items():
+        square = torch.stack(squares).sum()
+        for group in groups:
+            dist.all_reduce(square, group=group)
+        total += square
+    norm = total.sqrt()
+    torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def cut_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks that hold different pieces of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()
+    )

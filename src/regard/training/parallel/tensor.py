@@ -1,0 +1,85 @@
+"""Tensor parallel: each layer's heads and hidden numbers spread over the ranks.
+
+Why: one layer's weights and its products are shared out among devices.
+
+How: torch's own column and row rules. The projections to q, k, v and to the hidden width give each
+rank its own heads and hidden numbers; the projections back give each rank a share of the sum, and
+one all-reduce makes it whole. Norms, embeddings and head stay whole on every rank, where they get
+the same gradients. A layer knows its heads by the width of what its projections give, so it runs
+unchanged on fewer.
+
+Left out: what holds a number for each head (sinks, ALiBi's slopes, T5's table) or is shared between
+heads (norms of q and k): a rank would need its share of it, or the others' gradients. They are
+refused. Dropout of the residual stream must fall alike on all tensor ranks: seed by `Fleet.part`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from regard.layers.feedforward import FeedForward
+from regard.layers.multihead import MultiHeadAttention
+from regard.models import Transformer
+
+
+def check_tensor(model: Transformer, count: int) -> None:
+    """Refuse models that `count` ranks cannot share, with the layer and the reason."""
+    for name, layer in model.named_modules():
+        reason = None
+        if isinstance(layer, MultiHeadAttention):
+            reason = refuse_attention(layer, count)
+        elif isinstance(layer, FeedForward):
+            reason = refuse_feed_forward(layer, count)
+        elif getattr(layer, "relative_table", None) is not None:
+            reason = "has a relative table (T5), a number for each head, which is not cut"
+        if reason is not None:
+            raise ValueError(
+                f"tensor={count}, but {name} {reason}; use data= or context= in its place"
+            )
+
+
+def refuse_attention(layer: MultiHeadAttention, count: int) -> str | None:
+    """Why the heads of a layer cannot be shared out."""
+    for word in ("n_heads", "n_kv_heads"):
+        if getattr(layer, word) % count:
+            return f"has {word}={getattr(layer, word)}, which {count} does not divide"
+    if layer.sinks is not None:
+        return "has sinks, a number for each head, which are not cut"
+    if layer.alibi:
+        return "has ALiBi, whose slopes are for all heads together"
+    if layer.q_norm is not None:
+        return "has a norm of q and k (qk_norm), which the heads of all ranks share"
+    return None
+
+
+def refuse_feed_forward(layer: FeedForward, count: int) -> str | None:
+    """Why the hidden numbers of a layer cannot be shared out."""
+    hidden = layer.up_proj.out_features
+    if hidden % count:
+        return f"has ffn_dim={hidden}, which {count} does not divide"
+    activation = layer.activation
+    if isinstance(activation, nn.Module) and any(True for _ in activation.parameters()):
+        return "has an activation that learns, which the hidden numbers of all ranks share"
+    return None
+
+
+def cut_layers(model: Transformer, mesh: DeviceMesh) -> None:
+    """Give each rank of the mesh its heads and hidden numbers."""
+    for layer in model.modules():
+        plan: dict[str, ParallelStyle] = {}
+        if isinstance(layer, MultiHeadAttention):
+            plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+            plan["out_proj"] = RowwiseParallel()
+        elif isinstance(layer, FeedForward):
+            plan = {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+            if layer.gate_proj is not None:
+                plan["gate_proj"] = ColwiseParallel()
+        if plan:
+            parallelize_module(layer, mesh, plan)
