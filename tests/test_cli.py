@@ -38,7 +38,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 def look_on(text: str, **console: object) -> str:
     page = io.StringIO()
-    cli.look(text, Console(file=page, **console))  # type: ignore[arg-type]
+    cli.look.look(text, Console(file=page, **console))  # type: ignore[arg-type]
     return page.getvalue()
 
 
@@ -49,13 +49,13 @@ def tables(output: str) -> list[list[str]]:
 
 
 def test_one_head_of_width_4_gives_the_worked_first_row() -> None:
-    weights_hts = cli.weigh_example(1)
+    weights_hts = cli.look.weigh_example(1)
     assert len(weights_hts) == 1
     assert weights_hts[0][0] == pytest.approx(ONE_HEAD_FIRST_ROW, abs=5e-5)
 
 
 def test_two_heads_of_width_2_each_see_their_half_of_the_width() -> None:
-    weights_hts = cli.weigh_example(2)
+    weights_hts = cli.look.weigh_example(2)
     assert len(weights_hts) == 2
     for head, first_row in enumerate(TWO_HEADS_FIRST_ROWS):
         assert weights_hts[head][0] == pytest.approx(first_row, abs=5e-5)
@@ -96,13 +96,13 @@ def test_output_that_is_no_terminal_is_plain_text_with_bars(
     ("weight", "bar"), [(0.0, ""), (0.0125, "▏"), (0.25, "██▌"), (0.3, "███"), (1.0, "█" * 10)]
 )
 def test_a_bar_is_as_long_as_the_weight(weight: float, bar: str) -> None:
-    assert cli.draw_bar(weight, blocks=True) == bar
-    assert cli.draw_bar(weight, blocks=False) == "#" * round(10 * weight)
+    assert cli.look.draw_bar(weight, blocks=True) == bar
+    assert cli.look.draw_bar(weight, blocks=False) == "#" * round(10 * weight)
 
 
 def test_a_terminal_gets_shades_and_the_largest_weight_the_deepest() -> None:
     page = look_on("I love it", force_terminal=True, color_system="truecolor", width=80)
-    deepest = ";".join(str(part) for part in cli.DEEP_RGB)
+    deepest = ";".join(str(part) for part in cli.look.DEEP_RGB)
     assert f"48;2;{deepest}m" in page
     assert "█" not in page
     line = next(line for line in page.splitlines() if f"48;2;{deepest}m" in line)
@@ -168,7 +168,9 @@ def test_no_word_can_steer_the_terminal(word: str, shown: str) -> None:
 
 def test_a_line_is_written_as_it_is() -> None:
     page = io.StringIO()
-    cli.write_line(Console(file=page, width=20, force_terminal=True), "[red]7[/] :smile: " * 9)
+    cli.printing.write_line(
+        Console(file=page, width=20, force_terminal=True), "[red]7[/] :smile: " * 9
+    )
     assert page.getvalue() == "[red]7[/] :smile: " * 9 + "\n"
 
 
@@ -197,7 +199,7 @@ def test_a_very_long_word_is_cut_and_marked() -> None:
 def test_a_stream_that_is_not_unicode_gets_signs_it_can_carry() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
-    cli.look("I 好き ü", Console(file=stream, width=80))
+    cli.look.look("I 好き ü", Console(file=stream, width=80))
     stream.flush()
     page = raw.getvalue().decode("ascii")
     assert r"\u597d\u304d" in page
@@ -239,7 +241,7 @@ def test_doctor_tells_versions_devices_and_backends(capsys: pytest.CaptureFixtur
 
 
 def test_a_package_that_is_not_there_is_said_so() -> None:
-    assert cli.version_of("no-such-package-anywhere") == "not installed"
+    assert cli.doctor.version_of("no-such-package-anywhere") == "not installed"
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])

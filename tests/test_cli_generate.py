@@ -13,7 +13,7 @@ from tokenmakers import byte_level
 
 from regard import cli
 from regard.generation import generate
-from regard.models import Transformer, load, save
+from regard.models import Transformer, embedded, load, save
 from regard.tokens import Tokenizer
 
 
@@ -41,7 +41,7 @@ def model(folder: Path) -> Transformer:
 
 
 def spelled(text: str) -> str:
-    return cli.make_printable(text, "utf-8", kept="\n\t") + "\n"
+    return cli.printing.make_printable(text, "utf-8", kept="\n\t") + "\n"
 
 
 def test_it_writes_what_generate_gives_and_tells_what_it_took(
@@ -54,6 +54,28 @@ def test_it_writes_what_generate_gives_and_tells_what_it_took(
     found = re.search(r"(\d+) tokens read in [\d.]+ s, (\d+) written, [\d.]+ tokens/s", err)
     assert found is not None and found.groups() == (str(n_read), "17")
     assert "ended by length" in err
+
+
+def test_without_a_model_the_embedded_one_writes(
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    model: Transformer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "lm").symlink_to(folder)
+    monkeypatch.setattr(embedded, "ROOT", tmp_path)
+    code, out, _ = run(capsys, "--max-new-tokens", "5", "Once")
+    assert (code, out) == (0, spelled(generate(model, "Once", max_new_tokens=5)))
+
+
+def test_a_copy_without_the_embedded_model_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded, "ROOT", tmp_path)
+    code, out, err = run(capsys, "hello")
+    assert (code, out) == (2, "")
+    assert "embedded:lm is not in this copy of regard" in err and err.count("\n") == 1
 
 
 def test_options_reach_the_generation(
@@ -102,7 +124,6 @@ def test_a_dash_reads_standard_input(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("hello",), "does not carry a trained model yet"),
         (("-m", "/no/such/folder", "hello"), "/no/such/folder"),
         (("-m", "MODEL", " "), "the prompt is empty"),
         (("-m", "MODEL", "--top-k", "5", "hello"), "top_k narrows a draw"),

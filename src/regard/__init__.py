@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         generate_batch,
         generate_ids,
         stream,
+        translate,
     )
     from regard.layers import KVCache, MultiHeadAttention, observing
     from regard.models import Transformer, count_parameters, load, save
@@ -54,7 +55,7 @@ _HOMES = {
     "regard.layers": "KVCache MultiHeadAttention observing",
     "regard.nn": "convert",
     "regard.models": "Transformer count_parameters load save",
-    "regard.generation": "GenerationConfig generate generate_batch generate_ids stream",
+    "regard.generation": "GenerationConfig generate generate_batch generate_ids stream translate",
     "regard.tokens": "Tokenizer",
     "regard._version": "__version__",
 }
@@ -95,6 +96,7 @@ __all__ = [
     "observing",
     "save",
     "stream",
+    "translate",
 ]
 
 

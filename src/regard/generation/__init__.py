@@ -2,13 +2,15 @@
 
 `generate.py` and `streaming.py` are the doors, `config.py` says how a text is written; `writing.py`
 and `beams.py` are the two loops around `decoding.py`; `sampling.py` turns scores into tokens,
-`prompts.py` makes rows of prompts, `stopping.py` knows where a text ends.
+`prompts.py` makes rows of prompts, `stopping.py` knows where a text ends. `translation.py`
+translates texts sentence by sentence, as `sentences.py` finds them.
 """
 
 from regard.generation.config import GenerationConfig
 from regard.generation.decoding import Decoding
 from regard.generation.generate import Generated, generate, generate_batch, generate_ids
 from regard.generation.streaming import Stream, stream, stream_ids
+from regard.generation.translation import translate
 
 __all__ = [
     "Decoding",
@@ -20,4 +22,5 @@ __all__ = [
     "generate_ids",
     "stream",
     "stream_ids",
+    "translate",
 ]

@@ -2,7 +2,8 @@
 
 `config.py` says what a model is, `transformer.py` is the model, `families/` are the architectures
 of Hugging Face's, one file each; `folder.py` reads and writes model folders, `gguf.py` reads GGUF
-files, `weights.py` puts their tensors into a model and takes them out again.
+files, `weights.py` puts their tensors into a model and takes them out again; `int8.py` stores them
+in 8 bits, and `embedded.py` knows the models inside the package.
 """
 
 from regard.models.config import (
@@ -15,7 +16,7 @@ from regard.models.config import (
 from regard.models.families import FAMILIES, config_of, named_config
 from regard.models.folder import BadCheckpoint
 from regard.models.transformer import Memory, Output, Transformer
-from regard.models.weights import load, save
+from regard.models.weights import load, save, save_int8
 
 __all__ = [
     "FAMILIES",
@@ -32,4 +33,5 @@ __all__ = [
     "load",
     "named_config",
     "save",
+    "save_int8",
 ]

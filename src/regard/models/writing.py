@@ -23,10 +23,10 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,7 @@ PENDING = MARK + "pending.json"
 MAX_NAME_BYTES = 200  # file systems end at 255; the temporary name is longer than the plain one
 
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
+_ALONE = MARK + "new-"  # a file that replaces one other, and is no part of a model folder's write
 _LEFTOVER = re.compile(re.escape(MARK) + "[0-9a-f]{16}-")
 _DTYPE_WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
@@ -129,7 +130,7 @@ class View:
         for name in self.files:
             if os.path.lexists(self.beside(name)):
                 os.replace(self.beside(name), self.root / name)
-        _sync_folder(self.root)  # the new names are on the disk before the old files go
+        sync_folder(self.root)  # the new names are on the disk before the old files go
         for name in self.stale:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.root / name)
@@ -138,14 +139,14 @@ class View:
         for name in os.listdir(self.root):
             if _LEFTOVER.match(name):
                 os.unlink(self.root / name)
-        _sync_folder(self.root)
+        sync_folder(self.root)
 
     def is_committed(self) -> bool:
         """Whether the rename that makes this view count has happened."""
         return os.path.lexists(self.root / PENDING)
 
 
-def _sync_folder(root: Path) -> None:
+def sync_folder(root: Path) -> None:
     """Bring the folder's names to the disk, on systems where a folder can be opened for that."""
     if os.name != "posix":
         return
@@ -157,6 +158,35 @@ def _sync_folder(root: Path) -> None:
 
 
 # ---- Writing
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Put one file in place whole: whatever happens, readers find the old one or the new one.
+
+    `write` fills a file beside it, which is brought to the disk and then renamed. An error in it
+    passes through and takes the new file along. What a kill leaves behind has a name that no
+    reader looks at; `remove_leftovers` clears it away.
+    """
+    waiting = path.with_name(f"{_ALONE}{secrets.token_hex(8)}-{path.name}")
+    try:
+        with waiting.open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(waiting, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(waiting)
+        raise
+    sync_folder(path.parent)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what killed calls of `replace_file` left; nobody else may be writing there now."""
+    for name in os.listdir(root):
+        if name.startswith(_ALONE):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(root / name)
 
 
 def write_folder(
@@ -201,7 +231,7 @@ def write_folder(
             _write_file(view.beside(name), content)
         said = {"tag": view.tag, "files": view.files, "stale": view.stale}
         _write_file(view.beside(PENDING), json.dumps(said).encode("utf-8"))
-        _sync_folder(root)
+        sync_folder(root)
         os.replace(view.beside(PENDING), root / PENDING)
     except BaseException:
         # An interrupt may arrive after the rename: from there on the files are the checkpoint.
@@ -248,7 +278,7 @@ def _plan_weights(
     shards: list[dict[str, Tensor]] = []
     filled = total = 0
     for name, tensor in tensors.items():
-        _check_tensor(name, tensor)
+        check_tensor(name, tensor)
         if not shards or filled + tensor.nbytes > max_shard_bytes:
             shards.append({})
             filled = 0
@@ -268,7 +298,7 @@ def _plan_weights(
     return files
 
 
-def _check_tensor(name: str, tensor: object) -> None:
+def check_tensor(name: str, tensor: object) -> None:
     if not isinstance(name, str) or not is_text(name) or name == "__metadata__":
         raise ValueError(f"{spell(name)} cannot be the name of a tensor in a safetensors file")
     if not isinstance(tensor, Tensor):
@@ -285,17 +315,20 @@ def _check_tensor(name: str, tensor: object) -> None:
         )
 
 
-def _make_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
+def make_header(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str]]:
     """The header, in the mapping's order, and the order in which the bytes must follow it.
 
     Wide types come first in the bytes, so that each value lies at a multiple of its own size.
+    The header opens with the metadata, in the mapping's order.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     starts, reached = {}, 0
     for name in order:
         starts[name] = reached
         reached += tensors[name].nbytes
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     for name, tensor in tensors.items():
         header[name] = {
             "dtype": _DTYPE_WORDS[tensor.dtype],
@@ -315,15 +348,15 @@ def _write_file(path: Path, content: bytes | Mapping[str, Tensor]) -> None:
         if isinstance(content, bytes):
             file.write(content)
         else:
-            header, order = _make_header(content)
+            header, order = make_header(content)
             file.write(header)
             for name in order:
-                file.write(_to_bytes(content[name]).data)
+                file.write(to_bytes(content[name]).data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _to_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+def to_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
     """The values in order, copied only where they do not lie so in CPU memory already."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     values: npt.NDArray[np.uint8] = plain.reshape(-1).view(torch.uint8).numpy()

@@ -1,0 +1,173 @@
+"""`regard generate`: a model goes on with a text, shown as it is written.
+
+Why: from a model's folder, or from nothing but the package, to its text in one line.
+
+How: the options are the fields of `GenerationConfig`; the text goes to standard output as it comes,
+what it took to standard error. Without --model the embedded language model writes.
+
+Left out: talking in turns; --chat puts one message.
+"""
+
+# No `from __future__ import annotations` here: typer reads the annotations of the function that is
+# defined inside `add_generate`, and could not resolve them from strings.
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from regard.cli.loading import few_threads, is_small, load_model
+from regard.cli.printing import make_printable, refusing, write_line
+
+if TYPE_CHECKING:
+    import typer
+    from rich.console import Console
+
+    from regard.generation import Stream
+
+DEFAULT_MODEL = "embedded:lm"
+GENERATE_HELP = """Let a model go on with a text, and show it as it is written.
+
+Examples:
+
+  regard generate "Once upon a time"
+
+  regard generate --model ./smollm2 "The capital of France is"
+
+  regard generate --model model.gguf --chat --temperature 0.7 --seed 1 "Write a haiku about rain."
+
+  regard generate --model ./opus-mt-en-de --beams 4 "The cat sat on the mat."
+
+  cat story.txt | regard generate --model ./llama --max-new-tokens 400 -
+
+MODEL is a folder in Hugging Face's layout (config.json, model.safetensors, tokenizer.json), a GGUF
+file, or a name on the Hugging Face hub, which is fetched once; without --model it is the small
+language model inside the package, embedded:lm, which needs no network. A decoder continues the
+text; a translator reads it and writes its own. Without --temperature the likeliest token is taken
+each time, and the same command gives the same text.
+
+The text goes to standard output; what it took, in tokens and seconds, to standard error.
+"""
+
+
+def write_text(
+    model_name: str,
+    prompt: str,
+    console: "Console",
+    notes: "Console",
+    *,
+    chat: bool = False,
+    dtype: str | None = None,
+    device: str | None = None,
+    **options: Any,
+) -> None:
+    """Load the model, write what it generates to `console`, and what it took to `notes`."""
+    from regard.generation import GenerationConfig, generate, stream
+
+    config = GenerationConfig(**options)
+    model = load_model(model_name, notes, dtype=dtype, device=device)
+    if chat:
+        if model.tokenizer is None or model.tokenizer.chat_template is None:
+            raise ValueError(f"{model_name} has no chat template; leave out --chat")
+        prompt = model.tokenizer.apply_chat([{"role": "user", "content": prompt}])
+
+    def show(piece: str) -> None:
+        text = make_printable(piece, console.encoding, kept="\n\t")
+        console.file.write(text)
+        console.file.flush()
+
+    with few_threads(is_small(model)):
+        if config.num_beams > 1:
+            start = time.perf_counter()
+            show(generate(model, prompt, config=config, special=not chat) + "\n")
+            write_line(notes, f"{time.perf_counter() - start:.2f} s, {config.num_beams} beams")
+            return
+        with stream(model, prompt, config=config, special=not chat) as pieces:
+            try:
+                for piece in pieces:
+                    show(piece)
+            finally:
+                show("\n")
+                write_line(notes, tell(pieces))
+
+
+def tell(pieces: "Stream[str]") -> str:
+    """What a stream took, in words."""
+    after = max(pieces.n_new - 1, 0) / pieces.decode_seconds if pieces.n_new > 1 else 0.0
+    return (
+        f"{pieces.n_prompt} tokens read in {pieces.prefill_seconds:.2f} s, "
+        f"{pieces.n_new} written, {after:.1f} tokens/s; "
+        f"ended by {pieces.reason or 'interruption'}"
+    )
+
+
+def read_prompt(words: Sequence[str]) -> str:
+    """The words of the command line as one text; "-" is standard input."""
+    text = sys.stdin.read() if list(words) == ["-"] else " ".join(words)
+    if not text.strip():
+        raise ValueError('the prompt is empty; try: regard generate "Once upon a time"')
+    return text
+
+
+def add_generate(app: "typer.Typer") -> None:
+    """`regard generate`, whose options are the fields of `GenerationConfig`."""
+    import typer
+    from rich.console import Console
+
+    @app.command("generate", help=GENERATE_HELP)
+    def generate_command(
+        prompt: Annotated[
+            list[str], typer.Argument(help='The text to go on with; "-" reads standard input.')
+        ],
+        model: Annotated[
+            str, typer.Option("--model", "-m", help="Folder, GGUF file or hub name.")
+        ] = DEFAULT_MODEL,
+        max_new_tokens: Annotated[int, typer.Option(help="Write at most so many tokens.")] = 128,
+        temperature: Annotated[
+            float | None, typer.Option(help="Above 0: draw tokens; higher is wilder.")
+        ] = None,
+        top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest.")] = None,
+        top_p: Annotated[
+            float | None, typer.Option(help="Draw among the likeliest with this share in sum.")
+        ] = None,
+        min_p: Annotated[
+            float | None, typer.Option(help="Draw among those with this part of the likeliest's.")
+        ] = None,
+        repetition_penalty: Annotated[
+            float, typer.Option(help="Above 1: what was said becomes less likely.")
+        ] = 1.0,
+        beams: Annotated[int, typer.Option(help="Above 1: search so many texts at once.")] = 1,
+        length_penalty: Annotated[
+            float, typer.Option(help="Of beams: above 0 favours longer texts.")
+        ] = 1.0,
+        stop: Annotated[
+            list[str] | None, typer.Option(help="End before this text; may be given again.")
+        ] = None,
+        seed: Annotated[int | None, typer.Option(help="The same seed, the same draws.")] = None,
+        chat: Annotated[bool, typer.Option("--chat", help="Put it as a user's message.")] = False,
+        compile_step: Annotated[
+            bool, typer.Option("--compile", help="Compile the step: slow start, then fast.")
+        ] = False,
+        dtype: Annotated[
+            str | None, typer.Option(help="float32, bfloat16 or float16; else as stored.")
+        ] = None,
+        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
+    ) -> None:
+        notes = Console(stderr=True)
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "num_beams": beams,
+            "length_penalty": length_penalty,
+            "stop": stop or (),
+            "seed": seed,
+            "compiled": compile_step,
+        }
+        with refusing(notes):
+            text = read_prompt(prompt)
+            write_text(
+                model, text, Console(), notes, chat=chat, dtype=dtype, device=device, **options
+            )

@@ -1,0 +1,62 @@
+"""Words on a terminal: written as they are, and harmless.
+
+Why: what a user types and what a model writes may hold codes that steer the terminal, turn the
+order of letters round, or hide.
+
+How: `make_printable` spells such characters out; `write_line` hands a line to rich as plain text;
+`refusing` turns an error at the library's door into one such line. Each command makes every word
+of a user or a model printable first.
+
+Left out: right-to-left scripts are printed as they are; only the marks that change order are
+spelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+# Joiners are invisible, but emoji and several scripts are spelled with them.
+JOINERS = "\u200c\u200d"
+
+
+def make_printable(text: str, encoding: str, kept: str = "") -> str:
+    """Spell out each character that would steer the terminal, hide, reorder, or not encode.
+
+    Those in `kept` stay as they are.
+    """
+
+    def spell(char: str) -> str:
+        if char.isprintable() or char in JOINERS + kept:
+            return char.encode(encoding, "backslashreplace").decode(encoding)
+        return char.encode("unicode_escape").decode("ascii")
+
+    return "".join(spell(char) for char in text)
+
+
+def write_line(console: Console, line: Text | str = "") -> None:
+    """Write a line as it is: not wrapped, and never read as markup, emoji codes or highlights."""
+    from rich.text import Text
+
+    console.print(line if isinstance(line, Text) else Text(line), soft_wrap=True)
+
+
+@contextmanager
+def refusing(notes: Console) -> Iterator[None]:
+    """What cannot be done is said in one line, and the command left with 2; by Ctrl-C with 130."""
+    import typer
+
+    try:
+        yield
+    except BrokenPipeError:  # the reader has gone, as `head` does; typer leaves without a word
+        raise
+    except (ValueError, TypeError, OSError, ImportError) as refusal:
+        write_line(notes, make_printable(str(refusal), notes.encoding))
+        raise typer.Exit(code=2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(code=130) from None

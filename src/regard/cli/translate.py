@@ -1,0 +1,218 @@
+"""`regard translate`: a sentence, a text, or a file of lines in another language.
+
+Why: the package carries a translator; one line should show what it does, offline.
+
+How: `regard.translate` does the work. A text on the command line comes back as one text; of a file
+or standard input each line comes back as one line, written as soon as it is done, so that a long
+file can be watched and cut off. Lines without letters stay as they are. What it took goes to
+standard error, and on the way how far it is.
+
+Left out: choosing among several translations.
+"""
+
+# No `from __future__ import annotations` here: typer reads the annotations of the function that is
+# defined inside `add_translate`, and could not resolve them from strings.
+import io
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, final
+
+from regard.cli.loading import few_threads, is_small, load_model
+from regard.cli.printing import make_printable, refusing, write_line
+
+if TYPE_CHECKING:
+    import typer
+    from rich.console import Console
+
+    from regard.models import Transformer
+
+DEFAULT_MODEL = "embedded:translate"
+LINES_AT_ONCE = 64
+SHORT = 500  # characters; a longer text fills several threads
+NEWS_SECONDS = 3.0  # between two lines that say how far it is
+KEPT = "\n\t\u3000"  # the space of Japanese texts is no trick
+TRANSLATE_HELP = """Translate English to Japanese and Japanese to English.
+
+Examples:
+
+  regard translate "The cat sat on the mat."
+
+  regard translate 猫がマットの上に座った。
+
+  regard translate --from-file letter.txt --to ja > letter.ja.txt
+
+  cat lines.txt | regard translate -
+
+  regard translate --model ./opus-mt-en-de "The cat sat on the mat."
+
+A text with Japanese letters (kanji, hiragana, katakana) is translated to English, one with Latin
+letters to Japanese; --to says it in words. A text of several sentences is translated sentence by
+sentence. A file, or standard input for "-", has one sentence a line, and gives one line for each.
+
+Without --model it is the small translator inside the package, embedded:translate, which needs no
+network. MODEL may be any encoder–decoder in Hugging Face's layout (Marian, T5, one that you
+trained): it reads the text as it is and does what it was trained for.
+
+The translation goes to standard output; what it took to standard error. The same command gives the
+same text.
+"""
+
+
+@final
+class Counter:
+    """Sentences translated so far; says how far it is on `notes`, now and then."""
+
+    def __init__(self, notes: "Console", n_lines: int | None = None) -> None:
+        """n_lines: of a file, whose lines are counted instead of sentences."""
+        self._notes, self._n_lines = notes, n_lines
+        self._lines = self._part = self._before = self._sentences = 0
+        self._start = self._said = time.perf_counter()
+
+    def begin(self, first: int, n_lines: int) -> None:
+        """The next call of `translate` is about these lines."""
+        self._lines, self._part, self._before = first, n_lines, self._sentences
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` sentences of `total` in this call of `translate`."""
+        self._sentences = self._before + done
+        reached, end, what = float(done), total, "sentences"
+        if self._n_lines is not None:
+            reached, end, what = self._lines + self._part * done / total, self._n_lines, "lines"
+        now = time.perf_counter()
+        if reached >= end or now - self._said < NEWS_SECONDS:
+            return
+        self._said, spent = now, now - self._start
+        left = spent * (end / reached - 1)
+        far = f"{int(reached):,} of {end:,} {what} in {spent:.0f} s"
+        write_line(self._notes, f"{far}, about {left:.0f} s left")
+
+    def close(self, beams: int) -> None:
+        """Say what it took."""
+        spent = time.perf_counter() - self._start
+        counted = f"{self._sentences:,} sentence" + ("" if self._sentences == 1 else "s")
+        searched = f"{beams} beams" if beams > 1 else "greedy"
+        write_line(self._notes, f"{counted} in {spent:.2f} s, {searched}")
+
+
+def show(text: str, console: "Console") -> None:
+    console.file.write(make_printable(text, console.encoding, kept=KEPT) + "\n")
+    console.file.flush()
+
+
+def translate_text(
+    model: "Transformer",
+    text: str,
+    console: "Console",
+    notes: "Console",
+    *,
+    to: str | None,
+    beams: int,
+) -> None:
+    """One text, as one text."""
+    from regard.generation import translate
+    from regard.generation.sentences import find_language
+
+    counter = Counter(notes)
+    made = translate(model, text, to, beams=beams, progress=counter)
+    show(made, console)
+    if to is not None and to == find_language(text):
+        write_line(notes, f"The text looks like {to} already; it was translated as --to asked.")
+    counter.close(beams)
+
+
+def translate_lines(
+    model: "Transformer",
+    lines: Sequence[str],
+    console: "Console",
+    notes: "Console",
+    *,
+    to: str | None,
+    beams: int,
+) -> None:
+    """Line by line, in order; those without letters as they are."""
+    from regard.generation import translate
+    from regard.generation.sentences import has_letters
+
+    if not any(map(has_letters, lines)):
+        raise ValueError(
+            f"there are no letters in the {len(lines):,} lines, so there is nothing to translate"
+        )
+    counter = Counter(notes, len(lines))
+    for first in range(0, len(lines), LINES_AT_ONCE):
+        part = lines[first : first + LINES_AT_ONCE]
+        texts = [line for line in part if has_letters(line)]
+        counter.begin(first, len(part))
+        try:
+            made = iter(translate(model, texts, to, beams=beams, progress=counter))
+        except ValueError as refusal:
+            raise ValueError(f"in lines {first + 1} to {first + len(part)}: {refusal}") from None
+        for line in part:
+            show(next(made) if has_letters(line) else line, console)
+    counter.close(beams)
+
+
+def read_lines(path: Path | None) -> list[str]:
+    """The lines of a file, or of standard input, which must be UTF-8."""
+    if path is not None:
+        data, where = path.read_bytes(), str(path)
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        data, where = sys.stdin.buffer.read(), "standard input"
+    else:  # a stand-in that has text already
+        data, where = sys.stdin.read().encode("utf-8", "surrogatepass"), "standard input"
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as wrong:
+        line = data.count(b"\n", 0, wrong.start) + 1
+        raise ValueError(
+            f"{where}, line {line}: byte {data[wrong.start]:#04x} is not UTF-8; convert the text, "
+            "for example with iconv -f SHIFT_JIS -t UTF-8"
+        ) from None
+    lines = text.removesuffix("\n").split("\n")
+    if not text.strip():
+        raise ValueError(f"{where} is empty; expected one sentence a line")
+    return [line.removesuffix("\r") for line in lines]
+
+
+def add_translate(app: "typer.Typer") -> None:
+    """`regard translate`."""
+    import typer
+    from rich.console import Console
+
+    @app.command("translate", help=TRANSLATE_HELP)
+    def translate_command(
+        text: Annotated[
+            list[str] | None, typer.Argument(help='The text; "-" reads lines of standard input.')
+        ] = None,
+        to: Annotated[
+            str | None, typer.Option("--to", help="ja or en; else told by the script.")
+        ] = None,
+        model: Annotated[
+            str, typer.Option("--model", "-m", help="Folder or hub name of an encoder–decoder.")
+        ] = DEFAULT_MODEL,
+        beams: Annotated[
+            int, typer.Option(help="Search so many translations at once; 1 is greedy.")
+        ] = 5,
+        from_file: Annotated[
+            Path | None, typer.Option("--from-file", help="Translate the lines of this file.")
+        ] = None,
+        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
+    ) -> None:
+        notes = Console(stderr=True)
+        with refusing(notes):
+            lines, whole = None, " ".join(text or ())
+            if from_file is not None and text:
+                raise ValueError("give a text or --from-file, not both")
+            if from_file is not None or text == ["-"]:
+                lines = read_lines(from_file)
+            elif not whole.strip():
+                raise ValueError(
+                    'the text is empty; try: regard translate "The cat sat on the mat."'
+                )
+            loaded = load_model(model, notes, device=device)
+            if lines is None:
+                with few_threads(len(whole) < SHORT and is_small(loaded)):
+                    translate_text(loaded, whole, Console(), notes, to=to, beams=beams)
+            else:
+                translate_lines(loaded, lines, Console(), notes, to=to, beams=beams)

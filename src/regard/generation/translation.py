@@ -1,0 +1,289 @@
+"""`translate`: text in another language, whatever the encoder–decoder.
+
+Why: translators differ in how they are told which way to go, and read sentences, not texts.
+
+How: a model that knows several directions says so in its config.json:
+
+    "directions": {"ja": {"prefix": "<2ja>"}, "en": {"prefix": "<2en>"}}
+
+The prefix is a special token of its tokenizer. Its sources are prefix, tokens of the sentence, end
+token, as it was trained; the tokenizer itself adds nothing. Which direction is meant is told by
+`to`, else by the text's script. Texts are split into sentences, which are translated in batches of
+like length and joined again. A sentence comes out the same in any company; nothing is drawn by
+chance.
+
+A model without "directions" (Marian, T5) reads what its own tokenizer makes of a whole text: it
+may be told what to do by the text itself, so nothing is cut.
+
+Left out: choosing a model, telling languages apart that share a script, glossaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import final, overload
+
+from regard.generation.config import GenerationConfig
+from regard.generation.generate import Task, decode_row, need_tokenizer
+from regard.generation.prompts import check_model
+from regard.generation.sentences import (
+    Sentence,
+    find_language,
+    halve,
+    has_letters,
+    join_sentences,
+    split_sentences,
+)
+from regard.models import BadCheckpoint, Transformer
+from regard.positions.angles import check_count
+from regard.tokens import Tokenizer
+
+BEAMS = 5
+MOST_TOKENS = 256  # of a sentence; a longer one is cut, as translators never saw its like
+MOST_ROWS, BATCH_TOKENS = 32, 2048  # of a batch: so many sentences, and so many tokens in all
+BUCKET = 16
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sentence on its way: which text it belongs to, and what the model reads of it."""
+
+    text: int
+    sentence: Sentence
+    ids: list[int]
+    """Empty where there is nothing to translate."""
+
+
+@overload
+def translate(
+    model: Transformer,
+    text: str,
+    to: str | None = None,
+    *,
+    beams: int | None = None,
+    config: GenerationConfig | None = None,
+    split: bool | None = None,
+    progress: Progress | None = None,
+) -> str: ...
+
+
+@overload
+def translate(
+    model: Transformer,
+    text: list[str] | tuple[str, ...],
+    to: str | None = None,
+    *,
+    beams: int | None = None,
+    config: GenerationConfig | None = None,
+    split: bool | None = None,
+    progress: Progress | None = None,
+) -> list[str]: ...
+
+
+def translate(
+    model: Transformer,
+    text: str | list[str] | tuple[str, ...],
+    to: str | None = None,
+    *,
+    beams: int | None = None,
+    config: GenerationConfig | None = None,
+    split: bool | None = None,
+    progress: Progress | None = None,
+) -> str | list[str]:
+    """The text in another language; for a list of texts, a list.
+
+    to: the language to translate to, of those that the model's config names; None finds it from
+    each text's script: Japanese letters mean English is wanted, Latin ones Japanese. beams: so many
+    translations are searched at once, 5 unless told; 1 is greedy. config: all about the search,
+    in place of `beams`; without it a sentence may become twice as long, and a little. split: into
+    sentences; None does it for models with directions. progress: called with the number of
+    sentences done and of all.
+
+        translate(regard.load("embedded:translate"), "The cat sat on the mat.")
+    """
+    check_asked(model, beams, config)
+    many = isinstance(text, list | tuple)
+    texts = list(text) if isinstance(text, list | tuple) else [text]
+    ways = [choose(model, one, to, n if many else None) for n, one in enumerate(texts)]
+    reader = Reader(model, bool(read_directions(model)) if split is None else split)
+    rows = [row for n, one in enumerate(texts) for row in reader.read(n, one, ways[n])]
+    written = write_rows(reader, rows, config, beams or BEAMS, progress)
+    parts: list[list[str]] = [[] for _ in texts]
+    gaps: list[list[str]] = [[] for _ in texts]
+    for row, sentence in zip(rows, written, strict=True):
+        parts[row.text].append(sentence)
+        gaps[row.text].append(row.sentence.gap)
+    made = [join_sentences(*given) for given in zip(parts, gaps, ways, strict=True)]
+    return made if many else made[0]
+
+
+def check_asked(model: Transformer, beams: int | None, config: GenerationConfig | None) -> None:
+    """Refuse what cannot translate, and settings that would be dropped."""
+    check_model(model)
+    if not model.config.encoder:
+        raise ValueError(
+            f"translate needs an encoder–decoder, and this {model.config.family} model continues "
+            "texts: use generate"
+        )
+    check_count("beams", BEAMS if beams is None else beams)
+    if config is None:
+        return
+    if not isinstance(config, GenerationConfig):
+        raise TypeError(f"config is a {type(config).__name__}; expected a GenerationConfig")
+    if beams is not None:
+        raise TypeError("give beams= or config=, not both; config.num_beams are the beams")
+    if config.num_return_sequences != 1:
+        raise ValueError("num_return_sequences: one translation comes back for each text")
+    if config.samples:
+        raise ValueError("a temperature draws by chance; translate searches, generate draws")
+
+
+def read_directions(model: Transformer) -> dict[str, str]:
+    """Language -> the special token that asks for it, as the model's config.json names them."""
+    told = model.config.source.get("directions")
+    if told is None:
+        return {}
+    good = isinstance(told, Mapping) and all(
+        isinstance(way, Mapping) and isinstance(way.get("prefix"), str) for way in told.values()
+    )
+    if not good or not told:
+        raise BadCheckpoint(
+            f"config.json: directions is {told!r:.99}; expected an object that gives each language "
+            'its prefix, such as {"ja": {"prefix": "<2ja>"}}'
+        )
+    return {name: way["prefix"] for name, way in told.items()}
+
+
+def choose(model: Transformer, text: str, to: str | None, place: int | None) -> str | None:
+    """The language to translate this text to; None where the model knows but one thing to do."""
+    which = "the text" if place is None else f"text {place}"
+    if not isinstance(text, str):
+        raise TypeError(f"{which} is a {type(text).__name__}; expected str, or a list of str")
+    if not has_letters(text):
+        came = f"{which} has no letters ({text[:40]!a})" if text.strip() else f"{which} is empty"
+        raise ValueError(f"{came}, so there is nothing to translate; give a sentence")
+    known = list(read_directions(model))
+    if to is not None:
+        if not known:
+            raise ValueError(
+                f"to is {to!r}, but this model's config.json names no directions: it has one, or "
+                "reads it in the text; leave `to` out"
+            )
+        if to not in known:
+            raise ValueError(f"to is {to!r}; this model translates to {' or '.join(known)}")
+        return to
+    if len(known) < 2:
+        return known[0] if known else None
+    found = find_language(text)
+    others = [name for name in known if name != found]
+    if found is None:
+        raise ValueError(
+            f"{which} is written in neither Japanese nor Latin letters ({text.strip()[:40]!a}), so "
+            f"it is not known which language is meant; say `to` which of {', '.join(known)}"
+        )
+    if len(others) != 1:
+        raise ValueError(f"say `to` which language to translate: {', '.join(known)}")
+    return others[0]
+
+
+@final
+class Reader:
+    """Turns texts into what the model reads."""
+
+    def __init__(self, model: Transformer, split: bool) -> None:
+        self.model, self.split = model, split
+        self.tokenizer = need_tokenizer(model, None)
+        self.most = min(MOST_TOKENS, model.config.max_len or MOST_TOKENS)
+        self._around = {
+            name: find_around(model, self.tokenizer, prefix)
+            for name, prefix in read_directions(model).items()
+        }
+
+    def read(self, place: int, text: str, to: str | None) -> list[Row]:
+        """The sentences of a text, those that are too long in parts."""
+        waiting = split_sentences(text)[::-1] if self.split else [Sentence(text)]
+        rows = []
+        while waiting:
+            sentence = waiting.pop()
+            ids = self.encode(sentence.text, to) if has_letters(sentence.text) else []
+            if self.split and len(ids) > self.most and len(sentence.text) > 1:
+                waiting += reversed(halve(sentence))
+            else:
+                rows.append(Row(place, sentence, ids))
+        return rows
+
+    def encode(self, text: str, to: str | None) -> list[int]:
+        """The source's tokens, with what the model expects around them."""
+        if to is None:
+            return self.tokenizer.encode(text).ids
+        prefix, end = self._around[to]
+        made = self.tokenizer.encode(text, special=False)
+        # The name of a special token in the text is not obeyed: it could turn the direction.
+        plain = zip(made.ids, made.special_mask, strict=True)
+        return [prefix, *(at for at, special in plain if not special), end]
+
+
+def find_around(model: Transformer, tokenizer: Tokenizer, prefix: str) -> tuple[int, int]:
+    """The tokens before and after a source."""
+    known = {tokenizer.token(at): at for at in tokenizer.special.all}
+    if prefix not in known:
+        raise BadCheckpoint(
+            f"config.json: directions have the prefix {prefix[:60]!r}, which is no special token "
+            "of the tokenizer beside it; the two are not of one model"
+        )
+    if not model.config.tokens.eos:
+        raise BadCheckpoint(
+            "config.json has directions and no eos_token_id, with which their sources end"
+        )
+    return known[prefix], model.config.tokens.eos[0]
+
+
+def write_rows(
+    reader: Reader,
+    rows: list[Row],
+    config: GenerationConfig | None,
+    beams: int,
+    progress: Progress | None,
+) -> list[str]:
+    """The translation of each row; a row without ids stays as it is."""
+    written = [row.sentence.text for row in rows]
+    done = sum(not row.ids for row in rows)
+    for places in make_batches(rows):
+        sources = [rows[at].ids for at in places]
+        chosen = config
+        if chosen is None:
+            # By the bucket, not by the longest: no sentence hangs on its neighbours.
+            chosen = GenerationConfig(
+                num_beams=beams, max_new_tokens=2 * bucket_of(rows[places[0]]) + 24
+            )
+        task = Task.make(reader.model, chosen, reader.tokenizer, source=sources)
+        made, texts = task.run()
+        if texts is None:
+            texts = [decode_row(task, at, ids) for at, ids in enumerate(made.rows())]
+        for at, text in zip(places, texts, strict=True):
+            written[at] = text
+        done += len(places)
+        if progress is not None:
+            progress(done, len(rows))
+    return written
+
+
+def bucket_of(row: Row) -> int:
+    """The row's length, rounded up."""
+    return -(-len(row.ids) // BUCKET) * BUCKET
+
+
+def make_batches(rows: list[Row]) -> list[list[int]]:
+    """Places of rows of like length, shortest first; each row with ids once."""
+    buckets: dict[int, list[int]] = {}
+    for at, row in enumerate(rows):
+        if row.ids:
+            buckets.setdefault(bucket_of(row), []).append(at)
+    batches = []
+    for width, places in sorted(buckets.items()):
+        size = max(1, min(MOST_ROWS, BATCH_TOKENS // width))
+        batches += [places[at : at + size] for at in range(0, len(places), size)]
+    return batches

@@ -1,0 +1,153 @@
+"""Weights as whole numbers of 8 bits, one scale a row: a quarter of the bytes of float32.
+
+Why: the models inside the package must be small. A matrix survives it well when each row has a
+scale of its own: no number moves by more than half a step of its row, and a row's step is its
+largest number / 127.
+
+How: config.json says so under the one key that other programs look at, too:
+
+    "quantization_config": {"kind": "regard-int8-rows", "version": 1}
+
+A matrix NAME (any tensor with two axes) is stored as two tensors: NAME.int8, whole numbers from
+-127 to 127 in the matrix's own shape, and NAME.scale, float32, one for each row; the matrix is
+int8 · scale. Other tensors are stored as they are. `Int8Folder` speaks of such a folder as if it
+were a plain one in float32, so that `load` puts it through the very checks of every folder.
+
+`transformers` refuses such a folder: under this key it wants a `quant_method`, and there is none.
+Were the key overlooked, it would find no matrix under the name of one, so that whole numbers are
+never taken for weights. `save` of a loaded model writes plain weights, which it opens.
+
+Left out: computing in 8 bits; weights are float32, or the type asked for, once they are loaded.
+
+Letters: N rows, M columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from regard.models.folder import Folder, Stored
+from regard.models.header import BadCheckpoint, spell, spell_path
+
+KEY = "quantization_config"
+KIND = "regard-int8-rows"
+VERSION = 1
+NUMBERS, SCALE = ".int8", ".scale"
+MOST = 127
+
+
+def is_int8(config: Mapping[str, Any]) -> bool:
+    """Whether this config.json tells of weights stored in this way, of whatever version."""
+    told = config.get(KEY)
+    return isinstance(told, dict) and told.get("kind") == KIND
+
+
+def pack_rows(matrix_nm: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers (N, M) and the scale of each row (N,), rounded to nearest; zeros stay zeros."""
+    exact_nm = matrix_nm.detach().float()
+    if not exact_nm.shape[1]:
+        return exact_nm.to(torch.int8), exact_nm.new_zeros(exact_nm.shape[0])
+    scale_n = exact_nm.abs().amax(1) / MOST
+    # A row whose numbers are too small for a scale to exist is a row of zeros.
+    steps_nm = exact_nm / torch.where(scale_n > 0, scale_n, 1.0)[:, None]
+    # Division of numbers near the end of the type may round to a step above the last.
+    return steps_nm.round().clamp(-MOST, MOST).to(torch.int8), scale_n
+
+
+def pack_folder(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors of a plain folder, as they are stored in this way."""
+    packed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor.float()).all()):
+            raise ValueError(
+                f"{name} has numbers that are NaN, infinite, or too large for float32, which no "
+                "row's scale can tell; the model is damaged, or its training had failed"
+            )
+        parts = {name: tensor}
+        if tensor.ndim == 2:
+            numbers_nm, scale_n = pack_rows(tensor)
+            parts = {name + NUMBERS: numbers_nm, name + SCALE: scale_n}
+        for part, stored in parts.items():
+            if part in packed:
+                raise ValueError(f"two tensors would be stored as {part}; save the model plainly")
+            packed[part] = stored
+    told = {**config, "dtype": "float32", KEY: {"kind": KIND, "version": VERSION}}
+    return told, packed
+
+
+@final
+class Int8Folder:
+    """A folder stored in this way, that speaks as a plain one in float32 would."""
+
+    path: Path
+    config: dict[str, Any]
+    stored: dict[str, Stored]
+
+    def __init__(self, folder: Folder) -> None:
+        """Everything that can be known without reading a number is checked here."""
+        self._folder = folder
+        self.path = folder.path
+        self.config = {key: value for key, value in folder.config.items() if key != KEY}
+        told = folder.config[KEY]
+        if told != {"kind": KIND, "version": VERSION}:
+            raise BadCheckpoint(
+                f"{spell_path(self.path)}: config.json has {spell(told)} as {KEY}; expected "
+                f"version {VERSION} and nothing else. Load it with a newer regard, or get the "
+                "model that was stored for this one"
+            )
+        self.stored = {}
+        for name, found in folder.stored.items():
+            if name.endswith(NUMBERS):
+                plain = name.removesuffix(NUMBERS)
+                self._check_pair(plain)
+                self.stored[plain] = Stored(found.shape, torch.float32, found.file)
+            elif name.endswith(SCALE) and name.removesuffix(SCALE) + NUMBERS in folder.stored:
+                continue
+            elif name + NUMBERS in folder.stored:
+                self._refuse(f"has {spell(name)} twice, as it is and as whole numbers")
+            else:
+                self.stored[name] = found
+
+    def read(self, name: str) -> Tensor:
+        """The tensor in floating point; a matrix is made anew from whole numbers and scales."""
+        if name + NUMBERS not in self._folder.stored:
+            return self._folder.read(name)
+        numbers_nm = self._folder.read(name + NUMBERS)
+        scale_n = self._folder.read(name + SCALE)
+        if not bool((torch.isfinite(scale_n) & (scale_n >= 0)).all()):
+            self._refuse(f"has scales of {spell(name)} that are negative, NaN or infinite")
+        if bool((numbers_nm == -MOST - 1).any()):
+            self._refuse(f"has a {-MOST - 1} in {spell(name)}, where numbers end at {-MOST}")
+        if bool(numbers_nm[scale_n == 0].any()):
+            self._refuse(f"has numbers in rows of {spell(name)} whose scale is 0")
+        return numbers_nm * scale_n[:, None]
+
+    def _check_pair(self, name: str) -> None:
+        """Whole numbers and scales must be there, of their types, and fit each other."""
+        stored = self._folder.stored
+        numbers, scale = stored[name + NUMBERS], stored.get(name + SCALE)
+        if scale is None:
+            self._refuse(f"has {spell(name + NUMBERS)} and no {spell(name + SCALE)}")
+        if (numbers.dtype, scale.dtype) != (torch.int8, torch.float32):
+            self._refuse(
+                f"has {numbers.dtype} in {spell(name + NUMBERS)} and {scale.dtype} in "
+                f"{spell(name + SCALE)}, where int8 and float32 belong"
+            )
+        if len(numbers.shape) != 2 or scale.shape != numbers.shape[:1]:
+            self._refuse(
+                f"has shape {list(numbers.shape)} in {spell(name + NUMBERS)} and "
+                f"{list(scale.shape)} in {spell(name + SCALE)}; expected [N, M] and [N]"
+            )
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise BadCheckpoint(
+            f"{spell_path(self.path)} {what}: the file is damaged, or was not written by "
+            "models.save_int8; get it again"
+        )
