@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from regard._check import check_probability
 from regard.attention import Bias, Mask
 from regard.layers.cache import BlockCache
+from regard.layers.dropping import Dropout
 from regard.layers.feedforward import Activation, FeedForward, make_activation
 from regard.layers.multihead import (
     MultiHeadAttention,
@@ -140,7 +141,7 @@ class EncoderBlock(nn.Module):
         self.self_attn_norm, self.self_attn_after = make_norms(config, factory)
         self.ffn = make_feed_forward(config, factory)
         self.ffn_norm, self.ffn_after = make_norms(config, factory, config.shared_norm)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self,
@@ -179,7 +180,7 @@ class DecoderBlock(nn.Module):
             self.cross_attn_norm, _ = make_norms(config, factory)
         self.ffn = make_feed_forward(config, factory)
         self.ffn_norm, self.ffn_after = make_norms(config, factory, config.shared_norm)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import check_probability
+from regard.layers.dropping import Dropout
 from regard.layers.fusing import SideBySide, run_side_by_side
 from regard.layers.matvec import gated_row, is_one_row, project
 from regard.positions.angles import check_choice, check_count
@@ -55,7 +56,7 @@ class FeedForward(nn.Module):
         )
         self.down_proj = nn.Linear(ffn_dim, dim, bias, device=device, dtype=dtype)
         self.activation = make_activation(activation)
-        self.dropout = nn.Dropout(check_probability("dropout", dropout))
+        self.dropout = Dropout(check_probability("dropout", dropout))
         self.fused: SideBySide | None = None
 
     def fuse(self) -> None:

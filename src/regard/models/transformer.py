@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from regard._check import check_shapes, readable
 from regard.attention import Dense, Mask
 from regard.layers import BlockCache, CrossCache, Decoder, DecoderCache, Encoder, KVCache
+from regard.layers.dropping import Dropout
 from regard.layers.feedforward import make_activation
 from regard.layers.matvec import linear
 from regard.layers.norm import make_norm
@@ -92,7 +93,7 @@ class Embedding(nn.Module):
         self.norm: nn.Module | None = None
         if embed.norm:
             self.norm = make_norm("layer", dim, eps=embed.norm_eps, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(embed.dropout)
+        self.dropout = Dropout(embed.dropout)
 
     def forward(
         self, ids_bt: Tensor, positions: Tensor, token_types: Tensor | None = None
