@@ -65,8 +65,13 @@ def test_without_a_model_the_embedded_one_writes(
 ) -> None:
     (tmp_path / "lm").symlink_to(folder)
     monkeypatch.setattr(embedded, "ROOT", tmp_path)
+    drawn = {"max_new_tokens": 5, "temperature": 0.8, "top_p": 0.9}
     code, out, _ = run(capsys, "--max-new-tokens", "5", "Once")
-    assert (code, out) == (0, spelled(generate(model, "Once", max_new_tokens=5)))
+    assert (code, out) == (0, spelled(generate(model, "Once", **drawn, seed=0)))
+    _, out, _ = run(capsys, "--max-new-tokens", "5", "--seed", "7", "Once")
+    assert out == spelled(generate(model, "Once", **drawn, seed=7))
+    _, out, _ = run(capsys, "--max-new-tokens", "5", "--temperature", "0", "Once")
+    assert out == spelled(generate(model, "Once", max_new_tokens=5))
 
 
 def test_a_copy_without_the_embedded_model_says_so(

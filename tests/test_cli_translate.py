@@ -213,9 +213,8 @@ def test_no_text_can_steer_the_terminal(
     assert run(capsys, CAT)[1] == "a\\x1b[31m\\u202eb\\u2066\\x07\u3000猫\n"
     monkeypatch.undo()
     for hostile in ("\x1b]0;x\x07", "\u202e\u2066", "Привет\x1b[2J\u202e", "\x9b12"):
-        code, out, err = run(capsys, hostile)
-        assert (code, out) == (2, "")
-        assert not [sign for sign in err if not sign.isprintable() and sign != "\n"]
+        _, out, err = run(capsys, hostile)
+        assert not [sign for sign in out + err if not sign.isprintable() and sign != "\n"]
 
 
 def test_no_refusal_can_steer_the_terminal_either() -> None:

@@ -11,6 +11,7 @@ from translators import make_translator
 
 import regard
 from regard.models import embedded
+from regard.training.guiding import alignment_score
 
 FILES = {
     "config.json",
@@ -24,21 +25,47 @@ MOST_BYTES = 10_000_000
 
 
 def test_the_embedded_models_are_whole_small_and_no_others() -> None:
-    """Each that is there; a copy of the sources from before they were trained has none."""
-    assert list(embedded.NAMES) == ["translate", "lm"]
     root = Path(regard.__file__).parent / "embedded"
     assert root == embedded.ROOT
-    there = sorted(path.name for path in root.iterdir()) if root.exists() else []
-    assert set(there) <= set(embedded.NAMES)
-    for name in there:
+    assert sorted(path.name for path in root.iterdir()) == sorted(embedded.NAMES)
+    for name in embedded.NAMES:
         files = {path.name: path.stat().st_size for path in (root / name).rglob("*")}
         assert set(files) == FILES, name
         assert sum(files.values()) <= MOST_BYTES, f"{name} takes {sum(files.values()):,} bytes"
-        model = regard.load(f"embedded:{name}")
         told = json.loads((root / name / "config.json").read_text(encoding="utf-8"))
         assert told["quantization_config"]["kind"] == "regard-int8-rows"
-        assert model.tokenizer is not None
-        assert model.tokenizer.vocab_size <= model.config.vocab_size
+
+
+def test_the_translator_translates_and_its_guided_heads_look_from_neko_to_cat() -> None:
+    model = regard.load("embedded:translate")
+    assert regard.translate(model, "The cat sat on the mat.") == "猫はマットに座った。"
+    assert regard.translate(model, "明日は雨が降るでしょう。") == "It will rain tomorrow."
+    assert model.tokenizer is not None
+    found = alignment_score(
+        model,
+        model.tokenizer,
+        [("The cat sat on the mat.", "猫はマットに座った。")],
+        [("cat", "猫"), ("mat", "マット")],
+        layer=1,
+        heads=(0, 1),
+        prefix=(model.tokenizer.id("<2ja>"),),
+    )
+    assert (found.right, found.total) == (2, 2)
+
+
+def test_the_language_model_finds_english_likelier_than_its_words_shuffled() -> None:
+    model = regard.load("embedded:lm")
+    assert model.tokenizer is not None
+
+    def loss(text: str) -> float:
+        ids = torch.tensor([model.tokenizer.encode(text).ids])  # type: ignore[union-attr]
+        logits = model(ids).logits
+        return float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]))
+
+    with torch.no_grad():
+        straight = loss("The house stood on a hill near the river, and the road led to the town.")
+        shuffled = loss("river the on house The hill and, near a led stood the road town the to.")
+    assert straight < 4.5 < 6.0 < shuffled
 
 
 def test_an_embedded_model_is_loaded_by_its_name(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from regard.generation import Stream
 
 DEFAULT_MODEL = "embedded:lm"
+LIVELY = {"temperature": 0.8, "top_p": 0.9, "seed": 0}
+"""How the small model writes unless told: its likeliest text goes round in circles."""
 GENERATE_HELP = """Let a model go on with a text, and show it as it is written.
 
 Examples:
@@ -43,7 +45,8 @@ MODEL is a folder in Hugging Face's layout (config.json, model.safetensors, toke
 file, or a name on the Hugging Face hub, which is fetched once; without --model it is the small
 language model inside the package, embedded:lm, which needs no network. A decoder continues the
 text; a translator reads it and writes its own. Without --temperature the likeliest token is taken
-each time, and the same command gives the same text.
+each time; the small model draws (temperature 0.8, top-p 0.9, seed 0), since its likeliest text goes
+round in circles. The same command gives the same text.
 
 The text goes to standard output; what it took, in tokens and seconds, to standard error.
 """
@@ -168,6 +171,9 @@ def add_generate(app: "typer.Typer") -> None:
         }
         with refusing(notes):
             text = read_prompt(prompt)
+            untold = temperature is None and top_k is None and top_p is None and min_p is None
+            if model == DEFAULT_MODEL and untold and beams == 1:
+                options |= LIVELY | ({} if seed is None else {"seed": seed})
             write_text(
                 model, text, Console(), notes, chat=chat, dtype=dtype, device=device, **options
             )

@@ -201,9 +201,11 @@ def launch(
     from regard.training.running import Tests, old_recipe, run
 
     # A run goes on as it was told; what this command changes is changed in that.
-    recipe = (old_recipe(out) if resume else None) or named_recipe(name)
+    old = old_recipe(out) if resume else None
+    recipe = old or named_recipe(name)
     if recipe.task != kind:
-        raise ValueError(f"the recipe {name!r} is for {COMMANDS[recipe.task]}")
+        what = f"the recipe {name!r}" if old is None else f"the run in {out}"
+        raise ValueError(f"{what} is for {COMMANDS[recipe.task]}")
     if size is not None:
         recipe = sized(recipe, size)
     recipe = recipe.changed(split_settings(settings or ()))

@@ -1,0 +1,127 @@
+"""How a model is trained, as one frozen value: `TrainConfig`.
+
+Why: a run is repeated, resumed and compared by what it was told; so all of it stands in one place,
+is checked when it is made, and is saved beside the run.
+
+How: plain numbers and words. `with_settings` changes fields by the words of a command line
+("lr=0.002"), each read as the type of its field. What the model is, and which data it reads, is
+told elsewhere.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from regard._check import check_probability
+from regard.positions.angles import check_choice, check_count, check_number
+
+Schedule = Literal["cosine", "linear", "inverse_sqrt", "constant"]
+OptimizerKind = Literal["adamw", "muon"]
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One run. A step is `accumulate` batches and one change of the weights.
+
+    `lr` is the highest; it is reached after `warmup` steps and falls as `schedule` says, to
+    lr · end_share at the last step ("inverse_sqrt" falls as 1/√step, and has no end).
+    `average`: None, or how much of the averaged weights is kept in a step (0.999): then these are
+    what is evaluated and given out. `patience`: stop after so many evaluations without a better
+    one. `minutes`: stop after so long, whatever the step. `precision` "bfloat16" is autocast.
+    `recompute`: keep no activations inside blocks, and compute them again in the backward pass.
+    `guide`: weight of the alignment term, for translation.
+    """
+
+    steps: int
+    lr: float = 1e-3
+    schedule: Schedule = "cosine"
+    warmup: int = 100
+    end_share: float = 0.1
+    optimizer: OptimizerKind = "adamw"
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    accumulate: int = 1
+    smoothing: float = 0.0
+    precision: Precision = "float32"
+    compiled: bool = False
+    recompute: bool = False
+    average: float | None = None
+    eval_every: int = 200
+    save_every: int = 200
+    keep: int = 2
+    patience: int | None = None
+    minutes: float | None = None
+    guide: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "eval_every", "save_every", "keep"):
+            check_count(name, getattr(self, name))
+        for name in ("lr", "eps", "clip"):
+            check_number(name, getattr(self, name), above=0)
+        if self.warmup < 0 or self.seed < 0 or self.guide < 0 or self.weight_decay < 0:
+            raise ValueError("warmup, seed, guide and weight_decay are 0 or more")
+        for name in ("beta1", "beta2", "smoothing", "end_share"):
+            check_probability(name, getattr(self, name))
+        check_choice("schedule", self.schedule, get_args(Schedule))
+        check_choice("optimizer", self.optimizer, get_args(OptimizerKind))
+        check_choice("precision", self.precision, get_args(Precision))
+        if self.average is not None:
+            check_probability("average", self.average)
+        if self.patience is not None:
+            check_count("patience", self.patience)
+        if self.minutes is not None:
+            check_number("minutes", self.minutes, above=0)
+        if self.schedule == "inverse_sqrt" and self.warmup == 0:
+            raise ValueError("the inverse_sqrt schedule falls from the end of its warmup: above 0")
+
+    def told(self) -> dict[str, Any]:
+        """All fields, as JSON holds them."""
+        return asdict(self)
+
+    def with_settings(self, settings: Mapping[str, str]) -> TrainConfig:
+        """The config with fields changed as a command line words them."""
+        kinds = typing.get_type_hints(TrainConfig)
+        return replace(self, **{name: read(name, word, kinds) for name, word in settings.items()})
+
+
+def read(name: str, word: str, kinds: Mapping[str, Any]) -> Any:
+    """The word as the type of the field of that name."""
+    if name not in kinds:
+        known = ", ".join(field.name for field in fields(TrainConfig))
+        raise ValueError(f"no setting is named {name!r}; there are {known}")
+    kind = kinds[name]
+    if isinstance(kind, types.UnionType):
+        if word.lower() == "none":
+            return None
+        kind = next(each for each in get_args(kind) if each is not type(None))
+    if kind is bool:
+        if word.lower() not in ("true", "false"):
+            raise ValueError(f"{name}={word!r}; expected true or false")
+        return word.lower() == "true"
+    if kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            raise ValueError(f"{name}={word!r}; expected {wanted}") from None
+    return word
+
+
+def split_settings(words: Iterable[str]) -> dict[str, str]:
+    """key=value words as a dict."""
+    settings = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set {word!r}; expected key=value, for example lr=0.002")
+        settings[name.strip()] = value.strip()
+    return settings

@@ -1,0 +1,500 @@
+"""The training loop: `train`.
+
+Why: the same loop trains every model on every task, on one device or many, and can be stopped at
+any moment and go on as if it had not been.
+
+How: a step is a pure function of the weights, the optimizer's state, and its number: batches,
+dropout and learning rate are drawn from the seed and the number alone. So a snapshot is the weights
+and the optimizer's state, and a resumed run gives the losses and weights of one that was never
+stopped, on a CPU bit for bit. Batches are made one step ahead by a thread. Losses are read from a
+GPU every few steps only, since reading waits for it; each is still looked at, and the first that is
+not finite stops the run before anything is saved.
+
+Left out: what a batch is (`tasks.py`), how devices share the work (`parallel`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+
+from regard.layers.multihead import MultiHeadAttention
+from regard.models import Transformer
+from regard.training.config import TrainConfig
+from regard.training.loss import LEFT_OUT, plain_loss, summed_loss
+from regard.training.optim import Average, make_optimizers, rate_share, set_rate
+from regard.training.parallel import Fleet
+from regard.training.recomputing import recomputing
+from regard.training.runlog import EvalReport, StepReport
+from regard.training.snapshot import Snapshot, load_best, load_latest, save_snapshot
+from regard.training.speed import count_flops, peak_flops
+from regard.training.tasks import Task
+
+READ_EVERY = 10
+"""Steps between two looks at a GPU's losses."""
+AHEAD = 2
+"""Steps whose batches are made before they are needed."""
+Judge = Callable[[Transformer], Mapping[str, float]]
+
+
+class Diverged(ArithmeticError):
+    """A loss was not finite; the message names the step and the snapshot that is left."""
+
+
+class Listener(Protocol):
+    """Who is told how it goes; a `Monitor`, for one."""
+
+    def step(self, report: StepReport) -> None: ...
+
+    def evaluated(self, report: EvalReport) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@final
+class Silence:
+    """A listener that says nothing."""
+
+    def step(self, report: StepReport) -> None:
+        pass
+
+    def evaluated(self, report: EvalReport) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """How a run ended ("done", "patience", "time" or "interrupted"), after how many steps, and the
+    best evaluation."""
+
+    reason: str
+    steps: int
+    best: EvalReport | None
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """The batches of one step, and how many tokens of all ranks they ask for."""
+
+    batches: list[dict[str, Tensor]]
+    n_tokens: int
+
+
+@final
+@dataclass(eq=False)
+class Progress:
+    """What a run knows beside weights: how far it is, and how good it was."""
+
+    step: int = 0
+    best: EvalReport | None = None
+    waited: int = 0
+    owed: bool = False
+    """Whether a stop came before the evaluation that was due."""
+    pending: deque[tuple[int, Tensor, Tensor, int]] = field(default_factory=deque)
+
+
+def train(
+    model: Transformer,
+    task: Task,
+    config: TrainConfig,
+    folder: Path,
+    *,
+    fleet: Fleet | None = None,
+    resume: bool = False,
+    listener: Listener | None = None,
+    judge: Judge | None = None,
+) -> Result:
+    """Train the model in place; snapshots go to `folder`, and where a run left some, it goes on.
+
+    The model ends with its best weights where anything was evaluated, else with its last ones; of
+    several ranks, load the snapshot. judge: scores of a model beside its loss, such as BLEU; then
+    the first of them, the higher the better, says which evaluation is the best.
+    """
+    run = Run(model, task, config, folder, fleet or Fleet.alone(), listener or Silence(), judge)
+    latest = load_latest(folder)
+    if latest is not None and not resume:
+        raise FileExistsError(
+            f"{folder} holds the snapshots of a run, the last after {latest.step} steps: resume "
+            "it, or train into another folder"
+        )
+    if latest is not None:
+        run.restore(latest)
+    with run.interruptible() as asked_to_stop, run.fetching() as fetch, run.set_up():
+        reason = run.go_on(fetch, asked_to_stop)
+    if reason != "interrupted":
+        run.take_best()
+    return Result(reason, run.progress.step, run.progress.best)
+
+
+@final
+class Run:
+    """One run and all it holds."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        task: Task,
+        config: TrainConfig,
+        folder: Path,
+        fleet: Fleet,
+        listener: Listener,
+        judge: Judge | None,
+    ) -> None:
+        if fleet.size > 1 and (config.average is not None or judge is not None or config.guide):
+            raise ValueError(
+                "average, guide and scores beside the loss are for one device; train without them "
+                "on several, and score the model that comes of it"
+            )
+        if model.head is None:
+            raise ValueError("a model without a head scores no tokens; train one that has one")
+        self.model, self.task, self.config, self.folder = model, task, config, folder
+        self.fleet, self.listener, self.judge = fleet, listener, judge
+        self.flops, self.peak = count_flops(model), peak_flops(fleet.device)
+        model.to(fleet.device)
+        fleet.prepare(model)
+        self.optimizers = make_optimizers(model, config, fleet)
+        self.average = None if config.average is None else Average(model, config.average)
+        self.vectors: Callable[..., Tensor] = task.vectors
+        if config.compiled:
+            self.vectors = torch.compile(task.vectors)
+        self.progress = Progress()
+        self._read_at = time.perf_counter()
+
+    # ---- A step
+
+    def go_on(self, fetch: Callable[[int], Ready], asked_to_stop: Callable[[], bool]) -> str:
+        """Step after step, until the last, or a reason to stop."""
+        config, progress = self.config, self.progress
+        every = 1 if self.fleet.device.type == "cpu" else READ_EVERY
+        began = self._read_at = time.perf_counter()
+        limit = math.inf if config.minutes is None else began + 60.0 * config.minutes
+        if progress.owed and self.evaluate():
+            self.save(True)
+        while progress.step < config.steps and not self.is_tired():
+            self.step(fetch(progress.step))
+            progress.step += 1
+            late = self.fleet.any(time.perf_counter() > limit)
+            last = progress.step == config.steps or late
+            stop = self.fleet.any(asked_to_stop())
+            due_eval = progress.step % config.eval_every == 0 or last
+            due_save = progress.step % config.save_every == 0 or last or stop
+            if due_eval or due_save or progress.step % every == 0:
+                self.read_losses()
+            progress.owed = due_eval and stop
+            best = self.evaluate() if due_eval and not stop else False
+            if due_save or best or self.is_tired():
+                self.save(best)
+            if stop:
+                self.listener.note(f"stopped after {progress.step} steps; all is saved")
+                return "interrupted"
+            if late:
+                self.listener.note(f"stopped after {progress.step} steps: the time is over")
+                return "time"
+        if progress.step == config.steps or not self.is_tired():
+            return "done"
+        self.listener.note(
+            f"stopped after {progress.step} steps: {progress.waited} evaluations in a row were no "
+            "better than the best"
+        )
+        return "patience"
+
+    def is_tired(self) -> bool:
+        """Whether too many evaluations in a row were no better."""
+        return self.progress.waited >= (self.config.patience or math.inf)
+
+    def step(self, ready: Ready) -> None:
+        """One change of the weights."""
+        config, step = self.config, self.progress.step
+        rate = config.lr * rate_share(config, step)
+        set_rate(self.optimizers, rate)
+        torch.manual_seed(mix(config.seed, step, self.fleet.part))
+        total: Tensor | None = None
+        for batch in ready.batches:
+            own = {
+                name: x.to(self.fleet.device, non_blocking=True)
+                for name, x in self.fleet.cut(batch).items()
+            }
+            loss = self.loss(own) / ready.n_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        norm = self.fleet.clip(self.model, config.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.follow(self.model, step)
+        self.progress.pending.append((step + 1, self.fleet.total(total), norm, ready.n_tokens))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """The sum over the batch's tokens, with gradients."""
+        model, config, targets = self.model, self.config, batch[self.task.targets]
+        with self.autocast():
+            guide = self.task.guide(model, batch) if config.guide and model.training else None
+            with guide or nullcontext():
+                x_btc = self.vectors(model, batch)
+            smoothing = config.smoothing if model.training else 0.0
+            assert model.head is not None
+            if self.fleet.size > 1:
+                # Weights that are spread over ranks are whole only inside torch's own layers.
+                loss = plain_loss(model.head(x_btc), targets, smoothing)
+            else:
+                loss = summed_loss(model.head, x_btc, targets, smoothing)
+        if guide is not None:
+            loss = loss + config.guide * guide.loss() * (targets != LEFT_OUT).sum()
+        return loss
+
+    def autocast(self) -> Any:
+        """bfloat16 where the config says so."""
+        if self.config.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self.fleet.device.type, torch.bfloat16)
+
+    def read_losses(self) -> None:
+        """Look at the losses since the last time, and tell them."""
+        pending = self.progress.pending
+        if not pending:
+            return
+        figures = torch.stack([torch.stack((loss, norm.to(loss))) for _, loss, norm, _ in pending])
+        read = figures.tolist()
+        now = time.perf_counter()
+        seconds = (now - self._read_at) / len(read)
+        self._read_at = now
+        memory = None
+        if self.fleet.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self.fleet.device)
+        for (step, _, _, n_tokens), (loss, norm) in zip(pending, read, strict=True):
+            rate = self.config.lr * rate_share(self.config, step - 1)
+            speed = self.flops * n_tokens / seconds / self.fleet.size
+            report = StepReport(
+                step=step,
+                loss=loss,
+                lr=rate,
+                grad_norm=norm,
+                tokens=n_tokens,
+                seconds=seconds,
+                mfu=None if self.peak is None else speed / self.peak,
+                memory=memory,
+            )
+            self.listener.step(report)
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                pending.clear()
+                said = f"the loss is {loss} and the norm of the gradient {norm}"
+                raise Diverged(self._tell_divergence(step, said))
+        pending.clear()
+
+    def _tell_divergence(self, step: int, said: str) -> str:
+        left = load_latest(self.folder)
+        kept = "no snapshot was saved before it"
+        if left is not None:
+            kept = f"the snapshot after {left.step} steps is whole: {left.path}"
+        return (
+            f"step {step}: {said}, so training stopped; {kept}. A lower lr, a longer warmup or a "
+            "smaller clip help most often"
+        )
+
+    # ---- Evaluation
+
+    def evaluate(self) -> bool:
+        """Loss on held-out data, and scores; whether it is the best so far."""
+        began = time.perf_counter()
+        progress = self.progress
+        progress.owed = False
+        with self.as_given():
+            loss, n_tokens = self.held_out_loss()
+            if n_tokens == 0:
+                return False
+            scores = {} if self.judge is None else dict(self.judge(self.model))
+        report = EvalReport(
+            step=progress.step, loss=loss, perplexity=math.exp(min(loss, 700.0)), scores=scores
+        )
+        self.listener.evaluated(report)
+        if not math.isfinite(loss):
+            raise Diverged(self._tell_divergence(progress.step, f"the held-out loss is {loss}"))
+        better = progress.best is None or figure_of(report) > figure_of(progress.best)
+        progress.waited = 0 if better else progress.waited + 1
+        progress.best = report if better else progress.best
+        # What evaluation took is no part of the steps' time.
+        self._read_at += time.perf_counter() - began
+        return better
+
+    def held_out_loss(self) -> tuple[float, int]:
+        """The mean over held-out tokens, and their number."""
+        total = torch.zeros((), dtype=torch.float64)
+        n_tokens = 0
+        with torch.no_grad():
+            for batch in self.task.held_out():
+                n_tokens += int((batch[self.task.targets] != LEFT_OUT).sum())
+                own = {name: x.to(self.fleet.device) for name, x in self.fleet.cut(batch).items()}
+                total += self.fleet.total(self.loss(own).detach()).double().cpu()
+        return float(total) / max(n_tokens, 1), n_tokens
+
+    @contextmanager
+    def as_given(self) -> Iterator[None]:
+        """The model as it would be given out: in eval mode, with averaged weights."""
+        shown = nullcontext() if self.average is None else self.average.shown(self.model)
+        self.model.eval()
+        try:
+            with shown:
+                yield
+        finally:
+            self.model.train()
+
+    # ---- Snapshots
+
+    def save(self, best: bool) -> None:
+        """Everything that a run needs to go on."""
+        tensors = self.fleet.state(self.model, self.optimizers)
+        if tensors is None:
+            return
+        if self.average is not None:
+            tensors |= {f"average/{name}": x for name, x in self.average.weights.items()}
+        progress = self.progress
+        # A loss is of the weights before its step; what the step made of them is seen here.
+        if not all(bool(x.isfinite().all()) for x in tensors.values()):
+            raise Diverged(self._tell_divergence(progress.step, "not all weights are finite"))
+        facts = {
+            "config": self.config.told(),
+            "data": self.task.fingerprint,
+            "best": None if progress.best is None else asdict(progress.best),
+            "waited": progress.waited,
+            "owed": progress.owed,
+        }
+        save_snapshot(self.folder, progress.step, tensors, facts, keep=self.config.keep, best=best)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on where the snapshot was taken."""
+        facts = snapshot.facts
+        if facts["data"] != self.task.fingerprint:
+            raise ValueError(
+                f"{snapshot.path} was trained on other data, or with another tokenizer, than is "
+                "given now; resume with the same files, or train into another folder"
+            )
+        free = {"steps", "save_every", "keep", "eval_every", "patience", "minutes"}
+        told, now = facts["config"], self.config.told()
+        changed = [n for n in now if n not in free and told.get(n, now[n]) != now[n]]
+        if changed:
+            said = ", ".join(f"{name} was {told[name]}, is {now[name]}" for name in changed)
+            self.listener.note(f"this run goes on with other settings: {said}")
+        for said in snapshot.passed_over:
+            self.listener.note(said)
+        self.fleet.restore(self.model, self.optimizers, snapshot.tensors)
+        if self.average is not None:
+            for name, tensor in self.average.weights.items():
+                tensor.copy_(snapshot.tensors[f"average/{name}"])
+        best = facts["best"]
+        self.progress.best = None if best is None else EvalReport(**best)
+        self.progress.waited, self.progress.owed = facts["waited"], facts.get("owed", False)
+        self.progress.step = snapshot.step
+        self.listener.note(f"going on after {snapshot.step} steps")
+        if best is not None and best["step"] == snapshot.step:
+            # A kill may fall between a snapshot and the word that it is the best.
+            named = load_best(self.folder)
+            if named is None or named.step != snapshot.step:
+                self.save(True)
+
+    def take_best(self) -> None:
+        """Leave the model with the weights of its best evaluation, or else with its last ones."""
+        best = load_best(self.folder)
+        if best is not None:
+            weights = {n: x for n, x in best.tensors.items() if n.startswith("model/")}
+            self.fleet.restore(self.model, (), weights)
+            if self.average is not None:
+                kept = {name: best.tensors[f"average/{name}"] for name in self.average.weights}
+                self.average.put(self.model, kept)
+        elif self.average is not None:
+            self.average.put(self.model, self.average.weights)
+        self.model.eval()
+
+    # ---- What is around the loop
+
+    @contextmanager
+    def set_up(self) -> Iterator[None]:
+        """The model in training mode, and told that a non-finite number will be seen to here."""
+        layers = [m for m in self.model.modules() if isinstance(m, MultiHeadAttention)]
+        before = [layer.finite for layer in layers]
+        self.model.train()
+        try:
+            for layer in layers:
+                layer.finite = True
+            with recomputing(self.model) if self.config.recompute else nullcontext():
+                yield
+        finally:
+            for layer, was in zip(layers, before, strict=True):
+                layer.finite = was
+
+    @contextmanager
+    def fetching(self) -> Iterator[Callable[[int], Ready]]:
+        """A function from a step to its batches, which are made ahead by a thread."""
+        made: dict[int, Future[Ready]] = {}
+        with ThreadPoolExecutor(1) as maker:
+
+            def fetch(step: int) -> Ready:
+                for ahead in range(step, min(step + AHEAD, self.config.steps)):
+                    if ahead not in made:
+                        made[ahead] = maker.submit(self.make_ready, ahead)
+                return made.pop(step).result()
+
+            try:
+                yield fetch
+            finally:
+                for future in made.values():
+                    future.cancel()
+
+    def make_ready(self, step: int) -> Ready:
+        """The batches of a step."""
+        first = step * self.config.accumulate
+        batches = [self.task.batch(first + i) for i in range(self.config.accumulate)]
+        n_tokens = sum(int((batch[self.task.targets] != LEFT_OUT).sum()) for batch in batches)
+        if self.fleet.device.type == "cuda":
+            batches = [{n: x.pin_memory() for n, x in batch.items()} for batch in batches]
+        return Ready(batches, max(n_tokens, 1))
+
+    @contextmanager
+    def interruptible(self) -> Iterator[Callable[[], bool]]:
+        """Ctrl-C, or a plain kill, asks for a stop after the step; a second one stops at once."""
+        asked = False
+        if threading.current_thread() is not threading.main_thread():
+            yield lambda: False
+            return
+
+        def ask(number: int, frame: Any) -> None:
+            nonlocal asked
+            if asked:
+                raise KeyboardInterrupt
+            asked = True
+            self.listener.note("stopping after this step; once more stops at once")
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield lambda: asked
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def figure_of(report: EvalReport) -> float:
+    """What evaluations are compared by, the higher the better: the first score, else the loss."""
+    return next(iter(report.scores.values()), -report.loss)
+
+
+def mix(*numbers: int) -> int:
+    """A seed that any change of the numbers changes."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

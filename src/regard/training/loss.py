@@ -1,0 +1,177 @@
+"""Cross-entropy over the vocabulary, from the last vectors on, with its gradient made on the way.
+
+Why: scores over a vocabulary are the largest tensor of a training step, ten times any other, and
+plain code reads and writes it five times.
+
+How: one function is the output layer and the loss. Scores of a part of the tokens are computed,
+turned in place into the loss's gradient by them, and used at once for the gradients by the vectors
+and by the weight; so they are never kept, and are read and written once. On a GPU the middle step
+is one kernel that goes over each row twice, the second time while it still lies in the cache. The
+backward pass only multiplies by what came from above. A vocabulary whose size is awkward for the
+matrix units is widened with rows of zeros that no token can choose.
+
+The loss of a token with target y, smoothing e and V scores s is
+
+    logsumexp(s) - (1 - e) · s[y] - e · mean(s)
+
+and that of a batch the sum over its tokens; tokens with the target -100 are left out.
+
+Left out: second derivatives; a softcap of the scores, for which `plain_loss` is there.
+
+Letters: N tokens, C model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard._check import check_shapes
+from regard.attention.backends import has_triton
+from regard.models.transformer import Head
+
+LEFT_OUT = -100
+"""The target of a token that has no part in the loss."""
+EVEN = 128
+"""Half-precision matrix units want a vocabulary of a multiple of this."""
+CPU_SCORES = 2**22
+"""Scores computed at a time on a CPU: few enough to stay in its cache between the passes."""
+GPU_SCORES = 2**31
+"""And on a GPU, where only memory sets a bound."""
+
+
+def plain_loss(logits_btv: Tensor, targets_bt: Tensor, smoothing: float = 0.0) -> Tensor:
+    """The sum over tokens by torch's own cross-entropy; what `summed_loss` is judged by."""
+    return F.cross_entropy(
+        logits_btv.flatten(0, -2).float(),
+        targets_bt.flatten(),
+        ignore_index=LEFT_OUT,
+        reduction="sum",
+        label_smoothing=smoothing,
+    )
+
+
+def summed_loss(head: Head, x_btc: Tensor, targets_bt: Tensor, smoothing: float = 0.0) -> Tensor:
+    """The sum over tokens of the loss that `head` makes of the last vectors."""
+    check_shapes({"x": (x_btc, "B T C"), "targets": (targets_bt, "B T")})
+    if head.softcap is not None:
+        return plain_loss(head(x_btc), targets_bt, smoothing)
+    x_nc = head.ready(x_btc).flatten(0, 1)
+    weight: Tensor = head.weight
+    bias: Tensor | None = head.bias
+    if torch.is_autocast_enabled(x_nc.device.type):
+        dtype = torch.get_autocast_dtype(x_nc.device.type)
+        x_nc, weight = x_nc.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(x_nc.device.type, enabled=False):
+        lack = -weight.shape[0] % EVEN
+        if x_nc.is_cuda and x_nc.dtype != torch.float32 and lack:
+            n_real = weight.shape[0]
+            weight = F.pad(weight, (0, 0, 0, lack))
+            bias = None if bias is None else F.pad(bias, (0, lack))
+        else:
+            n_real = weight.shape[0]
+        # Asked here: inside a Function gradients are off, and what its inputs need says nothing.
+        given = [x for x in (x_nc, weight, bias) if x is not None]
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+        made: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
+            x_nc, weight, bias, targets_bt.flatten(), smoothing, n_real, learns
+        )
+    return made
+
+
+class _SummedLoss(torch.autograd.Function):
+    """x (N, C), weight (V, C) and bias (V,) to the sum of the tokens' losses."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_nc: Tensor,
+        weight_vc: Tensor,
+        bias_v: Tensor | None,
+        targets_n: Tensor,
+        smoothing: float,
+        n_real: int,
+        learns: bool,
+    ) -> Tensor:
+        limit = GPU_SCORES if x_nc.is_cuda else CPU_SCORES
+        n_at_once = max(1, min(x_nc.shape[0], limit // weight_vc.shape[0]))
+        whole = n_at_once == x_nc.shape[0]
+        total = x_nc.new_zeros((), dtype=torch.float32)
+        grad_x = torch.empty_like(x_nc) if learns else None
+        grad_weight = grad_bias = None
+        for start in range(0, x_nc.shape[0], n_at_once):
+            part_nc = x_nc[start : start + n_at_once]
+            scores_nv = F.linear(part_nc, weight_vc, bias_v)
+            losses_n = turn_into_gradient(
+                scores_nv, targets_n[start : start + n_at_once], smoothing, n_real, learns
+            )
+            total += losses_n.sum()
+            if grad_x is None:
+                continue
+            torch.mm(scores_nv, weight_vc, out=grad_x[start : start + n_at_once])
+            if whole:
+                grad_weight = scores_nv.t() @ part_nc
+            else:
+                if grad_weight is None:
+                    grad_weight = torch.zeros_like(weight_vc, dtype=torch.float32)
+                add_product(grad_weight, scores_nv, part_nc)
+            if bias_v is not None:
+                sums_v = scores_nv.sum(0, dtype=torch.float32)
+                grad_bias = sums_v if grad_bias is None else grad_bias + sums_v
+            del scores_nv
+        ctx.save_for_backward(grad_x, grad_weight, grad_bias)
+        ctx.kinds = weight_vc.dtype, None if bias_v is None else bias_v.dtype
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight, grad_bias = ctx.saved_tensors
+        kind, bias_kind = ctx.kinds
+        by_bias = None if grad_bias is None else (grad_bias * above).to(bias_kind)
+        by_weight = (grad_weight * above.to(grad_weight.dtype)).to(kind)
+        return grad_x * above.to(grad_x.dtype), by_weight, by_bias, None, None, None, None
+
+
+def add_product(total_vc: Tensor, scores_nv: Tensor, part_nc: Tensor) -> None:
+    """total += scoresᵀ part, summed in float32 whatever the type of both."""
+    if scores_nv.dtype == torch.float32:
+        total_vc.addmm_(scores_nv.t(), part_nc)
+    else:
+        total_vc += scores_nv.t() @ part_nc
+
+
+def turn_into_gradient(
+    scores_nv: Tensor, targets_n: Tensor, smoothing: float, n_real: int, learns: bool
+) -> Tensor:
+    """Each token's loss (N,), float32; where it `learns`, scores become its gradient in place.
+
+    The columns from n_real on are no tokens: they count for nothing.
+    """
+    if scores_nv.is_cuda and has_triton():
+        from regard.training import loss_kernels
+
+        return loss_kernels.run(scores_nv, targets_n, smoothing, n_real, learns)
+    real_nv = scores_nv[:, :n_real]
+    # Exponentials of rounded numbers would be far off; float32 is worked on where it lies.
+    work_nv = real_nv if real_nv.dtype == torch.float32 else real_nv.float()
+    counts_n = targets_n != LEFT_OUT
+    at_n = torch.where(counts_n, targets_n, 0)[:, None]
+    lse_n = torch.logsumexp(work_nv, 1)
+    losses_n = lse_n - (1.0 - smoothing) * work_nv.gather(1, at_n)[:, 0]
+    if smoothing:
+        losses_n = losses_n - smoothing * work_nv.mean(1)
+    if learns:
+        work_nv.sub_(lse_n[:, None]).exp_()
+        if smoothing:
+            work_nv.sub_(smoothing / n_real)
+        work_nv.scatter_add_(1, at_n, torch.full_like(at_n, smoothing - 1.0, dtype=torch.float32))
+        work_nv.mul_(counts_n[:, None])
+        if work_nv is not real_nv:
+            real_nv.copy_(work_nv)
+        scores_nv[:, n_real:] = 0.0
+    return torch.where(counts_n, losses_n, 0.0)

@@ -1,0 +1,131 @@
+"""Optimizers, learning rates and averaged weights, from torch's own parts.
+
+Why: what changes the weights in a step is a short list of choices, made once for a run.
+
+How: AdamW, or Muon for the matrices inside the blocks and AdamW for the rest (tables, norms,
+biases); matrices decay, vectors do not. The rate of a step is a formula of its number alone, so a
+resumed run needs nothing kept for it. The average follows the weights by a fixed share a step.
+
+Left out: optimizers of other packages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from regard.training.config import TrainConfig
+from regard.training.parallel import Fleet
+
+
+def rate_share(config: TrainConfig, step: int) -> float:
+    """The learning rate of a step (from 0 on), as a share of the highest.
+
+    Warm-up: (step + 1) / warmup. Then, with f from 0 after it to 1 at the last step and e the share
+    at the end: cosine e + (1 - e)(1 + cos πf)/2, linear 1 - (1 - e) f; inverse_sqrt is
+    √(warmup / (step + 1)), as of the original Transformer, whose highest rate is 1/√(dim · warmup).
+    """
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "inverse_sqrt":
+        return math.sqrt(config.warmup / (step + 1))
+    done = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
+    done = min(done, 1.0)
+    end = config.end_share
+    if config.schedule == "linear":
+        return 1.0 - (1.0 - end) * done
+    return end + (1.0 - end) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def make_optimizers(
+    model: nn.Module, config: TrainConfig, fleet: Fleet
+) -> list[torch.optim.Optimizer]:
+    """One optimizer, or Muon and the one beside it."""
+    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    turned = [(n, p) for n, p in learned if config.optimizer == "muon" and is_inner(n, p)]
+    inner = {name for name, _ in turned}
+    rest = [(name, p) for name, p in learned if name not in inner]
+    groups: list[dict[str, Any]] = [
+        {"params": group, "weight_decay": config.weight_decay if decays else 0.0}
+        for decays in (True, False)
+        for group in fleet.groups(p for _, p in rest if (p.dim() >= 2) == decays)
+    ]
+    made: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            groups,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+    ]
+    if turned:
+        made.append(
+            torch.optim.Muon(
+                [p for _, p in turned],
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    return made
+
+
+def is_inner(name: str, parameter: Tensor) -> bool:
+    """Whether this is a matrix inside a block."""
+    return parameter.dim() == 2 and ".layers." in name
+
+
+def set_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
+    """The learning rate of the step that comes."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+
+@final
+class Average:
+    """Weights that follow the model's: average = keep · average + (1 - keep) · weights.
+
+    In its first steps an average of this kind is mostly the random start; so `keep` begins low, at
+    (1 + n) / (10 + n) after n steps.
+    """
+
+    def __init__(self, model: nn.Module, keep: float) -> None:
+        self.keep = keep
+        self.weights = {
+            name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad
+        }
+
+    def follow(self, model: nn.Module, n_steps: int) -> None:
+        """Take in the weights after so many steps."""
+        share = 1.0 - min(self.keep, (1 + n_steps) / (10 + n_steps))
+        now = dict(model.named_parameters())
+        torch._foreach_lerp_(
+            list(self.weights.values()), [now[name].detach() for name in self.weights], share
+        )
+
+    @contextmanager
+    def shown(self, model: nn.Module) -> Iterator[None]:
+        """The model with the averaged weights, while the block runs."""
+        own = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.put(model, self.weights)
+        try:
+            yield
+        finally:
+            self.put(model, own)
+
+    @staticmethod
+    @torch.no_grad()
+    def put(model: nn.Module, weights: dict[str, Tensor]) -> None:
+        """Copy the given weights into the model."""
+        now = dict(model.named_parameters())
+        for name, tensor in weights.items():
+            now[name].copy_(tensor)

@@ -1,0 +1,86 @@
+"""Scores of translations: BLEU and chrF by sacrebleu, with their signatures.
+
+Why: a figure that cannot be compared is no figure; sacrebleu fixes how texts are cut and counted,
+and says so in a signature.
+
+How: sources are translated by beam search in batches of like lengths, then compared with the
+references. `tokenize` is sacrebleu's word for how texts are cut: "13a" for European languages,
+"char" for Japanese, "none" for text that was cut before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from regard.generation import GenerationConfig, generate_ids
+from regard.models import Transformer
+from regard.tokens import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a set of translations scores, and how it was counted."""
+
+    bleu: float
+    chrf: float
+    bleu_signature: str
+    chrf_signature: str
+    n_sentences: int
+
+
+def translate_rows(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    rows: Sequence[Sequence[int]],
+    *,
+    beams: int = 5,
+    length_penalty: float = 1.0,
+    at_once: int = 128,
+    max_new_tokens: int = 128,
+) -> list[str]:
+    """The text that the model writes for each row of source ids, end token included."""
+    config = GenerationConfig(max_new_tokens=max_new_tokens)
+    if beams > 1:
+        config = replace(config, num_beams=beams, length_penalty=length_penalty)
+    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+    texts = [""] * len(rows)
+    for start in range(0, len(order), at_once):
+        some = order[start : start + at_once]
+        made = generate_ids(model, source=[list(rows[row]) for row in some], config=config)
+        for row, ids in zip(some, made.rows(), strict=True):
+            texts[row] = tokenizer.decode(ids)
+    return texts
+
+
+def score(translations: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> Scores:
+    """BLEU and chrF of translations against one reference each."""
+    if len(translations) != len(references):
+        raise ValueError(
+            f"{len(translations)} translations and {len(references)} references; expected as many"
+        )
+    metrics = metrics_module()
+    # force: it would warn of text that was cut before, which is what "none" says.
+    bleu, chrf = metrics.BLEU(tokenize=tokenize, force=tokenize == "none"), metrics.CHRF()
+    by_bleu = bleu.corpus_score(list(translations), [list(references)])
+    by_chrf = chrf.corpus_score(list(translations), [list(references)])
+    return Scores(
+        bleu=float(by_bleu.score),
+        chrf=float(by_chrf.score),
+        bleu_signature=str(bleu.get_signature()),
+        chrf_signature=str(chrf.get_signature()),
+        n_sentences=len(references),
+    )
+
+
+def metrics_module() -> Any:
+    """sacrebleu's metrics, or which extra they come with."""
+    try:
+        from sacrebleu import metrics
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            f"scoring translations needs the package {missing.name}: pip install 'regard[train]'",
+            name=missing.name,
+        ) from None
+    return metrics

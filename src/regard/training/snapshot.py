@@ -1,0 +1,425 @@
+"""Snapshots: what a run needs to go on after a stop, a kill or a full disk, and nothing by halves.
+
+A snapshot is one safetensors file, `step-00001000.safetensors`. Its metadata hold the run's facts
+(any JSON), the step, and two SHA-256 sums, so that every flipped or missing byte is noticed:
+
+    8 bytes    length of the header
+    header     {"__metadata__":{"header_sha256":"...","data_sha256":"...", ...}, tensors}
+    data       the tensors' bytes, wide types first
+
+`data_sha256` is of the data; `header_sha256` of all bytes before them, with its own 64 digits as
+zeros. It stands first, at a fixed place, so a header is judged before a word of it is believed.
+
+Saving, in this order: what killed writers left is removed; the file is written beside, brought to
+the disk and renamed; `best.json` is replaced the same way if this one is the best; only then do
+old snapshots go, oldest first, never the best one. So at each moment the last whole snapshot is
+there, and `best.json` names a file that is there. Tensors are hashed while they are written, one
+at a time; no second copy of the state is made.
+
+Left out: two runs in one folder. Snapshots of later steps than the one saved (a run that went
+back by hand) are neither counted nor removed, and `load_latest` would choose them: move them away
+when going back. If a run saves the best one's step again, the new file takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, final
+
+import torch
+from torch import Tensor
+
+from regard.models.header import (
+    DTYPES,
+    MAX_HEADER_BYTES,
+    BadCheckpoint,
+    Entry,
+    Stamp,
+    parse_object,
+    read_header,
+    read_small,
+    spell,
+    spell_path,
+)
+from regard.models.writing import (
+    check_tensor,
+    make_header,
+    remove_leftovers,
+    replace_file,
+    sync_folder,
+    to_bytes,
+)
+
+VERSION = 1
+BEST = "best.json"
+
+_NAME = re.compile(r"step-(\d{8,})\.safetensors")
+_OPENING = b'{"__metadata__":{"header_sha256":"'
+_SUM_AT = slice(8 + len(_OPENING), 8 + len(_OPENING) + 64)
+_NO_SUM = "0" * 64
+_CHUNK = 1 << 22  # small enough that a piece is still in the processor's cache when it is hashed
+
+
+class BadSnapshot(ValueError):
+    """A snapshot is not whole, or cannot be saved; the message says which, why and what to do."""
+
+
+class SnapshotNotSaved(BadSnapshot, OSError):
+    """The disk refused (full, read-only, gone); what was saved before is still there, whole.
+
+    It is an `OSError` too, with the errno that the disk gave.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # OSError would show its errno in place of what was said
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """One snapshot, read and checked; `passed_over` says which newer ones were damaged, and how."""
+
+    path: Path
+    step: int
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+    passed_over: tuple[str, ...] = ()
+
+
+# ---- Saving
+
+
+def save_snapshot(
+    root: str | os.PathLike[str],
+    step: int,
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    *,
+    keep: int = 3,
+    best: bool = False,
+) -> Path:
+    """Save a snapshot of this step, then remove all older ones but `keep - 1` and the best one.
+
+    Tensors may have any type, device and strides. Facts are plain JSON: dicts with string keys,
+    lists (tuples come back as lists), strings, whole and finite numbers, booleans, None.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"step must be a whole number from 0 up, got {step!r}")
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}; the newest snapshot always stays")
+    stored, odd = _to_storable(tensors)
+    metadata = {
+        "header_sha256": _NO_SUM,
+        "data_sha256": _NO_SUM,
+        "format": "pt",
+        "snapshot": str(VERSION),
+        "step": str(step),
+        "data_bytes": str(sum(tensor.nbytes for tensor in stored.values())),
+        "facts": _to_json(facts),
+        "odd_types": json.dumps(odd),
+    }
+    header, order = make_header(stored, metadata)
+    folder = Path(os.fsdecode(root))
+    path = folder / f"step-{step:08d}.safetensors"
+
+    def write(file: BinaryIO) -> None:
+        file.write(header)
+        metadata["data_sha256"] = _write_data(file, stored, order)
+        summed, _ = make_header(stored, metadata)
+        file.seek(0)
+        file.write(_put_sum(summed, _header_sum(summed)))
+
+    with _disk_errors(path, len(header) + int(metadata["data_bytes"])):
+        _make_folder(folder)
+        remove_leftovers(folder)
+        replace_file(path, write)
+    if best:
+        line = _best_line(path.name)
+        with _disk_errors(folder / BEST, len(line)):
+            replace_file(folder / BEST, lambda file: _write_all(file, line))
+    _remove_old(folder, step, keep)
+    return path
+
+
+def _to_storable(
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:
+    """The tensors, with types that header readers do not know as bytes; and what those really are.
+
+    Such are complex128 and the 8-bit floats.
+    """
+    stored: dict[str, Tensor] = {}
+    odd: dict[str, tuple[str, list[int]]] = {}
+    for name, tensor in tensors.items():
+        if _is_odd(tensor):
+            odd[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            tensor = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+        check_tensor(name, tensor)
+        stored[name] = tensor
+    return stored, odd
+
+
+def _is_odd(tensor: object) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.dtype not in DTYPES.values()
+        and tensor.layout == torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+    )
+
+
+def _to_json(facts: Mapping[str, Any]) -> str:
+    """The facts as JSON that reads back equal; what JSON cannot say is refused here."""
+    if not isinstance(facts, Mapping):
+        raise TypeError(f"facts must be a dict of plain JSON, got {type(facts).__name__}")
+    _check_keys(facts, "facts")
+    try:
+        text = json.dumps(dict(facts), allow_nan=False, separators=(",", ":"))
+        parse_object(text.encode("utf-8"), "facts")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"facts cannot be written as plain JSON: {error}; give strings, finite numbers, "
+            "booleans, None, lists and dicts, and put arrays among the tensors"
+        ) from error
+    return text
+
+
+def _check_keys(value: object, where: str) -> None:
+    """JSON would turn other keys into strings, without a word."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{where} has the key {spell(key)}; JSON has only strings as keys")
+            _check_keys(item, f"{where}[{spell(key)}]")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            _check_keys(item, f"{where}[{number}]")
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def _write_all(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+
+
+def _write_data(file: BinaryIO, tensors: Mapping[str, Tensor], order: list[str]) -> str:
+    """Write the tensors' bytes in this order; give their sum."""
+    total = hashlib.sha256()
+    for name in order:
+        data = to_bytes(tensors[name]).data
+        for start in range(0, len(data), _CHUNK):
+            piece = data[start : start + _CHUNK]
+            total.update(piece)
+            file.write(piece)
+    return total.hexdigest()
+
+
+def _header_sum(head: bytes) -> str:
+    return hashlib.sha256(_put_sum(head, _NO_SUM)).hexdigest()
+
+
+def _put_sum(head: bytes, digits: str) -> bytes:
+    return head[: _SUM_AT.start] + digits.encode("ascii") + head[_SUM_AT.stop :]
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path, needed: int) -> Iterator[None]:
+    """Say what a refusing disk refused, and that nothing older was lost."""
+    try:
+        yield
+    except OSError as error:
+        told = SnapshotNotSaved(
+            f"{spell_path(path)} could not be written: {error.strerror or error}. It takes "
+            f"{needed:,} bytes{_tell_free(path.parent)}. What was saved before is untouched; make "
+            "room (or give another folder) and resume"
+        )
+        told.errno, told.strerror, told.filename = error.errno, error.strerror, str(path)
+        raise told from error
+
+
+def _tell_free(folder: Path) -> str:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return f"; {shutil.disk_usage(folder).free:,} are free there"
+    except OSError:
+        return ""
+
+
+def _remove_old(folder: Path, step: int, keep: int) -> None:
+    """Remove what is older than the newest `keep` up to this step, but for the best one."""
+    try:
+        best = _read_best(folder)
+    except BadSnapshot:
+        return  # it cannot be told which is the best, so none may go; the next best one heals this
+    until_now = [path for path in list_snapshots(folder) if _step_of(path) <= step]
+    for path in reversed(until_now[keep:]):
+        if path.name != best:
+            path.unlink(missing_ok=True)
+
+
+# ---- Which one is the best
+
+
+def _best_line(name: str) -> bytes:
+    """The whole of `best.json`; its sum tells a damaged name from one that was meant."""
+    said = {"file": name, "sha256": hashlib.sha256(name.encode("utf-8")).hexdigest()}
+    return (json.dumps(said) + "\n").encode("utf-8")
+
+
+def _read_best(folder: Path) -> str | None:
+    path = folder / BEST
+    if not os.path.lexists(path):
+        return None
+    try:
+        data = read_small(path, 1000)
+        name = parse_object(data, spell_path(path)).get("file")
+    except (BadCheckpoint, OSError) as error:
+        raise BadSnapshot(f"{spell_path(path)} cannot be read: {error}") from error
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or _best_line(name) != data:
+        raise BadSnapshot(
+            f"{spell_path(path)} is damaged: it has {spell(data)}, and does not match its own "
+            "checksum. Delete it, or choose a snapshot by its step"
+        )
+    return name
+
+
+def load_best(root: str | os.PathLike[str]) -> Snapshot | None:
+    """The snapshot that was last saved as the best one; None if none was."""
+    folder = Path(os.fsdecode(root))
+    name = _read_best(folder)
+    return None if name is None else load_snapshot(folder / name)
+
+
+# ---- Loading
+
+
+def _step_of(path: Path) -> int:
+    """The step that the file's name tells; -1 for any other file."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        return -1
+    step = int(match[1])
+    return step if path.name == f"step-{step:08d}.safetensors" else -1
+
+
+def list_snapshots(root: str | os.PathLike[str]) -> list[Path]:
+    """The snapshots in a folder, newest first, from their names alone; [] for no such folder."""
+    folder = Path(os.fsdecode(root))
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _step_of(path) >= 0 and path.is_file()]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def load_latest(root: str | os.PathLike[str]) -> Snapshot | None:
+    """The newest snapshot that is whole; None if there is none at all.
+
+    Damaged ones are passed over and told in `passed_over`. If all are damaged that is an error:
+    starting from nothing would be a surprise, and would overwrite what may still be saved.
+    """
+    faults: list[str] = []
+    for path in list_snapshots(root):
+        try:
+            return replace(load_snapshot(path), passed_over=tuple(faults))
+        except BadSnapshot as error:
+            faults.append(str(error))
+    if faults:
+        raise BadSnapshot(
+            f"none of the {len(faults)} snapshots in {spell_path(Path(os.fsdecode(root)))} is "
+            f"whole; move them away to start anew. The newest: {faults[0]}"
+        )
+    return None
+
+
+def load_snapshot(path: str | os.PathLike[str]) -> Snapshot:
+    """Read one snapshot into CPU memory, every byte of it checked."""
+    path = Path(os.fsdecode(path))
+    if not path.is_file():
+        raise BadSnapshot(f"{spell_path(path)} is not there, or is not a file")
+    try:
+        with path.open("rb") as file:
+            length, metadata = _read_head(file, path)
+            entries, stamp = read_header(path)
+            if stamp != Stamp.of(os.fstat(file.fileno())):
+                raise BadSnapshot(f"{spell_path(path)} was replaced while it was read; try again")
+            file.seek(8 + length)
+            tensors = _read_data(file, path, entries, metadata["data_sha256"])
+        facts = parse_object(metadata["facts"].encode("utf-8"), f"{spell_path(path)}: facts")
+        odd = parse_object(metadata["odd_types"].encode("utf-8"), f"{spell_path(path)}: odd_types")
+    except BadCheckpoint as error:
+        raise BadSnapshot(str(error)) from error
+    except OSError as error:
+        raise BadSnapshot(
+            f"{spell_path(path)} cannot be read: {error.strerror or error}"
+        ) from error
+    for name, (word, shape) in odd.items():
+        tensors[name] = tensors[name].view(getattr(torch, word)).reshape(shape)
+    return Snapshot(path, int(metadata["step"]), tensors, facts)
+
+
+def _read_head(file: BinaryIO, path: Path) -> tuple[int, dict[str, str]]:
+    """The header's length and metadata, once its sum, the version and the file's size are right."""
+    where, size = spell_path(path), os.fstat(file.fileno()).st_size
+    first = file.read(_SUM_AT.stop)
+    if len(first) < _SUM_AT.stop:
+        raise BadSnapshot(f"{where} is cut short: it has {size} bytes, less than any snapshot")
+    length = int.from_bytes(first[:8], "little")
+    if first[8 : _SUM_AT.start] != _OPENING or length > MAX_HEADER_BYTES:
+        raise BadSnapshot(f"{where} is not a snapshot, or its first bytes are damaged")
+    head = first + file.read(max(0, 8 + length - len(first)))
+    if len(head) != 8 + length:
+        raise BadSnapshot(
+            f"{where} is cut short or its first bytes are damaged: its header should have "
+            f"{length} bytes, {max(0, size - 8)} are there"
+        )
+    if _header_sum(head).encode("ascii") != first[_SUM_AT]:
+        raise BadSnapshot(f"{where} is damaged: its header does not match its checksum")
+    metadata: dict[str, str] = parse_object(head[8:], f"the header of {where}")["__metadata__"]
+    if metadata.get("snapshot") != str(VERSION):
+        raise BadSnapshot(
+            f"{where} is of the format {spell(metadata.get('snapshot'))}; this version of regard "
+            f"reads {VERSION}. Use the version that wrote it"
+        )
+    expected = 8 + length + int(metadata["data_bytes"])
+    if size != expected:
+        word = "cut short" if size < expected else "damaged"
+        raise BadSnapshot(f"{where} is {word}: it has {size:,} bytes, {expected:,} were written")
+    if _step_of(path) not in (-1, int(metadata["step"])):
+        raise BadSnapshot(f"{where} is of step {metadata['step']}; give it back its name")
+    return length, metadata
+
+
+def _read_data(
+    file: BinaryIO, path: Path, entries: Mapping[str, Entry], expected: str
+) -> dict[str, Tensor]:
+    """Read each tensor into memory of its own; the sum is taken on the way."""
+    total = hashlib.sha256()
+    found: dict[str, Tensor] = {}
+    for name in sorted(entries, key=lambda name: (entries[name].start, entries[name].end)):
+        tensor = torch.empty(entries[name].shape, dtype=entries[name].dtype)
+        data = to_bytes(tensor).data
+        for start in range(0, len(data), _CHUNK):
+            piece = data[start : start + _CHUNK]
+            if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
+                raise BadSnapshot(f"{spell_path(path)} became shorter while it was read")
+            total.update(piece)
+        found[name] = tensor
+    if total.hexdigest() != expected:
+        raise BadSnapshot(
+            f"{spell_path(path)} is damaged: its tensors' bytes do not match their checksum"
+        )
+    return {name: found[name] for name in entries}

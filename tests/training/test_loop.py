@@ -1,0 +1,430 @@
+"""The loop: what a run gives hangs on its seed and settings alone, and no stop changes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import (
+    GPT2,
+    LLAMA,
+    PLAIN,
+    VOCAB,
+    Ear,
+    Judged,
+    Outcome,
+    differing,
+    make_model,
+    text_task,
+)
+from torch import Tensor
+
+from regard.models import Transformer
+from regard.training import snapshot as snapshots
+from regard.training.loop import Diverged, Run, mix, train
+from regard.training.optim import rate_share
+from regard.training.parallel import Fleet
+from regard.training.runlog import EvalReport
+from regard.training.snapshot import BadSnapshot, list_snapshots, load_best, load_latest
+from regard.training.tasks import LanguageTask
+
+# ---- Seeds
+
+
+def test_a_seed_says_all(tmp_path: Path) -> None:
+    one = Outcome("lm", tmp_path / "1", PLAIN)
+    torch.manual_seed(99)
+    same = Outcome("lm", tmp_path / "2", PLAIN)
+    dropped = Outcome("lm", tmp_path / "3", replace(PLAIN, seed=1))
+    ordered = Outcome("lm", tmp_path / "4", PLAIN, task=text_task(tmp_path, seed=4))
+    assert one.ear.figures == same.ear.figures
+    assert differing(one.weights, same.weights) == []
+    assert len({tuple(run.ear.losses) for run in (one, dropped, ordered)}) == 3
+
+
+def test_the_seed_of_a_step_hangs_on_each_number() -> None:
+    assert len({mix(a, b, c) for a in range(9) for b in range(9) for c in range(9)}) == 729
+    assert mix(1, 23) != mix(12, 3)
+    assert 0 <= mix(1, 2, 3) < 2**63
+
+
+# ---- Steps
+
+
+def test_batches_in_a_row_equal_one_batch_of_them_all(tmp_path: Path) -> None:
+    """In float64, where only the loss itself, worked out in float32, leaves a difference."""
+    words = dict(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
+    losses, weights = [], []
+    for accumulate in (1, 3):
+        run = Outcome(
+            "lm",
+            tmp_path / str(accumulate),
+            replace(PLAIN, accumulate=accumulate, clip=1e9, eps=1e-3),
+            model=make_model(GPT2, **words).double(),
+            task=text_task(tmp_path, rows=6 // accumulate),
+        )
+        losses.append(run.ear.losses)
+        weights.append(run.weights)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], atol=1e-6, rtol=1e-6)
+
+
+def test_the_loss_told_is_the_mean_over_the_tokens_asked_for(tmp_path: Path) -> None:
+    model = make_model(LLAMA)
+    task = text_task(tmp_path)
+    batch = task.batch(0)
+    assert (batch["targets"] == -100).any()
+    logits = model.head(task.vectors(model, batch))  # type: ignore[misc]
+    mean = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+    run = Outcome("lm", tmp_path, PLAIN, model=model, task=task)
+    first = run.ear.steps[0]
+    assert first.loss == pytest.approx(float(mean.detach()), rel=1e-6)
+    assert first.tokens == int((batch["targets"] != -100).sum())
+    assert first.lr == PLAIN.lr * rate_share(PLAIN, 0)
+
+
+def test_the_norm_told_is_that_before_clipping_and_clipping_counts(tmp_path: Path) -> None:
+    loose = Outcome("lm", tmp_path / "1", replace(PLAIN, steps=2, clip=1e9))
+    tight = Outcome("lm", tmp_path / "2", replace(PLAIN, steps=2, clip=1e-9))
+    assert loose.ear.steps[0].grad_norm == tight.ear.steps[0].grad_norm > 0.1
+    begun = dict(make_model(GPT2).named_parameters())
+    moved = [
+        max(float((x - begun[name].detach()).abs().max()) for name, x in run.weights.items())
+        for run in (loose, tight)
+    ]
+    # AdamW divides by the gradients, so that only those near its eps move the weights less.
+    assert moved[0] > 5 * moved[1]
+
+
+def test_a_model_learns(tmp_path: Path) -> None:
+    config = replace(PLAIN, steps=60, lr=2e-2, warmup=5)
+    losses = Outcome("lm", tmp_path, config, model=make_model(LLAMA)).ear.losses
+    assert losses[0] == pytest.approx(math.log(VOCAB), abs=0.1)
+    assert sum(losses[-5:]) / 5 < losses[0] - 1.0
+
+
+def test_blocks_computed_twice_give_the_same_run(tmp_path: Path) -> None:
+    runs = [
+        Outcome("lm", tmp_path / str(again), replace(PLAIN, recompute=again))
+        for again in (False, True)
+    ]
+    assert runs[0].ear.figures == runs[1].ear.figures
+    assert differing(runs[0].weights, runs[1].weights) == []
+
+
+def test_compiled_gives_the_losses_within_1e_5(tmp_path: Path) -> None:
+    words = dict(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0, n_layer=1)
+    plain, compiled = (
+        Outcome(
+            "lm",
+            tmp_path / str(compiled),
+            replace(PLAIN, steps=3, compiled=compiled),
+            model=make_model(GPT2, **words),
+            task=LanguageTask(text_task(tmp_path).text, None),
+        )
+        for compiled in (False, True)
+    )
+    assert compiled.ear.losses == pytest.approx(plain.ear.losses, abs=1e-5)
+
+
+def test_the_guided_term_is_part_of_the_loss_and_teaches(tmp_path: Path) -> None:
+    config = replace(PLAIN, steps=30, lr=2e-2)
+    plain = Outcome("translate", tmp_path / "0", config)
+    guided = Outcome("translate", tmp_path / "1", replace(config, guide=1.0))
+    assert guided.ear.losses[0] > plain.ear.losses[0] + 1.0
+    task, batch = plain.task, plain.task.batch(0)
+    terms = []
+    for run in (plain, guided):
+        told = task.guide(run.model, batch)
+        assert told is not None
+        with told:
+            task.vectors(run.model, batch)
+        terms.append(float(told.loss().detach()))
+    assert terms[1] < 0.8 * terms[0]
+    # Evaluation is the plain loss, so that runs can be compared.
+    assert guided.ear.evaluations[-1].loss < guided.ear.losses[-1]
+
+
+def test_smoothing_is_left_out_of_evaluation(tmp_path: Path) -> None:
+    config = replace(PLAIN, steps=1, lr=1e-9, eval_every=1)
+    plain, smooth = (
+        Outcome("lm", tmp_path / str(e), replace(config, smoothing=e)) for e in (0.0, 0.5)
+    )
+    assert plain.ear.losses != smooth.ear.losses
+    found = smooth.ear.evaluations[0].loss
+    assert found == pytest.approx(plain.ear.evaluations[0].loss, abs=1e-6)
+
+
+# ---- Evaluation, the best, and early stops
+
+
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_evaluation_leaves_no_trace(tmp_path: Path, average: float | None) -> None:
+    config = replace(PLAIN, average=average)
+    seldom = Outcome("lm", tmp_path / "1", config)
+    often = Outcome("lm", tmp_path / "2", replace(config, eval_every=1))
+    assert len(often.ear.evaluations) == 7 and len(seldom.ear.evaluations) == 1
+    assert often.ear.figures == seldom.ear.figures
+    assert differing(often.snapshot, seldom.snapshot) == []
+
+
+def test_evaluation_is_the_mean_over_all_held_out_tokens(tmp_path: Path) -> None:
+    run = Outcome("lm", tmp_path, replace(PLAIN, steps=1))
+    total, count = 0.0, 0
+    for batch in run.task.held_out():
+        logits = run.model.head(run.task.vectors(run.model, batch))  # type: ignore[misc]
+        flat = logits.flatten(0, 1), batch["targets"].flatten()
+        total += float(torch.nn.functional.cross_entropy(*flat, reduction="sum").detach())
+        count += int((batch["targets"] != -100).sum())
+    report = run.ear.evaluations[0]
+    assert report.loss == pytest.approx(total / count, rel=1e-6)
+    assert report.perplexity == pytest.approx(math.exp(total / count), rel=1e-6)
+
+
+def test_the_model_ends_with_its_best_weights_and_they_are_kept(tmp_path: Path) -> None:
+    config = replace(PLAIN, eval_every=1, save_every=1, keep=1)
+    scores = (1.0, 5.0, 3.0, 2.0, 4.0, 1.0, 0.0)
+    run = Outcome("lm", tmp_path / "run", config, data=tmp_path / "data", judge=Judged(*scores))
+    assert run.result.best is not None and run.result.best.step == 2
+    assert run.result.best.scores == {"bleu": 5.0, "chrf": 0.0}
+    best = load_best(tmp_path / "run" / "snapshots")
+    assert best is not None and best.step == 2
+    kept = {n.removeprefix("model/"): x for n, x in best.tensors.items() if n.startswith("model/")}
+    assert differing(run.weights, kept) == []
+    short = Outcome(
+        "lm", tmp_path / "2", replace(config, steps=7), stop_at=1, data=tmp_path / "data"
+    )
+    assert differing(run.weights, short.weights) == []
+    assert not run.model.training
+    steps = [path.stem for path in list_snapshots(tmp_path / "run" / "snapshots")]
+    assert steps == ["step-00000007", "step-00000002"]
+
+
+def test_without_a_judge_the_lowest_loss_is_the_best(tmp_path: Path) -> None:
+    config = replace(PLAIN, eval_every=1, lr=3.0, schedule="constant")
+    run = Outcome("lm", tmp_path, config)
+    losses = [report.loss for report in run.ear.evaluations]
+    best = run.result.best
+    assert (
+        best is not None and best.loss == min(losses) and best.step == 1 + losses.index(best.loss)
+    )
+    assert best.step < 7  # else the last would do as well
+
+
+def test_what_is_evaluated_and_given_out_is_the_average(tmp_path: Path) -> None:
+    config = replace(PLAIN, average=0.5, steps=3, eval_every=3)
+    run = Outcome("lm", tmp_path / "1", config)
+    average = {n: x for n, x in run.snapshot.items() if n.startswith("average/")}
+    given = {f"average/{name}": x for name, x in run.weights.items()}
+    assert differing(average, given) == []
+    raw = {f"average/{n[6:]}": x for n, x in run.snapshot.items() if n.startswith("model/")}
+    assert len(differing(average, raw)) == len(raw)
+    nothing = LanguageTask(text_task(tmp_path).text, None)
+    bare = Outcome("lm", tmp_path / "2", config, task=nothing)
+    assert bare.ear.evaluations == [] and bare.result.best is None
+    assert differing(bare.weights, run.weights) == []
+
+
+def test_a_run_that_gets_no_better_is_stopped(tmp_path: Path) -> None:
+    config = replace(PLAIN, steps=20, eval_every=2, patience=2)
+    judge = Judged(1.0, 3.0, 2.0, 3.0, 9.0)
+    run = Outcome("lm", tmp_path, config, judge=judge)
+    assert (run.result.reason, run.result.steps) == ("patience", 8)
+    assert run.result.best is not None and run.result.best.step == 4
+    assert any("2 evaluations in a row were no better" in note for note in run.ear.notes)
+    # And it stays stopped, unless it is given more patience.
+    again = Outcome("lm", tmp_path, config, judge=judge, resume=True)
+    assert (again.result.reason, again.ear.steps) == ("patience", [])
+    more = Outcome("lm", tmp_path, replace(config, steps=10, patience=3), judge=judge, resume=True)
+    assert more.result.reason == "done" and more.result.best is not None
+    assert more.result.best.step == 10
+
+
+def test_patience_is_remembered_over_a_stop(tmp_path: Path) -> None:
+    config = replace(PLAIN, steps=20, eval_every=2, patience=3)
+    judge = Judged(5.0, 4.0, 3.0, 2.0, 1.0)
+    Outcome("lm", tmp_path, config, judge=judge, stop_at=4)
+    run = Outcome("lm", tmp_path, config, judge=judge, resume=True)
+    assert (run.result.reason, run.result.steps) == ("patience", 8)
+    assert run.result.best is not None and run.result.best.step == 2
+
+
+def test_time_ends_a_run_with_an_evaluation_and_a_snapshot(tmp_path: Path) -> None:
+    run = Outcome("lm", tmp_path, replace(PLAIN, minutes=1e-9))
+    assert (run.result.reason, run.result.steps) == ("time", 1)
+    assert [report.step for report in run.ear.evaluations] == [1]
+    assert [path.stem for path in list_snapshots(tmp_path / "snapshots")] == ["step-00000001"]
+
+
+# ---- What goes wrong
+
+
+class Poisoned:
+    """A task whose batches break the model from a step on."""
+
+    targets = "targets"
+
+    def __init__(self, task: LanguageTask, model: Transformer, at: int) -> None:
+        self.task, self.model, self.at = task, model, at
+        self.fingerprint = task.fingerprint
+        self.count = 0
+
+    def batch(self, number: int) -> dict[str, Tensor]:
+        return self.task.batch(number)
+
+    def held_out(self) -> Iterator[dict[str, Tensor]]:
+        return self.task.held_out()
+
+    def vectors(self, model: Transformer, batch: Any) -> Tensor:
+        self.count += model.training
+        if self.count == self.at:
+            with torch.no_grad():
+                next(model.parameters())[5, 0] = math.nan
+        return self.task.vectors(model, batch)
+
+    def guide(self, model: Transformer, batch: Any) -> None:
+        return None
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_snapshot(
+    tmp_path: Path,
+) -> None:
+    model, task = make_model(LLAMA), text_task(tmp_path, rows=9)
+    ear = Ear()
+    config = replace(PLAIN, save_every=2, eval_every=2)
+    with pytest.raises(Diverged) as told:
+        train(
+            model,
+            Poisoned(task, model, 6),
+            config,
+            tmp_path / "run",
+            listener=ear,  # type: ignore[arg-type]
+        )
+    assert re_all(str(told.value), "step 6: the loss is nan", "the snapshot after 4 steps is whole")
+    assert "lower lr" in str(told.value)
+    assert [report.step for report in ear.steps] == [1, 2, 3, 4, 5, 6]
+    left = load_latest(tmp_path / "run")
+    assert left is not None and left.step == 4
+    assert all(tensor.isfinite().all() for tensor in left.tensors.values())
+    # From there it goes on, with the fault mended, to where a healthy run ends.
+    healthy = Outcome("lm", tmp_path / "healthy", config, model=make_model(LLAMA), task=task)
+    mended = make_model(LLAMA)
+    train(mended, task, config, tmp_path / "run", resume=True)
+    assert differing(dict(mended.named_parameters()), dict(healthy.model.named_parameters())) == []
+
+
+def re_all(text: str, *parts: str) -> bool:
+    missing = [part for part in parts if part not in text]
+    assert not missing, f"{missing} not in {text!r}"
+    return True
+
+
+def test_weights_that_a_step_made_infinite_are_never_saved(tmp_path: Path) -> None:
+    """The step's own loss is finite: it was worked out before."""
+    model, task = make_model(LLAMA), text_task(tmp_path)
+    config = replace(PLAIN, save_every=1, keep=1, lr=1e38, warmup=0, schedule="constant")
+    bare = LanguageTask(task.text, None)
+    with pytest.raises(Diverged, match=r"step [12]: .*not .*finite|step 2: the loss is"):
+        train(model, bare, replace(config, weight_decay=50.0), tmp_path / "run")
+    left = load_latest(tmp_path / "run")
+    assert left is None or all(x.isfinite().all() for x in left.tensors.values())
+
+
+def test_a_held_out_loss_that_is_not_finite_is_no_best(tmp_path: Path) -> None:
+    model, task = make_model(LLAMA), text_task(tmp_path)
+    ear = Ear()
+
+    class Broken(Poisoned):
+        def held_out(self) -> Iterator[dict[str, Tensor]]:
+            with torch.no_grad():
+                next(self.model.parameters())[:] = math.inf
+            return self.task.held_out()
+
+    config = replace(PLAIN, save_every=2, eval_every=3)
+    with pytest.raises(Diverged, match=r"step 3: the held-out loss is nan.*after 2 steps is whole"):
+        train(model, Broken(task, model, 0), config, tmp_path / "run", listener=ear)  # type: ignore[arg-type]
+    left = load_latest(tmp_path / "run")
+    assert left is not None and left.step == 2
+
+
+def test_a_full_disk_is_told_and_the_old_snapshot_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(PLAIN, save_every=2)
+    real, count = snapshots._write_data, 0
+
+    def write(*given: Any) -> str:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise OSError(28, "No space left on device")
+        return real(*given)
+
+    monkeypatch.setattr(snapshots, "_write_data", write)
+    with pytest.raises(BadSnapshot, match=r"step-00000006.*No space left.*saved before is untouch"):
+        Outcome("lm", tmp_path / "run", config, data=tmp_path / "data")
+    left = load_latest(tmp_path / "run" / "snapshots")
+    assert left is not None and left.step == 4 and left.passed_over == ()
+    assert not [p for p in (tmp_path / "run" / "snapshots").iterdir() if p.name.startswith(".")]
+    monkeypatch.undo()
+    more = Outcome("lm", tmp_path / "run", config, data=tmp_path / "data", resume=True)
+    whole = Outcome("lm", tmp_path / "whole", config, data=tmp_path / "data")
+    assert differing(more.snapshot, whole.snapshot) == []
+
+
+def test_a_fault_in_making_batches_is_raised_where_they_are_used(tmp_path: Path) -> None:
+    class Torn(Poisoned):
+        def batch(self, number: int) -> dict[str, Tensor]:
+            if number == 3:
+                raise ValueError("the file has gone")
+            return self.task.batch(number)
+
+    model, task = make_model(LLAMA), text_task(tmp_path)
+    ear = Ear()
+    with pytest.raises(ValueError, match="the file has gone"):
+        train(model, Torn(task, model, 0), PLAIN, tmp_path / "run", listener=ear)  # type: ignore[arg-type]
+    assert [report.step for report in ear.steps] == [1, 2, 3]
+
+
+def test_the_model_is_left_as_it_was_found(tmp_path: Path) -> None:
+    run = Outcome("lm", tmp_path, replace(PLAIN, steps=2, recompute=True))
+    assert all("forward" not in vars(module) for module in run.model.modules())
+    fresh = make_model(GPT2)
+    finite = [getattr(m, "finite", None) for m in run.model.modules()]
+    assert finite == [getattr(m, "finite", None) for m in fresh.modules()]
+
+
+def test_a_model_without_a_head_and_an_average_of_many_devices_are_refused(tmp_path: Path) -> None:
+    bare = make_model({**GPT2, "architectures": ["GPT2Model"]})
+    if bare.head is not None:
+        bare.head = None
+    with pytest.raises(ValueError, match="without a head"):
+        train(bare, text_task(tmp_path), PLAIN, tmp_path / "run")
+
+    class Many:
+        size = 2
+
+    with pytest.raises(ValueError, match="are for one device"):
+        Run(
+            make_model(GPT2),
+            text_task(tmp_path),
+            replace(PLAIN, average=0.9),
+            tmp_path,
+            Many(),  # type: ignore[arg-type]
+            Ear(),
+            None,
+        )
+    assert Fleet.alone().size == 1
+
+
+def test_reports_have_what_a_cpu_knows(tmp_path: Path) -> None:
+    run = Outcome("lm", tmp_path, replace(PLAIN, steps=3))
+    assert all(report.mfu is None and report.memory is None for report in run.ear.steps)
+    assert all(report.seconds > 0 for report in run.ear.steps)
+    assert isinstance(run.result.best, EvalReport)

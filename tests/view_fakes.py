@@ -1,0 +1,170 @@
+"""Records made by hand, with the methods that the view asks for: numpy only, and fully known.
+
+Each head has one habit (previous token, first token, induction, …) written as a score of the pair
+(query, key); weights are its softmax. What a record answers is computed per request, as the real
+one does, so that a long record costs nothing until it is looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+HABITS = ("previous", "first", "induction", "local", "broad", "same", "separator", "next")
+SCORES = ("previous", "next", "same", "induction", "first", "separator", "local", "broad")
+ENGLISH = "The animal didn't cross the street because it was too tired .".split(" ")
+
+
+@dataclass(frozen=True)
+class FakePlace:
+    name: str
+    layer: int
+    kind: str
+    n_heads: int
+    n_queries: int
+    n_keys: int
+    causal: bool
+    exact_zoom: bool = True
+
+
+@dataclass
+class FakeRecord:
+    tokens: list[str] = field(default_factory=lambda: list(ENGLISH))
+    text: str = ""
+    spans: list[tuple[int, int]] | None = None
+    source_tokens: list[str] | None = None
+    source_text: str | None = None
+    model: str = "fake"
+    created: str = "2026-11-15T12:00:00Z"
+    version: int = 1
+    kept: str = "qk"
+    places: list[Any] = field(default_factory=list)
+    strength: float = 1.0
+
+    def scores(self, place: int, head: int, t: np.ndarray, s: np.ndarray) -> np.ndarray:
+        here = self.places[place]
+        gap = (t + here.n_keys - here.n_queries) - s
+        seed = place * 31 + head * 7
+        noise = np.sin(t * 12.9898 + s * 78.233 + seed) * 1.1
+        if here.kind == "cross":
+            target = t * here.n_keys / here.n_queries
+            out = noise * 0.5 - np.abs(s - target - (head % 3)) * (3.0 - head % 4 * 0.6)
+        else:
+            out = noise * 0.7 + self._habit(place, head, t, s, gap) * self.strength
+        return np.where(gap < 0, -np.inf, out) if here.causal else out
+
+    def _habit(
+        self, place: int, head: int, t: np.ndarray, s: np.ndarray, gap: np.ndarray
+    ) -> np.ndarray:
+        habit = HABITS[(head + place * 3) % len(HABITS)]
+        sharp = 5.0 if (place + head) % 3 else 2.6
+        if habit == "previous":
+            return np.where(gap == 1, sharp, 0.0)
+        if habit == "next":
+            return np.where(gap == -1, sharp, 0.0)
+        if habit == "same":
+            return np.where(gap == 0, sharp, 0.0)
+        if habit == "first":
+            return np.where(s == 0, sharp + 1, 0.0)
+        if habit == "separator":
+            return np.where(s % 11 == 10, sharp, 0.0)
+        if habit == "induction":
+            return np.where((gap % 7 == 6) & (gap > 0), sharp, 0.0)
+        if habit == "local":
+            return -np.abs(gap) * 0.35
+        return np.zeros(np.broadcast(t, s).shape)
+
+    def weights(self, place: int, head: int, t0: int, t1: int) -> np.ndarray:
+        here = self.places[place]
+        t = np.arange(t0, t1, dtype=np.float32)[:, None]
+        s = np.arange(here.n_keys, dtype=np.float32)[None]
+        scores = self.scores(place, head, t, s)
+        scores -= scores.max(axis=1, keepdims=True)
+        weights = np.exp(scores)
+        return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)
+
+    def map(
+        self, place: int, head: int, window: tuple[int, int, int, int], size: tuple[int, int]
+    ) -> np.ndarray:
+        t0, t1, s0, s1 = window
+        height, width = size
+        rows = [
+            np.array_split(self.weights(place, head, int(part[0]), int(part[-1]) + 1)[:, s0:s1],
+                           width, axis=1)
+            for part in np.array_split(np.arange(t0, t1), height)
+        ]
+        return np.array([[cell.mean() for cell in row] for row in rows], dtype=np.float32)
+
+    def rows(self, place: int, head: int, query: int) -> np.ndarray:
+        return self.weights(place, head, query, query + 1)[0]
+
+    def column(self, place: int, head: int, key: int) -> np.ndarray:
+        return self.weights(place, head, 0, self.places[place].n_queries)[:, key]
+
+    def weight(self, place: int, head: int, t: int, s: int) -> float:
+        return float(self.rows(place, head, t)[s])
+
+    def statistics(self, place: int) -> dict[str, np.ndarray]:
+        here = self.places[place]
+        whole = np.stack([self.weights(place, h, 0, here.n_queries) for h in range(here.n_heads)])
+        return {"received": whole.sum(axis=1), "peak": whole.max(axis=2)}
+
+    def heads(self) -> dict[str, np.ndarray]:
+        shape = (len(self.places), max(place.n_heads for place in self.places))
+        out = {name: np.full(shape, np.nan) for name in SCORES}
+        for place, here in enumerate(self.places):
+            for head in range(here.n_heads):
+                habit = HABITS[(head + place * 3) % len(HABITS)]
+                for name in SCORES:
+                    low = 0.05 + 0.1 * abs(np.sin(place + 3 * head + len(name)))
+                    high = 0.92 if (place + head) % 3 else 0.55
+                    told = high if name == habit and here.kind == "self" else low
+                    out[name][place, head] = told
+        return out
+
+
+def spread(tokens: list[str], joint: str = " ") -> tuple[str, list[tuple[int, int]]]:
+    """The text of some words, and where in it each lies."""
+    text, spans = "", []
+    for token in tokens:
+        start = len(text) + (len(joint) if text else 0)
+        text = text + (joint if text else "") + token
+        spans.append((start, start + len(token)))
+    return text, spans
+
+
+def decoder(
+    tokens: list[str] | None = None, layers: int = 4, n_heads: int = 8, **fields: Any
+) -> FakeRecord:
+    """A language model's record: causal self-attention."""
+    tokens = list(ENGLISH) if tokens is None else tokens
+    text, spans = spread(tokens)
+    places = [
+        FakePlace(f"layers.{n}.attn", n, "self", n_heads, len(tokens), len(tokens), True)
+        for n in range(layers)
+    ]
+    fields = {"text": text, "spans": spans, "model": "fake:lm", **fields}
+    return FakeRecord(tokens=tokens, places=places, **fields)
+
+
+def translator() -> FakeRecord:
+    """An encoder–decoder's record, English to Japanese: three kinds of places."""
+    source = ["<en>", "The", "cat", "sat", "on", "the", "mat", ".", "</s>"]
+    target = ["<s>", "猫", "は", "マット", "の", "上", "に", "座っ", "た", "。"]
+    t, s = len(target), len(source)
+    places = [FakePlace(f"encoder.layers.{n}.attn", n, "self", 4, s, s, False) for n in range(2)]
+    for n in range(2):
+        places.append(FakePlace(f"decoder.layers.{n}.self_attn", n, "self", 4, t, t, True))
+        places.append(FakePlace(f"decoder.layers.{n}.cross_attn", n, "cross", 4, t, s, False))
+    text, spans = spread(target, "")
+    return FakeRecord(
+        tokens=target,
+        text=text,
+        spans=spans,
+        source_tokens=source,
+        source_text=" ".join(source),
+        model="fake:translate",
+        places=places,
+    )
