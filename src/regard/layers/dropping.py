@@ -1,11 +1,12 @@
-"""Dropout that costs little inside a compiled graph.
+"""Dropout that costs little inside a graph compiled for a CPU.
 
 Why: a compiler draws torch's random numbers entry by entry, ten rounds of mixing each, and keeps
 which entries were dropped until the backward pass. In training that costs more than the norms do.
 
-How: inside a graph one random number is drawn for the whole tensor, and whether an entry is dropped
-is a short hash of it and of the entry's place. The backward pass computes it again, so nothing is
-kept. Outside a graph it is torch's own dropout.
+How: inside such a graph one random number is drawn for the whole tensor, and whether an entry is
+dropped is a short hash of it and of the entry's place. The backward pass computes it again, so
+nothing is kept. Elsewhere it is torch's own dropout: in a graph for a GPU, Triton refuses the
+products that the compiler folds out of the hash.
 
 Left out: attention's weights, which are dropped in `attention`.
 """
@@ -19,12 +20,13 @@ MOST = 2**62
 
 
 class Dropout(nn.Dropout):
-    """torch's dropout under every name; other draws inside a compiled graph."""
+    """torch's dropout under every name; other draws inside a graph compiled for a CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return input
-        if self.p >= 1.0 or not torch.compiler.is_compiling() or self.inplace:
+        ours = torch.compiler.is_compiling() and input.device.type == "cpu"
+        if not ours or self.p >= 1.0 or self.inplace:
             return super().forward(input)
         seed = torch.randint(0, MOST, (), dtype=torch.int64, device=input.device)
         # A backward pass multiplies by the same factors: they come of the seed again.
