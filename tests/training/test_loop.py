@@ -30,7 +30,13 @@ from regard.training.loop import Diverged, Run, mix, train
 from regard.training.optim import rate_share
 from regard.training.parallel import Fleet
 from regard.training.runlog import EvalReport
-from regard.training.snapshot import BadSnapshot, list_snapshots, load_best, load_latest
+from regard.training.snapshot import (
+    BadSnapshot,
+    list_snapshots,
+    load_best,
+    load_latest,
+    load_snapshot,
+)
 from regard.training.tasks import LanguageTask
 
 # ---- Seeds
@@ -110,15 +116,36 @@ def test_a_model_learns(tmp_path: Path) -> None:
 
 
 def test_blocks_computed_twice_give_the_same_run(tmp_path: Path) -> None:
-    runs = [
-        Outcome("lm", tmp_path / str(again), replace(PLAIN, recompute=again))
-        for again in (False, True)
-    ]
+    calls: list[int] = []
+    runs = []
+    for again in (False, True):
+        model = make_model(GPT2)
+        assert model.decoder is not None
+        model.decoder.layers[0].ffn.register_forward_hook(lambda *_: calls.append(1))
+        config = replace(PLAIN, recompute=again, eval_every=7)
+        runs.append(Outcome("lm", tmp_path / str(again), config, model=model))
+    held_out = sum(1 for _ in runs[0].task.held_out())
+    assert len(calls) == 7 + 14 + 2 * held_out
     assert runs[0].ear.figures == runs[1].ear.figures
     assert differing(runs[0].weights, runs[1].weights) == []
 
 
-def test_compiled_gives_the_losses_within_1e_5(tmp_path: Path) -> None:
+def test_half_precision_is_near_and_its_weights_are_whole(tmp_path: Path) -> None:
+    whole, half = (
+        Outcome("lm", tmp_path / kind, replace(PLAIN, precision=kind))  # type: ignore[arg-type]
+        for kind in ("float32", "bfloat16")
+    )
+    gaps = [abs(a - b) for a, b in zip(whole.ear.losses, half.ear.losses, strict=True)]
+    assert 1e-5 < max(gaps) < 0.05
+    assert half.ear.evaluations[0].loss != whole.ear.evaluations[0].loss
+    assert {x.dtype for x in half.weights.values()} == {torch.float32}
+
+
+def test_compiled_gives_the_losses_within_1e_5(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, made = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda given: made.append(given) or real(given))
     words = dict(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0, n_layer=1)
     plain, compiled = (
         Outcome(
@@ -131,6 +158,7 @@ def test_compiled_gives_the_losses_within_1e_5(tmp_path: Path) -> None:
         for compiled in (False, True)
     )
     assert compiled.ear.losses == pytest.approx(plain.ear.losses, abs=1e-5)
+    assert made == [compiled.task.vectors]
 
 
 def test_the_guided_term_is_part_of_the_loss_and_teaches(tmp_path: Path) -> None:
@@ -174,17 +202,39 @@ def test_evaluation_leaves_no_trace(tmp_path: Path, average: float | None) -> No
     assert differing(often.snapshot, seldom.snapshot) == []
 
 
-def test_evaluation_is_the_mean_over_all_held_out_tokens(tmp_path: Path) -> None:
-    run = Outcome("lm", tmp_path, replace(PLAIN, steps=1))
+def held_out_loss(run: Outcome) -> tuple[float, int]:
+    """By torch alone, of the model that was given out."""
     total, count = 0.0, 0
     for batch in run.task.held_out():
         logits = run.model.head(run.task.vectors(run.model, batch))  # type: ignore[misc]
         flat = logits.flatten(0, 1), batch["targets"].flatten()
         total += float(torch.nn.functional.cross_entropy(*flat, reduction="sum").detach())
         count += int((batch["targets"] != -100).sum())
+    return total / count, count
+
+
+def test_evaluation_is_the_mean_over_all_held_out_tokens(tmp_path: Path) -> None:
+    run = Outcome("lm", tmp_path, replace(PLAIN, steps=1))
+    mean, count = held_out_loss(run)
+    assert count > 50
     report = run.ear.evaluations[0]
-    assert report.loss == pytest.approx(total / count, rel=1e-6)
-    assert report.perplexity == pytest.approx(math.exp(total / count), rel=1e-6)
+    assert report.loss == pytest.approx(mean, rel=1e-6)
+    assert report.perplexity == pytest.approx(math.exp(mean), rel=1e-6)
+
+
+def test_the_average_follows_every_step(tmp_path: Path) -> None:
+    """Step n keeps (1 + n) / (10 + n) of it at first, and never more than it is told to."""
+    config = replace(PLAIN, steps=4, average=0.2, save_every=1, keep=9)
+    Outcome("lm", tmp_path, config)
+    expected = dict(make_model(GPT2).named_parameters())
+    for n, path in enumerate(reversed(list_snapshots(tmp_path / "snapshots"))):
+        tensors = load_snapshot(path).tensors
+        kept = min(0.2, (1 + n) / (10 + n))
+        for name in expected:
+            now = tensors[f"model/{name}"]
+            expected[name] = kept * expected[name].detach() + (1 - kept) * now
+            torch.testing.assert_close(tensors[f"average/{name}"], expected[name])
+    assert n == 3
 
 
 def test_the_model_ends_with_its_best_weights_and_they_are_kept(tmp_path: Path) -> None:
@@ -225,6 +275,7 @@ def test_what_is_evaluated_and_given_out_is_the_average(tmp_path: Path) -> None:
     assert differing(average, given) == []
     raw = {f"average/{n[6:]}": x for n, x in run.snapshot.items() if n.startswith("model/")}
     assert len(differing(average, raw)) == len(raw)
+    assert run.ear.evaluations[0].loss == pytest.approx(held_out_loss(run)[0], rel=1e-6)
     nothing = LanguageTask(text_task(tmp_path).text, None)
     bare = Outcome("lm", tmp_path / "2", config, task=nothing)
     assert bare.ear.evaluations == [] and bare.result.best is None
@@ -306,7 +357,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_snapshot(
             tmp_path / "run",
             listener=ear,  # type: ignore[arg-type]
         )
-    assert re_all(str(told.value), "step 6: the loss is nan", "the snapshot after 4 steps is whole")
+    assert says(str(told.value), "step 6: the loss is nan", "the snapshot after 4 steps is whole")
     assert "lower lr" in str(told.value)
     assert [report.step for report in ear.steps] == [1, 2, 3, 4, 5, 6]
     left = load_latest(tmp_path / "run")
@@ -319,7 +370,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_snapshot(
     assert differing(dict(mended.named_parameters()), dict(healthy.model.named_parameters())) == []
 
 
-def re_all(text: str, *parts: str) -> bool:
+def says(text: str, *parts: str) -> bool:
     missing = [part for part in parts if part not in text]
     assert not missing, f"{missing} not in {text!r}"
     return True

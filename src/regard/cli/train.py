@@ -1,6 +1,8 @@
 """`regard train`: a model from a text file, or from a file of sentence pairs."""
 
 # No `from __future__ import annotations`: typer reads the annotations of nested functions.
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,17 +88,19 @@ def add_train(app: "typer.Typer") -> None:
     ) -> None:
         """Train a language model."""
         start(
-            recipe or ("masked-small" if masked else "lm-small"),
-            "masked" if masked else "lm",
-            {"data": data, "valid": valid, "tokenizer": tokenizer},
-            {"files": tuple(test or ())},
-            (data_parallel, tensor_parallel, context_parallel),
-            out=out,
-            size=size,
-            settings=settings,
-            resume=resume,
-            tensorboard=tensorboard,
-            device=device,
+            Asked(
+                recipe=recipe or ("masked-small" if masked else "lm-small"),
+                kind="masked" if masked else "lm",
+                files={"data": data, "valid": valid, "tokenizer": tokenizer},
+                tests={"files": tuple(test or ())},
+                layout=(data_parallel, tensor_parallel, context_parallel),
+                out=out,
+                size=size,
+                settings=settings or (),
+                resume=resume,
+                tensorboard=tensorboard,
+                device=device,
+            )
         )
 
     @trainer.command("translate", help=TRANSLATE_HELP)
@@ -130,66 +134,59 @@ def add_train(app: "typer.Typer") -> None:
             raise typer.BadParameter(f"{languages!r}; expected two, such as en,ja")
         files = {"data": data, "target": target, "valid": valid, "valid_target": valid_target}
         start(
-            recipe or "translate-small",
-            "translate",
-            files | {"tokenizer": tokenizer, "languages": names},
-            {"files": tuple(test or ()), "target": test_target, "lexicon": lexicon},
-            (data_parallel, tensor_parallel, 1),
-            out=out,
-            size=size,
-            settings=settings,
-            resume=resume,
-            tensorboard=tensorboard,
-            device=device,
+            Asked(
+                recipe=recipe or "translate-small",
+                kind="translate",
+                files=files | {"tokenizer": tokenizer, "languages": names},
+                tests={"files": tuple(test or ()), "target": test_target, "lexicon": lexicon},
+                layout=(data_parallel, tensor_parallel, 1),
+                out=out,
+                size=size,
+                settings=settings or (),
+                resume=resume,
+                tensorboard=tensorboard,
+                device=device,
+            )
         )
 
 
-def start(
-    name: str,
-    kind: str,
-    files: dict[str, Any],
-    tests: dict[str, Any],
-    layout: tuple[int, int, int],
-    *,
-    out: Path,
-    size: str | None,
-    settings: list[str] | None,
-    resume: bool,
-    tensorboard: bool,
-    device: str | None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a command line asks for; `files` and `tests` are fields of `Files` and `Tests`."""
+
+    recipe: str
+    kind: str
+    files: dict[str, Any]
+    out: Path
+    tests: dict[str, Any] = field(default_factory=dict)
+    layout: tuple[int, int, int] = (1, 1, 1)
+    """Processes that share rows, layers and texts."""
+    size: str | None = None
+    settings: Sequence[str] = ()
+    resume: bool = False
+    tensorboard: bool = False
+    device: str | None = None
+
+
+def start(asked: Asked) -> None:
     """Run, or say in one line why not."""
     import typer
     from rich.console import Console
 
     notes = Console(stderr=True)
     try:
-        report = launch(
-            name, kind, files, tests, layout, out, size, settings, resume, tensorboard, device
-        )
+        report = launch(asked)
     except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as refusal:
         write_line(notes, make_printable(str(refusal), notes.encoding))
         raise typer.Exit(code=2) from None
     except KeyboardInterrupt:
         raise typer.Exit(code=130) from None
     if report["ended"] == "interrupted":
-        write_line(notes, f"go on with: the same command and --resume (--out {out})")
+        write_line(notes, f"go on with: the same command and --resume (--out {asked.out})")
         raise typer.Exit(code=130)
 
 
-def launch(
-    name: str,
-    kind: str,
-    files: dict[str, Any],
-    tests: dict[str, Any],
-    layout: tuple[int, int, int],
-    out: Path,
-    size: str | None,
-    settings: list[str] | None,
-    resume: bool,
-    tensorboard: bool,
-    device: str | None,
-) -> dict[str, Any]:
+def launch(asked: Asked) -> dict[str, Any]:
     """Make the recipe and the fleet, and run."""
     import torch
 
@@ -201,16 +198,16 @@ def launch(
     from regard.training.running import Tests, old_recipe, run
 
     # A run goes on as it was told; what this command changes is changed in that.
-    old = old_recipe(out) if resume else None
-    recipe = old or named_recipe(name)
-    if recipe.task != kind:
-        what = f"the recipe {name!r}" if old is None else f"the run in {out}"
+    old = old_recipe(asked.out) if asked.resume else None
+    recipe = old or named_recipe(asked.recipe)
+    if recipe.task != asked.kind:
+        what = f"the recipe {asked.recipe!r}" if old is None else f"the run in {asked.out}"
         raise ValueError(f"{what} is for {COMMANDS[recipe.task]}")
-    if size is not None:
-        recipe = sized(recipe, size)
-    recipe = recipe.changed(split_settings(settings or ()))
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    data, tensor, context = layout
+    if asked.size is not None:
+        recipe = sized(recipe, asked.size)
+    recipe = recipe.changed(split_settings(asked.settings))
+    where = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    data, tensor, context = asked.layout
     wanted = Layout(data=data, tensor=tensor, context=context)
     try:
         fleet = Fleet.alone(find_device(where)) if wanted.size == 1 else Fleet.launch(wanted, where)
@@ -218,11 +215,11 @@ def launch(
         raise ValueError(str(wrong)) from wrong
     with fleet:
         return run(
-            Files(**files),
+            Files(**asked.files),
             recipe,
-            out,
-            tests=Tests(**tests),
+            asked.out,
+            tests=Tests(**asked.tests),
             fleet=fleet,
-            resume=resume,
-            tensorboard=tensorboard,
+            resume=asked.resume,
+            tensorboard=asked.tensorboard,
         )

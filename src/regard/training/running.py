@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,13 +112,28 @@ def run(
         )
         trained = time.perf_counter()
         report = tell(recipe, prepared, result, (ready - began, trained - ready), fleet)
-        if result.reason != "interrupted" and fleet.is_main:
-            save(prepared.model, out)
+        whole = whole_model(prepared.model, fleet)
+        if result.reason != "interrupted" and whole is not None:
+            prepared = replace(prepared, model=whole)
+            save(whole, out)
             plot_losses(inside)
             report["tests"] = put_to(tests or Tests(), files, recipe, prepared, inside)
             write_json(out / "report.json", report)
             monitor.note(f"the model is in {out}: {json.dumps(report['tests'])}")
     return report
+
+
+def whole_model(model: Transformer, fleet: Fleet) -> Transformer | None:
+    """The model in one piece, where several ranks hold parts of it; None but on the main rank."""
+    if fleet.size == 1:
+        return model
+    tensors = fleet.state(model)
+    if tensors is None:
+        return None
+    whole = Transformer(model.config)
+    whole.tokenizer = model.tokenizer
+    Fleet.alone().restore(whole, (), tensors)
+    return whole.to(fleet.device).eval()
 
 
 def make_way(inside: Path) -> None:
@@ -273,6 +288,7 @@ def score_text(
     """Loss a token, perplexity, and bits a byte of a text; of gaps alone, if these are filled."""
     task = prepared.task
     assert isinstance(task, LanguageTask)
+    hide = task.masked if recipe.task == "masked" else None
     texts = read_documents(path, separator=files.separator).texts
     n_bytes = sum(len(text.encode()) for text in texts)
     eos = None if len(texts) == 1 else prepared.tokenizer.special.eos
@@ -283,16 +299,16 @@ def score_text(
         rows=recipe.rows,
         seed=0,
         documents=recipe.documents,
-        shifted=task.masked is None,
+        shifted=hide is None,
     )
     model, total, n_tokens = prepared.model, 0.0, 0
     device = next(model.parameters()).device
     assert model.head is not None
-    for batch in LanguageTask(packed, packed, task.masked).held_out():
+    for batch in LanguageTask(packed, packed, hide).held_out():
         own = {name: x.to(device) for name, x in batch.items()}
         total += float(summed_loss(model.head, task.vectors(model, own), own["targets"]))
         n_tokens += int((batch["targets"] != LEFT_OUT).sum())
     made = {"loss": total / n_tokens, "perplexity": math.exp(total / n_tokens)}
-    if task.masked is None:
+    if hide is None:
         made["bits_per_byte"] = total / math.log(2.0) / n_bytes
     return made | {"tokens": n_tokens, "bytes": n_bytes}

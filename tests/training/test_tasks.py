@@ -1,0 +1,223 @@
+"""Tasks: batches by their number alone, documents and padding that nobody else feels, links."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import (
+    BERT,
+    BOS,
+    EOS,
+    GPT2,
+    LLAMA,
+    MASK,
+    ORIGINAL,
+    PAD,
+    VOCAB,
+    make_model,
+    make_task,
+    pair_task,
+    sentences,
+    text_task,
+)
+from torch import Tensor
+
+from regard.models import Transformer
+from regard.training.guiding import guide_loss, guided
+from regard.training.tasks import Guide, LanguageTask, TranslationTask
+
+KINDS = ("lm", "masked", "translate")
+
+
+def logits_of(model: Transformer, x_btc: Tensor) -> Tensor:
+    assert model.head is not None
+    logits: Tensor = model.head(x_btc)
+    return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_is_a_function_of_its_number(tmp_path: Path, kind: str) -> None:
+    task = make_task(kind, tmp_path)
+    asked = {number: task.batch(number) for number in (3, 0, 100, 1)}
+    again = make_task(kind, tmp_path)
+    for number in (0, 1, 100, 3):
+        batch = again.batch(number)
+        assert batch.keys() == asked[number].keys()
+        assert all(torch.equal(x, asked[number][name]) for name, x in batch.items())
+    other = make_task(kind, tmp_path, seed=4).batch(0)
+    assert any(x.shape != other[n].shape or (x != other[n]).any() for n, x in asked[0].items())
+    assert asked[0][task.targets].dtype == torch.int64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_held_out_comes_in_the_same_order_each_time(tmp_path: Path, kind: str) -> None:
+    task = make_task(kind, tmp_path)
+    first, second = list(task.held_out()), list(task.held_out())
+    assert len(first) == len(second) > 0
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_without_held_out_data_there_is_none(tmp_path: Path) -> None:
+    task, pairs = text_task(tmp_path), pair_task(tmp_path)
+    assert list(LanguageTask(task.text, None).held_out()) == []
+    assert list(TranslationTask(pairs.pairs, None).held_out()) == []
+
+
+def test_data_and_fingerprint_go_together(tmp_path: Path) -> None:
+    task, pairs = text_task(tmp_path), pair_task(tmp_path)
+    assert task.fingerprint == task.text.tokens.fingerprint
+    assert task.valid is not None
+    assert LanguageTask(task.valid, None).fingerprint != task.fingerprint
+    assert pairs.pairs.sources.fingerprint in pairs.fingerprint
+    assert pairs.pairs.targets.fingerprint in pairs.fingerprint
+
+
+# ---- Packing
+
+
+@pytest.mark.parametrize(
+    ("words", "masked"),
+    [(GPT2, False), (LLAMA, False), (BERT, True)],
+    ids=["gpt2", "llama", "bert"],
+)
+def test_a_packed_document_gets_the_scores_it_gets_alone(
+    tmp_path: Path, words: dict[str, Any], masked: bool
+) -> None:
+    """No token sees another document: a window's documents answer as if each were by itself."""
+    model = make_model(words).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5.0)  # so that what is seen weighs
+    task = text_task(tmp_path, masked=masked)
+    n_documents = 0
+    for number in range(3):
+        batch = task.batch(number)
+        packed = logits_of(model, task.vectors(model, batch))
+        for row in range(len(packed)):
+            for document in batch["documents"][row].unique():
+                here = batch["documents"][row] == document
+                alone = {"ids": batch["ids"][row, here][None]}
+                expected = logits_of(model, task.vectors(model, alone))[0]
+                torch.testing.assert_close(packed[row, here], expected, rtol=1e-5, atol=1e-5)
+                n_documents += 1
+    assert n_documents > 20
+
+
+def test_a_change_in_one_document_reaches_no_other(tmp_path: Path) -> None:
+    model = make_model(LLAMA).eval()
+    task = text_task(tmp_path)
+    batch = task.batch(0)
+    before = task.vectors(model, batch)
+    first = batch["documents"] == 0
+    assert first.any(1).all() and not first.all(1).any()
+    changed = batch | {"ids": torch.where(first, 4 + batch["ids"] % 40, batch["ids"])}
+    after = task.vectors(model, changed)
+    assert torch.equal(after[~first], before[~first])
+    assert (after[first] != before[first]).any()
+
+
+# ---- Gaps
+
+
+def test_gaps_are_asked_for_and_nothing_else(tmp_path: Path) -> None:
+    task = text_task(tmp_path, masked=True)
+    plain = task.text.batch(5)
+    batch = task.batch(5)
+    asked = batch["targets"] != -100
+    assert 0 < asked.float().mean() < 0.6
+    assert torch.equal(batch["targets"][asked], plain.ids[asked])
+    assert torch.equal(batch["ids"][~asked], plain.ids[~asked])
+    assert (batch["ids"][asked] == MASK).any()
+    special = torch.tensor([PAD, BOS, EOS, MASK])
+    assert not torch.isin(plain.ids[asked], special).any()
+    # Each batch has gaps of its own: two have as many in common as chance gives them.
+    gaps = torch.stack([task.batch(number)["targets"] != -100 for number in range(20)]).float()
+    assert (gaps[1:] * gaps[:-1]).mean() < 1.5 * gaps.mean() ** 2
+    for held in task.held_out():
+        asked = held["targets"] != -100
+        assert 0 < asked.float().mean() < 0.6 and (held["ids"][asked] == MASK).any()
+
+
+# ---- Pairs
+
+
+def test_a_pair_in_a_batch_gets_the_scores_it_gets_alone(tmp_path: Path) -> None:
+    model = make_model(ORIGINAL).eval()
+    task = pair_task(tmp_path, guide=False)
+    n_padded = 0
+    for number in range(4):
+        batch = task.batch(number)
+        together = logits_of(model, task.vectors(model, batch))
+        for row, real in enumerate(batch["target_out"] != -100):
+            source = batch["source"][row, batch["source_real"][row]][None]
+            target = batch["target_in"][row, real][None]
+            alone = model(target, source=source).logits
+            assert alone is not None
+            torch.testing.assert_close(together[row, real], alone[0], rtol=1e-5, atol=1e-5)
+            n_padded += int((~real).sum()) + int((~batch["source_real"][row]).sum())
+    assert n_padded > 10
+
+
+def test_targets_are_those_of_the_pair_and_its_end(tmp_path: Path) -> None:
+    task = pair_task(tmp_path)
+    sources = sentences(61, 1)
+    batch, rows = task.batch(2), task.pairs.batch(2).rows
+    for row, number in enumerate(rows):
+        source = batch["source"][row, batch["source_real"][row]].tolist()
+        assert source == [*sources[number], EOS]
+        target = [4 + (token - 3) % (VOCAB - 4) for token in sources[number]]
+        out = batch["target_out"][row]
+        assert out[out != -100].tolist() == [*target, EOS]
+        assert batch["target_in"][row, : len(target) + 1].tolist() == [BOS, *target]
+
+
+# ---- The guided term
+
+
+def test_links_go_with_their_pairs(tmp_path: Path) -> None:
+    """Targets are made token by token, so most links must lie on the diagonal, one step on."""
+    task = pair_task(tmp_path)
+    links = task.batch(1)["links"]
+    assert links.shape == (*task.batch(1)["target_in"].shape, task.batch(1)["source"].shape[1])
+    b, t, s = links.nonzero(as_tuple=True)
+    assert len(b) > 5 and (t == s + 1).float().mean() > 0.8
+    assert task.told is not None
+    moved = TranslationTask(task.pairs, None, Guide(task.told.links, 0, (0,), offset=1))
+    b, t, s = moved.batch(1)["links"].nonzero(as_tuple=True)
+    assert (t == s).float().mean() > 0.8
+
+
+def test_the_term_is_the_loss_of_the_guided_heads(tmp_path: Path) -> None:
+    task, model = pair_task(tmp_path), make_model(ORIGINAL).eval()
+    batch = task.batch(0)
+    told = task.guide(model, batch)
+    assert told is not None
+    plain = task.vectors(model, batch)
+    with told:
+        heard = task.vectors(model, batch)
+    assert torch.equal(plain, heard)
+    with guided(model, 0, (0,)) as caught:
+        task.vectors(model, batch)
+        expected = guide_loss(caught.log_weights(), batch["links"])
+    assert torch.equal(told.loss(), expected) and expected > 0
+    (gradient,) = torch.autograd.grad(
+        told.loss(),
+        [model.decoder.layers[0].cross_attn.q_proj.weight],  # type: ignore[union-attr]
+    )
+    # Of two heads only the first is told; nothing is left in the model.
+    assert gradient[:6].any() and not gradient[6:].any()
+    assert "_look" not in vars(model.decoder.layers[0].cross_attn)  # type: ignore[union-attr]
+
+
+def test_nobody_is_guided_where_there_are_no_links(tmp_path: Path) -> None:
+    task, model = pair_task(tmp_path), make_model(ORIGINAL)
+    assert all("links" not in batch for batch in task.held_out())
+    assert task.guide(model, next(iter(task.held_out()))) is None
+    bare = pair_task(tmp_path, guide=False)
+    assert "links" not in bare.batch(0) and bare.guide(model, bare.batch(0)) is None
+    text = text_task(tmp_path)
+    assert text.guide(model, text.batch(0)) is None
