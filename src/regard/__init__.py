@@ -43,6 +43,8 @@ if TYPE_CHECKING:
         translate,
     )
     from regard.layers import KVCache, MultiHeadAttention, observing
+    from regard.lens import Record
+    from regard.lens.watch import watch
     from regard.models import Transformer, count_parameters, load, save
     from regard.nn import convert
     from regard.tokens import Tokenizer
@@ -53,6 +55,8 @@ _HOMES = {
         "Prefix RelativeTable Wants Window attention explain observe"
     ),
     "regard.layers": "KVCache MultiHeadAttention observing",
+    "regard.lens": "Record",
+    "regard.lens.watch": "watch",
     "regard.nn": "convert",
     "regard.models": "Transformer count_parameters load save",
     "regard.generation": "GenerationConfig generate generate_batch generate_ids stream translate",
@@ -77,6 +81,7 @@ __all__ = [
     "MultiHeadAttention",
     "Observation",
     "Prefix",
+    "Record",
     "RelativeTable",
     "Tokenizer",
     "Transformer",
@@ -97,6 +102,7 @@ __all__ = [
     "save",
     "stream",
     "translate",
+    "watch",
 ]
 
 
@@ -105,7 +111,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
-    if name in ("nn", "layers", "positions", "models", "generation", "tokens"):
+    if name in ("nn", "layers", "positions", "models", "generation", "tokens", "lens", "view"):
         return importlib.import_module(f"regard.{name}")
     raise AttributeError(f"module 'regard' has no attribute {name!r}")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from regard._check import check_float, check_probability, check_shapes
+from regard.attention import listening
 from regard.attention.backends import Call, Explanation, choose
 from regard.attention.backends import explain as explain_call
 from regard.attention.bias import Bias
@@ -62,6 +63,8 @@ def attention(
     "auto", or the only one allowed: "reference", "blockwise", "sdpa", "flex",
     "triton".
     """
+    if listening.heard_by is not None:
+        listening.tell(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
     call = make_call(q, k, v, mask, bias, scale, softcap, sinks, (dropout, seed))
     with outside_autocast(call.q.device.type):
         chosen = choose(call, backend)

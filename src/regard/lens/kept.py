@@ -1,0 +1,299 @@
+"""What a place keeps, and every weight from it again, in numpy: no torch is needed to look.
+
+With q, k, the rule and the log-sum of each row a weight is
+
+    exp(softcap(scale · q·k) + biases - lse), where the row's runs allow a look, else 0
+
+so any part of the matrix is made when it is asked for, in pieces of bounded memory. The rule is
+kept in four plain forms, into which every mask and bias of a call is turned exactly:
+- `Runs`: each row sees a few runs of neighbouring keys (causal, windows, padding, documents);
+- `Relative`: a number for each head and each difference of two positions (ALiBi, T5);
+- `Column`: a number for each head and key (BLOOM); `Whole`: a number for each pair.
+
+Maps are exact at every zoom. A cell is the mean of all weights in it. Where cells are whole
+multiples of the cells of `Base` (exact means, made when the model ran) and lie on its grid, a cell
+is the mean of whole base cells; everywhere else it is made from q and k.
+
+Letters: H heads, G key heads, T queries, S keys, D head width; t, s sizes of a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = npt.NDArray[Any]
+Window: TypeAlias = tuple[int, int, int, int]
+
+
+class BadRecord(ValueError):
+    """A file that is no record, or a damaged or dishonest one; says what is wrong with it."""
+
+
+PIECE = 1 << 20
+"""Weights made at once."""
+STRIP = 256
+"""Rows made at once: short enough that what a causal row does not see is mostly left out."""
+WEIGHT_LIMIT = 1.01
+"""No weight is over 1; the rest is rounding in half types."""
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Row r of (heads or 1) · T sees the keys of pairs first[r] .. first[r + 1], each (lo, hi)."""
+
+    first: Array
+    pairs: Array
+    n_queries: int
+
+    def of(self, head: int, t0: int, t1: int) -> tuple[Array, Array]:
+        """The part of `first`, from 0 on, and the pairs of some rows of a head."""
+        shared = len(self.first) == self.n_queries + 1
+        at = t0 if shared else head * self.n_queries + t0
+        first = np.asarray(self.first[at : at + t1 - t0 + 1])
+        return first - first[0], np.asarray(self.pairs[first[0] : first[-1]])
+
+    def bounds(self, head: int, t0: int, t1: int) -> tuple[Array, Array]:
+        """The first and past-the-last key of each row, the same where a row sees nothing."""
+        first, pairs = self.of(head, t0, t1)
+        lo, hi = np.zeros(t1 - t0, np.int64), np.zeros(t1 - t0, np.int64)
+        some = first[1:] > first[:-1]
+        lo[some], hi[some] = pairs[first[:-1][some], 0], pairs[first[1:][some] - 1, 1]
+        return lo, hi
+
+    def allowed(self, head: int, window: Window) -> Array | None:
+        """Which pairs of a window may be seen, (t, s); None for all of them."""
+        t0, t1, s0, s1 = window
+        first, pairs = self.of(head, t0, t1)
+        counts = np.diff(first)
+        if len(counts) and counts.max() <= 1:
+            lo, hi = self.bounds(head, t0, t1)
+            if lo.max() <= s0 and hi.min() >= s1:
+                return None
+            j = np.arange(s0, s1)
+            return np.asarray((j >= lo[:, None]) & (j < hi[:, None]))
+        rows = np.repeat(np.arange(t1 - t0), counts)
+        edges = np.zeros((t1 - t0, s1 - s0 + 1), np.int32)
+        np.add.at(edges, (rows, np.clip(pairs[:, 0], s0, s1) - s0), 1)
+        np.add.at(edges, (rows, np.clip(pairs[:, 1], s0, s1) - s0), -1)
+        return np.asarray(np.cumsum(edges, 1)[:, :-1] > 0)
+
+
+class Added(Protocol):
+    """A number added to each score."""
+
+    def at(self, head: int, window: Window) -> Array:
+        """The numbers of a window, which broadcast to (t, s)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Relative:
+    """table[head, keys_at[s] - queries_at[t] - lowest]: depends on a difference of positions."""
+
+    table: Array
+    lowest: int
+    queries_at: Array
+    keys_at: Array
+
+    def at(self, head: int, window: Window) -> Array:
+        t0, t1, s0, s1 = window
+        gap = self.keys_at[None, s0:s1].astype(np.int64) - self.queries_at[t0:t1, None]
+        # Pairs that nobody sees (empty slots) may lie outside; any number does for them.
+        place = np.clip(gap - self.lowest, 0, self.table.shape[1] - 1)
+        return np.asarray(self.table[_one(self.table, head)][place])
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """values[head, s]: the same for every query."""
+
+    values: Array
+
+    def at(self, head: int, window: Window) -> Array:
+        return np.asarray(self.values[_one(self.values, head), window[2] : window[3]])[None]
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """values[head, t, s]."""
+
+    values: Array
+
+    def at(self, head: int, window: Window) -> Array:
+        t0, t1, s0, s1 = window
+        return np.asarray(self.values[_one(self.values, head), t0:t1, s0:s1])
+
+
+@dataclass(frozen=True, eq=False)
+class Base:
+    """Exact means of cells of `cell` × `cell` weights, (H, rows, columns), from the first pair."""
+
+    cell: int
+    means: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """All that the weights of one place are made from."""
+
+    q_htd: Array
+    k_gsd: Array
+    lse_ht: Array
+    key_heads: tuple[int, ...]
+    scale: float
+    softcap: float | None
+    runs: Runs | None
+    added: tuple[Added, ...]
+    base: Base | None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """T and S."""
+        return self.q_htd.shape[1], self.k_gsd.shape[1]
+
+    def piece(self, head: int, window: Window) -> Array:
+        """The weights of a window, (t, s) float32, made at once: for windows of bounded size."""
+        t0, t1, s0, s1 = window
+        q = as_float(self.q_htd[head, t0:t1])
+        k = as_float(self.k_gsd[self.key_heads[head], s0:s1])
+        with np.errstate(all="ignore"):
+            return self._weigh(head, window, (q * q.dtype.type(self.scale)) @ k.T)
+
+    def _weigh(self, head: int, window: Window, scores: Array) -> Array:
+        t0, t1, _, _ = window
+        if self.softcap is not None:
+            scores = self.softcap * np.tanh(scores / self.softcap)
+        for part in self.added:
+            scores = scores + part.at(head, window)
+        lse = np.asarray(self.lse_ht[head, t0:t1])
+        empty = np.isneginf(lse)
+        scores -= np.where(empty, 0.0, lse).astype(scores.dtype)[:, None]
+        allowed = None if self.runs is None else self.runs.allowed(head, window)
+        if allowed is not None:
+            scores[~allowed] = -np.inf
+        if empty.any():
+            scores[empty] = -np.inf
+        np.exp(scores, out=scores)
+        if scores.size and not scores.max() <= WEIGHT_LIMIT:  # also where it is NaN
+            raise BadRecord(
+                "queries, keys and log-sums do not fit together: a weight would be over 1; the "
+                "record is damaged, or the model gave NaN"
+            )
+        return scores
+
+    def pieces(self, head: int, window: Window) -> Iterator[tuple[Window, Array]]:
+        """The weights of a window in pieces; what is left out of it is 0."""
+        t0, t1, s0, s1 = window
+        width = max(PIECE // STRIP, 1)
+        for a in range(t0, t1, STRIP):
+            z = min(a + STRIP, t1)
+            left, right = s0, s1
+            if self.runs is not None:
+                lo, hi = self.runs.bounds(head, a, z)
+                some = hi > lo
+                if not some.any():
+                    continue
+                left, right = max(s0, int(lo[some].min())), min(s1, int(hi[some].max()))
+            for b in range(left, right, width):
+                inside = (a, z, b, min(b + width, right))
+                yield inside, self.piece(head, inside)
+
+    def row(self, head: int, query: int) -> Array:
+        """The weights of one query on every key, (S,)."""
+        found = np.zeros(self.sizes[1], np.float32)
+        for (_, _, s0, s1), part in self.pieces(head, (query, query + 1, 0, self.sizes[1])):
+            found[s0:s1] = part[0]
+        return found
+
+    def column(self, head: int, key: int) -> Array:
+        """The weights of every query on one key, (T,)."""
+        found = np.zeros(self.sizes[0], np.float32)
+        for (t0, t1, _, _), part in self.pieces(head, (0, self.sizes[0], key, key + 1)):
+            found[t0:t1] = part[:, 0]
+        return found
+
+    def map(self, head: int, window: Window, size: tuple[int, int]) -> Array:
+        """The mean weight in each of size[0] × size[1] equal cells of a window, float32."""
+        t0, t1, s0, s1 = window
+        height, width = size
+        cells = np.zeros(size, np.float32)
+        inside = self._on_base(window, size)
+        if inside is not None and min(inside) > 0 and self.base is not None:
+            rows, columns = inside
+            cells[:rows, :columns] = self._from_base(head, window, size, inside)
+            t_in = t0 + rows * ((t1 - t0) // height)
+            s_in = s0 + columns * ((s1 - s0) // width)
+            if columns < width:
+                beside = self._direct(head, (t0, t_in, s_in, s1), (rows, width - columns))
+                cells[:rows, columns:] = beside
+            if rows < height:
+                cells[rows:] = self._direct(head, (t_in, t1, s0, s1), (height - rows, width))
+            return cells
+        return self._direct(head, window, size)
+
+    def _on_base(self, window: Window, size: tuple[int, int]) -> tuple[int, int] | None:
+        """How many rows and columns of cells are whole base cells, if the grids agree."""
+        if self.base is None:
+            return None
+        counts = []
+        for axis in (0, 1):
+            first, last = window[2 * axis], window[2 * axis + 1]
+            step, rest = divmod(last - first, size[axis])
+            if rest or first % self.base.cell or step % self.base.cell:
+                return None
+            covered = self.base.means.shape[axis + 1] * self.base.cell
+            counts.append(min(max((covered - first) // step, 0), size[axis]))
+        return counts[0], counts[1]
+
+    def _from_base(
+        self, head: int, window: Window, size: tuple[int, int], inside: tuple[int, int]
+    ) -> Array:
+        assert self.base is not None
+        cell = self.base.cell
+        down, across = ((window[2 * x + 1] - window[2 * x]) // size[x] // cell for x in (0, 1))
+        t, s = window[0] // cell, window[2] // cell
+        rows, columns = inside
+        part = self.base.means[head, t : t + rows * down, s : s + columns * across]
+        fine = np.asarray(part, np.float32).reshape(rows, down, columns, across)
+        return np.asarray(fine.mean((1, 3), dtype=np.float64))
+
+    def _direct(self, head: int, window: Window, size: tuple[int, int]) -> Array:
+        t0, t1, s0, s1 = window
+        cells = np.zeros(size, np.float32)
+        for (a, z, b, y), part in self.pieces(head, window):
+            x0, down = shares(size[0], (t0, t1), (a, z))
+            y0, across = shares(size[1], (s0, s1), (b, y))
+            cells[x0 : x0 + len(down), y0 : y0 + len(across)] += down @ (part @ across.T)
+        return cells
+
+
+def shares(cells: int, window: tuple[int, int], part: tuple[int, int]) -> tuple[int, Array]:
+    """The first cell that a part of a window touches, and each index's share of the cells from it.
+
+    Cell x of the window a..z covers a + x · (z - a) / cells onwards. Overlaps are counted in whole
+    units of 1 / cells, so that they are exact at any size.
+    """
+    (first, last), span = window, window[1] - window[0]
+    begin = (part[0] - first) * cells // span
+    end = -((first - part[1]) * cells // span)
+    x = np.arange(begin, end, dtype=np.int64)[:, None] * span
+    n = (np.arange(part[0], part[1], dtype=np.int64) - first) * cells
+    shared = np.minimum(x + span, n + cells) - np.maximum(x, n)
+    assert last > first
+    return begin, (np.maximum(shared, 0) / span).astype(np.float32)
+
+
+def as_float(values: Array) -> Array:
+    """Numbers as float32, float64 as they are; bfloat16 comes as the bits of its upper half."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(values if values.dtype == np.float64 else values.astype(np.float32))
+
+
+def _one(values: Array, head: int) -> int:
+    """A head's row in what has one row a head, or one for all."""
+    return head if values.shape[0] > 1 else 0

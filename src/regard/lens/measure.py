@@ -1,0 +1,139 @@
+"""What is told about one call: `Wants` by `observe`, single weights, and the runs that rows see.
+
+All of it in O(T + S) memory: `measure` asks `regard.observe`, which works in tiles, on the device
+where q and k are. `spot_weights` makes chosen weights alone, each from one query, one key and the
+log-sum of its row; what heads do is summed up from these (`heads.py`). `find_runs` writes a mask
+down as runs of neighbouring keys, which any mask is made of, in pieces of bounded memory.
+
+Letters: B batch (here 1), T queries, S keys, H query heads, G key heads, D head width; P pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.attention import Observation, Wants, observe
+from regard.attention.bias import ALiBi, BiasAt, RelativeTable, Sum
+from regard.attention.rule import Rule, score_dtype
+from regard.attention.secondpass import visible
+from regard.attention.shape import Tile
+from regard.lens.calls import Call
+
+PIECE = 1 << 24
+"""Entries of a mask that are looked at together."""
+MOST_RUNS = 1 << 23
+
+
+def measure(call: Call, wants: Wants) -> Observation:
+    """What is wanted about a call."""
+    return observe(
+        call.q,
+        call.k,
+        None,
+        wants=wants,
+        mask=call.mask,
+        bias=call.bias,
+        scale=call.scale,
+        softcap=call.softcap,
+        sinks=call.sinks,
+    )
+
+
+def spot_weights(call: Call, lse_ht: Tensor, t_p: Tensor, s_p: Tensor) -> Tensor:
+    """The weights of query t_p[p] on key s_p[p], (H, P); rows count from 0, not by position."""
+    rule, shape = call.rule(), call.shape
+    dtype = score_dtype(call.q.dtype)
+    h_h1 = torch.arange(shape.H, device=call.q.device)[:, None]
+    group = shape.H // call.k.shape[1]
+    q_hpd = call.q[0][:, t_p].to(dtype) * rule.factor(call.q.shape[3])
+    k_hpd = call.k[0][:, s_p].to(dtype)
+    k_hpd = k_hpd.repeat_interleave(group, 0) if group > 1 else k_hpd
+    scores_hp = (q_hpd * k_hpd).sum(-1)
+    if rule.softcap is not None:
+        scores_hp = rule.softcap * torch.tanh(scores_hp / rule.softcap)
+    b, i_1p, j_1p = torch.zeros_like(t_p[:1]), (t_p + shape.offset)[None], s_p[None]
+    if rule.bias is not None:
+        scores_hp = scores_hp + rule.bias.add(b, h_h1, i_1p, j_1p, shape, dtype)
+    if rule.mask is not None:
+        scores_hp = scores_hp.masked_fill(~rule.mask.allows(b, h_h1, i_1p, j_1p, shape), -math.inf)
+    sums_hp = lse_ht[:, t_p]
+    empty = sums_hp == -math.inf
+    return (scores_hp - sums_hp.masked_fill(empty, 0.0)).exp().masked_fill(empty, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class FoundRuns:
+    """How many runs each row has, (1 or H, T), and all of them in order, (R, 2): lo, hi."""
+
+    counts: Tensor
+    pairs: Tensor
+
+
+def find_runs(rule: Rule) -> FoundRuns | None:
+    """The runs of keys that each row sees, by mask and by a bias of -inf; None if they are many."""
+    device = torch.device("cpu") if not rule.tensors() else rule.tensors()[0].device
+    ends = _interval(rule, device)
+    if ends is not None:
+        lo, hi = ends
+        some = hi > lo
+        return FoundRuns(some.long()[None].cpu(), torch.stack([lo, hi], 1)[some].int().cpu())
+    T, S = rule.shape.T, rule.shape.S
+    heads = _heads_of(rule, device)
+    step = max(PIECE // max(S * heads, 1), 1)
+    counts, pairs, total = [], [], 0
+    for t0 in range(0, T, step):
+        tile = Tile(t0, min(t0 + step, T), 0, S)
+        seen = visible(rule, tile, False, device)[0, :heads]
+        edge = torch.nn.functional.pad(seen, (1, 1))
+        h, t, at = (edge[..., 1:] != edge[..., :-1]).nonzero(as_tuple=True)
+        row = (h[::2] * T + t[::2] + t0).cpu()
+        pairs.append(torch.stack([row, at[::2].cpu(), at[1::2].cpu()], 1))
+        total += len(row)
+        if total > MOST_RUNS:
+            return None
+        counts.append(torch.zeros(heads, tile.t1 - t0, dtype=torch.long))
+        counts[-1].view(-1).index_add_(
+            0, (h[::2] * (tile.t1 - t0) + t[::2]).cpu(), torch.ones(len(row), dtype=torch.long)
+        )
+    found = torch.cat(pairs) if pairs else torch.zeros(0, 3, dtype=torch.long)
+    order = torch.argsort(found[:, 0], stable=True)
+    return FoundRuns(torch.cat(counts, 1), found[order, 1:].int())
+
+
+def _interval(rule: Rule, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """First and past-the-last key of each row, where the mask knows them at once."""
+    T, S = rule.shape.T, rule.shape.S
+    i = torch.arange(T, device=device)[None] + rule.shape.offset
+    if not _hides_nothing(rule.bias):
+        return None
+    if rule.mask is None:
+        return torch.zeros(T, dtype=torch.long), torch.full((T,), S)
+    ends = rule.mask.interval(i, rule.shape)
+    if ends is None:
+        return None
+    lo, hi = (x.expand(1, T)[0].clamp(0, S) for x in ends)
+    return lo, hi
+
+
+def _hides_nothing(bias: object) -> bool:
+    if isinstance(bias, Sum):
+        return _hides_nothing(bias.one) and _hides_nothing(bias.other)
+    if isinstance(bias, BiasAt):
+        return _hides_nothing(bias.rule)
+    return bias is None or isinstance(bias, (ALiBi, RelativeTable))
+
+
+def _heads_of(rule: Rule, device: torch.device) -> int:
+    """1 where all heads see the same, else H."""
+    tile = Tile(0, min(rule.shape.T, 1), 0, min(rule.shape.S, 1))
+    parts = []
+    if rule.mask is not None:
+        parts.append(rule.mask.block(rule.shape, tile, device))
+    if rule.bias is not None and not _hides_nothing(rule.bias):
+        parts.append(rule.bias.block(rule.shape, tile, device, torch.float32))
+    wide = max((part.shape[-3] if part.dim() >= 3 else 1 for part in parts), default=1)
+    return rule.shape.H if wide > 1 else 1

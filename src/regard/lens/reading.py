@@ -1,0 +1,45 @@
+"""From token ids to labels: what a record's pictures call its tokens.
+
+A tokenizer is known by its methods: ours has `spans` and `token`, Hugging Face's has
+`convert_ids_to_tokens` and `decode`. Ours tells which characters each token is, so labels are parts
+of the text; parts of one character (emoji, Japanese in bytes) are all called by it. Elsewhere they
+are the vocabulary's own pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Labels:
+    """A text, its tokens' labels, and which characters each is, where that is known."""
+
+    text: str
+    tokens: list[str]
+    spans: list[tuple[int, int]] | None
+
+
+def label(tokenizer: Any, ids: Sequence[int]) -> Labels:
+    """The labels of these tokens."""
+    numbers = [int(number) for number in ids]
+    if hasattr(tokenizer, "spans") and hasattr(tokenizer, "token"):
+        pieces = [str(tokenizer.token(number)) for number in numbers]
+        try:
+            said = tokenizer.spans(numbers)
+        except ValueError:  # its decoder rewrites text across tokens, and says so
+            return Labels(str(tokenizer.decode(numbers)), pieces, None)
+        shown = [
+            said.text[first:last] if last > first else piece
+            for (first, last), piece in zip(said.spans, pieces, strict=True)
+        ]
+        return Labels(said.text, shown, list(said.spans))
+    if hasattr(tokenizer, "convert_ids_to_tokens"):
+        pieces = [str(piece) for piece in tokenizer.convert_ids_to_tokens(numbers)]
+        return Labels(str(tokenizer.decode(numbers)), pieces, None)
+    raise TypeError(
+        f"{type(tokenizer).__name__} is no tokenizer that is known here: expected regard's, or one "
+        "with convert_ids_to_tokens and decode; record.describe(tokens=...) takes any labels"
+    )

@@ -1,0 +1,399 @@
+"""One place while it is being recorded: calls come in, each put behind the ones before it.
+
+Why: in generation a place is called for the prompt and then for each token, with keys from a cache
+that grows, slides, or lies in slots. A record is one matrix, so each call must find its rows and
+its keys in it.
+
+How: `fit` tells which keys of a call are those of the record, by comparing them with the keys of
+the calls before: growing and fixed caches keep them at the front, sliding ones keep the last. A
+call that continues nothing is another take, and the recorder opens a new place for it. `add`
+measures the call on its own device and keeps the answers; with keep="qk" queries and new keys go to
+the CPU.
+
+Letters: B batch (here 1), T queries, S keys, H heads, G key heads, D head width; N keys so far.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.attention import Dense, DenseBias, Map, Observation, Wants
+from regard.attention.bias import BiasAt, Sum
+from regard.attention.mask import And, At, Not, Or
+from regard.lens.biases import Biases, TooLarge
+from regard.lens.calls import Call
+from regard.lens.contents import SPOTS, Place
+from regard.lens.heads import sum_spots
+from regard.lens.kept import Array
+from regard.lens.measure import FoundRuns, measure
+
+DIRECT = 1 << 22
+"""Weights up to which a map is made from q and k whenever it is asked for."""
+BASE_CELLS = 1024
+PICTURE = 128
+"""Cells on a side of the map that is kept with statistics."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A call with the keys that belong to the record, the first of which is key `offset` there."""
+
+    call: Call
+    offset: int
+    runs: FoundRuns | None
+
+
+class Take:
+    """What has been seen of one place."""
+
+    def __init__(self, name: str, layer: int, wants: Wants, keep: str) -> None:
+        self.name, self.layer, self.wants, self.keep = name, layer, wants, keep
+        self.cross = False
+        self.heads: tuple[int, ...] = ()
+        self.n_queries = self.n_keys = self.calls = 0
+        self.first = 0
+        self.exact = True
+        self.ids: list[Tensor] | None = []
+        self.prints = torch.zeros(0, dtype=torch.int64)
+        self.rule: dict[str, Any] = {}
+        self.rows: dict[str, list[Array]] = {}
+        self.q: list[Tensor] = []
+        self.k: list[Tensor] = []
+        self.received: Array | None = None
+        self.seen_by: Array | None = None
+        self.counts: list[Tensor] = []
+        self.pairs: list[Tensor] = []
+        self.biases = Biases()
+        self.pictures: list[tuple[int, Array]] = []
+        self.whole_pictures = True
+        self.own: list[Array] = []
+        self.base: tuple[int, Array] | None = None
+        self.spots = np.zeros((len(SPOTS), 0))
+        self.spot_counts = np.zeros((len(SPOTS), 0), np.int64)
+        self.causal = True
+
+    def fit(self, call: Call, runs: FoundRuns | None) -> Fit | None:
+        """The call as part of this take, or None where it does not continue it."""
+        T, S, N = call.shape.T, call.shape.S, self.n_keys
+        reach = S if runs is None or not len(runs.pairs) else int(runs.pairs[:, 1].max())
+        if not self.calls:
+            # Slots of a fixed cache that nothing was written to yet.
+            cached = not self.cross and S > T and lies(call.mask) and lies(call.bias)
+            filled = max(T, reach) if cached else S
+            return cut_keys(call, 0, filled, 0, runs)
+        prints = fingerprints(call.k[0])
+        if self.cross:
+            return Fit(call, 0, runs) if torch.equal(prints, self.prints) else None
+        if S >= N + T and reach > N and torch.equal(prints[:N], self.prints):
+            return cut_keys(call, 0, N + T, 0, runs) if reach <= N + T else None
+        back = S - T
+        if 0 < back < N and torch.equal(prints[:back], self.prints[N - back :]):
+            return Fit(call, N - back, runs)
+        return None
+
+    def fit_slots(self, call: Call) -> Call | None:
+        """The call with its keys in the order of their positions, where a mask tells these."""
+        at = key_positions(call.mask)
+        if at is None or not self.calls:
+            return None
+        order = torch.argsort(at, stable=True)
+        order = order[at[order] >= 0]
+        return call.with_keys(order) if len(order) else None
+
+    def grows(self, call: Call, ids: Tensor | None) -> bool:
+        """Whether the call reads the same text from its start again, and more of it."""
+        if self.cross or ids is None or not self.ids or call.shape.T != call.shape.S:
+            return False
+        known = torch.cat(self.ids)
+        return len(ids) > len(known) and torch.equal(ids[: len(known)], known)
+
+    @torch.no_grad()
+    def add(self, fit: Fit, ids: Tensor | None) -> None:
+        """Measure the call and put it behind the others."""
+        call, offset, runs = fit.call, fit.offset, fit.runs
+        T, S = call.shape.T, call.shape.S
+        own = np.arange(T) + offset + (S - T)
+        seen = self._observe(call, offset)
+        assert seen.lse is not None
+        self.own.append(own)
+        self._add_ids(ids, T)
+        self._add_runs(runs, offset, own, call.shape.H)
+        real = self._real(seen, runs, own - offset, S)
+        if not self.calls:
+            self._set_up(call, runs)
+        self._add_rows(seen, real, offset, S)
+        spots, counts = sum_spots(
+            call,
+            seen.lse[0],
+            real,
+            max(self.first - offset, 0),
+            self._key_ids(offset, S),
+            self.cross,
+        )
+        self.spots = self.spots + spots.numpy()
+        self.spot_counts = self.spot_counts + counts.numpy()
+        if self.keep == "qk" and self.exact:
+            self._keep(call, offset, own)
+        new = max(offset + S - self.n_keys, 0)
+        self.prints = torch.cat([self.prints, fingerprints(call.k[0, :, S - new :])])
+        self.n_keys += new
+        self.n_queries += T
+        self.calls += 1
+
+    def _set_up(self, call: Call, runs: FoundRuns | None) -> None:
+        H = call.shape.H
+        self.rule = {
+            "scale": float(call.rule().factor(call.q.shape[3])),
+            "softcap": None if call.softcap is None else float(call.softcap),
+            "key_heads": [h // (H // call.k.shape[1]) for h in range(H)],
+        }
+        self.spots = np.zeros((len(SPOTS), H))
+        self.spot_counts = np.zeros((len(SPOTS), H), np.int64)
+        if runs is not None and len(runs.pairs):
+            self.first = int(runs.pairs[:, 0].min())
+
+    def _observe(self, call: Call, offset: int) -> Observation:
+        wants, T, S = self.wants, call.shape.T, call.shape.S
+        wants = replace(wants, lse=True)
+        if wants.map is None and self.keep == "statistics":
+            wants = replace(wants, map=(min(T, PICTURE), min(S, PICTURE)))
+        elif self.keep == "qk" and not self.calls and T * S > DIRECT:
+            cell = 2 ** math.ceil(math.log2(max(T, S) / BASE_CELLS))
+            if min(T, S) >= cell:
+                down, across = T // cell, S // cell
+                grid = Map(
+                    height=down,
+                    width=across,
+                    queries=(0, down * cell),
+                    keys=(0, across * cell),
+                )
+                seen = measure(call, replace(wants, map=grid))
+                assert seen.map is not None
+                self.base = (cell, seen.map[0].float().cpu().numpy())
+                if wants.map is None:
+                    return seen
+        seen = measure(call, wants)
+        if seen.map is not None:
+            self.whole_pictures &= seen.map.shape[2:] == (T, S)
+            self.pictures.append((offset, seen.map[0].float().cpu().numpy()))
+        return seen
+
+    def _add_ids(self, ids: Tensor | None, T: int) -> None:
+        if self.ids is not None and ids is not None and len(ids) == T:
+            self.ids.append(ids.cpu())
+        else:
+            self.ids = None
+
+    def _key_ids(self, offset: int, S: int) -> Tensor | None:
+        if self.ids is None or self.cross:
+            return None
+        known = torch.cat(self.ids)[offset:]
+        return known if len(known) == S else None
+
+    def _add_runs(self, runs: FoundRuns | None, offset: int, own: Array, n_heads: int) -> None:
+        if runs is None:
+            self.exact = self.causal = False
+            return
+        self.counts.append(runs.counts)
+        self.pairs.append(runs.pairs + offset)
+        rows = np.repeat(np.tile(own, len(runs.counts)), runs.counts.reshape(-1).numpy())
+        self.causal = self.causal and bool((self.pairs[-1][:, 1].numpy() <= rows + 1).all())
+
+    def _real(self, seen: Observation, runs: FoundRuns | None, own: Array, S: int) -> Tensor:
+        """The queries that see something, and whose own key somebody sees."""
+        assert seen.lse is not None
+        real = (seen.lse[0] > -math.inf).any(0).cpu()
+        if self.cross or runs is None:
+            return real
+        edge = np.zeros(S + 1, np.int64)
+        np.add.at(edge, runs.pairs[:, 0].numpy(), 1)
+        np.add.at(edge, runs.pairs[:, 1].numpy(), -1)
+        covered = np.cumsum(edge)[:-1] > 0
+        return real & torch.from_numpy(covered[own])
+
+    def _add_rows(self, seen: Observation, real: Tensor, offset: int, S: int) -> None:
+        def keep(name: str, values: Tensor) -> None:
+            self.rows.setdefault(name, []).append(values.cpu().numpy())
+
+        def keys(values: Tensor) -> Tensor:
+            return torch.where(values >= 0, values + offset, values).int()
+
+        assert seen.lse is not None
+        sees = (seen.lse[0] > -math.inf).any(0).cpu()
+        keep("real", (sees.int() + (sees & real).int()).to(torch.uint8))
+        keep("lse", seen.lse[0])
+        for name in ("entropy", "distance", "mass"):
+            value = getattr(seen, name)
+            if value is not None:
+                keep(name, value[0])
+        if seen.peak is not None:
+            keep("peak", seen.peak.weight[0])
+            keep("peak_key", keys(seen.peak.key[0]))
+        if seen.top is not None:
+            keep("top_weights", seen.top.weight[0])
+            keep("top_keys", keys(seen.top.key[0]))
+        if seen.received is not None:
+            got, by = seen.received.total[0].cpu().numpy(), seen.received.seen_by[0].cpu().numpy()
+            self.received = put_at(self.received, got, offset)
+            self.seen_by = put_at(self.seen_by, by, offset)
+
+    def _keep(self, call: Call, offset: int, own: Array) -> None:
+        """Queries, the keys that are new, and the bias."""
+        try:
+            self.biases.add(call, offset, own)
+        except TooLarge:
+            self.exact, self.q, self.k = False, [], []
+            return
+        self.q.append(call.q[0].to("cpu", copy=True))
+        new = offset + call.shape.S - self.n_keys
+        if new:
+            self.k.append(call.k[0, :, call.shape.S - new :].to("cpu", copy=True))
+
+    def restart(self) -> Take:
+        """An empty take of the same place."""
+        made = Take(self.name, self.layer, self.wants, self.keep)
+        made.cross, made.heads = self.cross, self.heads
+        return made
+
+    def finish(self) -> tuple[Place, dict[str, Any], dict[str, Array]]:
+        """The place, its rule, and its arrays."""
+        H, arrays = len(self.rule["key_heads"]), self._statistics()
+        exact = self.keep == "qk" and self.exact
+        rule: dict[str, Any] = {**self.rule, "cell": 0, "biases": []}
+        if exact:
+            arrays["q"], arrays["k"] = (as_array(torch.cat(x, 1)) for x in (self.q, self.k))
+            arrays |= self._runs()
+            for number, bias in enumerate(self.biases.write()):
+                rule["biases"].append({"kind": bias.kind, "lowest": bias.lowest})
+                arrays |= {f"bias{number}.{name}": x for name, x in bias.arrays.items()}
+            if self.base is not None:
+                rule["cell"], arrays["base"] = self.base
+        place = Place(
+            name=self.name,
+            layer=self.layer,
+            kind="cross" if self.cross else "self",
+            n_heads=H,
+            n_queries=self.n_queries,
+            n_keys=self.n_keys,
+            causal=self.causal and not self.cross,
+            heads=self.heads or tuple(range(H)),
+            exact_zoom=exact,
+        )
+        return place, rule, arrays
+
+    def _statistics(self) -> dict[str, Array]:
+        arrays = {
+            name: np.concatenate(parts, axis=0 if name == "real" else 1)
+            for name, parts in self.rows.items()
+            if name != "lse" or (self.keep == "qk" and self.exact)
+        }
+        if self.cross and "distance" in arrays:
+            # Each call counted from its own last query; the record's last one sits on the last key.
+            wanted = np.arange(self.n_queries) + self.n_keys - self.n_queries
+            moved = (wanted - np.concatenate(self.own)) * (arrays["real"] > 0)
+            arrays["distance"] = arrays["distance"] + moved.astype(arrays["distance"].dtype)
+        if self.received is not None and self.seen_by is not None:
+            arrays["received"], arrays["seen_by"] = self.received, self.seen_by
+        arrays["spots"], arrays["counts"] = self.spots, self.spot_counts
+        if self.ids:
+            arrays["ids"] = torch.cat(self.ids).long().numpy()
+        picture = self._picture()
+        return arrays if picture is None else {**arrays, "map": picture}
+
+    def _picture(self) -> Array | None:
+        """The map of the whole, where one call made it, or all calls made it weight by weight."""
+        if len(self.pictures) == 1 == self.calls:
+            return self.pictures[0][1]
+        rows = sum(picture.shape[1] for _, picture in self.pictures)
+        ends = max((at + picture.shape[2] for at, picture in self.pictures), default=0)
+        if not self.whole_pictures or rows != self.n_queries or ends != self.n_keys:
+            return None
+        whole = np.zeros((len(self.pictures[0][1]), rows, self.n_keys), np.float32)
+        row = 0
+        for at, picture in self.pictures:
+            _, t, s = picture.shape
+            whole[:, row : row + t, at : at + s] = picture
+            row += t
+        return whole
+
+    def _runs(self) -> dict[str, Array]:
+        """All rows' runs; a place where every row sees every key needs none."""
+        heads = max(len(counts) for counts in self.counts)
+        first, pairs = [], []
+        for head in range(heads):
+            for counts, found in zip(self.counts, self.pairs, strict=True):
+                each = head if len(counts) > 1 else 0
+                ends = torch.cat([torch.zeros(1, dtype=torch.long), counts.sum(1).cumsum(0)])
+                first.append(counts[each])
+                pairs.append(found[int(ends[each]) : int(ends[each + 1])])
+        counts_all, pairs_all = torch.cat(first), torch.cat(pairs).int()
+        full = torch.tensor([0, self.n_keys], dtype=torch.int32)
+        if bool((counts_all == 1).all()) and bool((pairs_all == full).all()):
+            return {}
+        starts = torch.cat([torch.zeros(1, dtype=torch.long), counts_all.cumsum(0)])
+        return {"first": starts.numpy(), "pairs": pairs_all.numpy()}
+
+
+def cut_keys(call: Call, first: int, last: int, offset: int, runs: FoundRuns | None) -> Fit:
+    """The call with some of its keys, of which no others are seen."""
+    if (first, last) == (0, call.shape.S):
+        return Fit(call, offset, runs)
+    if not (lies(call.mask) and lies(call.bias)):
+        raise ValueError(
+            f"{call.name} has keys that no query sees, under a rule that counts from the last key; "
+            "this cache cannot be recorded"
+        )
+    return Fit(call.with_keys(slice(first, last)), offset, runs)
+
+
+def lies(part: Any) -> bool:
+    """Whether a rule names keys by where they lie or stand, and none counts from the last key."""
+    if isinstance(part, (And, Or, Sum)):
+        return lies(part.one) and lies(part.other)
+    if isinstance(part, Not):
+        return lies(part.rule)
+    placed = isinstance(part, (At, BiasAt)) and part.keys is not None
+    return part is None or placed or isinstance(part, (Dense, DenseBias))
+
+
+def key_positions(mask: Any) -> Tensor | None:
+    """The positions that a mask gives to keys, (S,), where it does."""
+    if isinstance(mask, At) and mask.keys is not None:
+        return mask.keys.reshape(-1, mask.keys.shape[-1])[0]
+    if isinstance(mask, (And, Or)):
+        found = key_positions(mask.one)
+        return found if found is not None else key_positions(mask.other)
+    return key_positions(mask.rule) if isinstance(mask, Not) else None
+
+
+def fingerprints(k_gsd: Tensor) -> Tensor:
+    """A number for each key, by which it is known again; caches may move what they hold."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k_gsd.element_size()]
+    total = torch.zeros(k_gsd.shape[1], dtype=torch.int64, device=k_gsd.device)
+    mix = torch.arange(k_gsd.shape[2], device=k_gsd.device) * 2654435761 + 1013904223
+    for head_sd in k_gsd:
+        total = total * 1000003 + (head_sd.contiguous().view(bits).long() * mix).sum(-1)
+    return total.cpu()
+
+
+def put_at(known: Array | None, new: Array, offset: int) -> Array:
+    """Numbers by key, added to those of the calls before, from key `offset` on."""
+    size = max(0 if known is None else known.shape[1], offset + new.shape[1])
+    total = np.zeros((len(new), size), new.dtype)
+    if known is not None:
+        total[:, : known.shape[1]] += known
+    total[:, offset : offset + new.shape[1]] += new
+    return total
+
+
+def as_array(values: Tensor) -> Array:
+    """A tensor as an array; bfloat16, which numpy lacks, as its bits."""
+    if values.dtype == torch.bfloat16:
+        return values.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return values.contiguous().numpy()

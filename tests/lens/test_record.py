@@ -1,0 +1,449 @@
+"""The record: every part of a map exact, in memory and from a file, with numpy alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from torch import Tensor, nn
+
+import regard
+from regard.attention import Causal, Map, Wants
+from regard.lens import taking
+from regard.lens.contents import Description, Place
+from regard.lens.reading import label
+from regard.lens.record import Record
+from regard.lens.watch import watch
+from regard.tokens import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Attends(nn.Module):
+    """One call of attention, given whole."""
+
+    def forward(self, q: Tensor, k: Tensor, **rule: Any) -> Tensor:
+        return regard.attention(q, k, k, **rule)
+
+
+def record_of(q: Tensor, k: Tensor, keep: str = "qk", **rule: Any) -> Record:
+    model = Attends()
+    with torch.no_grad(), watch(model, keep=keep) as record:
+        model(q, k, **rule)
+    return record
+
+
+def draw(T: int, S: int, H: int = 3, G: int = 3, D: int = 5) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(T * S)
+    return torch.randn(1, H, T, D, generator=made), torch.randn(1, G, S, D, generator=made)
+
+
+def positions(n: int) -> Tensor:
+    at = torch.arange(n) - 3
+    return torch.where(at < 0, -1, at)
+
+
+TABLE = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+RULES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"mask": Causal()},
+    "window": {"mask": Causal() & regard.Window(3, 0)},
+    "two sides": {"mask": regard.Window(2, 4)},
+    "lengths": {"mask": regard.Lengths(torch.tensor([9]))},
+    "left": {"mask": regard.Lengths(torch.tensor([9]), side="left")},
+    "documents": {"mask": regard.Documents(torch.tensor([0] * 4 + [1] * 5 + [0] * 4))},
+    "prefix": {"mask": Causal() | regard.Prefix(5)},
+    "placed": {"mask": Causal().at(positions(13), positions(13))},
+    "dense": {"mask": torch.rand(1, 3, 13, 13, generator=torch.Generator().manual_seed(7)) > 0.3},
+    "alibi": {"bias": regard.ALiBi(3), "mask": Causal()},
+    "placed alibi": {
+        "bias": regard.ALiBi(3).at(positions(13), positions(13)),
+        "mask": Causal().at(positions(13), positions(13)),
+    },
+    "t5": {"bias": regard.RelativeTable(TABLE, max_distance=9)},
+    "t5 causal": {"bias": regard.RelativeTable(TABLE, False, 17), "mask": Causal()},
+    "dense bias": {"bias": torch.randn(3, 13, 13, generator=torch.Generator().manual_seed(8))},
+    "column": {"bias": torch.randn(3, 1, 13, generator=torch.Generator().manual_seed(8))},
+    "two biases": {
+        "bias": regard.ALiBi(3) + regard.DenseBias(torch.linspace(-1, 1, 13)[None] ** 3)
+    },
+    "hiding bias": {
+        "bias": torch.zeros(13, 13).masked_fill(torch.ones(13, 13).tril() == 0, torch.finfo().min)
+    },
+    "scale": {"scale": 0.7},
+    "softcap": {"softcap": 0.8, "mask": Causal()},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0])},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_is_kept_exactly(name: str, tmp_path: Path) -> None:
+    q, k = draw(13, 13)
+    record = record_of(q, k, **RULES[name])
+    want = regard.observe(q, k, None, wants=Wants(weights=True), **RULES[name]).weights
+    assert want is not None
+    record.save(tmp_path / "x.regard")
+    for one in (record, Record.open(tmp_path / "x.regard")):
+        assert one.places[0].exact_zoom
+        for head in range(3):
+            expected = want[0, head].numpy()
+            assert np.abs(one.map(0, head) - expected).max() <= 1e-6
+            assert np.abs(one.rows(0, head, 7) - expected[7]).max() <= 1e-6
+            assert np.abs(one.column(0, head, 5) - expected[:, 5]).max() <= 1e-6
+            assert one.weight(0, head, 11, 4) == pytest.approx(expected[11, 4], abs=1e-6)
+    assert record.places[0].causal == bool((np.triu(want[0].numpy(), 1) == 0).all())
+
+
+def test_relative_biases_take_little_room() -> None:
+    q, k = draw(13, 13)
+    gap = -(torch.arange(13)[:, None] - torch.arange(13)).abs()
+    record = record_of(q, k, bias=torch.tensor([0.5, 0.25, 0.125])[:, None, None] * gap)
+    assert record._told.rules[0]["biases"] == [{"kind": "relative", "lowest": -12}]
+    assert record._arrays.get(0, "bias0.table").shape == (3, 25)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_every_type_and_grouped_heads(dtype: torch.dtype, tmp_path: Path) -> None:
+    q, k = (x.to(dtype) for x in draw(7, 11, H=6, G=2))
+    record = record_of(q, k, mask=Causal())
+    want = regard.observe(q, k, None, wants=Wants(weights=True), mask=Causal()).weights
+    assert want is not None
+    record.save(tmp_path / "x.regard")
+    opened = Record.open(tmp_path / "x.regard")
+    for head in range(6):
+        gap = np.abs(opened.map(0, head) - want[0, head].double().numpy())
+        assert gap.max() <= 1e-6
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (7, 2), (13, 17), (29, 31)])
+@pytest.mark.parametrize("window", [None, (0, 13, 0, 17), (3, 10, 2, 13), (5, 6, 0, 17)])
+def test_maps_of_windows_are_exact_means(window: Any, size: tuple[int, int]) -> None:
+    q, k = draw(13, 17)
+    record = record_of(q, k, mask=Causal())
+    t0, t1, s0, s1 = window or (0, 13, 0, 17)
+    wanted = Map(height=size[0], width=size[1], queries=(t0, t1), keys=(s0, s1))
+    want = regard.observe(q, k, None, mask=Causal(), wants=Wants(map=wanted)).map
+    assert want is not None
+    for head in range(3):
+        found = record.map(0, head, window, size)
+        assert found.dtype == np.float32
+        assert np.abs(found - want[0, head].numpy()).max() <= 1e-6
+
+
+def test_large_maps_come_from_the_base_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a base of cells of 4, at sizes that no cell divides, and rows that came later."""
+    monkeypatch.setattr(taking, "DIRECT", 100)
+    monkeypatch.setattr(taking, "BASE_CELLS", 32)
+    q, k = draw(101, 103)
+    record = record_of(q, k, mask=Causal())
+    kept = record._weights(0)
+    assert kept.base is not None and kept.base.cell == 4
+    assert kept.base.means.shape == (3, 25, 25)
+    plain = record_of(q, k, mask=Causal())._weights(0)
+    for window, size in (
+        ((0, 100, 0, 100), (25, 25)),
+        ((4, 84, 8, 88), (5, 10)),
+        ((0, 96, 0, 96), (12, 8)),
+        ((2, 98, 0, 96), (12, 8)),
+        ((0, 96, 3, 99), (12, 8)),
+        ((8, 100, 0, 100), (23, 1)),
+        ((0, 101, 0, 103), (7, 3)),
+        ((40, 101, 40, 103), (61, 9)),
+    ):
+        for head in range(3):
+            direct = plain._direct(head, window, size)
+            assert np.abs(record.map(0, head, window, size) - direct).max() <= 1e-6
+
+
+def test_rows_behind_the_base_are_made_from_q_and_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taking, "DIRECT", 100)
+    monkeypatch.setattr(taking, "BASE_CELLS", 16)
+    q, k = draw(64, 64)
+    model = Attends()
+    with torch.no_grad(), watch(model, keep="qk") as record:
+        model(q[:, :, :40], k[:, :, :40], mask=Causal())
+        for n in range(40, 64):
+            model(q[:, :, n : n + 1], k[:, :, : n + 1], mask=Causal())
+    assert len(record.places) == 1 and record.places[0].n_queries == 64
+    assert record._weights(0).base.means.shape == (3, 10, 10)  # type: ignore[union-attr]
+    want = regard.observe(q, k, None, mask=Causal(), wants=Wants(map=(8, 4))).map
+    assert want is not None
+    assert np.abs(record.map(0, 1, size=(8, 4)) - want[0, 1].numpy()).max() <= 1e-6
+
+
+def test_statistics_alone_answer_what_they_can() -> None:
+    q, k = draw(201, 201)
+    record = record_of(q, k, "statistics", mask=Causal())
+    want = regard.observe(q, k, None, mask=Causal(), wants=Wants(map=(64, 32))).map
+    assert want is not None
+    assert not record.places[0].exact_zoom
+    assert np.abs(record.map(0, 2, size=(64, 32)) - want[0, 2].numpy()).max() <= 1e-6
+    for ask in (
+        lambda: record.map(0, 0, (0, 9, 0, 9), (3, 3)),
+        lambda: record.map(0, 0, size=(5, 7)),
+        lambda: record.rows(0, 0, 3),
+        lambda: record.weight(0, 0, 3, 3),
+    ):
+        with pytest.raises(ValueError, match='keep="qk"'):
+            ask()
+    assert np.isnan(record.pairs([(3, 1)])).all()
+
+
+def test_a_bias_too_large_to_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.lens import biases
+
+    monkeypatch.setattr(biases, "MOST", 100)
+    q, k = draw(13, 13)
+    record = record_of(q, k, bias=torch.randn(3, 13, 13))
+    assert not record.places[0].exact_zoom
+    assert set(record.statistics(0)) >= {"entropy", "peak", "received"}
+    with pytest.raises(ValueError, match="statistics only"):
+        record.rows(0, 0, 3)
+
+
+def test_rollout_by_hand() -> None:
+    """Two layers over three tokens, each one head."""
+    one = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0], [0.25, 0.25, 0.5]])
+    two = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [1.0, 0, 0]])
+
+    class Two(nn.Module):
+        def forward(self) -> None:
+            q = torch.zeros(1, 1, 3, 1)
+            for weights in (one, two):
+                regard.attention(q, q, q, bias=weights.log())
+
+    model = Two()
+    with watch(model, keep="qk") as record:
+        model()
+    a, b = (0.5 * (x + torch.eye(3)) for x in (one, two))
+    assert np.abs(record.rollout() - (b @ a).numpy()).max() <= 1e-6
+    assert record.rollout()[2].tolist() == pytest.approx([0.5625, 0.0625, 0.375])
+
+
+def test_rollout_refuses_long_texts_and_cross_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = draw(7, 11)
+    with pytest.raises(ValueError, match="as many queries as keys"):
+        record_of(q, k).rollout()
+    record = record_of(*draw(13, 13))
+    monkeypatch.setattr("regard.lens.record.ROLLOUT_TOKENS", 11)
+    with pytest.raises(ValueError, match="up to 11 tokens"):
+        record.rollout()
+
+
+def test_comparison() -> None:
+    q, k = draw(13, 13)
+    one, two = record_of(q, k, mask=Causal()), record_of(q * 2, k, mask=Causal())
+    found = one.compare(two)
+    assert found.same_text
+    assert np.allclose(found.heads["broad"], two.heads()["broad"] - one.heads()["broad"])
+    gap = two.statistics(0)["entropy"] - one.statistics(0)["entropy"]
+    assert np.allclose(found.statistics[0]["entropy"], gap, atol=1e-6)
+    assert "peak_key" not in found.statistics[0]
+    (place, head, most), *_ = found.largest("broad", 2)
+    assert abs(most) == np.abs(found.heads["broad"]).max() and place == 0
+    assert found.heads["broad"][place, head] == most
+    longer = one.compare(record_of(*draw(17, 17), mask=Causal()))
+    assert "entropy" not in longer.statistics[0] and not longer.same_text
+    with pytest.raises(ValueError, match="head by head"):
+        one.compare(record_of(*draw(13, 13, H=4, G=2)))
+
+
+def handmade() -> Record:
+    """A record of two tokens, written by hand."""
+    told = Description(
+        model="hand", created="2026-01-01T00:00:00Z", kept="qk", text="a b", tokens=["a", "b"]
+    )
+    told.spans = [(0, 1), (2, 3)]
+    told.places = [
+        Place(
+            name="attn",
+            layer=0,
+            kind="self",
+            n_heads=1,
+            n_queries=2,
+            n_keys=2,
+            causal=True,
+            heads=(0,),
+        )
+    ]
+    told.rules = [{"scale": 1.0, "softcap": None, "key_heads": [0], "cell": 0, "biases": []}]
+    log2 = np.float32(np.log(2.0))
+    arrays = {
+        "0.q": np.zeros((1, 2, 1), np.float32),
+        "0.k": np.ones((1, 2, 1), np.float32),
+        "0.lse": np.array([[0.0, log2]], np.float32),
+        "0.first": np.array([0, 1, 2]),
+        "0.pairs": np.array([[0, 1], [0, 2]], np.int32),
+        "0.entropy": np.array([[0.0, log2]], np.float32),
+    }
+    return Record(told, arrays)
+
+
+def test_the_format_is_pinned_by_bytes(tmp_path: Path) -> None:
+    """Whoever changes these bytes changes the format: raise the version, and keep reading this."""
+    path = tmp_path / "hand.regard"
+    handmade().save(path)
+    data = path.read_bytes()
+    assert hashlib.sha256(data).hexdigest() == PINNED
+    assert set(load_file(path)) == {
+        f"0.{x}" for x in ("q", "k", "lse", "first", "pairs", "entropy")
+    }
+    opened = Record.open(path)
+    assert opened.map(0, 0).tolist() == [[1.0, 0.0], [pytest.approx(0.5), pytest.approx(0.5)]]
+    assert (opened.text, opened.tokens, opened.spans) == ("a b", ["a", "b"], [(0, 1), (2, 3)])
+    assert (opened.model, opened.version, opened.kept) == ("hand", 1, "qk")
+
+
+PINNED = "c765a302250ff5042ea775e39d4ee0543ed5bbbe5adc6aa4eb71d15e2a069330"
+
+
+def test_words_of_any_kind_are_kept(tmp_path: Path) -> None:
+    record = record_of(*draw(5, 5))
+    words = ["猫", "🐈‍⬛", "<script>", '"quoted\\"', "\u202eright\ud800"]
+    record.describe(text="猫 " + "x" * 100, tokens=words, source_tokens=["a"], model="m\n")
+    record.save(tmp_path / "x.regard")
+    opened = Record.open(tmp_path / "x.regard")
+    assert opened.tokens == [*words[:4], "\u202eright?"]
+    assert opened.source_tokens == ["a"] and opened.model == "m\n"
+
+
+class Letters:
+    """A tokenizer as Hugging Face's are asked: token n is the n-th letter."""
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [chr(97 + n) for n in ids]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.convert_ids_to_tokens(ids))
+
+
+def test_tokens_are_named_by_a_tokenizer() -> None:
+    model = nn.Transformer(12, 2, 1, 1, 17, batch_first=True).eval()
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.model = nn.Embedding(26, 12), model
+
+        def forward(self, source: Tensor, target: Tensor) -> Tensor:
+            memory = self.model.encoder(self.words(source))
+            out: Tensor = self.model.decoder(self.words(target), memory)
+            return out
+
+    reads = Reads()
+    with torch.no_grad(), watch(reads) as record:
+        reads(torch.tensor([[0, 1, 2, 3, 4]]), torch.tensor([[7, 8, 9]]))
+    record.read(Letters())
+    assert (record.text, record.tokens) == ("hij", ["h", "i", "j"])
+    assert (record.source_text, record.source_tokens) == ("abcde", list("abcde"))
+    with pytest.raises(TypeError, match="no tokenizer"):
+        record.read(object())
+    with pytest.raises(ValueError, match="not seen reading tokens"):
+        record_of(*draw(5, 5)).read(Letters())
+
+
+def test_our_tokenizer_names_characters() -> None:
+    from tokenmakers import byte_level
+
+    tokenizer = Tokenizer.from_parts(byte_level())
+    ids = tokenizer.encode("猫 sat").ids
+    said = label(tokenizer, ids)
+    assert said.text == "猫 sat" and said.spans is not None
+    assert len(said.tokens) == len(ids) and said.tokens[0] == "猫"
+
+
+def test_saving_leaves_no_half_a_file(tmp_path: Path) -> None:
+    record = record_of(torch.full((1, 3, 5, 5), torch.nan), draw(5, 5)[1])
+    with pytest.raises(ValueError, match="NaN"):
+        record.save(tmp_path / "x.regard")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    record = record_of(*draw(5, 7))
+    for ask in (
+        lambda: record.map(1, 0),
+        lambda: record.map(0, 3),
+        lambda: record.rows(0, 0, 5),
+        lambda: record.column(0, 0, 7),
+        lambda: record.statistics(-1),
+    ):
+        with pytest.raises(IndexError, match="out of range"):
+            ask()
+    for window, size in (((0, 6, 0, 7), (1, 1)), ((3, 3, 0, 7), (1, 1)), ((0, 5, 0, 7), (0, 1))):
+        with pytest.raises(ValueError, match=r"window|size"):
+            record.map(0, 0, window, size)
+
+
+NO_TORCH = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("torch is blocked", name="torch")
+sys.meta_path.insert(0, Block())
+from regard.lens import BadRecord, Record
+record = Record.open(sys.argv[1])
+print(record.map(0, 0, (0, 4, 0, 4), (2, 2)).sum(), record.heads()["broad"].shape)
+record.rows(0, 0, 3); record.column(0, 0, 3); record.compare(record); record.rollout()
+record.describe(text="x").save(sys.argv[1])
+"""
+
+
+def test_a_record_opens_without_torch(tmp_path: Path) -> None:
+    path = tmp_path / "x.regard"
+    record_of(*draw(11, 11), mask=Causal(), bias=regard.ALiBi(3)).save(path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, str(path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:] == ["(1,", "3)"]
+
+
+def test_a_tile_of_sixteen_thousand_tokens_is_quick() -> None:
+    """Of width 32, without a base: the largest window that is made from q and k, 2,048 a side."""
+    rng = np.random.default_rng(0)
+    N = 16_384
+    told = Description(kept="qk")
+    told.places = [
+        Place(
+            name="a",
+            layer=0,
+            kind="self",
+            n_heads=1,
+            n_queries=N,
+            n_keys=N,
+            causal=True,
+            heads=(0,),
+        )
+    ]
+    told.rules = [{"scale": 0.05, "softcap": None, "key_heads": [0], "cell": 0, "biases": []}]
+    ends = np.stack([np.zeros(N), np.arange(N) + 1], 1).astype(np.int32)
+    arrays = {
+        "0.q": rng.standard_normal((1, N, 32), np.float32),
+        "0.k": rng.standard_normal((1, N, 32), np.float32),
+        "0.lse": np.full((1, N), 9.7, np.float32),
+        "0.first": np.arange(N + 1),
+        "0.pairs": ends,
+    }
+    record = Record(told, arrays)
+    record.map(0, 0, (0, 256, 0, 256), (256, 256))
+    seconds = []
+    for t0 in (2048, 6144, 12_288):
+        start = time.process_time()
+        record.map(0, 0, (t0, t0 + 2048, 0, 2048), (256, 256))
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.3, f"{seconds} s"
