@@ -7,14 +7,15 @@ one does, so that a long record costs nothing until it is looked at.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 HABITS = ("previous", "first", "induction", "local", "broad", "same", "separator", "next")
 SCORES = ("previous", "next", "same", "induction", "first", "separator", "local", "broad")
-ENGLISH = "The animal didn't cross the street because it was too tired .".split(" ")
+SENTENCE = "The animal didn't cross the street because it was too tired ."
+ENGLISH = SENTENCE.split()
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class FakePlace:
     n_keys: int
     causal: bool
     exact_zoom: bool = True
+    heads: tuple[int, ...] = ()
 
 
 @dataclass
@@ -90,9 +92,12 @@ class FakeRecord:
     ) -> np.ndarray:
         t0, t1, s0, s1 = window
         height, width = size
+        if size == (t1 - t0, s1 - s0):
+            return self.weights(place, head, t0, t1)[:, s0:s1]
         rows = [
-            np.array_split(self.weights(place, head, int(part[0]), int(part[-1]) + 1)[:, s0:s1],
-                           width, axis=1)
+            np.array_split(
+                self.weights(place, head, int(part[0]), int(part[-1]) + 1)[:, s0:s1], width, axis=1
+            )
             for part in np.array_split(np.arange(t0, t1), height)
         ]
         return np.array([[cell.mean() for cell in row] for row in rows], dtype=np.float32)
@@ -119,7 +124,7 @@ class FakeRecord:
                 habit = HABITS[(head + place * 3) % len(HABITS)]
                 for name in SCORES:
                     low = 0.05 + 0.1 * abs(np.sin(place + 3 * head + len(name)))
-                    high = 0.92 if (place + head) % 3 else 0.55
+                    high = (0.92 if (place + head) % 3 else 0.55) * self.strength
                     told = high if name == habit and here.kind == "self" else low
                     out[name][place, head] = told
         return out
@@ -168,3 +173,62 @@ def translator() -> FakeRecord:
         model="fake:translate",
         places=places,
     )
+
+
+def coarse(n: int = 1000) -> FakeRecord:
+    """A record of statistics: one picture of 128 × 128 cells, no single weights."""
+    made = decoder([f"w{i}" for i in range(n)], layers=1, n_heads=2)
+    made.places = [replace(place, exact_zoom=False) for place in made.places]
+    pictures = [made.map(0, head, (0, n, 0, n), (128, 128)) for head in range(2)]
+
+    def picture(
+        place: int, head: int, window: tuple[int, int, int, int], size: tuple[int, int]
+    ) -> np.ndarray:
+        if window != (0, n, 0, n) or size != (128, 128):
+            raise ValueError("kept statistics only")
+        return pictures[head]
+
+    def refuse(*_: int) -> np.ndarray:
+        raise ValueError("kept statistics only")
+
+    made.statistics = lambda place: {"received": np.ones((2, n))}  # type: ignore[method-assign]
+    made.map, made.rows, made.column = picture, refuse, refuse  # type: ignore[method-assign]
+    return made
+
+
+class Ramp(FakeRecord):
+    """Weights in closed form: query t looks at key s ≤ t by 2 (s + 1) / ((t + 1) (t + 2)), head 1
+    at itself by half of it all. Any cell's mean costs its edges, whatever the length."""
+
+    def row_part(self, head: int, t: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """The sum of weights of each query on the keys before each end."""
+        seen = np.clip(end, 0, t + 1)
+        share = seen * (seen + 1) / ((t + 1) * (t + 2))
+        return share if head == 0 else share / 2 + (end > t) / 2
+
+    def map(
+        self, place: int, head: int, window: tuple[int, int, int, int], size: tuple[int, int]
+    ) -> np.ndarray:
+        t0, t1, s0, s1 = window
+        t = np.arange(t0, t1, dtype=np.float64)[:, None]
+        ends = np.linspace(s0, s1, size[1] + 1).round()[None]
+        sums = np.diff(self.row_part(head, t, ends), axis=1) / np.diff(ends, axis=1)
+        cells = [part.mean(0) for part in np.array_split(sums, size[0])]
+        return np.array(cells, dtype=np.float32)
+
+    def rows(self, place: int, head: int, query: int) -> np.ndarray:
+        n = self.places[place].n_keys
+        return self.map(place, head, (query, query + 1, 0, n), (1, n))[0]
+
+    def column(self, place: int, head: int, key: int) -> np.ndarray:
+        n = self.places[place].n_queries
+        return self.map(place, head, (0, n, key, key + 1), (n, 1))[:, 0]
+
+    def statistics(self, place: int) -> dict[str, np.ndarray]:
+        return {}
+
+
+def ramp(n: int) -> Ramp:
+    """A long record that answers at once."""
+    plain = decoder([f"w{i}" for i in range(n)], layers=2, n_heads=2)
+    return Ramp(**vars(plain))

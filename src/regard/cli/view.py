@@ -1,0 +1,52 @@
+"""`regard view`: open a record again, or two beside each other; the model need not be there."""
+
+# No `from __future__ import annotations` here: typer reads the annotations of the function that is
+# defined inside `add_view`, and could not resolve them from strings.
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from regard.cli.digest import write_digest
+from regard.cli.printing import make_printable, refusing, write_line
+
+if TYPE_CHECKING:
+    import typer
+
+VIEW_HELP = """Open a record that `regard look --save` or record.save() wrote; two are compared.
+
+  regard view run.regard
+
+  regard view one.regard other.regard
+
+A page opens in the browser, answered from this machine alone until Ctrl-C. --html writes it to a
+file in its place, as far as that holds the weights.
+"""
+
+
+def add_view(app: "typer.Typer") -> None:
+    """`regard view`."""
+    import typer
+    from rich.console import Console
+
+    @app.command("view", help=VIEW_HELP)
+    def view_command(
+        records: Annotated[list[Path], typer.Argument(help="One .regard file, or two.")],
+        html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
+        token: Annotated[str | None, typer.Option(help="The word to ask about.")] = None,
+    ) -> None:
+        from regard import view
+        from regard.lens.record import Record
+
+        notes = Console(stderr=True)
+        with refusing(notes):
+            if len(records) > 2:
+                raise ValueError(f"{len(records)} records were given; expected one, or two")
+            opened = [Record.open(path) for path in records]
+            other = opened[1] if len(opened) == 2 else None
+            write_digest(opened[0], Console(), token)
+            if html is not None:
+                view.write_page(html, opened[0], other)
+                write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
+                return
+            server = view.serve(opened[0], other, open_browser=notes.is_terminal)
+            write_line(notes, f"page: {server.url} (Ctrl-C ends it)")
+            server.wait()

@@ -1,0 +1,184 @@
+"""`regard look`, `regard view`, `regard translate --look`: the digest, the pages, refusals."""
+
+import io
+from pathlib import Path
+
+import pytest
+from lens_words import SENTENCE, make_record
+from rich.cells import cell_len
+from rich.console import Console
+
+from regard import cli
+from regard.cli.digest import DEEP_RGB, choose_word, draw_bar, write_digest
+from regard.lens.record import Record
+from regard.lens.words import words_of
+
+
+@pytest.fixture(autouse=True)
+def plain_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    caught = capsys.readouterr()
+    code = left.value.code
+    return (0 if code is None else int(code)), caught.out, caught.err
+
+
+def digest_of(record: Record, word: str | None = None, **console: object) -> str:
+    page = io.StringIO()
+    write_digest(record, Console(file=page, **console), word)  # type: ignore[arg-type]
+    return page.getvalue()
+
+
+def test_the_digest_names_what_heads_do_and_the_link_that_tells_most() -> None:
+    digest = digest_of(make_record())
+    assert digest.startswith("by hand: 12 tokens, 1 attention layers, 3 heads\n")
+    lines = {line.split("  ")[1]: line.split() for line in digest.splitlines() if "  " in line}
+    assert lines["the token before"][3] == "0.0"
+    assert lines["the first token"][3] == "0.1"
+    assert lines["the token itself"][3] == "0.2"
+    links = digest.split("word to word\n")[1].split("\n\n")[0].splitlines()
+    assert links[0].split()[:5] == ["it", "→", "animal", "0.2", "1.00"]
+
+
+def test_a_pronoun_is_asked_about_unless_a_word_is_named() -> None:
+    record = make_record()
+    assert '"it" looks at\n  animal' in digest_of(record)
+    asked = digest_of(record, "Animal")
+    assert '"animal" is looked at by\n  it' in asked
+    own, _ = words_of(record)
+    assert choose_word(own, "1") == 1
+    assert choose_word([word for word in own if word.text != "it"], None) == 9
+    with pytest.raises(
+        ValueError, match=r"no word of the text is 'dog'; expected one of The, anim"
+    ):
+        digest_of(record, "dog")
+
+
+def test_output_that_is_no_terminal_is_plain_text_with_bars_and_a_terminal_gets_shades() -> None:
+    record = make_record()
+    plain = digest_of(record)
+    assert "\x1b" not in plain and "1.00 ██████████" in plain
+    shaded = digest_of(record, force_terminal=True, color_system="truecolor", width=80)
+    assert f"48;2;{';'.join(map(str, DEEP_RGB))}m 1.00" in shaded and "█" not in shaded
+    assert "48;" not in digest_of(record, force_terminal=True, no_color=True)
+
+
+@pytest.mark.parametrize(
+    ("weight", "bar"), [(0.0, ""), (0.0125, "▏"), (0.25, "██▌"), (0.3, "███"), (1.0, "█" * 10)]
+)
+def test_a_bar_is_as_long_as_the_weight(weight: float, bar: str) -> None:
+    assert draw_bar(weight, blocks=True) == bar
+    assert draw_bar(weight, blocks=False) == "#" * round(10 * weight)
+
+
+def test_no_word_or_name_can_steer_the_terminal_and_long_ones_are_cut() -> None:
+    record = make_record()
+    words = [f"{word}\x1b[2J\u202e" for word in record.tokens]
+    long = "x" * 10_000
+    text = " ".join([*words[:7], long, *words[8:]])
+    spans, at = [], 0
+    for word in [*words[:7], long, *words[8:]]:
+        spans.append((at, at + len(word)))
+        at += len(word) + 1
+    record.describe(text=text, tokens=words, spans=spans, model="a\x1b]0;x\x07")
+    page = digest_of(record, "x" * 10_000)
+    assert not [sign for sign in page if not sign.isprintable() and sign != "\n"]
+    assert all(cell_len(line) <= 80 for line in page.splitlines() if "→" in line)
+
+
+def test_a_stream_that_is_not_unicode_gets_signs_it_can_carry() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", errors="backslashreplace")
+    write_digest(make_record(), Console(file=stream, width=80))
+    stream.flush()
+    assert b"1.00 ##########" in raw.getvalue()
+
+
+def test_look_reads_a_text_with_the_model_inside_and_writes_what_was_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    html, png, kept = tmp_path / "a.html", tmp_path / "a.png", tmp_path / "a.regard"
+    code, out, err = run(
+        capsys, "look", SENTENCE, "--html", str(html), "--png", str(png), "--save", str(kept)
+    )
+    assert code == 0, err
+    assert out.startswith("embedded:lm: 13 tokens, 8 attention layers, 64 heads\n")
+    assert '"it" looks at' in out
+    assert "animal" in html.read_text(encoding="utf-8") and png.read_bytes()[1:4] == b"PNG"
+    again, said, _ = run(capsys, "view", str(kept), "--html", str(tmp_path / "b.html"))
+    assert (again, said) == (0, out)
+    assert (tmp_path / "b.html").stat().st_size > 10_000
+
+
+def test_unasked_a_page_is_written_and_no_browser_opens_where_nobody_looks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda url: pytest.fail("opened"))
+    code, _, err = run(capsys, "look", "Two", "birds", "sang", "to", "me")
+    assert code == 0
+    page = Path(err.split("page: ")[1].strip())
+    assert page.is_file() and "birds" in page.read_text(encoding="utf-8")
+
+
+def test_look_reads_files_and_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text(SENTENCE, encoding="utf-8")
+    quiet = ("--html", str(tmp_path / "x.html"))
+    straight = run(capsys, "look", SENTENCE, *quiet)[1]
+    assert run(capsys, "look", str(file), *quiet)[1] == straight
+    monkeypatch.setattr("sys.stdin", io.StringIO(SENTENCE))
+    assert run(capsys, "look", "-", *quiet)[1] == straight
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((" ",), "the text is empty"),
+        (("Hello there", "--token", "bye"), "no word of the text is 'bye'"),
+        (("Hello there", "--head", "1"), "--head is one of a layer's heads"),
+        (("Hello there", "--layer", "8"), "layers 0 to 7"),
+        (("Hello there", "--layer", "1", "--head", "8"), "heads 0 to 7"),
+        (("Hello there", "--png", "x.gif"), "'.gif'"),
+        (("Hello there", "-m", "embedded:translate"), "regard translate --look"),
+        (("Hello there", "-m", "nowhere/at-all/x"), "nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    given: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, "look", *given)
+    assert code == 2 and said in err and err.count("\n") == 1
+
+
+def test_translate_look_shows_neko_at_cat(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "cat.html"
+    code, out, _ = run(
+        capsys, "translate", "--look", "The cat sat on the mat.", "--html", str(page)
+    )
+    assert code == 0 and out.startswith("猫はマットに座った。\n")
+    aligned = [line.split()[:3] for line in out.splitlines() if "→" in line]
+    assert ["猫", "→", "cat"] in aligned and ["座", "→", "sat"] in aligned
+    assert page.stat().st_size > 10_000
+
+
+def test_view_refuses_what_is_no_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bad = tmp_path / "bad.regard"
+    bad.write_bytes(b"no record at all")
+    for given in ((str(bad),), (str(tmp_path / "gone.regard"),), (str(bad),) * 3):
+        code, out, err = run(capsys, "view", *given)
+        assert (code, out) == (2, "") and err.count("\n") == 1

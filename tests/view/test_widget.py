@@ -1,0 +1,169 @@
+"""The notebook's widget: what travels with it, what the kernel answers, and JupyterLab itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import view_fakes
+
+from regard.view import make_widget
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def ask(widget: Any, content: Any) -> list[tuple[Any, Any]]:
+    """What the widget sends back for one message from the page."""
+    sent: list[tuple[Any, Any]] = []
+    widget.send = lambda answer, buffers=None: sent.append((answer, buffers))
+    widget._handle_custom_msg(content, [])
+    return sent
+
+
+def test_the_kernel_answers_with_the_numbers_of_the_record() -> None:
+    record = view_fakes.decoder(layers=2, n_heads=3)
+    [(answer, [buffer])] = ask(make_widget(record), {"id": 7, "question": "row/0/1/2/5"})
+    assert answer == {"id": 7}
+    np.testing.assert_array_equal(np.frombuffer(buffer, "<f4"), record.rows(1, 2, 5))
+
+
+def test_a_question_without_an_answer_is_told() -> None:
+    widget = make_widget(view_fakes.decoder(layers=1, n_heads=1))
+    [(answer, buffers)] = ask(widget, {"id": 8, "question": "row/0/0/0/99"})
+    assert answer["id"] == 8 and "out of range" in answer["error"]
+    assert buffers is None
+
+
+@pytest.mark.parametrize("content", [None, [], "row/0/0/0/1", {"id": 1}, {"question": 5}])
+def test_a_message_that_is_no_question_is_left_alone(content: Any) -> None:
+    assert ask(make_widget(view_fakes.decoder(layers=1, n_heads=1)), content) == []
+
+
+def test_a_small_record_travels_with_the_notebook_and_a_long_one_in_part() -> None:
+    parts = json.loads(make_widget(view_fakes.decoder(layers=1, n_heads=2)).outline)["parts"]
+    assert {"whole/0/0/0", "whole/0/0/1"} <= set(parts)
+    long = json.loads(make_widget(view_fakes.ramp(4099)).outline)["parts"]
+    assert not [name for name in long if name.startswith("whole/")]
+    assert [name for name in long if name.startswith("map/")]
+
+
+def test_the_line_opens_a_view() -> None:
+    widget = make_widget(view_fakes.decoder(), line="text?token=3")
+    assert widget.line == "text?token=3"
+    assert widget.get_state()["line"] == "text?token=3"
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+NOTEBOOK = {
+    "cells": [
+        {
+            "cell_type": "code",
+            "execution_count": None,
+            "id": "one",
+            "metadata": {},
+            "outputs": [],
+            "source": "import view_fakes; from regard.view import make_widget\n"
+            "make_widget(view_fakes.ramp(4099), line='head?place=0&head=1')",
+        }
+    ],
+    "metadata": {"kernelspec": {"display_name": "p", "language": "python", "name": "python3"}},
+    "nbformat": 4,
+    "nbformat_minor": 5,
+}
+
+
+@pytest.mark.slow
+def test_the_widget_in_a_real_jupyterlab(browser: Any, tmp_path: Path) -> None:
+    """A cell is run, the picture appears, and single weights come from the kernel."""
+    (tmp_path / "look.ipynb").write_text(json.dumps(NOTEBOOK))
+    port, token = free_port(), "t" * 24
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": paths, "JUPYTER_CONFIG_DIR": str(tmp_path / "c"),
+                   "JUPYTER_DATA_DIR": str(tmp_path / "d"), "HOME": str(tmp_path)}  # fmt: skip
+    log = (tmp_path / "lab.log").open("w")
+    options = [f"--ServerApp.port={port}", f"--IdentityProvider.token={token}", "--no-browser"]
+    options += [
+        "--allow-root",
+        "--ServerApp.ip=127.0.0.1",
+        "--LabApp.news_url=",
+        "--expose-app-in-browser",
+    ]
+    lab = subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", *options],
+        cwd=tmp_path, env=environment, stdout=log, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        wait_for(f"http://127.0.0.1:{port}/api?token={token}")
+        page = browser.new_context(viewport={"width": 1400, "height": 1000}).new_page()
+        page.set_default_timeout(40_000)
+        page.goto(f"http://127.0.0.1:{port}/lab/tree/look.ipynb?token={token}")
+        page.wait_for_selector(".jp-Notebook .jp-Cell")
+        page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
+        run_cell(page)
+        page.wait_for_selector(".regard .map canvas[data-ready=yes]")
+        box = page.locator(".regard .map canvas").bounding_box()
+        page.mouse.move(box["x"] + 260, box["y"] + 420)
+        page.wait_for_function(
+            "() => /^[0-9.e-]+$/.test(document.querySelector('.regard .weight').innerText)"
+        )
+        t, s = (int(part) for part in page.locator(".regard .pair sub").all_inner_texts())
+        told = float(page.inner_text(".regard .weight"))
+        assert told == pytest.approx(view_fakes.ramp(4099).weight(0, 1, t, s), rel=1e-5)
+        page.locator(".regard .map canvas").focus()
+        for key in ("1", "x", "2"):  # in a notebook: a heading, cut the cell, a smaller heading
+            page.keyboard.press(key)
+        page.wait_for_selector(".regard .page.head")
+        assert page.locator(".jp-CodeCell").count() == 1
+        assert page.locator(".jp-MarkdownCell").count() == 0
+        page.locator(".regard nav a", has_text="Text").click()
+        page.wait_for_selector(".regard .flow .word")
+        if shots := os.environ.get("REGARD_SHOTS"):
+            page.screenshot(path=f"{shots}/jupyter.png")
+    finally:
+        lab.terminate()
+        lab.wait(timeout=30)
+        log.close()
+        shutil.rmtree(tmp_path / "d", ignore_errors=True)
+
+
+def run_cell(page: Any) -> None:
+    """Lab takes keys before its kernel is there, and forgets them; so more than once if need be."""
+    from playwright.sync_api import TimeoutError as TooLong
+
+    for _ in range(6):
+        if page.locator(".jp-Dialog .jp-mod-accept").count():  # such as: which kernel?
+            page.locator(".jp-Dialog .jp-mod-accept").first.click()
+        page.locator(".jp-Cell .cm-content").first.click()
+        page.keyboard.press("Control+Enter")
+        try:
+            page.wait_for_selector(".regard", timeout=10_000)
+        except TooLong:
+            continue
+        return
+    raise AssertionError("the cell did not run")
+
+
+def wait_for(url: str) -> None:
+    for _ in range(120):
+        try:
+            urllib.request.urlopen(url, timeout=2).read()
+        except OSError:
+            time.sleep(0.5)
+        else:
+            return
+    raise AssertionError(f"nothing answers at {url}")
