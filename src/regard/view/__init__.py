@@ -1,0 +1,52 @@
+"""Looking at records: a page that opens offline, a local server, a notebook widget, plain pictures.
+
+`make_page` and `write_page` give one HTML file, `Server` and `serve` answer a browser on this
+machine, `make_widget` is for notebooks, `plot` draws PNG, SVG and PDF. All of them know records,
+not models, and none needs torch. Each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regard.view.outline import BadView
+    from regard.view.page import BUDGET, make_page, write_page
+    from regard.view.png import plot
+    from regard.view.server import Server, serve
+    from regard.view.widget import make_widget
+
+_HOMES = {
+    "BUDGET": "page",
+    "BadView": "outline",
+    "Server": "server",
+    "make_page": "page",
+    "make_widget": "widget",
+    "plot": "png",
+    "serve": "server",
+    "write_page": "page",
+}
+
+__all__ = [
+    "BUDGET",
+    "BadView",
+    "Server",
+    "make_page",
+    "make_widget",
+    "plot",
+    "serve",
+    "write_page",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"regard.view.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'regard.view' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,191 @@
+"""One HTML file that shows a record offline: outline, small maps, and as many weights as fit.
+
+What goes in, until the budget is full: the outline; a small exact map of every head; what every
+key receives; the whole matrix of each head, the most telling heads first; of the others each
+query's largest weights. With the whole matrix the page computes every tile, row and column itself.
+Where it did not fit, the page says in words which part needs `regard view`. Numbers are float32,
+deflated, in base64.
+
+Left out: fetching anything. The page's own policy forbids it the network.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from regard.view.answers import answer, checked, whole_level
+from regard.view.bundle import inline_json, whole_page
+from regard.view.outline import BadView, Floats, RecordLike, cut, grid_of, outline
+
+BUDGET = 16_000_000  # bytes of data in a page; the bundle comes on top
+SMALL_CELLS = 64  # cells on a side of the overview's maps, at most
+_SHARE = 0.4  # of the budget, at most, for maps and sums of all heads
+_TOP_SHARE = 0.3  # of what is left, for the largest weights of heads whose matrix did not fit
+_TELLING = ("previous", "next", "same", "induction", "first", "separator")
+
+
+def make_page(record: RecordLike, other: RecordLike | None = None, *, budget: int = BUDGET) -> str:
+    """The text of the page, of one record or of two compared; `budget` is in bytes of data."""
+    records = [record] if other is None else [record, other]
+    data = make_data(records, "static", budget)
+    return whole_page(page_title(record), data)
+
+
+def write_page(
+    path: str | os.PathLike[str],
+    record: RecordLike,
+    other: RecordLike | None = None,
+    *,
+    budget: int = BUDGET,
+) -> Path:
+    """Write the page to a file, whole or not at all; gives its path."""
+    out = Path(os.fsdecode(path))
+    text = make_page(record, other, budget=budget)
+    beside = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        beside.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(beside, out)
+    finally:
+        beside.unlink(missing_ok=True)
+    return out
+
+
+def page_title(record: RecordLike) -> str:
+    return cut(f"{' '.join(record.text[:200].split()) or record.model} · regard", 80)
+
+
+def make_data(records: Sequence[RecordLike], door: str, budget: int) -> dict[str, Any]:
+    """The outline and the parts that fit beside it."""
+    told = outline(records, door)
+    parts = _Parts(budget - len(inline_json(told)))
+    if parts.left < 0:
+        raise BadView(
+            f"the words and places of this record alone need {budget - parts.left:,} bytes and "
+            f"the page's budget is {budget:,}; raise the budget, or use `regard view`"
+        )
+    _put_small(parts, records)
+    order = list(_most_telling(records))
+    need = sum(_whole_cost(records[which], place) for which, place, _ in order)
+    parts.reserve(_TOP_SHARE if need > parts.left else 0.0)
+    for which, place, head in order:
+        if not _put_whole(parts, records[which], f"{which}/{place}/{head}"):
+            break
+    parts.reserve(0.0)
+    for which, place, head in order:
+        if f"whole/{which}/{place}/{head}" not in parts.held:
+            _put_answer(parts, records, f"top/{which}/{place}/{head}")
+    return {**told, "parts": parts.held, "budget": budget}
+
+
+@final
+class _Parts:
+    """Arrays by name, as text, and the bytes that are left."""
+
+    def __init__(self, budget: int) -> None:
+        self.held: dict[str, str] = {}
+        self.left = budget
+        self._reserved = 0
+
+    def reserve(self, share: float) -> None:
+        """Keep a share of what is left for later."""
+        self.left += self._reserved
+        self._reserved = int(max(0, self.left) * share)
+        self.left -= self._reserved
+
+    def put(self, name: str, values: Floats) -> bool:
+        """Hold an array if it fits; says whether it did."""
+        packed = zlib.compress(values.astype("<f4").tobytes(), 6)
+        text = base64.b64encode(packed).decode("ascii")
+        cost = len(text) + len(name) + 6
+        if cost > self.left:
+            return False
+        self.held[name] = text
+        self.left -= cost
+        return True
+
+
+def _put_small(parts: _Parts, records: Sequence[RecordLike]) -> None:
+    """A small map of every head and what its keys receive, as large as their share allows."""
+    places = [
+        (which, number, place)
+        for which, record in enumerate(records)
+        for number, place in enumerate(record.places)
+    ]
+    n_heads = sum(place.n_heads for _, _, place in places)
+    share = parts.left * _SHARE / 1.4  # base64 is a third longer
+    small = n_heads * SMALL_CELLS**2 * 4 <= share
+    sums = sum(place.n_heads * place.n_keys * 4 for _, _, place in places) <= share / 2
+    for which, number, place in places:
+        for head in range(place.n_heads):
+            if small:
+                _put_answer(parts, records, _small_map(records[which], which, number, head))
+            if sums:
+                _put_answer(parts, records, f"received/{which}/{number}/{head}")
+
+
+def _small_map(record: RecordLike, which: int, place: int, head: int) -> str:
+    """The question for the one tile that shows a whole head."""
+    grid = grid_of(record, place) or (1, 1)
+    lt, ls = (whole_level(length, SMALL_CELLS) for length in grid)
+    return f"map/{which}/{place}/{head}/{lt}/{ls}/0/0"
+
+
+def _put_answer(parts: _Parts, records: Sequence[RecordLike], name: str) -> None:
+    """A question the record cannot answer leaves its part out; the page then says it is missing."""
+    try:
+        values = answer(records, name)
+    except ValueError:
+        return
+    parts.put(name, values)
+
+
+def _most_telling(records: Sequence[RecordLike]) -> Iterator[tuple[int, int, int]]:
+    """Every head as (record, place, head): those that clearly do one thing first."""
+    ranked = []
+    for which, record in enumerate(records):
+        scores = [
+            np.nan_to_num(np.asarray(values, dtype=np.float64))
+            for name, values in record.heads().items()
+            if name in _TELLING
+        ]
+        best = np.maximum.reduce(scores) if scores else None
+        for number, place in enumerate(record.places):
+            for head in range(place.n_heads):
+                value = 0.0 if best is None else float(best[number, head])
+                # Cross-attention first: there are few such heads, and the alignment needs them all.
+                ranked.append((place.kind != "cross", -value, which, number, head))
+    for _, _, which, number, head in sorted(ranked):
+        yield which, number, head
+
+
+def _whole_cost(record: RecordLike, place: int) -> float:
+    """About the bytes of one head's matrix in a page.
+
+    Weights hardly shrink, base64 is a third longer; what a causal mask hides shrinks to nothing.
+    """
+    height, width = grid_of(record, place) or (0, 0)
+    return 4 * height * width * 1.25 * (0.5 if record.places[place].causal else 1.0)
+
+
+def _put_whole(parts: _Parts, record: RecordLike, name: str) -> bool:
+    """The whole matrix of one head; False when there is no room left for it."""
+    place, head = (int(word) for word in name.split("/")[1:])
+    here = record.places[place]
+    window = (0, here.n_queries, 0, here.n_keys)
+    shape = grid_of(record, place)
+    if shape is None:
+        return True
+    if _whole_cost(record, place) * 0.7 > parts.left:
+        return False
+    try:
+        weights = checked(record.map(place, head, window, shape), shape, "map")
+    except ValueError:
+        return True
+    return parts.put(f"whole/{name}", weights)

@@ -1,0 +1,253 @@
+"""A server for one browser on this machine: records too large for a file, tiles made on demand.
+
+It listens on 127.0.0.1 alone, on a port the system picks, and answers only addresses that begin
+with a random token made for this run. Other pages in the same browser must not reach it either: a
+Host that is not this server's (DNS rebinding), an Origin or a Sec-Fetch-Site from elsewhere, a
+method other than GET and HEAD, or any path but its own five are refused. Nothing is read from disk
+by name, so there is no path to escape from. Answers may not be cached, framed or embedded.
+
+Answers are raw little-endian float32 (see answers.py); the newest are kept in memory up to
+`CACHE_BYTES`. At most `AT_ONCE` are computed at a time, so that memory stays bounded.
+
+Left out: TLS, several users, writing. This is not a web server for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import webbrowser
+from collections import OrderedDict
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, final
+
+from regard.view import bundle
+from regard.view.answers import answer
+from regard.view.outline import RecordLike, outline
+
+CACHE_BYTES = 256_000_000
+AT_ONCE = 2
+LONGEST_PATH = 300
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Refused(Exception):
+    """A request that gets no answer; carries the status and one sentence."""
+
+    def __init__(self, status: HTTPStatus, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+@final
+class Server:
+    """Serves records until closed; `url` has the token in it. Also a `with` block.
+
+    >>> with Server(record) as server:
+    ...     print(server.url)
+    """
+
+    def __init__(self, record: RecordLike, other: RecordLike | None = None) -> None:
+        records = [record] if other is None else [record, other]
+        self._answers = _Answers(records)
+        self._token = secrets.token_urlsafe(24)
+        self._http = _Loopback(("127.0.0.1", 0), _Handler)
+        self._http.token = self._token
+        self._http.answers = self._answers
+        self.port = int(self._http.server_address[1])
+        self.url = f"http://127.0.0.1:{self.port}/{self._token}/"
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Server:
+        """Answer in a thread of its own; gives the server back."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._http.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._http.shutdown()
+            self._thread.join()
+            self._thread = None
+        self._http.server_close()
+        self._http.hang_up()
+
+    def wait(self) -> None:
+        """Until the server is closed, or Ctrl-C, which closes it."""
+        try:
+            while self._thread is not None and self._thread.is_alive():
+                self._thread.join(0.5)
+        except KeyboardInterrupt:
+            self.close()
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve(
+    record: RecordLike, other: RecordLike | None = None, *, open_browser: bool = True
+) -> Server:
+    """Start a server and open its page; close it with `.close()`, or `.wait()` for Ctrl-C."""
+    server = Server(record, other).start()
+    if open_browser:
+        webbrowser.open(server.url)
+    return server
+
+
+@final
+class _Answers:
+    """The outline and the tiles, each made once while it is remembered."""
+
+    def __init__(self, records: Sequence[RecordLike]) -> None:
+        self._records = records
+        self.outline = bundle.inline_json(outline(records, "server")).encode("ascii")
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+        self._turns = threading.Semaphore(AT_ONCE)
+
+    def get(self, question: str) -> bytes:
+        with self._lock:
+            if question in self._kept:
+                self._kept.move_to_end(question)
+                return self._kept[question]
+        with self._turns:
+            made = answer(self._records, question).astype("<f4").tobytes()
+        with self._lock:
+            if question not in self._kept:
+                self._kept[question] = made
+                self._size += len(made)
+            while self._size > CACHE_BYTES and len(self._kept) > 1:
+                self._size -= len(self._kept.popitem(last=False)[1])
+        return made
+
+
+class _Loopback(ThreadingHTTPServer):
+    """Where the handlers find what they serve."""
+
+    daemon_threads = True
+    block_on_close = False
+    token: str
+    answers: _Answers
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+        self._lines: set[Any] = set()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._lines.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._lines.discard(request)
+        super().shutdown_request(request)
+
+    def hang_up(self) -> None:
+        """End the connections that browsers keep open; closing the server alone would not."""
+        for line in list(self._lines):
+            with contextlib.suppress(OSError):  # already ended by the other side
+                line.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that closes its connection halfway is no news."""
+
+
+@final
+class _Handler(BaseHTTPRequestHandler):
+    server: _Loopback
+    protocol_version = "HTTP/1.1"
+    server_version = "regard"
+    sys_version = ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        try:
+            self._check_sender()
+            kind, body = self._find(self._inner_path())
+        except Refused as refusal:
+            self._send(refusal.status, "text/plain; charset=utf-8", str(refusal).encode())
+        else:
+            self._send(HTTPStatus.OK, kind, body)
+
+    def _check_sender(self) -> None:
+        """Only this server's own page, under this server's own name."""
+        names = {f"127.0.0.1:{self._port()}", f"localhost:{self._port()}"}
+        hosts = self.headers.get_all("Host") or []
+        if len(hosts) != 1 or hosts[0].lower() not in names:
+            raise Refused(HTTPStatus.MISDIRECTED_REQUEST, "this is not the name of this server")
+        for origin in self.headers.get_all("Origin") or []:
+            if origin.lower() != f"http://{hosts[0].lower()}":
+                raise Refused(HTTPStatus.FORBIDDEN, "requests from other pages are refused")
+        for site in self.headers.get_all("Sec-Fetch-Site") or []:
+            # "none": typed or opened by hand.
+            if site.lower() not in ("same-origin", "none"):
+                raise Refused(HTTPStatus.FORBIDDEN, "requests from other pages are refused")
+
+    def _port(self) -> int:
+        return int(self.server.server_address[1])
+
+    def _inner_path(self) -> str:
+        """The path behind the token."""
+        token, slash, rest = self.path.removeprefix("/").partition("/")
+        if not (slash and secrets.compare_digest(token.encode(), self.server.token.encode())):
+            raise Refused(HTTPStatus.NOT_FOUND, "nothing here; use the address that was printed")
+        if len(rest) > LONGEST_PATH:
+            raise Refused(HTTPStatus.REQUEST_URI_TOO_LONG, "no path here is that long")
+        return rest
+
+    def _find(self, path: str) -> tuple[str, bytes]:
+        if path == "":
+            return "text/html; charset=utf-8", bundle.served_page().encode()
+        if path == "regard.js":
+            return "text/javascript; charset=utf-8", bundle.script().encode()
+        if path == "regard.css":
+            return "text/css; charset=utf-8", bundle.style().encode()
+        if path == "outline":
+            return "application/json", self.server.answers.outline
+        if path.startswith("data/"):
+            try:
+                return "application/octet-stream", self.server.answers.get(path[5:])
+            except (ValueError, IndexError) as problem:
+                raise Refused(HTTPStatus.BAD_REQUEST, str(problem)) from problem
+        raise Refused(HTTPStatus.NOT_FOUND, "nothing here")
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silence: the address has the token in it, and a terminal is often shown to others."""

@@ -1,0 +1,211 @@
+// The frame around the pages: names, tabs, theme, keys, and the one place where trouble is shown.
+
+import { h, message, clear } from "./dom";
+import { words, type Context, type Page } from "./context";
+import type { Outline } from "./outline";
+import { overview } from "./pages/overview";
+import { head } from "./pages/head";
+import { text } from "./pages/text";
+import { align } from "./pages/align";
+import { compare } from "./pages/compare";
+import type { Source } from "./source";
+import { PAGES, readState, writeState, type PageName, type State } from "./state";
+
+/** Where the line that restores a view is kept: the address of the page, or the notebook. */
+export interface Line {
+  read(): string;
+  write(line: string, quietly: boolean): void;
+  changed(listen: () => void): () => void;
+}
+
+const MAKERS: Record<PageName, (context: Context) => Page> = { overview, head, text, align, compare };
+const NAMES: Record<PageName, string> = { overview: "Overview", head: "Head", text: "Text", align: "Alignment", compare: "Compare" };
+const KEYS: [string, string][] = [
+  ["1 – 5", "the pages, from left to right"],
+  ["[  ]", "previous and next head"],
+  ["{  }", "previous and next layer"],
+  ["← ↑ ↓ →", "move the cell, the word or the head that is chosen"],
+  ["Shift + arrows", "move the map"],
+  ["+  −  0", "zoom in, zoom out, show all"],
+  ["Enter", "open a head; choose a word, or let it go"],
+  ["Esc", "let the chosen word go"],
+  ["d", "on the text page: looks at, or is looked at by"],
+  ["t", "light or dark"],
+  ["?", "this list"],
+];
+
+export class App implements Context {
+  state: State;
+  private page: Page | null = null;
+  private readonly main = h("main", { class: "main", tabindex: -1 });
+  private readonly live = h("div", { class: "unseen", "aria-live": "polite" });
+  private readonly tabs = new Map<PageName, HTMLElement>();
+  private readonly help: HTMLDialogElement;
+  private readonly endings: (() => void)[] = [];
+
+  constructor(
+    readonly root: HTMLElement,
+    readonly outline: Outline,
+    readonly source: Source,
+    private readonly line: Line,
+    keys: EventTarget,
+  ) {
+    this.state = readState(line.read(), outline);
+    this.help = this.makeHelp();
+    root.classList.add("regard");
+    this.theme(recall());
+    root.replaceChildren(this.bar(), this.main, this.live, this.help);
+    const press = (event: Event) => this.key(event as KeyboardEvent);
+    keys.addEventListener("keydown", press);
+    const scheme = matchMedia("(prefers-color-scheme: dark)");
+    const turned = () => this.page?.restyle?.();
+    scheme.addEventListener("change", turned);
+    this.endings.push(
+      () => keys.removeEventListener("keydown", press),
+      () => scheme.removeEventListener("change", turned),
+      line.changed(() => this.follow()),
+    );
+    this.show();
+  }
+
+  close(): void {
+    this.page?.close?.();
+    for (const end of this.endings) end();
+  }
+
+  dark(): boolean {
+    const said = this.root.dataset.theme;
+    return said ? said === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  }
+
+  go(change: Partial<State>, quietly = false): void {
+    this.state = { ...this.state, ...change };
+    this.line.write(writeState(this.state), quietly);
+    if (!quietly) this.show();
+  }
+
+  announce(words: string): void {
+    this.live.textContent = words;
+  }
+
+  /** The address was changed from outside: by hand, by a link, by going back. */
+  private follow(): void {
+    const line = this.line.read();
+    if (line.replace(/^#/, "") === writeState(this.state)) return;
+    this.state = readState(line, this.outline);
+    this.show();
+  }
+
+  private show(): void {
+    const focus = this.focusMark();
+    // Never let the focus fall out: in a notebook the next key would be a command to it.
+    if (this.main.contains(this.focused())) this.main.focus({ preventScroll: true });
+    this.page?.close?.();
+    this.page = null;
+    clear(this.main);
+    for (const [name, tab] of this.tabs) {
+      if (name === this.state.page) tab.setAttribute("aria-current", "page");
+      else tab.removeAttribute("aria-current");
+    }
+    try {
+      this.page = MAKERS[this.state.page](this);
+      this.main.append(this.page.element);
+    } catch (problem) {
+      this.main.append(message(`This page could not be drawn: ${words(problem)}`, "error"));
+    }
+    if (focus) this.main.querySelector<HTMLElement>(focus)?.focus();
+  }
+
+  private focused(): Element | null {
+    return (this.root.getRootNode() as Document | ShadowRoot).activeElement;
+  }
+
+  /** What had the focus, so that it has it again after the page was built anew. */
+  private focusMark(): string | null {
+    const active = this.focused();
+    if (!active || !this.main.contains(active)) return null;
+    if (active instanceof HTMLCanvasElement) return ".map canvas";
+    const mark = (active as HTMLElement).dataset.focus;
+    return mark && /^[\w-]+$/.test(mark) ? `[data-focus="${mark}"]` : null;
+  }
+
+  private bar(): HTMLElement {
+    const nav = h("nav", { "aria-label": "Pages" });
+    for (const [index, name] of PAGES.entries()) {
+      if (name === "compare" && this.outline.records.length < 2) continue;
+      const tab = h("a", { href: `#${name}`, text: NAMES[name], title: `${NAMES[name]}  ${index + 1}`, on: { click: (event: MouseEvent) => { event.preventDefault(); this.open(name); } } });
+      this.tabs.set(name, tab);
+      nav.append(tab);
+    }
+    const tool = (sign: string, words: string, act: () => void) =>
+      h("button", { type: "button", class: "tool", text: sign, "aria-label": words, title: words, on: { click: act } });
+    return h(
+      "header", { class: "top" },
+      h("span", { class: "brand" }, h("span", { class: "eye", "aria-hidden": "true" }), "regard"),
+      nav,
+      h("div", { class: "tools" }, tool("◐", "Light or dark  t", () => this.toggleTheme()), tool("?", "Keys  ?", () => this.help.showModal())),
+    );
+  }
+
+  private open(page: PageName): void {
+    if (page === "align" && this.state.page !== "align") this.goAlign();
+    else this.go({ page });
+  }
+
+  /** The alignment opens on cross-attention, where there is any. */
+  private goAlign(): void {
+    const places = this.outline.records[this.state.record]!.places;
+    if (places[this.state.place]!.kind === "cross") return this.go({ page: "align" });
+    const cross = places.findIndex((place) => place.kind === "cross");
+    this.go(cross < 0 ? { page: "align" } : { page: "align", place: cross, head: "layer", token: -1, at: null });
+  }
+
+  private key(event: KeyboardEvent): void {
+    if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
+    const target = event.target as HTMLElement;
+    if (this.help.open || /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName) || target.isContentEditable) return;
+    const page = /^[1-5]$/.test(event.key) ? PAGES[Number(event.key) - 1] : undefined;
+    if (this.page?.key?.(event)) event.preventDefault();
+    else if (page && this.tabs.has(page)) this.open(page);
+    else if (event.key === "t") this.toggleTheme();
+    else if (event.key === "?") this.help.showModal();
+    else return;
+    event.preventDefault();
+  }
+
+  private theme(name: string | null): void {
+    if (name === "light" || name === "dark") this.root.dataset.theme = name;
+    else delete this.root.dataset.theme;
+  }
+
+  private toggleTheme(): void {
+    const name = this.dark() ? "light" : "dark";
+    this.theme(name);
+    remember(name);
+    this.page?.restyle?.();
+  }
+
+  private makeHelp(): HTMLDialogElement {
+    const list = h("dl", {});
+    for (const [key, words] of KEYS) list.append(h("dt", {}, h("kbd", { text: key })), h("dd", { text: words }));
+    const shut = h("button", { type: "button", text: "Close", on: { click: () => this.help.close() } });
+    return h("dialog", { class: "help", "aria-label": "Keys" }, h("h2", { text: "Keys" }), list, shut);
+  }
+}
+
+// Some browsers refuse storage to files; the theme is then forgotten with the page.
+function recall(): string | null {
+  try {
+    return localStorage.getItem("regard-theme");
+  } catch {
+    return null;
+  }
+}
+
+function remember(name: string): void {
+  try {
+    localStorage.setItem("regard-theme", name);
+  } catch {
+    return;
+  }
+}

@@ -1,0 +1,112 @@
+// The edges of a map: words where they fit, positions where they do not.
+
+import { scaleLinear } from "d3-scale";
+import { label } from "./words";
+
+export interface Axis {
+  tokens: string[];
+  named: boolean; // whether the tokens are words, or only positions
+  start: number; // pixels from the edge of the plot to token 0
+  step: number; // pixels a token
+  size: number; // pixels of the plot along this axis
+}
+
+export interface Pen {
+  font: string;
+  ink: string;
+  muted: string;
+  accent: string;
+}
+
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/u;
+export const FITS = 12; // pixels a token needs for its label
+const SLANT = -Math.PI / 3.4;
+
+export function visibleRange(axis: Axis): [number, number] {
+  const first = Math.max(0, Math.floor(-axis.start / axis.step));
+  const last = Math.min(axis.tokens.length, Math.ceil((axis.size - axis.start) / axis.step));
+  return [first, Math.max(first, last)];
+}
+
+interface Mark {
+  at: number;
+  text: string;
+  strong: boolean;
+}
+
+/** What is written along an axis: every word, or round positions; always the chosen one. */
+function marks(axis: Axis, chosen: number | null): Mark[] {
+  const [first, last] = visibleRange(axis);
+  const out: Mark[] = [];
+  if (axis.step >= FITS) {
+    for (let at = first; at < last; at += 1) {
+      out.push({ at, text: label(axis.tokens[at]!), strong: at === chosen });
+    }
+    return out;
+  }
+  const scale = scaleLinear([first, last], [0, 1]);
+  const ticks = scale.ticks(Math.max(2, Math.min(10, axis.size / 90)));
+  for (const at of ticks) {
+    const near = chosen !== null && Math.abs(chosen - at) * axis.step < 16;
+    if (Number.isInteger(at) && at < last && !near) {
+      out.push({ at, text: (axis.named ? at : Number(axis.tokens[at])).toLocaleString("en"), strong: false });
+    }
+  }
+  if (chosen !== null && chosen >= first && chosen < last) {
+    out.push({ at: chosen, text: label(axis.tokens[chosen]!, 16), strong: true });
+  }
+  return out;
+}
+
+function write(draw: CanvasRenderingContext2D, text: string, x: number, y: number, most: number): void {
+  draw.direction = RIGHT_TO_LEFT.test(text) ? "rtl" : "ltr";
+  draw.fillText(text, x, y, most);
+}
+
+export function drawRows(draw: CanvasRenderingContext2D, axis: Axis, edge: number, chosen: number | null, pen: Pen): void {
+  draw.textAlign = "right";
+  draw.textBaseline = "middle";
+  for (const mark of marks(axis, chosen)) {
+    const y = axis.start + (mark.at + 0.5) * axis.step;
+    if (y < 0 || y > axis.size) continue;
+    draw.font = mark.strong ? `600 ${pen.font}` : pen.font;
+    draw.fillStyle = mark.strong ? pen.accent : pen.muted;
+    write(draw, mark.text, edge - 8, y, 140);
+  }
+}
+
+export function drawColumns(draw: CanvasRenderingContext2D, axis: Axis, edge: number, chosen: number | null, pen: Pen): void {
+  draw.textBaseline = "middle";
+  const flat = axis.step < FITS;
+  for (const mark of marks(axis, chosen)) {
+    const x = axis.start + (mark.at + 0.5) * axis.step;
+    if (x < 0 || x > axis.size) continue;
+    draw.font = mark.strong ? `600 ${pen.font}` : pen.font;
+    draw.fillStyle = mark.strong ? pen.accent : pen.muted;
+    if (flat) {
+      draw.textAlign = "center";
+      write(draw, mark.text, x, edge - 11, 120);
+      continue;
+    }
+    draw.save();
+    draw.translate(x, edge - 7);
+    draw.rotate(SLANT);
+    draw.textAlign = "left";
+    write(draw, mark.text, 0, 0, edge / Math.sin(-SLANT) - 12);
+    draw.restore();
+  }
+}
+
+/** How much room the labels of an axis need, in pixels along their own line. */
+export function room(draw: CanvasRenderingContext2D, tokens: string[], named: boolean, pen: Pen): number {
+  draw.font = pen.font;
+  if (!named) return 44;
+  let most = 30;
+  const every = Math.max(1, Math.floor(tokens.length / 400));
+  for (let at = 0; at < tokens.length; at += every) {
+    most = Math.max(most, draw.measureText(label(tokens[at]!)).width);
+  }
+  return Math.min(most, 132);
+}
+
+export const slantedRoom = (length: number): number => length * Math.sin(-SLANT) + 16;

@@ -1,0 +1,116 @@
+// Colours for weights. Every scale runs evenly from little light to much (or back), so that it reads
+// the same to colour-blind eyes and in grey; the one for differences runs from orange to blue.
+
+import { interpolateRgb, interpolateRgbBasis, piecewise } from "d3-interpolate";
+import { interpolateCividis, interpolateViridis } from "d3-scale-chromatic";
+
+export type PaletteName = "regard" | "viridis" | "cividis";
+export type Curve = "linear" | "root" | "log";
+export const PALETTES: readonly PaletteName[] = ["regard", "viridis", "cividis"];
+export const CURVES: readonly Curve[] = ["root", "linear", "log"];
+
+const LIGHT = ["#fdfcfa", "#d5e5e0", "#93c4bf", "#4f9aa6", "#2a6b8b", "#1c3f66", "#111c38"];
+const DARK = ["#12171d", "#173242", "#1c5868", "#2f8583", "#6bb291", "#b9d9a2", "#fbf6cf"];
+const DIFFERENT_LIGHT = ["#8a3b00", "#d9782d", "#f2c79b", "#fdfcfa", "#a9cbe6", "#3c84bd", "#0c3d70"];
+const DIFFERENT_DARK = ["#ffb877", "#d9782d", "#6b3f1e", "#12171d", "#1c4669", "#3c8fd0", "#a8d6ff"];
+
+export type Ramp = (at: number) => string;
+
+export function ramp(name: PaletteName, dark: boolean): Ramp {
+  if (name === "viridis") return interpolateViridis;
+  if (name === "cividis") return interpolateCividis;
+  return interpolateRgbBasis(dark ? DARK : LIGHT);
+}
+
+export function differenceRamp(dark: boolean): Ramp {
+  // Piecewise, so that the middle is the page's own colour: no difference, no ink.
+  return piecewise(interpolateRgb, dark ? DIFFERENT_DARK : DIFFERENT_LIGHT);
+}
+
+function channels(colour: string): [number, number, number] {
+  if (colour.startsWith("#")) {
+    const n = parseInt(colour.slice(1), 16);
+    return [(n >> 16) & 255, (n >> 8) & 255, n & 255];
+  }
+  const [r = 0, g = 0, b = 0] = (colour.match(/[\d.]+/g) ?? []).map(Number);
+  return [r, g, b];
+}
+
+/** 256 colours as the pixels of an image; what is not a number has a colour of its own. */
+export interface Table {
+  pixels: Uint32Array;
+  missing: number;
+}
+
+export const MISSING = "#d0489b";
+
+function pixel([r, g, b]: [number, number, number]): number {
+  return ((255 << 24) | (Math.round(b) << 16) | (Math.round(g) << 8) | Math.round(r)) >>> 0;
+}
+
+export function table(colours: Ramp): Table {
+  const pixels = Uint32Array.from({ length: 256 }, (_, at) => pixel(channels(colours(at / 255))));
+  return { pixels, missing: pixel(channels(MISSING)) };
+}
+
+/** Where a weight lies on the scale, 0 to 1; `log` shows four powers of ten below the largest. */
+export function bend(value: number, max: number, curve: Curve): number {
+  if (!(value > 0) || !(max > 0)) return 0;
+  const share = Math.min(1, value / max);
+  if (curve === "linear") return share;
+  if (curve === "root") return Math.sqrt(share);
+  return Math.max(0, 1 + Math.log10(share) / 4);
+}
+
+/** Ink that can be read on a colour. */
+export function inkOn(colour: string): string {
+  const [r, g, b] = channels(colour);
+  return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#15202b" : "#ffffff";
+}
+
+export function paint(values: Float32Array, width: number, max: number, curve: Curve, colours: Table): ImageData {
+  const image = new ImageData(width, values.length / width);
+  const out = new Uint32Array(image.data.buffer);
+  for (let at = 0; at < values.length; at += 1) {
+    const value = values[at]!;
+    out[at] = Number.isFinite(value)
+      ? colours.pixels[Math.round(bend(value, max, curve) * 255)]!
+      : colours.missing;
+  }
+  return image;
+}
+
+/** Differences: the middle of the scale is no difference. */
+export function paintDifference(values: Float32Array, width: number, max: number, curve: Curve, colours: Table): ImageData {
+  const image = new ImageData(width, values.length / width);
+  const out = new Uint32Array(image.data.buffer);
+  for (let at = 0; at < values.length; at += 1) {
+    const value = values[at]!;
+    const size = bend(Math.abs(value), max, curve) / 2;
+    out[at] = Number.isFinite(value)
+      ? colours.pixels[Math.round((0.5 + (value < 0 ? -size : size)) * 255)]!
+      : colours.missing;
+  }
+  return image;
+}
+
+export function largest(values: Float32Array): number {
+  let max = 0;
+  for (const value of values) {
+    const size = Math.abs(value);
+    if (size > max && size < Infinity) max = size;
+  }
+  return max;
+}
+
+const MANY = 16_384; // cells, from which on a few may lie beyond the scale
+
+/** The end of a colour scale: the largest weight, or in a map of very many almost the largest.
+ *
+ * The first queries of a long causal text have few keys, so their cells are far above all others;
+ * with them as the measure, the rest would be pale. */
+export function ceiling(values: Float32Array, means: boolean): number {
+  if (!means && values.length < MANY) return largest(values);
+  const seen = values.map(Math.abs).filter((value) => value > 0 && value < Infinity).sort();
+  return seen.length > 200 ? seen[Math.floor(seen.length * 0.995)]! : largest(values);
+}

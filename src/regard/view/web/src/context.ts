@@ -1,0 +1,42 @@
+// What every page is handed: the outline, the source of weights, the state, and ways to change it.
+
+import { ramp, type Ramp } from "./colour";
+import type { Outline, Place, Recorded } from "./outline";
+import type { Source } from "./source";
+import type { State } from "./state";
+
+export interface Context {
+  outline: Outline;
+  source: Source;
+  state: State;
+  /** Change what is looked at. `quietly`: the address follows, the page is not built anew. */
+  go(change: Partial<State>, quietly?: boolean): void;
+  announce(words: string): void;
+  dark(): boolean;
+}
+
+export interface Page {
+  element: HTMLElement;
+  close?(): void;
+  restyle?(): void;
+  /** A key that no control on the page has taken; true when this page has. */
+  key?(event: KeyboardEvent): boolean;
+}
+
+export function current(context: Context): { record: Recorded; place: Place } {
+  const record = context.outline.records[context.state.record]!;
+  return { record, place: record.places[context.state.place]! };
+}
+
+export function colours(context: Context): Ramp {
+  return ramp(context.state.palette, context.dark());
+}
+
+export function question(kind: string, context: Context, ...numbers: number[]): string {
+  const { record, place, head } = context.state;
+  return [kind, record, place, head, ...numbers].join("/");
+}
+
+export function words(problem: unknown): string {
+  return problem instanceof Error ? problem.message : String(problem);
+}

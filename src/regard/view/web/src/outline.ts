@@ -1,0 +1,204 @@
+// What the page knows before it asks for any weight; read from JSON and checked, every field of it.
+
+export interface Place {
+  name: string;
+  layer: number;
+  kind: "self" | "cross";
+  n_heads: number;
+  n_queries: number;
+  n_keys: number;
+  causal: boolean;
+  heads: number[]; // their numbers in the model
+  grid: [number, number] | null; // how finely the map is known
+  queries: Side;
+  keys: Side;
+}
+export type Side = "target" | "source" | "positions";
+export type Pieces = [string, string][] | null;
+export interface Recorded {
+  model: string;
+  created: string;
+  tokens: string[];
+  pieces: Pieces;
+  source_tokens: string[] | null;
+  source_pieces: Pieces;
+  places: Place[];
+  scores: Record<string, (number | null)[][]>;
+}
+export interface Outline {
+  door: string;
+  records: Recorded[];
+  parts: Record<string, string>;
+  budget: number;
+}
+
+export class BadOutline extends Error {}
+
+function need(fine: boolean, words: string): asserts fine {
+  if (!fine) throw new BadOutline(words);
+}
+
+function isObject(value: unknown): value is Record<string, unknown> {
+  return typeof value === "object" && value !== null && !Array.isArray(value);
+}
+
+function count(value: unknown, what: string, low: number, high: number): number {
+  need(
+    typeof value === "number" && Number.isInteger(value) && value >= low && value <= high,
+    `${what} should be a whole number from ${low} to ${high}`,
+  );
+  return value;
+}
+
+function text(value: unknown, what: string): string {
+  need(typeof value === "string", `${what} should be text`);
+  return value.slice(0, 400);
+}
+
+function labels(value: unknown, what: string): string[] {
+  need(Array.isArray(value) && value.length > 0, `${what} should be a list of words`);
+  return value.map((word) => text(word, `each of the ${what}`));
+}
+
+function pieces(value: unknown, length: number): Pieces {
+  if (!Array.isArray(value) || value.length !== length) return null;
+  return value.map((pair) => {
+    need(Array.isArray(pair) && pair.length === 2, "pieces should be pairs of texts");
+    return [text(pair[0], "a piece"), text(pair[1], "a piece")];
+  });
+}
+
+function side(value: unknown): Side {
+  need(value === "target" || value === "source" || value === "positions", "unknown kind of labels");
+  return value;
+}
+
+function numbers(value: unknown, length: number): number[] {
+  const good = Array.isArray(value) && value.length === length;
+  return Array.from({ length }, (_, at) => (good ? count(value[at], "a head's number", 0, 1 << 20) : at));
+}
+
+function grid(value: unknown, at: number): [number, number] | null {
+  if (!Array.isArray(value)) return null;
+  return [count(value[0], `place ${at}: grid`, 1, 4e6), count(value[1], `place ${at}: grid`, 1, 4e6)];
+}
+
+function place(value: unknown, at: number): Place {
+  need(isObject(value), `place ${at} should be an object`);
+  need(value.kind === "self" || value.kind === "cross", `place ${at} has an unknown kind`);
+  return {
+    name: text(value.name, "a place's name"),
+    layer: count(value.layer, `place ${at}: layer`, 0, 1e6),
+    kind: value.kind,
+    n_heads: count(value.n_heads, `place ${at}: n_heads`, 1, 4096),
+    n_queries: count(value.n_queries, `place ${at}: n_queries`, 1, 4e6),
+    n_keys: count(value.n_keys, `place ${at}: n_keys`, 1, 4e6),
+    causal: value.causal === true,
+    heads: numbers(value.heads, count(value.n_heads, "n_heads", 1, 4096)),
+    grid: grid(value.grid, at),
+    queries: side(value.queries),
+    keys: side(value.keys),
+  };
+}
+
+function scores(value: unknown, places: Place[]): Recorded["scores"] {
+  need(isObject(value), "scores should be an object");
+  const out: Recorded["scores"] = Object.create(null);
+  for (const [name, rows] of Object.entries(value)) {
+    need(Array.isArray(rows) && rows.length === places.length, `score ${name.slice(0, 40)} has the wrong shape`);
+    out[name.slice(0, 40)] = rows.map((row, at) => {
+      need(Array.isArray(row) && row.length === places[at]!.n_heads, `score ${name.slice(0, 40)} has the wrong shape`);
+      return row.map((one) => (typeof one === "number" && Number.isFinite(one) ? one : null));
+    });
+  }
+  return out;
+}
+
+function record(value: unknown): Recorded {
+  need(isObject(value), "a record should be an object");
+  const tokens = labels(value.tokens, "tokens");
+  const source = value.source_tokens ? labels(value.source_tokens, "source tokens") : null;
+  need(Array.isArray(value.places) && value.places.length > 0 && value.places.length <= 4096, "a record should have places");
+  const places = value.places.map(place);
+  const lengths: Record<Side, number> = { target: tokens.length, source: source?.length ?? -1, positions: NaN };
+  for (const one of places) {
+    need(one.queries === "positions" || lengths[one.queries] === one.n_queries, "queries and their labels differ in number");
+    need(one.keys === "positions" || lengths[one.keys] === one.n_keys, "keys and their labels differ in number");
+  }
+  return {
+    model: text(value.model, "model"),
+    created: text(value.created, "created"),
+    tokens,
+    pieces: pieces(value.pieces, tokens.length),
+    source_tokens: source,
+    source_pieces: source && pieces(value.source_pieces, source.length),
+    places,
+    scores: scores(value.scores, places),
+  };
+}
+
+export function readOutline(value: unknown): Outline {
+  need(isObject(value), "there is no outline");
+  need(value.format === 1, `this page reads format 1, the data says ${JSON.stringify(value.format)?.slice(0, 20)}`);
+  need(Array.isArray(value.records) && (value.records.length === 1 || value.records.length === 2), "one or two records were expected");
+  const parts: Record<string, string> = Object.create(null);
+  for (const [name, packed] of Object.entries(isObject(value.parts) ? value.parts : {})) {
+    need(typeof packed === "string", "a part should be text");
+    parts[name] = packed;
+  }
+  return {
+    door: text(value.door, "door"),
+    records: value.records.map(record),
+    parts,
+    budget: typeof value.budget === "number" ? value.budget : 0,
+  };
+}
+
+export function sideTokens(from: Recorded, which: Side, length: number): string[] {
+  if (which === "target") return from.tokens;
+  if (which === "source" && from.source_tokens) return from.source_tokens;
+  return Array.from({ length }, (_, at) => String(at));
+}
+
+export function queryTokens(from: Recorded, at: Place): string[] {
+  return sideTokens(from, at.queries, at.n_queries);
+}
+
+export function keyTokens(from: Recorded, at: Place): string[] {
+  return sideTokens(from, at.keys, at.n_keys);
+}
+
+export function hasWords(at: Place): boolean {
+  return at.queries !== "positions" && at.keys !== "positions";
+}
+
+/** "Layer 3", with what tells it apart where a layer has several places. */
+export function placeLabel(from: Recorded, at: number): string {
+  const here = from.places[at]!;
+  const twins = from.places.filter((other) => other.layer === here.layer);
+  if (twins.length === 1) return `Layer ${here.layer}`;
+  if (here.kind === "cross") return `Cross ${here.layer}`;
+  if (here.queries === "source") return `Encoder ${here.layer}`;
+  return from.source_tokens ? `Decoder ${here.layer}` : here.name;
+}
+
+/** Whether single weights can be had, not only a picture of the whole. */
+export function isExact(at: Place): boolean {
+  return at.grid !== null && at.grid[0] === at.n_queries && at.grid[1] === at.n_keys;
+}
+
+/** The place as its map has it: where only a picture was kept, its cells stand for the tokens. */
+export function mapPlace(at: Place): Place {
+  if (isExact(at) || !at.grid) return at;
+  return { ...at, n_queries: at.grid[0], n_keys: at.grid[1], queries: "positions", keys: "positions", causal: false };
+}
+
+/** The position of the first token in each cell of a picture. */
+export function cellStarts(cells: number, tokens: number): string[] {
+  return Array.from({ length: cells }, (_, cell) => String(Math.floor((cell * tokens) / cells)));
+}
+
+export function headName(at: Place, head: number | "layer" | "all"): string {
+  if (head === "layer") return "mean of its heads";
+  return head === "all" ? "mean of all layers" : `head ${at.heads[head]}`;
+}

@@ -1,0 +1,145 @@
+// One head as a map that can be zoomed from the whole text to single weights.
+
+import { colours, current, question, words, type Context, type Page } from "../context";
+import { Legend, colourPicker, headPicker, scoreBars, stepHead, stepLayer } from "../controls";
+import { exact, h, message, percent } from "../dom";
+import { Heatmap, type Cell } from "../heatmap";
+import { cellStarts, headName, isExact, keyTokens, mapPlace, placeLabel, queryTokens, type Place } from "../outline";
+import { label, quoted } from "../words";
+
+export function head(context: Context): Page {
+  const { record, place } = current(context);
+  const { state } = context;
+  const coarse = !isExact(place);
+  const drawn = mapPlace(place);
+  const rows = coarse ? cellStarts(drawn.n_queries, place.n_queries) : queryTokens(record, place);
+  const columns = coarse ? cellStarts(drawn.n_keys, place.n_keys) : keyTokens(record, place);
+  const legend = new Legend(context);
+  const trouble = h("div", { class: "trouble" });
+  const readout = new Readout(context, rows, columns, place);
+  const title = `${placeLabel(record, state.place)}, ${headName(place, state.head)}`;
+  const map = new Heatmap({
+    place: drawn, rows, columns,
+    label: `${title}. ${place.n_queries} queries from top to bottom, ${place.n_keys} keys from left to right. Arrow keys move, plus and minus zoom, 0 shows all.`,
+    fetch: ({ lt, ls, ti, si }, signal) => context.source.get(question("map", context, lt, ls, ti, si), signal),
+    ramp: () => colours(context),
+    curve: () => context.state.curve,
+    at: state.at,
+    onMove: (at) => context.go({ at }, true),
+    onCell: (cell, kept) => readout.show(cell, kept),
+    onLoad: (loaded) => {
+      legend.update(...loaded.scale);
+      const problem = loaded.tiles.problem;
+      trouble.replaceChildren(...(problem ? [message(problem, "error")] : []));
+      readout.again(loaded);
+    },
+  });
+  const button = (text: string, words: string, act: () => void) =>
+    h("button", { type: "button", class: "round", text, "aria-label": words, title: words, on: { click: act } });
+  const zoomers = h("div", { class: "zoomers" }, button("+", "Zoom in  +", () => map.zoomBy(2)), button("−", "Zoom out  −", () => map.zoomBy(0.5)), button("⤢", "Show all  0", () => map.fit()));
+  const aside = h(
+    "aside",
+    { class: "panel" },
+    h("h1", { text: title }),
+    h("p", { class: "facts", title: place.name, text: place.name }),
+    headPicker(context, true),
+    readout.element,
+    coarse ? message(place.grid ? `This record kept a picture of ${place.grid[0]} × ${place.grid[1]} cells here, not single weights.` : "This record kept no map here.") : null,
+    scoreBars(context),
+    legend.element,
+    colourPicker(context),
+  );
+  const element = h("section", { class: "page head", "aria-label": title }, h("div", { class: "stage" }, map.element, zoomers, trouble), aside);
+  return {
+    element,
+    close: () => map.close(),
+    restyle: () => {
+      map.restyle();
+      legend.update(...map.scale);
+    },
+    key: (event) => headKeys(context, event),
+  };
+}
+
+export function headKeys(context: Context, event: KeyboardEvent): boolean {
+  if (event.key === "[") stepHead(context, -1);
+  else if (event.key === "]") stepHead(context, 1);
+  else if (event.key === "{") stepLayer(context, -1);
+  else if (event.key === "}") stepLayer(context, 1);
+  else return false;
+  return true;
+}
+
+/** The pair under pointer or cursor, and its exact weight; asked for where the zoom is too far. */
+class Readout {
+  readonly element: HTMLElement;
+  private readonly pair: HTMLElement;
+  private readonly value: HTMLElement;
+  private readonly note: HTMLElement;
+  private shown: Cell | null = null;
+  private kept = false;
+  private timer = 0;
+
+  constructor(private readonly context: Context, private readonly rows: string[], private readonly columns: string[], private readonly place: Place) {
+    this.pair = h("p", { class: "pair" });
+    this.value = h("p", { class: "weight" });
+    this.note = h("p", { class: "hint" });
+    this.element = h("div", { class: "readout" }, this.pair, this.value, this.note);
+    this.show(null, false);
+  }
+
+  again(map: Heatmap): void {
+    if (this.shown && this.shown.value === undefined) this.show(map.cell(this.shown), this.kept);
+  }
+
+  show(cell: Cell | null, kept: boolean): void {
+    clearTimeout(this.timer);
+    this.shown = cell;
+    this.kept = kept;
+    if (!cell) {
+      this.pair.replaceChildren("Point at a cell, or use the arrow keys.");
+      this.value.textContent = "";
+      this.note.textContent = "";
+      return;
+    }
+    const { t, s, rows, columns, value } = cell;
+    if (!isExact(this.place)) {
+      this.pair.replaceChildren(`Positions from ${this.rows[t]} look at positions from ${this.columns[s]}`);
+      this.note.textContent = "The mean of this cell";
+      this.value.textContent = value === undefined ? "…" : exact(value);
+      return;
+    }
+    this.pair.replaceChildren(h("bdi", { dir: "auto", text: label(this.rows[t]!) }), h("sub", { text: String(t) }), " looks at ", h("bdi", { dir: "auto", text: label(this.columns[s]!) }), h("sub", { text: String(s) }));
+    if (rows * columns === 1) {
+      this.note.textContent = "";
+      this.tell(value);
+      return;
+    }
+    this.note.textContent = value === undefined ? "" : `This pixel is the mean of ${rows} × ${columns} weights: ${exact(value)}`;
+    this.value.textContent = "…";
+    const { record, place, head } = this.context.state;
+    if (!this.context.source.exact(record, place, head)) {
+      this.note.textContent = `The mean of ${rows} × ${columns} weights; single ones need “regard view”.`;
+      this.value.textContent = value === undefined ? "…" : exact(value);
+      return;
+    }
+    this.timer = window.setTimeout(() => void this.fetch(t, s), 60);
+  }
+
+  private async fetch(t: number, s: number): Promise<void> {
+    try {
+      const [value] = await this.context.source.get(question("weight", this.context, t, s));
+      if (this.shown?.t === t && this.shown.s === s) this.tell(value);
+    } catch (problem) {
+      if (this.shown?.t === t && this.shown.s === s) this.value.textContent = words(problem);
+    }
+  }
+
+  private tell(value: number | undefined): void {
+    if (!this.shown) return;
+    this.value.textContent = value === undefined ? "…" : exact(value);
+    if (value === undefined || !this.kept) return;
+    const { t, s } = this.shown;
+    this.context.announce(`${quoted(this.rows[t]!)} at ${t} looks at ${quoted(this.columns[s]!)} at ${s}: ${percent(value)}`);
+  }
+}

@@ -1,0 +1,95 @@
+// What is being looked at, as one line of text: the part of the address after #, or a trait of the
+// widget. Whatever that line says, a state that fits the outline comes out.
+
+import { CURVES, PALETTES, type Curve, type PaletteName } from "./colour";
+import type { Outline } from "./outline";
+import type { HeadChoice } from "./source";
+
+export const PAGES = ["overview", "head", "text", "align", "compare"] as const;
+export type PageName = (typeof PAGES)[number];
+
+export interface State {
+  page: PageName;
+  record: number;
+  place: number;
+  head: HeadChoice;
+  token: number; // the chosen word on the text and alignment pages; -1: none
+  side: "query" | "key"; // which side the chosen word is on
+  sort: string; // "" is the order of the model, else a score's name
+  least: number; // of that score, from 0 to 1 of its range
+  at: [number, number, number] | null; // centre query, centre key, zoom of the map
+  palette: PaletteName;
+  curve: Curve;
+}
+
+export function firstState(outline: Outline): State {
+  const cross = outline.records[0]!.places.findIndex((place) => place.kind === "cross");
+  return {
+    page: outline.records.length === 2 ? "compare" : "overview",
+    record: 0,
+    place: Math.max(0, cross),
+    head: 0,
+    token: -1,
+    side: "query",
+    sort: "",
+    least: 0,
+    at: null,
+    palette: "regard",
+    curve: "root",
+  };
+}
+
+function whole(text: string | null, low: number, high: number, otherwise: number): number {
+  return text !== null && /^-?\d{1,9}$/.test(text) ? Math.min(high, Math.max(low, Number(text))) : otherwise;
+}
+
+export function readState(line: string, outline: Outline): State {
+  const state = firstState(outline);
+  const [page, query = ""] = line.replace(/^#/, "").slice(0, 500).split("?");
+  if ((PAGES as readonly string[]).includes(page ?? "")) state.page = page as PageName;
+  const said = new URLSearchParams(query);
+  state.record = whole(said.get("record"), 0, outline.records.length - 1, 0);
+  const places = outline.records[state.record]!.places;
+  state.place = whole(said.get("place"), 0, places.length - 1, Math.min(state.place, places.length - 1));
+  const head = said.get("head");
+  state.head = head === "layer" || head === "all" ? head : whole(head, 0, places[state.place]!.n_heads - 1, 0);
+  state.side = said.get("side") === "key" ? "key" : "query";
+  state.token = whole(said.get("token"), -1, tokenCount(outline, state) - 1, -1);
+  const sort = said.get("sort") ?? "";
+  state.sort = Object.hasOwn(outline.records[state.record]!.scores, sort) ? sort : "";
+  state.least = whole(said.get("least"), 0, 100, 0) / 100;
+  const at = (said.get("at") ?? "").split(",").map(Number);
+  if (at.length === 3 && at.every((n) => Number.isFinite(n) && n >= 0)) state.at = at as [number, number, number];
+  state.palette = PALETTES.find((name) => name === said.get("colours")) ?? "regard";
+  state.curve = CURVES.find((name) => name === said.get("scale")) ?? "root";
+  return state;
+}
+
+export function tokenCount(outline: Outline, state: State): number {
+  const place = outline.records[state.record]!.places[state.place]!;
+  return state.side === "query" ? place.n_queries : place.n_keys;
+}
+
+export function writeState(state: State): string {
+  const said = new URLSearchParams();
+  if (state.record) said.set("record", String(state.record));
+  if (state.page !== "overview") {
+    said.set("place", String(state.place));
+    said.set("head", String(state.head));
+  }
+  if (state.token >= 0 && (state.page === "text" || state.page === "align")) {
+    said.set("token", String(state.token));
+    if (state.side === "key") said.set("side", "key");
+  }
+  if (state.page === "overview" && state.sort) {
+    said.set("sort", state.sort);
+    if (state.least) said.set("least", String(Math.round(state.least * 100)));
+  }
+  if (state.at && (state.page === "head" || state.page === "compare")) {
+    said.set("at", state.at.map((n) => String(Number(n.toPrecision(6)))).join(","));
+  }
+  if (state.palette !== "regard") said.set("colours", state.palette);
+  if (state.curve !== "root") said.set("scale", state.curve);
+  const query = said.toString().replaceAll("%2C", ",");
+  return query ? `${state.page}?${query}` : state.page;
+}

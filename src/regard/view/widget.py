@@ -1,0 +1,81 @@
+"""The page inside a notebook, through anywidget: the same bundle, the record in the kernel.
+
+Small records travel whole with the widget, up to `WIDGET_BUDGET`, so that a saved notebook shows
+them without a kernel; the rest is asked of the kernel piece by piece, as the server's page does.
+
+Left out: what anywidget does not need. The class is made when first asked for, because anywidget is
+an extra: pip install 'regard[view]'.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from regard.view import bundle
+from regard.view.answers import answer
+from regard.view.outline import RecordLike, outline
+from regard.view.page import make_data
+
+WIDGET_BUDGET = 2_000_000  # bytes of data in a notebook; more is asked of the kernel
+
+
+def make_widget(
+    record: RecordLike,
+    other: RecordLike | None = None,
+    *,
+    line: str = "",
+    budget: int = WIDGET_BUDGET,
+) -> Any:
+    """A widget that shows a record, or compares two; put it last in a cell.
+
+    line: which view to open, as in a page's address after #; it follows what is looked at. budget:
+    bytes of weights that travel with the notebook, beside the words themselves.
+    """
+    records = [record] if other is None else [record, other]
+    widget = _widget_class()
+    data = make_data(
+        records, "widget", budget + len(bundle.inline_json(outline(records, "widget")))
+    )
+    made = widget(outline=bundle.inline_json(data), line=line)
+    made.records = records
+    return made
+
+
+@cache
+def _widget_class() -> Any:
+    try:
+        import anywidget
+        import traitlets
+    except ImportError as error:
+        raise ImportError(
+            "showing a record in a notebook needs the anywidget package: "
+            "pip install 'regard[view]'; record.html(\"page.html\") works without it"
+        ) from error
+
+    class RecordWidget(anywidget.AnyWidget):  # type: ignore[misc, unused-ignore]
+        """The page as a widget. `line` is what is being looked at, and can be set."""
+
+        _esm = bundle.script()
+        _css = bundle.style()
+        outline = traitlets.Unicode().tag(sync=True)
+        line = traitlets.Unicode().tag(sync=True)
+
+        def __init__(self, **fields: Any) -> None:
+            self.records: list[RecordLike] = []
+            super().__init__(**fields)
+            self.on_msg(self._heard)
+
+        def _heard(self, _: Any, content: Any, buffers: Any) -> None:
+            """A question from the page: its answer goes back with the same number."""
+            if not isinstance(content, dict) or not isinstance(content.get("question"), str):
+                return
+            number = content.get("id")
+            try:
+                values = answer(self.records, content["question"]).astype("<f4")
+            except (ValueError, IndexError) as problem:
+                self.send({"id": number, "error": str(problem)})
+            else:
+                self.send({"id": number}, buffers=[values.tobytes()])
+
+    return RecordWidget
