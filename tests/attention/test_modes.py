@@ -287,6 +287,15 @@ class TestDropout:
         whole = keep_factor(torch.tensor(9), 0.4, shape)
         assert torch.equal(keep_factor(torch.tensor(9), 0.4, shape, tile), whole[:, :, 3:7, 2:9])
 
+    @pytest.mark.parametrize("p", [0.1, 0.5, 0.93])
+    @pytest.mark.parametrize("seed", [5, 2**31 - 2, 2**40 + 17])
+    def test_words_of_32_bits_drop_what_words_of_64_do(
+        self, seed: int, p: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        narrow = keep_factor(torch.tensor(seed), p, Shape(2, 3, 37, 41))
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert torch.equal(narrow, keep_factor(torch.tensor(seed), p, Shape(2, 3, 37, 41)))
+
     def test_without_a_seed_torchs_generator_decides(self) -> None:
         q, k, v = small()
         torch.manual_seed(3)

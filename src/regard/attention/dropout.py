@@ -57,7 +57,23 @@ def keep_factor(
     row = torch.arange(tile.t0, tile.t1, device=device)[:, None]
     key = torch.arange(tile.s0, tile.s1, device=device)
     word = _mix(_mix(_mix(seed ^ (seed >> 32)) + head * 0x9E3779B1) + row * 0x85EBCA77)
-    word = _mix(word ^ (key * 0xC2B2AE3D & _WORD))
+    key = key * 0xC2B2AE3D & _WORD
     if p >= 1.0:
-        return torch.zeros_like(word, dtype=dtype)
-    return (word >= int(p * 2**32)).to(dtype) / (1.0 - p)
+        return torch.zeros_like(word ^ key, dtype=dtype)
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        kept = _mix_narrow(word.to(torch.int32) ^ key.to(torch.int32)) >= int(p * 2**32) - 2**31
+    else:
+        kept = _mix(word ^ key) >= int(p * 2**32)
+    return kept.to(dtype) / (1.0 - p)
+
+
+def _mix_narrow(word: Tensor) -> Tensor:
+    """`_mix` of an int32, in place, minus 2^31: half the bytes, and a CPU has to move them all.
+
+    Products wrap round, as `_mix` cuts them; shifts are cleared of the sign. Taking 2^31 away,
+    which turns the highest bit round, puts unsigned numbers in the order of signed ones.
+    """
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
+        word.bitwise_xor_((word >> shift).bitwise_and_(0xFFFFFFFF >> shift)).mul_(factor)
+    word.bitwise_xor_((word >> 16).bitwise_and_(0xFFFF))
+    return word.bitwise_xor_(-(2**31))

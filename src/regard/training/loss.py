@@ -37,8 +37,8 @@ LEFT_OUT = -100
 """The target of a token that has no part in the loss."""
 EVEN = 128
 """Half-precision matrix units want a vocabulary of a multiple of this."""
-CPU_SCORES = 2**22
-"""Scores computed at a time on a CPU: few enough to stay in its cache between the passes."""
+CPU_SCORES = 2**24
+"""Scores computed at a time on a CPU: enough for its matrix products, too few to fill memory."""
 GPU_SCORES = 2**31
 """And on a GPU, where only memory sets a bound."""
 
@@ -170,7 +170,8 @@ def turn_into_gradient(
         if smoothing:
             work_nv.sub_(smoothing / n_real)
         work_nv.scatter_add_(1, at_n, torch.full_like(at_n, smoothing - 1.0, dtype=torch.float32))
-        work_nv.mul_(counts_n[:, None])
+        if not bool(counts_n.all()):
+            work_nv.mul_(counts_n[:, None])
         if work_nv is not real_nv:
             real_nv.copy_(work_nv)
         scores_nv[:, n_real:] = 0.0
