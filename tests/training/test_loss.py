@@ -15,7 +15,8 @@ from torch import Tensor
 
 from regard.models.transformer import Head
 from regard.training import loss as module
-from regard.training.loss import LEFT_OUT, plain_loss, summed_loss
+from regard.training.data.packing import NOTHING
+from regard.training.loss import plain_loss, summed_loss
 
 HEADS: dict[str, dict[str, Any]] = {
     "tied": GPT2,
@@ -61,7 +62,7 @@ def make_head(name: str) -> Head:
 def make_batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     x_btc = torch.randn(3, 7, 12, dtype=dtype, requires_grad=True)
     targets_bt = torch.randint(0, VOCAB, (3, 7))
-    targets_bt[0, 2] = targets_bt[2, 6] = LEFT_OUT
+    targets_bt[0, 2] = targets_bt[2, 6] = NOTHING
     return x_btc, targets_bt
 
 
@@ -77,7 +78,7 @@ def test_the_worked_example() -> None:
     head = make_head("tied")
     head.weight = torch.nn.Parameter(torch.tensor([0.0, math.log(2), math.log(5)])[:, None])
     x = torch.ones(1, 2, 1, requires_grad=True)
-    targets = torch.tensor([[2, LEFT_OUT]])
+    targets = torch.tensor([[2, NOTHING]])
     loss = summed_loss(head, x, targets)
     assert loss.item() == pytest.approx(math.log(8 / 5))
     # By the scores: shares less 1 at the target; by x these times the weights.
@@ -143,7 +144,7 @@ def test_nothing_asked_is_a_loss_of_zero_and_moves_nothing(
     monkeypatch.setattr(module, "CPU_SCORES", at_once * VOCAB)
     head = make_head("masked, with a bias")
     x, targets = make_batch()
-    loss = summed_loss(head, x, torch.full_like(targets, LEFT_OUT), 0.1)
+    loss = summed_loss(head, x, torch.full_like(targets, NOTHING), 0.1)
     assert loss.item() == 0.0
     assert not any(gradient.any() for gradient in gradients(head, x, loss).values())
 
@@ -209,13 +210,13 @@ def test_half_precision_is_within_twice_the_error_of_the_plain_formula(
         head.weight.copy_(torch.randn(V, C) * 0.3)
     x = torch.randn(2, N // 2, C, requires_grad=True)
     targets = torch.randint(0, V, (2, N // 2))
-    targets[0, 3] = LEFT_OUT
+    targets[0, 3] = NOTHING
     exact_x = x.detach().double().requires_grad_()
     exact_w = head.weight.detach().double().requires_grad_()
     exact = F.cross_entropy(
         (exact_x @ exact_w.t()).flatten(0, 1),
         targets.flatten(),
-        ignore_index=LEFT_OUT,
+        ignore_index=NOTHING,
         reduction="sum",
         label_smoothing=smoothing,
     )
@@ -266,7 +267,7 @@ def test_on_a_gpu_it_is_within_twice_the_error_of_the_plain_formula(smoothing: f
         head.weight.normal_(std=0.3)
     x = torch.randn(2, N // 2, C, device="cuda", requires_grad=True)
     targets = torch.randint(0, V, (2, N // 2), device="cuda")
-    targets[1, 5] = LEFT_OUT
+    targets[1, 5] = NOTHING
     wide_x, wide_w = (t.detach().double().requires_grad_() for t in (x, head.weight))
     logits = (wide_x @ wide_w.t()).flatten(0, 1)
     exact = F.cross_entropy(logits, targets.flatten(), reduction="sum", label_smoothing=smoothing)

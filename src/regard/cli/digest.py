@@ -143,12 +143,12 @@ def tell_word(
     record: Record, console: Console, own: Sequence[Word], chosen: int, short: bool
 ) -> list[Text | str]:
     """What the word looks at, and who looks at it."""
+    from regard.lens.words import links_of_word
+
     said = own[chosen].text
     lines: list[Text | str] = []
-    for title, links in (
-        (f'"{said}" looks at', links_from(record, own, chosen, short)),
-        (f'"{said}" is looked at by', links_to(record, own, chosen, short)),
-    ):
+    for title, looking in ((f'"{said}" looks at', True), (f'"{said}" is looked at by', False)):
+        links = links_of_word(record, own, chosen, looking=looking, telling=short)
         if not links:
             continue
         lines += ["", make_printable(title, console.encoding)]
@@ -156,20 +156,6 @@ def tell_word(
             other = link.key if link.query == chosen else link.query
             lines.append(draw_line(console, own[other].text, link, record))
     return lines
-
-
-def links_from(record: Record, own: Sequence[Word], chosen: int, short: bool) -> list[Link]:
-    """The words that a word looks at, the most telling first, each with its best head."""
-    from regard.lens.words import links_of_word
-
-    return links_of_word(record, own, chosen, looking=True, telling=short)
-
-
-def links_to(record: Record, own: Sequence[Word], chosen: int, short: bool) -> list[Link]:
-    """The words that look at a word, likewise."""
-    from regard.lens.words import links_of_word
-
-    return links_of_word(record, own, chosen, looking=False, telling=short)
 
 
 def draw_line(console: Console, said: str, link: Link, record: Record) -> Text:

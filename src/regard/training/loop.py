@@ -34,7 +34,8 @@ from torch import Tensor
 from regard.layers.multihead import MultiHeadAttention
 from regard.models import Transformer
 from regard.training.config import TrainConfig
-from regard.training.loss import LEFT_OUT, plain_loss, summed_loss
+from regard.training.data.packing import NOTHING
+from regard.training.loss import plain_loss, summed_loss
 from regard.training.optim import Average, make_optimizers, rate_share, set_rate
 from regard.training.parallel import Fleet
 from regard.training.recomputing import recomputing
@@ -257,7 +258,7 @@ class Run:
             else:
                 loss = summed_loss(model.head, x_btc, targets, smoothing)
         if guide is not None:
-            loss = loss + config.guide * guide.loss() * (targets != LEFT_OUT).sum()
+            loss = loss + config.guide * guide.loss() * (targets != NOTHING).sum()
         return loss
 
     def autocast(self) -> Any:
@@ -340,7 +341,7 @@ class Run:
         n_tokens = 0
         with torch.no_grad():
             for batch in self.task.held_out():
-                n_tokens += int((batch[self.task.targets] != LEFT_OUT).sum())
+                n_tokens += int((batch[self.task.targets] != NOTHING).sum())
                 own = {name: x.to(self.fleet.device) for name, x in self.fleet.cut(batch).items()}
                 total += self.fleet.total(self.loss(own).detach()).double().cpu()
         return float(total) / max(n_tokens, 1), n_tokens
@@ -461,7 +462,7 @@ class Run:
         """The batches of a step."""
         first = step * self.config.accumulate
         batches = [self.task.batch(first + i) for i in range(self.config.accumulate)]
-        n_tokens = sum(int((batch[self.task.targets] != LEFT_OUT).sum()) for batch in batches)
+        n_tokens = sum(int((batch[self.task.targets] != NOTHING).sum()) for batch in batches)
         if self.fleet.device.type == "cuda":
             batches = [{n: x.pin_memory() for n, x in batch.items()} for batch in batches]
         return Ready(batches, max(n_tokens, 1))

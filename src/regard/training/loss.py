@@ -32,9 +32,8 @@ from torch import Tensor
 from regard._check import check_shapes
 from regard.attention.backends import has_triton
 from regard.models.transformer import Head
+from regard.training.data.packing import NOTHING
 
-LEFT_OUT = -100
-"""The target of a token that has no part in the loss."""
 EVEN = 128
 """Half-precision matrix units want a vocabulary of a multiple of this."""
 CPU_SCORES = 2**24
@@ -48,7 +47,7 @@ def plain_loss(logits_btv: Tensor, targets_bt: Tensor, smoothing: float = 0.0) -
     return F.cross_entropy(
         logits_btv.flatten(0, -2).float(),
         targets_bt.flatten(),
-        ignore_index=LEFT_OUT,
+        ignore_index=NOTHING,
         reduction="sum",
         label_smoothing=smoothing,
     )
@@ -159,7 +158,7 @@ def turn_into_gradient(
     real_nv = scores_nv[:, :n_real]
     # Exponentials of rounded numbers would be far off; float32 is worked on where it lies.
     work_nv = real_nv if real_nv.dtype == torch.float32 else real_nv.float()
-    counts_n = targets_n != LEFT_OUT
+    counts_n = targets_n != NOTHING
     at_n = torch.where(counts_n, targets_n, 0)[:, None]
     lse_n = torch.logsumexp(work_nv, 1)
     losses_n = lse_n - (1.0 - smoothing) * work_nv.gather(1, at_n)[:, 0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from regard.models.families import FAMILIES, config_of
@@ -49,7 +49,6 @@ class Recipe:
     guide_heads: int = 0
     judge: int = 0
     tokenize: str = "13a"
-    notes: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         check_choice("task", self.task, get_args(TaskKind))
@@ -60,7 +59,7 @@ class Recipe:
     def changed(self, settings: Mapping[str, str]) -> Recipe:
         """The recipe with settings changed, as a command line words them."""
         kinds = typing.get_type_hints(Recipe)
-        own = {name for name in kinds if name not in ("task", "model", "train", "notes")}
+        own = {name for name in kinds if name not in ("task", "model", "train")}
         model, train, mine = dict(self.model), {}, {}
         for name, word in settings.items():
             if name.startswith("model."):

@@ -30,12 +30,12 @@ import torch
 from regard.models import Transformer, count_parameters, save
 from regard.tokens import Tokenizer
 from regard.training.config import TrainConfig
-from regard.training.data.packing import PackedText
+from regard.training.data.packing import NOTHING, PackedText
 from regard.training.data.reading import read_documents, read_pairs
 from regard.training.data.store import encode_documents
 from regard.training.guiding import alignment_score
 from regard.training.loop import Result, Silence, train
-from regard.training.loss import LEFT_OUT, summed_loss
+from regard.training.loss import summed_loss
 from regard.training.monitor import Monitor
 from regard.training.parallel import Fleet
 from regard.training.plotting import plot_losses
@@ -307,7 +307,7 @@ def score_text(
     for batch in LanguageTask(packed, packed, hide).held_out():
         own = {name: x.to(device) for name, x in batch.items()}
         total += float(summed_loss(model.head, task.vectors(model, own), own["targets"]))
-        n_tokens += int((batch["targets"] != LEFT_OUT).sum())
+        n_tokens += int((batch["targets"] != NOTHING).sum())
     made = {"loss": total / n_tokens, "perplexity": math.exp(total / n_tokens)}
     if hide is None:
         made["bits_per_byte"] = total / math.log(2.0) / n_bytes

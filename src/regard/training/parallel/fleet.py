@@ -39,6 +39,7 @@ from regard.layers.feedforward import FeedForward
 from regard.layers.multihead import MultiHeadAttention
 from regard.models import Transformer
 from regard.positions.angles import check_count
+from regard.training.data.packing import NOTHING
 from regard.training.parallel.context import Parts, check_context, cut_text
 from regard.training.parallel.state import clip_gradients, gather, named_state, put_back
 from regard.training.parallel.tensor import check_tensor, cut_layers
@@ -46,7 +47,6 @@ from regard.training.parallel.tensor import check_tensor, cut_layers
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TARGETS = ("targets", "target_out")
-IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class Fleet:
             if not len(rows):
                 rows = tensor[:1]
                 if name in targets:
-                    rows = torch.full_like(rows, IGNORED)
+                    rows = torch.full_like(rows, NOTHING)
             if layout.context > 1:
                 rows = cut_row(name, rows, layout.context)[context]
             made[name] = rows
