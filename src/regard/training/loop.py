@@ -81,8 +81,7 @@ class Silence:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """How a run ended ("done", "patience", "time" or "interrupted"), after how many steps, and the
-    best evaluation."""
+    """How a run ended (done, patience, time, interrupted), after how many steps, and the best."""
 
     reason: str
     steps: int
