@@ -24,3 +24,23 @@ def run_interpreted(script: Path) -> Any:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def patch_once() -> None:
+    """Spare the interpreter's own preparation at every call of a function inside a kernel.
+
+    It prepares Triton's language for the kernel, and then again for each function that the kernel
+    calls, which is most of its time.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    done = set()
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if tl.core in function.fn.__globals__.values() and tl.core not in done:
+            done.add(tl.core)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call

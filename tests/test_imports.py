@@ -34,10 +34,11 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "lens": ("attention",),
     "view": ("lens",),
     "generation": ("nn", "models"),
+    "looking": ("generation", "lens"),
     "training": ("generation",),
     "labs": ("generation", "training", "view", "regard"),
     "cli": ("generation", "training", "view", "regard"),
-    "regard": ("generation", "training", "view"),
+    "regard": ("generation", "training", "looking", "view"),
     "__main__": ("cli",),
 }
 
@@ -200,6 +201,7 @@ sys.meta_path.insert(0, Block())
 # Kernels are written in triton's own language, so their files need it, and are imported where run.
 NEED_TRITON = {
     "regard.attention.kernels.decode_kernels",
+    "regard.attention.kernels.seeing_kernels",
     "regard.layers.matvec_kernels",
     "regard.training.loss_kernels",
 }

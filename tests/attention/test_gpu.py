@@ -12,6 +12,7 @@ import pytest
 import torch
 from cells import ONE_QUERY, SDPA_REFUSALS, TYPES, check_cell, judge
 from plain import CASES
+from seeing_cases import SEEN, SINGLES, gaps, singles_gap
 
 from regard.attention import ALiBi, Causal, Lengths, Wants, Window, attention, explain, observe
 
@@ -108,7 +109,7 @@ def test_observe_of_131072_tokens_stays_small_on_the_device() -> None:
 
 def test_explain_on_the_device_prefers_the_fused_kernels() -> None:
     q = torch.randn(1, 2, 5, 8, device="cuda")
-    assert str(explain(q, q, q, mask=Causal())).startswith("sdpa       runs")
+    assert "sdpa       runs" in str(explain(q, q, q, mask=Causal()))
     assert explain(q, q, q, softcap=2.0).chosen == "flex"
 
 
@@ -134,3 +135,55 @@ def test_one_query_over_many_keys_is_cut_into_parts_and_joined() -> None:
         attention(q, k, v, backend="triton").double(), wide, atol=1e-5, rtol=0
     )
     assert explain(q, k, v).chosen == "triton"
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", SEEN)
+def test_our_kernels_tell_of_weights_what_the_reference_tells(name: str, kind: str) -> None:
+    wrong = {
+        what: pair
+        for what, pair in gaps(name, TYPES[kind], "cuda", "triton").items()
+        if not pair[0] <= pair[1]
+    }
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", SINGLES)
+def test_sums_of_single_weights_are_those_of_the_matrix(name: str) -> None:
+    gap, allowed = singles_gap(name, "cuda")
+    assert gap <= allowed
+
+
+def test_what_is_asked_about_weights_runs_on_our_kernels() -> None:
+    q = torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16)
+    wants = Wants(entropy=True, map=(8, 8))
+    assert explain(q, q, q, mask=Causal(), wants=wants).chosen == "triton"
+    assert explain(q, q, q, bias=torch.zeros(300, device="cuda"), wants=wants).chosen == "blockwise"
+    seen = observe(q, q, q, mask=Causal(), wants=wants)
+    assert seen.output is not None
+    wide = attention(q.double(), q.double(), q.double(), mask=Causal(), backend="reference")
+    torch.testing.assert_close(seen.output.double(), wide, atol=2e-2, rtol=0)
+
+
+def test_rows_that_look_at_nan_are_nan_by_our_kernels_and_no_others() -> None:
+    q = torch.randn(1, 1, 70, 8, device="cuda")
+    q[0, 0, 40] = math.nan
+    wants = Wants(lse=True, entropy=True, peak=True, distance=True, received=True, map=(70, 70))
+    seen = observe(q, q.nan_to_num(0.0), None, mask=Causal(), wants=wants, backend="triton")
+    assert seen.lse is not None and seen.map is not None and seen.received is not None
+    assert seen.lse.isnan().nonzero()[:, 2].tolist() == [40]
+    assert seen.map[0, 0].isnan().nonzero().tolist() == [[40, j] for j in range(41)]
+    assert seen.received.total.isnan().nonzero()[:, 2].tolist() == list(range(41))
+    assert seen.peak is not None and int(seen.peak.key[0, 0, 40]) == -1
+
+
+def test_a_batch_of_more_programs_than_a_grid_has_rows() -> None:
+    """65,537 heads, each of one tile."""
+    q = torch.randn(65537, 1, 3, 16, device="cuda", dtype=torch.bfloat16)
+    seen = observe(q, q, None, wants=Wants(entropy=True, received=True), backend="triton")
+    wide = observe(q[-3:].float(), q[-3:].float(), None, wants=Wants(entropy=True))
+    assert seen.entropy is not None and wide.entropy is not None and seen.received is not None
+    torch.testing.assert_close(seen.entropy[-3:], wide.entropy, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        seen.received.total.sum(-1), torch.full((65537, 1), 3.0, device="cuda"), atol=1e-5, rtol=0
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from regard.attention import flex, fused, observe, reference, single
 from regard.attention.bias import Bias, DenseBias, Sum
 from regard.attention.blockwise_op import run_blockwise
 from regard.attention.dropout import draw_seed
+from regard.attention.kernels import seeing
 from regard.attention.rule import Rule
 from regard.attention.wants import Observation, Wants
 
@@ -166,7 +167,30 @@ def refuse_flex(call: Call) -> str | None:
 
 
 def refuse_triton(call: Call) -> str | None:
-    """All but one query a row, without gradients, on a GPU."""
+    """All but one query a row, or looking at the weights of any; no gradients, on a GPU."""
+    reason = refuse_one_query(call) if call.wants is None else refuse_seeing(call, call.wants)
+    if reason is not None:
+        return reason
+    if call.q.device.type != "cuda":
+        return f"our kernels run on a GPU, and q is on {call.q.device.type}"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
+        return "our kernels have no backward pass so far"
+    if any(is_transformed(t) for t in call.tensors()):
+        return "our kernels do not run inside torch.func transforms"
+    if call.q.dtype == torch.float64:
+        return "our kernels compute scores in float32, which float64 does not allow"
+    if not call.q.numel() or not call.k.numel() or not (call.wants or call.v.numel()):
+        return "our kernels are not asked for empty inputs"
+    if max(call.q.shape[3], call.v.shape[3]) > WIDEST:
+        return f"our kernels take head widths up to {WIDEST}"
+    # A graph for a GPU is compiled by triton itself, so there the question does not arise.
+    if not torch.compiler.is_compiling() and not has_triton():
+        return "the package triton is not installed"
+    return None
+
+
+def refuse_one_query(call: Call) -> str | None:
+    """What the kernel for one query a row does not do."""
     reason = refuse_always(call)
     if reason is not None:
         return reason
@@ -174,21 +198,25 @@ def refuse_triton(call: Call) -> str | None:
         return "our kernel for one query has no dropout"
     if call.rule.shape.T != 1:
         return f"our kernel is for one query a row so far, and there are {call.rule.shape.T}"
-    if call.q.device.type != "cuda":
-        return f"our kernels run on a GPU, and q is on {call.q.device.type}"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
-        return "our kernel for one query has no backward pass"
-    if any(is_transformed(t) for t in call.tensors()):
-        return "our kernels do not run inside torch.func transforms"
-    if call.q.dtype == torch.float64:
-        return "our kernels compute scores in float32, which float64 does not allow"
-    if not call.q.numel() or not call.k.numel() or not call.v.numel():
-        return "our kernels are not asked for empty inputs"
-    if max(call.q.shape[3], call.v.shape[3]) > WIDEST:
-        return f"our kernels take head widths up to {WIDEST}"
-    # A graph for a GPU is compiled by triton itself, so there the question does not arise.
-    if not torch.compiler.is_compiling() and not has_triton():
-        return "the package triton is not installed"
+    return None
+
+
+def refuse_seeing(call: Call, wants: Wants) -> str | None:
+    """What the kernels that look at weights do not tell."""
+    if wants.weights:
+        return "it never builds the T × S matrix that `weights` asks for; reference does"
+    if wants.mass is not None:
+        return "our kernels do not tell the mass on given keys; blockwise does"
+    if call.dropout > 0.0:
+        return "our kernels that look at weights have no dropout; blockwise has"
+    if call.rule.bias is not None:
+        return "our kernels that look at weights have no bias; blockwise has"
+    if is_unread(call):
+        return "it is not run inside compiled graphs and torch.func, where blockwise is"
+    if seeing.find_bounds(call.rule, call.q.device) is None:
+        return "our kernels that look at weights need a mask in which each row sees one interval"
+    if has_tangent(call):
+        return "it has no forward-mode derivative; reference has"
     return None
 
 
@@ -258,6 +286,17 @@ def _observe_blockwise(call: Call) -> Observation:
     )
 
 
+def _observe_triton(call: Call) -> Observation:
+    assert call.wants is not None
+    output = call.q.new_zeros((*call.q.shape[:3], 0))
+    if call.v.shape[3]:
+        blind = replace(call, wants=None)
+        output = choose(blind, "auto").attend(blind)
+    return seeing.by_kernels(
+        call.q, call.k, call.rule, call.sinks, call.wants, call.nan_weights, output
+    )
+
+
 BACKENDS = {
     backend.name: backend
     for backend in (
@@ -268,7 +307,10 @@ BACKENDS = {
         ),
         Backend("flex", refuse_flex, lambda call: flex.attend(*call.inputs, call.rule, call.sinks)),
         Backend(
-            "triton", refuse_triton, lambda call: single.attend(*call.inputs, call.rule, call.sinks)
+            "triton",
+            refuse_triton,
+            lambda call: single.attend(*call.inputs, call.rule, call.sinks),
+            _observe_triton,
         ),
     )
 }

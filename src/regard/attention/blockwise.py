@@ -68,9 +68,9 @@ class Rows(NamedTuple):
     denominator: Tensor
 
 
-def tile_sizes(shape: Shape) -> tuple[int, int]:
-    """Height and width of the tiles for this shape."""
-    room = max(TILE_ENTRIES // max(shape.B * shape.H, 1), SMALLEST**2)
+def tile_sizes(shape: Shape, entries: int | None = None) -> tuple[int, int]:
+    """Height and width of the tiles for this shape, of so many entries over all heads."""
+    room = max((entries or TILE_ENTRIES) // max(shape.B * shape.H, 1), SMALLEST**2)
     height = max(min(shape.T, 2 ** int(math.log2(room) / 2)), 1)
     return height, max(min(shape.S, room // height), 1)
 
@@ -95,9 +95,11 @@ def grid_tiles(shape: Shape) -> list[Tile]:
     ]
 
 
-def bands(rule: Rule) -> list[tuple[tuple[int, int], list[tuple[Tile, bool]]]]:
+def bands(
+    rule: Rule, entries: int | None = None
+) -> list[tuple[tuple[int, int], list[tuple[Tile, bool]]]]:
     """Per band of queries (t0, t1): the tiles that are not empty, each with whether it is full."""
-    height, width = tile_sizes(rule.shape)
+    height, width = tile_sizes(rule.shape, entries)
     t_edges, s_edges = edges(rule.shape.T, height), edges(rule.shape.S, width)
     known = tile_bounds(rule.mask, rule.shape, t_edges, s_edges)
     result = []

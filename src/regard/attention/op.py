@@ -87,9 +87,13 @@ def observe(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
+    finite: bool = False,
     backend: str = "auto",
 ) -> Observation:
-    """The output and what was asked about the weights (`Wants`); v=None looks at these alone."""
+    """The output and what was asked about the weights (`Wants`); v=None looks at these alone.
+
+    Everything else is as `attention` has it.
+    """
     value = v if v is not None else k[..., :0]
     call = make_call(q, k, value, mask, bias, scale, softcap, sinks, (dropout, seed))
     wants.check(call.rule.shape)
@@ -97,7 +101,7 @@ def observe(
     with outside_autocast(call.q.device.type):
         chosen = choose(call, backend)
         assert chosen.observe is not None, "a backend that does not refuse wants can observe"
-        safe = shielded(call)
+        safe = call if finite else shielded(call)
         seen = chosen.observe(safe)
         if seen.output is not None:
             seen = replace(seen, output=put_back(seen.output, call.q, safe.nan_rows))

@@ -1,0 +1,218 @@
+"""What is asked about the weights of many queries, as Triton kernels: two passes, no matrix.
+
+Why: the tiles of `blockwise.py` are torch's operations, each of which goes through memory. On a GPU
+that costs many times what attention itself costs.
+
+How: the first pass keeps each row's running sum and, beside it, whatever is asked about rows. The
+second knows these sums, and so every weight alone. It walks bands of rows along the keys and writes
+down, key by key, the mean over the rows of each cell of the map; the sum of these is what a key
+receives, and their means over the keys are the cells. Which keys a row sees must be one interval,
+as masks made of Causal, Window, Lengths and documents have it.
+
+Left out: gradients; dropout, which weights do not know of; biases, and masks that are no interval,
+which `blockwise` takes.
+
+Letters: B batch, T queries, S keys, H query heads, D head width; X, Y cells of a map.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.attention.rule import Rule
+from regard.attention.secondpass import Weights
+from regard.attention.wants import Map, Observation, Peak, Received, Wants
+
+ROOM = 2**27
+"""Numbers held between the second pass and the cells of a map."""
+ROWS = 128
+"""The most rows that a program of the second pass takes."""
+CELLS = 16
+"""The most cells, one above the other, whose rows it sums at once."""
+
+BITS = 1.0 / math.log(2.0)
+"""From nats to bits, in which the kernels count."""
+
+Bounds = tuple[Tensor, Tensor]
+
+
+def find_bounds(rule: Rule, device: torch.device) -> Bounds | None:
+    """First and past-the-last key that each query sees, (B or 1, T); None if that is not all."""
+    _, _, T, S = rule.shape
+    if rule.mask is None:
+        lo = torch.zeros(1, T, dtype=torch.int32, device=device)
+        return lo, torch.full_like(lo, S)
+    i = torch.arange(T, device=device)[None] + rule.shape.offset
+    ends = rule.mask.interval(i, rule.shape)
+    if ends is None:
+        return None
+    lo, hi = (x.clamp(0, S).to(device=device, dtype=torch.int32).contiguous() for x in ends)
+    return lo, torch.maximum(lo, hi)
+
+
+def look(
+    q: Tensor,
+    k: Tensor,
+    rule: Rule,
+    sinks: Tensor | None,
+    wants: Wants,
+    nan_rows: Tensor | None,
+) -> dict[str, Any]:
+    """The answers to what is wanted, by the names they have in `Observation`."""
+    from regard.attention.kernels import seeing_kernels
+
+    bounds = find_bounds(rule, q.device)
+    assert bounds is not None, "a call without bounds is refused"
+    nan_rows = None if nan_rows is None else nan_rows.contiguous()
+    shape = q.shape[:3]
+    asked = [name for name in ("entropy", "distance", "peak") if getattr(wants, name)]
+    floats = ["tops", "sums", "lse", *asked]
+    made = {name: torch.empty(shape, dtype=torch.float32, device=q.device) for name in floats}
+    if wants.peak:
+        made["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)
+    numbers = in_bits(rule, q.shape[3])
+    seeing_kernels.run_rows(q, k, bounds, sinks, nan_rows, made, numbers)
+    answers: dict[str, Any] = {name: made[name] for name in ("entropy", "distance") if name in made}
+    answers["lse"] = made["lse"] if wants.lse else None
+    answers["peak"] = Peak(made["peak"], made["key"]) if wants.peak else None
+    pooling = _Pooling(q, k, bounds, numbers, made["tops"], made["sums"], nan_rows)
+    answers |= pooling.answer(wants, rule)
+    others = {"top": wants.top, "above": wants.above, "rows": wants.rows}
+    if any(value is not None for value in others.values()):
+        weights = Weights(q, k, rule, made["tops"] / BITS, made["sums"], nan_rows)
+        answers |= {
+            name: getattr(weights, name)(value)
+            for name, value in others.items()
+            if value is not None
+        }
+    return answers
+
+
+def in_bits(rule: Rule, width: int) -> tuple[float, float]:
+    """What products of q and k are multiplied by, and the softcap, 0 for none."""
+    return rule.factor(width) * BITS, (rule.softcap or 0.0) * BITS
+
+
+def sum_singles(
+    q: Tensor, k: Tensor, rule: Rule, bounds: Bounds, lse_bht: Tensor, keys_nt: Tensor
+) -> Tensor:
+    """Sums over all queries of each one's weight on the key named for it, (N, B, H), float64.
+
+    A key of -1 names none. The rule must be one that `look` takes.
+    """
+    from regard.attention.kernels import seeing_kernels
+
+    keys_nt = keys_nt.to(torch.int32).contiguous()
+    if q.is_cuda:
+        # From memory that stays in its place a device reads by itself, and is not waited for.
+        keys_nt = keys_nt.pin_memory().to(q.device, non_blocking=True)
+    parts = seeing_kernels.run_singles(
+        q, k, bounds, lse_bht.contiguous(), keys_nt, in_bits(rule, q.shape[3])
+    )
+    return parts.sum(-1, dtype=torch.float64).view(len(keys_nt), *q.shape[:2])
+
+
+class _Pooling:
+    """The second pass: maps, and what keys receive."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        bounds: Bounds,
+        numbers: tuple[float, float],
+        tops: Tensor,
+        sums: Tensor,
+        nan_rows: Tensor | None,
+    ) -> None:
+        self.q, self.k, self.bounds, self.numbers = q, k, bounds, numbers
+        self.rows = tops, sums, nan_rows
+
+    def answer(self, wants: Wants, rule: Rule) -> dict[str, Any]:
+        picture, (_, _, T, S) = wants.picture(), rule.shape
+        found: dict[str, Any] = {}
+        total: Tensor | None = None
+        if picture is not None:
+            found["map"], total = self.pool(picture, picture.window(rule.shape))
+            if picture.window(rule.shape) != (0, T, 0, S):
+                total = None
+        if wants.received:
+            if total is None:
+                plain = Map(height=-(-T // ROWS), width=1)
+                total = self.pool(plain, (0, T, 0, S), cells=False)[1]
+            found["received"] = Received(total, self.seen_by(S))
+        return found
+
+    def pool(
+        self, picture: Map, window: tuple[int, int, int, int], cells: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The cells of a map (B, H, X, Y), where asked for, and all that its keys receive in it."""
+        from regard.attention.kernels import seeing_kernels
+
+        t0, t1, s0, s1 = window
+        (B, H), span, X = self.q.shape[:2], t1 - t0, picture.height
+        cut = cut_rows(span, X)
+        _, n_in_tile, n_slices = cut
+        height = X if cells else 0
+        made = torch.empty(B * H, height, picture.width, dtype=torch.float32, device=self.q.device)
+        total = torch.zeros(B * H, s1 - s0, dtype=torch.float32, device=self.q.device)
+        # So many cells at a time as leave the sums room, and whole tiles of them.
+        step = ROOM // (B * H * (s1 - s0) * n_slices) // n_in_tile * n_in_tile
+        step = max(step, n_in_tile)
+        for first in range(0, X, step):
+            count = min(step, X - first)
+            parts = seeing_kernels.run_parts(
+                self.q,
+                self.k,
+                self.bounds,
+                self.rows,
+                self.numbers,
+                (t0, span, X, first, count),
+                cut,
+                (s0, s1),
+            )
+            total += parts.sum(1)
+            if cells:
+                seeing_kernels.run_cells(parts, made, first, count, cut)
+        # Each row's shares of all cells together are X / span.
+        total *= span / X
+        return made.view(B, H, height, picture.width), total.view(B, H, s1 - s0)
+
+    def seen_by(self, n_keys: int) -> Tensor:
+        """How many queries may see each key, (B, H, S)."""
+        lo, hi = (x.long() for x in self.bounds)
+        edges = torch.zeros(len(lo), n_keys + 1, dtype=torch.int64, device=lo.device)
+        one = torch.ones_like(lo)
+        edges.scatter_add_(1, lo, one).scatter_add_(1, hi, -one)
+        counts = edges[:, :-1].cumsum(1).float()
+        return counts[:, None].expand(*self.q.shape[:2], n_keys).contiguous()
+
+
+def cut_rows(span: int, height: int) -> tuple[int, int, int]:
+    """Rows of a tile, how many cells it holds, and in how many such tiles one cell is cut.
+
+    A map of `height` cells over `span` rows: where rows are shared by two cells, tiles overlap.
+    """
+    shared = 0 if span % height == 0 else 2
+    tall = -(-span // height)
+    wanted = max(CELLS * tall + shared, 16)
+    rows = min(ROWS, 2 ** (wanted - 1).bit_length())
+    cells = min(CELLS, (rows - shared) * height // span)
+    return (rows, cells, 1) if cells else (rows, 1, -(-(tall + shared) // rows))
+
+
+def by_kernels(
+    q: Tensor,
+    k: Tensor,
+    rule: Rule,
+    sinks: Tensor | None,
+    wants: Wants,
+    nan_rows: Tensor | None,
+    output: Tensor | None,
+) -> Observation:
+    """Everything but `weights` and `mass`, beside an output made elsewhere."""
+    return Observation(output, **look(q, k, rule, sinks, wants, nan_rows))

@@ -1,0 +1,81 @@
+"""The kernels that look at weights, run by Triton's interpreter, tell what the reference tells.
+
+In a process of its own, as Triton decides at import whether it interprets; bfloat16 is left to the
+tests marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interpreted import run_interpreted
+from seeing_cases import SEEN, SINGLES
+
+HALF = ("causal", "window", "softcap")
+"""Cases that are run in float16 too."""
+
+
+def run_cases() -> None:
+    """Every case; printed as JSON."""
+    import torch
+    from interpreted import patch_once
+    from seeing_cases import gaps, singles_gap
+
+    from regard.attention.kernels import seeing
+
+    patch_once()
+    report = {}
+    for name in SEEN:
+        for dtype in (torch.float32, torch.float16)[: 1 + (name in HALF)]:
+            report[f"{name} {dtype}"] = gaps(name, dtype, "cpu", seeing.by_kernels)
+    seeing.ROOM = 1  # One tile of cells at a time.
+    report["in parts"] = gaps("window", torch.float32, "cpu", seeing.by_kernels)
+    report["NaN"] = {"wrong": (count_wrong_nans(), 0)}
+    report["singles"] = {name: singles_gap(name, "cpu") for name in SINGLES}
+    print(json.dumps(report))
+
+
+def count_wrong_nans() -> int:
+    """How many numbers are NaN and should not be, or the other way round."""
+    import torch
+
+    from regard.attention import Causal, Wants
+    from regard.attention.kernels import seeing
+    from regard.attention.op import make_call
+
+    q = torch.randn(1, 1, 37, 8)
+    rows = torch.zeros(1, 1, 37, dtype=torch.bool)
+    rows[0, 0, 20] = True
+    wants = Wants(lse=True, entropy=True, peak=True, distance=True, received=True, map=(37, 37))
+    rule = make_call(q, q, q, Causal(), None, None, None, None, (0.0, None)).rule
+    seen = seeing.by_kernels(q, q, rule, None, wants, rows, None)
+    assert seen.map is not None and seen.received is not None and seen.peak is not None
+    cells = torch.zeros(37, 37, dtype=torch.bool)
+    cells[20, :21] = True
+    wrong = (seen.map[0, 0].isnan() != cells).sum()
+    wrong += (seen.received.total[0, 0].isnan() != (torch.arange(37) <= 20)).sum()
+    for told in (seen.lse, seen.entropy, seen.distance, seen.peak.weight):
+        assert told is not None
+        wrong += (told.isnan() != rows).sum()
+    return int(wrong) + int(seen.peak.key[0, 0, 20] != -1)
+
+
+@pytest.fixture(scope="module")
+def report() -> Any:
+    return run_interpreted(Path(__file__))
+
+
+@pytest.mark.parametrize("name", [*SEEN, "in parts", "NaN", "singles"])
+def test_kernels_tell_what_the_reference_tells(name: str, report: Any) -> None:
+    found = {key: told for key, told in report.items() if key.split(" torch")[0] == name}
+    assert len(found) == 1 + (name in HALF)
+    for told in found.values():
+        wrong = {what: pair for what, pair in told.items() if not pair[0] <= pair[1]}
+        assert not wrong, wrong
+
+
+if __name__ == "__main__":
+    run_cases()
