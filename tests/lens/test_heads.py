@@ -75,7 +75,7 @@ def test_single_keys(keep: str) -> None:
 def test_induction_looks_behind_the_last_time() -> None:
     """a b c a b b c d a b c: queries 3, 4, 6, 8, 9, 10 and 5 know their token from before."""
     behind = {3: 1, 4: 2, 5: 2, 6: 3, 8: 4, 9: 6, 10: 7}
-    assert last_seen(IDS[0]).tolist() == [-1, -1, -1, 0, 1, 1, 2, -1, 3, 5, 6]
+    assert last_seen(IDS[0].numpy()).tolist() == [-1, -1, -1, 0, 1, 1, 2, -1, 3, 5, 6]
     record = record_of(look(*({behind[t]: 0.625} if t in behind else {} for t in range(N))))
     assert record.heads()["induction"][0, 0] == pytest.approx(0.625, abs=1e-6)
     plain = record_of(look(*({t: 1.0} for t in range(N))))

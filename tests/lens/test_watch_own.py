@@ -64,6 +64,38 @@ def test_every_family_of_ours(name: str) -> None:
     assert kinds == ({"self", "cross"} if given else {"self"})
 
 
+def test_progress_is_told_of_each_place_and_changes_nothing() -> None:
+    model, ids = make("t5"), draw(11)
+    told: list[tuple[str, int]] = []
+    with torch.no_grad():
+        before = model(ids, source=draw(13)).logits
+        with watch(model, keep="qk") as plain:
+            model(ids, source=draw(13))
+        with watch(model, keep="qk", progress=lambda *step: told.append(step)) as record:
+            after = model(ids, source=draw(13)).logits
+    assert before is not None and after is not None and torch.equal(before, after)
+    assert told == [(place.name, n + 1) for n, place in enumerate(record.places)]
+    for number in range(len(record.places)):
+        mine, theirs = record.statistics(number), plain.statistics(number)
+        assert mine.keys() == theirs.keys()
+        assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_progress_counts_steps_and_its_own_attention_is_not_seen() -> None:
+    model, layer = make("llama"), MultiHeadAttention(12, 3)
+    told: list[int] = []
+
+    def tell(place: str, n: int) -> None:
+        told.append(n)
+        layer(torch.zeros(1, 2, 12))
+
+    with torch.no_grad(), watch(model, layers=1, progress=tell) as record:
+        cache = model.make_cache()
+        model.run(draw(5), cache=cache)
+        model.run(draw(1), cache=cache)
+    assert told == [1, 2] and [place.layer for place in record.places] == [1]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["llama", "bloom", "gemma2", "bert"])
 def test_padding(name: str, side: str) -> None:

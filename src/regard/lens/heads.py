@@ -25,12 +25,16 @@ Letters: H heads, T queries, S keys; P pairs.
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from regard.lens.calls import Call
 from regard.lens.contents import SPOTS
-from regard.lens.measure import spot_weights
+from regard.lens.kept import Array
+from regard.lens.measure import sum_weights
 
 
 def sum_spots(
@@ -41,46 +45,52 @@ def sum_spots(
     real_t: the queries that count. first: the first key that is seen. ids_s: the tokens at the
     keys, with which induction is told.
     """
-    T, S, device = call.shape.T, call.shape.S, call.q.device
-    t = torch.arange(T, device=device)[real_t.to(device)]
-    own = t + S - T
-    sums = torch.zeros(len(SPOTS), call.shape.H, dtype=torch.float64)
-    counts = torch.zeros(len(SPOTS), call.shape.H, dtype=torch.int64)
+    T, S = call.shape.T, call.shape.S
+    tokens = b""
+    if not cross and ids_s is not None and len(ids_s) == S:
+        tokens = ids_s.numpy().astype(np.int64).tobytes()
+    keys = spot_keys(T, S, real_t.numpy().tobytes(), first, tokens, cross)
+    counts = torch.from_numpy((keys >= 0).sum(1))[:, None].expand(-1, call.shape.H)
+    return sum_weights(call, lse_ht, torch.from_numpy(keys)), counts
 
-    def add(name: str, rows_p: Tensor, keys_p: Tensor) -> None:
-        inside = (keys_p >= 0) & (keys_p < S)
-        rows_p, keys_p = rows_p[inside], keys_p[inside]
-        if len(rows_p):
-            at = SPOTS.index(name)
-            sums[at] = spot_weights(call, lse_ht, rows_p, keys_p).sum(-1).double().cpu()
-            counts[at] = len(rows_p)
+
+@functools.lru_cache(maxsize=4)
+def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: bool) -> Array:
+    """The key that counts for each score and query, (scores, T), -1 where there is none.
+
+    Kept for a while, since all layers of a model ask the same; so arrays come as their bytes.
+    """
+    is_real = np.frombuffer(real, np.bool_)
+    own = np.arange(T) + S - T
+    keys = np.full((len(SPOTS), T), -1, np.int32)
+
+    def name(spot: str, keys_t: Array, where: Array) -> None:
+        there = is_real & where & (keys_t >= 0) & (keys_t < S)
+        keys[SPOTS.index(spot)] = np.where(there, keys_t, -1)
 
     if cross:
-        add("first", t, torch.full_like(t, first))
-        return sums, counts
-    add("previous", t[own > first], own[own > first] - 1)
-    add("next", t[own < S - 1], own[own < S - 1] + 1)
-    add("same", t, own)
-    add("first", t[own > first], torch.full_like(t[own > first], first))
-    if ids_s is not None and len(ids_s) == S:
-        last = last_seen(ids_s)[own.cpu()].to(device)
-        add("induction", t[last >= 0], last[last >= 0] + 1)
-    return sums, counts
+        name("first", np.full(T, first), is_real)
+        return keys
+    name("previous", own - 1, own > first)
+    name("next", own + 1, own < S - 1)
+    name("same", own, is_real)
+    name("first", np.full(T, first), own > first)
+    if tokens:
+        last = last_seen(np.frombuffer(tokens, np.int64))[own]
+        name("induction", last + 1, last >= 0)
+    return keys
 
 
-def last_seen(ids_s: Tensor) -> Tensor:
+def last_seen(ids: Array) -> Array:
     """For each place the last one before its neighbour that has the same token, or -1."""
-    found = torch.full((len(ids_s),), -1, dtype=torch.int64)
-    ids = ids_s.cpu()
-    order = torch.argsort(ids, stable=True)
-    token, place = ids[order], order
+    found = np.full(len(ids), -1, np.int64)
+    place = np.argsort(ids, kind="stable")
+    token = ids[place]
     for back in (1, 2):
         # Same tokens are neighbours in order; the one before may be the neighbour in the text,
         # which does not count, and then the one before that does.
-        earlier = torch.full_like(place, -1)
-        same = token[back:] == token[:-back]
-        earlier[back:][same] = place[:-back][same]
+        earlier = np.full(len(ids), -1, np.int64)
+        earlier[back:] = np.where(token[back:] == token[:-back], place[:-back], -1)
         good = (earlier >= 0) & (earlier < place - 1)
-        here = found[place]
-        found[place] = torch.where((here < 0) & good, earlier, here)
+        found[place] = np.where((found[place] < 0) & good, earlier, found[place])
     return found

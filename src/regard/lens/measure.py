@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from regard.attention import Observation, Wants, observe
+from regard.attention.backends import WIDEST, has_triton
 from regard.attention.bias import ALiBi, BiasAt, RelativeTable, Sum
+from regard.attention.kernels import seeing
 from regard.attention.rule import Rule, score_dtype
 from regard.attention.secondpass import visible
 from regard.attention.shape import Tile
@@ -28,8 +30,8 @@ PIECE = 1 << 24
 MOST_RUNS = 1 << 23
 
 
-def measure(call: Call, wants: Wants) -> Observation:
-    """What is wanted about a call."""
+def measure(call: Call, wants: Wants, finite: bool = False) -> Observation:
+    """What is wanted about a call; `finite` promises that q and k hold no NaN and no infinity."""
     return observe(
         call.q,
         call.k,
@@ -40,6 +42,7 @@ def measure(call: Call, wants: Wants) -> Observation:
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,
+        finite=finite,
     )
 
 
@@ -63,6 +66,32 @@ def spot_weights(call: Call, lse_ht: Tensor, t_p: Tensor, s_p: Tensor) -> Tensor
     sums_hp = lse_ht[:, t_p]
     empty = sums_hp == -math.inf
     return (scores_hp - sums_hp.masked_fill(empty, 0.0)).exp().masked_fill(empty, 0.0)
+
+
+def sum_weights(call: Call, lse_ht: Tensor, keys_nt: Tensor) -> Tensor:
+    """Sums over the queries of each one's weight on the key named for it, (N, H), float64.
+
+    A key of -1 names none. keys_nt is on the CPU, where it is known which queries have one; the
+    sums are where q is, so that no device is waited for.
+    """
+    rule = call.rule()
+    bounds = seeing.find_bounds(rule, call.q.device) if can_see(rule, call.q) else None
+    if bounds is not None:
+        return seeing.sum_singles(call.q, call.k, rule, bounds, lse_ht[None], keys_nt)[:, 0]
+    shape = (len(keys_nt), call.shape.H)
+    sums_nh = torch.zeros(shape, dtype=torch.float64, device=call.q.device)
+    for n, keys_t in enumerate(keys_nt):
+        rows_p = (keys_t >= 0).nonzero()[:, 0]
+        if len(rows_p):
+            places = rows_p.to(call.q.device), keys_t[rows_p].to(call.q.device)
+            sums_nh[n] = spot_weights(call, lse_ht, *places).sum(-1, dtype=torch.float64)
+    return sums_nh
+
+
+def can_see(rule: Rule, q: Tensor) -> bool:
+    """Whether the kernels that look at weights take a call, if each row sees one interval."""
+    fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= WIDEST
+    return fits and rule.bias is None and has_triton()
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,8 +7,8 @@ its keys in it.
 How: `fit` tells which keys of a call are those of the record, by comparing them with the keys of
 the calls before: growing and fixed caches keep them at the front, sliding ones keep the last. A
 call that continues nothing is another take, and the recorder opens a new place for it. `add`
-measures the call on its own device and keeps the answers; with keep="qk" queries and new keys go to
-the CPU.
+measures the call on its own device, where the answers stay until `finish`, so that a device is not
+waited for; with keep="qk" queries and new keys, which are many, go to the CPU.
 
 Letters: B batch (here 1), T queries, S keys, H heads, G key heads, D head width; N keys so far.
 """
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from regard.attention import Dense, DenseBias, Map, Observation, Wants
 from regard.attention.bias import BiasAt, Sum
+from regard.attention.finite import all_finite
 from regard.attention.mask import And, At, Not, Or
 from regard.lens.biases import Biases, TooLarge
 from regard.lens.calls import Call
@@ -36,6 +37,8 @@ from regard.lens.measure import FoundRuns, measure
 DIRECT = 1 << 22
 """Weights up to which a map is made from q and k whenever it is asked for."""
 BASE_CELLS = 1024
+FINGERPRINTED = 1 << 23
+"""Numbers of keys that are made into fingerprints together."""
 PICTURE = 128
 """Cells on a side of the map that is kept with statistics."""
 
@@ -58,23 +61,23 @@ class Take:
         self.heads: tuple[int, ...] = ()
         self.n_queries = self.n_keys = self.calls = 0
         self.first = 0
-        self.exact = True
+        self.exact = self.finite = True
         self.ids: list[Tensor] | None = []
-        self.prints = torch.zeros(0, dtype=torch.int64)
+        self.prints: Tensor | None = None
         self.rule: dict[str, Any] = {}
-        self.rows: dict[str, list[Array]] = {}
+        self.rows: dict[str, list[Tensor]] = {}
         self.q: list[Tensor] = []
         self.k: list[Tensor] = []
-        self.received: Array | None = None
-        self.seen_by: Array | None = None
+        self.received: Tensor | None = None
+        self.seen_by: Tensor | None = None
         self.counts: list[Tensor] = []
         self.pairs: list[Tensor] = []
         self.biases = Biases()
-        self.pictures: list[tuple[int, Array]] = []
+        self.pictures: list[tuple[int, Tensor]] = []
         self.whole_pictures = True
         self.own: list[Array] = []
-        self.base: tuple[int, Array] | None = None
-        self.spots = np.zeros((len(SPOTS), 0))
+        self.base: tuple[int, Tensor] | None = None
+        self.spots = torch.zeros(len(SPOTS), 0)
         self.spot_counts = np.zeros((len(SPOTS), 0), np.int64)
         self.causal = True
 
@@ -87,13 +90,15 @@ class Take:
             cached = not self.cross and S > T and lies(call.mask) and lies(call.bias)
             filled = max(T, reach) if cached else S
             return cut_keys(call, 0, filled, 0, runs)
-        prints = fingerprints(call.k[0])
+        prints, known = fingerprints(call.k[0]), self.prints
+        if known is None or known.device != prints.device:
+            return None
         if self.cross:
-            return Fit(call, 0, runs) if torch.equal(prints, self.prints) else None
-        if S >= N + T and reach > N and torch.equal(prints[:N], self.prints):
+            return Fit(call, 0, runs) if torch.equal(prints, known) else None
+        if S >= N + T and reach > N and torch.equal(prints[:N], known):
             return cut_keys(call, 0, N + T, 0, runs) if reach <= N + T else None
         back = S - T
-        if 0 < back < N and torch.equal(prints[:back], self.prints[N - back :]):
+        if 0 < back < N and torch.equal(prints[:back], known[N - back :]):
             return Fit(call, N - back, runs)
         return None
 
@@ -124,10 +129,11 @@ class Take:
         self.own.append(own)
         self._add_ids(ids, T)
         self._add_runs(runs, offset, own, call.shape.H)
-        real = self._real(seen, runs, own - offset, S)
+        sees = self._sees(call, seen.lse[0], runs)
+        real = self._real(sees, runs, own - offset, S)
         if not self.calls:
             self._set_up(call, runs)
-        self._add_rows(seen, real, offset, S)
+        self._add_rows(seen, sees, real, offset)
         spots, counts = sum_spots(
             call,
             seen.lse[0],
@@ -136,12 +142,13 @@ class Take:
             self._key_ids(offset, S),
             self.cross,
         )
-        self.spots = self.spots + spots.numpy()
+        self.spots = self.spots.to(spots) + spots
         self.spot_counts = self.spot_counts + counts.numpy()
         if self.keep == "qk" and self.exact:
             self._keep(call, offset, own)
         new = max(offset + S - self.n_keys, 0)
-        self.prints = torch.cat([self.prints, fingerprints(call.k[0, :, S - new :])])
+        prints = fingerprints(call.k[0, :, S - new :])
+        self.prints = prints if self.prints is None else torch.cat([self.prints, prints])
         self.n_keys += new
         self.n_queries += T
         self.calls += 1
@@ -153,7 +160,7 @@ class Take:
             "softcap": None if call.softcap is None else float(call.softcap),
             "key_heads": [h // (H // call.k.shape[1]) for h in range(H)],
         }
-        self.spots = np.zeros((len(SPOTS), H))
+        self.spots = torch.zeros(len(SPOTS), H)
         self.spot_counts = np.zeros((len(SPOTS), H), np.int64)
         if runs is not None and len(runs.pairs):
             self.first = int(runs.pairs[:, 0].min())
@@ -161,6 +168,8 @@ class Take:
     def _observe(self, call: Call, offset: int) -> Observation:
         wants, T, S = self.wants, call.shape.T, call.shape.S
         wants = replace(wants, lse=True)
+        # Looked for once: it spares `observe` the keeping apart of each row that looks at one.
+        finite = self.finite = all_finite(call.q, call.k)
         if wants.map is None and self.keep == "statistics":
             wants = replace(wants, map=(min(T, PICTURE), min(S, PICTURE)))
         elif self.keep == "qk" and not self.calls and T * S > DIRECT:
@@ -173,15 +182,15 @@ class Take:
                     queries=(0, down * cell),
                     keys=(0, across * cell),
                 )
-                seen = measure(call, replace(wants, map=grid))
+                seen = measure(call, replace(wants, map=grid), finite)
                 assert seen.map is not None
-                self.base = (cell, seen.map[0].float().cpu().numpy())
+                self.base = (cell, seen.map[0].float())
                 if wants.map is None:
                     return seen
-        seen = measure(call, wants)
+        seen = measure(call, wants, finite)
         if seen.map is not None:
             self.whole_pictures &= seen.map.shape[2:] == (T, S)
-            self.pictures.append((offset, seen.map[0].float().cpu().numpy()))
+            self.pictures.append((offset, seen.map[0].float()))
         return seen
 
     def _add_ids(self, ids: Tensor | None, T: int) -> None:
@@ -205,27 +214,31 @@ class Take:
         rows = np.repeat(np.tile(own, len(runs.counts)), runs.counts.reshape(-1).numpy())
         self.causal = self.causal and bool((self.pairs[-1][:, 1].numpy() <= rows + 1).all())
 
-    def _real(self, seen: Observation, runs: FoundRuns | None, own: Array, S: int) -> Tensor:
+    def _sees(self, call: Call, lse_ht: Tensor, runs: FoundRuns | None) -> Tensor:
+        """The queries that see something, (T,), on the CPU."""
+        if self.finite and runs is not None and call.sinks is None:
+            # What the mask tells needs no device to be waited for.
+            return (runs.counts > 0).any(0)
+        return (lse_ht > -math.inf).any(0).cpu()
+
+    def _real(self, sees: Tensor, runs: FoundRuns | None, own: Array, S: int) -> Tensor:
         """The queries that see something, and whose own key somebody sees."""
-        assert seen.lse is not None
-        real = (seen.lse[0] > -math.inf).any(0).cpu()
         if self.cross or runs is None:
-            return real
+            return sees
         edge = np.zeros(S + 1, np.int64)
         np.add.at(edge, runs.pairs[:, 0].numpy(), 1)
         np.add.at(edge, runs.pairs[:, 1].numpy(), -1)
         covered = np.cumsum(edge)[:-1] > 0
-        return real & torch.from_numpy(covered[own])
+        return sees & torch.from_numpy(covered[own])
 
-    def _add_rows(self, seen: Observation, real: Tensor, offset: int, S: int) -> None:
+    def _add_rows(self, seen: Observation, sees: Tensor, real: Tensor, offset: int) -> None:
         def keep(name: str, values: Tensor) -> None:
-            self.rows.setdefault(name, []).append(values.cpu().numpy())
+            self.rows.setdefault(name, []).append(values)
 
         def keys(values: Tensor) -> Tensor:
             return torch.where(values >= 0, values + offset, values).int()
 
         assert seen.lse is not None
-        sees = (seen.lse[0] > -math.inf).any(0).cpu()
         keep("real", (sees.int() + (sees & real).int()).to(torch.uint8))
         keep("lse", seen.lse[0])
         for name in ("entropy", "distance", "mass"):
@@ -239,9 +252,8 @@ class Take:
             keep("top_weights", seen.top.weight[0])
             keep("top_keys", keys(seen.top.key[0]))
         if seen.received is not None:
-            got, by = seen.received.total[0].cpu().numpy(), seen.received.seen_by[0].cpu().numpy()
-            self.received = put_at(self.received, got, offset)
-            self.seen_by = put_at(self.seen_by, by, offset)
+            self.received = put_at(self.received, seen.received.total[0], offset)
+            self.seen_by = put_at(self.seen_by, seen.received.seen_by[0], offset)
 
     def _keep(self, call: Call, offset: int, own: Array) -> None:
         """Queries, the keys that are new, and the bias."""
@@ -273,7 +285,8 @@ class Take:
                 rule["biases"].append({"kind": bias.kind, "lowest": bias.lowest})
                 arrays |= {f"bias{number}.{name}": x for name, x in bias.arrays.items()}
             if self.base is not None:
-                rule["cell"], arrays["base"] = self.base
+                cell, base = self.base
+                rule["cell"], arrays["base"] = cell, base.cpu().numpy()
         place = Place(
             name=self.name,
             layer=self.layer,
@@ -289,7 +302,7 @@ class Take:
 
     def _statistics(self) -> dict[str, Array]:
         arrays = {
-            name: np.concatenate(parts, axis=0 if name == "real" else 1)
+            name: torch.cat(parts, dim=0 if name == "real" else 1).cpu().numpy()
             for name, parts in self.rows.items()
             if name != "lse" or (self.keep == "qk" and self.exact)
         }
@@ -299,8 +312,9 @@ class Take:
             moved = (wanted - np.concatenate(self.own)) * (arrays["real"] > 0)
             arrays["distance"] = arrays["distance"] + moved.astype(arrays["distance"].dtype)
         if self.received is not None and self.seen_by is not None:
-            arrays["received"], arrays["seen_by"] = self.received, self.seen_by
-        arrays["spots"], arrays["counts"] = self.spots, self.spot_counts
+            arrays["received"] = self.received.cpu().numpy()
+            arrays["seen_by"] = self.seen_by.cpu().numpy()
+        arrays["spots"], arrays["counts"] = self.spots.double().cpu().numpy(), self.spot_counts
         if self.ids:
             arrays["ids"] = torch.cat(self.ids).long().numpy()
         picture = self._picture()
@@ -309,7 +323,7 @@ class Take:
     def _picture(self) -> Array | None:
         """The map of the whole, where one call made it, or all calls made it weight by weight."""
         if len(self.pictures) == 1 == self.calls:
-            return self.pictures[0][1]
+            return self.pictures[0][1].cpu().numpy()
         rows = sum(picture.shape[1] for _, picture in self.pictures)
         ends = max((at + picture.shape[2] for at, picture in self.pictures), default=0)
         if not self.whole_pictures or rows != self.n_queries or ends != self.n_keys:
@@ -318,7 +332,7 @@ class Take:
         row = 0
         for at, picture in self.pictures:
             _, t, s = picture.shape
-            whole[:, row : row + t, at : at + s] = picture
+            whole[:, row : row + t, at : at + s] = picture.cpu().numpy()
             row += t
         return whole
 
@@ -377,15 +391,18 @@ def fingerprints(k_gsd: Tensor) -> Tensor:
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k_gsd.element_size()]
     total = torch.zeros(k_gsd.shape[1], dtype=torch.int64, device=k_gsd.device)
     mix = torch.arange(k_gsd.shape[2], device=k_gsd.device) * 2654435761 + 1013904223
-    for head_sd in k_gsd:
-        total = total * 1000003 + (head_sd.contiguous().view(bits).long() * mix).sum(-1)
-    return total.cpu()
+    # So many heads at a time as their numbers, eight bytes each, leave some room.
+    for part_gsd in torch.split(k_gsd, max(1, FINGERPRINTED // max(k_gsd[0].numel(), 1))):
+        by_head_gs = (part_gsd.contiguous().view(bits).long() * mix).sum(-1)
+        powers = 1000003 ** torch.arange(len(by_head_gs) + 1, device=total.device).flip(0)
+        total = total * powers[0] + (by_head_gs * powers[1:, None]).sum(0)
+    return total
 
 
-def put_at(known: Array | None, new: Array, offset: int) -> Array:
+def put_at(known: Tensor | None, new: Tensor, offset: int) -> Tensor:
     """Numbers by key, added to those of the calls before, from key `offset` on."""
     size = max(0 if known is None else known.shape[1], offset + new.shape[1])
-    total = np.zeros((len(new), size), new.dtype)
+    total = new.new_zeros((len(new), size))
     if known is not None:
         total[:, : known.shape[1]] += known
     total[:, offset : offset + new.shape[1]] += new

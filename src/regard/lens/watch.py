@@ -25,10 +25,10 @@ from __future__ import annotations
 import datetime
 import re
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn, overrides
@@ -53,6 +53,8 @@ MOST_TAKES = 256
 """Places that one module may become; a training loop is no place to watch."""
 CROSS = re.compile(r"cross|encoder_attn|EncDec|enc_dec|multihead_attn|encoder_decoder", re.I)
 NO_WORDS = re.compile(r"pos|type|seg|rel|bias|wpe|dist|time|layer_norm", re.I)
+Progress: TypeAlias = Callable[[str, int], None]
+"""Told the place that was just recorded, and how many calls have been so far."""
 
 
 @contextmanager
@@ -65,6 +67,7 @@ def watch(
     keep: str = "statistics",
     row: int | None = None,
     tokens: Sequence[str] | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Record]:
     """Record what the attention of `model` does in the block; the record is ready when it ends.
 
@@ -73,7 +76,7 @@ def watch(
     unless given. heads: numbers of heads; all unless given. keep: "statistics", or "qk" to keep
     queries and keys too, from which every weight can be made again. row: which row of the batch;
     needed where there are several. tokens: labels of the tokens; `record.describe` can give them
-    later.
+    later. progress: called as progress(place, n) when the n-th call of attention has been recorded.
     """
     _check(model, wants, keep, heads)
     record = Record(Description(kept=keep), {})
@@ -81,6 +84,7 @@ def watch(
         record.describe(tokens=tokens)
     chosen = (layers,) if isinstance(layers, (int, str)) else layers
     recorder = Recorder(model, wants or DEFAULT_WANTS, chosen, heads, keep, row)
+    recorder.progress = progress
     with ExitStack() as doors:
         doors.enter_context(recorder.follow())
         for door in (own_door, hugging_door, module_door, tap_door):
@@ -134,6 +138,8 @@ class Recorder:
         self.order: list[Take] = []
         self.running = threading.local()
         self.ids_bt: Tensor | None = None
+        self.progress: Progress | None = None
+        self.n_calls = 0
         self.tap: TorchFunctionMode | None = None
         self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
         self._passed_over: set[str] = set()
@@ -178,7 +184,8 @@ class Recorder:
                 if id(module) in self._words and args and isinstance(args[0], Tensor):
                     ids = args[0]
                     if ids.dim() == 2 and not ids.is_floating_point():
-                        self.ids_bt = ids.detach()
+                        # Once for all layers, and before any of them keeps the device busy.
+                        self.ids_bt = ids.detach().cpu()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             stack = self.stack()
@@ -224,8 +231,12 @@ class Recorder:
         q, k, _ = under_autocast(call.q, call.k, call.k)
         dtype = torch.promote_types(q.dtype, k.dtype)
         call = replace(call, q=q.to(dtype), k=k.to(dtype))
-        with self.alone(), torch.autocast(call.q.device.type, enabled=False):
+        # Measuring is made of torch's functions too, none of which the tap needs to look at.
+        with self.alone(), self.untapped(), torch.autocast(call.q.device.type, enabled=False):
             self._take(call)
+            self.n_calls += 1
+            if self.progress is not None:
+                self.progress(call.name, self.n_calls)
 
     def _take(self, call: Call) -> None:
         B = call.shape.B

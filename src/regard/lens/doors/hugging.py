@@ -19,6 +19,7 @@ Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -100,12 +101,18 @@ def arguments(
     function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
 ) -> dict[str, Any]:
     """All arguments by name, those that a function takes as further ones too."""
-    bound = inspect.signature(function).bind(module, *args, **kwargs)
-    given = dict(bound.arguments)
-    for name, parameter in inspect.signature(function).parameters.items():
+    signature = signature_of(function)
+    given = dict(signature.bind(module, *args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(name, {})
     return given
+
+
+@functools.lru_cache(maxsize=16)
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Read once: it takes longer than anything else that a call is told by."""
+    return inspect.signature(function)
 
 
 def read_call(
