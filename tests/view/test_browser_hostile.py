@@ -162,6 +162,9 @@ PLACE = ("records", 0, "places", 0)
         change_at(*PLACE, "grid", to=[0, 12]),
         change_at(*RECORD, "scores", to={"previous": [[1]]}),
         change_at(*RECORD, "scores", to=[]),
+        change_at(*RECORD, "alignment", to=[99, 0]),
+        change_at(*RECORD, "alignment", to=[0, 2]),
+        change_at(*RECORD, "alignment", to=["<script>", 0]),
         change_at("parts", to={"whole/0/0/0": 5}),
     ],
 )

@@ -40,6 +40,7 @@ def test_two_records_are_compared_from_the_server(page: Any) -> None:
     with Server(view_fakes.decoder(), view_fakes.decoder(strength=0.5)) as server:
         page.goto(server.url)
         page.wait_for_selector("figure:nth-of-type(3)")
+        page.wait_for_load_state("networkidle")  # else the server's end is an error in the page
 
 
 def test_sixteen_thousand_tokens_are_zoomed_down_to_single_weights(watched: Any) -> None:

@@ -63,6 +63,38 @@ def test_the_grid_is_that_of_the_weights_or_of_the_picture() -> None:
     assert told(view_fakes.coarse())["places"][0]["grid"] == (128, 128)
 
 
+def test_the_alignment_is_the_head_whose_words_look_most_firmly() -> None:
+    record = view_fakes.translator()
+    sharp_first = record.scores
+    record.scores = lambda place, head, t, s: sharp_first(place, 3 - head, t, s)  # type: ignore
+    firm = {
+        (place, head): record.weights(place, head, 1, 9)[:, 1:7].max(1).mean()  # words, not marks
+        for place in (3, 5)
+        for head in range(4)
+    }
+    assert told(record)["alignment"] == max(firm, key=lambda each: firm[each]) == (5, 3)
+
+
+def test_without_words_on_both_sides_or_with_too_many_there_is_no_alignment() -> None:
+    assert told(view_fakes.decoder())["alignment"] is None
+    nameless = view_fakes.translator()
+    nameless.source_tokens = None
+    assert told(nameless)["alignment"] is None
+    short = view_fakes.translator()
+    short.source_tokens = ["The", "cat"]
+    assert told(short)["alignment"] is None
+    astray = view_fakes.translator()
+    astray.spans = [(90, 91)] * 10
+    assert told(astray)["alignment"] is None
+    long = view_fakes.translator()
+    t, s = 4001, 4003
+    long.tokens, long.source_tokens, long.text = ["a"] * t, ["b"] * s, "a " * t
+    long.spans = [(2 * n, 2 * n + 1) for n in range(t)]
+    long.places = [replace(long.places[3], n_queries=t, n_keys=s)]
+    long.map = lambda *_: pytest.fail("that is work for minutes")  # type: ignore[method-assign]
+    assert told(long)["alignment"] is None
+
+
 def test_what_is_not_finite_becomes_null() -> None:
     record = view_fakes.decoder(layers=1, n_heads=2)
     record.heads = lambda: {"previous": np.array([[math.nan, math.inf]])}  # type: ignore

@@ -1,5 +1,6 @@
 """Pictures for paper: sizes, labels, formats, and text in every script."""
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,10 @@ def test_what_cannot_be_drawn_is_refused_in_words(options: dict[str, Any], words
 )
 def test_labels_are_one_visible_line(word: str, shown: str) -> None:
     assert printable(word) == shown
+
+
+def test_a_notebook_can_show_the_figure_and_another_process_can_have_it() -> None:
+    figure = plot(view_fakes.decoder(layers=2, n_heads=3), place=1)
+    again = pickle.loads(pickle.dumps(figure))
+    for each in (figure, again):
+        assert each._repr_png_()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -178,6 +178,17 @@ def test_head_has_no_body(server: Server) -> None:
     assert (reply.status, reply.body) == (200, b"")  # type: ignore[attr-defined]
 
 
+def test_an_answer_does_not_wait_for_its_headers_to_arrive(server: Server) -> None:
+    line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    try:
+        line.request("GET", inside(server, "data/weight/0/0/0/3/1"))
+        assert len(line.getresponse().read()) == 4
+        [held] = server._http._lines
+        assert held.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+    finally:
+        line.close()
+
+
 def test_nothing_is_logged(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
     ask(server, inside(server))
     ask(server, "/nothing")

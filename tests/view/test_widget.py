@@ -63,6 +63,12 @@ def test_the_line_opens_a_view() -> None:
     assert widget.get_state()["line"] == "text?token=3"
 
 
+def test_where_widgets_do_not_run_the_text_is_named_and_harmless() -> None:
+    record = view_fakes.decoder(["Ein", "\x1b[2J\u202e"], layers=1, n_heads=1)
+    assert repr(make_widget(record)) == r"'Ein \x1b[2J\u202e · regard' (run the cell to see it)"
+    assert "' and '" in repr(make_widget(record, record))
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -87,7 +93,6 @@ NOTEBOOK = {
 }
 
 
-@pytest.mark.slow
 def test_the_widget_in_a_real_jupyterlab(browser: Any, tmp_path: Path) -> None:
     """A cell is run, the picture appears, and single weights come from the kernel."""
     (tmp_path / "look.ipynb").write_text(json.dumps(NOTEBOOK))

@@ -71,9 +71,11 @@ def write_digest(record: Record, console: Console, word: str | None = None) -> N
             say(draw_line(console, said, link, record))
         return
     if short:
-        say()
-        say("The most telling looks from word to word")
-        for link in pick_links(find_links(record), N_LINKS):
+        links = pick_links(find_links(record), N_LINKS)
+        if links:
+            say()
+            say("The most telling looks from word to word")
+        for link in links:
             keys = source if record.places[link.place].kind == "cross" else own
             said = f"{own[link.query].text} → {keys[link.key].text}"
             say(draw_line(console, said, link, record))

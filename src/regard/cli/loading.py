@@ -2,10 +2,11 @@
 
 Why: several commands start with it, and a small model must answer at once.
 
-How: `load_model` loads it. `few_threads` lets a small model (`is_small`) do its work with one: its
-steps are so short that several threads mostly wait for each other, and where other programs keep
-the processor busy they wait a hundred times longer than the work takes. Who sets OMP_NUM_THREADS
-has chosen already.
+How: `load_model` loads one of ours; `load_subject`, for looking, also one of an architecture that
+only `transformers` knows. `few_threads` lets a small model (`is_small`) do its work with one
+thread: its steps are so short that several threads mostly wait for each other, and where other
+programs keep the processor busy they wait a hundred times longer than the work takes. Who sets
+OMP_NUM_THREADS has chosen already.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from regard.cli.printing import make_printable
+from regard.cli.printing import make_printable, write_line
+from regard.cli.progress import working
+from regard.looking import Subject, own_subject
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import nn
 
     from regard.models import Transformer
 
@@ -31,20 +35,41 @@ def load_model(
 ) -> Transformer:
     """Load the model; a terminal is told that it takes a moment."""
     import torch
-    from rich.text import Text
 
     from regard.models import load
     from regard.models.embedded import is_embedded
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    told = notes.status(Text(f"loading {make_printable(name, notes.encoding)}"))
-    with told, few_threads(is_embedded(name)):
-        return load(name, dtype=None if dtype is None else getattr(torch, dtype), device=where)
+    told = f"loading {make_printable(name, notes.encoding)}"
+    with working(notes, told), few_threads(is_embedded(name)):
+        kind = None if dtype is None else getattr(torch, dtype)
+        return load(name, dtype=kind, device=pick_device(device))
 
 
-def is_small(model: Transformer) -> bool:
+def load_subject(name: str, notes: Console, *, device: str | None = None) -> Subject:
+    """A model to be watched: ours, or one of `transformers`, of which the notes are told."""
+    from regard.models.families import UnknownFamily
+
+    try:
+        return own_subject(load_model(name, notes, device=device), name)
+    except UnknownFamily as unknown:
+        from regard.cli.foreign import foreign_subject, tell_package
+
+        with working(notes, f"loading {make_printable(name, notes.encoding)}"):
+            subject = foreign_subject(name, unknown, device=pick_device(device))
+        write_line(notes, tell_package(subject))
+        return subject
+
+
+def pick_device(asked: str | None) -> str:
+    """The device that was asked for; unasked a GPU where there is one."""
+    import torch
+
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_small(model: nn.Module) -> bool:
     """Whether the model is on the CPU, and its steps are short there."""
     parameters = list(model.parameters())
     n_numbers = sum(tensor.numel() for tensor in parameters)

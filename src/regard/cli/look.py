@@ -2,7 +2,7 @@
 
 Why: the main job. One command from a text to a picture of what each head does with it.
 
-How: the model reads the text once while it is watched (`lens`); a digest goes to the terminal
+How: the model reads the text once while it is watched (`looking.py`); a digest goes to the terminal
 (`digest.py`), the whole of it to a page (`view`): one HTML file, or for long texts a local server.
 
 Left out: several texts at once; two records are compared with `regard view one two`.
@@ -10,25 +10,28 @@ Left out: several texts at once; two records are compared with `regard view one 
 
 # No `from __future__ import annotations` here: typer reads the annotations of the function that is
 # defined inside `add_look`, and could not resolve them from strings.
+import os
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from regard.cli.digest import write_digest
-from regard.cli.loading import few_threads, is_small, load_model
+from regard.cli.loading import few_threads, is_small, load_subject
 from regard.cli.printing import make_printable, refusing, write_line
+from regard.cli.progress import MANY, showing, working
+from regard.looking import DEFAULT_MODEL, Subject, see
 
 if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
     from regard.lens.record import Record
-    from regard.models import Transformer
+    from regard.lens.watch import Progress
 
-DEFAULT_MODEL = "embedded:lm"
 EXAMPLE_TEXT = "The animal didn't cross the street because it was too tired."
 LONG = 2048  # tokens; a longer text is served, since its weights do not fit a file
 
@@ -46,7 +49,8 @@ Examples:
 
 TEXT is the text itself, a file, or "-" for standard input. MODEL is a folder in Hugging Face's
 layout, a GGUF file, or a name on the Hugging Face hub; without it the small language model inside
-the package reads, embedded:lm, which needs no network.
+the package reads, embedded:lm, which needs no network. Architectures that regard does not know are
+run by the package transformers, where it is installed.
 
 A digest is written here: what heads do, which words they link, and what one word looks at
 (--token). Heads are named layer.head. Then the page opens: every head as a map, to the single
@@ -59,8 +63,14 @@ def read_text(words: Sequence[str]) -> str:
     """The words of the command line; or what is in the file, or on standard input, they name."""
     if list(words) == ["-"]:
         text = sys.stdin.read()
-    elif len(words) == 1 and len(words[0]) < 1000 and Path(words[0]).is_file():
-        text = Path(words[0]).read_text(encoding="utf-8")
+    elif len(words) == 1 and os.path.isfile(words[0]):  # Path's raises where a name is too long
+        try:
+            text = Path(words[0]).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as wrong:
+            raise ValueError(
+                f"{words[0]} is no text in UTF-8 (byte {wrong.start:,}); convert it, for example "
+                "with iconv -f SHIFT_JIS -t UTF-8"
+            ) from None
     else:
         text = " ".join(words)
     if not text.strip():
@@ -68,66 +78,16 @@ def read_text(words: Sequence[str]) -> str:
     return text
 
 
-def see(model: "Transformer", name: str, text: str) -> "Record":
-    """What the model's heads do while it reads the text."""
-    import torch
+def see_showing(subject: Subject, text: str, notes: "Console") -> "Record":
+    """`see`, with the threads that suit the work, and its progress shown where it is long."""
 
-    from regard.lens.watch import watch
+    @contextmanager
+    def progress(n_tokens: int, n_places: int | None) -> "Iterator[Progress | None]":
+        small = is_small(subject.module) and n_tokens < MANY
+        with few_threads(small), showing(notes, n_tokens, n_places) as tell:
+            yield tell
 
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise ValueError(f"{name} has no tokenizer beside its weights, so it cannot read a text")
-    if model.config.encoder and model.config.decoder:
-        raise ValueError(
-            f"{name} is an encoder–decoder, which reads one text and writes another: use "
-            "`regard translate --look`"
-        )
-    said = tokenizer.encode(text)
-    most = model.config.max_len
-    if most is not None and len(said.ids) > most:
-        raise ValueError(
-            f"the text has {len(said.ids):,} tokens, but {name} takes {most:,}; give a shorter one"
-        )
-    device = next(model.parameters()).device
-    with torch.no_grad(), watch(model, keep="qk") as record:
-        model.run(torch.tensor([said.ids], device=device))
-    labels = [
-        piece if end <= start else text[start:end]
-        for piece, (start, end) in zip(said.tokens, said.offsets, strict=True)
-    ]
-    return record.describe(text=text, tokens=labels, spans=said.offsets, model=name)
-
-
-def see_translation(
-    model: "Transformer", name: str, text: str, made: str, to: str | None
-) -> "Record":
-    """What the heads do while the model reads a text and writes what it made of it."""
-    import torch
-
-    from regard.generation.translation import Reader, choose
-    from regard.lens.watch import watch
-
-    reader = Reader(model, split=False)
-    source = reader.encode(text, choose(model, text, to, None))
-    tokenizer, start = reader.tokenizer, model.config.tokens.decoder_start
-    if start is None:
-        raise ValueError(f"{name} names no token to start with (decoder_start_token_id)")
-    said = tokenizer.encode(made, special=False)
-    device = next(model.parameters()).device
-    with torch.no_grad(), watch(model, keep="qk") as record:
-        model(
-            torch.tensor([[start, *said.ids]], device=device),
-            source=torch.tensor([source], device=device),
-        )
-    labels = [tokenizer.token(start), *(made[a:z] for a, z in said.offsets)]
-    return record.describe(
-        text=made,
-        tokens=labels,
-        spans=[(0, 0), *said.offsets],
-        source_text=text,
-        source_tokens=[tokenizer.decode([at], skip_special=False) for at in source],
-        model=name,
-    )
+    return see(subject, text, progress)
 
 
 def show_page(
@@ -144,10 +104,12 @@ def show_page(
     from regard import view
 
     if png is not None:
-        view.plot(record, png, place=place, head=head)
+        with working(notes, "drawing"):
+            view.plot(record, png, place=place, head=head)
         write_line(notes, f"picture: {make_printable(str(png), notes.encoding)}")
     if html is not None:
-        view.write_page(html, record)
+        with working(notes, "writing the page"):
+            view.write_page(html, record)
         write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
     if serve or (png is None and html is None and len(record.tokens) > LONG):
         server = view.serve(record, open_browser=notes.is_terminal)
@@ -201,13 +163,13 @@ def add_look(app: "typer.Typer") -> None:
     ) -> None:
         notes = Console(stderr=True)
         with refusing(notes):
-            said = read_text(text)
-            loaded = load_model(model, notes, device=device)
-            with few_threads(is_small(loaded) and len(said) < 4 * LONG):
-                record = see(loaded, model, said)
+            whole = read_text(text)
+            subject = load_subject(model, notes, device=device)
+            record = see_showing(subject, whole, notes)
             place = find_place(record, layer, head)
             write_digest(record, Console(), token)
             if save is not None:
-                record.save(save)
+                with working(notes, "saving the record"):
+                    record.save(save)
                 write_line(notes, f"record: {make_printable(str(save), notes.encoding)}")
             show_page(record, notes, html=html, png=png, serve=serve, place=place, head=head)

@@ -16,6 +16,7 @@ import io
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, final
 
@@ -191,9 +192,11 @@ def look_at(
     from rich.console import Console
 
     from regard.cli.digest import write_digest
-    from regard.cli.look import see_translation, show_page
+    from regard.cli.look import show_page
+    from regard.cli.progress import showing
+    from regard.looking import see_translation
 
-    record = see_translation(loaded, name, text, made, to)
+    record = see_translation(loaded, name, text, made, to, partial(showing, notes, again=True))
     console = Console()
     write_line(console)
     write_digest(record, console)

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from regard.cli.digest import write_digest
 from regard.cli.printing import make_printable, refusing, write_line
+from regard.cli.progress import working
 
 if TYPE_CHECKING:
     import typer
+
+    from regard.lens.record import Record
 
 VIEW_HELP = """Open a record that `regard look --save` or record.save() wrote; two are compared.
 
@@ -20,6 +23,21 @@ VIEW_HELP = """Open a record that `regard look --save` or record.save() wrote; t
 A page opens in the browser, answered from this machine alone until Ctrl-C. --html writes it to a
 file in its place, as far as that holds the weights.
 """
+
+
+def check_whole(record: "Record") -> "Record":
+    """Use every array once: a file that is not good is refused before any of it is shown."""
+    from regard.view.outline import grid_of
+
+    for number, place in enumerate(record.places):
+        record.ids(number)
+        record.statistics(number)
+        if place.exact_zoom:
+            record.weight(number, 0, 0, 0)
+        else:
+            grid_of(record, number)
+    record.heads()
+    return record
 
 
 def add_view(app: "typer.Typer") -> None:
@@ -40,13 +58,16 @@ def add_view(app: "typer.Typer") -> None:
         with refusing(notes):
             if len(records) > 2:
                 raise ValueError(f"{len(records)} records were given; expected one, or two")
-            opened = [Record.open(path) for path in records]
+            with working(notes, "opening the record"):
+                opened = [check_whole(Record.open(path)) for path in records]
             other = opened[1] if len(opened) == 2 else None
             write_digest(opened[0], Console(), token)
             if html is not None:
-                view.write_page(html, opened[0], other)
+                with working(notes, "writing the page"):
+                    view.write_page(html, opened[0], other)
                 write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
                 return
-            server = view.serve(opened[0], other, open_browser=notes.is_terminal)
+            with working(notes, "making the outline"):
+                server = view.serve(opened[0], other, open_browser=notes.is_terminal)
             write_line(notes, f"page: {server.url} (Ctrl-C ends it)")
             server.wait()

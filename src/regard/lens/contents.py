@@ -67,8 +67,9 @@ class Description:
     rules: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """The description as plain values."""
+        """The description as plain values, as `read_description` takes them."""
         made = {name: value for name, value in vars(self).items() if name not in ("rules",)}
+        made["spans"] = None if self.spans is None else [list(span) for span in self.spans]
         made["places"] = [
             {**vars(place), "heads": list(place.heads), "rule": rule}
             for place, rule in zip(self.places, self.rules, strict=True)
@@ -171,8 +172,10 @@ def check_rule(rule: Any, n_heads: int, number: int) -> dict[str, Any]:
 
 
 def check_text(value: Any, longest: int, what: str) -> None:
-    if not isinstance(value, str) or len(value) > longest:
-        refuse(f"{what} must be a text of at most {longest:,} characters")
+    if not isinstance(value, str):
+        refuse(f"{what} must be a text, and is a {type(value).__name__}")
+    if len(value) > longest:
+        refuse(f"{what} has {len(value):,} characters; at most {longest:,} are kept")
 
 
 def check_count(value: Any, low: int, high: int, what: str) -> None:
@@ -183,8 +186,8 @@ def check_count(value: Any, low: int, high: int, what: str) -> None:
 def check_labels(value: Any, what: str) -> list[str]:
     if not isinstance(value, list) or len(value) > MAX_TOKENS:
         refuse(f"{what} must be a list of at most {MAX_TOKENS:,} labels")
-    for label in value:
-        check_text(label, MAX_LABEL, f"each of {what}")
+    for number, label in enumerate(value):
+        check_text(label, MAX_LABEL, f"{what}[{number}]")
     return list(value)
 
 

@@ -29,6 +29,7 @@ import numpy as np
 
 from regard.lens import format as files
 from regard.lens.contents import (
+    MAX_LABEL,
     SPOTS,
     STATISTICS,
     Description,
@@ -37,7 +38,7 @@ from regard.lens.contents import (
     make_kept,
     read_description,
 )
-from regard.lens.kept import Array, Kept, Window, shares
+from regard.lens.kept import Array, BadRecord, Kept, Window, shares
 from regard.lens.reading import label
 
 __all__ = ["Comparison", "Place", "Record"]
@@ -66,11 +67,19 @@ class Record:
         return Record(read_description(told), arrays)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one file, whole or not at all."""
+        """Write one file, whole or not at all; what `open` would refuse is not written."""
         for place in range(len(self.places)):
             for name in self._arrays.names(place):
                 self._arrays.get(place, name)
-        files.write(path, self._told.to_json(), self._arrays.all())
+        told = self._told.to_json()
+        try:
+            read_description(told)
+        except BadRecord as wrong:
+            raise ValueError(
+                f"{os.fspath(path)} was not written, as it could not be opened again: {wrong}; "
+                "record.describe(text=..., tokens=..., spans=...) says anew what was read"
+            ) from None
+        files.write(path, told, self._arrays.all())
 
     @property
     def _arrays(self) -> Shelf:
@@ -103,15 +112,19 @@ class Record:
         source_tokens: Sequence[str] | None = None,
         model: str | None = None,
     ) -> Record:
-        """Say what was read: the words to show. Each can be given in the block or after it."""
+        """Say what was read: the words to show. Each can be given in the block or after it.
+
+        Tokens and the model have names of at most 4,096 characters; a longer one is cut, and ends
+        in "…". The text and the spans have all of it.
+        """
         told = self._told
         told.text = told.text if text is None else clean(text)
-        told.tokens = told.tokens if tokens is None else [clean(token) for token in tokens]
+        told.tokens = told.tokens if tokens is None else [clean_label(token) for token in tokens]
         told.spans = told.spans if spans is None else [(int(a), int(z)) for a, z in spans]
         told.source_text = told.source_text if source_text is None else clean(source_text)
         if source_tokens is not None:
-            told.source_tokens = [clean(token) for token in source_tokens]
-        told.model = told.model if model is None else clean(model)
+            told.source_tokens = [clean_label(token) for token in source_tokens]
+        told.model = told.model if model is None else clean_label(model)
         return self
 
     def read(self, tokenizer: Any) -> Record:
@@ -455,6 +468,12 @@ def is_separator(label: str) -> bool:
 def clean(text: str) -> str:
     """A text that can be written to a file: halves of characters become question marks."""
     return text.encode("utf-8", "replace").decode()
+
+
+def clean_label(text: str) -> str:
+    """The same of a name to show, which is cut where a file would not take it."""
+    whole = clean(text)
+    return whole if len(whole) <= MAX_LABEL else whole[: MAX_LABEL - 1] + "…"
 
 
 def check_index(what: str, value: int, count: int) -> None:

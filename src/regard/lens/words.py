@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from regard.lens.kept import Array
+from regard.lens.kept import Array, BadRecord
 from regard.lens.record import Record
 
 MOST_WORDS = 400
@@ -63,15 +63,21 @@ class Link:
 
 def find_words(text: str, tokens: Sequence[str], spans: Sequence[tuple[int, int]]) -> list[Word]:
     """The words of a text, in order; a token that covers no text is a word of its own."""
+    if sum(end - start for start, end in spans) > 4 * len(text):
+        # Bytes of one character may be several tokens; no tokenizer reads a text more often.
+        spans = [(0, 0)] * len(spans)
     word_at = np.full(len(text) + 1, -1)
     for number, found in enumerate(_WORD.finditer(text)):
         if not _SPACELESS.search(found.group()):
             word_at[found.start() : found.end()] = number
+    # Where, from each character on, the next word begins or goes on.
+    steps = np.where(word_at >= 0, np.arange(len(word_at)), len(word_at))
+    next_at = np.minimum.accumulate(steps[::-1])[::-1]
     groups: list[list[int]] = []
     last = -1
     for token, (start, end) in enumerate(spans):
-        inside = [int(n) for n in word_at[start:end] if n >= 0]
-        here = inside[0] if inside else -1
+        at = next_at[min(start, len(text))]
+        here = int(word_at[at]) if at < min(end, len(text)) else -1
         if here >= 0 and here == last:
             groups[-1].append(token)
         else:
@@ -105,6 +111,17 @@ def is_source(record: Record, place: int) -> bool:
     return record.source_tokens is not None and "encoder" in record.places[place].name.split(".")
 
 
+def has_weights(record: Record, place: int) -> bool:
+    """Whether single weights can be had there, not only a picture of the whole."""
+    try:
+        record.map(place, 0, (0, 1, 0, 1), (1, 1))
+    except BadRecord:
+        raise
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Alignment:
     """The cross-attention head that looks most firmly, and for each word its word of the source.
@@ -129,6 +146,9 @@ def find_alignment(record: Record) -> Alignment | None:
     best: tuple[float, Alignment] | None = None
     for number, place in enumerate(record.places):
         if place.kind != "cross" or not plain_q or not plain_k.any():
+            continue
+        sizes = len(record.tokens), len(record.source_tokens or ())
+        if (place.n_queries, place.n_keys) != sizes or not has_weights(record, number):
             continue
         for head in range(place.n_heads):
             whole = (0, place.n_queries, 0, place.n_keys)
@@ -197,7 +217,7 @@ def links_of_word(
     """
     places = [n for n, place in enumerate(record.places) if place.kind == "self"]
     places = [n for n in places if record.places[n].n_queries == len(record.tokens)]
-    places = [n for n in places if not is_source(record, n)]
+    places = [n for n in places if not is_source(record, n) and has_weights(record, n)]
     if telling:
         links = _all_links(record, own, own, places, everything=True)
         found = [link for link in links if (link.query if looking else link.key) == word]
@@ -215,19 +235,25 @@ def _row_links(
     record: Record, own: Sequence[Word], place: int, word: int, looking: bool
 ) -> list[Link]:
     """The links of one word at one place, from its rows or columns alone; the first word aside."""
+    others = [n for n, them in enumerate(own) if n not in (0, word) and not them.is_mark]
     found = []
     for head in range(record.places[place].n_heads):
         read = record.rows if looking else record.column
         each_tn = np.stack([read(place, head, token) for token in own[word].tokens])
         sums_n = each_tn.mean(0) if looking else each_tn.sum(0)
-        for other, them in enumerate(own):
-            if other in (0, word) or them.is_mark:
-                continue
-            part = sums_n[list(them.tokens)]
-            weight = float(part.sum() if looking else part.mean())
+        weights = _by_word(sums_n, own, mean=not looking).tolist()
+        for other in others:
             query, key = (word, other) if looking else (other, word)
-            found.append(Link(query, key, place, head, weight, weight))
+            found.append(Link(query, key, place, head, weights[other], weights[other]))
     return found
+
+
+def _by_word(values_n: Array, words: Sequence[Word], mean: bool) -> Array:
+    """Each word's sum, or mean, of what its tokens have."""
+    sizes = np.array([len(word.tokens) for word in words])
+    order = np.concatenate([word.tokens for word in words]).astype(int)
+    sums = np.add.reduceat(values_n[order], np.r_[0, np.cumsum(sizes)[:-1]])
+    return np.asarray(sums / sizes if mean else sums)
 
 
 def _all_links(
@@ -249,7 +275,7 @@ def _all_links(
             continue
         keys = source if place.kind == "cross" else own
         n_tokens = sum(len(word.tokens) for word in own), sum(len(w.tokens) for w in keys)
-        if (place.n_queries, place.n_keys) != n_tokens:
+        if (place.n_queries, place.n_keys) != n_tokens or not has_weights(record, number):
             continue
         plain = np.array([[not (a.is_mark or b.is_mark) for b in keys] for a in own])
         for head in range(place.n_heads):

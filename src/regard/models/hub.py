@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 PATTERNS = ["*.json", "*.safetensors", "merges.txt", "*.jinja"]
@@ -28,8 +29,11 @@ def looks_like_a_name(name: str | os.PathLike[str]) -> bool:
     return NAME.fullmatch(name) is not None and ".." not in name
 
 
-def fetch_folder(name: str, revision: str | None) -> Path:
-    """The folder in the hub's cache that holds this model, fetched where it is not there yet."""
+def fetch_folder(name: str, revision: str | None, more: Sequence[str] = ()) -> Path:
+    """The folder in the hub's cache that holds this model, fetched where it is not there yet.
+
+    more: patterns of files that are wanted beside those of `load`.
+    """
     advice = (
         f"Give the path of a folder with config.json and model.safetensors, or fetch the model "
         f"where there is a network (hf download {name}) and copy its folder here"
@@ -47,7 +51,8 @@ def fetch_folder(name: str, revision: str | None) -> Path:
     faults: tuple[type[Exception], ...]
     faults = (*HfHubHTTPError.__bases__, EntryNotFoundError, OSError)
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+        patterns = [*PATTERNS, *more]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except HFValidationError as wrong:
         raise ValueError(f"there is no folder {name!r}, and it is no hub name: {wrong}") from None
     except faults as wrong:

@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from regard.lens.kept import BadRecord
+from regard.lens.record import Record
+from regard.lens.words import find_alignment
 
 FORMAT = 1
 MAX_PLACES = 4096
@@ -24,6 +28,7 @@ MAX_TOKENS = 4_000_000
 LABEL_LENGTH = 80  # characters of a token that a page is given
 NAME_LENGTH = 200
 KINDS = ("self", "cross")
+MOST_ALIGNED = 30_000_000  # weights of all cross-attention heads, to choose the first view by
 COARSE = (512, 256, 128, 64, 32)  # cells on a side that a record's only picture may have
 
 
@@ -110,6 +115,7 @@ def _outline_record(record: RecordLike) -> dict[str, Any]:
         "source_pieces": source_pieces,
         "places": rows,
         "scores": _scores(record.heads(), rows),
+        "alignment": _alignment(record, rows),
     }
 
 
@@ -150,10 +156,25 @@ def grid_of(record: RecordLike, number: int) -> tuple[int, int] | None:
     for size in sizes:
         try:
             record.map(number, 0, (0, whole[0], 0, whole[1]), size)
+        except BadRecord:
+            raise
         except ValueError:
             continue
         return size
     return None
+
+
+def _alignment(record: RecordLike, places: list[dict[str, Any]]) -> tuple[int, int] | None:
+    """The place and head that align target and source most firmly: where a page opens.
+
+    None without cross-attention between the words that are known, or where it is too much of it.
+    """
+    crossed = [row for row in places if (row["queries"], row["keys"]) == ("target", "source")]
+    weights = sum(row["n_heads"] * row["n_queries"] * row["n_keys"] for row in crossed)
+    if not 0 < weights <= MOST_ALIGNED:
+        return None
+    found = find_alignment(cast(Record, record))
+    return None if found is None else (found.place, found.head)
 
 
 def _count(value: Any, what: str, number: int, low: int, high: int) -> int:

@@ -20,6 +20,7 @@ from typing import Any, final
 
 import numpy as np
 
+from regard.lens.kept import BadRecord
 from regard.view.answers import answer, checked, whole_level
 from regard.view.bundle import inline_json, whole_page
 from regard.view.outline import BadView, Floats, RecordLike, cut, grid_of, outline
@@ -58,7 +59,9 @@ def write_page(
 
 
 def page_title(record: RecordLike) -> str:
-    return cut(f"{' '.join(record.text[:200].split()) or record.model} · regard", 80)
+    """The beginning of the text; a file holds whole characters, so halves become question marks."""
+    title = cut(f"{' '.join(record.text[:200].split()) or record.model} · regard", 80)
+    return title.encode("utf-8", "replace").decode()
 
 
 def make_data(records: Sequence[RecordLike], door: str, budget: int) -> dict[str, Any]:
@@ -138,9 +141,14 @@ def _small_map(record: RecordLike, which: int, place: int, head: int) -> str:
 
 
 def _put_answer(parts: _Parts, records: Sequence[RecordLike], name: str) -> None:
-    """A question the record cannot answer leaves its part out; the page then says it is missing."""
+    """A question the record cannot answer leaves its part out; the page then says it is missing.
+
+    A damaged record is refused.
+    """
     try:
         values = answer(records, name)
+    except BadRecord:
+        raise
     except ValueError:
         return
     parts.put(name, values)
@@ -186,6 +194,8 @@ def _put_whole(parts: _Parts, record: RecordLike, name: str) -> bool:
         return False
     try:
         weights = checked(record.map(place, head, window, shape), shape, "map")
+    except BadRecord:
+        raise
     except ValueError:
         return True
     return parts.put(f"whole/{name}", weights)

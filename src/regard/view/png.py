@@ -5,18 +5,20 @@ has at most `CELLS` cells on a side, each the exact mean of its weights, so that
 tokens make a file of the size of five hundred. Labels in scripts that matplotlib's own font lacks
 are drawn in an installed font that has them; where there is none, one warning names the characters.
 
-Left out: pages, zooming. The figure is made without pyplot, so nothing global changes.
+Left out: pages, zooming. The figure is made without pyplot, so nothing global changes; a notebook
+shows it all the same, since it can draw itself as PNG.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 CELLS = 512  # on a side of one head's picture
 SMALL = 64  # on a side where all heads are drawn
+SCREEN_DPI = 100  # in a notebook
 LABELS = 64  # tokens on a side that still get labels
 FORMATS = (".png", ".svg", ".pdf")
 INK, PALE = "#1b2430", "#5f6b78"
@@ -95,7 +98,15 @@ def _make_figure(width: float, height: float) -> Figure:
         ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
+    # Notebooks ask for this name; without pyplot nobody else has told them how to show a figure.
+    figure._repr_png_ = partial(_draw_png, figure)  # type: ignore[attr-defined, unused-ignore]
     return figure
+
+
+def _draw_png(figure: Figure) -> bytes:
+    page = io.BytesIO()
+    _write(figure, page, "png", SCREEN_DPI)
+    return page.getvalue()
 
 
 def cells_of(record: RecordLike, place: int, head: int, most: int) -> Floats:
@@ -329,16 +340,20 @@ def _warn_missing(characters: str) -> None:
 
 
 def _save(figure: Figure, out: Path, dpi: int) -> None:
-    """Write whole or not at all; matplotlib's own words about missing glyphs were said before."""
+    """Write whole or not at all."""
     if not 20 <= dpi <= 1200 or not math.isfinite(dpi):
         raise ValueError(f"dpi must be from 20 to 1200, got {dpi}")
     beside = out.with_name(f".{out.name}.{os.getpid()}.part")
-    kind = out.suffix.lower().removeprefix(".")
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing from")
-            warnings.filterwarnings("ignore", message="Matplotlib currently does not support")
-            figure.savefig(beside, format=kind, dpi=dpi)
+        _write(figure, beside, out.suffix.lower().removeprefix("."), dpi)
         os.replace(beside, out)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _write(figure: Figure, to: Path | IO[bytes], kind: str, dpi: int) -> None:
+    """Draw; matplotlib's own words about missing glyphs were said before."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        warnings.filterwarnings("ignore", message="Matplotlib currently does not support")
+        figure.savefig(to, format=kind, dpi=dpi)

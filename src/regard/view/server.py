@@ -181,6 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "regard"
     sys_version = ""
     timeout = 30
+    # Headers and body are two writes: the second must not wait for the first to be acknowledged.
+    disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
         self._answer()

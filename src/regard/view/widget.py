@@ -15,7 +15,7 @@ from typing import Any
 from regard.view import bundle
 from regard.view.answers import answer
 from regard.view.outline import RecordLike, outline
-from regard.view.page import make_data
+from regard.view.page import make_data, page_title
 
 WIDGET_BUDGET = 2_000_000  # bytes of data in a notebook; more is asked of the kernel
 
@@ -65,6 +65,11 @@ def _widget_class() -> Any:
             self.records: list[RecordLike] = []
             super().__init__(**fields)
             self.on_msg(self._heard)
+
+        def __repr__(self) -> str:
+            """What a saved notebook shows where widgets do not run."""
+            names = " and ".join(repr(page_title(record)) for record in self.records)
+            return f"{names} (run the cell to see it)"
 
         def _heard(self, _: Any, content: Any, buffers: Any) -> None:
             """A question from the page: its answer goes back with the same number."""

@@ -60,6 +60,10 @@ MAX_PARAMETERS = 2**50  # a thousand times the largest model; more overflows tor
 BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
 
 
+class UnknownFamily(BadCheckpoint):
+    """A config.json that names an architecture which is no family of ours."""
+
+
 def find_family(source: Mapping[str, Any]) -> Family:
     """The family of a `config.json`, by its model_type."""
     kind = source.get("model_type")
@@ -67,7 +71,8 @@ def find_family(source: Mapping[str, Any]) -> Family:
         came = "no model_type, which says what the architecture is"
         if kind is not None:
             came = f"model_type {repr(kind)[:80]}, which regard does not know"
-        raise BadCheckpoint(f"config.json has {came}. Known are {', '.join(sorted(BY_MODEL_TYPE))}")
+        refuse = UnknownFamily if isinstance(kind, str) else BadCheckpoint
+        raise refuse(f"config.json has {came}. Known are {', '.join(sorted(BY_MODEL_TYPE))}")
     return BY_MODEL_TYPE[kind]
 
 

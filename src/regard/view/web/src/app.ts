@@ -152,12 +152,13 @@ export class App implements Context {
     else this.go({ page });
   }
 
-  /** The alignment opens on cross-attention, where there is any. */
+  /** The alignment opens on cross-attention, where there is any: on what was chosen, or its best head. */
   private goAlign(): void {
-    const places = this.outline.records[this.state.record]!.places;
+    const { places, alignment } = this.outline.records[this.state.record]!;
     if (places[this.state.place]!.kind === "cross") return this.go({ page: "align" });
     const cross = places.findIndex((place) => place.kind === "cross");
-    this.go(cross < 0 ? { page: "align" } : { page: "align", place: cross, head: "layer", token: -1, at: null });
+    const [place, head] = alignment ?? [cross, "layer" as const];
+    this.go(place < 0 ? { page: "align" } : { page: "align", place, head, token: -1, at: null });
   }
 
   private key(event: KeyboardEvent): void {

@@ -24,6 +24,7 @@ export interface Recorded {
   source_pieces: Pieces;
   places: Place[];
   scores: Record<string, (number | null)[][]>;
+  alignment: [number, number] | null; // the place and head that align target and source best
 }
 export interface Outline {
   door: string;
@@ -114,6 +115,12 @@ function scores(value: unknown, places: Place[]): Recorded["scores"] {
   return out;
 }
 
+function alignment(value: unknown, places: Place[]): [number, number] | null {
+  if (!Array.isArray(value)) return null;
+  const at = count(value[0], "the alignment's place", 0, places.length - 1);
+  return [at, count(value[1], "the alignment's head", 0, places[at]!.n_heads - 1)];
+}
+
 function record(value: unknown): Recorded {
   need(isObject(value), "a record should be an object");
   const tokens = labels(value.tokens, "tokens");
@@ -134,6 +141,7 @@ function record(value: unknown): Recorded {
     source_pieces: source && pieces(value.source_pieces, source.length),
     places,
     scores: scores(value.scores, places),
+    alignment: alignment(value.alignment, places),
   };
 }
 

@@ -2,7 +2,7 @@
 // widget. Whatever that line says, a state that fits the outline comes out.
 
 import { CURVES, PALETTES, type Curve, type PaletteName } from "./colour";
-import type { Outline } from "./outline";
+import type { Outline, Recorded } from "./outline";
 import type { HeadChoice } from "./source";
 
 export const PAGES = ["overview", "head", "text", "align", "compare"] as const;
@@ -22,13 +22,18 @@ export interface State {
   curve: Curve;
 }
 
-export function firstState(outline: Outline): State {
-  const cross = outline.records[0]!.places.findIndex((place) => place.kind === "cross");
+/** The head a record opens on: that of its alignment, or the first one of cross-attention, or of all. */
+function firstHead(record: Recorded): [number, number] {
+  return record.alignment ?? [Math.max(0, record.places.findIndex((place) => place.kind === "cross")), 0];
+}
+
+export function firstState(outline: Outline, record = 0): State {
+  const [place, head] = firstHead(outline.records[record]!);
   return {
     page: outline.records.length === 2 ? "compare" : "overview",
-    record: 0,
-    place: Math.max(0, cross),
-    head: 0,
+    record,
+    place,
+    head,
     token: -1,
     side: "query",
     sort: "",
@@ -44,15 +49,15 @@ function whole(text: string | null, low: number, high: number, otherwise: number
 }
 
 export function readState(line: string, outline: Outline): State {
-  const state = firstState(outline);
   const [page, query = ""] = line.replace(/^#/, "").slice(0, 500).split("?");
-  if ((PAGES as readonly string[]).includes(page ?? "")) state.page = page as PageName;
   const said = new URLSearchParams(query);
-  state.record = whole(said.get("record"), 0, outline.records.length - 1, 0);
+  const state = firstState(outline, whole(said.get("record"), 0, outline.records.length - 1, 0));
+  if ((PAGES as readonly string[]).includes(page ?? "")) state.page = page as PageName;
   const places = outline.records[state.record]!.places;
-  state.place = whole(said.get("place"), 0, places.length - 1, Math.min(state.place, places.length - 1));
+  const first = said.has("place") ? 0 : Number(state.head);
+  state.place = whole(said.get("place"), 0, places.length - 1, state.place);
   const head = said.get("head");
-  state.head = head === "layer" || head === "all" ? head : whole(head, 0, places[state.place]!.n_heads - 1, 0);
+  state.head = head === "layer" || head === "all" ? head : whole(head, 0, places[state.place]!.n_heads - 1, first);
   state.side = said.get("side") === "key" ? "key" : "query";
   state.token = whole(said.get("token"), -1, tokenCount(outline, state) - 1, -1);
   const sort = said.get("sort") ?? "";

@@ -1,0 +1,68 @@
+"""How far long work is: a bar on a terminal, one plain line elsewhere, nothing for short work.
+
+Why: a long text is read for minutes, and silence looks like a fault.
+
+How: in a block of `showing` a model reads, as `see` of `looking.py` has it; it gives the function
+that `watch(progress=...)` calls with each place and its number. `working` says what is done, where
+there are no steps to count. Both are on standard error and go away when the work is done. Nothing
+is to be printed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
+
+from regard.cli.printing import write_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from regard.lens.watch import Progress
+
+MANY = 2000  # tokens; from here on reading takes more than a moment
+
+
+@contextmanager
+def showing(
+    notes: Console, n_tokens: int, n_places: int | None, *, again: bool = False
+) -> Iterator[Progress | None]:
+    """Show how far the reading of so many tokens is, while this runs.
+
+    n_places: how many places there are to be seen, where that is known. again: the tokens were
+    there before, as those of a translation were.
+    """
+    if n_tokens < MANY:
+        yield None
+        return
+    doing = f"reading {n_tokens:,} tokens{' again' if again else ''}"
+    if not notes.is_terminal:
+        write_line(notes, f"{doing} ...")
+        yield None
+        return
+    from rich import progress
+
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(
+        *columns, console=notes, transient=True, redirect_stdout=False, redirect_stderr=False
+    ) as bar:
+        task = bar.add_task(doing, total=n_places)
+
+        def tell(place: str, done: int) -> None:
+            bar.update(task, completed=done)
+
+        yield tell
+
+
+def working(notes: Console, doing: str) -> AbstractContextManager[object]:
+    """Say what is being done, on a terminal, while this runs."""
+    from rich.text import Text
+
+    return notes.status(Text(doing))

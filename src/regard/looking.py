@@ -1,0 +1,197 @@
+"""From a text to a record of what every head of a model does with it.
+
+Why: two lines in a notebook should show a picture, and `regard look` and `regard translate --look`
+are the same two steps with a terminal around them.
+
+How: a `Subject` is a model that a text can be given to, whoever runs it: `own_subject` makes one of
+ours, the command line one of `transformers`'. `see` has it read the text once while it is watched
+(`lens`), with queries and keys kept, so that every weight can be asked for. An encoder–decoder
+first writes what it makes of the text, and `see_translation` then watches it read the one and write
+the other. `look` is these, from a name or a model; commands put their bars around the reading.
+
+Left out: models that are not regard's, which `regard.watch` watches where they are; several texts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from regard.lens.record import Record
+    from regard.lens.watch import Progress
+    from regard.models import Transformer
+
+DEFAULT_MODEL = "embedded:lm"
+Showing: TypeAlias = "Callable[[int, int | None], AbstractContextManager[Progress | None]]"
+"""Called with how many tokens will be read, and at how many places where that is known; the reading
+is done in the block that it gives, which may hold what `watch` shall tell its progress."""
+
+
+def look(
+    text: str,
+    model: str | os.PathLike[str] | Transformer = DEFAULT_MODEL,
+    *,
+    to: str | None = None,
+) -> Record:
+    """What every head of a model does with a text; `.show()` is the picture, in a notebook.
+
+    model: one that `regard.load` gave, or what it takes: a folder in Hugging Face's layout, a GGUF
+    file, or a name; unless given the small language model inside the package, which needs no
+    network. An encoder–decoder is watched while it reads the text and writes its translation; to:
+    the language, for one that knows several.
+
+        regard.look("The animal didn't cross the street because it was too tired.").show()
+    """
+    from regard.models import Transformer, load
+
+    if not isinstance(text, str):
+        raise TypeError(f"text is a {type(text).__name__}; expected str")
+    if not text.strip():
+        raise ValueError("the text is empty; give the words that the model shall read")
+    if isinstance(model, Transformer):
+        loaded, name = model, model.origin.name if model.origin else type(model).__name__
+    elif isinstance(model, str | os.PathLike):
+        loaded, name = load(model), os.fsdecode(model)
+    else:
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected a name, a path, or what regard.load "
+            "gives; others are watched where they are: with regard.watch(model) as record: ..."
+        )
+    if loaded.config.encoder and loaded.config.decoder:
+        from regard.generation import translate
+
+        return see_translation(loaded, name, text, translate(loaded, text, to), to)
+    if to is not None:
+        raise ValueError(f"to is {to!r}, but {name} reads a text and translates none")
+    return see(own_subject(loaded, name), text)
+
+
+@dataclass(frozen=True)
+class Said:
+    """A text as tokens: their ids, what to call each, and its characters where they are known."""
+
+    ids: list[int]
+    labels: list[str]
+    spans: list[tuple[int, int]] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What it takes to watch a model read.
+
+    n_layers: how many places are to be seen, as far as that is known before. `run` takes ids
+    (1, T); what it gives back is not looked at.
+    """
+
+    name: str
+    module: nn.Module
+    max_len: int | None
+    n_layers: int | None
+    encode: Callable[[str], Said]
+    run: Callable[[Tensor], object]
+
+    def read(self, text: str) -> Said:
+        """The text as tokens, which the model can take."""
+        said = self.encode(text)
+        if not said.ids:
+            raise ValueError(
+                f"the tokenizer of {self.name} makes no token of this text of {len(text):,} "
+                "characters, so there is nothing to look at; give one with words in it"
+            )
+        if self.max_len is not None and len(said.ids) > self.max_len:
+            raise ValueError(
+                f"the text has {len(said.ids):,} tokens, but {self.name} takes {self.max_len:,}; "
+                "give a shorter one"
+            )
+        return said
+
+
+def own_subject(model: Transformer, name: str) -> Subject:
+    """One of our models; it must have a tokenizer, and one stack."""
+    config, tokenizer = model.config, model.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer beside its weights, so it cannot read a text")
+    if config.encoder and config.decoder:
+        raise ValueError(
+            f"{name} is an encoder–decoder, which reads one text and writes another: use "
+            "`regard translate --look`"
+        )
+
+    def encode(text: str) -> Said:
+        said = tokenizer.encode(text)
+        return Said(said.ids, name_tokens(text, said.tokens, said.offsets), said.offsets)
+
+    n_layers = len(config.encoder) + len(config.decoder)
+    return Subject(name, model, config.max_len, n_layers, encode, model.run)
+
+
+def name_tokens(text: str, pieces: list[str], spans: list[tuple[int, int]]) -> list[str]:
+    """Each token by its characters in the text; by its piece where it has none."""
+    return [
+        piece if end <= start else text[start:end]
+        for piece, (start, end) in zip(pieces, spans, strict=True)
+    ]
+
+
+def see(subject: Subject, text: str, progress: Showing | None = None) -> Record:
+    """What the heads of a model do while it reads the text."""
+    import torch
+
+    from regard.lens.watch import watch
+
+    said = subject.read(text)
+    device = next(subject.module.parameters()).device
+    around = nullcontext() if progress is None else progress(len(said.ids), subject.n_layers)
+    with (
+        around as tell,
+        torch.no_grad(),
+        watch(subject.module, keep="qk", progress=tell) as record,
+    ):
+        subject.run(torch.tensor([said.ids], device=device))
+    return record.describe(text=text, tokens=said.labels, spans=said.spans, model=subject.name)
+
+
+def see_translation(
+    model: Transformer,
+    name: str,
+    text: str,
+    made: str,
+    to: str | None,
+    progress: Showing | None = None,
+) -> Record:
+    """What the heads do while the model reads a text and writes what it made of it."""
+    import torch
+
+    from regard.generation.translation import Reader, choose
+    from regard.lens.watch import watch
+
+    reader = Reader(model, split=False)
+    source = reader.encode(text, choose(model, text, to, None))
+    tokenizer, start = reader.tokenizer, model.config.tokens.decoder_start
+    if start is None:
+        raise ValueError(f"{name} names no token to start with (decoder_start_token_id)")
+    said = tokenizer.encode(made, special=False)
+    device = next(model.parameters()).device
+    n_tokens = len(source) + len(said.ids)
+    n_places = len(model.config.encoder) + 2 * len(model.config.decoder)
+    around = nullcontext() if progress is None else progress(n_tokens, n_places)
+    with around as tell, torch.no_grad(), watch(model, keep="qk", progress=tell) as record:
+        model(
+            torch.tensor([[start, *said.ids]], device=device),
+            source=torch.tensor([source], device=device),
+        )
+    labels = [tokenizer.token(start), *(made[a:z] for a, z in said.offsets)]
+    return record.describe(
+        text=made,
+        tokens=labels,
+        spans=[(0, 0), *said.offsets],
+        source_text=text,
+        source_tokens=[tokenizer.decode([at], skip_special=False) for at in source],
+        model=name,
+    )
