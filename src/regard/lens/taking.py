@@ -168,8 +168,10 @@ class Take:
     def _observe(self, call: Call, offset: int) -> Observation:
         wants, T, S = self.wants, call.shape.T, call.shape.S
         wants = replace(wants, lse=True)
-        # Looked for once: it spares `observe` the keeping apart of each row that looks at one.
-        finite = self.finite = all_finite(call.q, call.k)
+        # Spares `observe` the keeping apart of each row that looks at a number that is not finite.
+        # On a device nobody asks, since the answer would have to be waited for: there a NaN or an
+        # infinity that is looked at comes out as a NaN, and a record that holds one says so.
+        finite = self.finite = call.q.is_cuda or all_finite(call.q, call.k)
         if wants.map is None and self.keep == "statistics":
             wants = replace(wants, map=(min(T, PICTURE), min(S, PICTURE)))
         elif self.keep == "qk" and not self.calls and T * S > DIRECT:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from regard.lens.watch import Recorder
 
 FLEX = "torch.nn.attention.flex_attention"
+ATTENDING = SOFTMAX | {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 
 
 class Tap(TorchFunctionMode):
@@ -56,19 +57,11 @@ class Tap(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
         recorder = self.recorder
-        if recorder.busy or not recorder.stack():
+        # In this order, and attention last: it is asked about every function of a whole model.
+        if recorder.busy or torch.compiler.is_compiling() or not recorder.stack():
             return func(*args, **kwargs)
-        call: Call | None = None
-        if func is F.scaled_dot_product_attention and not from_us():
-            heads = heads_of(recorder.stack()[-1], args[0].shape[0]) if args else 1
-            call = read_sdpa(recorder.name_of() or "", heads, *args, **kwargs)
-        elif func is F.multi_head_attention_forward:
-            call = read_mha(recorder.name_of() or "", args, kwargs)
-        elif func in SOFTMAX and not from_us():
-            call = self.trail.end(recorder.name_of() or "", recorder.stack()[-1], args, kwargs)
+        call = self.read(func, args, kwargs) if func in ATTENDING else None
         if call is None:
             made = func(*args, **kwargs)
             self.trail.follow(func, args, kwargs, made)
@@ -76,6 +69,18 @@ class Tap(TorchFunctionMode):
         recorder.take(call)
         with recorder.alone():
             return func(*args, **kwargs)
+
+    def read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
+        """The call of attention that a function is, if it is one and not our own."""
+        recorder = self.recorder
+        if func is F.multi_head_attention_forward:
+            return read_mha(recorder.name_of() or "", args, kwargs)
+        if from_us():
+            return None
+        if func is F.scaled_dot_product_attention:
+            heads = heads_of(recorder.stack()[-1], args[0].shape[0]) if args else 1
+            return read_sdpa(recorder.name_of() or "", heads, *args, **kwargs)
+        return self.trail.end(recorder.name_of() or "", recorder.stack()[-1], args, kwargs)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from regard.lens.calls import Call
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 BADDBMM = {torch.baddbmm, Tensor.baddbmm}
+BEGINNINGS = MATMUL | BADDBMM | {torch.einsum}
 TIMES = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.mul_, Tensor.__imul__}
 DIVIDE = {torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__}
 DIVIDE |= {Tensor.div_, Tensor.__itruediv__, Tensor.__div__}
@@ -56,17 +57,20 @@ class Trail:
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
         """Remember what a function did, where it made scores or changed them."""
+        begins = func in BEGINNINGS
+        if not begins and not len(self.steps):
+            return
         if not isinstance(made, Tensor) or made.dim() not in (3, 4) or not args:
             return
         step = None
-        if func in MATMUL:
+        if not begins:
+            step = self._changed(func, args, kwargs, made)
+        elif func in MATMUL:
             step = product(args[0], args[1] if len(args) > 1 else kwargs.get("mat2"), made)
         elif func in BADDBMM:
             step = added_product(args, kwargs, made)
-        elif func is torch.einsum:
+        else:
             step = summed_product(args, made)
-        elif self.steps:
-            step = self._changed(func, args, kwargs, made)
         if step is not None:
             self.steps[made] = step
 
