@@ -15,6 +15,7 @@ Letters: B batch (here 1), T queries, S keys, H heads, G key heads, D head width
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -238,7 +239,7 @@ class Take:
             self.rows.setdefault(name, []).append(values)
 
         def keys(values: Tensor) -> Tensor:
-            return torch.where(values >= 0, values + offset, values).int()
+            return (torch.where(values >= 0, values + offset, values) if offset else values).int()
 
         assert seen.lse is not None
         keep("real", (sees.int() + (sees & real).int()).to(torch.uint8))
@@ -391,18 +392,28 @@ def key_positions(mask: Any) -> Tensor | None:
 def fingerprints(k_gsd: Tensor) -> Tensor:
     """A number for each key, by which it is known again; caches may move what they hold."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k_gsd.element_size()]
-    total = torch.zeros(k_gsd.shape[1], dtype=torch.int64, device=k_gsd.device)
-    mix = torch.arange(k_gsd.shape[2], device=k_gsd.device) * 2654435761 + 1013904223
+    G, S, D = k_gsd.shape
+    total = torch.zeros(S, dtype=torch.int64, device=k_gsd.device)
+    mix_gd = mixing(G, D, k_gsd.device)
     # So many heads at a time as their numbers, eight bytes each, leave some room.
-    for part_gsd in torch.split(k_gsd, max(1, FINGERPRINTED // max(k_gsd[0].numel(), 1))):
-        by_head_gs = (part_gsd.contiguous().view(bits).long() * mix).sum(-1)
-        powers = 1000003 ** torch.arange(len(by_head_gs) + 1, device=total.device).flip(0)
-        total = total * powers[0] + (by_head_gs * powers[1:, None]).sum(0)
+    step = max(1, FINGERPRINTED // max(S * D, 1))
+    for g in range(0, G, step):
+        bits_gsd = k_gsd[g : g + step].contiguous().view(bits).long()
+        total += (bits_gsd * mix_gd[g : g + step, None]).sum((0, 2))
     return total
+
+
+@functools.lru_cache(maxsize=8)
+def mixing(n_heads: int, width: int, device: torch.device) -> Tensor:
+    """What the numbers of a key are multiplied by, (G, D): products that wrap round."""
+    mix_d = torch.arange(width, device=device) * 2654435761 + 1013904223
+    return 1000003 ** torch.arange(n_heads, device=device)[:, None] * mix_d
 
 
 def put_at(known: Tensor | None, new: Tensor, offset: int) -> Tensor:
     """Numbers by key, added to those of the calls before, from key `offset` on."""
+    if known is None and not offset:
+        return new
     size = max(0 if known is None else known.shape[1], offset + new.shape[1])
     total = new.new_zeros((len(new), size))
     if known is not None:

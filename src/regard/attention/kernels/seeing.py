@@ -17,14 +17,17 @@ Letters: B batch, T queries, S keys, H query heads, D head width; X, Y cells of 
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.attention.rule import Rule
+from regard.attention.rule import Packed, Rule, pack, unpack
 from regard.attention.secondpass import Weights
+from regard.attention.shape import Shape
 from regard.attention.wants import Map, Observation, Peak, Received, Wants
 
 ROOM = 2**27
@@ -42,6 +45,23 @@ Bounds = tuple[Tensor, Tensor]
 
 def find_bounds(rule: Rule, device: torch.device) -> Bounds | None:
     """First and past-the-last key that each query sees, (B or 1, T); None if that is not all."""
+    if rule.bias is not None:
+        return None
+    if rule.tensors():
+        return _read_bounds(rule, device)
+    written = pack(replace(rule, scale=None, softcap=None))
+    return _plain_bounds(written.text, tuple(written.ints), rule.shape, device)
+
+
+@functools.lru_cache(maxsize=4)
+def _plain_bounds(
+    text: str, ints: tuple[int, ...], shape: Shape, device: torch.device
+) -> Bounds | None:
+    """Those of a mask without tensors, kept for a while: all layers of a model ask for them."""
+    return _read_bounds(unpack(Packed(text, [], list(ints), []), shape), device)
+
+
+def _read_bounds(rule: Rule, device: torch.device) -> Bounds | None:
     _, _, T, S = rule.shape
     if rule.mask is None:
         lo = torch.zeros(1, T, dtype=torch.int32, device=device)
