@@ -7,6 +7,7 @@ twice the error of the reference in the case's own type, and a few roundings of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,10 +78,10 @@ def gaps(
         rows=[T // 2],
     )  # fmt: skip
 
-    def by(q: Tensor, k: Tensor, backend: str) -> Observation:
+    def by(q: Tensor, k: Tensor, backend: str, wants: Wants = wants) -> Observation:
         return observe(q, k, None, mask=mask, wants=wants, backend=backend, **call)
 
-    truth_seen = by(q.double(), k.double(), "reference")
+    truth_seen = by(q.double(), k.double(), "reference", replace(wants, weights=True))
     if callable(backend):
         full = {"scale": None, "softcap": None, "sinks": None, **call}
         rule = make_call(q, k, k, mask, None, *full.values(), (0.0, None)).rule
@@ -90,11 +91,11 @@ def gaps(
     truth, ours = numbers_of(truth_seen), numbers_of(ours_seen)
     plain = numbers_of(by(q, k, "reference"))
     found = {what: compare(ours[what], plain[what], truth[what]) for what in truth}
-    assert truth_seen.peak is not None and ours_seen.peak is not None
-    # Another key is right only where two weigh the same.
-    other = truth_seen.peak.key != ours_seen.peak.key
-    spread = (truth["peak"] - ours["peak"]).abs()[other]
-    found["peak keys"] = float(spread.max()) if other.any() else 0.0, 1e-6
+    assert truth_seen.weights is not None and ours_seen.peak is not None
+    # The key named for a row must weigh what its peak weighs; a row that sees nothing has none.
+    key = ours_seen.peak.key[..., None]
+    weighs = truth_seen.weights.gather(-1, key.clamp(min=0)).masked_fill(key < 0, 0.0)[..., 0]
+    found["peak keys"] = float((weighs - truth["peak"]).abs().max()), 1e-6
     return found
 
 

@@ -16,6 +16,8 @@ from seeing_cases import SEEN, SINGLES
 
 HALF = ("causal", "window", "softcap")
 """Cases that are run in float16 too."""
+IN_PARTS = ("window", "fewer queries than keys", "both sides")
+"""Cases that are run with little room: with cells of one row, of broken ones, and of many tiles."""
 
 
 def run_cases() -> None:
@@ -31,8 +33,10 @@ def run_cases() -> None:
     for name in SEEN:
         for dtype in (torch.float32, torch.float16)[: 1 + (name in HALF)]:
             report[f"{name} {dtype}"] = gaps(name, dtype, "cpu", seeing.by_kernels)
-    seeing.ROOM = 1  # One tile of cells at a time.
-    report["in parts"] = gaps("window", torch.float32, "cpu", seeing.by_kernels)
+    # One tile of cells at a time, and small ones, whose edges lie inside of rows.
+    seeing.ROOM, seeing.ROWS = 1, 16
+    for name in IN_PARTS:
+        report[f"{name} in parts"] = gaps(name, torch.float32, "cpu", seeing.by_kernels)
     report["NaN"] = {"wrong": (count_wrong_nans(), 0)}
     report["singles"] = {name: singles_gap(name, "cpu") for name in SINGLES}
     print(json.dumps(report))
@@ -68,7 +72,9 @@ def report() -> Any:
     return run_interpreted(Path(__file__))
 
 
-@pytest.mark.parametrize("name", [*SEEN, "in parts", "NaN", "singles"])
+@pytest.mark.parametrize(
+    "name", [*SEEN, *(f"{name} in parts" for name in IN_PARTS), "NaN", "singles"]
+)
 def test_kernels_tell_what_the_reference_tells(name: str, report: Any) -> None:
     found = {key: told for key, told in report.items() if key.split(" torch")[0] == name}
     assert len(found) == 1 + (name in HALF)

@@ -134,6 +134,10 @@ def test_padding_does_not_count() -> None:
     with torch.no_grad(), watch(model, keep="qk") as record:
         model(IDS)
     assert record.heads()["same"][0, 0] == pytest.approx((8 * 0.5 + 1) / 9, abs=1e-6)
+    # Half of it goes to the first key, by eight real queries after it and by none of the others.
+    assert record.heads()["first"][0, 0] == pytest.approx(0.5, abs=1e-6)
+    # Query 1 looks at the one before with its other half; padded query 9 would look there too.
+    assert record.heads()["previous"][0, 0] == pytest.approx(0.5 / 8, abs=1e-6)
     assert record.heads()["broad"][0, 0] == pytest.approx(8 / 9 * math.log(2), abs=1e-5)
 
 

@@ -254,9 +254,9 @@ def _parts(
             if SPOILED:
                 # A cell that a row has no part in does not suffer from its NaN.
                 p_st = tl.where((part_t > 0)[None, :], p_st, 0.0)
+            # No row has a part in a cell beyond the last: its sums are zeros.
             row = (head * groups + group) * CELLS + c
-            reach = tl.where(x0 + c < past, s1, s0)
-            tl.store(out + row * width + (s - s0), tl.sum(p_st, 1), mask=s < reach)
+            tl.store(out + row * width + (s - s0), tl.sum(p_st, 1), mask=s < s1)
 
 
 @triton.jit
