@@ -74,20 +74,22 @@ def _read_bounds(rule: Rule, device: torch.device) -> Bounds | None:
     return lo, torch.maximum(lo, hi)
 
 
-def look(
+def by_kernels(
     q: Tensor,
     k: Tensor,
     rule: Rule,
     sinks: Tensor | None,
     wants: Wants,
     nan_rows: Tensor | None,
-) -> dict[str, Any]:
-    """The answers to what is wanted, by the names they have in `Observation`."""
+    output: Tensor | None,
+) -> Observation:
+    """Every want but `weights` and `mass`, beside an output made elsewhere."""
     from regard.attention.kernels import seeing_kernels
 
     bounds = find_bounds(rule, q.device)
     assert bounds is not None, "a call without bounds is refused"
     nan_rows = None if nan_rows is None else nan_rows.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
     shape = q.shape[:3]
     asked = [name for name in ("entropy", "distance", "peak") if getattr(wants, name)]
     floats = ["tops", "sums", "lse", *asked]
@@ -109,7 +111,7 @@ def look(
             for name, value in others.items()
             if value is not None
         }
-    return answers
+    return Observation(output, **answers)
 
 
 def in_bits(rule: Rule, width: int) -> tuple[float, float]:
@@ -122,7 +124,7 @@ def sum_singles(
 ) -> Tensor:
     """Sums over all queries of each one's weight on the key named for it, (N, B, H), float64.
 
-    A key of -1 names none. The rule must be one that `look` takes.
+    A key of -1 names none. The rule must be one that `by_kernels` takes.
     """
     from regard.attention.kernels import seeing_kernels
 
@@ -223,16 +225,3 @@ def cut_rows(span: int, height: int) -> tuple[int, int, int]:
     rows = min(ROWS, 2 ** (wanted - 1).bit_length())
     cells = min(CELLS, (rows - shared) * height // span)
     return (rows, cells, 1) if cells else (rows, 1, -(-(tall + shared) // rows))
-
-
-def by_kernels(
-    q: Tensor,
-    k: Tensor,
-    rule: Rule,
-    sinks: Tensor | None,
-    wants: Wants,
-    nan_rows: Tensor | None,
-    output: Tensor | None,
-) -> Observation:
-    """Everything but `weights` and `mass`, beside an output made elsewhere."""
-    return Observation(output, **look(q, k, rule, sinks, wants, nan_rows))
