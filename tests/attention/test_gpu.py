@@ -159,6 +159,9 @@ def test_what_is_asked_about_weights_runs_on_our_kernels() -> None:
     wants = Wants(entropy=True, map=(8, 8))
     assert explain(q, q, q, mask=Causal(), wants=wants).chosen == "triton"
     assert explain(q, q, q, bias=torch.zeros(300, device="cuda"), wants=wants).chosen == "blockwise"
+    few = q[:, :, :30]
+    assert explain(few, few, few, wants=wants).chosen == "blockwise", "nothing to compile for"
+    assert explain(few, few, few, wants=wants, backend="triton").chosen == "triton"
     seen = observe(q, q, q, mask=Causal(), wants=wants)
     assert seen.output is not None
     wide = attention(q.double(), q.double(), q.double(), mask=Causal(), backend="reference")

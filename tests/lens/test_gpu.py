@@ -36,7 +36,7 @@ def make_model() -> Any:
 def records(keep: str, n_new: int) -> tuple[Record, Record]:
     """One text read, and perhaps written on, on both."""
     model, made = make_model(), []
-    ids = torch.randint(0, 31, (1, 131))
+    ids = torch.randint(0, 31, (1, 137))
     for device in ("cpu", "cuda"):
         model.to(device)
         there = ids.to(device)

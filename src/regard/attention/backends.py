@@ -23,12 +23,15 @@ from regard.attention.blockwise_op import run_blockwise
 from regard.attention.dropout import draw_seed
 from regard.attention.kernels import seeing
 from regard.attention.rule import Rule
+from regard.attention.shape import Shape
 from regard.attention.wants import Observation, Wants
 
 MASK_ENTRIES = 2**26
 """The largest T × S mask that is rendered whole for a kernel on a device."""
 WIDEST = 256
 """The widest head our kernels take."""
+LITTLE = 2**16
+"""Weights below which tiles look at them, where nothing has to be compiled first."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -220,6 +223,11 @@ def refuse_seeing(call: Call, wants: Wants) -> str | None:
     return None
 
 
+def is_little(shape: Shape) -> bool:
+    """Whether there are so few weights to look at that compiling kernels for them takes longer."""
+    return shape.B * shape.H * shape.T * shape.S < LITTLE
+
+
 @functools.cache
 def has_triton() -> bool:
     """Whether the package triton is there."""
@@ -336,6 +344,8 @@ def choose(call: Call, backend: str) -> Backend:
     """The first in order that does not refuse, or the one named, or an error that says why not."""
     if backend == "auto":
         for name in order_on(call.q.device.type):
+            if name == "triton" and call.wants is not None and is_little(call.rule.shape):
+                continue
             if BACKENDS[name].refusal(call) is None:
                 return BACKENDS[name]
     if backend not in BACKENDS:

@@ -32,7 +32,8 @@ from regard.attention.shape import Shape, Tile
 
 TILE_ENTRIES = 2**20
 """Scores held at once over all heads: small enough for a cache, large enough to keep torch busy."""
-
+GPU_ENTRIES = 2**25
+"""The same on a GPU, which small tiles would leave idle."""
 
 SMALLEST = 64
 """The side below which tiles do not shrink, however many heads there are."""
@@ -68,9 +69,10 @@ class Rows(NamedTuple):
     denominator: Tensor
 
 
-def tile_sizes(shape: Shape, entries: int | None = None) -> tuple[int, int]:
-    """Height and width of the tiles for this shape, of so many entries over all heads."""
-    room = max((entries or TILE_ENTRIES) // max(shape.B * shape.H, 1), SMALLEST**2)
+def tile_sizes(shape: Shape, on_gpu: bool = False) -> tuple[int, int]:
+    """Height and width of the tiles for this shape."""
+    entries = GPU_ENTRIES if on_gpu else TILE_ENTRIES
+    room = max(entries // max(shape.B * shape.H, 1), SMALLEST**2)
     height = max(min(shape.T, 2 ** int(math.log2(room) / 2)), 1)
     return height, max(min(shape.S, room // height), 1)
 
@@ -80,7 +82,7 @@ def tile_room(shape: Shape, like: Tensor) -> Tensor:
 
     A new tensor for each leaves holes in the heap that the next, aligned one may not fit.
     """
-    height, width = tile_sizes(shape)
+    height, width = tile_sizes(shape, like.is_cuda)
     size = shape.B * shape.H * height * width
     return torch.empty(size, dtype=score_dtype(like.dtype), device=like.device)
 
@@ -96,10 +98,10 @@ def grid_tiles(shape: Shape) -> list[Tile]:
 
 
 def bands(
-    rule: Rule, entries: int | None = None
+    rule: Rule, on_gpu: bool = False
 ) -> list[tuple[tuple[int, int], list[tuple[Tile, bool]]]]:
     """Per band of queries (t0, t1): the tiles that are not empty, each with whether it is full."""
-    height, width = tile_sizes(rule.shape, entries)
+    height, width = tile_sizes(rule.shape, on_gpu)
     t_edges, s_edges = edges(rule.shape.T, height), edges(rule.shape.S, width)
     known = tile_bounds(rule.mask, rule.shape, t_edges, s_edges)
     result = []
@@ -223,7 +225,7 @@ def first_pass(
     if not is_transformed(q_bhtd) and not is_transformed(k_bgsd):
         room = tile_room(rule.shape, q_bhtd)
         spare = torch.empty_like(room) if ask.entropy else None
-    for (t0, t1), tiles in bands(rule):
+    for (t0, t1), tiles in bands(rule, q_bhtd.is_cuda):
         i_t1 = torch.arange(t0, t1, device=device)[:, None] + rule.shape.offset
         band = _Band(q_bhtd[:, :, t0:t1], v_bgse, i_t1, spare)
         for tile, full in tiles:

@@ -121,7 +121,7 @@ def _look_in_tiles(
     B, H, S = marked_bhs.shape
     rule = unpack(Packed(text, tensors, ints, floats), Shape(B, H, n_queries, S))
     bad, some = [marked_bhs[..., :0]], [marked_bhs[..., :0]]
-    for (t0, t1), tiles in bands(rule):
+    for (t0, t1), tiles in bands(rule, marked_bhs.is_cuda):
         sees_bad = torch.zeros_like(marked_bhs[..., :1]).expand(-1, -1, t1 - t0)
         sees_any = sees_bad
         for tile, full in tiles:

@@ -23,9 +23,6 @@ from regard.attention.rule import Rule, score_dtype
 from regard.attention.shape import Tile
 from regard.attention.wants import Map, Received, SparseRows, Top
 
-GPU_ENTRIES = 2**26
-"""Weights held at once on a GPU, which small tiles would leave idle."""
-
 
 @dataclass(frozen=True, eq=False)
 class Weights:
@@ -52,7 +49,7 @@ class Weights:
     def tiles(self, window: Tile | None = None) -> Iterator[tuple[Tile, bool]]:
         """The tiles that are not empty, cut to a window, each with whether it is full."""
         whole = window or Tile(0, self.rule.shape.T, 0, self.rule.shape.S)
-        for _, row in bands(self.rule, GPU_ENTRIES if self.q_bhtd.is_cuda else None):
+        for _, row in bands(self.rule, self.q_bhtd.is_cuda):
             for tile, full in row:
                 inside = Tile(
                     max(tile.t0, whole.t0),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from regard.attention import Observation, Wants, observe
-from regard.attention.backends import WIDEST, has_triton
+from regard.attention.backends import WIDEST, has_triton, is_little
 from regard.attention.bias import ALiBi, BiasAt, RelativeTable, Sum
 from regard.attention.kernels import seeing
 from regard.attention.rule import Rule, score_dtype
@@ -91,7 +91,7 @@ def sum_weights(call: Call, lse_ht: Tensor, keys_nt: Tensor) -> Tensor:
 def can_see(rule: Rule, q: Tensor) -> bool:
     """Whether the kernels that look at weights take a call, if each row sees one interval."""
     fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= WIDEST
-    return fits and rule.bias is None and has_triton()
+    return fits and rule.bias is None and has_triton() and not is_little(rule.shape)
 
 
 @dataclass(frozen=True, eq=False)
