@@ -62,14 +62,7 @@ def by_tiles(
         with torch.no_grad():
             sums = (rows.top.detach(), rows.denominator.detach())
             weights = Weights(q.detach(), k.detach(), rule, *sums, nan_rows)
-            picture = wants.picture()
-            answers |= {
-                "received": weights.received() if wants.received else None,
-                "top": weights.top(wants.top) if wants.top is not None else None,
-                "above": weights.above(wants.above) if wants.above is not None else None,
-                "map": weights.map(picture) if picture is not None else None,
-                "rows": weights.rows(wants.rows) if wants.rows is not None else None,
-            }
+            answers |= weights.tell(wants)
     return refusing_gradients(Observation(rows.output, **answers), rows.lse)
 
 

@@ -1,8 +1,9 @@
 """What needs the row sums first: received attention, the largest weights, maps, whole rows.
 
 With the log-sum of each row known, the weight of any pair is exp(score - lse), so every tile tells
-its weights exactly and alone. Pictures of a window walk only the tiles of that window. Extra memory
-is O(T + S) plus the answer. No gradient flows through any of it.
+its weights exactly and alone. All that is asked is told from one walk over the tiles, each made
+once; a picture of a window alone walks only the tiles of that window. Extra memory is O(T + S) plus
+the answer. No gradient flows through any of it.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width; t, s sizes of a tile;
 X, Y cells of a map.
@@ -13,15 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from regard.attention.blockwise import bands
+from regard.attention.blockwise import bands, tile_room
 from regard.attention.reference import add_rule, raw_scores
 from regard.attention.rule import Rule, score_dtype
 from regard.attention.shape import Tile
-from regard.attention.wants import Map, Received, SparseRows, Top
+from regard.attention.wants import Map, Received, SparseRows, Top, Wants
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +37,11 @@ class Weights:
     denominator_bht: Tensor
     nan_rows_bht: Tensor | None = None
 
-    def tile(self, tile: Tile, full: bool = False) -> Tensor:
-        """The weights inside one tile, (B, H, t, s)."""
+    def tile(self, tile: Tile, full: bool = False, room: Tensor | None = None) -> Tensor:
+        """The weights inside one tile, (B, H, t, s); in `room` if given, which is used again."""
         q_bhtd, k_bgsd = self.q_bhtd[:, :, tile.t0 : tile.t1], self.k_bgsd[:, :, tile.s0 : tile.s1]
-        scores_bhts = add_rule(raw_scores(q_bhtd, k_bgsd, self.rule), self.rule, tile, full)
+        scores_bhts = raw_scores(q_bhtd, k_bgsd, self.rule, room)
+        scores_bhts = add_rule(scores_bhts, self.rule, tile, full)
         rows = (slice(None), slice(None), slice(tile.t0, tile.t1), None)
         weights_bhts = scores_bhts.sub_(self.top_bht[rows]).exp_().div_(self.denominator_bht[rows])
         if self.nan_rows_bht is not None:
@@ -51,89 +54,161 @@ class Weights:
         whole = window or Tile(0, self.rule.shape.T, 0, self.rule.shape.S)
         for _, row in bands(self.rule, self.q_bhtd.is_cuda):
             for tile, full in row:
-                inside = Tile(
-                    max(tile.t0, whole.t0),
-                    min(tile.t1, whole.t1),
-                    max(tile.s0, whole.s0),
-                    min(tile.s1, whole.s1),
-                )
-                if inside.t0 < inside.t1 and inside.s0 < inside.s1:
+                inside = common(tile, whole)
+                if inside is not None:
                     yield inside, full
 
-    def _zeros(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+    def zeros(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         B, H = self.rule.shape.B, self.rule.shape.H
         kind = dtype or score_dtype(self.q_bhtd.dtype)
         return torch.zeros(B, H, *sizes, dtype=kind, device=self.q_bhtd.device)
 
-    def received(self) -> Received:
-        """What each key gets from all queries, and how many queries may see it."""
-        total, seen_by = self._zeros(self.rule.shape.S), self._zeros(self.rule.shape.S)
-        for tile, full in self.tiles():
-            keys = slice(tile.s0, tile.s1)
-            total[..., keys] += self.tile(tile, full).sum(2)
-            if full and self.rule.bias is None:
-                seen_by[..., keys] += tile.t1 - tile.t0
-            else:
-                seen_by[..., keys] += visible(self.rule, tile, full, total.device).to(total).sum(2)
-        return Received(total, seen_by)
-
-    def top(self, k: int) -> Top:
-        """The k largest weights of each row and their keys."""
-        T = self.rule.shape.T
-        best, where = self._zeros(T, k), self._zeros(T, k, dtype=torch.int64) - 1
-        for tile, full in self.tiles():
-            rows = slice(tile.t0, tile.t1)
-            weights = self.tile(tile, full)
-            weights = weights.masked_fill(~visible(self.rule, tile, full, weights.device), -1.0)
-            weights, keys = weights.topk(min(k, weights.shape[-1]), -1)
-            keys = (keys + tile.s0).masked_fill(weights < 0, -1)
-            known = best[:, :, rows].masked_fill(where[:, :, rows] < 0, -1.0)
-            both, key = torch.cat([known, weights], -1), torch.cat([where[:, :, rows], keys], -1)
-            both, order = both.topk(k, -1)
-            best[:, :, rows], where[:, :, rows] = both, key.gather(-1, order)
-        if self.nan_rows_bht is not None:
-            where = where.masked_fill(self.nan_rows_bht[..., None], -1)
-            best = best.masked_fill(self.nan_rows_bht[..., None], math.nan)
-        return Top(best.masked_fill((where < 0) & ~best.isnan(), 0.0), where)
-
-    def above(self, threshold: float) -> SparseRows:
-        """Every weight of at least the threshold, as sparse rows."""
-        _, H, T, _ = shape = self.rule.shape
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
-        for tile, full in self.tiles():
-            weights = self.tile(tile, full)
-            b, h, t, s = (weights >= threshold).nonzero(as_tuple=True)
-            found.append(((b * H + h) * T + t + tile.t0, s + tile.s0, weights[b, h, t, s]))
-        none = self._zeros(dtype=torch.int64).new_zeros(0)
-        row = torch.cat([none, *(f[0] for f in found)])
-        key = torch.cat([none, *(f[1] for f in found)])
-        weight = torch.cat([self.top_bht.new_zeros(0), *(f[2] for f in found)])
-        order = (row * max(shape.S, 1) + key).argsort()
-        counts = torch.bincount(row, minlength=shape.B * H * T)
-        offsets = torch.cat([none.new_zeros(1), counts.cumsum(0)])
-        return SparseRows(offsets, key[order], weight[order], shape)
-
-    def map(self, picture: Map) -> Tensor:
-        """The mean weight in each cell of a picture of the matrix or of a window, (B, H, X, Y)."""
-        t0, t1, s0, s1 = picture.window(self.rule.shape)
-        cells = self._zeros(picture.height, picture.width)
-        for tile, full in self.tiles(Tile(t0, t1, s0, s1)):
-            weights = self.tile(tile, full)
-            down = overlap(picture.height, (t0, t1), (tile.t0, tile.t1), weights)
-            across = overlap(picture.width, (s0, s1), (tile.s0, tile.s1), weights)
-            (x0, x1), (y0, y1) = touched(down), touched(across)
-            cells[:, :, x0:x1, y0:y1] += pool(
-                weights, down[x0:x1], across[y0:y1], self.nan_rows_bht is not None
-            )
-        return cells
+    def tell(self, wants: Wants) -> dict[str, Any]:
+        """What is wanted, by the names in `Observation`, from one walk over the tiles."""
+        picture = wants.picture()
+        tellers: dict[str, _Teller] = {}
+        if wants.received:
+            tellers["received"] = _Receiving(self)
+        if wants.top is not None:
+            tellers["top"] = _Largest(self, wants.top)
+        if wants.above is not None:
+            tellers["above"] = _Sparse(self, wants.above)
+        if picture is not None:
+            tellers["map"] = _Picturing(self, picture)
+        # A map alone needs only the tiles of its window.
+        only = Tile(*picture.window(self.rule.shape)) if picture and len(tellers) == 1 else None
+        if tellers:
+            room = tile_room(self.rule.shape, self.q_bhtd)
+            for tile, full in self.tiles(only):
+                weights = self.tile(tile, full, room)
+                for teller in tellers.values():
+                    teller.take(tile, full, weights)
+        found = {name: teller.finish() for name, teller in tellers.items()}
+        return found if wants.rows is None else {**found, "rows": self.rows(wants.rows)}
 
     def rows(self, wanted: Sequence[int]) -> Tensor:
         """Whole rows of the matrix for chosen queries, (B, H, rows, S)."""
-        found = self._zeros(len(wanted), self.rule.shape.S)
+        found = self.zeros(len(wanted), self.rule.shape.S)
         for place, t in enumerate(wanted):
             for tile, full in self.tiles(Tile(t, t + 1, 0, self.rule.shape.S)):
                 found[:, :, place, tile.s0 : tile.s1] = self.tile(tile, full)[:, :, 0]
         return found
+
+
+class _Teller(Protocol):
+    """One answer on its way: it is shown the weights of each tile, and must not change them."""
+
+    def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None: ...
+
+    def finish(self) -> Any: ...
+
+
+class _Receiving:
+    """What each key gets from all queries, and how many queries may see it."""
+
+    def __init__(self, of: Weights) -> None:
+        self.rule, S = of.rule, of.rule.shape.S
+        self.total, self.seen_by = of.zeros(S), of.zeros(S)
+
+    def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
+        keys = slice(tile.s0, tile.s1)
+        self.total[..., keys] += weights_bhts.sum(2)
+        if full and self.rule.bias is None:
+            self.seen_by[..., keys] += tile.t1 - tile.t0
+        else:
+            seen = visible(self.rule, tile, full, weights_bhts.device)
+            self.seen_by[..., keys] += seen.to(self.total).sum(2)
+
+    def finish(self) -> Received:
+        return Received(self.total, self.seen_by)
+
+
+class _Largest:
+    """The k largest weights of each row and their keys."""
+
+    def __init__(self, of: Weights, k: int) -> None:
+        self.rule, self.nan_rows, self.k = of.rule, of.nan_rows_bht, k
+        self.best = of.zeros(of.rule.shape.T, k).flatten(0, 1) - 1.0
+        self.where = torch.full_like(self.best, -1, dtype=torch.int64)
+
+    def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
+        if not full or self.rule.bias is not None:
+            seen = visible(self.rule, tile, full, weights_bhts.device)
+            weights_bhts = weights_bhts.masked_fill(~seen, -1.0)
+        weights_nts = weights_bhts.flatten(0, 1)
+        # Rows in which the tile holds nothing larger are most, as soon as some tiles are seen.
+        better_nt = weights_nts.amax(-1) > self.best[:, tile.t0 : tile.t1, -1]
+        n, t = better_nt.nonzero(as_tuple=True)
+        if not len(n):
+            return
+        largest, keys = weights_nts[n, t].topk(min(self.k, weights_nts.shape[-1]), -1)
+        keys = (keys + tile.s0).masked_fill(largest < 0, -1)
+        at = n, t + tile.t0
+        both, order = torch.cat([self.best[at], largest], -1).topk(self.k, -1)
+        self.where[at] = torch.cat([self.where[at], keys], -1).gather(-1, order)
+        self.best[at] = both
+
+    def finish(self) -> Top:
+        shape = (self.rule.shape.B, self.rule.shape.H, *self.best.shape[1:])
+        best, where = self.best.clamp(min=0.0).view(shape), self.where.view(shape)
+        if self.nan_rows is not None:
+            where = where.masked_fill(self.nan_rows[..., None], -1)
+            best = best.masked_fill(self.nan_rows[..., None], math.nan)
+        return Top(best, where)
+
+
+class _Sparse:
+    """Every weight of at least the threshold, as sparse rows."""
+
+    def __init__(self, of: Weights, threshold: float) -> None:
+        self.shape, self.threshold = of.rule.shape, threshold
+        none = of.zeros(dtype=torch.int64).new_zeros(0)
+        self.found = [(none, none, of.top_bht.new_zeros(0))]
+
+    def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
+        _, H, T, _ = self.shape
+        b, h, t, s = (weights_bhts >= self.threshold).nonzero(as_tuple=True)
+        row = (b * H + h) * T + t + tile.t0
+        self.found.append((row, s + tile.s0, weights_bhts[b, h, t, s]))
+
+    def finish(self) -> SparseRows:
+        row, key, weight = (torch.cat(parts) for parts in zip(*self.found, strict=True))
+        order = (row * max(self.shape.S, 1) + key).argsort()
+        counts = torch.bincount(row, minlength=self.shape.B * self.shape.H * self.shape.T)
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return SparseRows(offsets, key[order], weight[order], self.shape)
+
+
+class _Picturing:
+    """The mean weight in each cell of a picture of the matrix or of a window, (B, H, X, Y)."""
+
+    def __init__(self, of: Weights, picture: Map) -> None:
+        self.picture, self.window = picture, Tile(*picture.window(of.rule.shape))
+        self.cells = of.zeros(picture.height, picture.width)
+        self.has_nan = of.nan_rows_bht is not None
+
+    def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
+        inside = common(tile, self.window)
+        if inside is None:
+            return
+        t = slice(inside.t0 - tile.t0, inside.t1 - tile.t0)
+        s = slice(inside.s0 - tile.s0, inside.s1 - tile.s0)
+        weights = weights_bhts[:, :, t, s]
+        t0, t1, s0, s1 = self.window
+        down = overlap(self.picture.height, (t0, t1), (inside.t0, inside.t1), weights)
+        across = overlap(self.picture.width, (s0, s1), (inside.s0, inside.s1), weights)
+        (x0, x1), (y0, y1) = touched(down), touched(across)
+        self.cells[:, :, x0:x1, y0:y1] += pool(weights, down[x0:x1], across[y0:y1], self.has_nan)
+
+    def finish(self) -> Tensor:
+        return self.cells
+
+
+def common(one: Tile, other: Tile) -> Tile | None:
+    """What two tiles share."""
+    t0, t1 = max(one.t0, other.t0), min(one.t1, other.t1)
+    s0, s1 = max(one.s0, other.s0), min(one.s1, other.s1)
+    return Tile(t0, t1, s0, s1) if t0 < t1 and s0 < s1 else None
 
 
 def visible(rule: Rule, tile: Tile, full: bool, device: torch.device) -> Tensor:

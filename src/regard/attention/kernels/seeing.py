@@ -103,14 +103,9 @@ def by_kernels(
     answers["peak"] = Peak(made["peak"], made["key"]) if wants.peak else None
     pooling = _Pooling(q, k, bounds, numbers, made["tops"], made["sums"], nan_rows)
     answers |= pooling.answer(wants, rule)
-    others = {"top": wants.top, "above": wants.above, "rows": wants.rows}
-    if any(value is not None for value in others.values()):
-        weights = Weights(q, k, rule, made["tops"] / BITS, made["sums"], nan_rows)
-        answers |= {
-            name: getattr(weights, name)(value)
-            for name, value in others.items()
-            if value is not None
-        }
+    others = replace(wants, received=False, map=None)
+    if others.second_pass():
+        answers |= Weights(q, k, rule, made["tops"] / BITS, made["sums"], nan_rows).tell(others)
     return Observation(output, **answers)
 
 
