@@ -251,3 +251,14 @@ def test_map_of_a_window_outside_the_matrix_is_refused(queries: Any, keys: Any) 
     wants = Wants(map=Map(height=1, width=1, queries=queries, keys=keys))
     with pytest.raises(ValueError, match="lie inside T=3 queries and S=5 keys"):
         observe(torch.ones(2, 1, 3, 5), torch.ones(2, 1, 5, 5), None, wants=wants)
+
+
+@BOTH
+def test_a_picture_of_a_part_leaves_other_answers_whole(backend: str) -> None:
+    """Received attention, the largest weights and a corner of the map, asked for together."""
+    corner = Map(height=1, width=1, queries=(2, 3), keys=(3, 4))
+    seen = see(FOUR, backend, received=True, top=1, above=0.5, map=corner)
+    near(seen.map, [0.5])
+    near(seen.received.total, [1.125, 1.125, 0.75, 1.0])
+    near(seen.top.weight, [0.5, 0.5, 0.5, 0.25])
+    assert seen.above.offsets.tolist() == [0, 1, 2, 3, 3]
