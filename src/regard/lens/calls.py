@@ -87,6 +87,13 @@ class Call:
         return replace(self, k=k, mask=cut(self.mask, where), bias=cut(self.bias, where))
 
 
+def whole_scores(name: str, scores_bhts: Tensor, mask: Mask | None = None) -> Call:
+    """A call of which the scores are known and nothing else: heads of no width, and a bias."""
+    B, H, T, S = scores_bhts.shape
+    none_q, none_k = (scores_bhts.new_zeros(B, H, n, 0) for n in (T, S))
+    return Call(name=name, q=none_q, k=none_k, mask=mask, bias=DenseBias(scores_bhts), scale=1.0)
+
+
 @dataclass(frozen=True, eq=False)
 class Where:
     """What is taken out of a rule: one row of B, some of H heads, some keys."""

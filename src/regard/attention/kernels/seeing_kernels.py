@@ -5,8 +5,7 @@ passed for q and k, and offsets are 64-bit, so views of any layout and any size 
 numbered along one axis of the grid, the only one without a low limit.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, R query heads a key head, D width;
-X, Y cells of a map down and across; t, s sizes of a tile; P parts of the rows, each inside one cell
-of a map.
+X, Y cells of a map down and across; t, s sizes of a tile.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from regard.attention import Causal, Dense, DenseBias, Mask
-from regard.lens.calls import Call
+from regard.lens.calls import Call, whole_scores
 from regard.lens.doors.flex import flex_rule, flex_scores
 from regard.lens.doors.torchs import read_heads
 from regard.lens.doors.trail import SOFTMAX, Trail, heads_of
@@ -148,13 +148,6 @@ def read_flex(name: str, given: dict[str, Any]) -> Call:
     with torch.no_grad():
         scores = flex_scores(score_mod, q, k, scale)
     return whole_scores(name, scores, mask)
-
-
-def whole_scores(name: str, scores_bhts: Tensor, mask: Mask | None = None) -> Call:
-    """A call of which the scores are known and nothing else: heads of no width, and a bias."""
-    B, H, T, S = scores_bhts.shape
-    none_q, none_k = (scores_bhts.new_zeros(B, H, n, 0) for n in (T, S))
-    return Call(name=name, q=none_q, k=none_k, mask=mask, bias=DenseBias(scores_bhts), scale=1.0)
 
 
 def read_sdpa(

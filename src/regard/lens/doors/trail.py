@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.attention import Bias, Dense, DenseBias, Mask
 from regard.attention.rule import score_dtype
-from regard.lens.calls import Call
+from regard.lens.calls import Call, whole_scores
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
@@ -121,8 +121,6 @@ class Trail:
         found = None if moved is None else call_of(name, moved, scores)
         if found is not None and agrees(found, scores):
             return found
-        from regard.lens.doors.tap import whole_scores
-
         return whole_scores(name, scores)
 
 
