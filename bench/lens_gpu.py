@@ -7,9 +7,10 @@ The model of the first table is transformers' LLaMA of 1.24 billion random weigh
 query and 8 key heads, width 2,048), bfloat16, watched in place: entropy, peak, distance and
 received attention of all 512 heads, and a map of 256 × 256 cells of each. "forward, watched" ends
 when the model has answered and the statistics are computed, still on the GPU; "record in memory"
-when the block has ended and the record holds them as arrays. Beside it the same forward without
-watching, and with transformers' own eager attentions. The outputs with and without watching must be
-the same in every bit.
+when the block has ended and the record holds them as arrays; "watched as it comes" is
+`watch(model)` without any wish, which tells the 8 largest weights of each row too. Beside it the
+same forward without watching, and with transformers' own eager attentions. The outputs with and
+without watching must be the same in every bit.
 
 The second table is a long text: a LLaMA-shaped random model of ours, 8 layers and 16 heads of width
 64, recorded with queries and keys, from which tiles are then made: random zooms from the whole map
@@ -99,9 +100,9 @@ def see_model(n_tokens: int, rounds: int, eager: bool) -> list[str]:
     def forward(**more: Any) -> Any:
         return model(ids, logits_to_keep=1, use_cache=False, **more)
 
-    def watched() -> torch.Tensor:
+    def watched(wants: Wants | None = WANTS) -> torch.Tensor:
         began = time.perf_counter()
-        with regard.watch(model, WANTS):
+        with regard.watch(model, wants):
             logits: torch.Tensor = forward().logits
             torch.cuda.synchronize()
             ends.append(time.perf_counter() - began)
@@ -117,6 +118,7 @@ def see_model(n_tokens: int, rounds: int, eager: bool) -> list[str]:
         ("forward", plain, plain_room),
         ("forward, watched", inside, room),
         ("forward, watched, record in memory", whole, room),
+        ("forward, watched as it comes", *measure(lambda: watched(None), rounds)),
     ]
     if eager:
         model.set_attn_implementation("eager")

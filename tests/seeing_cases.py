@@ -74,7 +74,7 @@ def gaps(
     k = torch.randn(2, S, 1, D, generator=generator).to(device, dtype).transpose(1, 2)
     call = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in numbers.items()}
     wants = Wants(
-        lse=True, entropy=True, peak=True, distance=True, received=True, map=picture, top=2,
+        lse=True, entropy=True, peak=True, distance=True, received=True, map=picture, top=3,
         rows=[T // 2],
     )  # fmt: skip
 
@@ -91,12 +91,27 @@ def gaps(
     truth, ours = numbers_of(truth_seen), numbers_of(ours_seen)
     plain = numbers_of(by(q, k, "reference"))
     found = {what: compare(ours[what], plain[what], truth[what]) for what in truth}
-    assert truth_seen.weights is not None and ours_seen.peak is not None
-    # The key named for a row must weigh what its peak weighs; a row that sees nothing has none.
-    key = ours_seen.peak.key[..., None]
-    weighs = truth_seen.weights.gather(-1, key.clamp(min=0)).masked_fill(key < 0, 0.0)[..., 0]
-    found["peak keys"] = float((weighs - truth["peak"]).abs().max()), 1e-6
+    assert ours_seen.peak is not None and ours_seen.top is not None
+    found["peak keys"] = misnamed(
+        ours_seen.peak.key[..., None], truth["peak"][..., None], truth_seen
+    )
+    found["top keys"] = misnamed(ours_seen.top.key, truth["top"], truth_seen)
     return found
+
+
+def misnamed(key: Tensor, weight: Tensor, truth: Observation) -> tuple[float, float]:
+    """How far the keys named for rows are from weighing what they should; none is named twice."""
+    assert truth.weights is not None
+    weighs = truth.weights.gather(-1, key.clamp(min=0)).masked_fill(key < 0, 0.0)
+    named = torch.zeros_like(truth.weights).scatter_add_(
+        -1, key.clamp(min=0), (key >= 0).to(weighs)
+    )
+    assert named.max() <= 1.0
+    # A row has keys as long as it sees some, and they come first.
+    seen = (truth.weights > 0).sum(-1, keepdim=True).clamp(max=key.shape[-1])
+    assert torch.equal((key >= 0).sum(-1, keepdim=True), seen)
+    assert torch.equal(key >= 0, torch.arange(key.shape[-1], device=key.device) < seen)
+    return float((weighs - weight).abs().max()), 1e-6
 
 
 def compare(ours: Tensor, plain: Tensor, truth: Tensor) -> tuple[float, float]:
@@ -126,5 +141,5 @@ def singles_gap(name: str, device: str) -> tuple[float, float]:
     rule = make_call(q, k, k, mask, None, *full.values(), (0.0, None)).rule
     bounds = seeing.find_bounds(rule, q.device)
     assert bounds is not None
-    ours = seeing.sum_singles(q, k, rule, bounds, seen.lse.float(), keys)
+    ours = seeing.sum_singles(q, k, rule, bounds, seen.lse.float(), keys.int().to(device))
     return float((ours - truth).abs().max()), 1e-5

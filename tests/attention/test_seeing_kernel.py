@@ -33,11 +33,12 @@ def run_cases() -> None:
     for name in SEEN:
         for dtype in (torch.float32, torch.float16)[: 1 + (name in HALF)]:
             report[f"{name} {dtype}"] = gaps(name, dtype, "cpu", seeing.by_kernels)
-    # One tile of cells at a time, and small ones, whose edges lie inside of rows.
-    seeing.ROOM, seeing.ROWS = 1, 16
+    report["NaN"] = {"wrong": (count_wrong_nans(), 0)}
+    # One tile of cells at a time, and small ones, whose edges lie inside of rows; and the largest
+    # weights from tiles, as when many are asked for.
+    seeing.ROOM, seeing.ROWS, seeing.MOST_TOP = 1, 16, 2
     for name in IN_PARTS:
         report[f"{name} in parts"] = gaps(name, torch.float32, "cpu", seeing.by_kernels)
-    report["NaN"] = {"wrong": (count_wrong_nans(), 0)}
     report["singles"] = {name: singles_gap(name, "cpu") for name in SINGLES}
     print(json.dumps(report))
 
@@ -53,10 +54,13 @@ def count_wrong_nans() -> int:
     q = torch.randn(1, 1, 37, 8)
     rows = torch.zeros(1, 1, 37, dtype=torch.bool)
     rows[0, 0, 20] = True
-    wants = Wants(lse=True, entropy=True, peak=True, distance=True, received=True, map=(37, 37))
+    wants = Wants(
+        lse=True, entropy=True, peak=True, distance=True, received=True, map=(37, 37), top=5
+    )
     rule = make_call(q, q, q, Causal(), None, None, None, None, (0.0, None)).rule
     seen = seeing.by_kernels(q, q, rule, None, wants, rows, None)
     assert seen.map is not None and seen.received is not None and seen.peak is not None
+    assert seen.top is not None
     cells = torch.zeros(37, 37, dtype=torch.bool)
     cells[20, :21] = True
     wrong = (seen.map[0, 0].isnan() != cells).sum()
@@ -64,6 +68,8 @@ def count_wrong_nans() -> int:
     for told in (seen.lse, seen.entropy, seen.distance, seen.peak.weight):
         assert told is not None
         wrong += (told.isnan() != rows).sum()
+    wrong += (seen.top.weight.isnan() != rows[..., None]).sum()
+    wrong += (seen.top.key[0, 0, 20] != -1).sum()
     return int(wrong) + int(seen.peak.key[0, 0, 20] != -1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from regard.attention import Wants
+from regard.lens import bringing
 from regard.lens.record import Record
 from regard.lens.watch import watch
 
@@ -56,16 +58,57 @@ def records(keep: str, n_new: int) -> tuple[Record, Record]:
     return made[0], made[1]
 
 
+@pytest.mark.parametrize("large", [1, bringing.LARGE])
 @pytest.mark.parametrize("keep", ["statistics", "qk"])
 @pytest.mark.parametrize("n_new", [0, 5])
-def test_both_tell_the_same(keep: str, n_new: int) -> None:
+def test_both_tell_the_same(
+    keep: str, n_new: int, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bringing, "LARGE", large)
     one, other = records(keep, n_new)
     assert one.places == other.places
-    for place in range(len(one.places)):
+    for place, told in enumerate(one.places):
         ours, theirs = one.statistics(place), other.statistics(place)
         assert ours.keys() == theirs.keys()
         for name in ours:
             if "key" not in name:
-                np.testing.assert_allclose(ours[name], theirs[name], atol=2e-5, err_msg=name)
+                # Distances are as large as the text is long, and so are their rounding errors.
+                scale = told.n_keys if name == "distance" else 1
+                np.testing.assert_allclose(
+                    ours[name] / scale, theirs[name] / scale, atol=2e-5, err_msg=name
+                )
+        if keep == "qk":
+            for head in range(told.n_heads):
+                np.testing.assert_allclose(
+                    one.map(place, head, (0, 137, 0, 137), (137, 137)),
+                    other.map(place, head, (0, 137, 0, 137), (137, 137)),
+                    atol=2e-5,
+                )
     for score, values in one.heads().items():
-        np.testing.assert_allclose(values, other.heads()[score], atol=2e-5, err_msg=score)
+        scale = one.places[0].n_keys if score == "local" else 1
+        np.testing.assert_allclose(
+            values / scale, other.heads()[score] / scale, atol=2e-5, err_msg=score
+        )
+
+
+@pytest.mark.parametrize("backlog", [1, 2**27])
+def test_what_is_brought_is_what_was_there(backlog: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bringing, "PIECE", 2**16 + 1)
+    monkeypatch.setattr(bringing, "BACKLOG", backlog)
+    with closing(bringing.Bringer()) as bringer:
+        values = {
+            "bytes": torch.randint(0, 255, (3, 77777), device="cuda", dtype=torch.uint8),
+            "halves": torch.randn(5, 7, device="cuda", dtype=torch.bfloat16),
+            "floats": torch.randn(37, 64, 129, device="cuda")[:, :, 1:],
+            "none": torch.randn(5, 0, 3, device="cuda"),
+            "keys": torch.randint(0, 2**40, (4, 9), device="cuda").T,
+        }
+        known = {name: x.cpu() for name, x in values.items()}
+        all_of_it = bringer.bring(values)
+        each = [bringer.bring({name: x}) for name, x in values.items()]
+        for x in values.values():
+            x.zero_()
+    for coming in (all_of_it, *each):
+        for name, x in coming.result().items():
+            assert torch.equal(x, known[name])
+    assert all_of_it.result().keys() == known.keys()

@@ -34,7 +34,7 @@ from torch import Tensor
 from regard.lens.calls import Call
 from regard.lens.contents import SPOTS
 from regard.lens.kept import Array
-from regard.lens.measure import sum_weights
+from regard.lens.measure import NamedKeys, sum_weights
 
 
 def sum_spots(
@@ -50,13 +50,13 @@ def sum_spots(
     if not cross and ids_s is not None and len(ids_s) == S:
         tokens = ids_s.numpy().astype(np.int64).tobytes()
     keys = spot_keys(T, S, real_t.numpy().tobytes(), first, tokens, cross)
-    counts = torch.from_numpy((keys >= 0).sum(1))[:, None].expand(-1, call.shape.H)
-    return sum_weights(call, lse_ht, torch.from_numpy(keys)), counts
+    counts = (keys.keys_nt >= 0).sum(1)[:, None].expand(-1, call.shape.H)
+    return sum_weights(call, lse_ht, keys), counts
 
 
 @functools.lru_cache(maxsize=4)
-def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: bool) -> Array:
-    """The key that counts for each score and query, (scores, T), -1 where there is none.
+def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: bool) -> NamedKeys:
+    """The key that counts for each score and query, (scores, T).
 
     Kept for a while, since all layers of a model ask the same; so arrays come as their bytes.
     """
@@ -70,7 +70,7 @@ def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: boo
 
     if cross:
         name("first", np.full(T, first), is_real)
-        return keys
+        return NamedKeys(torch.from_numpy(keys))
     name("previous", own - 1, own > first)
     name("next", own + 1, own < S - 1)
     name("same", own, is_real)
@@ -78,7 +78,7 @@ def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: boo
     if tokens:
         last = last_seen(np.frombuffer(tokens, np.int64))[own]
         name("induction", last + 1, last >= 0)
-    return keys
+    return NamedKeys(torch.from_numpy(keys))
 
 
 def last_seen(ids: Array) -> Array:

@@ -10,9 +10,11 @@ Letters: B batch (here 1), T queries, S keys, H query heads, G key heads, D head
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from regard.attention.rule import Rule, score_dtype
 from regard.attention.secondpass import visible
 from regard.attention.shape import Tile
 from regard.lens.calls import Call
+from regard.lens.kept import Array
 
 PIECE = 1 << 24
 """Entries of a mask that are looked at together."""
@@ -68,19 +71,33 @@ def spot_weights(call: Call, lse_ht: Tensor, t_p: Tensor, s_p: Tensor) -> Tensor
     return (scores_hp - sums_hp.masked_fill(empty, 0.0)).exp().masked_fill(empty, 0.0)
 
 
-def sum_weights(call: Call, lse_ht: Tensor, keys_nt: Tensor) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class NamedKeys:
+    """A key for each query, (N, T) of them, int32 on the CPU; -1 names none."""
+
+    keys_nt: Tensor
+    _there: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The keys on a device, brought there once, and without waiting for it."""
+        if device not in self._there:
+            self._there[device] = self.keys_nt.pin_memory().to(device, non_blocking=True)
+        return self._there[device]
+
+
+def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
     """Sums over the queries of each one's weight on the key named for it, (N, H), float64.
 
-    A key of -1 names none. keys_nt is on the CPU, where it is known which queries have one; the
-    sums are where q is, so that no device is waited for.
+    They stay where q is, so that no device is waited for.
     """
     rule = call.rule()
     bounds = seeing.find_bounds(rule, call.q.device) if can_see(rule, call.q) else None
     if bounds is not None:
+        keys_nt = named.on(call.q.device)
         return seeing.sum_singles(call.q, call.k, rule, bounds, lse_ht[None], keys_nt)[:, 0]
-    shape = (len(keys_nt), call.shape.H)
+    shape = (len(named.keys_nt), call.shape.H)
     sums_nh = torch.zeros(shape, dtype=torch.float64, device=call.q.device)
-    for n, keys_t in enumerate(keys_nt):
+    for n, keys_t in enumerate(named.keys_nt):
         rows_p = (keys_t >= 0).nonzero()[:, 0]
         if len(rows_p):
             places = rows_p.to(call.q.device), keys_t[rows_p].to(call.q.device)
@@ -100,6 +117,23 @@ class FoundRuns:
 
     counts: Tensor
     pairs: Tensor
+
+
+@functools.lru_cache(maxsize=4)
+def seen_keys(runs: FoundRuns, n_keys: int) -> Array:
+    """Which keys some row sees. Kept for a while, since all layers of a model ask the same."""
+    edge = np.zeros(n_keys + 1, np.int64)
+    np.add.at(edge, runs.pairs[:, 0].numpy(), 1)
+    np.add.at(edge, runs.pairs[:, 1].numpy(), -1)
+    return np.cumsum(edge)[:-1] > 0
+
+
+@functools.lru_cache(maxsize=4)
+def looks_ahead(runs: FoundRuns, n_keys: int) -> bool:
+    """Whether any row sees a key after its own, the last row's own key being the last."""
+    counts, n_rows = runs.counts.numpy(), runs.counts.shape[1]
+    own = np.tile(np.arange(n_keys - n_rows, n_keys), len(counts))
+    return bool((runs.pairs[:, 1].numpy() > np.repeat(own, counts.reshape(-1)) + 1).any())
 
 
 def find_runs(rule: Rule) -> FoundRuns | None:

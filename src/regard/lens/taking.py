@@ -8,7 +8,8 @@ How: `fit` tells which keys of a call are those of the record, by comparing them
 the calls before: growing and fixed caches keep them at the front, sliding ones keep the last. A
 call that continues nothing is another take, and the recorder opens a new place for it. `add`
 measures the call on its own device, where the answers stay until `finish`, so that a device is not
-waited for; with keep="qk" queries and new keys, which are many, go to the CPU.
+waited for. Large ones are brought to the CPU at once (`bringing.py`): those of a first call, in
+case it stays the only one, and with keep="qk" queries and new keys, which are many.
 
 Letters: B batch (here 1), T queries, S keys, H heads, G key heads, D head width; N keys so far.
 """
@@ -29,11 +30,12 @@ from regard.attention.bias import BiasAt, Sum
 from regard.attention.finite import all_finite
 from regard.attention.mask import And, At, Not, Or
 from regard.lens.biases import Biases, TooLarge
+from regard.lens.bringing import Bringer, Coming, is_large
 from regard.lens.calls import Call
 from regard.lens.contents import SPOTS, Place
 from regard.lens.heads import sum_spots
 from regard.lens.kept import Array
-from regard.lens.measure import FoundRuns, measure
+from regard.lens.measure import FoundRuns, looks_ahead, measure, seen_keys
 
 DIRECT = 1 << 22
 """Weights up to which a map is made from q and k whenever it is asked for."""
@@ -56,8 +58,9 @@ class Fit:
 class Take:
     """What has been seen of one place."""
 
-    def __init__(self, name: str, layer: int, wants: Wants, keep: str) -> None:
+    def __init__(self, name: str, layer: int, wants: Wants, keep: str, bringer: Bringer) -> None:
         self.name, self.layer, self.wants, self.keep = name, layer, wants, keep
+        self.bringer = bringer
         self.cross = False
         self.heads: tuple[int, ...] = ()
         self.n_queries = self.n_keys = self.calls = 0
@@ -67,8 +70,8 @@ class Take:
         self.prints: Tensor | None = None
         self.rule: dict[str, Any] = {}
         self.rows: dict[str, list[Tensor]] = {}
-        self.q: list[Tensor] = []
-        self.k: list[Tensor] = []
+        self.early: Coming | None = None
+        self.kept: list[Coming] = []
         self.received: Tensor | None = None
         self.seen_by: Tensor | None = None
         self.counts: list[Tensor] = []
@@ -77,7 +80,7 @@ class Take:
         self.pictures: list[tuple[int, Tensor]] = []
         self.whole_pictures = True
         self.own: list[Array] = []
-        self.base: tuple[int, Tensor] | None = None
+        self.base: tuple[int, Coming] | None = None
         self.spots = torch.zeros(len(SPOTS), 0)
         self.spot_counts = np.zeros((len(SPOTS), 0), np.int64)
         self.causal = True
@@ -129,7 +132,7 @@ class Take:
         assert seen.lse is not None
         self.own.append(own)
         self._add_ids(ids, T)
-        self._add_runs(runs, offset, own, call.shape.H)
+        self._add_runs(runs, offset, S)
         sees = self._sees(call, seen.lse[0], runs)
         real = self._real(sees, runs, own - offset, S)
         if not self.calls:
@@ -143,7 +146,7 @@ class Take:
             self._key_ids(offset, S),
             self.cross,
         )
-        self.spots = self.spots.to(spots) + spots
+        self.spots = self.spots.to(spots) + spots if self.calls else spots
         self.spot_counts = self.spot_counts + counts.numpy()
         if self.keep == "qk" and self.exact:
             self._keep(call, offset, own)
@@ -153,6 +156,8 @@ class Take:
         self.n_keys += new
         self.n_queries += T
         self.calls += 1
+        told = self._told() if self.calls == 1 else {}
+        self.early = self.bringer.bring({name: x for name, x in told.items() if is_large(x)})
 
     def _set_up(self, call: Call, runs: FoundRuns | None) -> None:
         H = call.shape.H
@@ -161,7 +166,6 @@ class Take:
             "softcap": None if call.softcap is None else float(call.softcap),
             "key_heads": [h // (H // call.k.shape[1]) for h in range(H)],
         }
-        self.spots = torch.zeros(len(SPOTS), H)
         self.spot_counts = np.zeros((len(SPOTS), H), np.int64)
         if runs is not None and len(runs.pairs):
             self.first = int(runs.pairs[:, 0].min())
@@ -187,7 +191,7 @@ class Take:
                 )
                 seen = measure(call, replace(wants, map=grid), finite)
                 assert seen.map is not None
-                self.base = (cell, seen.map[0].float())
+                self.base = (cell, self.bringer.bring({"base": seen.map[0].float()}))
                 if wants.map is None:
                     return seen
         seen = measure(call, wants, finite)
@@ -208,14 +212,13 @@ class Take:
         known = torch.cat(self.ids)[offset:]
         return known if len(known) == S else None
 
-    def _add_runs(self, runs: FoundRuns | None, offset: int, own: Array, n_heads: int) -> None:
+    def _add_runs(self, runs: FoundRuns | None, offset: int, S: int) -> None:
         if runs is None:
             self.exact = self.causal = False
             return
         self.counts.append(runs.counts)
         self.pairs.append(runs.pairs + offset)
-        rows = np.repeat(np.tile(own, len(runs.counts)), runs.counts.reshape(-1).numpy())
-        self.causal = self.causal and bool((self.pairs[-1][:, 1].numpy() <= rows + 1).all())
+        self.causal = self.causal and not looks_ahead(runs, S)
 
     def _sees(self, call: Call, lse_ht: Tensor, runs: FoundRuns | None) -> Tensor:
         """The queries that see something, (T,), on the CPU."""
@@ -228,11 +231,7 @@ class Take:
         """The queries that see something, and whose own key somebody sees."""
         if self.cross or runs is None:
             return sees
-        edge = np.zeros(S + 1, np.int64)
-        np.add.at(edge, runs.pairs[:, 0].numpy(), 1)
-        np.add.at(edge, runs.pairs[:, 1].numpy(), -1)
-        covered = np.cumsum(edge)[:-1] > 0
-        return sees & torch.from_numpy(covered[own])
+        return sees & torch.from_numpy(seen_keys(runs, S)[own])
 
     def _add_rows(self, seen: Observation, sees: Tensor, real: Tensor, offset: int) -> None:
         def keep(name: str, values: Tensor) -> None:
@@ -263,16 +262,14 @@ class Take:
         try:
             self.biases.add(call, offset, own)
         except TooLarge:
-            self.exact, self.q, self.k = False, [], []
+            self.exact, self.kept = False, []
             return
-        self.q.append(call.q[0].to("cpu", copy=True))
-        new = offset + call.shape.S - self.n_keys
-        if new:
-            self.k.append(call.k[0, :, call.shape.S - new :].to("cpu", copy=True))
+        new = {"q": call.q[0], "k": call.k[0, :, self.n_keys - offset :]}
+        self.kept.append(self.bringer.bring(new))
 
     def restart(self) -> Take:
         """An empty take of the same place."""
-        made = Take(self.name, self.layer, self.wants, self.keep)
+        made = Take(self.name, self.layer, self.wants, self.keep, self.bringer)
         made.cross, made.heads = self.cross, self.heads
         return made
 
@@ -282,14 +279,15 @@ class Take:
         exact = self.keep == "qk" and self.exact
         rule: dict[str, Any] = {**self.rule, "cell": 0, "biases": []}
         if exact:
-            arrays["q"], arrays["k"] = (as_array(torch.cat(x, 1)) for x in (self.q, self.k))
+            parts = [coming.result() for coming in self.kept]
+            arrays |= {name: as_array(join([part[name] for part in parts], 1)) for name in "qk"}
             arrays |= self._runs()
             for number, bias in enumerate(self.biases.write()):
                 rule["biases"].append({"kind": bias.kind, "lowest": bias.lowest})
                 arrays |= {f"bias{number}.{name}": x for name, x in bias.arrays.items()}
             if self.base is not None:
                 cell, base = self.base
-                rule["cell"], arrays["base"] = cell, base.cpu().numpy()
+                rule["cell"], arrays["base"] = cell, base.result()["base"].numpy()
         place = Place(
             name=self.name,
             layer=self.layer,
@@ -303,30 +301,38 @@ class Take:
         )
         return place, rule, arrays
 
-    def _statistics(self) -> dict[str, Array]:
-        arrays = {
-            name: torch.cat(parts, dim=0 if name == "real" else 1).cpu().numpy()
+    def _told(self) -> dict[str, Tensor]:
+        """What was measured, where it is."""
+        told = {
+            name: join(parts, dim=0 if name == "real" else 1)
             for name, parts in self.rows.items()
             if name != "lse" or (self.keep == "qk" and self.exact)
         }
+        if self.received is not None and self.seen_by is not None:
+            told |= {"received": self.received, "seen_by": self.seen_by}
+        if len(self.pictures) == 1 == self.calls:
+            told["map"] = self.pictures[0][1]
+        return told
+
+    def _statistics(self) -> dict[str, Array]:
+        early = {} if self.early is None else self.early.result()
+        told = self._told() | early
+        arrays: dict[str, Array] = {name: values.cpu().numpy() for name, values in told.items()}
         if self.cross and "distance" in arrays:
             # Each call counted from its own last query; the record's last one sits on the last key.
             wanted = np.arange(self.n_queries) + self.n_keys - self.n_queries
             moved = (wanted - np.concatenate(self.own)) * (arrays["real"] > 0)
             arrays["distance"] = arrays["distance"] + moved.astype(arrays["distance"].dtype)
-        if self.received is not None and self.seen_by is not None:
-            arrays["received"] = self.received.cpu().numpy()
-            arrays["seen_by"] = self.seen_by.cpu().numpy()
         arrays["spots"], arrays["counts"] = self.spots.double().cpu().numpy(), self.spot_counts
         if self.ids:
             arrays["ids"] = torch.cat(self.ids).long().numpy()
-        picture = self._picture()
-        return arrays if picture is None else {**arrays, "map": picture}
+        if "map" not in arrays:
+            picture = self._joint_picture()
+            arrays |= {} if picture is None else {"map": picture}
+        return arrays
 
-    def _picture(self) -> Array | None:
-        """The map of the whole, where one call made it, or all calls made it weight by weight."""
-        if len(self.pictures) == 1 == self.calls:
-            return self.pictures[0][1].cpu().numpy()
+    def _joint_picture(self) -> Array | None:
+        """The map of the whole, where all calls made it weight by weight."""
         rows = sum(picture.shape[1] for _, picture in self.pictures)
         ends = max((at + picture.shape[2] for at, picture in self.pictures), default=0)
         if not self.whole_pictures or rows != self.n_queries or ends != self.n_keys:
@@ -408,6 +414,11 @@ def mixing(n_heads: int, width: int, device: torch.device) -> Tensor:
     """What the numbers of a key are multiplied by, (G, D): products that wrap round."""
     mix_d = torch.arange(width, device=device) * 2654435761 + 1013904223
     return 1000003 ** torch.arange(n_heads, device=device)[:, None] * mix_d
+
+
+def join(parts: list[Tensor], dim: int) -> Tensor:
+    """One tensor of all parts; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def put_at(known: Tensor | None, new: Tensor, offset: int) -> Tensor:

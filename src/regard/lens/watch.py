@@ -26,7 +26,7 @@ import datetime
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 from regard.attention import Wants
 from regard.attention.op import under_autocast
 from regard.attention.rule import Rule, pack
+from regard.lens.bringing import Bringer
 from regard.lens.calls import Call
 from regard.lens.contents import Description
 from regard.lens.doors.hugging import hugging_door
@@ -85,7 +86,7 @@ def watch(
     chosen = (layers,) if isinstance(layers, (int, str)) else layers
     recorder = Recorder(model, wants or DEFAULT_WANTS, chosen, heads, keep, row)
     recorder.progress = progress
-    with ExitStack() as doors:
+    with closing(recorder.bringer), ExitStack() as doors:
         doors.enter_context(recorder.follow())
         for door in (own_door, hugging_door, module_door, tap_door):
             doors.enter_context(door(recorder))
@@ -136,6 +137,7 @@ class Recorder:
         self.names = {id(module): name or kind for name, module in model.named_modules()}
         self.takes: dict[str, list[Take]] = {}
         self.order: list[Take] = []
+        self.bringer = Bringer()
         self.running = threading.local()
         self.ids_bt: Tensor | None = None
         self.progress: Progress | None = None
@@ -275,7 +277,13 @@ class Recorder:
                 f"{call.name} was called {MOST_TAKES} times for texts that do not continue each "
                 "other; a block records one text, and what is written after it"
             )
-        take = Take(self._new_name(call.name), layer_of(call.name) or 0, self.wants, self.keep)
+        take = Take(
+            self._new_name(call.name),
+            layer_of(call.name) or 0,
+            self.wants,
+            self.keep,
+            self.bringer,
+        )
         take.cross, take.heads = self._is_cross(call), self.heads or ()
         takes.append(take)
         self.order.append(take)

@@ -6,8 +6,9 @@ that costs many times what attention itself costs.
 How: the first pass keeps each row's running sum and, beside it, whatever is asked about rows. The
 second knows these sums, and so every weight alone. It walks bands of rows along the keys and writes
 down, key by key, the mean over the rows of each cell of the map; the sum of these is what a key
-receives, and their means over the keys are the cells. Which keys a row sees must be one interval,
-as masks made of Causal, Window, Lengths and documents have it.
+receives, and their means over the keys are the cells. The largest weights of rows are found in a
+walk of their own. Which keys a row sees must be one interval, as masks made of Causal, Window,
+Lengths and documents have it.
 
 Left out: gradients; dropout, which weights do not know of; biases, and masks that are no interval,
 which `blockwise` takes.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from regard.attention.rule import Packed, Rule, pack, unpack
 from regard.attention.secondpass import Weights
 from regard.attention.shape import Shape
-from regard.attention.wants import Map, Observation, Peak, Received, Wants
+from regard.attention.wants import Map, Observation, Peak, Received, Top, Wants
 
 ROOM = 2**27
 """Numbers held between the second pass and the cells of a map."""
@@ -36,15 +37,33 @@ ROWS = 128
 """The most rows that a program of the second pass takes."""
 CELLS = 16
 """The most cells, one above the other, whose rows it sums at once."""
+MOST_TOP = 32
+"""The most of the largest weights of a row that the kernel keeps; more are found in tiles."""
 
 BITS = 1.0 / math.log(2.0)
 """From nats to bits, in which the kernels count."""
 
-Bounds = tuple[Tensor, Tensor]
+
+@dataclass(eq=False)
+class Bounds:
+    """First and past-the-last key that each query sees, (B or 1, T)."""
+
+    lo: Tensor
+    hi: Tensor
+    n_keys: int
+
+    @functools.cached_property
+    def seen_by(self) -> Tensor:
+        """How many queries may see each key, (B or 1, S)."""
+        lo, hi = self.lo.long(), self.hi.long()
+        edges = torch.zeros(len(lo), self.n_keys + 1, dtype=torch.int64, device=lo.device)
+        one = torch.ones_like(lo)
+        edges.scatter_add_(1, lo, one).scatter_add_(1, hi, -one)
+        return edges[:, :-1].cumsum(1).float()
 
 
 def find_bounds(rule: Rule, device: torch.device) -> Bounds | None:
-    """First and past-the-last key that each query sees, (B or 1, T); None if that is not all."""
+    """The keys that each query sees, if a mask is all that tells and they are one interval."""
     if rule.bias is not None:
         return None
     if rule.tensors():
@@ -65,13 +84,13 @@ def _read_bounds(rule: Rule, device: torch.device) -> Bounds | None:
     _, _, T, S = rule.shape
     if rule.mask is None:
         lo = torch.zeros(1, T, dtype=torch.int32, device=device)
-        return lo, torch.full_like(lo, S)
+        return Bounds(lo, torch.full_like(lo, S), S)
     i = torch.arange(T, device=device)[None] + rule.shape.offset
     ends = rule.mask.interval(i, rule.shape)
     if ends is None:
         return None
     lo, hi = (x.clamp(0, S).to(device=device, dtype=torch.int32).contiguous() for x in ends)
-    return lo, torch.maximum(lo, hi)
+    return Bounds(lo, torch.maximum(lo, hi), S)
 
 
 def by_kernels(
@@ -101,9 +120,12 @@ def by_kernels(
     answers: dict[str, Any] = {name: made[name] for name in ("entropy", "distance") if name in made}
     answers["lse"] = made["lse"] if wants.lse else None
     answers["peak"] = Peak(made["peak"], made["key"]) if wants.peak else None
-    pooling = _Pooling(q, k, bounds, numbers, made["tops"], made["sums"], nan_rows)
-    answers |= pooling.answer(wants, rule)
+    rows = made["tops"], made["sums"], nan_rows
+    answers |= _Pooling(q, k, bounds, numbers, rows).answer(wants, rule)
     others = replace(wants, received=False, map=None)
+    if wants.top is not None and wants.top <= MOST_TOP:
+        answers["top"] = Top(*seeing_kernels.run_largest(q, k, bounds, rows, numbers, wants.top))
+        others = replace(others, top=None)
     if others.second_pass():
         answers |= Weights(q, k, rule, made["tops"] / BITS, made["sums"], nan_rows).tell(others)
     return Observation(output, **answers)
@@ -119,16 +141,12 @@ def sum_singles(
 ) -> Tensor:
     """Sums over all queries of each one's weight on the key named for it, (N, B, H), float64.
 
-    A key of -1 names none. The rule must be one that `by_kernels` takes.
+    A key of -1 names none; keys_nt is int32. The rule must be one that `by_kernels` takes.
     """
     from regard.attention.kernels import seeing_kernels
 
-    keys_nt = keys_nt.to(torch.int32).contiguous()
-    if q.is_cuda:
-        # From memory that stays in its place a device reads by itself, and is not waited for.
-        keys_nt = keys_nt.pin_memory().to(q.device, non_blocking=True)
     parts = seeing_kernels.run_singles(
-        q, k, bounds, lse_bht.contiguous(), keys_nt, in_bits(rule, q.shape[3])
+        q, k, bounds, lse_bht.contiguous(), keys_nt.contiguous(), in_bits(rule, q.shape[3])
     )
     return parts.sum(-1, dtype=torch.float64).view(len(keys_nt), *q.shape[:2])
 
@@ -142,12 +160,9 @@ class _Pooling:
         k: Tensor,
         bounds: Bounds,
         numbers: tuple[float, float],
-        tops: Tensor,
-        sums: Tensor,
-        nan_rows: Tensor | None,
+        rows: tuple[Tensor, Tensor, Tensor | None],
     ) -> None:
-        self.q, self.k, self.bounds, self.numbers = q, k, bounds, numbers
-        self.rows = tops, sums, nan_rows
+        self.q, self.k, self.bounds, self.numbers, self.rows = q, k, bounds, numbers, rows
 
     def answer(self, wants: Wants, rule: Rule) -> dict[str, Any]:
         picture, (_, _, T, S) = wants.picture(), rule.shape
@@ -161,7 +176,8 @@ class _Pooling:
             if total is None:
                 plain = Map(height=-(-T // ROWS), width=1)
                 total = self.pool(plain, (0, T, 0, S), cells=False)[1]
-            found["received"] = Received(total, self.seen_by(S))
+            seen_by = self.bounds.seen_by[:, None].expand(total.shape).contiguous()
+            found["received"] = Received(total, seen_by)
         return found
 
     def pool(
@@ -198,15 +214,6 @@ class _Pooling:
         # Each row's shares of all cells together are X / span.
         total *= span / X
         return made.view(B, H, height, picture.width), total.view(B, H, s1 - s0)
-
-    def seen_by(self, n_keys: int) -> Tensor:
-        """How many queries may see each key, (B, H, S)."""
-        lo, hi = (x.long() for x in self.bounds)
-        edges = torch.zeros(len(lo), n_keys + 1, dtype=torch.int64, device=lo.device)
-        one = torch.ones_like(lo)
-        edges.scatter_add_(1, lo, one).scatter_add_(1, hi, -one)
-        counts = edges[:, :-1].cumsum(1).float()
-        return counts[:, None].expand(*self.q.shape[:2], n_keys).contiguous()
 
 
 def cut_rows(span: int, height: int) -> tuple[int, int, int]:

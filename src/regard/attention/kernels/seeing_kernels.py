@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regard.attention.kernels.seeing import Bounds
+
 BITS = tl.constexpr(1.4426950408889634)
 """log2(e): from nats to bits."""
 NATS = tl.constexpr(0.6931471805599453)
@@ -287,6 +289,77 @@ def _cells(
 
 
 @triton.jit
+def _largest(
+    q, k, lo, hi, tops, sums, spoiled, weights, keys,
+    q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
+    H, T, S, D, n_top, bits, cap_bits,
+    R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, SPOILED: tl.constexpr,
+):  # fmt: skip
+    """The largest weights of some queries of one head, and their keys, largest first.
+
+    Each row has a slot for each score it keeps. As long as a tile has one that is above the lowest
+    of its row's, it takes that one's place; most tiles have none, once some are seen.
+    """
+    n_bands = tl.cdiv(T, ROWS)
+    n_heads = tl.num_programs(0) // n_bands
+    band = n_bands - 1 - tl.program_id(0) // n_heads
+    head = (tl.program_id(0) % n_heads).to(tl.int64)
+    b, h = head // H, head % H
+    t = band * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, WIDTH)
+    real_t = t < T
+    q_td = tl.load(
+        q + b * q_b + h * q_h + t[:, None].to(tl.int64) * q_t + d[None, :] * q_d,
+        mask=real_t[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    k_head = k + b * k_b + (h // R) * k_g
+    lo_t = tl.load(lo + b * bounds_b + t, mask=real_t, other=0)
+    hi_t = tl.load(hi + b * bounds_b + t, mask=real_t, other=0)
+    slot = tl.arange(0, SLOTS)[None, :]
+    none = float("-inf")
+    # Slots beyond those asked for are never the lowest.
+    best_tn = tl.zeros((ROWS, SLOTS), tl.float32) + tl.where(slot < n_top, none, float("inf"))
+    key_tn = tl.full((ROWS, SLOTS), -1, tl.int32)
+    low_t = tl.min(best_tn, 1)
+    first = tl.min(tl.where(hi_t > lo_t, lo_t, S), 0) // KEYS * KEYS
+    for start in range(first, tl.max(hi_t, 0), KEYS):
+        s = start + tl.arange(0, KEYS)
+        x_ts = _scores(q_td, k_head, s, k_s, k_d, S, D, bits, cap_bits, WIDTH, CAPPED, EXACT, False)
+        seen_ts = (s[None, :] >= lo_t[:, None]) & (s[None, :] < hi_t[:, None])
+        x_ts = tl.where(seen_ts, x_ts, none)
+        high_t = tl.max(x_ts, 1)
+        left = tl.sum((high_t > low_t).to(tl.int32), 0)
+        while left > 0:
+            found_t = tl.min(tl.where(x_ts == high_t[:, None], s[None, :], S), 1)
+            goes_t = tl.max(tl.where(best_tn == low_t[:, None], slot, -1), 1)
+            goes_tn = (slot == goes_t[:, None]) & (high_t > low_t)[:, None]
+            best_tn = tl.where(goes_tn, high_t[:, None], best_tn)
+            key_tn = tl.where(goes_tn, found_t[:, None], key_tn)
+            x_ts = tl.where(s[None, :] == found_t[:, None], none, x_ts)
+            low_t = tl.min(best_tn, 1)
+            high_t = tl.max(x_ts, 1)
+            left = tl.sum((high_t > low_t).to(tl.int32), 0)
+    row_t = head * T + t
+    top_t = tl.load(tops + row_t, mask=real_t, other=0.0)
+    share_t = 1.0 / tl.load(sums + row_t, mask=real_t, other=1.0)
+    best_tn = tl.where(slot < n_top, best_tn, none)
+    for place in range(0, n_top):
+        high_t = tl.max(best_tn, 1)
+        found_t = tl.min(tl.where(best_tn == high_t[:, None], key_tn, S), 1)
+        best_tn = tl.where(key_tn == found_t[:, None], none, best_tn)
+        # Empty slots have no key, and stay until the last: rows that see fewer end with these.
+        w_t = tl.exp2(high_t - top_t) * share_t
+        if SPOILED:
+            nan_t = tl.load(spoiled + row_t, mask=real_t, other=0) != 0
+            w_t = tl.where(nan_t, float("nan"), w_t)
+            found_t = tl.where(nan_t, -1, found_t)
+        tl.store(weights + row_t * n_top + place, w_t, mask=real_t)
+        tl.store(keys + row_t * n_top + place, found_t.to(tl.int64), mask=real_t)
+
+
+@triton.jit
 def _singles(
     q, k, lo, hi, lse, keys, out,
     q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
@@ -329,14 +402,14 @@ def _singles(
 def run_singles(
     q: Tensor,
     k: Tensor,
-    bounds: tuple[Tensor, Tensor],
+    bounds: Bounds,
     lse: Tensor,
     keys: Tensor,
     numbers: tuple[float, float],
 ) -> Tensor:
     """Sums over some queries each, (N, B · H, bands), for the keys (N, T) named for all queries."""
     B, H, T, D = q.shape
-    lo, hi = bounds
+    lo, hi = bounds.lo, bounds.hi
     rows = 64
     bands = triton.cdiv(T, rows)
     out = torch.empty(len(keys), B * H, bands, dtype=torch.float32, device=q.device)
@@ -354,7 +427,7 @@ def run_singles(
 def run_rows(
     q: Tensor,
     k: Tensor,
-    bounds: tuple[Tensor, Tensor],
+    bounds: Bounds,
     sinks: Tensor | None,
     spoiled: Tensor | None,
     answers: dict[str, Tensor],
@@ -362,7 +435,7 @@ def run_rows(
 ) -> None:
     """Every row's numbers, written into `answers`; those it lacks are not computed."""
     (B, H, T, D), S = q.shape, k.shape[2]
-    lo, hi = bounds
+    lo, hi = bounds.lo, bounds.hi
     bits, cap_bits = numbers
     exact = q.dtype == torch.float32
     rows, keys, warps = tile_of(D, exact)
@@ -382,10 +455,41 @@ def run_rows(
     )  # fmt: skip
 
 
+def run_largest(
+    q: Tensor,
+    k: Tensor,
+    bounds: Bounds,
+    rows: tuple[Tensor, Tensor, Tensor | None],
+    numbers: tuple[float, float],
+    n_top: int,
+) -> tuple[Tensor, Tensor]:
+    """The largest weights of each row and their keys, (B, H, T, n_top).
+
+    rows: top and sum of each row, and which are NaN.
+    """
+    (B, H, T, D), S = q.shape, k.shape[2]
+    lo, hi = bounds.lo, bounds.hi
+    tops, sums, spoiled = rows
+    exact = q.dtype == torch.float32
+    n_rows = 32 if exact else 64
+    weights = torch.empty(B, H, T, n_top, dtype=torch.float32, device=q.device)
+    keys = torch.empty(B, H, T, n_top, dtype=torch.int64, device=q.device)
+    launch: Any = _largest[(B * H * triton.cdiv(T, n_rows),)]
+    launch(
+        q, k, lo, hi, tops, sums, tops if spoiled is None else spoiled, weights, keys,
+        *q.stride(), *k.stride(), 0 if len(lo) == 1 else lo.stride(0),
+        H, T, S, D, n_top, *numbers,
+        R=H // k.shape[1], ROWS=n_rows, KEYS=n_rows, WIDTH=max(16, triton.next_power_of_2(D)),
+        SLOTS=triton.next_power_of_2(n_top), CAPPED=numbers[1] > 0.0, EXACT=exact,
+        SPOILED=spoiled is not None, num_warps=4,
+    )  # fmt: skip
+    return weights, keys
+
+
 def run_parts(
     q: Tensor,
     k: Tensor,
-    bounds: tuple[Tensor, Tensor],
+    bounds: Bounds,
     rows: tuple[Tensor, Tensor, Tensor | None],
     numbers: tuple[float, float],
     cells: tuple[int, int, int, int, int],
@@ -399,7 +503,7 @@ def run_parts(
     slices of a cell.
     """
     (B, H, T, D), S = q.shape, k.shape[2]
-    lo, hi = bounds
+    lo, hi = bounds.lo, bounds.hi
     tops, sums, spoiled = rows
     t0, span, height, first, n_cells = cells
     n_rows, n_in_tile, n_slices = cut
