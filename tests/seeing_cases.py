@@ -41,6 +41,11 @@ SEEN: dict[str, tuple[Sizes, Any, Any, dict[str, Any]]] = {
         (67, 67, 8), Causal(), Map(height=5, width=7, queries=(3, 50), keys=(11, 64)), {}
     ),
     "finer than the matrix": ((7, 11, 3), Causal(), (29, 23), {}),
+    "even cells": ((160, 96, 8), Causal(), (20, 12), {}),
+    "large even cells": ((64, 96, 8), Causal(), (2, 3), {}),
+    "even cells of a part": (
+        (64, 128, 8), Causal(), Map(height=4, width=4, queries=(19, 51), keys=(48, 112)), {}
+    ),
     "one of everything": ((1, 1, 1), None, (1, 1), {}),
 }  # fmt: skip
 

@@ -16,7 +16,14 @@ from seeing_cases import SEEN, SINGLES
 
 HALF = ("causal", "window", "softcap")
 """Cases that are run in float16 too."""
-IN_PARTS = ("window", "fewer queries than keys", "both sides")
+IN_PARTS = (
+    "window",
+    "fewer queries than keys",
+    "both sides",
+    "even cells",
+    "large even cells",
+    "even cells of a part",
+)
 """Cases that are run with little room: with cells of one row, of broken ones, and of many tiles."""
 
 
@@ -33,18 +40,21 @@ def run_cases() -> None:
     for name in SEEN:
         for dtype in (torch.float32, torch.float16)[: 1 + (name in HALF)]:
             report[f"{name} {dtype}"] = gaps(name, dtype, "cpu", seeing.by_kernels)
-    report["NaN"] = {"wrong": (count_wrong_nans(), 0)}
+    report["NaN"] = {f"wrong by {fine}": (count_wrong_nans(fine), 0) for fine in (1, 2)}
     # One tile of cells at a time, and small ones, whose edges lie inside of rows; and the largest
     # weights from tiles, as when many are asked for.
-    seeing.ROOM, seeing.ROWS, seeing.MOST_TOP = 1, 16, 2
+    seeing.ROOM, seeing.ROWS, seeing.KEYS, seeing.MOST_TOP = 1, 16, 32, 2
     for name in IN_PARTS:
         report[f"{name} in parts"] = gaps(name, torch.float32, "cpu", seeing.by_kernels)
     report["singles"] = {name: singles_gap(name, "cpu") for name in SINGLES}
     print(json.dumps(report))
 
 
-def count_wrong_nans() -> int:
-    """How many numbers are NaN and should not be, or the other way round."""
+def count_wrong_nans(fine: int) -> int:
+    """How many numbers are NaN and should not be, or the other way round.
+
+    fine: cells on a side of each weight; the kernels have a way of their own for one.
+    """
     import torch
 
     from regard.attention import Causal, Wants
@@ -55,7 +65,13 @@ def count_wrong_nans() -> int:
     rows = torch.zeros(1, 1, 37, dtype=torch.bool)
     rows[0, 0, 20] = True
     wants = Wants(
-        lse=True, entropy=True, peak=True, distance=True, received=True, map=(37, 37), top=5
+        lse=True,
+        entropy=True,
+        peak=True,
+        distance=True,
+        received=True,
+        map=(37 * fine, 37 * fine),
+        top=5,
     )
     rule = make_call(q, q, q, Causal(), None, None, None, None, (0.0, None)).rule
     seen = seeing.by_kernels(q, q, rule, None, wants, rows, None)
@@ -63,6 +79,7 @@ def count_wrong_nans() -> int:
     assert seen.top is not None
     cells = torch.zeros(37, 37, dtype=torch.bool)
     cells[20, :21] = True
+    cells = cells.repeat_interleave(fine, 0).repeat_interleave(fine, 1)
     wrong = (seen.map[0, 0].isnan() != cells).sum()
     wrong += (seen.received.total[0, 0].isnan() != (torch.arange(37) <= 20)).sum()
     for told in (seen.lse, seen.entropy, seen.distance, seen.peak.weight):

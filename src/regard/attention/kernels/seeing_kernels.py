@@ -55,6 +55,22 @@ def _scores(
 
 
 @triton.jit
+def _open(
+    q, lo, hi, b, h, t, real_t, q_b, q_h, q_t, q_d, bounds_b, D, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The queries t of one head, (t, d), and the keys that each of them sees."""
+    d = tl.arange(0, WIDTH)
+    q_td = tl.load(
+        q + b * q_b + h * q_h + t[:, None].to(tl.int64) * q_t + d[None, :] * q_d,
+        mask=real_t[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    lo_t = tl.load(lo + b * bounds_b + t, mask=real_t, other=0)
+    hi_t = tl.load(hi + b * bounds_b + t, mask=real_t, other=0)
+    return q_td, lo_t, hi_t
+
+
+@triton.jit
 def _take(
     top_t, sum_t, heat_t, far_t, key_t, q_td, k_head, start, lo_t, hi_t, i_t,
     k_s, k_d, S, D, bits, cap_bits,
@@ -106,16 +122,9 @@ def _rows(
     head = (tl.program_id(0) % n_heads).to(tl.int64)
     b, h = head // H, head % H
     t = band * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, WIDTH)
     real_t = t < T
-    q_td = tl.load(
-        q + b * q_b + h * q_h + t[:, None].to(tl.int64) * q_t + d[None, :] * q_d,
-        mask=real_t[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
+    q_td, lo_t, hi_t = _open(q, lo, hi, b, h, t, real_t, q_b, q_h, q_t, q_d, bounds_b, D, WIDTH)
     k_head = k + b * k_b + (h // R) * k_g
-    lo_t = tl.load(lo + b * bounds_b + t, mask=real_t, other=0)
-    hi_t = tl.load(hi + b * bounds_b + t, mask=real_t, other=0)
     i_t = t + (S - T)
     first = tl.min(tl.where(hi_t > lo_t, lo_t, S), 0) // KEYS * KEYS
     last = tl.max(hi_t, 0)
@@ -187,6 +196,34 @@ def _rows(
 
 
 @triton.jit
+def _weights(
+    q_td, k_head, s, lo_t, hi_t, top_t, nan_t, edged, k_s, k_d, S, D, bits, cap_bits,
+    WIDTH: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, SPOILED: tl.constexpr,
+):  # fmt: skip
+    """The weights of some queries on the keys s, each row's still to be shared out, (s, t).
+
+    Tiles stand on their side, keys down and rows across: so a sum over rows stays inside a warp.
+    edged: whether some row does not see all of these keys.
+    """
+    d = tl.arange(0, WIDTH)
+    k_sd = tl.load(
+        k_head + s[:, None].to(tl.int64) * k_s + d[None, :] * k_d,
+        mask=(s < S)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    x_st = _product(k_sd, q_td, bits, cap_bits, CAPPED, EXACT)
+    w_st = tl.exp2(x_st - top_t[None, :])
+    if edged:
+        seen_st = (s[:, None] >= lo_t[None, :]) & (s[:, None] < hi_t[None, :])
+        w_st = tl.where(seen_st, w_st, 0.0)
+        if SPOILED:
+            w_st = tl.where(seen_st & nan_t[None, :], float("nan"), w_st)
+    elif SPOILED:
+        w_st = tl.where(nan_t[None, :], float("nan"), w_st)
+    return w_st
+
+
+@triton.jit
 def _parts(
     q, k, lo, hi, tops, sums, spoiled, out,
     q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
@@ -198,7 +235,6 @@ def _parts(
     """For some rows of one head: the mean over each cell's rows, key by key.
 
     A tile of rows holds CELLS whole cells; or, where a cell is higher, one of its n_slices slices.
-    Tiles stand on their side, keys down and rows across: so a sum over rows stays inside a warp.
     """
     groups = tl.cdiv(n_cells, CELLS) * n_slices
     n_heads = tl.num_programs(0) // groups
@@ -210,16 +246,10 @@ def _parts(
     begin = t0 + (x0.to(tl.int64) * span // X).to(tl.int32) + group % n_slices * ROWS
     end = t0 + tl.cdiv(past.to(tl.int64) * span, X).to(tl.int32)
     t = begin + tl.arange(0, ROWS)
-    d = tl.arange(0, WIDTH)
     real_t = t < end
-    q_td = tl.load(
-        q + b * q_b + h * q_h + t[:, None].to(tl.int64) * q_t + d[None, :] * q_d,
-        mask=real_t[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
+    q_td, lo_t, hi_t = _open(q, lo, hi, b, h, t, real_t, q_b, q_h, q_t, q_d, bounds_b, D, WIDTH)
     k_head = k + b * k_b + (h // R) * k_g
-    lo_t = tl.maximum(tl.load(lo + b * bounds_b + t, mask=real_t, other=0), s0)
-    hi_t = tl.minimum(tl.load(hi + b * bounds_b + t, mask=real_t, other=0), s1)
+    lo_t, hi_t = tl.maximum(lo_t, s0), tl.minimum(hi_t, s1)
     row_t = head * T + t
     top_t = tl.load(tops + row_t, mask=real_t, other=0.0)
     share_t = 1.0 / tl.load(sums + row_t, mask=real_t, other=1.0)
@@ -233,20 +263,10 @@ def _parts(
     width = (s1 - s0).to(tl.int64)
     for start in range(first, last, KEYS):
         s = start + tl.arange(0, KEYS)
-        k_sd = tl.load(
-            k_head + s[:, None].to(tl.int64) * k_s + d[None, :] * k_d,
-            mask=(s < S)[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        x_st = _product(k_sd, q_td, bits, cap_bits, CAPPED, EXACT)
-        w_st = tl.exp2(x_st - top_t[None, :])
-        if (start < whole) | (start + KEYS > ends):
-            seen_st = (s[:, None] >= lo_t[None, :]) & (s[:, None] < hi_t[None, :])
-            w_st = tl.where(seen_st, w_st, 0.0)
-            if SPOILED:
-                w_st = tl.where(seen_st & nan_t[None, :], float("nan"), w_st)
-        elif SPOILED:
-            w_st = tl.where(nan_t[None, :], float("nan"), w_st)
+        w_st = _weights(
+            q_td, k_head, s, lo_t, hi_t, top_t, nan_t, (start < whole) | (start + KEYS > ends),
+            k_s, k_d, S, D, bits, cap_bits, WIDTH, CAPPED, EXACT, SPOILED,
+        )  # fmt: skip
         for c in tl.static_range(CELLS):
             x = (x0 + c).to(tl.int64) * span
             part_t = tl.minimum(x + span, n_t + X) - tl.maximum(x, n_t)
@@ -258,6 +278,58 @@ def _parts(
             # No row has a part in a cell beyond the last: its sums are zeros.
             row = (head * groups + group) * CELLS + c
             tl.store(out + row * width + (s - s0), tl.sum(p_st, 1), mask=s < s1)
+
+
+@triton.jit
+def _grid(
+    q, k, lo, hi, tops, sums, spoiled, cells, bands,
+    q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
+    H, T, S, D, bits, cap_bits, t0, t1, s0, s1, x_first, height, share,
+    R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr,
+    CAPPED: tl.constexpr, EXACT: tl.constexpr, SPOILED: tl.constexpr,
+):  # fmt: skip
+    """Sums of the weights of some rows of one head: over cells of TALL × WIDE, and key by key.
+
+    Tiles hold whole cells, so that no weight is shared between two.
+    """
+    n_bands = tl.cdiv(t1 - t0, ROWS)
+    n_heads = tl.num_programs(0) // n_bands
+    band = n_bands - 1 - tl.program_id(0) // n_heads
+    head = (tl.program_id(0) % n_heads).to(tl.int64)
+    b, h = head // H, head % H
+    t = t0 + band * ROWS + tl.arange(0, ROWS)
+    real_t = t < t1
+    q_td, lo_t, hi_t = _open(q, lo, hi, b, h, t, real_t, q_b, q_h, q_t, q_d, bounds_b, D, WIDTH)
+    lo_t, hi_t = tl.maximum(lo_t, s0), tl.minimum(hi_t, s1)
+    k_head = k + b * k_b + (h // R) * k_g
+    row_t = head * T + t
+    top_t = tl.load(tops + row_t, mask=real_t, other=0.0)
+    share_t = tl.where(real_t, 1.0 / tl.load(sums + row_t, mask=real_t, other=1.0), 0.0)
+    nan_t = real_t
+    if SPOILED:
+        nan_t = tl.load(spoiled + row_t, mask=real_t, other=0) != 0
+    first = s0 + (tl.min(tl.where(hi_t > lo_t, lo_t, s1), 0) - s0) // KEYS * KEYS
+    last = tl.max(hi_t, 0)
+    whole, ends = tl.max(lo_t, 0), tl.min(tl.where(real_t, hi_t, s1), 0)
+    width = (s1 - s0).to(tl.int64)
+    across = tl.cdiv(s1 - s0, WIDE)
+    x = band * (ROWS // TALL) + tl.arange(0, ROWS // TALL)
+    real_x = t0 + x * TALL < t1
+    cell_x = (head * height + x_first + x) * across
+    for start in range(first, last, KEYS):
+        s = start + tl.arange(0, KEYS)
+        w_st = _weights(
+            q_td, k_head, s, lo_t, hi_t, top_t, nan_t, (start < whole) | (start + KEYS > ends),
+            k_s, k_d, S, D, bits, cap_bits, WIDTH, CAPPED, EXACT, SPOILED,
+        )  # fmt: skip
+        w_st = w_st * share_t[None, :]
+        w_sx = tl.sum(tl.reshape(w_st, (KEYS, ROWS // TALL, TALL)), 2)
+        tl.store(bands + (head * n_bands + band) * width + (s - s0), tl.sum(w_sx, 1), mask=s < s1)
+        w_yx = tl.sum(tl.reshape(w_sx, (KEYS // WIDE, WIDE, ROWS // TALL)), 1)
+        y = (start - s0) // WIDE + tl.arange(0, KEYS // WIDE)
+        real_yx = (y < across)[:, None] & real_x[None, :]
+        tl.store(cells + cell_x[None, :] + y[:, None], w_yx * share, mask=real_yx)
 
 
 @triton.jit
@@ -307,16 +379,9 @@ def _largest(
     head = (tl.program_id(0) % n_heads).to(tl.int64)
     b, h = head // H, head % H
     t = band * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, WIDTH)
     real_t = t < T
-    q_td = tl.load(
-        q + b * q_b + h * q_h + t[:, None].to(tl.int64) * q_t + d[None, :] * q_d,
-        mask=real_t[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
+    q_td, lo_t, hi_t = _open(q, lo, hi, b, h, t, real_t, q_b, q_h, q_t, q_d, bounds_b, D, WIDTH)
     k_head = k + b * k_b + (h // R) * k_g
-    lo_t = tl.load(lo + b * bounds_b + t, mask=real_t, other=0)
-    hi_t = tl.load(hi + b * bounds_b + t, mask=real_t, other=0)
     slot = tl.arange(0, SLOTS)[None, :]
     none = float("-inf")
     # Slots beyond those asked for are never the lowest.
@@ -374,22 +439,16 @@ def _singles(
     t = band * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
     real_t = t < T
-    inside_td = real_t[:, None] & (d < D)[None, :]
-    q_td = tl.load(
-        q + b * q_b + h * q_h + t[:, None].to(tl.int64) * q_t + d[None, :] * q_d,
-        mask=inside_td,
-        other=0.0,
-    ).to(tl.float32)
+    q_td, lo_t, hi_t = _open(q, lo, hi, b, h, t, real_t, q_b, q_h, q_t, q_d, bounds_b, D, WIDTH)
+    q_td = q_td.to(tl.float32)
     k_head = k + b * k_b + (h // R) * k_g
-    lo_t = tl.load(lo + b * bounds_b + t, mask=real_t, other=0)
-    hi_t = tl.load(hi + b * bounds_b + t, mask=real_t, other=0)
     lse_t = tl.load(lse + head * T + t, mask=real_t, other=0.0) * BITS
     for n in range(0, n_kinds):
         s_t = tl.load(keys + n * T + t, mask=real_t, other=-1)
         seen_t = (s_t >= lo_t) & (s_t < hi_t)
         k_td = tl.load(
             k_head + s_t[:, None].to(tl.int64) * k_s + d[None, :] * k_d,
-            mask=seen_t[:, None] & inside_td,
+            mask=(seen_t & real_t)[:, None] & (d < D)[None, :],
             other=0.0,
         ).to(tl.float32)
         x_t = tl.sum(q_td * k_td, 1) * bits
@@ -523,6 +582,42 @@ def run_parts(
         num_warps=4,
     )  # fmt: skip
     return out
+
+
+def run_grid(
+    q: Tensor,
+    k: Tensor,
+    bounds: Bounds,
+    rows: tuple[Tensor, Tensor, Tensor | None],
+    numbers: tuple[float, float],
+    window: tuple[int, int, int, int],
+    tile: tuple[int, int],
+    cell: tuple[int, int],
+    cells: Tensor,
+    first: int,
+    share: float,
+) -> Tensor:
+    """Sums of the weights in a window by key, (B · H, bands, keys); times `share` into `cells`.
+
+    rows: top and sum of each row, and which are NaN. tile, cell: rows and keys of each. cells,
+    (B · H, X, Y), are filled from row `first` on, where any weight is seen.
+    """
+    (B, H, T, D), S = q.shape, k.shape[2]
+    tops, sums, spoiled = rows
+    lo, hi = bounds.lo, bounds.hi
+    t0, t1, s0, s1 = window
+    n_bands = triton.cdiv(t1 - t0, tile[0])
+    bands = torch.zeros(B * H, n_bands, s1 - s0, dtype=torch.float32, device=q.device)
+    launch: Any = _grid[(B * H * n_bands,)]
+    launch(
+        q, k, lo, hi, tops, sums, tops if spoiled is None else spoiled, cells, bands,
+        *q.stride(), *k.stride(), 0 if len(lo) == 1 else lo.stride(0),
+        H, T, S, D, *numbers, *window, first, cells.shape[1], share,
+        R=H // k.shape[1], ROWS=tile[0], KEYS=tile[1], WIDTH=max(16, triton.next_power_of_2(D)),
+        TALL=cell[0], WIDE=cell[1], CAPPED=numbers[1] > 0.0, EXACT=q.dtype == torch.float32,
+        SPOILED=spoiled is not None, num_warps=4,
+    )  # fmt: skip
+    return bands
 
 
 def run_cells(
