@@ -13,6 +13,7 @@ import pytest
 import torch
 from plain import CASES, B, G, H, T, draw
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from regard.attention import (
     ALiBi,
@@ -23,6 +24,7 @@ from regard.attention import (
     Wants,
     Window,
     attention,
+    backends,
     blockwise,
     explain,
     fused,
@@ -114,6 +116,23 @@ class TestCompiled:
         for t in (13, 5, 7):
             known = attention(q[:, :, :t], k, v, mask=Causal(), softcap=3.0)
             torch.testing.assert_close(run(q[:, :, :t], k, v), known)
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_one_compiled_graph_serves_all_lengths(
+        self, device: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Asked in the order of a GPU too: whoever refuses must not tie the graph to one length."""
+        monkeypatch.setitem(backends.ORDER, "cpu", backends.ORDER[device])
+        counting = CompileCounter()  # type: ignore[no-untyped-call]
+
+        def run(q: Tensor, lengths: Tensor) -> Tensor:
+            return attention(q, q, q, mask=Causal() & Lengths(lengths), finite=True)
+
+        compiled = torch.compile(run, fullgraph=True, backend=counting, dynamic=True)
+        for rows, n in ((3, 24), (5, 16), (7, 48)):
+            q, lengths = torch.randn(rows, 2, n, 8), torch.arange(rows) + 2
+            torch.testing.assert_close(compiled(q, lengths), run(q, lengths))
+        assert counting.frame_count == 1
 
     def test_compiled_observe_equals_eager(self) -> None:
         wants = Wants(lse=True, entropy=True, peak=True, distance=True)

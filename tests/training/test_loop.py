@@ -13,6 +13,7 @@ import torch
 from tiny_runs import (
     GPT2,
     LLAMA,
+    ORIGINAL,
     PLAIN,
     VOCAB,
     Ear,
@@ -23,7 +24,9 @@ from tiny_runs import (
     text_task,
 )
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
+from regard.attention import backends
 from regard.models import Transformer
 from regard.training import snapshot as snapshots
 from regard.training.loop import Diverged, Run, mix, train
@@ -145,7 +148,9 @@ def test_compiled_gives_the_losses_within_1e_5(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, made = torch.compile, []
-    monkeypatch.setattr(torch, "compile", lambda given: made.append(given) or real(given))
+    monkeypatch.setattr(
+        torch, "compile", lambda given, **how: made.append(given) or real(given, **how)
+    )
     words = dict(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0, n_layer=1)
     plain, compiled = (
         Outcome(
@@ -159,6 +164,32 @@ def test_compiled_gives_the_losses_within_1e_5(
     )
     assert compiled.ear.losses == pytest.approx(plain.ear.losses, abs=1e-5)
     assert made == [compiled.task.vectors]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one_graph_is_compiled_for_pairs_of_all_lengths(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order in which a GPU's backends are asked too; one for training, one for scoring."""
+    monkeypatch.setitem(backends.ORDER, "cpu", backends.ORDER[device])
+    real, counting = torch.compile, CompileCounter()  # type: ignore[no-untyped-call]
+    monkeypatch.setattr(
+        torch, "compile", lambda given, **how: real(given, backend=counting, fullgraph=True, **how)
+    )
+    words = dict(dropout=0.0)
+    plain, compiled = (
+        Outcome(
+            "translate",
+            tmp_path / str(compiled),
+            replace(PLAIN, compiled=compiled),
+            model=make_model(ORIGINAL, **words),
+        )
+        for compiled in (False, True)
+    )
+    assert compiled.ear.losses == pytest.approx(plain.ear.losses, abs=1e-5)
+    shapes = {tuple(compiled.task.batch(number)["source"].shape) for number in range(7)}
+    assert len(shapes) > 2
+    assert counting.frame_count == 2
 
 
 def test_the_guided_term_is_part_of_the_loss_and_teaches(tmp_path: Path) -> None:
@@ -320,6 +351,7 @@ class Poisoned:
     """A task whose batches break the model from a step on."""
 
     targets = "targets"
+    one_size = True
 
     def __init__(self, task: LanguageTask, model: Transformer, at: int) -> None:
         self.task, self.model, self.at = task, model, at

@@ -136,10 +136,9 @@ def refuse_sdpa(call: Call) -> str | None:
         return "torch's fused kernels need a head width of at least 1"
     if not call.q.numel() or not call.k.numel():
         return "torch's fused kernels are not asked for empty inputs"
-    if not on_cpu and fused.flags(call.rule) is None:
-        entries = call.rule.shape.T * call.rule.shape.S
-        if entries > MASK_ENTRIES:
-            return f"torch's fused kernels would need a rendered mask of {entries:,} entries"
+    entries = call.rule.shape.T * call.rule.shape.S
+    if not on_cpu and fused.flags(call.rule) is None and entries > MASK_ENTRIES:
+        return f"torch's fused kernels would need a rendered mask, over {MASK_ENTRIES:,} entries"
     return None
 
 
@@ -200,7 +199,8 @@ def refuse_one_query(call: Call) -> str | None:
     if call.dropout > 0.0:
         return "our kernel for one query has no dropout"
     if call.rule.shape.T != 1:
-        return f"our kernel is for one query a row so far, and there are {call.rule.shape.T}"
+        # Naming how many there are would tie a graph that is being traced to this one length.
+        return "our kernel is for one query a row so far, and there are more"
     return None
 
 

@@ -72,9 +72,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, dropout: float = 0.0) ->
         mask = None
         if causal is None:
             mask = render(rule, Tile(0, rule.shape.T, 0, rule.shape.S), q)
-        grouped = bool(q.shape[1] != k.shape[1])
+        # By a branch: a comparison of sizes that a graph leaves open is no bool to the kernel.
+        more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         output = F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, bool(causal), scale=rule.scale, enable_gqa=grouped
+            q, k, v, mask, dropout, bool(causal), scale=rule.scale, **more
         )
     return output[..., :width] if output.shape[3] != width else output  # type: ignore[no-any-return]
 

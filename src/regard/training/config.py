@@ -33,8 +33,7 @@ class TrainConfig:
     `average`: None, or how much of the averaged weights is kept in a step (0.999): then these are
     what is evaluated and given out. `patience`: stop after so many evaluations without a better
     one. `minutes`: stop after so long, whatever the step. `precision` "bfloat16" is autocast.
-    `compiled`: by torch.compile, for batches of one size, as text has; those of pairs differ, and a
-    GPU's graph is compiled again for each of their lengths.
+    `compiled`: by torch.compile; the first step then takes a minute or so, and the others less.
     `recompute`: keep no activations inside blocks, and compute them again in the backward pass.
     `guide`: weight of the alignment term, for translation.
     """

@@ -172,7 +172,7 @@ class Run:
         self.average = None if config.average is None else Average(model, config.average)
         self.vectors: Callable[..., Tensor] = task.vectors
         if config.compiled:
-            self.vectors = torch.compile(task.vectors)
+            self.vectors = torch.compile(task.vectors, dynamic=None if task.one_size else True)
         self.progress = Progress()
         self._read_at = time.perf_counter()
 

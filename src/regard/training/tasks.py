@@ -41,6 +41,10 @@ class Task(Protocol):
     def targets(self) -> str:
         """The name of the targets in a batch; -100 is left out."""
 
+    @property
+    def one_size(self) -> bool:
+        """Whether all batches have one size; if not, a compiled graph leaves the sizes open."""
+
     def batch(self, number: int) -> dict[str, Tensor]:
         """The batch of that number, on the CPU."""
 
@@ -82,6 +86,7 @@ class LanguageTask:
     """To go on with a text; or, with `masked`, to fill its gaps."""
 
     targets = "targets"
+    one_size = True
 
     def __init__(
         self, text: PackedText, valid: PackedText | None, masked: MaskedTokens | None = None
@@ -147,6 +152,7 @@ class TranslationTask:
     """To write the target of a source."""
 
     targets = "target_out"
+    one_size = False
 
     def __init__(
         self, pairs: PairedText, valid: PairedText | None, guide: Guide | None = None
