@@ -187,7 +187,7 @@ def test_runs_are_the_mask(n_heads: int) -> None:
     call = Call(
         name="", q=torch.zeros(1, 3, 7, 5), k=torch.zeros(1, 3, 13, 5), mask=regard.Dense(seen)
     )
-    runs = find_runs(call.rule())
+    runs = find_runs(call.rule)
     assert runs is not None and runs.counts.shape == (n_heads, 7)
     back, at = torch.zeros(n_heads, 7, 13, dtype=torch.bool), 0
     for h in range(n_heads):

@@ -200,7 +200,7 @@ def refuse_one_query(call: Call) -> str | None:
         return "our kernel for one query has no dropout"
     if call.rule.shape.T != 1:
         # Naming how many there are would tie a graph that is being traced to this one length.
-        return "our kernel is for one query a row so far, and there are more"
+        return "our kernel is for one query a row so far"
     return None
 
 

@@ -77,14 +77,14 @@ def tile_sizes(shape: Shape, on_gpu: bool = False) -> tuple[int, int]:
     return height, max(min(shape.S, room // height), 1)
 
 
-def tile_room(shape: Shape, like: Tensor) -> Tensor:
-    """Memory for the scores of one tile, used again for every tile.
+def tile_room(shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for the scores of one tile, or what is as large, used again for every tile.
 
     A new tensor for each leaves holes in the heap that the next, aligned one may not fit.
     """
     height, width = tile_sizes(shape, like.is_cuda)
     size = shape.B * shape.H * height * width
-    return torch.empty(size, dtype=score_dtype(like.dtype), device=like.device)
+    return torch.empty(size, dtype=dtype or score_dtype(like.dtype), device=like.device)
 
 
 def grid_tiles(shape: Shape) -> list[Tile]:

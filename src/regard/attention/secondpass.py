@@ -164,10 +164,16 @@ class _Sparse:
         self.shape, self.threshold = of.rule.shape, threshold
         none = of.zeros(dtype=torch.int64).new_zeros(0)
         self.found = [(none, none, of.top_bht.new_zeros(0))]
+        # What is kept from a tile is small, and lies where its temporary tensors lay: the next
+        # tile's would not fit there. So the large one is made once.
+        self.room = tile_room(of.rule.shape, of.q_bhtd, torch.bool)
 
     def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
         _, H, T, _ = self.shape
-        b, h, t, s = (weights_bhts >= self.threshold).nonzero(as_tuple=True)
+        above = self.room[: weights_bhts.numel()].view(weights_bhts.shape)
+        b, h, t, s = torch.ge(weights_bhts, self.threshold, out=above).nonzero(as_tuple=True)
+        if not len(b):
+            return
         row = (b * H + h) * T + t + tile.t0
         self.found.append((row, s + tile.s0, weights_bhts[b, h, t, s]))
 

@@ -11,6 +11,7 @@ Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -46,10 +47,11 @@ class Call:
     cross: bool | None = None
     is_row: bool = False
 
-    @property
+    @functools.cached_property
     def shape(self) -> Shape:
         return Shape(self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2])
 
+    @functools.cached_property
     def rule(self) -> Rule:
         """The rule, with its tensors beside q."""
         mask, bias = as_mask(self.mask), as_bias(self.bias)

@@ -51,7 +51,7 @@ def measure(call: Call, wants: Wants, finite: bool = False) -> Observation:
 
 def spot_weights(call: Call, lse_ht: Tensor, t_p: Tensor, s_p: Tensor) -> Tensor:
     """The weights of query t_p[p] on key s_p[p], (H, P); rows count from 0, not by position."""
-    rule, shape = call.rule(), call.shape
+    rule, shape = call.rule, call.shape
     dtype = score_dtype(call.q.dtype)
     h_h1 = torch.arange(shape.H, device=call.q.device)[:, None]
     group = shape.H // call.k.shape[1]
@@ -90,7 +90,7 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
 
     They stay where q is, so that no device is waited for.
     """
-    rule = call.rule()
+    rule = call.rule
     bounds = seeing.find_bounds(rule, call.q.device) if can_see(rule, call.q) else None
     if bounds is not None:
         keys_nt = named.on(call.q.device)

@@ -162,7 +162,7 @@ class Take:
     def _set_up(self, call: Call, runs: FoundRuns | None) -> None:
         H = call.shape.H
         self.rule = {
-            "scale": float(call.rule().factor(call.q.shape[3])),
+            "scale": float(call.rule.factor(call.q.shape[3])),
             "softcap": None if call.softcap is None else float(call.softcap),
             "key_heads": [h // (H // call.k.shape[1]) for h in range(H)],
         }

@@ -314,7 +314,7 @@ class Recorder:
 
     def runs_of(self, call: Call) -> FoundRuns | None:
         """The runs of a call; layers share masks, so each is looked at once."""
-        rule = call.rule()
+        rule = call.rule
         key = _rule_key(rule)
         if key not in self._runs:
             if len(self._runs) > 16:

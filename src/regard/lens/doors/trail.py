@@ -212,7 +212,7 @@ def agrees(call: Call, scores_bhts: Tensor) -> bool:
         return False
     rows = torch.tensor(sorted({0, shape.T // 2, shape.T - 1}), device=scores_bhts.device)
     made = (call.q[:, :, rows].to(dtype) * (call.scale or 1.0)) @ call.k.to(dtype).mT
-    rule = call.rule()
+    rule = call.rule
     b, h = (torch.arange(n, device=made.device) for n in (shape.B, shape.H))
     where = (b[:, None, None, None], h[:, None, None], rows[:, None] + shape.offset)
     j = torch.arange(shape.S, device=made.device)
