@@ -15,6 +15,7 @@ from torch import Tensor
 
 from regard.attention import Causal, Documents, Lengths, Map, Observation, Wants, Window, observe
 from regard.attention.kernels import seeing
+from regard.attention.kernels.bounds import find_bounds
 from regard.attention.op import make_call
 
 ROUNDINGS = 16
@@ -144,7 +145,7 @@ def singles_gap(name: str, device: str) -> tuple[float, float]:
     truth = picked.masked_fill(at < 0, 0.0).sum((-1, -2))
     full = {"scale": None, "softcap": None, "sinks": None, **call}
     rule = make_call(q, k, k, mask, None, *full.values(), (0.0, None)).rule
-    bounds = seeing.find_bounds(rule, q.device)
+    bounds = find_bounds(rule, q.device)
     assert bounds is not None
     ours = seeing.sum_singles(q, k, rule, bounds, seen.lse.float(), keys.int().to(device))
     return float((ours - truth).abs().max()), 1e-5

@@ -22,6 +22,7 @@ from regard.attention.bias import Bias, DenseBias, Sum
 from regard.attention.blockwise_op import run_blockwise
 from regard.attention.dropout import draw_seed
 from regard.attention.kernels import seeing
+from regard.attention.kernels.bounds import find_bounds
 from regard.attention.rule import Rule
 from regard.attention.shape import Shape
 from regard.attention.wants import Observation, Wants
@@ -216,7 +217,7 @@ def refuse_seeing(call: Call, wants: Wants) -> str | None:
         return "our kernels that look at weights have no bias; blockwise has"
     if is_unread(call):
         return "it is not run inside compiled graphs and torch.func, where blockwise is"
-    if seeing.find_bounds(call.rule, call.q.device) is None:
+    if find_bounds(call.rule, call.q.device) is None:
         return "our kernels that look at weights need a mask in which each row sees one interval"
     if has_tangent(call):
         return "it has no forward-mode derivative; reference has"

@@ -22,6 +22,7 @@ from regard.attention import Observation, Wants, observe
 from regard.attention.backends import WIDEST, has_triton, is_little
 from regard.attention.bias import ALiBi, BiasAt, RelativeTable, Sum
 from regard.attention.kernels import seeing
+from regard.attention.kernels.bounds import find_bounds
 from regard.attention.rule import Rule, score_dtype
 from regard.attention.secondpass import visible
 from regard.attention.shape import Tile
@@ -91,7 +92,7 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
     They stay where q is, so that no device is waited for.
     """
     rule = call.rule
-    bounds = seeing.find_bounds(rule, call.q.device) if can_see(rule, call.q) else None
+    bounds = find_bounds(rule, call.q.device) if can_see(rule, call.q) else None
     if bounds is not None:
         keys_nt = named.on(call.q.device)
         return seeing.sum_singles(call.q, call.k, rule, bounds, lse_ht[None], keys_nt)[:, 0]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regard.attention.kernels.seeing import Bounds
+from regard.attention.kernels.bounds import Bounds
 
 BITS = tl.constexpr(1.4426950408889634)
 """log2(e): from nats to bits."""
