@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from regard.lens.record import Record
-    from regard.lens.watch import Progress
+    from regard.lens.recorder import Progress
     from regard.models import Transformer
 
 DEFAULT_MODEL = "embedded:lm"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from regard.lens.record import Record
-    from regard.lens.watch import Progress
+    from regard.lens.recorder import Progress
 
 EXAMPLE_TEXT = "The animal didn't cross the street because it was too tired."
 LONG = 2048  # tokens; a longer text is served, since its weights do not fit a file

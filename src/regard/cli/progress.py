@@ -19,7 +19,7 @@ from regard.cli.printing import write_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from regard.lens.watch import Progress
+    from regard.lens.recorder import Progress
 
 MANY = 2000  # tokens; from here on reading takes more than a moment
 

@@ -35,7 +35,7 @@ from regard.lens.calls import Call
 from regard.lens.doors.flex import flex_rule
 
 if TYPE_CHECKING:
-    from regard.lens.watch import Recorder
+    from regard.lens.recorder import Recorder
 
 
 @contextmanager

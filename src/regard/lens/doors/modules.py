@@ -30,7 +30,7 @@ from regard.lens.calls import Call
 from regard.lens.doors.torchs import read_heads
 
 if TYPE_CHECKING:
-    from regard.lens.watch import Recorder
+    from regard.lens.recorder import Recorder
 
 Tell = Callable[["Recorder", Any, dict[str, Any]], Call | None]
 

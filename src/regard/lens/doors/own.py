@@ -12,7 +12,7 @@ from regard.attention.listening import listening
 from regard.lens.calls import Call
 
 if TYPE_CHECKING:
-    from regard.lens.watch import Recorder
+    from regard.lens.recorder import Recorder
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from regard.lens.doors.torchs import read_heads
 from regard.lens.doors.trail import SOFTMAX, Trail, heads_of
 
 if TYPE_CHECKING:
-    from regard.lens.watch import Recorder
+    from regard.lens.recorder import Recorder
 
 FLEX = "torch.nn.attention.flex_attention"
 ATTENDING = SOFTMAX | {F.scaled_dot_product_attention, F.multi_head_attention_forward}

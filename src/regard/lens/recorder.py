@@ -1,0 +1,328 @@
+"""What a model's attention is called with, put in order: the recorder, to which doors bring calls.
+
+How: it knows the modules of the model and which of them is running, by hooks that belong to no
+module. A call goes to the take of its place that it continues, or opens a new one (`taking.py`).
+
+Letters: B batch, T queries, S keys, H heads.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn, overrides
+from torch.overrides import TorchFunctionMode
+
+from regard.attention import Wants
+from regard.attention.op import under_autocast
+from regard.attention.rule import Rule, pack
+from regard.lens.bringing import Bringer
+from regard.lens.calls import Call
+from regard.lens.contents import Description
+from regard.lens.kept import Array
+from regard.lens.measure import FoundRuns, find_runs
+from regard.lens.taking import Take
+
+MOST_TAKES = 256
+"""Places that one module may become; a training loop is no place to watch."""
+CROSS = re.compile(r"cross|encoder_attn|EncDec|enc_dec|multihead_attn|encoder_decoder", re.I)
+NO_WORDS = re.compile(r"pos|type|seg|rel|bias|wpe|dist|time|layer_norm", re.I)
+Progress: TypeAlias = Callable[[str, int], None]
+"""Told the place that was just recorded, and how many calls have been so far."""
+
+
+class Recorder:
+    """Where doors bring their calls; knows the model's modules and which of them is running."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wants: Wants,
+        layers: Collection[int | str] | None,
+        heads: Sequence[int] | None,
+        keep: str,
+        row: int | None,
+    ) -> None:
+        self.model, self.wants, self.keep, self.row = model, wants, keep, row
+        self.layers = None if layers is None else tuple(layers)
+        self.heads = None if heads is None else tuple(heads)
+        kind = type(model).__name__
+        self.names = {id(module): name or kind for name, module in model.named_modules()}
+        self.takes: dict[str, list[Take]] = {}
+        self.order: list[Take] = []
+        self.bringer = Bringer()
+        self.running = threading.local()
+        self.ids_bt: Tensor | None = None
+        self.progress: Progress | None = None
+        self.n_calls = 0
+        self.tap: TorchFunctionMode | None = None
+        self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
+        self._passed_over: set[str] = set()
+        self._words = _word_tables(model)
+
+    def stack(self) -> list[nn.Module]:
+        """The modules that are running in this thread, outermost first."""
+        found: list[nn.Module] = self.running.__dict__.setdefault("stack", [])
+        return found
+
+    @property
+    def busy(self) -> bool:
+        """Whether a door is handling a call, whose inner calls are its own affair."""
+        return bool(self.running.__dict__.get("busy", 0))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """What happens inside is part of a call that was seen already."""
+        self.running.__dict__["busy"] = self.running.__dict__.get("busy", 0) + 1
+        try:
+            yield
+        finally:
+            self.running.__dict__["busy"] -= 1
+
+    @contextmanager
+    def untapped(self) -> Iterator[None]:
+        """Take the tap off torch's functions for a while."""
+        with without_mode(self.tap):
+            yield
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Keep track of which module is running, and of the tokens that are read.
+
+        By hooks that belong to no module: torch.nn's fast paths ask modules for theirs, and take
+        another way where there are any.
+        """
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if id(module) in self.names:
+                self.stack().append(module)
+                if id(module) in self._words and args and isinstance(args[0], Tensor):
+                    ids = args[0]
+                    if ids.dim() == 2 and not ids.is_floating_point():
+                        # Once for all layers, and before any of them keeps the device busy.
+                        self.ids_bt = ids.detach().cpu()
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            stack = self.stack()
+            if id(module) in self.names and module in stack:
+                while stack.pop() is not module:
+                    pass
+
+        hooks = torch.nn.modules.module
+        handles = [
+            hooks.register_module_forward_pre_hook(enter),
+            hooks.register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.stack().clear()
+
+    def name_of(self, module: nn.Module | None = None) -> str | None:
+        """The dotted name of a module, or of the one that is running; None if it is not ours."""
+        if module is None:
+            stack = self.stack()
+            return self.names[id(stack[-1])] if stack else None
+        return self.names.get(id(module))
+
+    def wanted(self, name: str) -> bool:
+        """Whether a place is among the layers that were asked for."""
+        self._passed_over.add(name)
+        if self.layers is None:
+            return True
+        number = layer_of(name)
+        return any(
+            layer == number if isinstance(layer, int) else _inside(name, layer)
+            for layer in self.layers
+        )
+
+    @torch.no_grad()
+    def take(self, call: Call) -> None:
+        """Record one call."""
+        if not self.wanted(call.name):
+            return
+        q, k, _ = under_autocast(call.q, call.k, call.k)
+        dtype = torch.promote_types(q.dtype, k.dtype)
+        call = replace(call, q=q.to(dtype), k=k.to(dtype))
+        # Measuring is made of torch's functions too, none of which the tap needs to look at.
+        with self.alone(), self.untapped(), torch.autocast(call.q.device.type, enabled=False):
+            self._take(call)
+            self.n_calls += 1
+            if self.progress is not None:
+                self.progress(call.name, self.n_calls)
+
+    def _take(self, call: Call) -> None:
+        B = call.shape.B
+        if self.row is None and B > 1 and not call.is_row:
+            raise ValueError(
+                f"{call.name} attends in a batch of {B} rows, and a record is of one: name it, "
+                "watch(model, row=0)"
+            )
+        row = 0 if call.is_row else self.row or 0
+        if not -B <= row < B:
+            raise ValueError(f"row is {row}, and the batch has {B} rows")
+        if self.heads is not None and not all(0 <= h < call.shape.H for h in self.heads):
+            raise ValueError(f"heads are {self.heads}, and {call.name} has {call.shape.H}")
+        if not call.shape.T or not call.shape.S:
+            return
+        ids = self._ids(B, row % B, call.shape.T)
+        call = call.of(row % B, self.heads)
+        runs = self.runs_of(call)
+        takes = self.takes.setdefault(call.name, [])
+        for take in takes:
+            fit = take.fit(call, runs)
+            if fit is None:
+                moved = take.fit_slots(call)
+                fit = None if moved is None else take.fit(moved, self.runs_of(moved))
+            if fit is not None:
+                take.add(fit, ids)
+                return
+            if take.grows(call, ids):
+                # The same text, read anew and farther: generation without a cache.
+                fresh = take.restart()
+                takes[takes.index(take)] = self.order[self.order.index(take)] = fresh
+                self._start(fresh, call, runs, ids)
+                return
+        if len(takes) >= MOST_TAKES:
+            raise ValueError(
+                f"{call.name} was called {MOST_TAKES} times for texts that do not continue each "
+                "other; a block records one text, and what is written after it"
+            )
+        take = Take(
+            self._new_name(call.name),
+            layer_of(call.name) or 0,
+            self.wants,
+            self.keep,
+            self.bringer,
+        )
+        take.cross, take.heads = self._is_cross(call), self.heads or ()
+        takes.append(take)
+        self.order.append(take)
+        self._start(take, call, runs, ids)
+
+    def _start(self, take: Take, call: Call, runs: FoundRuns | None, ids: Tensor | None) -> None:
+        fit = take.fit(call, runs)
+        assert fit is not None, "the first call of a take always fits"
+        take.add(fit, ids)
+
+    def _new_name(self, name: str) -> str:
+        count = len(self.takes[name]) + 1
+        return name if count == 1 else f"{name}@{count}"
+
+    def _is_cross(self, call: Call) -> bool:
+        if call.cross is not None:
+            return call.cross
+        if CROSS.search(call.name.rpartition(".")[2]) or CROSS.search(call.name):
+            return not re.search(r"self", call.name.rpartition(".")[2], re.I)
+        return False
+
+    def _ids(self, B: int, row: int, T: int) -> Tensor | None:
+        """The tokens of the queries, where as many were read last as there are queries."""
+        ids = self.ids_bt
+        if ids is None or ids.shape[1] != T or ids.shape[0] not in (1, B):
+            return None
+        return ids[row if ids.shape[0] > 1 else 0]
+
+    def runs_of(self, call: Call) -> FoundRuns | None:
+        """The runs of a call; layers share masks, so each is looked at once."""
+        rule = call.rule
+        key = _rule_key(rule)
+        if key not in self._runs:
+            if len(self._runs) > 16:
+                self._runs.pop(next(iter(self._runs)))
+            # Held with its tensors, so that no other tensor can take their place in memory.
+            self._runs[key] = (rule, find_runs(rule))
+        return self._runs[key][1]
+
+    def finish(self) -> tuple[Description, dict[str, Array]]:
+        """What was seen; an error where nothing was."""
+        kind = type(self.model).__name__
+        if not self.order and self._passed_over:
+            raise ValueError(
+                f"none of the places of {kind} is among the layers asked for, {self.layers}; there "
+                f"are {sorted(self._passed_over)}"
+            )
+        if not self.order:
+            raise ValueError(
+                f"no attention was seen in {kind}: either it was not called in the block, or it "
+                "attends in a way that cannot be watched (compiled code, or a kernel of its own)"
+            )
+        told, arrays = Description(kept=self.keep, model=_model_name(self.model)), {}
+        told.created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        for number, take in enumerate(self.order):
+            place, rule, found = take.finish()
+            told.places.append(place)
+            told.rules.append(rule)
+            arrays.update({f"{number}.{name}": array for name, array in found.items()})
+        return told, arrays
+
+
+@contextmanager
+def without_mode(mode: TorchFunctionMode | None) -> Iterator[None]:
+    """Take one torch-function mode away; modes that others put on above it stay."""
+    stack: Any = overrides._get_current_function_mode_stack
+    pop: Any = overrides._pop_mode
+    push: Any = overrides._push_mode
+    if mode is None or mode not in stack():
+        yield
+        return
+    depth = stack().index(mode)
+    above = [pop() for _ in stack()[depth:]]
+    for other in reversed(above[:-1]):
+        push(other)
+    try:
+        yield
+    finally:
+        above = [pop() for _ in stack()[depth:]]
+        push(mode)
+        for other in reversed(above):
+            push(other)
+
+
+def layer_of(name: str) -> int | None:
+    """The first number in a dotted name."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def _inside(name: str, around: str) -> bool:
+    return name == around or name.startswith(f"{around}.") or around == ""
+
+
+def _rule_key(rule: Rule) -> Any:
+    """What tells two rules apart, without reading large tensors."""
+    packed = pack(rule)
+    tensors = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, _age(t)) for t in packed.tensors)
+    return packed.text, tensors, tuple(packed.ints), tuple(packed.floats), rule.shape
+
+
+def _age(tensor: Tensor) -> Any:
+    """What changes when a tensor is written to in place, as the positions in a cache are."""
+    if not tensor.is_inference():
+        return tensor._version
+    # In inference mode torch does not count; small tensors are read, large masks are made anew.
+    return tuple(tensor.flatten().tolist()) if tensor.numel() <= 1 << 16 else 0
+
+
+def _word_tables(model: nn.Module) -> set[int]:
+    """The embeddings that read tokens, as far as their names and sizes tell."""
+    tables = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and not NO_WORDS.search(name.rpartition(".")[2])
+    }
+    return {id(module) for module in tables.values()}
+
+
+def _model_name(model: nn.Module) -> str:
+    config = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", None) or getattr(config, "name", None)
+    return str(name) if isinstance(name, str) and name else type(model).__name__
