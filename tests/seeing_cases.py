@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.attention import Causal, Documents, Lengths, Map, Observation, Wants, Window, observe
 from regard.attention.kernels import seeing
-from regard.attention.kernels.bounds import find_bounds
+from regard.attention.kernels.sight import find_bounds
 from regard.attention.op import make_call
 
 ROUNDINGS = 16

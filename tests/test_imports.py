@@ -201,6 +201,7 @@ sys.meta_path.insert(0, Block())
 # Kernels are written in triton's own language, so their files need it, and are imported where run.
 NEED_TRITON = {
     "regard.attention.kernels.decode_kernels",
+    "regard.attention.kernels.pooling_kernels",
     "regard.attention.kernels.seeing_kernels",
     "regard.layers.matvec_kernels",
     "regard.training.loss_kernels",

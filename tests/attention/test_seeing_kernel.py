@@ -33,7 +33,7 @@ def run_cases() -> None:
     from interpreted import patch_once
     from seeing_cases import gaps, singles_gap
 
-    from regard.attention.kernels import seeing
+    from regard.attention.kernels import pooling, seeing
 
     patch_once()
     report = {}
@@ -43,7 +43,7 @@ def run_cases() -> None:
     report["NaN"] = {f"wrong by {fine}": (count_wrong_nans(fine), 0) for fine in (1, 2)}
     # One tile of cells at a time, and small ones, whose edges lie inside of rows; and the largest
     # weights from tiles, as when many are asked for.
-    seeing.ROOM, seeing.ROWS, seeing.KEYS, seeing.MOST_TOP = 1, 16, 32, 2
+    pooling.ROOM, pooling.ROWS, pooling.KEYS, seeing.MOST_TOP = 1, 16, 32, 2
     for name in IN_PARTS:
         report[f"{name} in parts"] = gaps(name, torch.float32, "cpu", seeing.by_kernels)
     report["singles"] = {name: singles_gap(name, "cpu") for name in SINGLES}

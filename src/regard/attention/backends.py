@@ -22,7 +22,7 @@ from regard.attention.bias import Bias, DenseBias, Sum
 from regard.attention.blockwise_op import run_blockwise
 from regard.attention.dropout import draw_seed
 from regard.attention.kernels import seeing
-from regard.attention.kernels.bounds import find_bounds
+from regard.attention.kernels.sight import find_bounds
 from regard.attention.rule import Rule
 from regard.attention.shape import Shape
 from regard.attention.wants import Observation, Wants

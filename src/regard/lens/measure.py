@@ -22,7 +22,7 @@ from regard.attention import Observation, Wants, observe
 from regard.attention.backends import WIDEST, has_triton, is_little
 from regard.attention.bias import ALiBi, BiasAt, RelativeTable, Sum
 from regard.attention.kernels import seeing
-from regard.attention.kernels.bounds import find_bounds
+from regard.attention.kernels.sight import find_bounds
 from regard.attention.rule import Rule, score_dtype
 from regard.attention.secondpass import visible
 from regard.attention.shape import Tile
