@@ -196,3 +196,26 @@ def test_runs_are_the_mask(n_heads: int) -> None:
                 lo, hi = runs.pairs[at].tolist()
                 back[h, t, lo:hi], at = True, at + 1
     assert torch.equal(back, seen[0]) and at == len(runs.pairs)
+
+
+@pytest.mark.parametrize(
+    ("mask", "n_keys", "ahead", "seen"),
+    [
+        (None, 5, 4, [0, 1, 2, 3, 4]),
+        (Causal(), 5, 0, [0, 1, 2, 3, 4]),
+        (Causal(), 9, 4, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        (regard.Window(1, 1), 5, 1, [0, 1, 2, 3, 4]),
+        (Causal() & regard.Window(1, 0), 9, 4, [3, 4, 5, 6, 7, 8]),
+        (regard.Lengths(torch.tensor([2])), 5, 1, [0, 1]),
+        (regard.Dense(torch.zeros(5, 5, dtype=torch.bool)), 5, -5, []),
+    ],
+)
+def test_what_follows_from_runs(
+    mask: regard.Mask | None, n_keys: int, ahead: int, seen: list[int]
+) -> None:
+    """Five queries; `ahead` above the keys before the first one's own means a look ahead."""
+    q, k = torch.zeros(1, 3, 5, 2), torch.zeros(1, 3, n_keys, 2)
+    runs = find_runs(Call(name="", q=q, k=k, mask=mask).rule)
+    assert runs is not None
+    assert runs.ahead == ahead
+    assert np.flatnonzero(runs.seen).tolist() == seen

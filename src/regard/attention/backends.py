@@ -174,17 +174,25 @@ def refuse_triton(call: Call) -> str | None:
     reason = refuse_one_query(call) if call.wants is None else refuse_seeing(call, call.wants)
     if reason is not None:
         return reason
-    if call.q.device.type != "cuda":
-        return f"our kernels run on a GPU, and q is on {call.q.device.type}"
+    reason = refuse_tensors(call.q, max(call.q.shape[3], call.v.shape[3]))
+    if reason is not None:
+        return reason
     if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
         return "our kernels have no backward pass so far"
     if any(is_transformed(t) for t in call.tensors()):
         return "our kernels do not run inside torch.func transforms"
-    if call.q.dtype == torch.float64:
-        return "our kernels compute scores in float32, which float64 does not allow"
     if not call.q.numel() or not call.k.numel() or not (call.wants or call.v.numel()):
         return "our kernels are not asked for empty inputs"
-    if max(call.q.shape[3], call.v.shape[3]) > WIDEST:
+    return None
+
+
+def refuse_tensors(q: Tensor, width: int) -> str | None:
+    """What none of our kernels takes, whatever it is asked for; width: the widest of the heads."""
+    if q.device.type != "cuda":
+        return f"our kernels run on a GPU, and q is on {q.device.type}"
+    if q.dtype == torch.float64:
+        return "our kernels compute scores in float32, which float64 does not allow"
+    if width > WIDEST:
         return f"our kernels take head widths up to {WIDEST}"
     # A graph for a GPU is compiled by triton itself, so there the question does not arise.
     if not torch.compiler.is_compiling() and not has_triton():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from regard.attention import Observation, Wants, observe
-from regard.attention.backends import WIDEST, has_triton, is_little
+from regard.attention.backends import is_little, refuse_tensors
 from regard.attention.bias import ALiBi, BiasAt, RelativeTable, Sum
 from regard.attention.kernels import seeing
 from regard.attention.kernels.sight import find_bounds
@@ -92,7 +92,8 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
     They stay where q is, so that no device is waited for.
     """
     rule = call.rule
-    bounds = find_bounds(rule, call.q.device) if can_see(rule, call.q) else None
+    refused = is_little(rule.shape) or refuse_tensors(call.q, call.q.shape[3]) is not None
+    bounds = None if refused else find_bounds(rule, call.q.device)
     if bounds is not None:
         keys_nt = named.on(call.q.device)
         return seeing.sum_singles(call.q, call.k, rule, bounds, lse_ht[None], keys_nt)[:, 0]
@@ -106,35 +107,32 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
     return sums_nh
 
 
-def can_see(rule: Rule, q: Tensor) -> bool:
-    """Whether the kernels that look at weights take a call, if each row sees one interval."""
-    fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= WIDEST
-    return fits and rule.bias is None and has_triton() and not is_little(rule.shape)
-
-
 @dataclass(frozen=True, eq=False)
 class FoundRuns:
-    """How many runs each row has, (1 or H, T), and all of them in order, (R, 2): lo, hi."""
+    """How many runs each row has, (1 or H, T), and all of them in order, (R, 2): lo, hi.
+
+    What follows from them is worked out once, since all layers of a model ask the same.
+    """
 
     counts: Tensor
     pairs: Tensor
 
+    @functools.cached_property
+    def seen(self) -> Array:
+        """Which keys some row sees, up to the last that any does."""
+        lo, hi = self.pairs.numpy().T
+        edge = np.zeros(hi.max(initial=0) + 1, np.int64)
+        np.add.at(edge, lo, 1)
+        np.add.at(edge, hi, -1)
+        return np.cumsum(edge)[:-1] > 0
 
-@functools.lru_cache(maxsize=4)
-def seen_keys(runs: FoundRuns, n_keys: int) -> Array:
-    """Which keys some row sees. Kept for a while, since all layers of a model ask the same."""
-    edge = np.zeros(n_keys + 1, np.int64)
-    np.add.at(edge, runs.pairs[:, 0].numpy(), 1)
-    np.add.at(edge, runs.pairs[:, 1].numpy(), -1)
-    return np.cumsum(edge)[:-1] > 0
-
-
-@functools.lru_cache(maxsize=4)
-def looks_ahead(runs: FoundRuns, n_keys: int) -> bool:
-    """Whether any row sees a key after its own, the last row's own key being the last."""
-    counts, n_rows = runs.counts.numpy(), runs.counts.shape[1]
-    own = np.tile(np.arange(n_keys - n_rows, n_keys), len(counts))
-    return bool((runs.pairs[:, 1].numpy() > np.repeat(own, counts.reshape(-1)) + 1).any())
+    @functools.cached_property
+    def ahead(self) -> int:
+        """By how much, at the most, the last key that a row sees has a higher number than the row;
+        at least -T."""
+        counts, n_rows = self.counts.numpy(), self.counts.shape[1]
+        rows = np.repeat(np.tile(np.arange(n_rows), len(counts)), counts.reshape(-1))
+        return int((self.pairs[:, 1].numpy() - 1 - rows).max(initial=-n_rows))
 
 
 def find_runs(rule: Rule) -> FoundRuns | None:

@@ -35,7 +35,7 @@ from regard.lens.calls import Call
 from regard.lens.contents import SPOTS, Place
 from regard.lens.heads import sum_spots
 from regard.lens.kept import Array
-from regard.lens.measure import FoundRuns, looks_ahead, measure, seen_keys
+from regard.lens.measure import FoundRuns, measure
 
 DIRECT = 1 << 22
 """Weights up to which a map is made from q and k whenever it is asked for."""
@@ -132,7 +132,7 @@ class Take:
         assert seen.lse is not None
         self.own.append(own)
         self._add_ids(ids, T)
-        self._add_runs(runs, offset, S)
+        self._add_runs(runs, offset, S - T)
         sees = self._sees(call, seen.lse[0], runs)
         real = self._real(sees, runs, own - offset, S)
         if not self.calls:
@@ -212,13 +212,14 @@ class Take:
         known = torch.cat(self.ids)[offset:]
         return known if len(known) == S else None
 
-    def _add_runs(self, runs: FoundRuns | None, offset: int, S: int) -> None:
+    def _add_runs(self, runs: FoundRuns | None, offset: int, before: int) -> None:
+        """before: how many keys lie before the first query's own."""
         if runs is None:
             self.exact = self.causal = False
             return
         self.counts.append(runs.counts)
         self.pairs.append(runs.pairs + offset)
-        self.causal = self.causal and not looks_ahead(runs, S)
+        self.causal = self.causal and runs.ahead <= before
 
     def _sees(self, call: Call, lse_ht: Tensor, runs: FoundRuns | None) -> Tensor:
         """The queries that see something, (T,), on the CPU."""
@@ -231,7 +232,9 @@ class Take:
         """The queries that see something, and whose own key somebody sees."""
         if self.cross or runs is None:
             return sees
-        return sees & torch.from_numpy(seen_keys(runs, S)[own])
+        covered = np.zeros(S, np.bool_)
+        covered[: len(runs.seen)] = runs.seen
+        return sees & torch.from_numpy(covered[own])
 
     def _add_rows(self, seen: Observation, sees: Tensor, real: Tensor, offset: int) -> None:
         def keep(name: str, values: Tensor) -> None:

@@ -33,7 +33,7 @@ class TrainConfig:
     `average`: None, or how much of the averaged weights is kept in a step (0.999): then these are
     what is evaluated and given out. `patience`: stop after so many evaluations without a better
     one. `minutes`: stop after so long, whatever the step. `precision` "bfloat16" is autocast.
-    `compiled`: by torch.compile; the first step then takes a minute or so, and the others less.
+    `compiled`: by torch.compile, for which the first step waits; the others then take less.
     `recompute`: keep no activations inside blocks, and compute them again in the backward pass.
     `guide`: weight of the alignment term, for translation.
     """
