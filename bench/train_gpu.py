@@ -29,7 +29,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from regard.layers.multihead import MultiHeadAttention
 from regard.models import FAMILIES, Transformer, config_of
 from regard.models.weights import put
 from regard.training.loss import summed_loss
@@ -58,9 +57,6 @@ def make_pair(dropout: float, device: str) -> tuple[Any, Transformer]:
 
 def make_ours(model: Transformer, ids: Tensor, options: argparse.Namespace) -> Step:
     """A step of ours."""
-    for layer in model.modules():
-        if isinstance(layer, MultiHeadAttention):
-            layer.finite = True
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     run = torch.compile(model.run, mode="reduce-overhead" if options.graphs else None)
     given, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

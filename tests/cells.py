@@ -37,10 +37,6 @@ SDPA_REFUSALS = {
     "no queries": EMPTY,
     "no keys": EMPTY,
 }
-CPU_REFUSALS = {
-    "negative scale": "torch's CPU kernel is wrong for a scale that is not positive (-0.7)",
-    "zero scale": "torch's CPU kernel is wrong for a scale that is not positive (0.0)",
-}
 
 
 ONE_QUERY = [

@@ -91,7 +91,7 @@ def gaps(
     if callable(backend):
         full = {"scale": None, "softcap": None, "sinks": None, **call}
         rule = make_call(q, k, k, mask, None, *full.values(), (0.0, None)).rule
-        ours_seen = backend(q, k, rule, full["sinks"], wants, None, None)
+        ours_seen = backend(q, k, rule, full["sinks"], wants, None)
     else:
         ours_seen = by(q, k, backend)
     truth, ours = numbers_of(truth_seen), numbers_of(ours_seen)

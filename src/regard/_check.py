@@ -8,10 +8,12 @@ and not inside a `torch.func` transform. Values themselves are not checked here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -60,19 +62,56 @@ def check_probability(name: str, value: float) -> float:
     return float(value)
 
 
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether all entries are finite, by sums; one that overflows says no where a look says yes."""
+    total = 0.0
+    for tensor in tensors:
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        wide = None if tensor.dtype in (torch.float32, torch.float64) else torch.float32
+        total += plain.sum(dtype=wide).item()
+    return math.isfinite(total)
+
+
+def is_empty(*tensors: Tensor) -> bool:
+    """Whether one of them surely has no entries; a size that tracing leaves open counts as some."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return any(statically_known_true(t.numel() == 0) for t in tensors)
+    return any(t.numel() == 0 for t in tensors)
+
+
+def is_one(size: int) -> bool:
+    """Whether a size is surely 1; one that tracing leaves open counts as more."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return guard_or_false(size == 1)
+    return size == 1
+
+
 def readable(*tensors: Tensor | None) -> bool:
     """Whether the values may be looked at now: plain tensors with data, outside tracing."""
     if torch.compiler.is_compiling():
         return False
-    return not any(
-        t is not None
-        and (t.is_meta or is_transformed(t) or isinstance(t, torch._subclasses.FakeTensor))
-        for t in tensors
-    )
+    inside = is_transforming()
+    for t in tensors:
+        if t is None:
+            continue
+        if t.is_meta or (type(t) is not Tensor and isinstance(t, FakeTensor)):
+            return False
+        if inside and torch._C._functorch.is_functorch_wrapped_tensor(t):
+            return False
+    return True
 
 
 def is_transformed(tensor: Tensor) -> bool:
     """Whether the tensor is being carried through a `torch.func` transform (vmap, grad, jvp)."""
+    return is_transforming() and bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def is_transforming() -> bool:
+    """Whether a `torch.func` transform is under way; the compiler handles those of its own."""
     if torch.compiler.is_compiling():
         return False
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return torch._C._functorch.peek_interpreter_stack() is not None

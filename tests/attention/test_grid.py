@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cells import CPU_REFUSALS, SDPA_REFUSALS, TYPES, by_formula, check_cell, judge
+from cells import SDPA_REFUSALS, TYPES, by_formula, check_cell, judge
 from plain import CASES
 
 from regard.attention import attention, blockwise, flex, fused
 from regard.attention.backends import BACKENDS
 
-REFUSALS = {"sdpa": SDPA_REFUSALS | CPU_REFUSALS}
+REFUSALS = {"sdpa": SDPA_REFUSALS}
 FLEX_REFUSALS = {
     "sinks": "FlexAttention gives no log-sum on the CPU, which sinks need",
     "everything": "FlexAttention gives no log-sum on the CPU, which sinks need",

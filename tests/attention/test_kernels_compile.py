@@ -34,7 +34,7 @@ KERNELS = {
 }
 CASES: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {
     "half": (torch.bfloat16, 64, {}),
-    "whole": (torch.float32, 40, {"softcap": 3.0, "sinks": torch.zeros(4), "spoiled": True}),
+    "whole": (torch.float32, 40, {"softcap": 3.0, "sinks": torch.zeros(4)}),
 }
 
 
@@ -89,12 +89,11 @@ def test_kernels_compile_for_a_gpu_as_they_are_launched(
             monkeypatch.setattr(module, kernel, caught[kernel])
     q, k = (torch.zeros(1, heads, 256, width, dtype=dtype) for heads in (4, 2))
     rule = make_call(q, k, k, Causal(), None, None, more.get("softcap"), None, (0.0, None)).rule
-    spoiled = torch.zeros(1, 4, 256, dtype=torch.bool) if more.get("spoiled") else None
     for picture in ((8, 8), (7, 9)):
         wants = Wants(
             lse=True, entropy=True, peak=True, distance=True, received=True, top=5, map=picture
         )
-        seeing.by_kernels(q, k, rule, more.get("sinks"), wants, spoiled, None)
+        seeing.by_kernels(q, k, rule, more.get("sinks"), wants, None)
     bounds = find_bounds(rule, q.device)
     assert bounds is not None
     keys = torch.zeros(3, 256, dtype=torch.int32)

@@ -30,7 +30,7 @@ from regard.attention import (
     blockwise,
     fused,
 )
-from regard.attention.rule import Rule, pack, unpack
+from regard.attention.rule import Rule, pack, parse, spell, unpack
 from regard.attention.shape import Shape, Tile
 
 Sees = Callable[[int, int, int, int], bool]
@@ -281,7 +281,8 @@ def test_packed_and_unpacked_mask_is_the_same_mask(name: str, shape: Shape) -> N
     assert type(again.mask) is type(mask)
     assert again.mask is not None
     assert torch.equal(again.mask.dense(shape).expand(*shape), pairs(name, shape))
-    assert pack(again).text == packed.text
+    assert pack(again).form == packed.form
+    assert parse(spell(packed.form)) == packed.form
     tensors = Rule(shape=shape, mask=mask).tensors()
     assert [id(t) for t in packed.tensors] == [id(t) for t in tensors]
 

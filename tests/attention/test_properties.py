@@ -1,8 +1,9 @@
 """Whatever is asked, every path gives the reference's answer: hypothesis draws the questions.
 
 Masks of any class nested in any way, biases added to each other, sizes from 0 on, any group ratio,
-float type, scale, softcap, sinks, dropout and wants. What single masks and biases mean is in
-`test_mask.py` and `test_bias.py`; here they only have to agree with themselves on every path.
+float type, layout in memory, scale, softcap, sinks, dropout and wants. What single masks and biases
+mean is in `test_mask.py` and `test_bias.py`; here they only have to agree with themselves on every
+path.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from layouts import LAYOUTS, lay_out
 from plain import plain
 from torch import Tensor
 
@@ -45,6 +47,7 @@ from regard.attention.shape import Shape, Tile
 ROUNDINGS = 6
 HALF_AND_SINGLE = [torch.float32, torch.bfloat16, torch.float16]
 MakeBias = Callable[[torch.dtype], Bias]
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def examples(n: int) -> settings:
@@ -195,20 +198,28 @@ class Question:
     bias: MakeBias | None
     sinks: bool
     numbers: dict[str, Any]
+    layouts: tuple[str, str, str, str] = ("plain",) * 4
 
-    def ask(self, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any], list[Tensor]]:
-        """The inputs, the call, and every tensor to which gradients flow."""
+    def ask(
+        self, dtype: torch.dtype, device: str = "cpu", rounded: torch.dtype | None = None
+    ) -> tuple[list[Tensor], dict[str, Any], list[Tensor]]:
+        """The inputs, the call, and every tensor to which gradients flow.
+
+        rounded: the type in which q, k and v are rounded first.
+        """
         B, H, T, S = self.shape
         sizes = ((B, H, T, self.widths[0]), *((B, self.groups, S, width) for width in self.widths))
-        inputs = [normal(self.seed + n, *size).to(dtype) for n, size in enumerate(sizes)]
-        inputs = [x.requires_grad_() for x in inputs]
+        inputs = []
+        for n, (size, layout) in enumerate(zip(sizes, self.layouts, strict=False)):
+            drawn = normal(self.seed + n, *size).to(device, rounded or dtype).to(dtype)
+            inputs.append(lay_out(drawn, layout).requires_grad_())
         call: dict[str, Any] = {"mask": self.mask, **self.numbers}
         leaves = list(inputs)
         if self.bias is not None:
             call["bias"] = self.bias(dtype)
             leaves += call["bias"].leaves()
         if self.sinks:
-            call["sinks"] = (3 * normal(self.seed + 5, H)).to(dtype).requires_grad_()
+            call["sinks"] = (3 * normal(self.seed + 5, H)).to(device, dtype).requires_grad_()
             leaves.append(call["sinks"])
         return inputs, call, leaves
 
@@ -229,7 +240,7 @@ def questions(draw: st.DrawFn, dropout: bool = True, rare: int = 1) -> Question:
     looks = draw(st.sampled_from([runs, masks, masks, None]))
     odd = draw(st.integers(1, rare)) == 1
     numbers: dict[str, Any] = {
-        "scale": draw(st.sampled_from([None, 0.7, 3.0, -0.5, 0.0] if odd else [None, 0.7])),
+        "scale": draw(st.sampled_from([None, None, 0.7, 3.0, -0.5, 0.0])),
         "softcap": draw(st.sampled_from([None, None, 0.5, 20.0])) if odd else None,
     }
     if dropout and draw(st.booleans()):
@@ -243,6 +254,7 @@ def questions(draw: st.DrawFn, dropout: bool = True, rare: int = 1) -> Question:
         bias=draw(biases(shape)) if draw(st.booleans()) else None,
         sinks=odd and draw(st.booleans()),
         numbers=numbers,
+        layouts=draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 4)),
     )
 
 
@@ -271,13 +283,16 @@ def wants(draw: st.DrawFn, shape: Shape) -> Wants:
     )
 
 
-def gradients(outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    """Gradients of a fixed mixture of the outputs, zeros where none flows."""
-    total = torch.zeros((), dtype=torch.float64)
+def gradients(outputs: list[Tensor], leaves: list[Tensor], layout: str = "plain") -> list[Tensor]:
+    """Gradients of a fixed mixture of the outputs, zeros where none flows.
+
+    layout: how the gradient that comes to the first of them, which is the output, lies in memory.
+    """
+    pulls = []
     for n, output in enumerate(outputs):
-        pull = normal(n, *output.shape)
-        total = total + (output.double().masked_fill(output == -math.inf, 0.0) * pull).sum()
-    made = torch.autograd.grad(total, leaves, allow_unused=True)
+        pull = normal(n, *output.shape).to(output.device, output.dtype)
+        pulls.append(lay_out(pull, layout) if n == 0 else pull.masked_fill(output == -math.inf, 0))
+    made = torch.autograd.grad(outputs, leaves, pulls, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, made, strict=True)]
 
 
@@ -316,22 +331,24 @@ def test_any_mask_expression_says_the_same_in_every_rendering(data: st.DataObjec
             assert int(picture[row, column]) in (1, 2 if part.all() else int(part.any()))
 
 
+@DEVICES
 @examples(100)
-@given(questions())
-def test_blockwise_is_the_reference_with_all_its_gradients(question: Question) -> None:
+@given(question=questions())
+def test_blockwise_is_the_reference_with_all_its_gradients(question: Question, device: str) -> None:
     told = []
     for backend in ("reference", "blockwise"):
-        (q, k, v), call, leaves = question.ask(torch.float64)
+        (q, k, v), call, leaves = question.ask(torch.float64, device)
         output = attention(q, k, v, **call, backend=backend)
-        told.append([output, *gradients([output], leaves)])
+        told.append([output, *gradients([output], leaves, question.layouts[3])])
     for n, (ours, truth) in enumerate(zip(told[1], told[0], strict=True)):
         close(ours, truth, f"part {n}")
 
 
-@examples(150)
-@given(questions(dropout=False, rare=5))
-def test_sdpa_is_the_reference_or_refuses_with_a_sentence(question: Question) -> None:
-    (q, k, v), call, leaves = question.ask(torch.float64)
+@DEVICES
+@examples(250)
+@given(question=questions(dropout=False, rare=5))
+def test_sdpa_is_the_reference_or_refuses_with_a_sentence(question: Question, device: str) -> None:
+    (q, k, v), call, leaves = question.ask(torch.float64, device)
     for leaf in leaves[3:]:
         leaf.requires_grad_(False)
     reason = explain(q, k, v, **call, backend="reference").verdicts["sdpa"]
@@ -344,35 +361,46 @@ def test_sdpa_is_the_reference_or_refuses_with_a_sentence(question: Question) ->
     told = []
     for backend in ("reference", "sdpa"):
         output = attention(q, k, v, **call, backend=backend)
-        told.append([output, *gradients([output], [q, k, v])])
+        told.append([output, *gradients([output], [q, k, v], question.layouts[3])])
     for n, (ours, truth) in enumerate(zip(told[1], told[0], strict=True)):
         close(ours, truth, f"part {n}")
 
 
-@examples(80)
-@given(questions(dropout=False), st.sampled_from(HALF_AND_SINGLE))
+@DEVICES
+@examples(150)
+@given(
+    question=questions(dropout=False, rare=2),
+    dtype=st.sampled_from(HALF_AND_SINGLE),
+    learned=st.booleans(),
+)
 def test_narrow_types_err_at_most_twice_as_much_as_the_plain_formula(
-    question: Question, dtype: torch.dtype
+    question: Question, dtype: torch.dtype, learned: bool, device: str
 ) -> None:
-    (q, k, v), call, leaves = question.ask(dtype)
-    shape = question.shape
-    seen = None if question.mask is None else question.mask.dense(shape)
-    bias = call["bias"].dense(shape, dtype=dtype) if question.bias else None
+    (q, k, v), call, leaves = question.ask(dtype, device)
+    if not learned:
+        for leaf in leaves[3:]:
+            leaf.requires_grad_(False)
+        leaves = leaves[:3]
+    shape, pull = question.shape, question.layouts[3]
+    seen = None if question.mask is None else question.mask.dense(shape).to(device)
+    bias = call["bias"].dense(shape, dtype=dtype).to(device) if question.bias else None
     scale = call["scale"] if call["scale"] is not None else max(q.shape[3], 1) ** -0.5
     assume(k.shape[1])
     narrow = plain(q, k, v, seen, bias, scale, call["softcap"], call.get("sinks"))[0]
-    theirs = [narrow, *gradients([narrow], leaves)]
+    theirs = [narrow, *gradients([narrow], leaves, pull)]
     # The same rounded numbers, once more in float64.
-    (q8, k8, v8), call8, leaves8 = question.ask(torch.float64)
+    (q8, k8, v8), call8, leaves8 = question.ask(torch.float64, device, rounded=dtype)
     with torch.no_grad():
-        for wide, rounded in zip(leaves8, leaves, strict=True):
+        for wide, rounded in zip(leaves8[3:], question.ask(dtype, device)[2][3:], strict=True):
             wide.copy_(rounded)
+    leaves8 = leaves8[: len(leaves)]
     exact = attention(q8, k8, v8, **call8, backend="reference")
-    truth = [exact, *gradients([exact], leaves8)]
+    truth = [exact, *gradients([exact], leaves8, pull)]
     largest = max((float(x.detach().abs().max()) for x in truth if x.numel()), default=0.0)
-    for backend in ("reference", "blockwise"):
+    free = explain(q, k, v, **call).verdicts
+    for backend in ("reference", "blockwise", "auto", *(["sdpa"] if not free["sdpa"] else [])):
         output = attention(q, k, v, **call, backend=backend)
-        ours = [output, *gradients([output], leaves)]
+        ours = [output, *gradients([output], leaves, pull)]
         for n, (o, p, t) in enumerate(zip(ours, theirs, truth, strict=True)):
             assert o.dtype == dtype and o.shape == t.shape
             if t.numel():

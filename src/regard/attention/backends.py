@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from regard._check import is_transformed
+from regard._check import is_empty, is_transformed
 from regard.attention import flex, fused, observe, reference, single
 from regard.attention.bias import Bias, DenseBias, Sum
 from regard.attention.blockwise_op import run_blockwise
@@ -47,9 +47,8 @@ class Call:
     dropout: float = 0.0
     seed: Tensor | None = None
     wants: Wants | None = None
-    nan_rows: Tensor | None = None
-    nan_weights: Tensor | None = None
-    """Rows whose output or weights are NaN, (B, H, T): what was not finite is taken out here."""
+    transformed: bool = False
+    """Whether a tensor of the call is being carried through a `torch.func` transform."""
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,28 +117,27 @@ def refuse_sdpa(call: Call) -> str | None:
         return "torch's fused kernels have no softcap"
     if call.sinks is not None:
         return "torch's fused kernels have no sinks"
-    on_cpu, scale = call.q.device.type == "cpu", call.rule.scale
+    on_cpu = call.q.device.type == "cpu"
     if call.dropout > 0.0 and call.q.device.type != "cuda":
         return "torch's fused kernels have dropout on CUDA alone"
     if call.dropout >= 1.0:
         return "torch's fused kernels cannot drop every weight"
-    if on_cpu and scale is not None and scale <= 0:
-        return f"torch's CPU kernel is wrong for a scale that is not positive ({scale})"
     if any(leaf.requires_grad for leaf in call.rule.bias_leaves()):
         return "torch's fused kernels give no gradient to the bias"
     if call.q.dtype == torch.float16 and any(
         leaf.dtype != torch.float16 for leaf in dense_values(call.rule.bias)
     ):
         return "the kernel adds a bias in float16, whose range a wider bias may leave"
-    if any(is_transformed(t) for t in call.tensors()):
+    if call.transformed:
         return "torch's fused kernels do not run inside torch.func transforms"
     if call.q.shape[3] == 0 and call.v.shape[3] == 0:
         return "torch's fused kernels need a head width of at least 1"
-    if not call.q.numel() or not call.k.numel():
+    if is_empty(call.q, call.k):
         return "torch's fused kernels are not asked for empty inputs"
-    entries = call.rule.shape.T * call.rule.shape.S
-    if not on_cpu and fused.flags(call.rule) is None and entries > MASK_ENTRIES:
-        return f"torch's fused kernels would need a rendered mask, over {MASK_ENTRIES:,} entries"
+    if not on_cpu and fused.flags(call.rule) is None:
+        entries = call.rule.shape.T * call.rule.shape.S
+        if entries > MASK_ENTRIES:
+            return f"torch's fused kernels would need a rendered mask of over {MASK_ENTRIES:,}"
     return None
 
 
@@ -150,11 +148,11 @@ def refuse_flex(call: Call) -> str | None:
         return reason
     if call.dropout > 0.0:
         return "FlexAttention has no dropout"
-    if any(is_transformed(t) for t in call.tensors()):
+    if call.transformed:
         return "FlexAttention does not run inside torch.func transforms"
     if call.q.dtype == torch.float64:
         return "FlexAttention computes scores in float32, which float64 does not allow"
-    if not call.q.numel() or not call.k.numel() or not call.v.numel():
+    if is_empty(call.q, call.k, call.v):
         return "FlexAttention does not take empty inputs"
     if (
         call.q.device.type == "cpu"
@@ -179,9 +177,9 @@ def refuse_triton(call: Call) -> str | None:
         return reason
     if torch.is_grad_enabled() and any(t.requires_grad for t in call.tensors()):
         return "our kernels have no backward pass so far"
-    if any(is_transformed(t) for t in call.tensors()):
+    if call.transformed:
         return "our kernels do not run inside torch.func transforms"
-    if not call.q.numel() or not call.k.numel() or not (call.wants or call.v.numel()):
+    if is_empty(call.q, call.k) or (call.wants is None and is_empty(call.v)):
         return "our kernels are not asked for empty inputs"
     return None
 
@@ -278,7 +276,7 @@ def has_tangent(call: Call) -> bool:
 
 def is_unread(call: Call) -> bool:
     """Whether values cannot be looked at now."""
-    return torch.compiler.is_compiling() or any(is_transformed(t) for t in call.tensors())
+    return torch.compiler.is_compiling() or call.transformed
 
 
 def _attend_reference(call: Call) -> Tensor:
@@ -291,16 +289,12 @@ def _attend_blockwise(call: Call) -> Tensor:
 
 def _observe_reference(call: Call) -> Observation:
     assert call.wants is not None
-    return observe.by_reference(
-        call.inputs, call.rule, call.sinks, call.drop, call.wants, call.nan_weights
-    )
+    return observe.by_reference(call.inputs, call.rule, call.sinks, call.drop, call.wants)
 
 
 def _observe_blockwise(call: Call) -> Observation:
     assert call.wants is not None
-    return observe.by_tiles(
-        call.inputs, call.rule, call.sinks, call.drop, call.wants, call.nan_weights
-    )
+    return observe.by_tiles(call.inputs, call.rule, call.sinks, call.drop, call.wants)
 
 
 def _observe_triton(call: Call) -> Observation:
@@ -309,9 +303,7 @@ def _observe_triton(call: Call) -> Observation:
     if call.v.shape[3]:
         blind = replace(call, wants=None)
         output = choose(blind, "auto").attend(blind)
-    return seeing.by_kernels(
-        call.q, call.k, call.rule, call.sinks, call.wants, call.nan_weights, output
-    )
+    return seeing.by_kernels(call.q, call.k, call.rule, call.sinks, call.wants, output)
 
 
 BACKENDS = {

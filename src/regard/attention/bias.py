@@ -40,6 +40,8 @@ class Bias(ABC):
 
     relative = False
     """Whether the number depends on the head and on i - j alone."""
+    hides = True
+    """Whether the number may be -inf, which means that no look is allowed."""
 
     @abstractmethod
     def add(
@@ -105,6 +107,7 @@ class ALiBi(Bias):
     n_heads: int | None = None
     slopes: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
     relative = True
+    hides = False
 
     def __post_init__(self) -> None:
         if (self.n_heads is None) == (self.slopes is None):
@@ -249,6 +252,10 @@ class BiasAt(Bias):
             check_axis("keys", self.keys, "S", shape)
         self.rule.check(shape)
 
+    @property
+    def hides(self) -> bool:  # type: ignore[override]
+        return self.rule.hides
+
     def leaves(self) -> list[Tensor]:
         return self.rule.leaves()
 
@@ -279,6 +286,10 @@ class Sum(Bias):
     @property
     def relative(self) -> bool:  # type: ignore[override]
         return self.one.relative and self.other.relative
+
+    @property
+    def hides(self) -> bool:  # type: ignore[override]
+        return self.one.hides or self.other.hides
 
     def check(self, shape: Shape) -> None:
         self.one.check(shape)

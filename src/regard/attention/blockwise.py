@@ -6,6 +6,10 @@ mass). Tiles that the mask empties are skipped, tiles that it leaves whole are n
 memory is O(T + S), forward and backward: the backward pass makes the weights again, tile by tile,
 from the saved log-sums.
 
+What is not finite reaches the rows that may look at it, and no others. A NaN score does so by
+itself, since the mask replaces the scores of hidden pairs. A value does not, as 0 · NaN is NaN: in
+a tile that is partly hidden only finite values are added up, and rows that see another are marked.
+
 The backward pass is written in differentiable operations on lists of tiles, so it can be
 differentiated again, and under `torch.func`; it is in `blockwise_backward.py`, and
 `blockwise_op.py` ties the two together for autograd and for compiled graphs.
@@ -23,10 +27,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard._check import is_transformed
+from regard._check import all_finite, is_transformed, readable
 from regard.attention.dropout import keep_factor
 from regard.attention.mask import edges, tile_bounds
-from regard.attention.reference import add_rule, group_matmul, raw_scores, row_max
+from regard.attention.reference import (
+    add_rule,
+    finite_part,
+    group_matmul,
+    raw_scores,
+    repeat_heads,
+    row_max,
+    spoil,
+)
 from regard.attention.rule import Rule, score_dtype
 from regard.attention.shape import Shape, Tile
 
@@ -130,6 +142,7 @@ class _Band:
         )
         self.top = torch.full_like(self.sum, torch.finfo(dtype).min)
         self.output = self.sum.expand(B, H, t, v_bgse.shape[3])
+        self.spoil = self.sum
         self.heat = self.far = self.mass = self.sum
         self.key = torch.full_like(self.sum, -1, dtype=torch.int64)
 
@@ -162,6 +175,23 @@ class _Band:
         self.top = top
         return weights, shrink
 
+    def mix(
+        self,
+        weights_bhts: Tensor,
+        shrink_bht1: Tensor,
+        v_bgse: Tensor,
+        hidden_bhts: Tensor | None,
+    ) -> None:
+        """Add the values of one tile; hidden: the pairs that no NaN may pass, if there are any."""
+        if hidden_bhts is not None:
+            spoil_bg1s = spoil(v_bgse, weights_bhts.dtype)[..., None, :]
+            spoil_bhts = repeat_heads(spoil_bg1s, weights_bhts.shape[1])
+            seen_bhts = torch.where(hidden_bhts, 0.0, spoil_bhts)
+            self.spoil = self.spoil + seen_bhts.sum(-1, keepdim=True)
+            v_bgse = finite_part(v_bgse)
+        part = group_matmul(weights_bhts, v_bgse.to(weights_bhts.dtype))
+        self.output = self.output * shrink_bht1 + part
+
     def none(self) -> Tensor:
         """What stands for an answer not asked for; new each time, since results share nothing."""
         return self.sum.new_zeros(0)
@@ -181,14 +211,14 @@ class _Band:
         # lse - self.top, but not by way of lse: large scores would cost its last digits.
         spread = (top - self.top) + total.log()
         entropy = (weight * spread).masked_fill(empty, 0.0) - self.heat * share
-        seen = (self.sum > 0).to(share.dtype)
+        seen = (self.sum != 0).to(share.dtype)
         return Rows(
-            output=(self.output * share).to(self.q.dtype),
+            output=(self.output * share * (1.0 + self.spoil)).to(self.q.dtype),
             lse=lse.squeeze(-1),
             total=weight.squeeze(-1),
             entropy=entropy.squeeze(-1) if ask.entropy else self.none(),
             peak=(share * seen).squeeze(-1) if ask.peak else self.none(),
-            peak_key=self.key.squeeze(-1) if ask.peak else self.none().long(),
+            peak_key=no_key(self.key, share).squeeze(-1) if ask.peak else self.none().long(),
             distance=(self.far * share).squeeze(-1) if ask.distance else self.none(),
             mass=(self.mass * share).squeeze(-1) if has_mass else self.none(),
             top=top.squeeze(-1).clone(),
@@ -208,6 +238,23 @@ def better_key(scores_bhts: Tensor, better_bht1: Tensor, key_bht1: Tensor, first
     return key.view_as(key_bht1)
 
 
+def no_key(key: Tensor, weight: Tensor) -> Tensor:
+    """Keys, of which rows of NaN have none: -1."""
+    return key.masked_fill(weight.isnan(), -1)
+
+
+def marked(x: Tensor) -> Tensor:
+    """x with NaN for an infinity too, so that every score made with it is NaN."""
+    return x + x * 0.0
+
+
+def is_clean(v_bgse: Tensor) -> bool:
+    """Whether all values are known to be finite: asked on a CPU alone, where it costs little."""
+    if not v_bgse.numel():
+        return True
+    return v_bgse.device.type == "cpu" and readable(v_bgse) and all_finite(v_bgse)
+
+
 def first_pass(
     q_bhtd: Tensor,
     k_bgsd: Tensor,
@@ -220,6 +267,8 @@ def first_pass(
 ) -> Rows:
     """Output, log-sums and the row statistics asked for, in one walk over the tiles."""
     device, (dropout, seed) = q_bhtd.device, drop
+    q_bhtd, k_bgsd = marked(q_bhtd), marked(k_bgsd)
+    clean = is_clean(v_bgse)
     done: list[Rows] = []
     room, spare = None, None
     if not is_transformed(q_bhtd) and not is_transformed(k_bgsd):
@@ -232,14 +281,15 @@ def first_pass(
             keys = slice(tile.s0, tile.s1)
             scores = raw_scores(band.q, k_bgsd[:, :, keys], rule, room)
             scores = add_rule(scores, rule, tile, full)
+            whole = clean or (full and not rule.bias_hides())
+            hidden = None if whole else scores == -math.inf
             j_s = torch.arange(tile.s0, tile.s1, device=device)
             mass = None if mass_bs is None else mass_bs[:, None, keys, None]
             weights, shrink = band.take(scores, j_s, mass, ask)
             if dropout > 0.0:
                 assert seed is not None
                 weights = weights * keep_factor(seed, dropout, rule.shape, tile, weights.dtype)
-            part = group_matmul(weights, v_bgse[:, :, keys].to(weights.dtype))
-            band.output = band.output * shrink + part
+            band.mix(weights, shrink, v_bgse[:, :, keys], hidden)
         done.append(band.finish(sinks_h, ask, mass_bs is not None))
     if not done:
         i_t1 = torch.zeros(0, 1, dtype=torch.int64, device=device)

@@ -3,7 +3,9 @@
 With p the weights, g the gradient of the output and δ = Σ g·output for each row, the gradient on a
 score is p · (dropped g·v − δ + g_lse + g_total · (1 − Σp) − g_entropy · (log p + entropy + 1 −
 Σp)); bias, softcap, scale, q and k take it from there. Only differentiable operations are used, and
-nothing is written in place, so the pass can itself be differentiated.
+nothing is written in place, so the pass can itself be differentiated. Products with gradients take
+the finite parts of q, k and v: a hidden pair has the weight 0, and 0 · NaN would be NaN. The rows
+that see what is not finite have a log-sum or an output of NaN, which spoils their gradients alone.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width; t, s
 sizes of a tile.
@@ -17,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.attention.blockwise import Rows, bands, grid_tiles
+from regard.attention.blockwise import Rows, bands, grid_tiles, marked
 from regard.attention.dropout import keep_factor
-from regard.attention.reference import add_rule, group_matmul, raw_scores
+from regard.attention.reference import add_rule, finite_part, group_matmul, raw_scores
 from regard.attention.rule import Rule, score_dtype
 from regard.attention.shape import Tile
 
@@ -49,7 +51,8 @@ class _Walk:
     def __init__(
         self, inputs: tuple[Tensor, Tensor, Tensor], rule: Rule, rows: Rows, given: Given
     ) -> None:
-        self.q, self.k, self.v = inputs
+        self.marked = marked(inputs[0]), marked(inputs[1])
+        self.q, self.k, self.v = (finite_part(x) for x in inputs)
         self.rule, self.rows, self.given = rule, rows, given
         self.dtype = score_dtype(self.q.dtype)
         self.k_parts: dict[tuple[int, int], Tensor] = {}
@@ -86,9 +89,13 @@ class _Walk:
         """Gather the gradients of one tile; what it gives to its queries comes back."""
         rows, keys = (tile.t0, tile.t1), (tile.s0, tile.s1)
         q, k, v = run_of(self.q, rows), run_of(self.k, keys), run_of(self.v, keys)
-        capped = raw_scores(q, k, self.rule)
-        log_p = add_rule(capped, self.rule, tile, full) - run_of(self.lse, rows)
+        capped = raw_scores(run_of(self.marked[0], rows), run_of(self.marked[1], keys), self.rule)
+        scores = add_rule(capped, self.rule, tile, full)
+        log_p = scores - run_of(self.lse, rows)
         p = log_p.exp()
+        hidden = None if full and not self.rule.bias_hides() else scores == -math.inf
+        if hidden is not None:
+            p = p.masked_fill(hidden, 0.0)
         slope = run_of(self.slope, rows).expand_as(p)
         if self.given.output is not None:
             g = run_of(self.given.output, rows).to(self.dtype)
@@ -99,7 +106,7 @@ class _Walk:
         if self.given.entropy is not None:
             log_p = log_p.masked_fill(p == 0, 0.0)
             slope = slope - run_of(self.given.entropy, rows).unsqueeze(-1) * log_p
-        ds = p * slope
+        ds = p * slope if hidden is None else (p * slope).masked_fill(hidden, 0.0)
         if wants_bias:
             assert self.rule.bias is not None
             self.bias_parts[tile] = self.rule.bias.grad_block(ds, self.rule.shape, tile)

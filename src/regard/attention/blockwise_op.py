@@ -1,8 +1,8 @@
 """The tiled passes as one operation, for autograd, for `torch.func` and for compiled graphs.
 
-Autograd and compilers carry tensors and constants, so the rule travels as text and tensors
-(`rule.pack`). In eager mode the passes run as they are. While a graph is being traced they are the
-custom operations `regard::blockwise` and `regard::blockwise_backward`, opaque to the compiler: the
+Autograd and compilers carry tensors and constants, so the rule travels taken apart (`rule.pack`).
+In eager mode the passes run as they are. While a graph is being traced they are the custom
+operations `regard::blockwise` and `regard::blockwise_backward`, opaque to the compiler: the
 graph stays one node, whatever the length. Each has a fake twin that tells the shapes.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
@@ -10,14 +10,14 @@ Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.attention.blockwise import NOTHING, Ask, Rows, first_pass
 from regard.attention.blockwise_backward import Given, backward_pass
-from regard.attention.rule import Packed, Rule, pack, score_dtype, unpack
+from regard.attention.rule import Form, Packed, Rule, pack, score_dtype, spell, unpack
 from regard.attention.shape import Shape
 
 
@@ -27,7 +27,7 @@ def shape_of(q_bhtd: Tensor, k_bgsd: Tensor) -> Shape:
 
 
 def _forward(
-    text: str,
+    form: Form | str,
     tensors: list[Tensor],
     ints: list[int],
     floats: list[float],
@@ -40,12 +40,12 @@ def _forward(
     asked: list[bool],
     mass: Tensor | None,
 ) -> list[Tensor]:
-    rule = unpack(Packed(text, tensors, ints, floats), shape_of(q, k))
+    rule = unpack(Packed(form, tensors, ints, floats), shape_of(q, k))
     return list(first_pass(q, k, v, rule, sinks, (dropout, seed), Ask(*asked), mass))
 
 
 def _backward(
-    text: str,
+    form: Form | str,
     tensors: list[Tensor],
     ints: list[int],
     floats: list[float],
@@ -58,13 +58,13 @@ def _backward(
     wants_bias: bool,
 ) -> list[Tensor]:
     q, k, v = inputs
-    rule = unpack(Packed(text, tensors, ints, floats), shape_of(q, k))
+    rule = unpack(Packed(form, tensors, ints, floats), shape_of(q, k))
     drop = (dropout, seed)
     grads = backward_pass(Given(*given), (q, k, v), rule, sinks, drop, Rows(*rows), wants_bias)
     return [grads.q, grads.k, grads.v, grads.sinks, *grads.leaves]
 
 
-_RULE = "str text, Tensor[] tensors, SymInt[] ints, float[] floats"
+_RULE = "str form, Tensor[] tensors, SymInt[] ints, float[] floats"
 _forward_op = torch.library.custom_op(
     "regard::blockwise",
     _forward,
@@ -83,7 +83,7 @@ _backward_op = torch.library.custom_op(
 
 @_forward_op.register_fake
 def _(
-    text: str,
+    form: str,
     tensors: list[Tensor],
     ints: list[int],
     floats: list[float],
@@ -121,7 +121,7 @@ def _(
 
 @_backward_op.register_fake
 def _(
-    text: str,
+    form: str,
     tensors: list[Tensor],
     ints: list[int],
     floats: list[float],
@@ -133,10 +133,21 @@ def _(
     given: list[Tensor | None],
     wants_bias: bool,
 ) -> list[Tensor]:
-    rule = unpack(Packed(text, tensors, ints, floats), shape_of(inputs[0], inputs[1]))
+    rule = unpack(Packed(form, tensors, ints, floats), shape_of(inputs[0], inputs[1]))
     leaves = rule.bias_leaves() if wants_bias else []
     some = inputs[0].new_empty(0) if sinks is None else sinks
     return [x.new_empty(x.shape) for x in (*inputs, some, *leaves)]
+
+
+class _Fixed(NamedTuple):
+    """What a call is told beside its tensors; leaves: which tensors of the rule may be learned."""
+
+    form: Form | str
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    dropout: float
+    ask: Ask
+    leaves: tuple[int, ...]
 
 
 class _Blockwise(torch.autograd.Function):
@@ -146,9 +157,7 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        form: tuple[
-            str, tuple[int, ...], tuple[float, ...], float, tuple[bool, ...], tuple[int, ...]
-        ],
+        fixed: _Fixed,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -157,14 +166,13 @@ class _Blockwise(torch.autograd.Function):
         mass: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        text, ints, floats, dropout, asked, _ = form
         run = _forward_op if torch.compiler.is_compiling() else _forward
-        rule = (text, list(tensors), list(ints), list(floats))
-        return tuple(run(*rule, q, k, v, sinks, dropout, seed, list(asked), mass))
+        rule = (fixed.form, list(tensors), list(fixed.ints), list(fixed.floats))
+        return tuple(run(*rule, q, k, v, sinks, fixed.dropout, seed, list(fixed.ask), mass))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.form, q, k, v, sinks, seed, _, *tensors = inputs
+        ctx.fixed, q, k, v, sinks, seed, _, *tensors = inputs
         ctx.mark_non_differentiable(*output[4:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, sinks, seed, *output[:4], *tensors)
@@ -172,17 +180,17 @@ class _Blockwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, seed, output, lse, total, entropy, *tensors = ctx.saved_tensors
-        text, ints, floats, dropout, _, leaf_places = ctx.form
-        wants_bias = any(ctx.needs_input_grad[7 + place] for place in leaf_places)
+        fixed: _Fixed = ctx.fixed
+        wants_bias = any(ctx.needs_input_grad[7 + place] for place in fixed.leaves)
         given = [grads[0], grads[1], grads[2], grads[3] if entropy.dim() > 1 else None]
         rows = [output, lse, total, entropy, *[lse] * 6]
         run = _backward_op if torch.compiler.is_compiling() else _backward
-        rule = (text, tensors, list(ints), list(floats))
-        made = run(*rule, [q, k, v], sinks, dropout, seed, rows, given, wants_bias)
+        rule = (fixed.form, tensors, list(fixed.ints), list(fixed.floats))
+        made = run(*rule, [q, k, v], sinks, fixed.dropout, seed, rows, given, wants_bias)
         result: list[Tensor | None] = [None] * (7 + len(tensors))
         result[1:4] = made[:3]
         result[4] = made[3] if sinks is not None else None
-        for place, grad in zip(leaf_places, made[4:], strict=wants_bias):
+        for place, grad in zip(fixed.leaves, made[4:], strict=wants_bias):
             result[7 + place] = grad
         return tuple(result)
 
@@ -199,9 +207,12 @@ def run_blockwise(
     packed, (dropout, seed), leaves = pack(rule), drop, rule.bias_leaves()
     floats = (*inputs, sinks, *leaves)
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
-    if torch.compiler.is_compiling() and not wants_grad:
-        return Rows(*_forward_op(*packed, *inputs, sinks, dropout, seed, list(ask), mass))
+    if torch.compiler.is_compiling():
+        assert not isinstance(packed.form, str)
+        packed = packed._replace(form=spell(packed.form))
+        if not wants_grad:
+            return Rows(*_forward_op(*packed, *inputs, sinks, dropout, seed, list(ask), mass))
     places = tuple(n for n, t in enumerate(packed.tensors) if any(t is leaf for leaf in leaves))
-    form = (packed.text, tuple(packed.ints), tuple(packed.floats), dropout, tuple(ask), places)
-    rows = _Blockwise.apply(form, *inputs, sinks, seed, mass, *packed.tensors)  # type: ignore[no-untyped-call]
+    fixed = _Fixed(packed.form, tuple(packed.ints), tuple(packed.floats), dropout, ask, places)
+    rows = _Blockwise.apply(fixed, *inputs, sinks, seed, mass, *packed.tensors)  # type: ignore[no-untyped-call]
     return Rows(*rows)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from regard.attention.mask import edges, tile_bounds
 from regard.attention.rule import Rule
+from regard.attention.unseen import clear, covers, find_unseen
 
 BLOCK = 128
 WIDTH = 16
@@ -33,6 +34,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks_h: Tensor | None) 
     if not torch.is_grad_enabled():
         # On a CPU it takes inputs that could ask for a gradient for ones that do.
         q, k, v = q.detach(), k.detach(), v.detach()
+    if not covers(rule):
+        unseen = find_unseen(rule, q.device)
+        k, v = clear(k, unseen), clear(v, unseen)
     width = v.shape[3]
     factor = rule.factor(q.shape[3])
     q, k, v = (F.pad(x, (0, max(WIDTH - x.shape[3], 0))) for x in (q, k, v))

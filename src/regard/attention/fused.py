@@ -8,7 +8,12 @@ pieces. So padding, windows, packing and causal biases cost the work they leave,
 differentiated, which torch's kernels cannot do, it is taken from the tiled path instead.
 
 On other devices, and while a graph is being traced, one call is made: with the kernel's own flags
-where these mean exactly the mask, else with the mask rendered whole.
+where these mean exactly the mask, else with the mask rendered whole. Kernels differ in what they
+make of a row that sees nothing, and all of them let through what is hidden and not finite: such
+rows are given something to see and zeros afterwards, and such keys and values are cleared.
+
+What is not finite: torch's CPU kernel turns some of it into zeros, so it is given finite numbers
+alone; others go to the tiled path. On a GPU the kernels pass it on.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -24,11 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard._check import readable
+from regard._check import all_finite, is_one, readable
 from regard.attention.blockwise_op import run_blockwise
 from regard.attention.mask import edges, tile_bounds
+from regard.attention.reference import repeat_heads, spoil
 from regard.attention.rule import Rule, score_dtype
 from regard.attention.shape import Bools, Ints, Shape, Tile
+from regard.attention.unseen import clear, covers
 
 BAND = 256
 """Queries in a piece: few enough to follow a mask's edge, enough to fill the kernel's blocks."""
@@ -56,33 +63,86 @@ def flags(rule: Rule) -> bool | None:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, dropout: float = 0.0) -> Tensor:
     """Attention by torch's kernels; with dropout they draw which weights are dropped."""
-    width = v.shape[3]
+    width, causal = v.shape[3], flags(rule)
+    if rule.scale is not None and rule.scale <= 0:
+        q, rule = positive_scale(q, rule.scale, rule)
     if width != q.shape[3]:
         rule = replace(rule, scale=rule.factor(q.shape[3]))
         q, k, v = even_widths(q, k, v)
-    if q.device.type == "cpu" and readable(q, k, v, *rule.tensors()):
-        causal = flags(rule)
-        if causal is None or (torch.is_grad_enabled() and needs_gradient(q, k, v)):
-            output = _Pieces.apply(rule, q, k, v)  # type: ignore[no-untyped-call]
-        else:
-            run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            output = run(q, k, v, 0.0, causal, scale=rule.scale)[0]
+    if causal and rule.shape.T < rule.shape.S:
+        # Counted from the start: no query sees the keys beyond the last of them.
+        k, v = k[:, :, : rule.shape.T], v[:, :, : rule.shape.T]
+        rule = replace(rule, shape=rule.shape._replace(S=rule.shape.T))
+    # What the rule holds lies where q lies, and is as plain a tensor.
+    if q.device.type == "cpu" and readable(q, k, v):
+        output = attend_on_cpu(q, k, v, rule, causal)
     else:
-        causal = flags(rule)
-        mask = None
-        if causal is None:
-            mask = render(rule, Tile(0, rule.shape.T, 0, rule.shape.S), q)
-        # By a branch: a comparison of sizes that a graph leaves open is no bool to the kernel.
-        more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        output = F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, bool(causal), scale=rule.scale, **more
-        )
-    return output[..., :width] if output.shape[3] != width else output  # type: ignore[no-any-return]
+        output = attend_in_one_call(q, k, v, rule, causal, dropout)
+    return output[..., :width] if output.shape[3] != width else output
 
 
-def needs_gradient(*tensors: Tensor) -> bool:
-    """Whether a gradient may be asked for one of them."""
-    return any(x.requires_grad for x in tensors)
+def positive_scale(q: Tensor, scale: float, rule: Rule) -> tuple[Tensor, Rule]:
+    """The same call with a scale above 0, which torch's kernels take for granted."""
+    return q * (-1.0 if scale < 0 else 0.0), replace(rule, scale=-scale or 1.0)
+
+
+def attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, rule: Rule, causal: bool | None) -> Tensor:
+    """Torch's CPU kernel, cut to what the mask leaves; the tiled path for what is not finite."""
+    hides = rule.mask is not None or rule.bias_hides()
+    if not all_finite(q, k, v) if hides else not all_finite(q, k):
+        return run_blockwise((q, k, v), rule, None, (0.0, None)).output
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        output: Tensor = _Pieces.apply(rule, q, k, v)  # type: ignore[no-untyped-call]
+        return output
+    return run_pieces(q, k, v, make_plan(rule), bool(causal))[0]
+
+
+def attend_in_one_call(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, causal: bool | None, dropout: float
+) -> Tensor:
+    """One call of `scaled_dot_product_attention`, the mask rendered whole where it takes one."""
+    mask = empty = None
+    if causal is None:
+        mask = render(rule, Tile(0, rule.shape.T, 0, rule.shape.S), q)
+        if not covers(rule):
+            hidden = mask == -math.inf
+            unseen, empty = hidden.all(-2), hidden.all(-1, keepdim=True)
+            k, v = clear(k, unseen), clear(v, unseen)
+            mask = mask.masked_fill(empty, 0.0)
+        if is_one(mask.shape[0]) and is_one(mask.shape[1]):
+            # With four axes it would have to be compared with a batch that a graph leaves open.
+            mask = mask[0, 0]
+    # By a branch: a comparison of sizes that a graph leaves open is no bool to the kernel.
+    more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    output = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, bool(causal), scale=rule.scale, **more
+    )
+    if q.device.type == "cpu":
+        # In a graph nobody can look first whether all is finite.
+        spoil_bg11 = spoil(k, output.dtype).sum(-1)[..., None, None]
+        output = output * (1.0 + spoil(q, output.dtype)[..., None])
+        output = output * (1.0 + repeat_heads(spoil_bg11, q.shape[1]))
+    return output if empty is None else output.masked_fill(empty, 0.0)
+
+
+def flash_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sums of torch's private CPU kernel, at any strides."""
+    run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    output, lse = run(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    return output, lse
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """x, copied unless its rows lie in one piece each and apart from each other.
+
+    Torch's CPU kernel takes this for granted, and reads other memory where it is not so.
+    """
+    if x.stride(3) == 1 and x.stride(2) >= x.shape[3]:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def even_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,18 +155,27 @@ def even_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 def render(rule: Rule, tile: Tile, like: Tensor) -> Tensor:
     """Bias and mask of a tile as one float mask in q's type: -inf where no look is allowed."""
-    values = like.new_zeros(1, 1, 1, 1)
+    bias, allowed = None, None
     if rule.bias is not None:
-        values = four(rule.bias.block(rule.shape, tile, like.device, like.dtype))
+        bias = rule.bias.block(rule.shape, tile, like.device, like.dtype)
     if rule.mask is not None:
-        allowed = four(rule.mask.block(rule.shape, tile, like.device))
-        values = torch.where(allowed, values, -math.inf)
+        allowed = rule.mask.block(rule.shape, tile, like.device)
+    values = four(join(bias, allowed, like))
     return values.expand(-1, -1, tile.t1 - tile.t0, tile.s1 - tile.s0)
+
+
+def join(bias: Tensor | None, allowed: Tensor | None, like: Tensor) -> Tensor:
+    """A bias, and -inf where no look is allowed, as one float mask in q's type."""
+    if allowed is None:
+        assert bias is not None, "a rule that adds and hides nothing needs no mask"
+        return bias
+    values = torch.where(allowed, 0.0 if bias is None else bias, -math.inf)
+    return values.to(like.dtype)
 
 
 def four(x: Tensor) -> Tensor:
     """A tensor that broadcasts to (B, H, t, s), with all four axes."""
-    return x[(None,) * (4 - x.dim())]
+    return x if x.dim() == 4 else x[(None,) * (4 - x.dim())]
 
 
 @dataclass(eq=False)
@@ -133,8 +202,10 @@ class Plan:
 
     def is_whole(self) -> bool:
         """Whether one call does everything."""
-        whole = Piece(0, self.rule.shape.B, Tile(0, self.rule.shape.T, 0, self.rule.shape.S), True)
-        return len(self.pieces) == 1 and self.pieces[0]._replace(full=True) == whole
+        if len(self.pieces) != 1:
+            return False
+        (b0, b1, tile, _), (B, _, T, S) = self.pieces[0], self.rule.shape
+        return b0 == 0 and b1 == B and tile == (0, T, 0, S)
 
     def _left(self) -> int:
         return max(p.tile.t0 - p.tile.s0 for p in self.pieces)
@@ -147,23 +218,23 @@ class Plan:
         h = torch.arange(rule.shape.H, device=q.device)[:, None, None]
         i = torch.arange(height, device=q.device)[:, None] + rule.shape.offset
         j = torch.arange(-self._left(), right, device=q.device)
-        values = q.new_zeros(1, 1, 1, 1)
+        bias, allowed = None, None
         if rule.bias is not None:
-            values = four(rule.bias.add(h, h, i, j, rule.shape, q.dtype))
+            bias = rule.bias.add(h, h, i, j, rule.shape, q.dtype)
         if rule.mask is not None:
-            allowed = four(rule.mask.allows(h, h, i, j, rule.shape))
-            values = torch.where(allowed, values, -math.inf)
-        return values.expand(-1, -1, height, j.shape[0])
+            allowed = rule.mask.allows(h, h, i, j, rule.shape)
+        return four(join(bias, allowed, q)).expand(-1, -1, height, j.shape[0])
 
 
 def make_plan(rule: Rule) -> Plan:
     """The cheapest of one flagged call, one masked call, and a call a piece."""
-    shape = rule.shape
-    whole = Tile(0, shape.T, 0, shape.S)
-    if flags(rule) is not None or not shape.S or not shape.T:
-        return Plan(rule, [Piece(0, shape.B, whole, True)])
-    one = [Piece(0, shape.B, whole, rule.mask is None)]
-    pieces = one if rule.mask is None else cut_pieces(rule)
+    shape, is_flag = rule.shape, flags(rule) is not None
+    one = [Piece(0, shape.B, Tile(0, shape.T, 0, shape.S), is_flag or rule.mask is None)]
+    if is_flag or not shape.S or not shape.T:
+        return Plan(rule, one)
+    if rule.mask is None or cost(one, shape) <= 2 * PIECE_COST:
+        return Plan(rule, one)
+    pieces = cut_pieces(rule)
     return min((Plan(rule, one), Plan(rule, pieces)), key=lambda plan: cost(plan.pieces, shape))
 
 
@@ -217,27 +288,29 @@ def key_runs(rule: Rule) -> tuple[Ints, Ints, bool]:
     return lo, hi, False
 
 
+def run_pieces(q: Tensor, k: Tensor, v: Tensor, plan: Plan, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output and log-sums, piece by piece; causal: the kernel's flag, where one call does it."""
+    scale = plan.rule.scale
+    if plan.is_whole():
+        return flash_on_cpu(q, k, v, causal, plan.mask(plan.pieces[0], q), scale)
+    B, H, T, E = *q.shape[:3], v.shape[3]
+    out = q.new_zeros(B, T, H, E).transpose(1, 2)
+    lse = q.new_zeros(B, T, H, dtype=score_dtype(q.dtype)).transpose(1, 2)
+    for piece in plan.pieces:
+        rows, (q_, k_, v_) = take(piece, q, k, v)
+        out[rows], lse[rows] = flash_on_cpu(q_, k_, v_, False, plan.mask(piece, q), scale)
+    return out, lse
+
+
 class _Pieces(torch.autograd.Function):
     """The CPU's kernel over the pieces of a plan, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.plan = plan = make_plan(rule)
-        ctx.causal = bool(flags(rule))
-        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        if plan.is_whole():
-            mask = plan.mask(plan.pieces[0], q)
-            out, lse = run(q, k, v, 0.0, ctx.causal, attn_mask=mask, scale=rule.scale)
-        else:
-            B, H, T, E = *q.shape[:3], v.shape[3]
-            out = q.new_zeros(B, T, H, E).transpose(1, 2)
-            lse = q.new_zeros(B, T, H, dtype=score_dtype(q.dtype)).transpose(1, 2)
-            for piece in plan.pieces:
-                rows, (q_, k_, v_) = take(piece, q, k, v)
-                mask = plan.mask(piece, q)
-                out[rows], lse[rows] = run(q_, k_, v_, 0.0, False, attn_mask=mask, scale=rule.scale)
+        ctx.plan, ctx.causal = make_plan(rule), bool(flags(rule))
+        out, lse = run_pieces(q, k, v, ctx.plan, ctx.causal)
         ctx.save_for_backward(q, k, v, out, lse)
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -251,6 +324,7 @@ class _Pieces(torch.autograd.Function):
             made = iter(torch.autograd.grad(again, needed, grad, create_graph=twice))
             return None, *(next(made) if x.requires_grad else None for x in (q, k, v))
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        q, k, v, out, grad = (in_rows(x) for x in (q, k, v, out, grad))
         if plan.is_whole():
             given = grad, q, repeat(k, q), repeat(v, q), out, lse
             mask = plan.mask(plan.pieces[0], q)

@@ -66,6 +66,8 @@ class Mask(ABC):
     """Whether the claim depends on i - j alone (then one band of the matrix tells all of it)."""
     positional = False
     """Whether the claim speaks of positions only, so that `at` can give it other ones."""
+    sees_itself = False
+    """Whether every query that sits on a key may look at that key, at any shape."""
 
     @abstractmethod
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
@@ -199,6 +201,10 @@ class _Joined(Mask):
     def positional(self) -> bool:  # type: ignore[override]
         return all(part.positional for part in self.parts())
 
+    @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return all(part.sees_itself for part in self.parts())
+
     def check(self, shape: Shape) -> None:
         for part in self.parts():
             part.check(shape)
@@ -260,6 +266,8 @@ class Not(_Joined):
     """The mask does not allow it."""
 
     rule: Mask
+
+    sees_itself = False
 
     def parts(self) -> tuple[Mask, ...]:
         return (self.rule,)

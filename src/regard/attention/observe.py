@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.attention import reference
-from regard.attention.blockwise import Ask
+from regard.attention.blockwise import Ask, no_key
 from regard.attention.blockwise_op import run_blockwise
 from regard.attention.rule import Rule
 from regard.attention.secondpass import Weights, overlap, pool, visible
@@ -41,28 +41,22 @@ def by_tiles(
     sinks: Tensor | None,
     drop: Drop,
     wants: Wants,
-    nan_rows: Tensor | None,
 ) -> Observation:
     """Every want but `weights`, in O(T + S) extra memory."""
     q, k, _ = inputs
     ask = Ask(entropy=wants.entropy, peak=wants.peak, distance=wants.distance)
     rows = run_blockwise(inputs, rule, sinks, drop, ask, key_sets(wants))
-
-    def told(row_bht: Tensor) -> Tensor:
-        return row_bht if nan_rows is None else torch.where(nan_rows, math.nan, row_bht)
-
     answers: dict[str, Any] = {
-        "lse": told(rows.lse) if wants.lse else None,
-        "entropy": told(rows.entropy) if wants.entropy else None,
-        "peak": Peak(told(rows.peak), no_key(rows.peak_key, nan_rows)) if wants.peak else None,
-        "distance": told(rows.distance) if wants.distance else None,
-        "mass": told(rows.mass) if wants.mass is not None else None,
+        "lse": rows.lse if wants.lse else None,
+        "entropy": rows.entropy if wants.entropy else None,
+        "peak": Peak(rows.peak, rows.peak_key) if wants.peak else None,
+        "distance": rows.distance if wants.distance else None,
+        "mass": rows.mass if wants.mass is not None else None,
     }
     if wants.second_pass():
         with torch.no_grad():
             sums = (rows.top.detach(), rows.denominator.detach())
-            weights = Weights(q.detach(), k.detach(), rule, *sums, nan_rows)
-            answers |= weights.tell(wants)
+            answers |= Weights(q.detach(), k.detach(), rule, *sums).tell(wants)
     return refusing_gradients(Observation(rows.output, **answers), rows.lse)
 
 
@@ -72,29 +66,25 @@ def by_reference(
     sinks: Tensor | None,
     drop: Drop,
     wants: Wants,
-    nan_rows: Tensor | None,
 ) -> Observation:
     """Every want, read off the whole matrix."""
     q, k, v = inputs
     scores, shape = reference.score(q, k, rule), rule.shape
-    p = reference.weigh(scores, rule, sinks)
-    output = reference.mix(p, v, rule, *drop).to(q.dtype)
+    p = reference.weigh(scores, sinks)
+    output = reference.mix(p, scores, v, rule, drop).to(q.dtype)
     lse = reference.log_sum(scores, sinks) if wants.lse else None
     seen = visible(rule, Tile(0, shape.T, 0, shape.S), False, p.device)
-    if nan_rows is not None:
-        p = torch.where(nan_rows[..., None] & seen, math.nan, p)
-        lse = None if lse is None else torch.where(nan_rows, math.nan, lse)
     masses = key_sets(wants)
     answers: dict[str, Any] = {
         "lse": lse,
         "entropy": entropy_of(p) if wants.entropy else None,
-        "peak": peak_of(p, seen, nan_rows) if wants.peak else None,
+        "peak": peak_of(p, seen) if wants.peak else None,
         "distance": distance_of(p, shape) if wants.distance else None,
         "mass": None if masses is None else (p @ masses[:, None, :, None].to(p.dtype))[..., 0],
         "received": Received(p.sum(2), seen.to(p).sum(2)) if wants.received else None,
-        "top": None if wants.top is None else top_of(p, seen, wants.top, nan_rows),
+        "top": None if wants.top is None else top_of(p, seen, wants.top),
         "above": None if wants.above is None else above_of(p, wants.above, shape),
-        "map": None if wants.map is None else map_of(p, wants, shape, nan_rows is not None),
+        "map": None if wants.map is None else map_of(p, wants, shape),
         "rows": None if wants.rows is None else p[:, :, list(wants.rows)],
         "weights": p if wants.weights else None,
     }
@@ -128,18 +118,13 @@ def entropy_of(p_bhts: Tensor) -> Tensor:
     return 0.0 - (p_bhts * p_bhts.masked_fill(p_bhts == 0, 1.0).log()).sum(-1)
 
 
-def no_key(key_bht: Tensor, nan_rows_bht: Tensor | None) -> Tensor:
-    """Keys, of which rows of NaN have none: -1."""
-    return key_bht if nan_rows_bht is None else key_bht.masked_fill(nan_rows_bht, -1)
-
-
-def peak_of(p_bhts: Tensor, seen_bhts: Tensor, nan_rows: Tensor | None) -> Peak:
+def peak_of(p_bhts: Tensor, seen_bhts: Tensor) -> Peak:
     """The largest weight of each row and its key."""
     if not p_bhts.shape[-1]:
         none = p_bhts.new_zeros(p_bhts.shape[:-1])
         return Peak(none, none.long() - 1)
     weight, key = p_bhts.masked_fill(~seen_bhts, -1.0).max(-1)
-    return Peak(weight.clamp(min=0.0), no_key(key.masked_fill(weight < 0, -1), nan_rows))
+    return Peak(weight.clamp(min=0.0), no_key(key.masked_fill(weight < 0, -1), weight))
 
 
 def distance_of(p_bhts: Tensor, shape: Shape) -> Tensor:
@@ -148,13 +133,14 @@ def distance_of(p_bhts: Tensor, shape: Shape) -> Tensor:
     return (p_bhts * (i - torch.arange(shape.S, device=p_bhts.device)).to(p_bhts.dtype)).sum(-1)
 
 
-def top_of(p_bhts: Tensor, seen_bhts: Tensor, k: int, nan_rows: Tensor | None) -> Top:
+def top_of(p_bhts: Tensor, seen_bhts: Tensor, k: int) -> Top:
     """The k largest weights of each row, padded with weight 0 and key -1."""
     weight, key = p_bhts.masked_fill(~seen_bhts, -1.0).topk(min(k, p_bhts.shape[-1]), -1)
     lack = k - weight.shape[-1]
     weight, key = (torch.nn.functional.pad(x, (0, lack), value=-1) for x in (weight, key))
-    none = (weight < 0) if nan_rows is None else (weight < 0) | nan_rows[..., None]
-    return Top(weight.clamp(min=0.0), key.masked_fill(none, -1))
+    spoiled = p_bhts.isnan().any(-1, keepdim=True)
+    key = key.masked_fill((weight < 0) | spoiled, -1)
+    return Top(weight.clamp(min=0.0).masked_fill(spoiled, math.nan), key)
 
 
 def above_of(p_bhts: Tensor, threshold: float, shape: Shape) -> SparseRows:
@@ -166,11 +152,11 @@ def above_of(p_bhts: Tensor, threshold: float, shape: Shape) -> SparseRows:
     return SparseRows(offsets, key, flat[row, key], shape)
 
 
-def map_of(p_bhts: Tensor, wants: Wants, shape: Shape, has_nan: bool) -> Tensor:
+def map_of(p_bhts: Tensor, wants: Wants, shape: Shape) -> Tensor:
     """The mean weight in each cell."""
     picture = wants.picture()
     assert picture is not None
     t0, t1, s0, s1 = picture.window(shape)
     down = overlap(picture.height, (t0, t1), (t0, t1), p_bhts)
     across = overlap(picture.width, (s0, s1), (s0, s1), p_bhts)
-    return pool(p_bhts[:, :, t0:t1, s0:s1], down, across, has_nan)
+    return pool(p_bhts[:, :, t0:t1, s0:s1], down, across, has_nan=True)

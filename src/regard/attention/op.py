@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard._check import check_float, check_probability, check_shapes
+from regard._check import (
+    check_float,
+    check_probability,
+    check_shapes,
+    is_transformed,
+    is_transforming,
+)
 from regard.attention import listening
 from regard.attention.backends import Call, Explanation, choose
 from regard.attention.backends import explain as explain_call
 from regard.attention.bias import Bias
 from regard.attention.dropout import as_seed
-from regard.attention.finite import (
-    needs_shield,
-    put_back,
-    spoiled_rows,
-    take_out,
-)
 from regard.attention.mask import Mask
 from regard.attention.rule import Rule, as_bias, as_mask
 from regard.attention.shape import Shape
@@ -46,7 +46,6 @@ def attention(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
-    finite: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """softmax(softcap(scale · q kᵀ) + bias, where allowed) v.
@@ -58,20 +57,14 @@ def attention(
     bias: added to the scores, a `Bias` or a float tensor that broadcasts to (B, H, T, S). scale:
     1/√D unless given. softcap: c · tanh(score / c). sinks: (H,), one more score in each row's sum.
     dropout: probability with which a weight is dropped, here and now (pass 0 in evaluation). seed:
-    fixes which, on every backend the same; without one a fused kernel may draw its own. finite: a
-    promise that q, k and v hold no NaN and no infinity, so that none is looked for. backend:
-    "auto", or the only one allowed: "reference", "blockwise", "sdpa", "flex",
-    "triton".
+    fixes which, on every backend the same; without one a fused kernel may draw its own. backend:
+    "auto", or the only one allowed: "reference", "blockwise", "sdpa", "flex", "triton".
     """
     if listening.heard_by is not None:
         listening.tell(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
     call = make_call(q, k, v, mask, bias, scale, softcap, sinks, (dropout, seed))
     with outside_autocast(call.q.device.type):
-        chosen = choose(call, backend)
-        if finite:
-            return chosen.attend(call)
-        safe = shielded(call)
-        return put_back(chosen.attend(safe), call.q, safe.nan_rows)
+        return choose(call, backend).attend(call)
 
 
 def observe(
@@ -87,7 +80,6 @@ def observe(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
-    finite: bool = False,
     backend: str = "auto",
 ) -> Observation:
     """The output and what was asked about the weights (`Wants`); v=None looks at these alone.
@@ -101,10 +93,7 @@ def observe(
     with outside_autocast(call.q.device.type):
         chosen = choose(call, backend)
         assert chosen.observe is not None, "a backend that does not refuse wants can observe"
-        safe = call if finite else shielded(call)
-        seen = chosen.observe(safe)
-        if seen.output is not None:
-            seen = replace(seen, output=put_back(seen.output, call.q, safe.nan_rows))
+        seen = chosen.observe(call)
     return seen if v is not None else replace(seen, output=None)
 
 
@@ -140,7 +129,40 @@ def make_call(
 ) -> Call:
     """Check everything and gather it into a call."""
     q, k, v = under_autocast(q, k, v)
-    sizes = check_shapes({"q": (q, "B H T D"), "k": (k, "B G S D"), "v": (v, "B G S E")})
+    shape = check_inputs(q, k, v)
+    mask, bias = as_mask(mask), as_bias(bias)
+    if mask is not None:
+        mask.check(shape)
+        # One query on the last key sees all of them: so every step of generation is a plain call.
+        if mask.hides_nothing(shape):
+            mask = None
+    if bias is not None:
+        bias.check(shape)
+    rule = Rule(
+        shape=shape,
+        scale=check_number("scale", scale) if scale is not None else None,
+        mask=mask,
+        bias=bias,
+        softcap=check_number("softcap", softcap, positive=True) if softcap is not None else None,
+    ).on(q.device)
+    if sinks is not None:
+        check_shapes({"q": (q, "B H T D"), "sinks": (sinks, "H")})
+        check_float("sinks", sinks)
+    dropout = check_probability("dropout", drop[0])
+    seed = as_seed(drop[1], q.device) if dropout > 0.0 and drop[1] is not None else None
+    call = Call(q=q, k=k, v=v, rule=rule, sinks=sinks, dropout=dropout, seed=seed)
+    if is_transforming() and any(is_transformed(t) for t in call.tensors()):
+        return replace(call, transformed=True)
+    return call
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Shape:
+    """The sizes of a call whose tensors fit each other; else an error that says what does not."""
+    fits = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    fits = fits and q.dim() == 4 and k.dim() == 4 and v.dim() == 4
+    fits = fits and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
+    if not fits or v.shape[:3] != k.shape[:3]:
+        check_shapes({"q": (q, "B H T D"), "k": (k, "B G S D"), "v": (v, "B G S E")})
     check_float("q", q)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype or x.device != q.device:
@@ -148,31 +170,10 @@ def make_call(
                 f"q, k and v must have one type and one device: q is {q.dtype} on {q.device}, "
                 f"{name} is {x.dtype} on {x.device}"
             )
-    H, G = sizes["H"], sizes["G"]
+    (B, H, T, _), (_, G, S, _) = q.shape, k.shape
     if (G == 0) != (H == 0) or (G and H % G):
         raise ValueError(f"the query heads H={H} must be a multiple of the key heads G={G}")
-    shape = Shape(sizes["B"], H, sizes["T"], sizes["S"])
-    rule = Rule(
-        shape=shape,
-        scale=check_number("scale", scale) if scale is not None else None,
-        mask=as_mask(mask),
-        bias=as_bias(bias),
-        softcap=check_number("softcap", softcap, positive=True) if softcap is not None else None,
-    )
-    if rule.mask is not None:
-        rule.mask.check(shape)
-        # One query on the last key sees all of them: so every step of generation is a plain call.
-        if rule.mask.hides_nothing(shape):
-            rule = replace(rule, mask=None)
-    if rule.bias is not None:
-        rule.bias.check(shape)
-    rule = rule.on(q.device)
-    if sinks is not None:
-        check_shapes({"q": (q, "B H T D"), "sinks": (sinks, "H")})
-        check_float("sinks", sinks)
-    dropout = check_probability("dropout", drop[0])
-    seed = as_seed(drop[1], q.device) if dropout > 0.0 and drop[1] is not None else None
-    return Call(q=q, k=k, v=v, rule=rule, sinks=sinks, dropout=dropout, seed=seed)
+    return Shape(B, H, T, S)
 
 
 def check_number(name: str, value: float, positive: bool = False) -> float:
@@ -209,16 +210,3 @@ def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
 def is_autocast(device_type: str) -> bool:
     """Whether autocast is on; the meta device has none."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
-def shielded(call: Call) -> Call:
-    """The call with non-finite entries taken out, and told which rows are to be NaN."""
-    if not needs_shield(call.inputs, call.rule):
-        return call
-    q, k, v = take_out(call.inputs)
-    nan_rows_bht = spoiled_rows(call.q, (call.k, call.v), call.rule)
-    if call.wants is None:
-        return replace(call, q=q, k=k, v=v, nan_rows=nan_rows_bht)
-    # Weights do not depend on v, and so do not suffer from it.
-    nan_weights_bht = spoiled_rows(call.q, (call.k,), call.rule)
-    return replace(call, q=q, k=k, v=v, nan_rows=nan_rows_bht, nan_weights=nan_weights_bht)

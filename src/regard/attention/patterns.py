@@ -45,6 +45,10 @@ class Causal(Mask):
     relative = True
     positional = True
 
+    @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return self.align == "end"
+
     def __post_init__(self) -> None:
         if self.align not in ("end", "start"):
             raise ValueError(f'align must be "end" or "start", got {self.align!r}')
@@ -77,6 +81,7 @@ class Window(Mask):
     right: int | None
     relative = True
     positional = True
+    sees_itself = True
 
     def __post_init__(self) -> None:
         for name, side in (("left", self.left), ("right", self.right)):
@@ -131,7 +136,7 @@ class Lengths(Mask):
         check_batch("lengths", self.lengths, shape)
         # On another device reading the values would stop the stream.
         if self.lengths.device.type == "cpu" and readable(self.lengths) and self.lengths.numel():
-            low, high = int(self.lengths.min()), int(self.lengths.max())
+            low, high = (int(end) for end in self.lengths.aminmax())
             if low < 0 or high > shape.S:
                 raise ValueError(
                     f"lengths must lie between 0 and S={shape.S}, got values from {low} to {high}"
@@ -206,6 +211,10 @@ class Documents(Mask):
 
     ids: Tensor
     query_ids: Tensor | None = None
+
+    @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return self.query_ids is None
 
     def __post_init__(self) -> None:
         for name, ids in (("ids", self.ids), ("query_ids", self.query_ids)):

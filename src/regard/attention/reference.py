@@ -5,8 +5,10 @@
 Query heads are grouped: neighbours share a key head. Scores and softmax run in float32 for half
 types and in float64 for float64. Sinks are one more score in each row's sum with no value behind
 it, so weights sum to less than one. A row with nothing to see has weights 0, output 0 and log-sum
--inf. Dropout comes last. Gradients are autograd's, to any order, forward-mode included. The whole
-matrix is built: this is the plainest path, not the fastest.
+-inf. What is not finite, NaN or an infinity, makes the rows NaN that may look at it, and no others:
+a pair that is hidden has the weight 0 and takes part in nothing, forward and backward. Dropout
+comes last. Gradients are autograd's, to any order, forward-mode included. The whole matrix is
+built: this is the plainest path, not the fastest.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -34,27 +36,33 @@ def attend(
     seed: Tensor | None = None,
 ) -> Tensor:
     """Attention by the formula."""
-    weights_bhts = weigh(score(q_bhtd, k_bgsd, rule), rule, sinks_h)
-    return mix(weights_bhts, v_bgse, rule, dropout, seed).to(q_bhtd.dtype)
+    scores_bhts = score(q_bhtd, k_bgsd, rule)
+    weights_bhts = weigh(scores_bhts, sinks_h)
+    return mix(weights_bhts, scores_bhts, v_bgse, rule, (dropout, seed)).to(q_bhtd.dtype)
 
 
 def score(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule) -> Tensor:
     """The scores of all pairs: scaled, capped, biased, and -inf where no look is allowed."""
     tile = Tile(0, rule.shape.T, 0, rule.shape.S)
-    return add_rule(raw_scores(q_bhtd, k_bgsd, rule), rule, tile)
+    scores_bhts = raw_scores(finite_part(q_bhtd), finite_part(k_bgsd), rule)
+    # A pair whose query or key is not finite has the score NaN, added to that of the finite parts:
+    # so a hidden pair, whose score is replaced below, passes no NaN back to either.
+    spoil_bht1 = spoil(q_bhtd, scores_bhts.dtype)[..., None]
+    spoil_bg1s = spoil(k_bgsd, scores_bhts.dtype)[..., None, :]
+    scores_bhts = scores_bhts + spoil_bht1 + repeat_heads(spoil_bg1s, q_bhtd.shape[1])
+    return add_rule(scores_bhts, rule, tile)
 
 
-def weigh(scores_bhts: Tensor, rule: Rule, sinks_h: Tensor | None) -> Tensor:
+def weigh(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
     """The softmax of each row, in whose sum a sink counts too; 0 where there is nothing to see."""
     S = scores_bhts.shape[-1]
+    hidden_bhts = scores_bhts == -math.inf
     if sinks_h is not None:
         scores_bhts = append(scores_bhts, sinks_h)
-    if not rule.hides():
-        return torch.softmax(scores_bhts, -1)[..., :S]
     # A row of -inf has no softmax; it is given numbers first and zeros afterwards.
     empty_bht1 = (scores_bhts == -math.inf).all(-1, keepdim=True)
     weights_bhts = torch.softmax(scores_bhts.masked_fill(empty_bht1, 0.0), -1)
-    return weights_bhts.masked_fill(empty_bht1, 0.0)[..., :S]
+    return weights_bhts[..., :S].masked_fill(hidden_bhts, 0.0)
 
 
 def log_sum(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
@@ -66,14 +74,39 @@ def log_sum(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
 
 
 def mix(
-    weights_bhts: Tensor, v_bgse: Tensor, rule: Rule, dropout: float, seed: Tensor | None
+    weights_bhts: Tensor,
+    scores_bhts: Tensor,
+    v_bgse: Tensor,
+    rule: Rule,
+    drop: tuple[float, Tensor | None],
 ) -> Tensor:
     """The values, mixed by the weights that dropout leaves."""
+    dropout, seed = drop
     if dropout > 0.0:
         assert seed is not None
         keep_bhts = keep_factor(seed, dropout, rule.shape, dtype=weights_bhts.dtype)
         weights_bhts = weights_bhts * keep_bhts
-    return group_matmul(weights_bhts, v_bgse.to(weights_bhts.dtype))
+    mixed_bhte = group_matmul(weights_bhts, finite_part(v_bgse).to(weights_bhts.dtype))
+    spoil_bg1s = spoil(v_bgse, weights_bhts.dtype)[..., None, :]
+    spoil_bhts = repeat_heads(spoil_bg1s, weights_bhts.shape[1])
+    spoil_bht = torch.where(scores_bhts == -math.inf, 0.0, spoil_bhts).sum(-1)
+    return mixed_bhte * (1.0 + spoil_bht[..., None])
+
+
+def finite_part(x: Tensor) -> Tensor:
+    """x with 0 for what is not finite."""
+    return torch.where(torch.isfinite(x), x, 0.0)
+
+
+def spoil(x_bnsd: Tensor, dtype: torch.dtype) -> Tensor:
+    """NaN for each key, value or query with a number that is not finite, else 0, (B, G or H, S)."""
+    bad_bns = ~torch.isfinite(x_bnsd).all(-1)
+    return torch.zeros_like(bad_bns, dtype=dtype).masked_fill(bad_bns, math.nan)
+
+
+def repeat_heads(x_bgts: Tensor, n_heads: int) -> Tensor:
+    """What belongs to key heads, for each of the query heads that share them."""
+    return x_bgts.repeat_interleave(n_heads // max(x_bgts.shape[1], 1), 1)
 
 
 def append(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
@@ -97,9 +130,10 @@ def raw_scores(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule, room: Tensor | None =
 def add_rule(scores_bhts: Tensor, rule: Rule, tile: Tile, full: bool = False) -> Tensor:
     """Scores with the bias added, and -inf where the mask allows no look (nowhere, if `full`)."""
     if rule.bias is not None:
-        scores_bhts = scores_bhts + rule.bias.block(
-            rule.shape, tile, scores_bhts.device, scores_bhts.dtype
-        )
+        added_bhts = rule.bias.block(rule.shape, tile, scores_bhts.device, scores_bhts.dtype)
+        scores_bhts = scores_bhts + added_bhts
+        if rule.bias.hides:
+            scores_bhts = scores_bhts.masked_fill(added_bhts == -math.inf, -math.inf)
     if rule.mask is not None and not full:
         allowed_bhts = rule.mask.block(rule.shape, tile, scores_bhts.device)
         scores_bhts = scores_bhts.masked_fill(~allowed_bhts, -math.inf)

@@ -1,15 +1,18 @@
 """The rule of one call: mask, bias, scale and softcap together, at one shape.
 
-A `Rule` is what the reference, the tiled passes and the fused kernels are all given. `pack` writes
-a rule down as text and a list of tensors, and `unpack` reads it back: so a rule can pass through
-autograd and through compiled graphs, which carry tensors and constants only.
+A `Rule` is what the reference, the tiled passes and the fused kernels are all given. `pack` takes a
+rule apart into its form, a nested tuple, and the tensors and numbers that stand in it, and `unpack`
+puts it together again: so a rule can pass through autograd, which has to be handed every tensor by
+itself. Compiled graphs carry tensors and constants only; for them the form is spelled as text,
+which is parsed once for each form that occurs.
 """
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+import threading
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,9 +39,9 @@ class Rule:
         """What q kᵀ is multiplied by: the scale given, else 1/√D (1 when there is no width)."""
         return self.scale if self.scale is not None else max(head_dim, 1) ** -0.5
 
-    def hides(self) -> bool:
-        """Whether some pair may be hidden: by the mask, or by a bias of -inf."""
-        return self.mask is not None or self.bias is not None
+    def bias_hides(self) -> bool:
+        """Whether the bias may be -inf somewhere, and so hide a pair."""
+        return self.bias is not None and self.bias.hides
 
     def is_relative(self) -> bool:
         """Whether every number of the rule depends on the head and on i - j alone."""
@@ -52,6 +55,8 @@ class Rule:
 
     def on(self, device: torch.device) -> Rule:
         """The same rule with its tensors on a device."""
+        if self.mask is None and self.bias is None:
+            return self
         if all(t.device == device for t in self.tensors()):
             return self
         return replace(self, mask=moved(self.mask, device), bias=moved(self.bias, device))
@@ -69,35 +74,117 @@ _NODES: dict[str, type[Any]] = {
 }
 
 
-class Packed(NamedTuple):
-    """A rule written down: its form as text, and the tensors and numbers that stand in it."""
+Form: TypeAlias = "tuple[Any, ...]"
+"""A rule without its tensors and numbers: a mask or bias is (its class, its fields ...)."""
 
-    text: str
+
+class Slot(NamedTuple):
+    """What stands in a form for a tensor (kind 0), an int (1) or a float (2): its place in line."""
+
+    kind: int
+    place: int
+
+
+class Packed(NamedTuple):
+    """A rule taken apart: its form, spelled or not, and the tensors and numbers in it."""
+
+    form: Form | str
     tensors: list[Tensor]
     ints: list[int]
     floats: list[float]
 
 
 def pack(rule: Rule) -> Packed:
-    """A rule without its shape, by plain string work that a compiler can trace."""
-    packed = Packed("", [], [], [])
-    parts = [write(part, packed) for part in (rule.scale, rule.mask, rule.bias, rule.softcap)]
-    return packed._replace(text="[" + ", ".join(parts) + "]")
+    """A rule without its shape."""
+    packed = Packed((), [], [], [])
+    parts = (rule.scale, rule.mask, rule.bias, rule.softcap)
+    return packed._replace(form=tuple([_take_apart(part, packed) for part in parts]))
 
 
 def unpack(packed: Packed, shape: Shape) -> Rule:
-    """The rule that `pack` wrote down, at the given shape."""
-    scale, mask, bias, softcap = (read(part, packed) for part in ast.literal_eval(packed.text))
+    """The rule that `pack` took apart, at the given shape."""
+    form = parse(packed.form) if isinstance(packed.form, str) else packed.form
+    scale, mask, bias, softcap = (_put_together(part, packed) for part in form)
     return Rule(shape=shape, scale=scale, mask=mask, bias=bias, softcap=softcap)
+
+
+def _take_apart(part: Any, packed: Packed) -> Any:
+    if part is None or isinstance(part, (bool, str)):
+        return part
+    if isinstance(part, (Mask, Bias)):
+        names = field_names(part)
+        return (type(part), *[_take_apart(getattr(part, name), packed) for name in names])
+    held: tuple[tuple[type, list[Any]], ...] = (
+        (Tensor, packed.tensors),
+        (int, packed.ints),
+        (float, packed.floats),
+    )
+    for kind, (what, line) in enumerate(held):
+        if isinstance(part, what):
+            line.append(part)
+            return Slot(kind, len(line) - 1)
+    raise AssertionError(f"a rule holds no {type(part)}")
+
+
+def _put_together(part: Any, packed: Packed) -> Any:
+    if isinstance(part, Slot):
+        return (packed.tensors, packed.ints, packed.floats)[part.kind][part.place]
+    if not isinstance(part, tuple):
+        return part
+    made = object.__new__(part[0])
+    for name, value in zip(field_names(part[0]), part[1:], strict=True):
+        object.__setattr__(made, name, _put_together(value, packed))
+    return made
+
+
+def spell(form: Form) -> str:
+    """A form as text, by plain string work that a compiler can trace."""
+    return "[" + ", ".join([_spell(part) for part in form]) + "]"
+
+
+def _spell(part: Any) -> str:
+    if isinstance(part, Slot):
+        return f"({part.kind}, {part.place})"
+    if isinstance(part, tuple):
+        return "[" + ", ".join([f"'{part[0].__name__}'", *map(_spell, part[1:])]) + "]"
+    return f"'{part}'" if isinstance(part, str) else f"{part}"
+
+
+_FORMS: dict[str, Form] = {}
+_PARSING = threading.Lock()
+
+
+def parse(text: str) -> Form:
+    """The form that was spelled; each text is parsed once, by one thread at a time.
+
+    Python's parser is not safe to be called from several threads at once.
+    """
+    if text not in _FORMS:
+        with _PARSING:
+            _FORMS[text] = tuple(_parse(part) for part in ast.literal_eval(text))
+    return _FORMS[text]
+
+
+def _parse(part: Any) -> Any:
+    if isinstance(part, tuple):
+        return Slot(*part)
+    return (_NODES[part[0]], *map(_parse, part[1:])) if isinstance(part, list) else part
+
+
+def field_names(part: Any) -> list[str]:
+    """The names of a mask's or bias's fields, of the value or of its class."""
+    return list(part.__dataclass_fields__)
 
 
 def tensors_of(part: Any) -> list[Tensor]:
     """The tensors of a mask or bias and of its parts, in the order `pack` lists them."""
+    if part is None:
+        return []
     if isinstance(part, Tensor):
         return [part]
     if not isinstance(part, (Mask, Bias)):
         return []
-    return [t for entry in fields(part) for t in tensors_of(getattr(part, entry.name))]  # type: ignore[arg-type]
+    return [t for name in field_names(part) for t in tensors_of(getattr(part, name))]
 
 
 def moved(part: Any, device: torch.device) -> Any:
@@ -106,46 +193,8 @@ def moved(part: Any, device: torch.device) -> Any:
         return part.to(device)
     if not isinstance(part, (Mask, Bias)):
         return part
-    values = {
-        entry.name: moved(getattr(part, entry.name), device)
-        for entry in fields(part)  # type: ignore[arg-type]
-    }
+    values = {name: moved(getattr(part, name), device) for name in field_names(part)}
     return replace(part, **values)  # type: ignore[type-var]
-
-
-def write(part: Any, packed: Packed) -> str:
-    """One part of a rule as text; tensors and numbers are listed and named by their place."""
-    if isinstance(part, (Mask, Bias)):
-        values = [write(getattr(part, entry.name), packed) for entry in fields(part)]  # type: ignore[arg-type]
-        return "[" + ", ".join([f"'{type(part).__name__}'", *values]) + "]"
-    if part is None or isinstance(part, bool):
-        return f"{part}"
-    if isinstance(part, str):
-        return f"'{part}'"
-    places: tuple[tuple[type, list[Any]], ...] = (
-        (Tensor, packed.tensors),
-        (int, packed.ints),
-        (float, packed.floats),
-    )
-    for which, (kind, found) in enumerate(places):
-        if isinstance(part, kind):
-            found.append(part)
-            return f"({which}, {len(found) - 1})"
-    raise AssertionError(f"a rule holds no {type(part)}")
-
-
-def read(part: Any, packed: Packed) -> Any:
-    """One part of a rule from its text: a pair is a tensor or number, a list a mask or bias."""
-    if isinstance(part, tuple):
-        which, place = part
-        return (packed.tensors, packed.ints, packed.floats)[which][place]
-    if not isinstance(part, list):
-        return part
-    kind = _NODES[part[0]]
-    made = object.__new__(kind)
-    for entry, value in zip(fields(kind), part[1:], strict=True):
-        object.__setattr__(made, entry.name, read(value, packed))
-    return made
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask | None:

@@ -11,6 +11,7 @@ X, Y cells of a map.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,11 @@ class Weights:
     rule: Rule
     top_bht: Tensor
     denominator_bht: Tensor
-    nan_rows_bht: Tensor | None = None
+
+    @functools.cached_property
+    def spoiled_bht(self) -> Tensor:
+        """The rows that look at a NaN, whose weights are NaN."""
+        return self.denominator_bht.isnan()
 
     def tile(self, tile: Tile, full: bool = False, room: Tensor | None = None) -> Tensor:
         """The weights inside one tile, (B, H, t, s); in `room` if given, which is used again."""
@@ -43,11 +48,9 @@ class Weights:
         scores_bhts = raw_scores(q_bhtd, k_bgsd, self.rule, room)
         scores_bhts = add_rule(scores_bhts, self.rule, tile, full)
         rows = (slice(None), slice(None), slice(tile.t0, tile.t1), None)
+        hidden = None if full and not self.rule.bias_hides() else scores_bhts == -math.inf
         weights_bhts = scores_bhts.sub_(self.top_bht[rows]).exp_().div_(self.denominator_bht[rows])
-        if self.nan_rows_bht is not None:
-            seen = visible(self.rule, tile, full, weights_bhts.device)
-            weights_bhts.masked_fill_(self.nan_rows_bht[rows] & seen, math.nan)
-        return weights_bhts
+        return weights_bhts if hidden is None else weights_bhts.masked_fill_(hidden, 0.0)
 
     def tiles(self, window: Tile | None = None) -> Iterator[tuple[Tile, bool]]:
         """The tiles that are not empty, cut to a window, each with whether it is full."""
@@ -113,7 +116,7 @@ class _Receiving:
     def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
         keys = slice(tile.s0, tile.s1)
         self.total[..., keys] += weights_bhts.sum(2)
-        if full and self.rule.bias is None:
+        if full and not self.rule.bias_hides():
             self.seen_by[..., keys] += tile.t1 - tile.t0
         else:
             seen = visible(self.rule, tile, full, weights_bhts.device)
@@ -127,12 +130,12 @@ class _Largest:
     """The k largest weights of each row and their keys."""
 
     def __init__(self, of: Weights, k: int) -> None:
-        self.rule, self.nan_rows, self.k = of.rule, of.nan_rows_bht, k
+        self.rule, self.spoiled_bht, self.k = of.rule, of.spoiled_bht, k
         self.best = of.zeros(of.rule.shape.T, k).flatten(0, 1) - 1.0
         self.where = torch.full_like(self.best, -1, dtype=torch.int64)
 
     def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
-        if not full or self.rule.bias is not None:
+        if not full or self.rule.bias_hides():
             seen = visible(self.rule, tile, full, weights_bhts.device)
             weights_bhts = weights_bhts.masked_fill(~seen, -1.0)
         weights_nts = weights_bhts.flatten(0, 1)
@@ -151,10 +154,8 @@ class _Largest:
     def finish(self) -> Top:
         shape = (self.rule.shape.B, self.rule.shape.H, *self.best.shape[1:])
         best, where = self.best.clamp(min=0.0).view(shape), self.where.view(shape)
-        if self.nan_rows is not None:
-            where = where.masked_fill(self.nan_rows[..., None], -1)
-            best = best.masked_fill(self.nan_rows[..., None], math.nan)
-        return Top(best, where)
+        spoiled_bht1 = self.spoiled_bht[..., None]
+        return Top(best.masked_fill(spoiled_bht1, math.nan), where.masked_fill(spoiled_bht1, -1))
 
 
 class _Sparse:
@@ -191,7 +192,9 @@ class _Picturing:
     def __init__(self, of: Weights, picture: Map) -> None:
         self.picture, self.window = picture, Tile(*picture.window(of.rule.shape))
         self.cells = of.zeros(picture.height, picture.width)
-        self.has_nan = of.nan_rows_bht is not None
+        # Where asking would mean to wait for a device, the careful way is taken unasked.
+        spoiled = of.spoiled_bht
+        self.has_nan = spoiled.device.type != "cpu" or bool(spoiled.any())
 
     def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
         inside = common(tile, self.window)
@@ -222,7 +225,7 @@ def visible(rule: Rule, tile: Tile, full: bool, device: torch.device) -> Tensor:
     seen = torch.ones((), dtype=torch.bool, device=device)
     if rule.mask is not None and not full:
         seen = rule.mask.block(rule.shape, tile, device)
-    if rule.bias is not None:
+    if rule.bias is not None and rule.bias.hides:
         seen = seen & (rule.bias.block(rule.shape, tile, device, torch.float32) != -math.inf)
     return seen.expand(rule.shape.B, rule.shape.H, tile.t1 - tile.t0, tile.s1 - tile.s0)
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard._check import is_one
+
 Ints: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int64]]"
 Bools: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]"
 
@@ -47,9 +49,10 @@ def indices(
     shape: Shape, tile: Tile, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Indices b, h, i, j of a tile, shaped to broadcast to (B, H, t, s); i is a position."""
-    b = torch.arange(shape.B, device=device)[:, None, None, None]
-    h = torch.arange(shape.H, device=device)[:, None, None]
-    i = torch.arange(tile.t0, tile.t1, device=device)[:, None] + shape.offset
+    b = torch.arange(shape.B, device=device).view(-1, 1, 1, 1)
+    h = torch.arange(shape.H, device=device).view(-1, 1, 1)
+    first = tile.t0 + shape.offset
+    i = torch.arange(first, first + tile.t1 - tile.t0, device=device).view(-1, 1)
     j = torch.arange(tile.s0, tile.s1, device=device)
     return b, h, i, j
 
@@ -66,13 +69,13 @@ def cut(tensor: Tensor, tile: Tile) -> Tensor:
 def pick_batch(values: Tensor, b: Tensor) -> Tensor:
     """values[b] for values (B,), or (1,) shared by all samples."""
     values = values.to(b.device, torch.int64)
-    return values[b] if values.shape[0] != 1 else values[0]
+    return values[0] if is_one(values.shape[0]) else values[b]
 
 
 def pick_axis(values: Tensor, b: Tensor, x: Tensor) -> Tensor:
     """values[b, x] for values (B, X), or values[x] for (X,) and (1, X)."""
     values = values.to(b.device, torch.int64)
-    if values.dim() == 2 and values.shape[0] != 1:
+    if values.dim() == 2 and not is_one(values.shape[0]):
         return values[b, x]
     return values.reshape(-1)[x]
 
@@ -82,7 +85,7 @@ def pick_broadcast(values: Tensor, where: tuple[Tensor, ...]) -> Tensor:
     values = values.to(where[0].device)
     used = where[len(where) - values.dim() :]
     zero = torch.zeros((), dtype=torch.int64, device=values.device)
-    places = [x if size != 1 else zero for x, size in zip(used, values.shape, strict=True)]
+    places = [zero if is_one(size) else x for x, size in zip(used, values.shape, strict=True)]
     return values[tuple(places)] if places else values
 
 
@@ -109,6 +112,11 @@ def count_pairs(seen: Bools, t0: Ints, t1: Ints, s0: Ints, s1: Ints) -> Ints:
     return np.asarray(sums[:, s1] - sums[:, s0], np.int64)
 
 
+def fits(have: int, want: int) -> bool:
+    """Whether an axis of this size broadcasts to the other without growing it."""
+    return is_one(have) or have == want
+
+
 def check_counts(name: str, values: object) -> None:
     """Refuse what is not a tensor of whole numbers."""
     if not isinstance(values, Tensor):
@@ -119,17 +127,17 @@ def check_counts(name: str, values: object) -> None:
 
 def check_batch(name: str, values: Tensor, shape: Shape) -> None:
     """Refuse values that are not one a sample."""
-    if values.dim() != 1 or values.shape[0] not in (1, shape.B):
+    if values.dim() != 1 or not fits(values.shape[0], shape.B):
         raise ValueError(f"{name} must be (B,) with B={shape.B}, got shape {tuple(values.shape)}")
 
 
 def check_axis(name: str, values: Tensor, letter: str, shape: Shape) -> None:
     """Refuse values that are not (T,) or (B, T), or the same with S."""
     size = getattr(shape, letter)
-    fits = values.shape[-1:] == (size,) and (
-        values.dim() == 1 or (values.dim() == 2 and values.shape[0] in (1, shape.B))
+    right = values.shape[-1:] == (size,) and (
+        values.dim() == 1 or (values.dim() == 2 and fits(values.shape[0], shape.B))
     )
-    if not fits:
+    if not right:
         raise ValueError(
             f"{name} must be ({letter},) or (B, {letter}) with B={shape.B}, {letter}={size}, "
             f"got shape {tuple(values.shape)}"
@@ -139,10 +147,7 @@ def check_axis(name: str, values: Tensor, letter: str, shape: Shape) -> None:
 def check_broadcast(name: str, values: Tensor, shape: Shape) -> None:
     """Refuse a tensor that does not broadcast to (B, H, T, S) without growing it."""
     given = tuple(values.shape)
-    padded = (1,) * (4 - len(given)) + given
-    if len(given) > 4 or any(
-        have not in (1, want) for have, want in zip(padded, shape, strict=True)
-    ):
+    if len(given) > 4 or not all(map(fits, given[::-1], shape[::-1])):
         raise ValueError(
             f"{name} must broadcast to (B, H, T, S) = {tuple(shape)}, got shape {given}"
         )

@@ -18,8 +18,7 @@ Letters: B batch, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -66,21 +65,18 @@ class Decoding:
         """The prompts, `chunk` tokens at a time; the scores (B, V) of what comes next, float32."""
         if self.compiled and self.graph is None:
             # What inference mode makes could not be used outside of it later.
-            with promise_finite(self.layers), torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 room = self.room + round_up(ids_bt.shape[1]) - ids_bt.shape[1]
                 self.graph = find_graph(self.model, ids_bt.shape[0], room)
                 self.cache = self.graph.cache
                 if ids_bt.is_cuda and ids_bt.shape[1] <= min(chunk, SHORT):
                     return self.graph.read(self.model, ids_bt, real_bt)
         last_bc = None
-        with promise_finite(self.layers):
-            for start in range(0, ids_bt.shape[1], chunk):
-                part = slice(start, start + chunk)
-                real = None if real_bt is None else real_bt[:, part]
-                x_btc = self.model.run(
-                    ids_bt[:, part], real=real, memory=self.memory, cache=self.cache
-                )
-                last_bc = x_btc[:, -1]
+        for start in range(0, ids_bt.shape[1], chunk):
+            part = slice(start, start + chunk)
+            real = None if real_bt is None else real_bt[:, part]
+            x_btc = self.model.run(ids_bt[:, part], real=real, memory=self.memory, cache=self.cache)
+            last_bc = x_btc[:, -1]
         assert last_bc is not None and self.model.head is not None
         scores_bv: Tensor = self.model.head(last_bc)
         return scores_bv.float()
@@ -93,8 +89,7 @@ class Decoding:
         if self.graph is not None:
             return self.graph.run(ids_b)
         assert self.model.head is not None
-        with promise_finite(self.layers):
-            x_btc = self.model.run(ids_b[:, None], memory=self.memory, cache=self.cache)
+        x_btc = self.model.run(ids_b[:, None], memory=self.memory, cache=self.cache)
         scores_bv: Tensor = self.model.head(x_btc[:, -1])
         return scores_bv.float()
 
@@ -179,8 +174,8 @@ class StepGraph:
         if self.recorded is not None:
             self.recorded.replay()
         else:
-            # The mode and the promise are part of what a graph was compiled for.
-            with promise_finite(self.layers), torch.inference_mode(False), torch.no_grad():
+            # The mode is part of what a graph was compiled for.
+            with torch.inference_mode(False), torch.no_grad():
                 self._step()
 
     def _step(self) -> None:
@@ -323,16 +318,3 @@ def fuse(model: Transformer) -> list[Any]:
 def find_layers(model: Transformer) -> list[MultiHeadAttention]:
     """Every attention layer of the model."""
     return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
-
-
-@contextmanager
-def promise_finite(layers: list[MultiHeadAttention]) -> Iterator[None]:
-    """While this runs, no layer looks for numbers that are not finite."""
-    before = [layer.finite for layer in layers]
-    for layer in layers:
-        layer.finite = True
-    try:
-        yield
-    finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer.finite = was

@@ -183,7 +183,6 @@ class MultiHeadAttention(Observable):
                 for _ in range(2)
             )
         self.rotary = None if rotary is None else Rotary(rotary)
-        self.finite = False
         self.fused: SideBySide | None = None
         self.elsewhere: Elsewhere | None = None
         self.sinks: nn.Parameter | None = None
@@ -337,7 +336,6 @@ class MultiHeadAttention(Observable):
             ready.v,
             **ready.rule,
             dropout=dropout,
-            finite=self.finite,
             backend=self.backend,
         )
         return project(self.out_proj, heads_bhtd.transpose(1, 2).flatten(2))

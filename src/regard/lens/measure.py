@@ -34,8 +34,8 @@ PIECE = 1 << 24
 MOST_RUNS = 1 << 23
 
 
-def measure(call: Call, wants: Wants, finite: bool = False) -> Observation:
-    """What is wanted about a call; `finite` promises that q and k hold no NaN and no infinity."""
+def measure(call: Call, wants: Wants) -> Observation:
+    """What is wanted about a call."""
     return observe(
         call.q,
         call.k,
@@ -46,7 +46,6 @@ def measure(call: Call, wants: Wants, finite: bool = False) -> Observation:
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,
-        finite=finite,
     )
 
 

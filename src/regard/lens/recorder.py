@@ -301,7 +301,7 @@ def _rule_key(rule: Rule) -> Any:
     """What tells two rules apart, without reading large tensors."""
     packed = pack(rule)
     tensors = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, _age(t)) for t in packed.tensors)
-    return packed.text, tensors, tuple(packed.ints), tuple(packed.floats), rule.shape
+    return packed.form, tensors, tuple(packed.ints), tuple(packed.floats), rule.shape
 
 
 def _age(tensor: Tensor) -> Any:

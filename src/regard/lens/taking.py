@@ -27,7 +27,6 @@ from torch import Tensor
 
 from regard.attention import Dense, DenseBias, Map, Observation, Wants
 from regard.attention.bias import BiasAt, Sum
-from regard.attention.finite import all_finite
 from regard.attention.mask import And, At, Not, Or
 from regard.lens.biases import Biases, TooLarge
 from regard.lens.bringing import Bringer, Coming, is_large
@@ -65,7 +64,7 @@ class Take:
         self.heads: tuple[int, ...] = ()
         self.n_queries = self.n_keys = self.calls = 0
         self.first = 0
-        self.exact = self.finite = True
+        self.exact = True
         self.ids: list[Tensor] | None = []
         self.prints: Tensor | None = None
         self.rule: dict[str, Any] = {}
@@ -173,10 +172,6 @@ class Take:
     def _observe(self, call: Call, offset: int) -> Observation:
         wants, T, S = self.wants, call.shape.T, call.shape.S
         wants = replace(wants, lse=True)
-        # Spares `observe` the keeping apart of each row that looks at a number that is not finite.
-        # On a device nobody asks, since the answer would have to be waited for: there a NaN or an
-        # infinity that is looked at comes out as a NaN, and a record that holds one says so.
-        finite = self.finite = call.q.is_cuda or all_finite(call.q, call.k)
         if wants.map is None and self.keep == "statistics":
             wants = replace(wants, map=(min(T, PICTURE), min(S, PICTURE)))
         elif self.keep == "qk" and not self.calls and T * S > DIRECT:
@@ -189,12 +184,12 @@ class Take:
                     queries=(0, down * cell),
                     keys=(0, across * cell),
                 )
-                seen = measure(call, replace(wants, map=grid), finite)
+                seen = measure(call, replace(wants, map=grid))
                 assert seen.map is not None
                 self.base = (cell, self.bringer.bring({"base": seen.map[0].float()}))
                 if wants.map is None:
                     return seen
-        seen = measure(call, wants, finite)
+        seen = measure(call, wants)
         if seen.map is not None:
             self.whole_pictures &= seen.map.shape[2:] == (T, S)
             self.pictures.append((offset, seen.map[0].float()))
@@ -223,7 +218,7 @@ class Take:
 
     def _sees(self, call: Call, lse_ht: Tensor, runs: FoundRuns | None) -> Tensor:
         """The queries that see something, (T,), on the CPU."""
-        if self.finite and runs is not None and call.sinks is None:
+        if runs is not None and call.sinks is None:
             # What the mask tells needs no device to be waited for.
             return (runs.counts > 0).any(0)
         return (lse_ht > -math.inf).any(0).cpu()

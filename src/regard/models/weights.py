@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from regard.attention.finite import all_finite
+from regard._check import all_finite
 from regard.models.blank import make_blank
 from regard.models.config import ModelConfig
 from regard.models.embedded import find_embedded, is_embedded

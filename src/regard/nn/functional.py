@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.attention import Causal, Dense, DenseBias, Mask, attention
-from regard.attention.shape import Shape
+from regard.attention.shape import Shape, fits
 from regard.nn.errors import CallError, InputError, refuse_nested
 from regard.nn.heads import (
     Projection,
@@ -152,10 +152,7 @@ def read_mask(
             f"got {attn_mask.dtype}"
         )
     given = tuple(attn_mask.shape)
-    fits = len(given) <= len(shape) and all(
-        have in (1, want) for have, want in zip(given[::-1], shape[::-1], strict=False)
-    )
-    if not fits:
+    if len(given) > len(shape) or not all(map(fits, given[::-1], shape[::-1])):
         raise CallError(f"attn_mask must broadcast to (..., H, T, S) = {shape}, got {given}")
     if len(given) > 3 and len(shape) > 4:
         joined = attn_mask.expand(*shape[:-3], *given[-3:])

@@ -31,7 +31,6 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from regard.layers.multihead import MultiHeadAttention
 from regard.models import Transformer
 from regard.training.config import TrainConfig
 from regard.training.data.packing import NOTHING
@@ -426,18 +425,10 @@ class Run:
 
     @contextmanager
     def set_up(self) -> Iterator[None]:
-        """The model in training mode, and told that a non-finite number will be seen to here."""
-        layers = [m for m in self.model.modules() if isinstance(m, MultiHeadAttention)]
-        before = [layer.finite for layer in layers]
+        """The model in training mode."""
         self.model.train()
-        try:
-            for layer in layers:
-                layer.finite = True
-            with recomputing(self.model) if self.config.recompute else nullcontext():
-                yield
-        finally:
-            for layer, was in zip(layers, before, strict=True):
-                layer.finite = was
+        with recomputing(self.model) if self.config.recompute else nullcontext():
+            yield
 
     @contextmanager
     def fetching(self) -> Iterator[Callable[[int], Ready]]:

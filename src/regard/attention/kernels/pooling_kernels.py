@@ -18,10 +18,10 @@ from regard.attention.kernels.sight import RowSums, Sight
 
 @triton.jit
 def _weights(
-    q_td, k_head, s, lo_t, hi_t, top_t, nan_t, edged, k_s, k_d, S, D, bits, cap_bits,
-    WIDTH: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, SPOILED: tl.constexpr,
+    q_td, k_head, s, lo_t, hi_t, top_t, share_t, edged, k_s, k_d, S, D, bits, cap_bits,
+    WIDTH: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The weights of some queries on the keys s, each row's still to be shared out, (s, t).
+    """The weights of some queries on the keys s, (s, t).
 
     Tiles stand on their side, keys down and rows across: so a sum over rows stays inside a warp.
     edged: whether some row does not see all of these keys.
@@ -33,25 +33,21 @@ def _weights(
         other=0.0,
     )
     x_st = _product(k_sd, q_td, bits, cap_bits, CAPPED, EXACT)
-    w_st = tl.exp2(x_st - top_t[None, :])
+    w_st = tl.exp2(x_st - top_t[None, :]) * share_t[None, :]
     if edged:
         seen_st = (s[:, None] >= lo_t[None, :]) & (s[:, None] < hi_t[None, :])
         w_st = tl.where(seen_st, w_st, 0.0)
-        if SPOILED:
-            w_st = tl.where(seen_st & nan_t[None, :], float("nan"), w_st)
-    elif SPOILED:
-        w_st = tl.where(nan_t[None, :], float("nan"), w_st)
     return w_st
 
 
 @triton.jit
 def _parts(
-    q, k, lo, hi, tops, sums, spoiled, out,
+    q, k, lo, hi, tops, sums, out,
     q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
     H, T, S, D, bits, cap_bits,
     t0, span, X, x_first, n_cells, n_slices, s0, s1,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
-    CELLS: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, SPOILED: tl.constexpr,
+    CELLS: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """For some rows of one head: the mean over each cell's rows, key by key.
 
@@ -74,9 +70,6 @@ def _parts(
     row_t = head * T + t
     top_t = tl.load(tops + row_t, mask=real_t, other=0.0)
     share_t = 1.0 / tl.load(sums + row_t, mask=real_t, other=1.0)
-    nan_t = real_t
-    if SPOILED:
-        nan_t = tl.load(spoiled + row_t, mask=real_t, other=0) != 0
     first = s0 + (tl.min(tl.where(hi_t > lo_t, lo_t, s1), 0) - s0) // KEYS * KEYS
     last = tl.max(hi_t, 0)
     whole, ends = tl.max(lo_t, 0), tl.min(tl.where(real_t, hi_t, s1), 0)
@@ -85,17 +78,14 @@ def _parts(
     for start in range(first, last, KEYS):
         s = start + tl.arange(0, KEYS)
         w_st = _weights(
-            q_td, k_head, s, lo_t, hi_t, top_t, nan_t, (start < whole) | (start + KEYS > ends),
-            k_s, k_d, S, D, bits, cap_bits, WIDTH, CAPPED, EXACT, SPOILED,
+            q_td, k_head, s, lo_t, hi_t, top_t, share_t, (start < whole) | (start + KEYS > ends),
+            k_s, k_d, S, D, bits, cap_bits, WIDTH, CAPPED, EXACT,
         )  # fmt: skip
         for c in tl.static_range(CELLS):
             x = (x0 + c).to(tl.int64) * span
             part_t = tl.minimum(x + span, n_t + X) - tl.maximum(x, n_t)
             part_t = tl.where(real_t, tl.maximum(part_t, 0), 0)
-            p_st = w_st * (share_t * (part_t.to(tl.float32) / span))[None, :]
-            if SPOILED:
-                # A cell that a row has no part in does not suffer from its NaN.
-                p_st = tl.where((part_t > 0)[None, :], p_st, 0.0)
+            p_st = w_st * (part_t.to(tl.float32) / span)[None, :]
             # No row has a part in a cell beyond the last: its sums are zeros.
             row = (head * groups + group) * CELLS + c
             tl.store(out + row * width + (s - s0), tl.sum(p_st, 1), mask=s < s1)
@@ -103,12 +93,12 @@ def _parts(
 
 @triton.jit
 def _grid(
-    q, k, lo, hi, tops, sums, spoiled, cells, bands,
+    q, k, lo, hi, tops, sums, cells, bands,
     q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
     H, T, S, D, bits, cap_bits, t0, t1, s0, s1, x_first, height, share,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
     TALL: tl.constexpr, WIDE: tl.constexpr,
-    CAPPED: tl.constexpr, EXACT: tl.constexpr, SPOILED: tl.constexpr,
+    CAPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Sums of the weights of some rows of one head: over cells of TALL × WIDE, and key by key.
 
@@ -127,9 +117,6 @@ def _grid(
     row_t = head * T + t
     top_t = tl.load(tops + row_t, mask=real_t, other=0.0)
     share_t = tl.where(real_t, 1.0 / tl.load(sums + row_t, mask=real_t, other=1.0), 0.0)
-    nan_t = real_t
-    if SPOILED:
-        nan_t = tl.load(spoiled + row_t, mask=real_t, other=0) != 0
     first = s0 + (tl.min(tl.where(hi_t > lo_t, lo_t, s1), 0) - s0) // KEYS * KEYS
     last = tl.max(hi_t, 0)
     whole, ends = tl.max(lo_t, 0), tl.min(tl.where(real_t, hi_t, s1), 0)
@@ -141,10 +128,9 @@ def _grid(
     for start in range(first, last, KEYS):
         s = start + tl.arange(0, KEYS)
         w_st = _weights(
-            q_td, k_head, s, lo_t, hi_t, top_t, nan_t, (start < whole) | (start + KEYS > ends),
-            k_s, k_d, S, D, bits, cap_bits, WIDTH, CAPPED, EXACT, SPOILED,
+            q_td, k_head, s, lo_t, hi_t, top_t, share_t, (start < whole) | (start + KEYS > ends),
+            k_s, k_d, S, D, bits, cap_bits, WIDTH, CAPPED, EXACT,
         )  # fmt: skip
-        w_st = w_st * share_t[None, :]
         w_sx = tl.sum(tl.reshape(w_st, (KEYS, ROWS // TALL, TALL)), 2)
         tl.store(bands + (head * n_bands + band) * width + (s - s0), tl.sum(w_sx, 1), mask=s < s1)
         w_yx = tl.sum(tl.reshape(w_sx, (KEYS // WIDE, WIDE, ROWS // TALL)), 1)
@@ -205,7 +191,7 @@ def run_parts(
         *sight.strides(), H, T, S, D, sight.factor, sight.cap,
         t0, span, height, first, n_cells, n_slices, *keys,
         **sight.options(), ROWS=n_rows, KEYS=32 if sight.exact else 64, CELLS=n_in_tile,
-        EXACT=sight.exact, SPOILED=rows.spoiled is not None, num_warps=4,
+        EXACT=sight.exact, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -235,7 +221,7 @@ def run_grid(
         *sight.strides(), H, T, S, D, sight.factor, sight.cap,
         *window, first, cells.shape[1], share,
         **sight.options(), ROWS=tile[0], KEYS=tile[1], TALL=cell[0], WIDE=cell[1],
-        EXACT=sight.exact, SPOILED=rows.spoiled is not None, num_warps=4,
+        EXACT=sight.exact, num_warps=4,
     )  # fmt: skip
     return bands
 

@@ -38,7 +38,6 @@ def by_kernels(
     rule: Rule,
     sinks: Tensor | None,
     wants: Wants,
-    nan_rows: Tensor | None,
     output: Tensor | None,
 ) -> Observation:
     """Every want but `weights` and `mass`, beside an output made elsewhere."""
@@ -46,7 +45,6 @@ def by_kernels(
 
     bounds = find_bounds(rule, q.device)
     assert bounds is not None, "a call without bounds is refused"
-    nan_rows = None if nan_rows is None else nan_rows.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
     shape = q.shape[:3]
     asked = [name for name in ("entropy", "distance", "peak") if getattr(wants, name)]
@@ -55,18 +53,18 @@ def by_kernels(
     if wants.peak:
         made["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)
     sight = Sight.of(q, k, rule, bounds)
-    seeing_kernels.run_rows(sight, sinks, nan_rows, made)
+    seeing_kernels.run_rows(sight, sinks, made)
     answers: dict[str, Any] = {name: made[name] for name in ("entropy", "distance") if name in made}
     answers["lse"] = made["lse"] if wants.lse else None
     answers["peak"] = Peak(made["peak"], made["key"]) if wants.peak else None
-    rows = RowSums(made["tops"], made["sums"], nan_rows)
+    rows = RowSums(made["tops"], made["sums"])
     answers |= Pooling(sight, rows).answer(wants, rule)
     others = replace(wants, received=False, map=None)
     if wants.top is not None and wants.top <= MOST_TOP:
         answers["top"] = Top(*seeing_kernels.run_largest(sight, rows, wants.top))
         others = replace(others, top=None)
     if others.second_pass():
-        answers |= Weights(q, k, rule, made["tops"] / BITS, made["sums"], nan_rows).tell(others)
+        answers |= Weights(q, k, rule, made["tops"] / BITS, made["sums"]).tell(others)
     return Observation(output, **answers)
 
 

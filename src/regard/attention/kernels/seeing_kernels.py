@@ -106,12 +106,12 @@ def _take(
 
 @triton.jit
 def _rows(
-    q, k, lo, hi, sinks, spoiled,
+    q, k, lo, hi, sinks,
     tops, sums, lse, entropy, peak, key, distance,
     q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
     H, T, S, D, bits, cap_bits,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
-    CAPPED: tl.constexpr, EXACT: tl.constexpr, SINKS: tl.constexpr, SPOILED: tl.constexpr,
+    CAPPED: tl.constexpr, EXACT: tl.constexpr, SINKS: tl.constexpr,
     ENTROPY: tl.constexpr, PEAK: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
     """What is asked about some queries of one head."""
@@ -164,44 +164,32 @@ def _rows(
     empty_t = total_t == 0.0
     total_t = tl.where(empty_t, 1.0, total_t)
     share_t = tl.exp2(top_t - highest_t) / total_t
-    nan_t = real_t
-    if SPOILED:
-        nan_t = tl.load(spoiled + head * T + t, mask=real_t, other=0) != 0
     row_t = head * T + t
     tl.store(tops + row_t, highest_t, mask=real_t)
     tl.store(sums + row_t, total_t, mask=real_t)
     lse_t = tl.where(empty_t, float("-inf"), (highest_t + tl.log2(total_t)) * NATS)
-    if SPOILED:
-        lse_t = tl.where(nan_t, float("nan"), lse_t)
     tl.store(lse + row_t, lse_t, mask=real_t)
     if ENTROPY:
         # The log-sum less the top, but not by way of the log-sum, whose last digits would be lost.
         spread_t = (highest_t - top_t) + tl.log2(total_t)
         bits_t = tl.where(empty_t, 0.0, sum_t * share_t * spread_t) - heat_t * share_t
-        if SPOILED:
-            bits_t = tl.where(nan_t, float("nan"), bits_t)
         tl.store(entropy + row_t, bits_t * NATS, mask=real_t)
     if PEAK:
-        peak_t = tl.where(sum_t > 0.0, share_t, 0.0)
-        if SPOILED:
-            peak_t = tl.where(nan_t, float("nan"), peak_t)
-            key_t = tl.where(nan_t, -1, key_t)
-        tl.store(peak + row_t, peak_t, mask=real_t)
+        # A row that looks at a NaN has a sum of NaN, and no key.
+        key_t = tl.where(sum_t == sum_t, key_t, -1)
+        tl.store(peak + row_t, tl.where(sum_t == 0.0, 0.0, share_t), mask=real_t)
         tl.store(key + row_t, key_t.to(tl.int64), mask=real_t)
     if DISTANCE:
-        far_t = far_t * share_t
-        if SPOILED:
-            far_t = tl.where(nan_t, float("nan"), far_t)
-        tl.store(distance + row_t, far_t, mask=real_t)
+        tl.store(distance + row_t, far_t * share_t, mask=real_t)
 
 
 @triton.jit
 def _largest(
-    q, k, lo, hi, tops, sums, spoiled, weights, keys,
+    q, k, lo, hi, tops, sums, weights, keys,
     q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
     H, T, S, D, n_top, bits, cap_bits,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, SPOILED: tl.constexpr,
+    SLOTS: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The largest weights of some queries of one head, and their keys, largest first.
 
@@ -251,10 +239,7 @@ def _largest(
         best_tn = tl.where(key_tn == found_t[:, None], none, best_tn)
         # Empty slots have no key, and stay until the last: rows that see fewer end with these.
         w_t = tl.exp2(high_t - top_t) * share_t
-        if SPOILED:
-            nan_t = tl.load(spoiled + row_t, mask=real_t, other=0) != 0
-            w_t = tl.where(nan_t, float("nan"), w_t)
-            found_t = tl.where(nan_t, -1, found_t)
+        found_t = tl.where(share_t == share_t, found_t, -1)
         tl.store(weights + row_t * n_top + place, w_t, mask=real_t)
         tl.store(keys + row_t * n_top + place, found_t.to(tl.int64), mask=real_t)
 
@@ -293,9 +278,7 @@ def _singles(
         tl.store(out + (n * tl.num_programs(0)) + tl.program_id(0), tl.sum(w_t, 0))
 
 
-def run_rows(
-    sight: Sight, sinks: Tensor | None, spoiled: Tensor | None, answers: dict[str, Tensor]
-) -> None:
+def run_rows(sight: Sight, sinks: Tensor | None, answers: dict[str, Tensor]) -> None:
     """Every row's numbers, written into `answers`; those it lacks are not computed."""
     (B, H, T, D), S = sight.q.shape, sight.k.shape[2]
     rows, keys, warps = tile_of(D, sight.exact)
@@ -303,13 +286,12 @@ def run_rows(
     launch: Any = _rows[(B * H * triton.cdiv(T, rows),)]
     launch(
         *sight.tensors(),
-        tops if sinks is None else sinks, tops if spoiled is None else spoiled,
-        tops, answers["sums"], answers["lse"], *(
+        tops if sinks is None else sinks, tops, answers["sums"], answers["lse"], *(
             answers.get(name, tops) for name in ("entropy", "peak", "key", "distance")
         ),
         *sight.strides(), H, T, S, D, sight.factor, sight.cap,
         **sight.options(), ROWS=rows, KEYS=keys, EXACT=sight.exact,
-        SINKS=sinks is not None, SPOILED=spoiled is not None,
+        SINKS=sinks is not None,
         ENTROPY="entropy" in answers, PEAK="peak" in answers, DISTANCE="distance" in answers,
         num_warps=warps,
     )  # fmt: skip
@@ -326,7 +308,7 @@ def run_largest(sight: Sight, rows: RowSums, n_top: int) -> tuple[Tensor, Tensor
         *sight.tensors(), *rows.tensors(), weights, keys,
         *sight.strides(), H, T, S, D, n_top, sight.factor, sight.cap,
         **sight.options(), ROWS=side, KEYS=side, SLOTS=triton.next_power_of_2(n_top),
-        EXACT=sight.exact, SPOILED=rows.spoiled is not None, num_warps=4,
+        EXACT=sight.exact, num_warps=4,
     )  # fmt: skip
     return weights, keys
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.attention.rule import Packed, Rule, pack, unpack
+from regard.attention.rule import Form, Packed, Rule, pack, unpack
 from regard.attention.shape import Shape
 
 BITS = 1.0 / math.log(2.0)
@@ -48,15 +48,15 @@ def find_bounds(rule: Rule, device: torch.device) -> Bounds | None:
     if rule.tensors():
         return _read_bounds(rule, device)
     written = pack(replace(rule, scale=None, softcap=None))
-    return _plain_bounds(written.text, tuple(written.ints), rule.shape, device)
+    return _plain_bounds(written.form, tuple(written.ints), rule.shape, device)
 
 
 @functools.lru_cache(maxsize=4)
 def _plain_bounds(
-    text: str, ints: tuple[int, ...], shape: Shape, device: torch.device
+    form: Form, ints: tuple[int, ...], shape: Shape, device: torch.device
 ) -> Bounds | None:
     """Those of a mask without tensors, kept for a while: all layers of a model ask for them."""
-    return _read_bounds(unpack(Packed(text, [], list(ints), []), shape), device)
+    return _read_bounds(unpack(Packed(form, [], list(ints), []), shape), device)
 
 
 def _read_bounds(rule: Rule, device: torch.device) -> Bounds | None:
@@ -113,12 +113,11 @@ class Sight:
 
 @dataclass(frozen=True, eq=False)
 class RowSums:
-    """Top and sum of each row, (B, H, T), with which a score is a weight; which rows are NaN."""
+    """Top and sum of each row, (B, H, T), with which a score is a weight."""
 
     tops: Tensor
     sums: Tensor
-    spoiled: Tensor | None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All three as arguments; one that is not read stands for a missing one."""
-        return self.tops, self.sums, self.tops if self.spoiled is None else self.spoiled
+        """Both as arguments."""
+        return self.tops, self.sums
