@@ -121,6 +121,7 @@ def bloom(**more: Any) -> Any:
 VARIANTS: dict[str, Callable[[], Any]] = {
     "gpt2": gpt2,
     "gpt2-untied": lambda: gpt2(tie_word_embeddings=False, n_inner=None, n_layer=2),
+    "gpt2-scaled-by-layer": lambda: gpt2(scale_attn_by_inverse_layer_idx=True),
     "llama": llama,
     "llama-tied-biased": lambda: llama(
         tie_word_embeddings=True, attention_bias=True, mlp_bias=True, num_key_value_heads=6
@@ -176,6 +177,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "opt-bare": lambda: opt(enable_bias=False, tie_word_embeddings=False),
     "bloom": bloom,
     "bloom-8-heads": lambda: bloom(n_head=8, tie_word_embeddings=False),
+    "bloom-normed-residual": lambda: bloom(apply_residual_connection_post_layernorm=True),
 }
 
 # Their rotary in `transformers` depends on the texts that came before.

@@ -145,8 +145,19 @@ T5 = {
     **SPECIAL,
 }
 
+BLOOM = {
+    "hidden_size": 20,
+    "n_layer": 3,
+    "n_head": 5,
+    "vocab_size": 37,
+    "layer_norm_epsilon": 1e-5,
+    "hidden_dropout": 0.0,
+    **SPECIAL,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **GPT2},
+    "gpt2-scaled": {"model_type": "gpt2", **GPT2, "scale_attn_by_inverse_layer_idx": True},
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **LLAMA},
     "llama-3": {"model_type": "llama", **LLAMA, "rope_parameters": LLAMA3},
     "llama-yarn": {"model_type": "llama", **LLAMA, "rope_scaling": YARN},
@@ -212,15 +223,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "dropout": 0.1,
         **SPECIAL,
     },
-    "bloom": {
+    "bloom": {"model_type": "bloom", **BLOOM},
+    "bloom-normed": {
         "model_type": "bloom",
-        "hidden_size": 20,
-        "n_layer": 3,
-        "n_head": 5,
-        "vocab_size": 37,
-        "layer_norm_epsilon": 1e-5,
-        "hidden_dropout": 0.0,
-        **SPECIAL,
+        **BLOOM,
+        "apply_residual_connection_post_layernorm": True,
     },
     "palm": {
         "model_type": "palm",

@@ -17,7 +17,7 @@ from regard.generation import decoding as decoding_module
 
 ROWS = [[3, 5, 7], [11, 2, 13, 17, 19, 4, 8], [4]]
 FAMILIES = ["gpt2", "llama", "llama-3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"]
-FAMILIES += ["gpt_neox", "gptj", "opt", "bloom", "palm"]
+FAMILIES += ["gpt_neox", "gptj", "opt", "bloom", "palm", "gpt2-scaled", "bloom-normed"]
 
 
 @pytest.fixture

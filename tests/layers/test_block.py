@@ -128,6 +128,24 @@ def test_parallel_sublayers_may_share_one_norm() -> None:
     assert not [name for name, _ in block.named_parameters() if name.startswith("ffn_norm")]
 
 
+def test_a_normed_residual_is_added_to_instead_of_the_input() -> None:
+    """By hand: (3, 5) is normed to (-1, 1); with 1 added to (0, 2), normed again; then 10."""
+    config = BlockConfig(dim=2, n_heads=1, ffn_dim=3, norm_eps=1e-12, normed_residual=True)
+    block = EncoderBlock(config, dtype=torch.float64)
+    with torch.no_grad():
+        for proj, answer in ((block.self_attn.out_proj, 1.0), (block.ffn.down_proj, 10.0)):
+            proj.weight.zero_()
+            proj.bias.fill_(answer)
+    x = torch.tensor([[[3.0, 5.0]]], dtype=torch.float64)
+    torch.testing.assert_close(block(x), torch.tensor([[[9.0, 11.0]]], dtype=torch.float64))
+    config = replace(CONFIG, cross_attention=True, normed_residual=True)
+    block, x, memory = stir(DecoderBlock(config, dtype=torch.float64)), draw(), draw(B, S, C)
+    one, two, three = (block.self_attn_norm(x), block.cross_attn_norm, block.ffn_norm)
+    y = two(one + block.self_attn(one))
+    y = three(y + block.cross_attn(y, memory))
+    torch.testing.assert_close(block(x, memory), y + block.ffn(y))
+
+
 def test_gemmas_norm_multiplies_by_1_plus_its_weight() -> None:
     norm = make_norm("rms_offset", 2, eps=1e-12, dtype=torch.float64)
     assert norm.weight.tolist() == [0.0, 0.0]
@@ -482,6 +500,9 @@ def test_a_config_that_makes_no_sense_is_refused_when_it_is_made() -> None:
     refused("ffn_dim is 0", ffn_dim=0)
     refused("order is 'sideways'", order="sideways")
     refused("shared_norm is for parallel order", shared_norm=True)
+    refused(
+        "normed_residual is for pre order; the order is post", normed_residual=True, order="post"
+    )
     refused("norm is 'batch'", norm="batch")
     refused("RMSNorm has no bias", norm="rms", norm_bias=True)
     refused("activation is 'swish'", activation="swish")

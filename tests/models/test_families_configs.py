@@ -121,7 +121,7 @@ def test_window_counts_the_token_itself() -> None:
 
 
 REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
-    "gpt2-scale": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
+    "gpt2-scale": ("gpt2", {"scale_attn_by_inverse_layer_idx": "yes"}, "scale_attn_by_inverse"),
     "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
     "gpt2-cross": ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     "gpt2-bend": ("gpt2", {"activation_function": "quick_gelu"}, "activation_function"),
@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "opt-norm": ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
     "bloom-residual": (
         "bloom",
-        {"apply_residual_connection_post_layernorm": True},
+        {"apply_residual_connection_post_layernorm": 1},
         "apply_residual_connection",
     ),
 }

@@ -6,6 +6,7 @@ Why: every model of the family is the same few sublayers in one of four orders, 
 How: a block adds the answers of its sublayers to what passes through it.
 - "post":     x = norm(x + attend(x));  x = norm(x + feed(x))    (the first Transformer, BERT, BART)
 - "pre":      x = x + attend(norm(x));  x = x + feed(norm(x))    (GPT-2, LLaMA, T5)
+              x = norm(x) + attend(norm(x)), and so the other, with `normed_residual` (BLOOM can)
 - "parallel": x = x + attend(norm(x)) + feed(norm'(x))           (NeoX; GPT-J has norm' = norm)
 - "sandwich": x = x + after(attend(norm(x))), and so the feed-forward layer      (Gemma 2 and 3)
 
@@ -61,9 +62,10 @@ class Factory(TypedDict):
 class BlockConfig:
     """What one block is.
 
-    `shared_norm`: in "parallel" order one norm serves both sublayers. `dropout` falls on each
-    sublayer's answer before it is added, `attention_dropout` on the weights, `ffn_dropout` on the
-    hidden numbers of the feed-forward layer; all in training only. `cross_attention` is for
+    `shared_norm`: in "parallel" order one norm serves both sublayers. `normed_residual`: in "pre"
+    order an answer is added to norm(x), which the sublayer read, and not to x. `dropout` falls on
+    each sublayer's answer before it is added, `attention_dropout` on the weights, `ffn_dropout` on
+    the hidden numbers of the feed-forward layer; all in training only. `cross_attention` is for
     decoders, with `memory_dim` as the width of the memory (dim unless given). The rest is told in
     `MultiHeadAttention`, `FeedForward` and `make_norm`.
     """
@@ -75,6 +77,7 @@ class BlockConfig:
     head_dim: int | None = None
     order: Order = "pre"
     shared_norm: bool = False
+    normed_residual: bool = False
     norm: NormKind = "layer"
     norm_eps: float = 1e-5
     norm_bias: bool | None = None
@@ -116,6 +119,8 @@ class BlockConfig:
             )
         if self.shared_norm and self.order != "parallel":
             raise ValueError(f"shared_norm is for parallel order; the order is {self.order}")
+        if self.normed_residual and self.order != "pre":
+            raise ValueError(f"normed_residual is for pre order; the order is {self.order}")
         if self.memory_dim is not None:
             check_count("memory_dim", self.memory_dim)
             if not self.cross_attention:
@@ -261,10 +266,11 @@ def run_block(
         if order == "post":
             added_btc = norm(x_btc + drop(sublayer(x_btc)))
             return added_btc
-        answer_btc = sublayer(norm(x_btc))
+        ready_btc = norm(x_btc)
+        answer_btc = sublayer(ready_btc)
         if after is not None:
             answer_btc = after(answer_btc)
-        added_btc = x_btc + drop(answer_btc)
+        added_btc = (ready_btc if block.config.normed_residual else x_btc) + drop(answer_btc)
         return added_btc
 
     x_btc = add(x_btc, attend, block.self_attn_norm, block.self_attn_after)

@@ -13,7 +13,6 @@ from regard.models.links import Link, both, interleaved, same
 
 def config_from(source: Mapping[str, Any]) -> ModelConfig:
     read = ConfigReader(source)
-    read.expect("apply_residual_connection_post_layernorm", False)
 
     def key(*names: str) -> str:
         """The name under which a file has it; older ones have other names."""
@@ -25,6 +24,7 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
         dim=dim,
         n_heads=read.count(key("n_head", "num_attention_heads")),
         ffn_dim=4 * dim,
+        normed_residual=read.flag("apply_residual_connection_post_layernorm", False),
         norm_eps=eps,
         activation="gelu_tanh",
         alibi=True,

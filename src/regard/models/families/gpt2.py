@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from regard.layers import BlockConfig
@@ -14,7 +15,6 @@ from regard.models.links import Link, both, same, stacked, transposed
 def config_from(source: Mapping[str, Any]) -> ModelConfig:
     read = ConfigReader(source)
     read.expect("scale_attn_weights", True)
-    read.expect("scale_attn_by_inverse_layer_idx", False)
     read.expect("reorder_and_upcast_attn", False, True)
     read.expect("add_cross_attention", False)
     dim = read.count("n_embd")
@@ -29,11 +29,15 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
         dropout=dropout,
         attention_dropout=read.number("attn_pdrop", 0.1),
     )
+    blocks = [block] * read.layers("n_layer")
+    if read.flag("scale_attn_by_inverse_layer_idx", False):
+        scale = (dim // block.n_heads) ** -0.5
+        blocks = [replace(block, scale=scale / (n + 1)) for n in range(len(blocks))]
     return ModelConfig(
         family="gpt2",
         vocab_size=read.count("vocab_size"),
         max_len=read.count("n_positions", 1024),
-        decoder=(block,) * read.layers("n_layer"),
+        decoder=tuple(blocks),
         embed=EmbedConfig(positions="learned", dropout=read.number("embd_pdrop", 0.1)),
         head=HeadConfig(tied=read.flag("tie_word_embeddings", True)),
         tokens=read.special_tokens(),
