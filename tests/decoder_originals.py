@@ -46,9 +46,11 @@ def dynamic(**more: Any) -> Any:
     return llama(head_dim=8, max_position_embeddings=17, rope_parameters=scaling, **more)
 
 
-def longrope() -> Any:
-    divisors = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.3, 3.1, 4.7]}
-    return turned("longrope", original_max_position_embeddings=29, **divisors)
+def longrope(**more: Any) -> Any:
+    scaling = {"rope_type": "longrope", "rope_theta": 500.0}
+    scaling |= {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.0, 2.3, 3.1, 4.7]}
+    scaling |= {"original_max_position_embeddings": 29}
+    return llama(head_dim=8, rope_parameters=scaling, **more)
 
 
 def mistral(**more: Any) -> Any:
@@ -129,7 +131,6 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "llama-wide-heads": lambda: llama(head_dim=10, num_key_value_heads=3),
     "llama-linear": lambda: turned("linear", factor=3.0),
     "llama-dynamic": dynamic,
-    "llama-dynamic-shallow": lambda: dynamic(num_hidden_layers=1),
     "llama-yarn": lambda: turned("yarn", factor=4.0, original_max_position_embeddings=23),
     "llama-3": lambda: turned(
         "llama3",
@@ -139,6 +140,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
         original_max_position_embeddings=31,
     ),
     "llama-longrope": longrope,
+    "llama-longrope-shallow": lambda: longrope(num_hidden_layers=1),
     "mistral": mistral,
     "mistral-no-window": lambda: mistral(sliding_window=None, head_dim=None),
     "qwen2": qwen2,
@@ -181,4 +183,6 @@ VARIANTS: dict[str, Callable[[], Any]] = {
 }
 
 # Their rotary in `transformers` depends on the texts that came before.
-STATEFUL = ("llama-dynamic", "llama-dynamic-shallow", "llama-longrope")
+STATEFUL = ("llama-dynamic", "llama-longrope", "llama-longrope-shallow")
+# And of these, ours turns the keys of a cache anew.
+ROTATES_KEPT_KEYS = ("llama-longrope", "llama-longrope-shallow")

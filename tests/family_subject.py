@@ -31,9 +31,11 @@ class Subject:
 
     `position_offset`: added to the count of real tokens where the original takes position_ids.
     `padded_sides`: on which sides the original itself answers rightly with padding.
-    `keeps_state`: its rotary depends on earlier calls, so that it is asked without a cache and one
-    row at a time. `fixed`: patterns of its parameters that are constants and no weights.
-    `buffers`: patterns of its buffers that are weights.
+    `keeps_state`: its rotary depends on earlier calls and on the longest row, so that it is asked
+    one row at a time. `rotates_kept_keys`: ours turns the keys of a cache anew as the text grows,
+    and the original does not, so that it is asked without a cache. `fixed`: patterns of its
+    parameters that are constants and no weights. `buffers`: patterns of its buffers that are
+    weights.
     """
 
     original: Any
@@ -42,6 +44,7 @@ class Subject:
     position_offset: int = 0
     padded_sides: tuple[str, ...] = ("left", "right")
     keeps_state: bool = False
+    rotates_kept_keys: bool = False
     fixed: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
 

@@ -61,7 +61,7 @@ class GenerationConfig:
     """A row's draws hang on its own seed alone: seed + r for row r, or one for each row given in a
     list. None takes one from torch's global generator."""
     chunk: int = 2048
-    """Prompts are read so many tokens at a time."""
+    """Prompts are read so many tokens at a time; at once where rotary depends on their length."""
     compiled: bool = False
     """Compile the step that is repeated: slow at first, then fast. Not for beams."""
 

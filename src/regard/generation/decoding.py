@@ -27,7 +27,8 @@ from torch import Tensor
 
 from regard.attention import listening
 from regard.layers import DecoderCache, FeedForward, MultiHeadAttention
-from regard.models import Memory, Transformer
+from regard.models import Memory, ModelConfig, Transformer
+from regard.positions import DynamicNTK, LongRoPE
 
 CHUNK = 2048
 """Tokens of a prompt that are read at a time."""
@@ -63,6 +64,8 @@ class Decoding:
 
     def read(self, ids_bt: Tensor, real_bt: Tensor | None = None, chunk: int = CHUNK) -> Tensor:
         """The prompts, `chunk` tokens at a time; the scores (B, V) of what comes next, float32."""
+        if grows_in(self.model.config, ids_bt.shape[1]):
+            chunk = ids_bt.shape[1]
         if self.compiled and self.graph is None:
             # What inference mode makes could not be used outside of it later.
             with torch.inference_mode(False), torch.no_grad():
@@ -261,6 +264,16 @@ def take_step(
     at_b1 = at_bp.gather(1, part_b[:, None])
     next_b1 = part_b[:, None] * (scores_bv.shape[1] // n_parts) + at_b1
     return scores_bv, next_b1, best_b.isfinite()
+
+
+def grows_in(config: ModelConfig, n_tokens: int) -> bool:
+    """Whether rotary turns a text of this length otherwise than the first part of it.
+
+    Then it is read in one piece, or its first tokens would be turned for a shorter text.
+    """
+    scalings = [block.rotary.scaling for block in config.decoder if block.rotary is not None]
+    kinds = DynamicNTK | LongRoPE
+    return any(isinstance(x, kinds) and n_tokens > x.original_max_len for x in scalings)
 
 
 def find_parts(vocab_size: int) -> int:

@@ -155,9 +155,9 @@ def generate_ids(
     ids: (B, T) with `real` False at padding on whichever side, or lists of different lengths. Each
     row comes out as it would alone. An empty row starts from the model's bos token. An
     encoder–decoder reads `source`, and `ids`, where given, begin its text in place of its start
-    token. Prompt and new tokens together are at most the model's max_len: a row that gets there
-    ends with "length", and a prompt without room for a token is refused. tokenizer: for stop
-    strings, where the model has none of its own.
+    token. Prompt and new tokens together are at most the model's max_len, where it has one: a row
+    that gets there ends with "length", and a prompt without room for a token is refused. tokenizer:
+    for stop strings, where the model has none of its own.
     """
     task = Task.make(
         model,

@@ -302,7 +302,7 @@ class MultiHeadAttention(Observable):
         v_bgtd = self._split(parts[2], None)
         # Keys that turn anew as the text grows are kept as they were before turning. The newest
         # token is in every call, so the positions at hand tell how long the text is.
-        late = cache is not None and self._turns_with_length()
+        late = cache is not None and self._rotates_kept_keys()
         if self.rotary is not None:
             if positions.phases is None:
                 raise ValueError("positions were placed by a layer without rotary; this one has it")
@@ -418,9 +418,9 @@ class MultiHeadAttention(Observable):
                 "KVCache.growing()"
             )
 
-    def _turns_with_length(self) -> bool:
+    def _rotates_kept_keys(self) -> bool:
         scaling = None if self.rotary is None else self.rotary.config.scaling
-        return scaling is not None and scaling.needs_length
+        return scaling is not None and scaling.rotates_kept_keys
 
     def extra_repr(self) -> str:
         said = f"dim={self.dim}, n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}"

@@ -103,7 +103,11 @@ class HeadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One Transformer: an encoder, a decoder, or both. `max_len` None: texts of any length."""
+    """One Transformer: an encoder, a decoder, or both.
+
+    `max_len` None: texts of any length. Rotary that grows with the text (`DynamicNTK`) has none;
+    the length it was trained on is its `original_max_len`.
+    """
 
     family: str
     vocab_size: int

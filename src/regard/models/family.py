@@ -12,16 +12,17 @@ Left out: anything that runs; a family is data about names and shapes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from regard.layers import BlockConfig
 from regard.models.config import ModelConfig, SpecialTokens
 from regard.models.folder import BadCheckpoint
 from regard.models.links import Link
-from regard.positions import RotaryConfig, scaling_from_dict
+from regard.positions import DynamicNTK, RotaryConfig, scaling_from_dict
 from regard.positions.rotary import Pairing
 
 MAX_LAYERS = 10_000
@@ -249,6 +250,21 @@ class ConfigReader:
             pairing=pairing,
             scaling=scaling,
         )
+
+    def max_len(self, blocks: Sequence[BlockConfig], default: int = 2048) -> int | None:
+        """`max_position_embeddings`; None where "dynamic" rotary lets texts go on past it.
+
+        Then layers with a window may have another rotary: what they see is near, however long the
+        text is.
+        """
+        given = self.count("max_position_embeddings", default)
+        grows = [
+            block.rotary is not None and isinstance(block.rotary.scaling, DynamicNTK)
+            for block in blocks
+        ]
+        pairs = zip(blocks, grows, strict=True)
+        endless = all(grown or block.window is not None for block, grown in pairs)
+        return None if any(grows) and endless else given
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.source.get(key)

@@ -6,6 +6,7 @@ in full or refused in words, never ignored.
 How: each is a frozen value, checked when made, with
 - `scale(frequencies_r, base, length)`, the new frequencies; `length` broadcasts against (R,);
 - `needs_length`, whether the length of the text matters; if not, None will do for it;
+- `rotates_kept_keys`, whether keys in a cache turn anew as the text grows;
 - `amplitude`, the factor on cos and sin, whose square is on the scores.
 `scaling_from_dict` reads the `rope_scaling` / `rope_parameters` of a Hugging Face config.
 
@@ -32,6 +33,7 @@ class Linear:
 
     factor: float
     needs_length: ClassVar[bool] = False
+    rotates_kept_keys: ClassVar[bool] = False
     amplitude: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
@@ -47,11 +49,16 @@ class DynamicNTK:
 
     The fastest pair keeps its frequency, the slowest is divided by the whole stretch, the others
     by a power between. The stretch follows from the length of this text alone.
+
+    Keys in a cache stay as they were turned, for the length of their own call; `transformers` does
+    the same. So a text that has grown past `original_max_len` by a cache is not answered just as
+    when all of it is read at once, and a long prompt is to be read in one call.
     """
 
     factor: float
     original_max_len: int
     needs_length: ClassVar[bool] = True
+    rotates_kept_keys: ClassVar[bool] = False
     amplitude: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
@@ -85,6 +92,7 @@ class YaRN:
     mscale_all_dim: float | None = None
     truncate: bool = True
     needs_length: ClassVar[bool] = False
+    rotates_kept_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_count("YaRN.original_max_len", self.original_max_len)
@@ -144,6 +152,7 @@ class Llama3:
     high_freq_factor: float
     original_max_len: int
     needs_length: ClassVar[bool] = False
+    rotates_kept_keys: ClassVar[bool] = False
     amplitude: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
@@ -169,7 +178,7 @@ class LongRoPE:
 
     cos and sin are multiplied, in short texts too, by `attention_factor`: when None, by
     sqrt(1 + ln(factor) / ln(original_max_len)), where factor may be told as `max_len`, which is
-    factor × original_max_len.
+    factor × original_max_len. Keys in a cache turn anew once the text is past `original_max_len`.
     """
 
     short_factor: Sequence[float]
@@ -179,6 +188,7 @@ class LongRoPE:
     max_len: int | None = None
     attention_factor: float | None = None
     needs_length: ClassVar[bool] = True
+    rotates_kept_keys: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("LongRoPE.original_max_len", self.original_max_len)

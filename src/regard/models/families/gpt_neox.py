@@ -35,7 +35,7 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(
         family="gpt_neox",
         vocab_size=read.count("vocab_size"),
-        max_len=read.count("max_position_embeddings", 2048),
+        max_len=read.max_len((block,)),
         decoder=(block,) * read.layers("num_hidden_layers"),
         embed=EmbedConfig(dropout=dropout),
         head=HeadConfig(tied=read.flag("tie_word_embeddings", False)),

@@ -50,7 +50,7 @@ def make_config(
     """A decoder of such layers, its head tied or not."""
     found: dict[str, Any] = {
         "vocab_size": read.count("vocab_size"),
-        "max_len": read.count("max_position_embeddings", 2048),
+        "max_len": read.max_len(blocks),
         "embed": EmbedConfig(),
         "head": HeadConfig(tied=read.flag("tie_word_embeddings", False)),
         "tokens": read.special_tokens(),
