@@ -20,6 +20,7 @@ LAYOUTS = (
     "packed",
     "turned round",
     "odd single axes",
+    "overlapping",
     "expanded batch",
     "expanded heads",
     "expanded tokens",
@@ -30,10 +31,16 @@ EXPANDED["expanded width"] = 3
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
-    """x (B, H, T, D) with other strides; an expanded one has the same numbers along one axis."""
+    """x (B, H, T, D) with other strides.
+
+    An expanded one has the same numbers along one axis, an overlapping one in neighbouring rows.
+    """
     if layout in EXPANDED:
         axis = EXPANDED[layout]
         return x.narrow(axis, 0, 1).clone().expand_as(x) if x.shape[axis] else x
+    if layout == "overlapping" and x.numel():
+        line = x.flatten(2)[..., : x.shape[2] + x.shape[3] - 1].contiguous()
+        return line.unfold(2, x.shape[3], 1)
     if layout == "heads last":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "columns":
@@ -59,5 +66,5 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
         wide = x.new_full((B, T, 3, H, D), math.nan)
         wide[:, :, 1] = x.transpose(1, 2)
         return wide[:, :, 1].transpose(1, 2)
-    assert layout == "plain", layout
+    assert layout in ("plain", "overlapping"), layout
     return x.contiguous()
