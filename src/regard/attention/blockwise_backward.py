@@ -111,6 +111,7 @@ class _Walk:
             assert self.rule.bias is not None
             self.bias_parts[tile] = self.rule.bias.grad_block(ds, self.rule.shape, tile)
         if self.rule.softcap is not None:
+            capped = capped if hidden is None else capped.masked_fill(hidden, 0.0)
             ds = ds * (1.0 - (capped / self.rule.softcap) ** 2)
         ds = ds * self.rule.factor(q.shape[3])
         add_part(self.k_parts, tile, group_outer(ds, q.to(self.dtype), k.shape[1]))
