@@ -17,6 +17,7 @@ LAYOUTS = (
     "unbound",
     "stepped",
     "rows stepped",
+    "odd offset",
     "packed",
     "turned round",
     "odd single axes",
@@ -58,6 +59,10 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
         wide = x.new_full((B, H, T, 2 * D), math.nan)
         wide[..., ::2] = x
         return wide[..., ::2]
+    if layout == "odd offset":
+        wide = x.new_full((B, H, T, D + 1), math.nan)
+        wide[..., 1:] = x
+        return wide[..., 1:]
     if layout == "rows stepped":
         tall = x.new_full((B, H, 3 * T, D), math.nan)
         tall[:, :, 1::3] = x

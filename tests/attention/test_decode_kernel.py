@@ -8,6 +8,7 @@ products are not right there, so that type is left to the tests marked `gpu`.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def run_cases() -> None:
             floor = 4 * torch.finfo(dtype).eps * float(truth.abs().max())
             allowed = 2 * float((theirs - truth).abs().max()) + floor
             report[f"{name} {dtype}"] = [float((ours - truth).abs().max()), allowed]
-    report |= run_placed()
+    report |= run_placed() | run_hidden()
     print(json.dumps(report))
 
 
@@ -80,6 +81,34 @@ def run_placed() -> dict[str, list[float]]:
     return found
 
 
+def run_hidden() -> dict[str, list[float]]:
+    """NaN where the query does not look changes nothing; where it does, the output is NaN."""
+    import torch
+
+    from regard.attention import Dense, single
+    from regard.attention.op import make_call
+
+    q, k = torch.randn(2, 6, 1, 5), torch.randn(2, 3, 11, 5)
+    seen = torch.arange(11) % 3 != 1
+    rules = {
+        "hidden by a mask": Dense(seen),
+        "hidden by position": Causal().at(torch.tensor([20]), torch.where(seen, 3, -1)),
+    }
+    found = {}
+    for name, mask in rules.items():
+        rule = make_call(q, k, k, mask, None, None, None, None, (0.0, None)).rule
+        clean = single.attend(q, k, k, rule, None)
+        for bad in (math.nan, math.inf):
+            dirty = k.masked_fill(~seen[:, None], bad)
+            gap = (single.attend(q, dirty, dirty, rule, None) - clean).abs().max()
+            found[f"{name} {bad}"] = [float(gap), 0.0]
+            spoilt = k.clone()
+            spoilt[:, :, 3, 2] = bad
+            kept = single.attend(q, spoilt, k, rule, None).isfinite().any()
+            found[f"{name} {bad} seen"] = [float(kept), 0.0]
+    return found
+
+
 @pytest.fixture(scope="module")
 def report() -> Any:
     return run_interpreted(Path(__file__))
@@ -88,7 +117,7 @@ def report() -> Any:
 def test_one_query_equals_the_reference_in_every_case(report: dict[str, list[float]]) -> None:
     wrong = {name: pair for name, pair in report.items() if not pair[0] <= pair[1]}
     assert not wrong, wrong
-    assert len(report) == len(ONE_QUERY) + len(HALF) + len(PLACED)
+    assert len(report) == len(ONE_QUERY) + len(HALF) + len(PLACED) + 8
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ def test_what_nobody_of_its_sample_may_see_never_matters(
 @BAD
 @pytest.mark.parametrize("name", RULES)
 def test_what_nobody_may_see_never_matters_in_a_compiled_graph(name: str, bad: float) -> None:
+    torch._dynamo.reset()
     inputs, rule, seen = ask("cpu", name)
     unseen = ~seen.any(2).view(B, G, H // G, S).any(2)
     dirty = [inputs[0], *(x.masked_fill(unseen[..., None], bad) for x in inputs[1:])]

@@ -231,7 +231,7 @@ def refuse_seeing(call: Call, wants: Wants) -> str | None:
 
 
 def is_little(shape: Shape) -> bool:
-    """Whether there are so few weights to look at that compiling kernels for them takes longer."""
+    """Whether there are so few weights that compiling kernels to look at them takes longer."""
     return shape.B * shape.H * shape.T * shape.S < LITTLE
 
 
@@ -326,27 +326,34 @@ BACKENDS = {
 
 ORDER = {
     "cpu": ("sdpa", "blockwise", "reference", "flex"),
-    "cuda": ("triton", "sdpa", "flex", "blockwise", "reference"),
+    "cuda": ("sdpa", "triton", "flex", "blockwise", "reference"),
 }
 """By measured speed, compiling counted in: on a CPU FlexAttention runs only when named."""
 
 
-def order_on(device_type: str) -> tuple[str, ...]:
+def order_of(call: Call) -> tuple[str, ...]:
     """The backends to be asked, in turn."""
-    return ORDER.get(device_type, ("sdpa", "blockwise", "reference"))
+    order = ORDER.get(call.q.device.type, ("sdpa", "blockwise", "reference"))
+    if call.q.device.type != "cuda":
+        return order
+    if call.wants is not None and is_little(call.rule.shape):
+        # Tiles look at so few weights before kernels are compiled for it.
+        return ("blockwise", *(name for name in order if name != "blockwise"))
+    if fused.flags(call.rule) is None:
+        # A mask that torch's kernels have to be given whole.
+        return ("triton", *(name for name in order if name != "triton"))
+    return order
 
 
 def verdicts(call: Call) -> dict[str, str | None]:
     """Why each backend refuses the call, None for those that do not, in the device's order."""
-    return {name: BACKENDS[name].refusal(call) for name in order_on(call.q.device.type)}
+    return {name: BACKENDS[name].refusal(call) for name in order_of(call)}
 
 
 def choose(call: Call, backend: str) -> Backend:
     """The first in order that does not refuse, or the one named, or an error that says why not."""
     if backend == "auto":
-        for name in order_on(call.q.device.type):
-            if name == "triton" and call.wants is not None and is_little(call.rule.shape):
-                continue
+        for name in order_of(call):
             if BACKENDS[name].refusal(call) is None:
                 return BACKENDS[name]
     if backend not in BACKENDS:

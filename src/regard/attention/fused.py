@@ -20,7 +20,10 @@ Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,6 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard._check import all_finite, is_one, readable
 from regard.attention.blockwise_op import run_blockwise
@@ -112,11 +116,13 @@ def attend_in_one_call(
         if is_one(mask.shape[0]) and is_one(mask.shape[1]):
             # With four axes it would have to be compared with a batch that a graph leaves open.
             mask = mask[0, 0]
+    q, k, v = in_rows(q), in_rows(k), in_rows(v)
     # By a branch: a comparison of sizes that a graph leaves open is no bool to the kernel.
     more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    output = F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, bool(causal), scale=rule.scale, **more
-    )
+    with preferred_kernel(q):
+        output = F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, bool(causal), scale=rule.scale, **more
+        )
     if q.device.type == "cpu":
         # In a graph nobody can look first whether all is finite.
         spoil_bg11 = spoil(k, output.dtype).sum(-1)[..., None, None]
@@ -125,20 +131,59 @@ def attend_in_one_call(
     return output if empty is None else output.masked_fill(empty, 0.0)
 
 
+CUDNN_FIRST = {(9, 0)}
+"""Compute capabilities of GPUs on which cuDNN's kernels are faster than FlashAttention 2.
+
+Measured on an H200: bench/results/attention_gpu.md. On an A100 cuDNN's are the slower ones.
+"""
+
+
+def preferred_kernel(q: Tensor) -> AbstractContextManager[Any]:
+    """Has torch ask cuDNN first where it is the faster and torch's own order has it last.
+
+    Torch has that order on such a GPU by itself from cuDNN 9.15 on; an order or a choice of kernels
+    that the user has set is left as it is.
+    """
+    if q.device.type != "cuda" or torch.compiler.is_compiling() or torchs_order_is_right(q.device):
+        return nullcontext()
+    cuda = torch.backends.cuda
+    if not cuda.cudnn_sdp_enabled() or not cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return nullcontext()
+    return sdpa_kernel(
+        [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ],
+        set_priority=True,
+    )
+
+
+@functools.cache
+def torchs_order_is_right(device: torch.device) -> bool:
+    """Whether torch asks its kernels in the order of their speed on this GPU."""
+    if torch.cuda.get_device_capability(device) not in CUDNN_FIRST:
+        return True
+    put_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") not in ("", "0")
+    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return (version or 0) >= 91500 and not put_last
+
+
 def flash_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sums of torch's private CPU kernel, at any strides."""
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
-    output, lse = run(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    output, lse = run(in_rows(q), in_rows(k), in_rows(v), 0.0, causal, attn_mask=mask, scale=scale)
     return output, lse
 
 
 def in_rows(x: Tensor) -> Tensor:
     """x, copied unless its rows lie in one piece each and apart from each other.
 
-    Torch's CPU kernel takes this for granted, and reads other memory where it is not so.
+    Torch's CPU kernel takes this for granted, and reads other memory where it is not so; those of
+    a GPU refuse from the depths, or are slow.
     """
     if x.stride(3) == 1 and x.stride(2) >= x.shape[3]:
         return x

@@ -26,6 +26,8 @@ STRETCH = 64
 """The fewest keys that are worth a program of their own."""
 PROGRAMS = 264
 """How many programs fill a large GPU twice."""
+MANY = 4 * PROGRAMS
+"""How many level out their ends, where there are more than that anyway."""
 
 
 class Sight(NamedTuple):
@@ -78,7 +80,8 @@ def _decode(
     at_b = (nothing if query is None else query).reshape(-1, 1)[:, 0].expand(B)
     at_bs = (nothing if keys is None else keys).expand(B, S)
     extra_bhs = (nothing if added is None else added).expand(B, H, S)
-    n_parts = max(1, min(-(-S // STRETCH), -(-PROGRAMS // (B * G))))
+    wanted = PROGRAMS if B * G < PROGRAMS else MANY
+    n_parts = max(1, min(-(-S // STRETCH), -(-wanted // (B * G))))
     stretch = -(-S // n_parts)
     part_bhpe = q_bhd.new_empty(B, H, n_parts, E, dtype=torch.float32)
     sums_bhp2 = q_bhd.new_empty(B, H, n_parts, 2, dtype=torch.float32)

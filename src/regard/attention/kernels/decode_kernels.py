@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+KEYS, WARPS, STAGES = 64, 4, 3
+"""Keys that a program takes at a time, its warps, and how many tiles are on their way at once."""
+
 
 @triton.jit
 def _part(
@@ -57,25 +60,34 @@ def _part(
             scores_rs = tl.dot(q_rd, tl.trans(k_sd), input_precision="ieee") * scale
         else:
             scores_rs = tl.dot(q_rd, tl.trans(k_sd)) * scale
+        # An infinity in q or k must not pass for a weight of 0, or hide behind the cap.
+        scores_rs = tl.where(tl.abs(scores_rs) == float("inf"), float("nan"), scores_rs)
         if CAPPED:
             # tanh(x) = 1 - 2 / (exp(2x) + 1), which neither overflows nor cancels badly here.
             scores_rs = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores_rs / softcap) + 1.0))
-        if ADDED:
-            scores_rs += tl.load(
-                added + b * added_b + h[:, None] * added_h + s[None, :] * added_s,
-                mask=real[:, None] & inside[None, :],
-                other=0.0,
-            ).to(tl.float32)
         allowed = inside
         if SEEN:
             stands = tl.load(keys + b * keys_b + s * keys_s, mask=inside, other=-1)
             allowed = (stands >= 0) & (place - stands <= left) & (stands - place <= right)
-        scores_rs = tl.where(allowed[None, :], scores_rs, float("-inf"))
+        allowed_rs = allowed[None, :] & real[:, None]
+        if ADDED:
+            added_rs = tl.load(
+                added + b * added_b + h[:, None] * added_h + s[None, :] * added_s,
+                mask=allowed_rs,
+                other=float("-inf"),
+            ).to(tl.float32)
+            allowed_rs = allowed_rs & (added_rs > float("-inf"))
+            allowed = tl.max(allowed_rs.to(tl.int32), 0) > 0
+            scores_rs += added_rs
+        scores_rs = tl.where(allowed_rs, scores_rs, float("-inf"))
         v_se = tl.load(
             v + b * v_b + g * v_g + s[:, None] * v_s + e[None, :] * v_e,
-            mask=allowed[:, None] & (e < E)[None, :],
+            mask=inside[:, None] & (e < E)[None, :],
             other=0.0,
         )
+        if SEEN or ADDED:
+            # Not by the load's own mask, for which it would have to wait.
+            v_se = tl.where(allowed[:, None], v_se, 0.0)
         highest_r = tl.maximum(peak_r, tl.max(scores_rs, 1))
         # A row that has seen nothing yet keeps a finite peak, so that no -inf meets a -inf.
         base_r = tl.where(highest_r == float("-inf"), 0.0, highest_r)
@@ -143,10 +155,10 @@ def run_parts(
         *q.stride(), *k.stride(), *v.stride(),
         at.stride(0), *keys.stride(), *added.stride(),
         S, D, E, n_parts, stretch, left, right, scale, softcap,
-        R=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), KEYS=64,
+        R=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), KEYS=KEYS,
         WIDTH=max(16, triton.next_power_of_2(D)), VALUES=max(16, triton.next_power_of_2(E)),
         SEEN=has[0], ADDED=has[1], CAPPED=softcap > 0.0, EXACT=q.dtype == torch.float32,
-        num_warps=4,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 
