@@ -117,24 +117,21 @@ def refuse_sdpa(call: Call) -> str | None:
         return "torch's fused kernels have no softcap"
     if call.sinks is not None:
         return "torch's fused kernels have no sinks"
-    on_cpu = call.q.device.type == "cpu"
     if call.dropout > 0.0 and call.q.device.type != "cuda":
         return "torch's fused kernels have dropout on CUDA alone"
     if call.dropout >= 1.0:
         return "torch's fused kernels cannot drop every weight"
-    if any(leaf.requires_grad for leaf in call.rule.bias_leaves()):
-        return "torch's fused kernels give no gradient to the bias"
-    if call.q.dtype == torch.float16 and any(
-        leaf.dtype != torch.float16 for leaf in dense_values(call.rule.bias)
-    ):
-        return "the kernel adds a bias in float16, whose range a wider bias may leave"
+    if call.rule.bias is not None:
+        if any(leaf.requires_grad for leaf in call.rule.bias_leaves()):
+            return "torch's fused kernels give no gradient to the bias"
+        wide = any(leaf.dtype != torch.float16 for leaf in dense_values(call.rule.bias))
+        if call.q.dtype == torch.float16 and wide:
+            return "the kernel adds a bias in float16, whose range a wider bias may leave"
     if call.transformed:
         return "torch's fused kernels do not run inside torch.func transforms"
-    if call.q.shape[3] == 0 and call.v.shape[3] == 0:
-        return "torch's fused kernels need a head width of at least 1"
     if is_empty(call.q, call.k):
         return "torch's fused kernels are not asked for empty inputs"
-    if not on_cpu and fused.flags(call.rule) is None:
+    if fused.flags(call.rule) is None and call.q.device.type != "cpu":
         entries = call.rule.shape.T * call.rule.shape.S
         if entries > MASK_ENTRIES:
             return f"torch's fused kernels would need a rendered mask of over {MASK_ENTRIES:,}"

@@ -117,18 +117,57 @@ def attend_in_one_call(
             # With four axes it would have to be compared with a batch that a graph leaves open.
             mask = mask[0, 0]
     q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    if q.device.type == "cuda" and not torch.compiler.is_compiling():
+        q, k, v = lined_up(q), lined_up(k), lined_up(v)
     # By a branch: a comparison of sizes that a graph leaves open is no bool to the kernel.
     more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     with preferred_kernel(q):
         output = F.scaled_dot_product_attention(
             q, k, v, mask, dropout, bool(causal), scale=rule.scale, **more
         )
+    if output.requires_grad and output.device.type == "cuda" and not torch.compiler.is_compiling():
+        give_back_alike(output)
     if q.device.type == "cpu":
         # In a graph nobody can look first whether all is finite.
         spoil_bg11 = spoil(k, output.dtype).sum(-1)[..., None, None]
         output = output * (1.0 + spoil(q, output.dtype)[..., None])
         output = output * (1.0 + repeat_heads(spoil_bg11, q.shape[1]))
     return output if empty is None else output.masked_fill(empty, 0.0)
+
+
+def lined_up(x: Tensor) -> Tensor:
+    """x, copied unless its rows begin where a GPU's kernels can read 16 bytes at a time.
+
+    Torch chooses its kernel by the width of a head, and takes the rest for granted.
+    """
+    each = 16 // x.element_size()
+    if x.data_ptr() % 16 == 0:
+        if x.shape[3] % each:
+            return x
+        b, h, t, _ = x.stride()
+        if not (b % each or h % each or t % each):
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def give_back_alike(output: Tensor) -> None:
+    """Lay the gradient that comes back out as the output is, before the kernel gets it.
+
+    Torch keeps cuDNN's plan for a backward pass by the strides of q, k and v alone: another layout
+    of the gradient is read by the plan made for the last one, and gives wrong numbers.
+    """
+    strides = output.stride()
+
+    def match(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if grads[0] is None or (grads[0].stride() == strides and grads[0].data_ptr() % 16 == 0):
+            return grads
+        laid = torch.empty_strided(
+            grads[0].shape, strides, dtype=grads[0].dtype, device=grads[0].device
+        )
+        return laid.copy_(grads[0]), *grads[1:]
+
+    assert output.grad_fn is not None
+    output.grad_fn.register_prehook(match)
 
 
 CUDNN_FIRST = {(9, 0)}

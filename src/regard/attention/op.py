@@ -63,6 +63,8 @@ def attention(
     if listening.heard_by is not None:
         listening.tell(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
     call = make_call(q, k, v, mask, bias, scale, softcap, sinks, (dropout, seed))
+    if not is_autocast(call.q.device.type):
+        return choose(call, backend).attend(call)
     with outside_autocast(call.q.device.type):
         return choose(call, backend).attend(call)
 
@@ -159,18 +161,19 @@ def make_call(
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     """The sizes of a call whose tensors fit each other; else an error that says what does not."""
     fits = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    fits = fits and q.dim() == 4 and k.dim() == 4 and v.dim() == 4
-    fits = fits and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
-    if not fits or v.shape[:3] != k.shape[:3]:
+    if not fits or q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        check_shapes({"q": (q, "B H T D"), "k": (k, "B G S D"), "v": (v, "B G S E")})
+    (B, H, T, D), (b, G, S, d), of_v = q.shape, k.shape, v.shape
+    if b != B or d != D or of_v[0] != B or of_v[1] != G or of_v[2] != S:
         check_shapes({"q": (q, "B H T D"), "k": (k, "B G S D"), "v": (v, "B G S E")})
     check_float("q", q)
+    dtype, device = q.dtype, q.device
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype or x.device != q.device:
+        if x.dtype != dtype or x.device != device:
             raise TypeError(
-                f"q, k and v must have one type and one device: q is {q.dtype} on {q.device}, "
+                f"q, k and v must have one type and one device: q is {dtype} on {device}, "
                 f"{name} is {x.dtype} on {x.device}"
             )
-    (B, H, T, _), (_, G, S, _) = q.shape, k.shape
     if (G == 0) != (H == 0) or (G and H % G):
         raise ValueError(f"the query heads H={H} must be a multiple of the key heads G={G}")
     return Shape(B, H, T, S)

@@ -55,9 +55,9 @@ class Rule:
 
     def on(self, device: torch.device) -> Rule:
         """The same rule with its tensors on a device."""
-        if self.mask is None and self.bias is None:
-            return self
-        if all(t.device == device for t in self.tensors()):
+        if (self.mask is None and self.bias is None) or all(
+            t.device == device for t in self.tensors()
+        ):
             return self
         return replace(self, mask=moved(self.mask, device), bias=moved(self.bias, device))
 

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS, WARPS, STAGES = 64, 4, 3
-"""Keys that a program takes at a time, its warps, and how many tiles are on their way at once."""
+ROOM = 160 * 1024
+"""Bytes of keys and values that a program holds at once."""
 
 
 @triton.jit
@@ -82,12 +82,9 @@ def _part(
         scores_rs = tl.where(allowed_rs, scores_rs, float("-inf"))
         v_se = tl.load(
             v + b * v_b + g * v_g + s[:, None] * v_s + e[None, :] * v_e,
-            mask=inside[:, None] & (e < E)[None, :],
+            mask=allowed[:, None] & (e < E)[None, :],
             other=0.0,
         )
-        if SEEN or ADDED:
-            # Not by the load's own mask, for which it would have to wait.
-            v_se = tl.where(allowed[:, None], v_se, 0.0)
         highest_r = tl.maximum(peak_r, tl.max(scores_rs, 1))
         # A row that has seen nothing yet keeps a finite peak, so that no -inf meets a -inf.
         base_r = tl.where(highest_r == float("-inf"), 0.0, highest_r)
@@ -148,17 +145,21 @@ def run_parts(
     scale, softcap = numbers
     B, H, D = q.shape
     G, S, E = k.shape[1], k.shape[2], v.shape[3]
-    n_parts = part.shape[2]
+    n_parts, width = part.shape[2], max(16, triton.next_power_of_2(max(D, E)))
+    # Values that are loaded by a mask wait for it: then large tiles are better than many.
+    n_keys, stages = (128, 2) if has[0] or has[1] else (64, 3)
+    while n_keys > 16 and 2 * stages * n_keys * width * q.element_size() > ROOM:
+        n_keys //= 2
     launch: Any = _part[(B, G, n_parts)]
     launch(
         q, k, v, at, keys, added, part, sums,
         *q.stride(), *k.stride(), *v.stride(),
         at.stride(0), *keys.stride(), *added.stride(),
         S, D, E, n_parts, stretch, left, right, scale, softcap,
-        R=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), KEYS=KEYS,
+        R=H // G, ROWS=max(16, triton.next_power_of_2(H // G)), KEYS=n_keys,
         WIDTH=max(16, triton.next_power_of_2(D)), VALUES=max(16, triton.next_power_of_2(E)),
         SEEN=has[0], ADDED=has[1], CAPPED=softcap > 0.0, EXACT=q.dtype == torch.float32,
-        num_warps=WARPS, num_stages=STAGES,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
 
 
