@@ -23,7 +23,8 @@ TYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-ROUNDINGS = 4
+ROUNDINGS = 8
+"""Sums of up to 53 terms, each rounded once: about √53 roundings, as chance adds them up."""
 EMPTY = "torch's fused kernels are not asked for empty inputs"
 NO_BIAS_GRADIENT = "torch's fused kernels give no gradient to the bias"
 SDPA_REFUSALS = {
