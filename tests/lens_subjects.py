@@ -1,8 +1,9 @@
 """Tiny random Hugging Face originals for the lens: every family of ours, and others.
 
-`SUBJECTS` names a function that makes each; `ask` runs one on a batch, `attentions` gives what the
-same model says with eager attention, by the order in which its layers are called. Each is a model
-of the kind that `output_attentions` works for, so that the lens has a judge.
+`SUBJECTS` names a function that makes each; `question` gives a batch for it, `attentions` what the
+same model says with eager attention, by the order in which its layers are called, and `judge` the
+same in float64 too. Each is a model of the kind that `output_attentions` works for, so that the
+lens has a judge.
 
 Letters: B batch, T tokens, S tokens of the source, H heads.
 """
@@ -18,7 +19,9 @@ import decoder_originals as decoders
 import torch
 import transformers as hf
 from family_subject import Draw, randomise
+from rounding import widen
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 DECODERS = (
     *("gpt2", "llama", "llama-3", "mistral", "qwen2", "qwen2-window", "qwen3-window", "gemma"),
@@ -162,3 +165,26 @@ def attentions(model: Any, given: dict[str, Any]) -> list[Tensor]:
     for own, cross in zip(out.decoder_attentions, out.cross_attentions, strict=True):
         found += [own, cross]
     return found
+
+
+class Widened(TorchFunctionMode):
+    """Float64 wherever a model names float32, as in a softmax that is float32 in every type.
+
+    There the lowest float64, which hides a key, would become -inf, and rows of padding NaN.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        wide = [torch.float64 if x is torch.float32 else x for x in args]
+        named = {k: torch.float64 if x is torch.float32 else x for k, x in (kwargs or {}).items()}
+        return func(*wide, **named)
+
+
+def judge(model: Any, given: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Every layer's weights by eager attention, in the type of the model and in float64."""
+    exact = copy.deepcopy(model).double()
+    if hasattr(exact.config, "num_local_experts"):
+        exact.set_experts_implementation("eager")  # the grouped product has no float64
+    plain = attentions(model, given)
+    with Widened():
+        return list(zip(plain, attentions(exact, widen(given)), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rounding import assert_within, bound_sum, bound_weights, widen
 from safetensors.numpy import load_file
 from torch import Tensor, nn
 
@@ -85,22 +87,40 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+def observe_twice(q: Tensor, k: Tensor, wants: Wants, **rule: Any) -> tuple[Any, Any]:
+    """What `observe` says about q and k, and about the same numbers in float64."""
+    exact = regard.observe(q.double(), k.double(), None, wants=wants, **widen(rule))
+    return regard.observe(q, k, None, wants=wants, **rule), exact
+
+
+def bound_maps(q: Tensor, k: Tensor, **rule: Any) -> float:
+    """How far a weight or a mean of weights may be off.
+
+    A mean is off by no more than its weights, and by its own sum, whose terms are shares of 1: a
+    sum of as many terms as there are rows, of as many as there are keys.
+    """
+    plain, exact = observe_twice(q, k, Wants(weights=True), **rule)
+    sums = bound_sum(q.shape[2] + k.shape[2], exact.weights.max())
+    return bound_weights(plain.weights, exact.weights) + sums
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_is_kept_exactly(name: str, tmp_path: Path) -> None:
     q, k = draw(13, 13)
     record = record_of(q, k, **RULES[name])
-    want = regard.observe(q, k, None, wants=Wants(weights=True), **RULES[name]).weights
-    assert want is not None
+    plain, exact = observe_twice(q, k, Wants(weights=True), **RULES[name])
+    assert exact.weights.dtype == torch.float64
+    bound = bound_weights(plain.weights, exact.weights)
     record.save(tmp_path / "x.regard")
     for one in (record, Record.open(tmp_path / "x.regard")):
         assert one.places[0].exact_zoom
         for head in range(3):
-            expected = want[0, head].numpy()
-            assert np.abs(one.map(0, head) - expected).max() <= 1e-6
-            assert np.abs(one.rows(0, head, 7) - expected[7]).max() <= 1e-6
-            assert np.abs(one.column(0, head, 5) - expected[:, 5]).max() <= 1e-6
-            assert one.weight(0, head, 11, 4) == pytest.approx(expected[11, 4], abs=1e-6)
-    assert record.places[0].causal == bool((np.triu(want[0].numpy(), 1) == 0).all())
+            expected = exact.weights[0, head].numpy()
+            assert_within(one.map(0, head), expected, bound)
+            assert_within(one.rows(0, head, 7), expected[7], bound)
+            assert_within(one.column(0, head, 5), expected[:, 5], bound)
+            assert_within(one.weight(0, head, 11, 4), expected[11, 4], bound)
+    assert record.places[0].causal == bool((np.triu(exact.weights[0].numpy(), 1) == 0).all())
 
 
 def test_relative_biases_take_little_room() -> None:
@@ -115,13 +135,13 @@ def test_relative_biases_take_little_room() -> None:
 def test_every_type_and_grouped_heads(dtype: torch.dtype, tmp_path: Path) -> None:
     q, k = (x.to(dtype) for x in draw(7, 11, H=6, G=2))
     record = record_of(q, k, mask=Causal())
-    want = regard.observe(q, k, None, wants=Wants(weights=True), mask=Causal()).weights
-    assert want is not None
+    plain, exact = observe_twice(q, k, Wants(weights=True), mask=Causal())
     record.save(tmp_path / "x.regard")
     opened = Record.open(tmp_path / "x.regard")
+    # Sums are made and kept in float32 whatever the type of q and k.
+    bound = bound_weights(plain.weights, exact.weights, torch.float32)
     for head in range(6):
-        gap = np.abs(opened.map(0, head) - want[0, head].double().numpy())
-        assert gap.max() <= 1e-6
+        assert_within(opened.map(0, head), exact.weights[0, head], bound)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (7, 2), (13, 17), (29, 31)])
@@ -131,12 +151,19 @@ def test_maps_of_windows_are_exact_means(window: Any, size: tuple[int, int]) -> 
     record = record_of(q, k, mask=Causal())
     t0, t1, s0, s1 = window or (0, 13, 0, 17)
     wanted = Map(height=size[0], width=size[1], queries=(t0, t1), keys=(s0, s1))
-    want = regard.observe(q, k, None, mask=Causal(), wants=Wants(map=wanted)).map
-    assert want is not None
+    _, exact = observe_twice(q, k, Wants(map=wanted), mask=Causal())
+    bound = bound_maps(q, k, mask=Causal())
     for head in range(3):
         found = record.map(0, head, window, size)
         assert found.dtype == np.float32
-        assert np.abs(found - want[0, head].numpy()).max() <= 1e-6
+        assert_within(found, exact.map[0, head], bound)
+
+
+def average(weights: np.ndarray, window: Any, size: tuple[int, int]) -> np.ndarray:
+    """The means of a window's cells: each weight repeated until cells have whole edges."""
+    t0, t1, s0, s1 = window
+    fine = weights[t0:t1, s0:s1].repeat(size[0], 0).repeat(size[1], 1)
+    return fine.reshape(size[0], t1 - t0, size[1], s1 - s0).mean((1, 3))
 
 
 def test_large_maps_come_from_the_base_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +175,9 @@ def test_large_maps_come_from_the_base_and_are_the_same(monkeypatch: pytest.Monk
     kept = record._weights(0)
     assert kept.base is not None and kept.base.cell == 4
     assert kept.base.means.shape == (3, 25, 25)
+    _, exact = observe_twice(q, k, Wants(weights=True), mask=Causal())
     plain = record_of(q, k, mask=Causal())._weights(0)
+    bound = bound_maps(q, k, mask=Causal())
     for window, size in (
         ((0, 100, 0, 100), (25, 25)),
         ((4, 84, 8, 88), (5, 10)),
@@ -160,8 +189,9 @@ def test_large_maps_come_from_the_base_and_are_the_same(monkeypatch: pytest.Monk
         ((40, 101, 40, 103), (61, 9)),
     ):
         for head in range(3):
-            direct = plain._direct(head, window, size)
-            assert np.abs(record.map(0, head, window, size) - direct).max() <= 1e-6
+            want = average(exact.weights[0, head].numpy(), window, size)
+            assert_within(record.map(0, head, window, size), want, bound)
+            assert_within(plain._direct(head, window, size), want, bound)
 
 
 def test_rows_behind_the_base_are_made_from_q_and_k(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,18 +205,17 @@ def test_rows_behind_the_base_are_made_from_q_and_k(monkeypatch: pytest.MonkeyPa
             model(q[:, :, n : n + 1], k[:, :, : n + 1], mask=Causal())
     assert len(record.places) == 1 and record.places[0].n_queries == 64
     assert record._weights(0).base.means.shape == (3, 10, 10)  # type: ignore[union-attr]
-    want = regard.observe(q, k, None, mask=Causal(), wants=Wants(map=(8, 4))).map
-    assert want is not None
-    assert np.abs(record.map(0, 1, size=(8, 4)) - want[0, 1].numpy()).max() <= 1e-6
+    _, exact = observe_twice(q, k, Wants(map=(8, 4)), mask=Causal())
+    assert_within(record.map(0, 1, size=(8, 4)), exact.map[0, 1], bound_maps(q, k, mask=Causal()))
 
 
 def test_statistics_alone_answer_what_they_can() -> None:
     q, k = draw(201, 201)
     record = record_of(q, k, "statistics", mask=Causal())
-    want = regard.observe(q, k, None, mask=Causal(), wants=Wants(map=(64, 32))).map
-    assert want is not None
+    _, exact = observe_twice(q, k, Wants(map=(64, 32)), mask=Causal())
     assert not record.places[0].exact_zoom
-    assert np.abs(record.map(0, 2, size=(64, 32)) - want[0, 2].numpy()).max() <= 1e-6
+    bound = bound_maps(q, k, mask=Causal())
+    assert_within(record.map(0, 2, size=(64, 32)), exact.map[0, 2], bound)
     for ask in (
         lambda: record.map(0, 0, (0, 9, 0, 9), (3, 3)),
         lambda: record.map(0, 0, size=(5, 7)),
@@ -225,8 +254,10 @@ def test_rollout_by_hand() -> None:
     with watch(model, keep="qk") as record:
         model()
     a, b = (0.5 * (x + torch.eye(3)) for x in (one, two))
-    assert np.abs(record.rollout() - (b @ a).numpy()).max() <= 1e-6
-    assert record.rollout()[2].tolist() == pytest.approx([0.5625, 0.0625, 0.375])
+    # Weights are at most 1 and their logarithms at most log 4; two products of three terms.
+    bound = bound_sum(2 * 3, 1) + bound_sum(1, math.log(4))
+    assert_within(record.rollout(), b @ a, bound)
+    assert_within(record.rollout()[2], [0.5625, 0.0625, 0.375], bound)
 
 
 def test_rollout_refuses_long_texts_and_cross_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rounding import assert_within, bound_weights, widen
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -30,10 +32,22 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def assert_weights(record: Record, place: int, want_hts: Tensor) -> None:
-    assert record.places[place].n_heads == want_hts.shape[0]
-    for head, want in enumerate(want_hts.detach().numpy()):
-        assert np.abs(record.map(place, head, size=want.shape) - want).max() <= 1e-6
+def assert_weights(record: Record, place: int, plain_hts: Tensor, exact_hts: Tensor) -> None:
+    """The weights are those of `exact_hts`, which is float64, as `plain_hts` is in float32."""
+    assert record.places[place].n_heads == exact_hts.shape[0]
+    assert exact_hts.dtype == torch.float64
+    size = exact_hts.shape[1:]
+    found = np.stack([record.map(place, head, size=size) for head in range(len(exact_hts))])
+    assert_within(found, exact_hts, bound_weights(plain_hts, exact_hts))
+
+
+def weigh(layer: nn.MultiheadAttention, *inputs: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    """Each head's weights as torch's layer gives them, and as it does in float64."""
+    given["average_attn_weights"] = False
+    exact = copy.deepcopy(layer).double()
+    with torch.no_grad():
+        plain = layer(*inputs, **given)[1]
+        return plain, exact(*(x.double() for x in inputs), **widen(given))[1]
 
 
 def masks() -> dict[str, dict[str, Any]]:
@@ -67,8 +81,8 @@ def test_multihead_attention(name: str, need: bool, training: bool) -> None:
         with watch(layer, keep="qk", row=1) as record:
             after = layer(x, x, x, need_weights=need, **given)
     assert same(before, after)
-    weights = layer(x, x, x, need_weights=True, average_attn_weights=False, **given)[1]
-    assert_weights(record, 0, weights[1])
+    plain, exact = weigh(layer, x, x, x, **given)
+    assert_weights(record, 0, plain[1], exact[1])
     assert record.places[0].kind == "self"
 
 
@@ -79,11 +93,10 @@ def test_multihead_attention_with_other_widths_and_added_keys() -> None:
         before = layer(query, key, value)
         with watch(layer, keep="qk") as record:
             after = layer(query, key, value)
-        weights = layer(query, key, value, average_attn_weights=False)[1]
     assert same(before, after)
     place = record.places[0]
     assert (place.kind, place.n_queries, place.n_keys) == ("cross", 5, 9)
-    assert_weights(record, 0, weights)
+    assert_weights(record, 0, *weigh(layer, query, key, value))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -112,11 +125,10 @@ def test_encoder_on_its_fast_path(name: str, norm_first: bool) -> None:
     assert not any("forward" in vars(module) for module in encoder.modules())
     first = encoder.layers[0]
     h = first.norm1(x) if norm_first else x
-    given = masks()[name]
-    want = first.self_attn(h, h, h, average_attn_weights=False, **given)[1][1]
+    plain, exact = weigh(first.self_attn, h, h, h, **masks()[name])
     n = record.places[0].n_queries
     assert n == (7 if name == "padding" and not norm_first else T)
-    assert_weights(record, 0, want[:, :n, :n])
+    assert_weights(record, 0, plain[1, :, :n, :n], exact[1, :, :n, :n])
 
 
 def test_transformer_of_2017() -> None:
@@ -160,6 +172,12 @@ def weights_of(q: Tensor, k: Tensor, scale: float, added: Tensor | float = 0.0) 
     return torch.softmax(q @ k.repeat_interleave(H // k.shape[1], 1).mT * scale + added, -1)
 
 
+def weigh_twice(q: Tensor, k: Tensor, *rule: Any, row: int = 0) -> tuple[Tensor, Tensor]:
+    """`weights_of` one row, in float32 and in float64."""
+    exact = weights_of(q.double(), k.double(), *rule)
+    return weights_of(q, k, *rule)[row], exact[row]
+
+
 LOW = torch.full((T, T), -math.inf).triu(1)
 BIAS = torch.randn(1, H, T, T, generator=torch.Generator().manual_seed(2))
 SDPA: dict[str, tuple[dict[str, Any], Any, int]] = {
@@ -185,7 +203,7 @@ def test_scaled_dot_product_attention(name: str) -> None:
             after = model(x)
         q, k, _ = model.split(x)
     assert same(before, after)
-    assert_weights(record, 0, weights_of(q, k, given.get("scale", 5**-0.5), added)[0])
+    assert_weights(record, 0, *weigh_twice(q, k, given.get("scale", 5**-0.5), added))
 
 
 def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -200,7 +218,7 @@ def test_sdpa_with_rows_and_heads_in_one_axis() -> None:
     with torch.no_grad(), watch(model, keep="qk", row=1) as record:
         model(x)
     q, k, _ = model.split(x)
-    assert_weights(record, 0, weights_of(q, k, 5**-0.5, BIAS)[1])
+    assert_weights(record, 0, *weigh_twice(q, k, 5**-0.5, BIAS, row=1))
 
 
 class Last(nn.Module):
@@ -294,7 +312,8 @@ def test_attention_written_out(attend: Callable[..., Tensor], keep: str) -> None
         q, k, _ = model.split(x)
     assert same(before, after)
     assert [place.name for place in record.places] == ["Calls"]
-    assert_weights(record, 0, expected(q, k)[attend][1])
+    plain, exact = expected(q, k)[attend][1], expected(q.double(), k.double())[attend][1]
+    assert_weights(record, 0, plain, exact)
     if keep == "qk" and attend is not by_unknown_step:
         assert record._arrays.get(0, "q").shape == (H, T, 5)
 
@@ -349,7 +368,7 @@ def test_flex_attention(scored: bool, masked: bool) -> None:
             after = model(x)
         q, k, _ = model.split(x)
     assert same(before, after)
-    assert_weights(record, 0, weights_of(q, k, 0.3, added + (LOW if masked else 0.0))[0])
+    assert_weights(record, 0, *weigh_twice(q, k, 0.3, added + (LOW if masked else 0.0)))
     assert "telling" not in repr(globals()["flex_attention"])
     assert not hasattr(flex_attention, "__wrapped__")
 
@@ -369,9 +388,9 @@ def test_multi_head_attention_forward() -> None:
         before = model(x)
         with watch(model, keep="qk", row=2) as record:
             after = model(x)
-        want = twin.eval()(x, x, x, average_attn_weights=False)[1]
     assert same(before, after)
-    assert_weights(record, 0, want[2])
+    plain, exact = weigh(twin.eval(), x, x, x)
+    assert_weights(record, 0, plain[2], exact[2])
 
 
 def test_other_modes_above_the_tap_stay() -> None:
