@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from plain import plain
+from rounding import assert_within, bound_error, bound_sum
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -55,14 +56,15 @@ def join(heads: Tensor) -> Tensor:
     return torch.cat(list(heads.unbind(1)), -1)
 
 
-def turn(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rotary by complex numbers, neighbouring pairs; positions (T,) or (B, T)."""
+def turn(x: Tensor, positions: Tensor, base: float, kind: torch.dtype) -> Tensor:
+    """Rotary by complex numbers of a `kind`, neighbouring pairs; positions (T,) or (B, T)."""
     width = x.shape[-1]
     speed = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angle = positions[..., None].double() * speed
     angle = angle[:, None] if angle.dim() == 3 else angle
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(turned * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+    phases = torch.polar(torch.ones_like(angle), angle).to(kind)
+    return torch.view_as_real(turned * phases).flatten(-2)
 
 
 def by_formula(
@@ -266,11 +268,14 @@ def test_query_and_key_norms_come_per_head_and_before_rotary(kind: Any) -> None:
         return heads * norm.weight + (norm.bias if kind == "layer" else 0.0)
 
     at = torch.arange(T)
-    q = turn(normed(split(layer.q_proj(x), 4), layer.q_norm), at, 100.0)
-    k = turn(normed(split(layer.k_proj(x), 4), layer.k_norm), at, 100.0)
-    heads, _ = plain(q, k, split(layer.v_proj(x), 4))
-    # Rotary turns in float32 phases.
-    torch.testing.assert_close(layer(x), layer.out_proj(join(heads)), atol=1e-6, rtol=1e-6)
+    answers = []
+    for phases in (torch.complex64, torch.complex128):  # the layer's only float32
+        q = turn(normed(split(layer.q_proj(x), 4), layer.q_norm), at, 100.0, phases)
+        k = turn(normed(split(layer.k_proj(x), 4), layer.k_norm), at, 100.0, phases)
+        heads, _ = plain(q, k, split(layer.v_proj(x), 4))
+        answers.append(layer.out_proj(join(heads)))
+    rounded, exact = answers
+    assert_within(layer(x), exact, bound_error(rounded, exact, n_terms=1))
 
 
 def test_biases_are_those_asked_for() -> None:
@@ -311,10 +316,14 @@ def test_a_layer_that_speaks_of_positions_refuses_a_memory(options: dict[str, An
 def test_rotary_turns_queries_and_keys_by_their_positions() -> None:
     layer, x = make(head_dim=4, rotary=ROTARY, causal=True), draw()
     for at in (torch.arange(T), 2 * torch.arange(T) + torch.tensor([[0], [5], [17]])):
-        q, k = (turn(split(p(x), 4), at, 100.0) for p in (layer.q_proj, layer.k_proj))
-        heads, _ = plain(q, k, split(layer.v_proj(x), 4), seen=FAR.new_ones(T, T).bool().tril())
-        out = layer.out_proj(join(heads))
-        torch.testing.assert_close(layer(x, positions=at), out, atol=1e-6, rtol=1e-6)
+        answers = []
+        for phases in (torch.complex64, torch.complex128):  # the layer's only float32
+            q, k = (turn(split(p(x), 4), at, 100.0, phases) for p in (layer.q_proj, layer.k_proj))
+            seen = FAR.new_ones(T, T).bool().tril()
+            heads, _ = plain(q, k, split(layer.v_proj(x), 4), seen=seen)
+            answers.append(layer.out_proj(join(heads)))
+        rounded, exact = answers
+        assert_within(layer(x, positions=at), exact, bound_error(rounded, exact, n_terms=1))
     assert torch.equal(layer(x), layer(x, positions=torch.arange(T)))
 
 
@@ -547,7 +556,8 @@ def test_compiled_to_machine_code_it_is_the_same() -> None:
     x = draw(dtype=torch.float32)
     with torch.no_grad():
         compiled = torch.compile(layer, fullgraph=True)(x)
-        torch.testing.assert_close(compiled, layer(x), atol=1e-5, rtol=1e-5)
+        exact = copy.deepcopy(layer).double()(x.double())
+        assert_within(compiled, exact, bound_error(layer(x), exact, n_terms=H * 4))
 
 
 @pytest.mark.parametrize("shape", [(0, T, C), (B, 0, C), (1, 1, C)])
@@ -563,7 +573,10 @@ def test_empty_and_single_inputs_work(shape: tuple[int, ...]) -> None:
 
 def test_inputs_need_not_be_contiguous() -> None:
     layer, x = make(**FULL), draw(C, T, B).permute(2, 1, 0)
-    assert torch.equal(layer(x), layer(x.contiguous()))
+    out, exact = layer(x), layer(x.contiguous())
+    # Sums in float64 over C, head width, T and the heads; another layout adds up in another order.
+    bound = bound_sum(C + 4 + T + H * 4, exact.abs().max(), torch.float64)
+    assert_within(out, exact, bound)
 
 
 def test_zero_input_with_alibi_forgets_at_the_published_rate() -> None:
