@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rounding import assert_within, bound_sum
 from tiny_runs import (
     GPT2,
     LLAMA,
@@ -65,23 +66,33 @@ def test_the_seed_of_a_step_hangs_on_each_number() -> None:
 # ---- Steps
 
 
+def bound_tokens(run: Outcome) -> float:
+    """By what share two right losses may differ: each is a sum over the tokens of a batch."""
+    return bound_sum(max(report.tokens for report in run.ear.steps), 1)
+
+
 def test_batches_in_a_row_equal_one_batch_of_them_all(tmp_path: Path) -> None:
     """In float64, where only the loss itself, worked out in float32, leaves a difference."""
     words = dict(resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0)
-    losses, weights = [], []
+    runs = []
+    config = replace(PLAIN, clip=1e9, eps=1e-3)
     for accumulate in (1, 3):
         run = Outcome(
             "lm",
             tmp_path / str(accumulate),
-            replace(PLAIN, accumulate=accumulate, clip=1e9, eps=1e-3),
+            replace(config, accumulate=accumulate),
             model=make_model(GPT2, **words).double(),
             task=text_task(tmp_path, rows=6 // accumulate),
         )
-        losses.append(run.ear.losses)
-        weights.append(run.weights)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], atol=1e-6, rtol=1e-6)
+        runs.append(run)
+    one, many = runs
+    assert one.ear.losses == pytest.approx(many.ear.losses, rel=bound_tokens(one))
+    # A token's share of the gradient is rounded to float32 twice, before and after its division
+    # by the tokens of all batches. AdamW moves a weight by lr / eps of its gradient at most.
+    largest = max(report.grad_norm for report in one.ear.steps)
+    moved = config.steps * config.lr / config.eps
+    for name, tensor in one.weights.items():
+        assert_within(tensor, many.weights[name], bound_sum(2, moved * largest), name)
 
 
 def test_the_loss_told_is_the_mean_over_the_tokens_asked_for(tmp_path: Path) -> None:
@@ -93,7 +104,7 @@ def test_the_loss_told_is_the_mean_over_the_tokens_asked_for(tmp_path: Path) -> 
     mean = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
     run = Outcome("lm", tmp_path, PLAIN, model=model, task=task)
     first = run.ear.steps[0]
-    assert first.loss == pytest.approx(float(mean.detach()), rel=1e-6)
+    assert first.loss == pytest.approx(float(mean.detach()), rel=bound_tokens(run))
     assert first.tokens == int((batch["targets"] != -100).sum())
     assert first.lr == PLAIN.lr * rate_share(PLAIN, 0)
 
@@ -144,9 +155,7 @@ def test_half_precision_is_near_and_its_weights_are_whole(tmp_path: Path) -> Non
     assert {x.dtype for x in half.weights.values()} == {torch.float32}
 
 
-def test_compiled_gives_the_losses_within_1e_5(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_gives_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, made = torch.compile, []
     monkeypatch.setattr(
         torch, "compile", lambda given, **how: made.append(given) or real(given, **how)
@@ -162,7 +171,7 @@ def test_compiled_gives_the_losses_within_1e_5(
         )
         for compiled in (False, True)
     )
-    assert compiled.ear.losses == pytest.approx(plain.ear.losses, abs=1e-5)
+    assert compiled.ear.losses == pytest.approx(plain.ear.losses, rel=bound_tokens(plain))
     assert made == [compiled.task.vectors]
 
 
@@ -186,7 +195,7 @@ def test_one_graph_is_compiled_for_pairs_of_all_lengths(
         )
         for compiled in (False, True)
     )
-    assert compiled.ear.losses == pytest.approx(plain.ear.losses, abs=1e-5)
+    assert compiled.ear.losses == pytest.approx(plain.ear.losses, rel=bound_tokens(plain))
     shapes = {tuple(compiled.task.batch(number)["source"].shape) for number in range(7)}
     assert len(shapes) > 2
     assert counting.frame_count == 2
@@ -217,7 +226,9 @@ def test_smoothing_is_left_out_of_evaluation(tmp_path: Path) -> None:
     )
     assert plain.ear.losses != smooth.ear.losses
     found = smooth.ear.evaluations[0].loss
-    assert found == pytest.approx(plain.ear.evaluations[0].loss, abs=1e-6)
+    _, count = held_out_loss(plain)
+    expected = plain.ear.evaluations[0].loss
+    assert found == pytest.approx(expected, rel=bound_sum(count, 1))
 
 
 # ---- Evaluation, the best, and early stops
@@ -249,8 +260,8 @@ def test_evaluation_is_the_mean_over_all_held_out_tokens(tmp_path: Path) -> None
     mean, count = held_out_loss(run)
     assert count > 50
     report = run.ear.evaluations[0]
-    assert report.loss == pytest.approx(mean, rel=1e-6)
-    assert report.perplexity == pytest.approx(math.exp(mean), rel=1e-6)
+    assert report.loss == pytest.approx(mean, rel=bound_sum(count, 1))
+    assert report.perplexity == pytest.approx(math.exp(mean), rel=bound_sum(count, mean))
 
 
 def test_the_average_follows_every_step(tmp_path: Path) -> None:
@@ -306,7 +317,8 @@ def test_what_is_evaluated_and_given_out_is_the_average(tmp_path: Path) -> None:
     assert differing(average, given) == []
     raw = {f"average/{n[6:]}": x for n, x in run.snapshot.items() if n.startswith("model/")}
     assert len(differing(average, raw)) == len(raw)
-    assert run.ear.evaluations[0].loss == pytest.approx(held_out_loss(run)[0], rel=1e-6)
+    mean, count = held_out_loss(run)
+    assert run.ear.evaluations[0].loss == pytest.approx(mean, rel=bound_sum(count, 1))
     nothing = LanguageTask(text_task(tmp_path).text, None)
     bare = Outcome("lm", tmp_path / "2", config, task=nothing)
     assert bare.ear.evaluations == [] and bare.result.best is None
