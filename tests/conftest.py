@@ -1,5 +1,7 @@
 """What every test starts from: the same seeds, and one thread for each worker.
 
+`REGARD_TEST_THREADS=2` gives each of them two instead: sums are then made in other parts.
+
 Torch is imported inside the fixtures, so that the process that only hands out tests to the
 workers never loads it.
 """
@@ -13,10 +15,15 @@ from hypothesis import settings
 
 SEED = 20170612
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers share the cores; set before torch is loaded, and inherited by every subprocess.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["MKL_NUM_THREADS"] = "1"
+# Workers share the cores. None outside a worker, where torch takes what it finds.
+THREADS = os.environ.get(
+    "REGARD_TEST_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else None
+)
+
+if THREADS is not None:
+    # Set before torch is loaded, and inherited by every subprocess.
+    os.environ["OMP_NUM_THREADS"] = THREADS
+    os.environ["MKL_NUM_THREADS"] = THREADS
 
 # Some virtual machines announce AMX and then refuse it: there a bfloat16 matrix product ends the
 # process.
@@ -30,11 +37,11 @@ settings.load_profile("repeat")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread_per_worker() -> None:
+def threads_of_a_worker() -> None:
     import torch
 
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
+    if THREADS is not None:
+        torch.set_num_threads(int(THREADS))
 
 
 @pytest.fixture(autouse=True)
