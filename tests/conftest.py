@@ -6,9 +6,12 @@ Torch is imported inside the fixtures, so that the process that only hands out t
 workers never loads it.
 """
 
+import getpass
 import os
 import random
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -24,6 +27,12 @@ if THREADS is not None:
     # Set before torch is loaded, and inherited by every subprocess.
     os.environ["OMP_NUM_THREADS"] = THREADS
     os.environ["MKL_NUM_THREADS"] = THREADS
+
+if "ATEN_CPU_CAPABILITY" in os.environ:
+    # Another CPU is imitated. Torch would take what it compiled for this one from its cache, and
+    # compiled FlexAttention then gives wrong numbers.
+    imitated = f"torchinductor-{getpass.getuser()}-{os.environ['ATEN_CPU_CAPABILITY']}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / imitated))
 
 # Some virtual machines announce AMX and then refuse it: there a bfloat16 matrix product ends the
 # process.
