@@ -157,6 +157,8 @@ def refuse_flex(call: Call) -> str | None:
         and any(t.requires_grad for t in call.tensors())
     ):
         return "FlexAttention has no backward pass on the CPU"
+    if call.q.device.type == "cpu" and not flex.runs_on_this_cpu():
+        return "FlexAttention has no kernel for a CPU without AVX2"
     if call.q.device.type == "cpu" and call.sinks is not None:
         return "FlexAttention gives no log-sum on the CPU, which sinks need"
     if call.q.device.type not in ("cpu", "cuda"):

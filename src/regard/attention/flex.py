@@ -106,6 +106,11 @@ def listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1).int()[None, None].to(device), order.int()[None, None].to(device)
 
 
+def runs_on_this_cpu() -> bool:
+    """Whether its compiler has a kernel for this CPU, which takes vector instructions of x86."""
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
 def _flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 

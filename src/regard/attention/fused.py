@@ -113,9 +113,9 @@ def attend_in_one_call(
             unseen, empty = hidden.all(-2), hidden.all(-1, keepdim=True)
             k, v = clear(k, unseen), clear(v, unseen)
             mask = mask.masked_fill(empty, 0.0)
-        if is_one(mask.shape[0]) and is_one(mask.shape[1]):
-            # With four axes it would have to be compared with a batch that a graph leaves open.
-            mask = mask[0, 0]
+        if is_one(mask.shape[0]) and torch.compiler.is_compiling():
+            # A single sample's would have to be compared with a batch that a graph leaves open.
+            mask = mask[0, 0] if is_one(mask.shape[1]) else mask.expand(rule.shape.B, -1, -1, -1)
     q, k, v = in_rows(q), in_rows(k), in_rows(v)
     if q.device.type == "cuda" and not torch.compiler.is_compiling():
         q, k, v = lined_up(q), lined_up(k), lined_up(v)
