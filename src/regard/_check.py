@@ -66,7 +66,7 @@ def all_finite(*tensors: Tensor) -> bool:
     """Whether all entries are finite, by sums; one that overflows says no where a look says yes."""
     total = 0.0
     for tensor in tensors:
-        plain = tensor.detach() if tensor.requires_grad else tensor
+        plain = tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
         wide = None if tensor.dtype in (torch.float32, torch.float64) else torch.float32
         total += plain.sum(dtype=wide).item()
     return math.isfinite(total)

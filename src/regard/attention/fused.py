@@ -92,13 +92,18 @@ def positive_scale(q: Tensor, scale: float, rule: Rule) -> tuple[Tensor, Rule]:
 
 def attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, rule: Rule, causal: bool | None) -> Tensor:
     """Torch's CPU kernel, cut to what the mask leaves; the tiled path for what is not finite."""
-    hides = rule.mask is not None or rule.bias_hides()
-    if not all_finite(q, k, v) if hides else not all_finite(q, k):
-        return run_blockwise((q, k, v), rule, None, (0.0, None)).output
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        output: Tensor = _Pieces.apply(rule, q, k, v)  # type: ignore[no-untyped-call]
+        output: Tensor = _Pieces.apply(rule, causal, q, k, v)  # type: ignore[no-untyped-call]
         return output
-    return run_pieces(q, k, v, make_plan(rule), bool(causal))[0]
+    if not is_finite(q, k, v, rule):
+        return run_blockwise((q, k, v), rule, None, (0.0, None)).output
+    return run_pieces(q, k, v, make_plan(rule, causal))[0]
+
+
+def is_finite(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> bool:
+    """Whether the CPU's kernel may be given these; values that every row sees show by themselves."""
+    hides = rule.mask is not None or rule.bias_hides()
+    return all_finite(q, k, v) if hides else all_finite(q, k)
 
 
 def attend_in_one_call(
@@ -244,8 +249,7 @@ def render(rule: Rule, tile: Tile, like: Tensor) -> Tensor:
         bias = rule.bias.block(rule.shape, tile, like.device, like.dtype)
     if rule.mask is not None:
         allowed = rule.mask.block(rule.shape, tile, like.device)
-    values = four(join(bias, allowed, like))
-    return values.expand(-1, -1, tile.t1 - tile.t0, tile.s1 - tile.s0)
+    return widen(join(bias, allowed, like), tile.t1 - tile.t0, tile.s1 - tile.s0)
 
 
 def join(bias: Tensor | None, allowed: Tensor | None, like: Tensor) -> Tensor:
@@ -257,9 +261,10 @@ def join(bias: Tensor | None, allowed: Tensor | None, like: Tensor) -> Tensor:
     return values.to(like.dtype)
 
 
-def four(x: Tensor) -> Tensor:
-    """A tensor that broadcasts to (B, H, t, s), with all four axes."""
-    return x if x.dim() == 4 else x[(None,) * (4 - x.dim())]
+def widen(x: Tensor, height: int, width: int) -> Tensor:
+    """A tensor that broadcasts to (B, H, t, s), with four axes, the last two of them whole."""
+    lead = (1,) * (4 - x.dim()) + tuple(x.shape[:-2])
+    return x.expand(*lead[-2:], height, width)
 
 
 @dataclass(eq=False)
@@ -268,6 +273,8 @@ class Plan:
 
     rule: Rule
     pieces: list[Piece]
+    causal: bool = False
+    """The kernel's own flag, with which one call does everything."""
     band: Tensor | None = None
 
     def mask(self, piece: Piece, q: Tensor) -> Tensor | None:
@@ -275,7 +282,7 @@ class Plan:
         rule, tile = self.rule, piece.tile
         if piece.full and rule.bias is None:
             return None
-        if not rule.is_relative():
+        if len(self.pieces) == 1 or not rule.is_relative():
             rendered = render(rule, tile, q)
             return rendered[piece.b0 : piece.b1] if rendered.shape[0] != 1 else rendered
         if self.band is None:
@@ -307,15 +314,15 @@ class Plan:
             bias = rule.bias.add(h, h, i, j, rule.shape, q.dtype)
         if rule.mask is not None:
             allowed = rule.mask.allows(h, h, i, j, rule.shape)
-        return four(join(bias, allowed, q)).expand(-1, -1, height, j.shape[0])
+        return widen(join(bias, allowed, q), height, j.shape[0])
 
 
-def make_plan(rule: Rule) -> Plan:
-    """The cheapest of one flagged call, one masked call, and a call a piece."""
-    shape, is_flag = rule.shape, flags(rule) is not None
-    one = [Piece(0, shape.B, Tile(0, shape.T, 0, shape.S), is_flag or rule.mask is None)]
-    if is_flag or not shape.S or not shape.T:
-        return Plan(rule, one)
+def make_plan(rule: Rule, causal: bool | None) -> Plan:
+    """The cheapest of one call by the kernel's flag, one masked call, and a call a piece."""
+    shape, whole = rule.shape, causal is not None or rule.mask is None
+    one = [Piece(0, shape.B, Tile(0, shape.T, 0, shape.S), whole)]
+    if causal is not None or not shape.S or not shape.T:
+        return Plan(rule, one, bool(causal))
     if rule.mask is None or cost(one, shape) <= 2 * PIECE_COST:
         return Plan(rule, one)
     pieces = cut_pieces(rule)
@@ -372,11 +379,11 @@ def key_runs(rule: Rule) -> tuple[Ints, Ints, bool]:
     return lo, hi, False
 
 
-def run_pieces(q: Tensor, k: Tensor, v: Tensor, plan: Plan, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output and log-sums, piece by piece; causal: the kernel's flag, where one call does it."""
+def run_pieces(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Output and log-sums, piece by piece."""
     scale = plan.rule.scale
     if plan.is_whole():
-        return flash_on_cpu(q, k, v, causal, plan.mask(plan.pieces[0], q), scale)
+        return flash_on_cpu(q, k, v, plan.causal, plan.mask(plan.pieces[0], q), scale)
     B, H, T, E = *q.shape[:3], v.shape[3]
     out = q.new_zeros(B, T, H, E).transpose(1, 2)
     lse = q.new_zeros(B, T, H, dtype=score_dtype(q.dtype)).transpose(1, 2)
@@ -390,9 +397,15 @@ class _Pieces(torch.autograd.Function):
     """The CPU's kernel over the pieces of a plan, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.plan, ctx.causal = make_plan(rule), bool(flags(rule))
-        out, lse = run_pieces(q, k, v, ctx.plan, ctx.causal)
+    def forward(
+        ctx: Any, rule: Rule, causal: bool | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        ctx.plan, ctx.finite = make_plan(rule, causal), is_finite(q, k, v, rule)
+        if ctx.finite:
+            out, lse = run_pieces(q, k, v, ctx.plan)
+        else:
+            rows = run_blockwise((q, k, v), rule, None, (0.0, None))
+            out, lse = rows.output, rows.lse
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -400,20 +413,21 @@ class _Pieces(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan: Plan = ctx.plan
-        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad):
+        batched = torch._C._functorch.is_legacy_batchedtensor(grad)
+        if torch.is_grad_enabled() or batched or not ctx.finite:
             twice = torch.is_grad_enabled()
             with torch.enable_grad():
                 again = run_blockwise((q, k, v), plan.rule, None, (0.0, None)).output
             needed = [x for x in (q, k, v) if x.requires_grad]
             made = iter(torch.autograd.grad(again, needed, grad, create_graph=twice))
-            return None, *(next(made) if x.requires_grad else None for x in (q, k, v))
+            return None, None, *(next(made) if x.requires_grad else None for x in (q, k, v))
         run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         q, k, v, out, grad = (in_rows(x) for x in (q, k, v, out, grad))
         if plan.is_whole():
             given = grad, q, repeat(k, q), repeat(v, q), out, lse
             mask = plan.mask(plan.pieces[0], q)
-            dq, dk, dv = run(*given, 0.0, ctx.causal, attn_mask=mask, scale=plan.rule.scale)
-            return None, dq, fold(dk, k), fold(dv, v)
+            dq, dk, dv = run(*given, 0.0, plan.causal, attn_mask=mask, scale=plan.rule.scale)
+            return None, None, dq, fold(dk, k), fold(dv, v)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for piece in plan.pieces:
             rows, (q_, k_, v_) = take(piece, q, k, v)
@@ -424,7 +438,7 @@ class _Pieces(torch.autograd.Function):
             dq[rows] = parts[0]
             dk[keys] += fold(parts[1], k)
             dv[keys] += fold(parts[2], v)
-        return None, dq, dk, dv
+        return None, None, dq, dk, dv
 
 
 def take(

@@ -38,6 +38,7 @@ from regard.attention.shape import (
     check_counts,
     indices,
     pick_axis,
+    positions,
     spans,
 )
 
@@ -87,6 +88,10 @@ class Mask(ABC):
 
     def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
         """The mask inside one tile, a bool tensor that broadcasts to (B, H, t, s)."""
+        if self.relative:
+            # Samples and heads do not matter to it, so that any index stands for theirs.
+            i, j = positions(shape, tile, device)
+            return self.allows(i, i, i, j, shape)
         return self.allows(*indices(shape, tile, device), shape)
 
     def dense(self, shape: Shape, device: torch.device | str = "cpu") -> Tensor:

@@ -136,7 +136,8 @@ class Lengths(Mask):
         check_batch("lengths", self.lengths, shape)
         # On another device reading the values would stop the stream.
         if self.lengths.device.type == "cpu" and readable(self.lengths) and self.lengths.numel():
-            low, high = (int(end) for end in self.lengths.aminmax())
+            values = self.lengths.tolist()
+            low, high = min(values), max(values)
             if low < 0 or high > shape.S:
                 raise ValueError(
                     f"lengths must lie between 0 and S={shape.S}, got values from {low} to {high}"
@@ -144,6 +145,11 @@ class Lengths(Mask):
 
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
         count = pick_batch(self.lengths, b)
+        return j < count if self.side == "right" else j >= shape.S - count
+
+    def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
+        j = torch.arange(tile.s0, tile.s1, device=device)
+        count = self.lengths.to(device, torch.int64).view(-1, 1, 1, 1)
         return j < count if self.side == "right" else j >= shape.S - count
 
     def bounds(self, box: Box) -> Bounds:

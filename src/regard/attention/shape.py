@@ -51,10 +51,14 @@ def indices(
     """Indices b, h, i, j of a tile, shaped to broadcast to (B, H, t, s); i is a position."""
     b = torch.arange(shape.B, device=device).view(-1, 1, 1, 1)
     h = torch.arange(shape.H, device=device).view(-1, 1, 1)
+    return b, h, *positions(shape, tile, device)
+
+
+def positions(shape: Shape, tile: Tile, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Positions i and j of the queries and keys of a tile, shaped to broadcast to (t, s)."""
     first = tile.t0 + shape.offset
     i = torch.arange(first, first + tile.t1 - tile.t0, device=device).view(-1, 1)
-    j = torch.arange(tile.s0, tile.s1, device=device)
-    return b, h, i, j
+    return i, torch.arange(tile.s0, tile.s1, device=device)
 
 
 def cut(tensor: Tensor, tile: Tile) -> Tensor:
