@@ -20,7 +20,7 @@ from regard.attention.kernels.sight import RowSums, Sight
 from regard.attention.rule import Rule
 from regard.attention.wants import Map, Received, Wants
 
-ROOM = 2**27
+ROOM = 2**26
 """Numbers held between the second pass and the cells of a map."""
 ROWS = 128
 """The most rows that a program of the second pass takes."""
