@@ -108,10 +108,11 @@ class Pooling:
         for first in range(t0, t1, step):
             part = (first, min(first + step, t1), s0, s1)
             row = (first - t0) // cell[0]
-            bands = pooling_kernels.run_grid(
+            # Not given a name, so that one part's sums are gone before the next are made.
+            keys = pooling_kernels.run_grid(
                 self.sight, self.rows, part, tile, cell, made, row, share
-            )
-            total = bands.sum(1) if total is None else total + bands.sum(1)
+            ).sum(1)
+            total = keys if total is None else total + keys
         assert total is not None, "a window is not empty"
         if size[1:] != (X, Y):
             made = made.view(B * H, X, size[1] // X, Y, size[2] // Y).sum((2, 4))
