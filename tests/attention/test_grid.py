@@ -7,7 +7,7 @@ import torch
 from cells import SDPA_REFUSALS, TYPES, by_formula, check_cell, judge
 from plain import CASES
 
-from regard.attention import attention, blockwise, flex, fused
+from regard.attention import attention, blockwise, flex, pieces
 from regard.attention.backends import BACKENDS
 
 REFUSALS = {"sdpa": SDPA_REFUSALS}
@@ -31,8 +31,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles and bands far smaller than the inputs, so that every cell crosses their edges."""
     monkeypatch.setattr(blockwise, "TILE_ENTRIES", 1)
     monkeypatch.setattr(blockwise, "SMALLEST", 8)
-    monkeypatch.setattr(fused, "BAND", 8)
-    monkeypatch.setattr(fused, "PIECE_COST", 0)
+    monkeypatch.setattr(pieces, "BAND", 8)
+    monkeypatch.setattr(pieces, "PIECE_COST", 0)
 
 
 @pytest.mark.parametrize(("backend", "name", "kind"), CELLS)

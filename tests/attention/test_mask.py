@@ -28,7 +28,7 @@ from regard.attention import (
     Window,
     attention,
     blockwise,
-    fused,
+    pieces,
 )
 from regard.attention.rule import Rule, pack, parse, spell, unpack
 from regard.attention.shape import Shape, Tile
@@ -294,8 +294,8 @@ def test_attention_looks_where_the_sentence_says(
 ) -> None:
     monkeypatch.setattr(blockwise, "TILE_ENTRIES", 1)
     monkeypatch.setattr(blockwise, "SMALLEST", 3)
-    monkeypatch.setattr(fused, "BAND", 3)
-    monkeypatch.setattr(fused, "PIECE_COST", 0)
+    monkeypatch.setattr(pieces, "BAND", 3)
+    monkeypatch.setattr(pieces, "PIECE_COST", 0)
     q, k, v = (torch.randn(B, H, n, 3, dtype=torch.float64) for n in (shape.T, shape.S, shape.S))
     score = torch.einsum("bhtd,bhsd->bhts", q, k) / 3**0.5
     weights = score.exp() * pairs(name, shape)

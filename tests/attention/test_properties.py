@@ -40,6 +40,7 @@ from regard.attention import (
     explain,
     fused,
     observe,
+    pieces,
 )
 from regard.attention.rule import Rule, pack, unpack
 from regard.attention.shape import Shape, Tile
@@ -61,8 +62,8 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blockwise, "TILE_ENTRIES", 1)
         patch.setattr(blockwise, "SMALLEST", 3)
-        patch.setattr(fused, "BAND", 3)
-        patch.setattr(fused, "PIECE_COST", 0)
+        patch.setattr(pieces, "BAND", 3)
+        patch.setattr(pieces, "PIECE_COST", 0)
         yield
 
 
@@ -487,5 +488,9 @@ def test_explain_names_the_backend_that_runs(
     assert line.split()[1] == "runs"
     chosen = attention(q, k, v, **call, backend=told.chosen)
     assert torch.equal(attention(q, k, v, **call), chosen)
+    short = fused.attend_plain(q, k, v, call["mask"], call["scale"])
+    others = (call.get("bias"), call["softcap"], call.get("sinks"), call.get("dropout"))
+    if short is not None and not any(x is not None for x in others):
+        assert told.chosen == "sdpa" and torch.equal(short, chosen)
     for name in set(told.verdicts) - set(free):
         assert f"{name:<10} refuses  {told.verdicts[name]}" in str(told)

@@ -28,6 +28,7 @@ from regard.attention.backends import Call, Explanation, choose
 from regard.attention.backends import explain as explain_call
 from regard.attention.bias import Bias
 from regard.attention.dropout import as_seed
+from regard.attention.fused import attend_plain
 from regard.attention.mask import Mask
 from regard.attention.rule import Rule, as_bias, as_mask
 from regard.attention.shape import Shape
@@ -62,6 +63,10 @@ def attention(
     """
     if listening.heard_by is not None:
         listening.tell(q, k, mask=mask, bias=bias, scale=scale, softcap=softcap, sinks=sinks)
+    if bias is None and softcap is None and sinks is None and dropout == 0.0 and backend == "auto":
+        output = attend_plain(q, k, v, mask, scale)
+        if output is not None:
+            return output
     call = make_call(q, k, v, mask, bias, scale, softcap, sinks, (dropout, seed))
     if not is_autocast(call.q.device.type):
         return choose(call, backend).attend(call)
