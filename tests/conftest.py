@@ -42,7 +42,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # `--hypothesis-profile explore` goes looking for new ones instead.
 settings.register_profile("repeat", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
-settings.register_profile("long", deadline=None, max_examples=2000)
+settings.register_profile("long", deadline=None, max_examples=1400)
 settings.load_profile("repeat")
 
 
