@@ -196,6 +196,24 @@ HELD_BY = {
         "test_forward_mode_derivative_is_the_reference",
     ],
     "dynamic-NTK rotary keeps no state between calls": ["test_rotary_forgets_what_it_has_seen"],
+    "a last axis that is not contiguous, rows that overlap, every other layout": [
+        "test_every_layout_gives_what_the_formula_gives",
+        "test_torchs_names_take_every_layout",
+    ],
+    "a scale of 0 or below in half types; no keys at all with a bool mask": [
+        "test_every_scale_is_honoured",
+        "test_without_keys_a_bool_mask_gives_zeros_whatever_the_query_holds",
+    ],
+    "what nobody of its sample may see never matters; what is seen is no plausible number": [
+        "test_what_nobody_of_its_sample_may_see_never_matters",
+        "test_what_nobody_may_see_never_matters_in_a_compiled_graph",
+        "test_a_nan_that_a_query_may_see_makes_its_output_nan",
+        "test_an_infinity_is_no_plausible_number_on_a_cpu",
+    ],
+    "explain and backend= tell of every reason for which a backend is passed over": [
+        "test_explain_names_the_backend_that_runs",
+        "test_the_short_way_leaves_to_the_long_one_what_it_cannot_know",
+    ],
 }
 EVERY = pytest.mark.parametrize("backend", ["reference", "blockwise", "auto"])
 
