@@ -416,7 +416,7 @@ def test_narrow_types_err_at_most_twice_as_much_as_the_plain_formula(
             assert o.dtype == dtype and o.shape == t.shape
             if t.numel():
                 allowed = 2 * (p.double() - t).abs().max()
-                # A learned number of a bias gathers from all pairs, whose roundings add up by chance.
+                # A learned number of a bias gathers from all pairs, each rounded by chance.
                 terms = 0.0 if n <= 3 else math.sqrt(shape.B * shape.T * shape.S)
                 allowed += max(most, terms) * torch.finfo(dtype).eps * largest
                 error = (o.double() - t).abs().max()
