@@ -303,6 +303,12 @@ def largest_score(q: Tensor, k: Tensor, scale: float) -> float:
     return float(scores.max()) if scores.numel() else 0.0
 
 
+def roundings_of(leaf: Tensor, shape: Shape, call: dict[str, Any]) -> float:
+    """A learned number gathers from all pairs, each rounded by chance; a slope, times distances."""
+    is_slope = leaf.dim() == 1 and leaf is not call.get("sinks")
+    return math.sqrt(shape.B * shape.T * shape.S) * (max(shape.T, shape.S) if is_slope else 1)
+
+
 def close(ours: Tensor, truth: Tensor, what: str) -> None:
     torch.testing.assert_close(
         ours, truth, rtol=1e-9, atol=1e-10, msg=lambda text: f"{what}: {text}"
@@ -416,8 +422,7 @@ def test_narrow_types_err_at_most_twice_as_much_as_the_plain_formula(
             assert o.dtype == dtype and o.shape == t.shape
             if t.numel():
                 allowed = 2 * (p.double() - t).abs().max()
-                # A learned number of a bias gathers from all pairs, each rounded by chance.
-                terms = 0.0 if n <= 3 else math.sqrt(shape.B * shape.T * shape.S)
+                terms = roundings_of(leaves[n - 1], shape, call) if n > 3 else 0.0
                 allowed += max(most, terms) * torch.finfo(dtype).eps * largest
                 error = (o.double() - t).abs().max()
                 assert error <= allowed, f"{backend}, part {n}: {error:.3g}, allowed {allowed:.3g}"
