@@ -93,6 +93,34 @@ def rows_of_attention(rounds: int) -> list[tuple[str, float, float]]:
     return found
 
 
+def rows_of_small_calls(rounds: int) -> list[tuple[str, float, float]]:
+    """One eager call on 32 tokens, where the way to the kernel counts most; bursts of 100."""
+    q, k, v = (torch.randn(1, 8, 32, 64) for _ in range(3))
+    lengths = Lengths(torch.tensor([20]))
+    padding = (torch.arange(32) < 20)[None, None, None]
+    sdpa = F.scaled_dot_product_attention
+    calls: dict[str, tuple[Run, Run]] = {
+        "plain": (lambda: attention(q, k, v), lambda: sdpa(q, k, v)),
+        "causal": (
+            lambda: attention(q, k, v, mask=Causal()),
+            lambda: sdpa(q, k, v, is_causal=True),
+        ),
+        "padded": (
+            lambda: attention(q, k, v, mask=lengths),
+            lambda: sdpa(q, k, v, attn_mask=padding),
+        ),
+    }
+
+    def burst(run: Run) -> Run:
+        return lambda: [run() for _ in range(100)]
+
+    found = []
+    for name, (ours, theirs) in calls.items():
+        a, b = race(burst(ours), burst(theirs), rounds)
+        found.append((f"attention, 32 tokens, {name}: one call", a / 100, b / 100))
+    return found
+
+
 def rows_of_layers(rounds: int) -> list[tuple[str, float, float]]:
     """`regard.nn.MultiheadAttention` against torch's, same weights."""
     from regard import nn as ours_nn
@@ -179,7 +207,8 @@ def peak_memory(name: str) -> float:
 
 def report(rounds: int) -> str:
     """All tables as text."""
-    rows = rows_of_attention(rounds) + rows_of_layers(rounds) + rows_of_observing(rounds)
+    rows = rows_of_attention(rounds) + rows_of_small_calls(rounds)
+    rows += rows_of_layers(rounds) + rows_of_observing(rounds)
     lines = [
         "# Attention on a CPU",
         "",
@@ -193,7 +222,7 @@ def report(rounds: int) -> str:
         "| what | regard ms | torch ms | torch ÷ regard |",
         "| --- | ---: | ---: | ---: |",
     ]
-    lines += [f"| {name} | {a:.2f} | {b:.2f} | {b / a:.2f} |" for name, a, b in rows]
+    lines += [f"| {name} | {a:.4g} | {b:.4g} | {b / a:.2f} |" for name, a, b in rows]
     ours, eager = peak_memory("statistics_seen"), peak_memory("eager_statistics")
     lines += [
         "",

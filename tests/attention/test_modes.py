@@ -27,14 +27,12 @@ from regard.attention import (
     backends,
     blockwise,
     explain,
-    fused,
     observe,
     pieces,
 )
 from regard.attention.dropout import keep_factor
 from regard.attention.rule import Rule
 from regard.attention.shape import Shape, Tile
-from regard.nn import functional
 
 BOTH = pytest.mark.parametrize("backend", ["reference", "blockwise"])
 
@@ -135,74 +133,6 @@ class TestCompiled:
             q, lengths = torch.randn(rows, 2, n, 8), torch.arange(rows) + 2
             torch.testing.assert_close(compiled(q, lengths), run(q, lengths))
         assert counting.frame_count == 1
-
-    @pytest.mark.parametrize(
-        "rule",
-        [
-            {},
-            {"mask": Causal()},
-            {"mask": Window(2, 1)},
-            {"mask": torch.ones(7, 7).tril() > 0},
-            {"mask": Causal(), "softcap": 5.0},
-            {"bias": ALiBi(4)},
-        ],
-        ids=["plain", "causal", "window", "dense", "softcap", "alibi"],
-    )
-    def test_export_takes_a_batch_that_depends_on_the_data(self, rule: dict[str, Any]) -> None:
-        class Kept(torch.nn.Module):
-            def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-                x = x[keep.nonzero().squeeze(1)]
-                return attention(x, x, x, **rule)
-
-        x, some, all_of_it = (
-            torch.randn(6, 4, 7, 8),
-            torch.tensor([1, 0, 1, 1, 0, 1]),
-            torch.ones(6),
-        )
-        exported = torch.export.export(Kept(), (x, some)).module()
-        for keep in (some, all_of_it.long(), 1 - some):
-            torch.testing.assert_close(exported(x, keep), Kept()(x, keep))
-
-    def test_torchs_names_export_with_a_batch_that_depends_on_the_data(self) -> None:
-        mask = torch.ones(7, 7).tril() > 0
-
-        class Kept(torch.nn.Module):
-            def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-                x = x[keep.nonzero().squeeze(1)]
-                lengths = torch.full((x.shape[0],), 5)
-                first = functional.scaled_dot_product_attention(x, x, x, mask)
-                return first + attention(x, x, x, mask=Lengths(lengths))
-
-        x, keep = torch.randn(6, 4, 7, 8), torch.tensor([1, 0, 1, 1, 0, 1])
-        exported = torch.export.export(Kept(), (x, keep)).module()
-        torch.testing.assert_close(exported(x, keep), Kept()(x, keep))
-
-    def test_the_short_way_leaves_to_the_long_one_what_it_cannot_know(self) -> None:
-        q = torch.randn(1, 2, 5, 8)
-        assert fused.attend_plain(q, q, q, Causal(), None) is not None
-        assert fused.attend_plain(q, q, q, Causal(), 0.3) is not None
-        for scale in (0.0, -1.0, math.inf, math.nan, 1):
-            assert fused.attend_plain(q, q, q, None, scale) is None
-        for k in (q.double(), q[..., :7], q[0], q[:, :, :0], q[:, :0], q.to("meta"), None):
-            assert fused.attend_plain(q, k, k, None, None) is None  # type: ignore[arg-type]
-        assert fused.attend_plain(q, q, q[..., :3], None, None) is None
-        for mask in (Window(1, 0), Causal() & Window(1, 0), torch.ones(5, 5) > 0):
-            assert fused.attend_plain(q, q, q, mask, None) is None
-        assert fused.attend_plain(q[:, :, :2], q, q, Causal(), None) is None
-        one = fused.attend_plain(q[:, :, -1:], q, q, Causal(), None)
-        assert one is not None
-        torch.testing.assert_close(one, attention(q, q, q, mask=Causal())[:, :, -1:])
-        assert fused.attend_plain(q[:, :, :1], q, q, Causal(align="start"), None) is None
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert fused.attend_plain(q, q, q, None, None) is None
-        seen = []
-        torch.func.vmap(lambda x: seen.append(fused.attend_plain(x, x, x, None, None)) or x)(
-            q[None]
-        )
-        torch.func.jvp(
-            lambda x: seen.append(fused.attend_plain(x, x, x, None, None)) or x, (q,), (q,)
-        )
-        assert seen == [None, None]
 
     def test_compiled_observe_equals_eager(self) -> None:
         wants = Wants(lse=True, entropy=True, peak=True, distance=True)
