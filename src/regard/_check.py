@@ -72,6 +72,11 @@ def all_finite(*tensors: Tensor) -> bool:
     return math.isfinite(total)
 
 
+def known_finite(*tensors: Tensor) -> bool:
+    """Whether all entries are known to be finite: asked on a CPU alone, where it costs little."""
+    return tensors[0].device.type == "cpu" and readable(*tensors) and all_finite(*tensors)
+
+
 def is_empty(*tensors: Tensor) -> bool:
     """Whether one of them surely has no entries; a size that tracing leaves open counts as some."""
     if torch.compiler.is_compiling():

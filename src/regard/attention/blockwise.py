@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard._check import all_finite, is_transformed, readable
+from regard._check import is_transformed, known_finite
 from regard.attention.dropout import keep_factor
 from regard.attention.mask import edges, tile_bounds
 from regard.attention.reference import (
@@ -248,13 +248,6 @@ def marked(x: Tensor) -> Tensor:
     return x + x * 0.0
 
 
-def is_clean(v_bgse: Tensor) -> bool:
-    """Whether all values are known to be finite: asked on a CPU alone, where it costs little."""
-    if not v_bgse.numel():
-        return True
-    return v_bgse.device.type == "cpu" and readable(v_bgse) and all_finite(v_bgse)
-
-
 def first_pass(
     q_bhtd: Tensor,
     k_bgsd: Tensor,
@@ -268,7 +261,7 @@ def first_pass(
     """Output, log-sums and the row statistics asked for, in one walk over the tiles."""
     device, (dropout, seed) = q_bhtd.device, drop
     q_bhtd, k_bgsd = marked(q_bhtd), marked(k_bgsd)
-    clean = is_clean(v_bgse)
+    clean = not v_bgse.numel() or known_finite(v_bgse)
     done: list[Rows] = []
     room, spare = None, None
     if not is_transformed(q_bhtd) and not is_transformed(k_bgsd):

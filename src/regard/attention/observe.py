@@ -70,7 +70,7 @@ def by_reference(
     """Every want, read off the whole matrix."""
     q, k, v = inputs
     scores, shape = reference.score(q, k, rule), rule.shape
-    p = reference.weigh(scores, sinks)
+    p = reference.weigh(scores, rule, sinks)
     output = reference.mix(p, scores, v, rule, drop).to(q.dtype)
     lse = reference.log_sum(scores, sinks) if wants.lse else None
     seen = visible(rule, Tile(0, shape.T, 0, shape.S), False, p.device)

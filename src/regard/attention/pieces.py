@@ -56,8 +56,7 @@ def attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, rule: Rule, causal: bool | No
 
 def is_finite(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> bool:
     """Whether the CPU's kernel may be given these; values that every row sees show anyway."""
-    hides = rule.mask is not None or rule.bias_hides()
-    return all_finite(q, k, v) if hides else all_finite(q, k)
+    return all_finite(q, k, v) if rule.hides() else all_finite(q, k)
 
 
 def flash_on_cpu(

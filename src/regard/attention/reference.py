@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard._check import known_finite
 from regard.attention.dropout import keep_factor
 from regard.attention.rule import Rule, score_dtype
 from regard.attention.shape import Tile
@@ -37,13 +38,15 @@ def attend(
 ) -> Tensor:
     """Attention by the formula."""
     scores_bhts = score(q_bhtd, k_bgsd, rule)
-    weights_bhts = weigh(scores_bhts, sinks_h)
+    weights_bhts = weigh(scores_bhts, rule, sinks_h)
     return mix(weights_bhts, scores_bhts, v_bgse, rule, (dropout, seed)).to(q_bhtd.dtype)
 
 
 def score(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule) -> Tensor:
     """The scores of all pairs: scaled, capped, biased, and -inf where no look is allowed."""
     tile = Tile(0, rule.shape.T, 0, rule.shape.S)
+    if known_finite(q_bhtd, k_bgsd):
+        return add_rule(raw_scores(q_bhtd, k_bgsd, rule), rule, tile)
     scores_bhts = raw_scores(finite_part(q_bhtd), finite_part(k_bgsd), rule)
     # A pair whose query or key is not finite has the score NaN, added to that of the finite parts:
     # so a hidden pair, whose score is replaced below, passes no NaN back to either.
@@ -53,16 +56,17 @@ def score(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule) -> Tensor:
     return add_rule(scores_bhts, rule, tile)
 
 
-def weigh(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
+def weigh(scores_bhts: Tensor, rule: Rule, sinks_h: Tensor | None) -> Tensor:
     """The softmax of each row, in whose sum a sink counts too; 0 where there is nothing to see."""
-    S = scores_bhts.shape[-1]
-    hidden_bhts = scores_bhts == -math.inf
+    S, alone_bhts = scores_bhts.shape[-1], scores_bhts
     if sinks_h is not None:
         scores_bhts = append(scores_bhts, sinks_h)
+    if not rule.hides():
+        return torch.softmax(scores_bhts, -1)[..., :S]
     # A row of -inf has no softmax; it is given numbers first and zeros afterwards.
     empty_bht1 = (scores_bhts == -math.inf).all(-1, keepdim=True)
     weights_bhts = torch.softmax(scores_bhts.masked_fill(empty_bht1, 0.0), -1)
-    return weights_bhts[..., :S].masked_fill(hidden_bhts, 0.0)
+    return weights_bhts[..., :S].masked_fill(alone_bhts == -math.inf, 0.0)
 
 
 def log_sum(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
@@ -86,6 +90,8 @@ def mix(
         assert seed is not None
         keep_bhts = keep_factor(seed, dropout, rule.shape, dtype=weights_bhts.dtype)
         weights_bhts = weights_bhts * keep_bhts
+    if known_finite(v_bgse):
+        return group_matmul(weights_bhts, v_bgse.to(weights_bhts.dtype))
     mixed_bhte = group_matmul(weights_bhts, finite_part(v_bgse).to(weights_bhts.dtype))
     spoil_bg1s = spoil(v_bgse, weights_bhts.dtype)[..., None, :]
     spoil_bhts = repeat_heads(spoil_bg1s, weights_bhts.shape[1])

@@ -39,6 +39,10 @@ class Rule:
         """What q kᵀ is multiplied by: the scale given, else 1/√D (1 when there is no width)."""
         return self.scale if self.scale is not None else max(head_dim, 1) ** -0.5
 
+    def hides(self) -> bool:
+        """Whether some pair may be hidden: by the mask, or by a bias of -inf."""
+        return self.mask is not None or self.bias_hides()
+
     def bias_hides(self) -> bool:
         """Whether the bias may be -inf somewhere, and so hide a pair."""
         return self.bias is not None and self.bias.hides
