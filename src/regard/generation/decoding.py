@@ -57,7 +57,6 @@ class Decoding:
                 "compiled=False"
             )
         self.model, self.memory, self.room = model, memory, room
-        self.layers = find_layers(model)
         self.compiled = compiled
         self.graph: StepGraph | None = None
         self.cache: DecoderCache | None = None if compiled else model.make_cache()
@@ -130,7 +129,6 @@ class StepGraph:
     def __init__(self, model: Transformer, batch: int, room: int) -> None:
         self.batch, self.room, self.busy = batch, room, False
         self.cache = model.make_cache(room)
-        self.layers = find_layers(model)
         self.fused = fuse(model)
         device = next(model.parameters()).device
         # The compiler counts what it makes of one piece of code, and refuses beyond a few; so each
@@ -326,8 +324,3 @@ def fuse(model: Transformer) -> list[Any]:
             if module.fused is not None:
                 joints.append(module.fused)
     return joints
-
-
-def find_layers(model: Transformer) -> list[MultiHeadAttention]:
-    """Every attention layer of the model."""
-    return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
