@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regard
-from regard.attention import ALiBi, Causal, Lengths, Wants, Window, attention, observe
+from regard.ops import ALiBi, Causal, Lengths, Wants, Window, attention, observe
 
 Run = Callable[[], object]
 

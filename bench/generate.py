@@ -29,7 +29,7 @@ import transformers
 from torch import Tensor
 
 from regard.generation import Decoding, generate_ids
-from regard.generation.decoding import round_up
+from regard.generation.engine import round_up
 from regard.models import FAMILIES, Transformer, config_of, count_parameters
 from regard.models.weights import put
 

@@ -34,9 +34,9 @@ import torch
 import transformers
 
 import regard
-from regard.attention import Wants
 from regard.lens.record import Record
 from regard.models import Transformer, config_of
+from regard.ops import Wants
 
 ONE_BILLION = {
     "hidden_size": 2048,

@@ -32,7 +32,7 @@ from torch import Tensor
 from regard.models import FAMILIES, Transformer, config_of
 from regard.models.weights import put
 from regard.training.loss import summed_loss
-from regard.training.speed import count_flops, peak_flops
+from regard.training.mfu import count_flops, peak_flops
 
 Step = Callable[[], Tensor]
 SOURCE = dict(FAMILIES["gpt2"].sizes["gpt2"])

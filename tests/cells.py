@@ -15,7 +15,7 @@ import torch
 from plain import CASES, Case, dense_bias, dense_mask, plain
 from torch import Tensor
 
-from regard.attention import attention
+from regard.ops import attention
 
 TYPES = {
     "float64": torch.float64,

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Wants
 from regard.layers import observing
 from regard.models import Transformer, load
+from regard.ops import Wants
 
 
 @dataclass(frozen=True, eq=False)

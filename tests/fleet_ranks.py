@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from regard.attention import Documents
 from regard.models import Transformer
+from regard.ops import Documents
 from regard.training.parallel import Fleet, Layout
 
 STEPS, SAVED = 5, 3

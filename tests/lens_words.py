@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Causal, attention
 from regard.lens.record import Record
 from regard.lens.watch import watch
+from regard.ops import Causal, attention
 
 SENTENCE = "The animal didn't cross the street because it was too tired."
 

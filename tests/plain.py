@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.attention import (
+from regard.ops import (
     ALiBi,
     Causal,
     Dense,
@@ -27,7 +27,7 @@ from regard.attention import (
     RelativeTable,
     Window,
 )
-from regard.attention.bias import Sum
+from regard.ops.bias import Sum
 
 B, H, G, T, S, D, E = 2, 6, 2, 37, 53, 11, 11
 

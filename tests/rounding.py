@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from regard.attention import Bias
+from regard.ops import Bias
 
 
 def bound_sum(n_terms: int, size: float | Tensor, dtype: torch.dtype = torch.float32) -> float:

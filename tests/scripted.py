@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.generation import beams, writing
+from regard.generation import beams, decode_loop
 from regard.models import Memory, Transformer, config_of
 
 MANY = 1000  # more than any tokenizer of the tests has
@@ -61,5 +61,5 @@ def play_scores(patch: pytest.MonkeyPatch, scores_btv: Tensor) -> None:
         def close(self) -> None:
             pass
 
-    patch.setattr(writing, "Decoding", Scripted)
+    patch.setattr(decode_loop, "Decoding", Scripted)
     patch.setattr(beams, "Decoding", Scripted)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import regard
 from regard import cli
-from regard.training import running
+from regard.training import run as run_module
 from regard.training import snapshot as snapshots
 from regard.training.snapshot import list_snapshots, load_latest
 
@@ -50,7 +50,7 @@ STEPS = {"steps": 3, "eval_every": 2, "save_every": 2}
 
 @pytest.fixture(autouse=True)
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "plot_losses", lambda folder: None)
+    monkeypatch.setattr(run_module, "plot_losses", lambda folder: None)
 
 
 def words(kind: str, **more: Any) -> list[str]:

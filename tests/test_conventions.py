@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.attention import (
+from regard.layers import MultiHeadAttention
+from regard.ops import (
     ALiBi,
     Causal,
     Dense,
@@ -34,8 +35,7 @@ from regard.attention import (
     attention,
     observe,
 )
-from regard.attention.shape import Shape
-from regard.layers import MultiHeadAttention
+from regard.ops.shape import Shape
 from regard.positions import Rotary, RotaryConfig
 
 TESTS = Path(__file__).resolve().parent

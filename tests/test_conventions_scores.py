@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.attention import Causal, Map, Wants, Window, attention, observe
-from regard.attention.dropout import keep_factor
-from regard.attention.shape import Shape
+from regard.ops import Causal, Map, Wants, Window, attention, observe
+from regard.ops.dropout import keep_factor
+from regard.ops.shape import Shape
 
 BACKENDS = ["reference", "blockwise", "sdpa"]
 TILES = pytest.mark.parametrize("backend", ["reference", "blockwise"])

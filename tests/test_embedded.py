@@ -11,7 +11,7 @@ from translators import make_translator
 
 import regard
 from regard.models import embedded
-from regard.training.guiding import alignment_score
+from regard.training.guided_attention import alignment_score
 
 FILES = {
     "config.json",

@@ -26,19 +26,19 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "_version": (),
     "_check": (),
     "tokens": (),
-    "attention": ("_check", "_version"),
-    "positions": ("attention",),
+    "ops": ("_check", "_version"),
+    "positions": ("ops",),
     "layers": ("positions",),
     "nn": ("layers",),
     "models": ("layers", "tokens"),
-    "lens": ("attention",),
+    "lens": ("ops",),
     "view": ("lens",),
     "generation": ("nn", "models"),
-    "looking": ("generation", "lens"),
+    "_look": ("generation", "lens"),
     "training": ("generation",),
     "labs": ("generation", "training", "view", "regard"),
     "cli": ("generation", "training", "view", "regard"),
-    "regard": ("generation", "training", "looking", "view"),
+    "regard": ("generation", "training", "_look", "view"),
     "__main__": ("cli",),
 }
 
@@ -51,7 +51,7 @@ def rooms_open_to(room: str) -> set[str]:
 
 
 def room_of(module: str) -> str:
-    """`regard.attention.mask` lives in `attention`; `regard` itself is the top."""
+    """`regard.ops.mask` lives in `attention`; `regard` itself is the top."""
     return module.split(".")[1] if "." in module else "regard"
 
 
@@ -113,14 +113,14 @@ def test_every_file_lives_in_a_known_room() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("regard.attention.mask", "import regard.layers"),
-        ("regard.attention.mask", "from regard.layers.cache import Cache"),
-        ("regard.attention.mask", "from ..positions import rotate"),
-        ("regard.attention.mask", "from .. import positions"),
-        ("regard.attention.mask", "from regard import attention as a, nn"),
-        ("regard.attention.mask", "from regard import observe"),
-        ("regard.attention.mask", "def late():\n    if True:\n        from regard import nn"),
-        ("regard.attention.mask", "import importlib\nimportlib.import_module('regard.nn')"),
+        ("regard.ops.mask", "import regard.layers"),
+        ("regard.ops.mask", "from regard.layers.cache import Cache"),
+        ("regard.ops.mask", "from ..positions import rotate"),
+        ("regard.ops.mask", "from .. import positions"),
+        ("regard.ops.mask", "from regard import attention as a, nn"),
+        ("regard.ops.mask", "from regard import observe"),
+        ("regard.ops.mask", "def late():\n    if True:\n        from regard import nn"),
+        ("regard.ops.mask", "import importlib\nimportlib.import_module('regard.nn')"),
         ("regard.positions", "from regard.nn import functional"),
         ("regard.nn.convert", "from regard.models import weights"),
         ("regard.models.config", "import regard.nn"),
@@ -128,7 +128,7 @@ def test_every_file_lives_in_a_known_room() -> None:
         ("regard.lens.watch", "from regard.layers import block"),
         ("regard.view.page", "import regard.models.config"),
         ("regard.tokens", "from regard._check import check_shapes"),
-        ("regard._check", "import regard.attention"),
+        ("regard._check", "import regard.ops"),
         ("regard.layers.block", "from regard.cli import main"),
     ],
 )
@@ -140,9 +140,9 @@ def test_an_import_against_the_direction_is_found(module: str, source: str) -> N
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("regard.attention.op", "from regard.attention.mask import Mask\nfrom . import bias"),
-        ("regard.layers.block", "from regard import positions, attention\nimport regard._check"),
-        ("regard.layers.block", "from ..attention.mask import Causal\nimport torch.nn"),
+        ("regard.ops.op", "from regard.ops.mask import Mask\nfrom . import bias"),
+        ("regard.layers.block", "from regard import positions, ops\nimport regard._check"),
+        ("regard.layers.block", "from ..ops.mask import Causal\nimport torch.nn"),
         ("regard.models.config", "from regard.layers import block\nimport regard.tokens"),
         ("regard.training.loop", "from regard.models import config\nimport regard.nn.convert"),
         ("regard.view.page", "from regard.lens import record"),
@@ -200,9 +200,9 @@ sys.meta_path.insert(0, Block())
 
 # Kernels are written in triton's own language, so their files need it, and are imported where run.
 NEED_TRITON = {
-    "regard.attention.kernels.decode_kernels",
-    "regard.attention.kernels.pooling_kernels",
-    "regard.attention.kernels.seeing_kernels",
+    "regard.ops.kernels.decode_kernels",
+    "regard.ops.kernels.pooling_kernels",
+    "regard.ops.kernels.row_stats_kernels",
     "regard.layers.matvec_kernels",
     "regard.training.loss_kernels",
 }
@@ -252,7 +252,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - b
 
 @pytest.mark.parametrize(
     "first",
-    ["regard.observe", "from regard import Causal", "import regard.attention.mask", "regard.nn"],
+    ["regard.observe", "from regard import Causal", "import regard.ops.mask", "regard.nn"],
 )
 def test_regard_attention_is_the_function_whatever_was_touched_first(first: str) -> None:
     """The room and the function share a name; loading the room must not hide the function."""

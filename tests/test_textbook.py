@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.attention import Causal, Dense, Wants, attention, observe
 from regard.layers import (
     BlockConfig,
     DecoderBlock,
@@ -24,6 +23,7 @@ from regard.layers import (
     EncoderBlock,
     MultiHeadAttention,
 )
+from regard.ops import Causal, Dense, Wants, attention, observe
 from regard.positions import Learned, RotaryConfig, Sinusoidal, sinusoidal
 
 BACKENDS = ["reference", "blockwise", "sdpa"]

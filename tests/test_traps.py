@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from regard.attention import (
+from regard.layers import BlockConfig, Decoder, MultiHeadAttention
+from regard.ops import (
     ALiBi,
     Causal,
     Dense,
@@ -26,8 +27,7 @@ from regard.attention import (
     blockwise,
     observe,
 )
-from regard.attention.shape import Shape
-from regard.layers import BlockConfig, Decoder, MultiHeadAttention
+from regard.ops.shape import Shape
 
 HELD_BY = {
     "a row that may see nothing is zeros, with finite gradients": [

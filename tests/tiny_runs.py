@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from regard.models import Transformer, config_of
-from regard.training.aligning import align_pairs
 from regard.training.config import TrainConfig
 from regard.training.data.packing import PackedText
 from regard.training.data.pairs import PairedText
 from regard.training.data.store import write_tokens
-from regard.training.guiding import LinkTable
+from regard.training.guided_attention import LinkTable
+from regard.training.init import start
 from regard.training.loop import Result, train
 from regard.training.runlog import EvalReport, StepReport
 from regard.training.snapshot import load_latest
-from regard.training.starting import start
 from regard.training.tasks import Guide, LanguageTask, MaskedTokens, Task, TranslationTask
+from regard.training.word_alignment import align_pairs
 
 VOCAB = 53
 PAD, BOS, EOS, MASK = 0, 1, 2, 3

@@ -7,14 +7,26 @@ costs nothing and parts that do not need torch do not load it.
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from regard import nn
+    from regard._look import look
     from regard._version import __version__
-    from regard.attention import (
+    from regard.generation import (
+        GenerationConfig,
+        generate,
+        generate_batch,
+        generate_ids,
+        stream,
+        translate,
+    )
+    from regard.layers import KVCache, MultiHeadAttention, observing
+    from regard.lens import Record
+    from regard.lens.watch import watch
+    from regard.models import Transformer, count_parameters, load, save
+    from regard.nn import convert
+    from regard.ops import (
         ALiBi,
         Bias,
         Causal,
@@ -34,31 +46,17 @@ if TYPE_CHECKING:
         explain,
         observe,
     )
-    from regard.generation import (
-        GenerationConfig,
-        generate,
-        generate_batch,
-        generate_ids,
-        stream,
-        translate,
-    )
-    from regard.layers import KVCache, MultiHeadAttention, observing
-    from regard.lens import Record
-    from regard.lens.watch import watch
-    from regard.looking import look
-    from regard.models import Transformer, count_parameters, load, save
-    from regard.nn import convert
     from regard.tokens import Tokenizer
 
 _HOMES = {
-    "regard.attention": (
+    "regard.ops": (
         "ALiBi Bias Causal Dense DenseBias Documents Explanation Lengths Map Mask Observation "
         "Prefix RelativeTable Wants Window attention explain observe"
     ),
     "regard.layers": "KVCache MultiHeadAttention observing",
     "regard.lens": "Record",
     "regard.lens.watch": "watch",
-    "regard.looking": "look",
+    "regard._look": "look",
     "regard.nn": "convert",
     "regard.models": "Transformer count_parameters load save",
     "regard.generation": "GenerationConfig generate generate_batch generate_ids stream translate",
@@ -121,18 +119,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(types.ModuleType):
-    """`regard.attention` is the operation, also after its room of the same name has been loaded.
-
-    Importing a submodule binds its name here; for this one name the function is bound instead.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "attention" and isinstance(value, types.ModuleType):
-            value = value.attention
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -13,7 +13,7 @@ import torch
 from tiny_checkpoints import make_model
 
 from regard.generation import Decoding, generate_ids
-from regard.generation import decoding as decoding_module
+from regard.generation import engine as decoding_module
 
 ROWS = [[3, 5, 7], [11, 2, 13, 17, 19, 4, 8], [4]]
 FAMILIES = ["gpt2", "llama", "llama-3", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"]

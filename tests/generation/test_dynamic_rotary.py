@@ -19,7 +19,7 @@ from tiny_checkpoints import make_model
 from torch import Tensor
 
 from regard.generation import Decoding, generate_ids
-from regard.generation import decoding as decoding_module
+from regard.generation import engine as decoding_module
 from regard.models import Transformer, config_of
 
 LIMIT, N_NEW = 17, 13

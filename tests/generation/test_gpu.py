@@ -8,7 +8,7 @@ import torch
 from scripted import make_model
 
 from regard.generation import Decoding, generate_ids, stream_ids
-from regard.generation.writing import Writing
+from regard.generation.decode_loop import Writing
 from regard.models import Transformer, config_of
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 from scripted import make_model, play, play_scores
 from tiny_writers import EOS, PAD, ask_ours, make_pair, make_rows
 
-from regard.generation import Decoding, generate_ids, stream_ids, writing
+from regard.generation import Decoding, decode_loop, generate_ids, stream_ids
 from regard.models import Transformer, config_of
 
 LENGTHS = (5, 13, 1, 9, 2)
@@ -160,15 +160,15 @@ def test_nothing_is_asked_of_a_device_at_every_step(monkeypatch: pytest.MonkeyPa
     rows = make_rows(pair, LENGTHS)
     expected = ask_ours(pair, rows, max_new_tokens=40)
     looks = []
-    look = writing.Writing._look
-    begin = writing.Writing.__init__
+    look = decode_loop.Writing._look
+    begin = decode_loop.Writing.__init__
 
     def ahead(self: Any, *args: Any, **options: Any) -> None:
         begin(self, *args, **options)
         self._looks = False
 
-    monkeypatch.setattr(writing.Writing, "__init__", ahead)
-    monkeypatch.setattr(writing.Writing, "_look", lambda self: looks.append(look(self)))
+    monkeypatch.setattr(decode_loop.Writing, "__init__", ahead)
+    monkeypatch.setattr(decode_loop.Writing, "_look", lambda self: looks.append(look(self)))
     assert ask_ours(pair, rows, max_new_tokens=40) == expected
     assert len(looks) == -(-max(map(len, expected)) // 16)
 

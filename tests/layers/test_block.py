@@ -12,7 +12,6 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from regard.attention import Lengths, RelativeTable, Wants
 from regard.layers import (
     BlockConfig,
     Decoder,
@@ -26,6 +25,7 @@ from regard.layers import (
     make_norm,
     observing,
 )
+from regard.ops import Lengths, RelativeTable, Wants
 from regard.positions import RotaryConfig
 
 B, T, S, C, H, F = 3, 7, 11, 15, 5, 13

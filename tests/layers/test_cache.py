@@ -13,10 +13,10 @@ from plain import plain
 from rounding import assert_within, bound_error, bound_weights
 from torch import Tensor
 
-from regard.attention import Causal, Dense, Lengths, Prefix, RelativeTable, Wants
 from regard.layers import CrossCache, DecoderCache, KVCache, MultiHeadAttention
 from regard.layers.cache import BlockCache
-from regard.layers.slots import FixedCache, WindowedCache
+from regard.layers.static_cache import FixedCache, WindowedCache
+from regard.ops import Causal, Dense, Lengths, Prefix, RelativeTable, Wants
 from regard.positions import LongRoPE, RotaryConfig
 
 B, T, C, H, D, LEFT = 3, 13, 15, 5, 4, 3

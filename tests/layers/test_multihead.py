@@ -17,7 +17,8 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from regard.attention import (
+from regard.layers import CrossCache, KVCache, MultiHeadAttention, ProjectionBias
+from regard.ops import (
     Causal,
     Dense,
     DenseBias,
@@ -28,7 +29,6 @@ from regard.attention import (
     Wants,
     Window,
 )
-from regard.layers import CrossCache, KVCache, MultiHeadAttention, ProjectionBias
 from regard.positions import RotaryConfig, alibi_slopes, count_positions
 
 B, T, S, C, H, D = 3, 7, 11, 15, 5, 3

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Wants
 from regard.layers import (
     BlockConfig,
     Decoder,
@@ -15,6 +14,7 @@ from regard.layers import (
     Observable,
     observing,
 )
+from regard.ops import Wants
 
 B, T, S, C = 3, 7, 11, 10
 CONFIG = BlockConfig(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.attention import RelativeTable
 from regard.layers import (
     BlockCache,
     BlockConfig,
@@ -19,7 +18,8 @@ from regard.layers import (
     Encoder,
     RelativeConfig,
 )
-from regard.layers.slots import FixedCache, WindowedCache
+from regard.layers.static_cache import FixedCache, WindowedCache
+from regard.ops import RelativeTable
 from regard.positions import RotaryConfig
 
 B, T, C, H, F = 3, 7, 15, 5, 13

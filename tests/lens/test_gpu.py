@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from regard.attention import Wants
-from regard.lens import bringing
+from regard.lens import device_to_host
 from regard.lens.record import Record
 from regard.lens.watch import watch
+from regard.ops import Wants
 
 pytestmark = pytest.mark.gpu
 
@@ -58,13 +58,13 @@ def records(keep: str, n_new: int) -> tuple[Record, Record]:
     return made[0], made[1]
 
 
-@pytest.mark.parametrize("large", [1, bringing.LARGE])
+@pytest.mark.parametrize("large", [1, device_to_host.LARGE])
 @pytest.mark.parametrize("keep", ["statistics", "qk"])
 @pytest.mark.parametrize("n_new", [0, 5])
 def test_both_tell_the_same(
     keep: str, n_new: int, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bringing, "LARGE", large)
+    monkeypatch.setattr(device_to_host, "LARGE", large)
     one, other = records(keep, n_new)
     assert one.places == other.places
     for place, told in enumerate(one.places):
@@ -93,9 +93,9 @@ def test_both_tell_the_same(
 
 @pytest.mark.parametrize("backlog", [1, 2**27])
 def test_what_is_brought_is_what_was_there(backlog: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bringing, "PIECE", 2**16 + 1)
-    monkeypatch.setattr(bringing, "BACKLOG", backlog)
-    with closing(bringing.Bringer()) as bringer:
+    monkeypatch.setattr(device_to_host, "PIECE", 2**16 + 1)
+    monkeypatch.setattr(device_to_host, "BACKLOG", backlog)
+    with closing(device_to_host.Bringer()) as bringer:
         values = {
             "bytes": torch.randint(0, 255, (3, 77777), device="cuda", dtype=torch.uint8),
             "halves": torch.randn(5, 7, device="cuda", dtype=torch.bfloat16),

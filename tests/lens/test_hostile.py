@@ -16,11 +16,11 @@ from record_files import join, parts
 from torch import Tensor, nn
 
 import regard
-from regard.attention import Causal
 from regard.lens import format as files
-from regard.lens.kept import BadRecord
+from regard.lens.lazy_weights import BadRecord
 from regard.lens.record import Record
 from regard.lens.watch import watch
+from regard.ops import Causal
 
 
 class Attends(nn.Module):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from lens_words import SENTENCE
 
-from regard.lens.words import find_links, heads_between, words_of
-from regard.looking import own_subject, see
+from regard._look import own_subject, see
+from regard.lens.word_links import find_links, heads_between, words_of
 from regard.models import load
 
 pytestmark = pytest.mark.weights

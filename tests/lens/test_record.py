@@ -19,12 +19,12 @@ from safetensors.numpy import load_file
 from torch import Tensor, nn
 
 import regard
-from regard.attention import Causal, Map, Wants
-from regard.lens import taking
-from regard.lens.contents import Description, Place
-from regard.lens.reading import label
+from regard.lens import bias_forms, stitch_calls
 from regard.lens.record import Record
+from regard.lens.schema import Description, Place
+from regard.lens.token_labels import label
 from regard.lens.watch import watch
+from regard.ops import Causal, Map, Wants
 from regard.tokens import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,8 +168,8 @@ def average(weights: np.ndarray, window: Any, size: tuple[int, int]) -> np.ndarr
 
 def test_large_maps_come_from_the_base_and_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a base of cells of 4, at sizes that no cell divides, and rows that came later."""
-    monkeypatch.setattr(taking, "DIRECT", 100)
-    monkeypatch.setattr(taking, "BASE_CELLS", 32)
+    monkeypatch.setattr(stitch_calls, "DIRECT", 100)
+    monkeypatch.setattr(stitch_calls, "BASE_CELLS", 32)
     q, k = draw(101, 103)
     record = record_of(q, k, mask=Causal())
     kept = record._weights(0)
@@ -195,8 +195,8 @@ def test_large_maps_come_from_the_base_and_are_the_same(monkeypatch: pytest.Monk
 
 
 def test_rows_behind_the_base_are_made_from_q_and_k(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(taking, "DIRECT", 100)
-    monkeypatch.setattr(taking, "BASE_CELLS", 16)
+    monkeypatch.setattr(stitch_calls, "DIRECT", 100)
+    monkeypatch.setattr(stitch_calls, "BASE_CELLS", 16)
     q, k = draw(64, 64)
     model = Attends()
     with torch.no_grad(), watch(model, keep="qk") as record:
@@ -228,9 +228,8 @@ def test_statistics_alone_answer_what_they_can() -> None:
 
 
 def test_a_bias_too_large_to_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from regard.lens import biases
 
-    monkeypatch.setattr(biases, "MOST", 100)
+    monkeypatch.setattr(bias_forms, "MOST", 100)
     q, k = draw(13, 13)
     record = record_of(q, k, bias=torch.randn(3, 13, 13))
     assert not record.places[0].exact_zoom

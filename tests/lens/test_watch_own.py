@@ -14,13 +14,13 @@ from tiny_checkpoints import CONFIGS
 from torch import Tensor, nn
 
 import regard
-from regard.attention import Causal, Wants, listening
 from regard.layers import KVCache, MultiHeadAttention, observing
 from regard.lens.record import Record
 from regard.lens.watch import watch
 from regard.models import Transformer, config_of
 from regard.nn import functional
-from regard.training.guiding import guided
+from regard.ops import Causal, Wants, call_hook
+from regard.training.guided_attention import guided
 
 
 def make(name: str, **more: Any) -> Transformer:
@@ -294,7 +294,7 @@ def test_outside_a_block_no_call_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     told: list[int] = []
     with watch(layer):
         layer(x)
-    monkeypatch.setattr(listening, "tell", lambda *given, **rule: told.append(1))
+    monkeypatch.setattr(call_hook, "tell", lambda *given, **rule: told.append(1))
     layer(x)
     assert not told
     with watch(layer) as record:

@@ -28,7 +28,7 @@ from tiny_checkpoints import (
 from torch import Tensor
 
 from regard.models import BadCheckpoint, Transformer, config_of, load
-from regard.models import folder as folders
+from regard.models import hf_folder as folders
 from regard.models.families import BY_MODEL_TYPE, UnknownFamily
 
 FILE = "model.safetensors"

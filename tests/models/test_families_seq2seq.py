@@ -29,7 +29,6 @@ from family_judge import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from regard.attention import Wants
 from regard.layers import observing
 from regard.models import (
     FAMILIES,
@@ -42,6 +41,7 @@ from regard.models import (
     named_config,
     save,
 )
+from regard.ops import Wants
 
 Variant = tuple[Any, Any, dict[str, Any]]
 

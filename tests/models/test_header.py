@@ -10,8 +10,8 @@ import pytest
 from checkpoint_files import entry, make_single, write_raw
 
 from regard.models import header as header_module
-from regard.models.folder import BadCheckpoint, Folder
 from regard.models.header import MAX_COUNT, parse_object, read_header, spell, spell_some
+from regard.models.hf_folder import BadCheckpoint, Folder
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from regard.attention import Wants
 from regard.layers import observing
 from regard.models import Transformer, load, save
+from regard.ops import Wants
 
 pytestmark = pytest.mark.weights
 

@@ -26,7 +26,7 @@ from regard.models import (
     load,
     save,
 )
-from regard.models.folder import Folder
+from regard.models.hf_folder import Folder
 
 FILE = "model.safetensors"
 

@@ -15,9 +15,9 @@ from torch.nn.utils import parametrizations
 
 import regard
 import regard.nn
-from regard.attention import Wants
 from regard.layers.observing import observing
 from regard.nn.convert import OURS, convert
+from regard.ops import Wants
 
 B, T, S, H, C = 3, 5, 7, 3, 15
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")

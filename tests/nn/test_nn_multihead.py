@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regard.nn
-from regard.attention import Wants
 from regard.layers.observing import observing
+from regard.ops import Wants
 
 B, T, S, H, D = 3, 5, 7, 3, 5
 C = H * D

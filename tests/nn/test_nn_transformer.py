@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regard.nn
-from regard.attention import Wants
 from regard.layers.observing import observing
+from regard.ops import Wants
 
 B, T, S, H, C, HIDDEN = 3, 5, 7, 3, 15, 11
 SIZES: dict[str, Any] = {"d_model": C, "nhead": H, "dim_feedforward": HIDDEN}

@@ -26,9 +26,9 @@ import tokenizers  # noqa: F401
 import torch
 import torch._dynamo  # what torch's optimizers load
 
-from regard.training import loop, running
+from regard.training import loop, run
 from regard.training.config import TrainConfig
-from regard.training.preparing import Files
+from regard.training.prepare import Files
 from regard.training.recipes import Recipe
 from regard.training.runlog import read_log
 from regard.training.snapshot import list_snapshots, load_latest
@@ -87,10 +87,10 @@ def fork(run: Callable[[], None]) -> int:
 def train(text: Path, out: Path) -> None:
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
-    running.plot_losses = lambda *_: None  # type: ignore[assignment]
+    run.plot_losses = lambda *_: None  # type: ignore[assignment]
     # The best evaluation is told, so that it is neither the first nor the last on any machine.
     loop.figure_of = lambda report: -abs(report.step - BEST)  # type: ignore[assignment]
-    running.run(Files(data=text), RECIPE, out, resume=True)
+    run.run(Files(data=text), RECIPE, out, resume=True)
 
 
 def live(text: Path, out: Path, seconds: float | None) -> tuple[int, float]:

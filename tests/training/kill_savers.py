@@ -27,7 +27,7 @@ from regard.training.snapshot import BadSnapshot, list_snapshots, load_best, loa
 from regard.training.snapshot import save_snapshot as save
 
 KEEP = 2
-WATCHED = ("training/snapshot.py", "models/writing.py")
+WATCHED = ("training/snapshot.py", "models/save_folder.py")
 
 
 def state(step: int, size: int) -> dict[str, torch.Tensor]:

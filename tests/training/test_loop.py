@@ -27,8 +27,8 @@ from tiny_runs import (
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from regard.attention import backends
 from regard.models import Transformer
+from regard.ops import backends
 from regard.training import snapshot as snapshots
 from regard.training.loop import Diverged, Run, mix, train
 from regard.training.optim import rate_share

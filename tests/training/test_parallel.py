@@ -19,11 +19,11 @@ from fleet_ranks import CASES, RESUMING, SAVED, SAVING, Case, train
 from tiny_checkpoints import make_model
 from torch import Tensor, nn
 
-from regard.attention import Causal, Dense, Documents, Lengths
 from regard.models import Transformer
+from regard.ops import Causal, Dense, Documents, Lengths
 from regard.training.parallel import Fleet, Layout
 from regard.training.parallel.context import Parts, check_context, looks_back
-from regard.training.parallel.fleet import TORCHRUN, cut_row
+from regard.training.parallel.mesh import TORCHRUN, cut_row
 from regard.training.parallel.tensor import check_tensor
 
 RANKS = Path(__file__).resolve().parent.parent / "fleet_ranks.py"

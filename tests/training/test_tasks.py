@@ -26,7 +26,7 @@ from tiny_runs import (
 from torch import Tensor
 
 from regard.models import Transformer
-from regard.training.guiding import guide_loss, guided
+from regard.training.guided_attention import guide_loss, guided
 from regard.training.tasks import Guide, LanguageTask, TranslationTask
 
 KINDS = ("lm", "masked", "translate")

@@ -9,9 +9,9 @@ import pytest
 import view_fakes
 
 import regard
+from regard._look import see_translation
 from regard.lens.record import Record
-from regard.lens.words import find_alignment
-from regard.looking import see_translation
+from regard.lens.word_links import find_alignment
 
 Show = Callable[..., Any]
 ENGLISH = "The cat sat on the mat."

@@ -17,12 +17,12 @@ from record_files import join, parts
 from torch import Tensor, nn
 
 from regard import cli
-from regard.attention import Causal, attention
 from regard.lens import format as files
 from regard.lens.record import Record
 from regard.lens.watch import watch
+from regard.ops import Causal, attention
 from regard.view import Server
-from regard.view.outline import outline
+from regard.view.manifest import outline
 
 SCRIPT = "<script>window[`ran`] = 1</script>"  # a module's name has no dots
 HOSTILE = [

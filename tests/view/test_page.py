@@ -16,7 +16,7 @@ import pytest
 import view_fakes
 
 from regard.view import BadView, make_page, write_page
-from regard.view.bundle import inline_json
+from regard.view.assets import inline_json
 from regard.view.page import make_data
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,9 +3,9 @@
 Why: the shortest answer to "what does it look at?" is read before any page opens.
 
 How: three parts. What heads do best, one line for each kind of head. The most telling links of the
-text (`lens/words.py`). And for one word what it looks at, and who looks at it, each with the head
-in which that shows most. Heads are named layer.head, both counted from 0. Weights are shades where
-the terminal has colours, and bars where not.
+text (`lens/word_links.py`). And for one word what it looks at, and who looks at it, each with the
+head in which that shows most. Heads are named layer.head, both counted from 0. Weights are shades
+where the terminal has colours, and bars where not.
 
 Left out: links between all words of a long text; of such a text the digest has heads and one word.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from regard.lens.record import Record
-    from regard.lens.words import Link, Word
+    from regard.lens.word_links import Link, Word
 
 KINDS = {
     "previous": "the token before",
@@ -46,7 +46,7 @@ PRONOUNS = ("it", "he", "she", "they", "them", "him", "her", "this", "that", "wh
 
 def write_digest(record: Record, console: Console, word: str | None = None) -> None:
     """Write all of it; `word` is the one to ask about, or its number among the words."""
-    from regard.lens.words import MOST_WORDS, Link, find_alignment, find_links, words_of
+    from regard.lens.word_links import MOST_WORDS, Link, find_alignment, find_links, words_of
 
     say = partial(write_line, console)
     n_heads = sum(place.n_heads for place in record.places)
@@ -145,7 +145,7 @@ def tell_word(
     record: Record, console: Console, own: Sequence[Word], chosen: int, short: bool
 ) -> list[Text | str]:
     """What the word looks at, and who looks at it."""
-    from regard.lens.words import links_of_word
+    from regard.lens.word_links import links_of_word
 
     said = own[chosen].text
     lines: list[Text | str] = []

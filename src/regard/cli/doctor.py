@@ -32,7 +32,7 @@ def doctor(console: "Console") -> None:
     """Write the versions, the devices, and which backend answers a plain causal call on each."""
     import torch
 
-    from regard.attention import Causal, explain
+    from regard.ops import Causal, explain
 
     say = partial(write_line, console)
     say(f"{'regard':<16} {__version__}")

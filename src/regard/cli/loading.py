@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from regard._look import Subject, own_subject
 from regard.cli.printing import make_printable, write_line
 from regard.cli.progress import working
-from regard.looking import Subject, own_subject
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +54,7 @@ def load_subject(name: str, notes: Console, *, device: str | None = None) -> Sub
     try:
         return own_subject(load_model(name, notes, device=device), name)
     except UnknownFamily as unknown:
-        from regard.cli.foreign import foreign_subject, tell_package
+        from regard.cli.hf_models import foreign_subject, tell_package
 
         with working(notes, f"loading {make_printable(name, notes.encoding)}"):
             subject = foreign_subject(name, unknown, device=pick_device(device))

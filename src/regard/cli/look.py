@@ -2,7 +2,7 @@
 
 Why: the main job. One command from a text to a picture of what each head does with it.
 
-How: the model reads the text once while it is watched (`looking.py`); a digest goes to the terminal
+How: the model reads the text once while it is watched (`_look.py`); a digest goes to the terminal
 (`digest.py`), the whole of it to a page (`view`): one HTML file, or for long texts a local server.
 
 Left out: several texts at once; two records are compared with `regard view one two`.
@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from regard._look import DEFAULT_MODEL, Subject, see
 from regard.cli.digest import write_digest
 from regard.cli.loading import few_threads, is_small, load_subject
 from regard.cli.printing import make_printable, refusing, write_line
 from regard.cli.progress import MANY, showing, working
-from regard.looking import DEFAULT_MODEL, Subject, see
 
 if TYPE_CHECKING:
     import typer

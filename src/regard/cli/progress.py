@@ -2,7 +2,7 @@
 
 Why: a long text is read for minutes, and silence looks like a fault.
 
-How: in a block of `showing` a model reads, as `see` of `looking.py` has it; it gives the function
+How: in a block of `showing` a model reads, as `see` of `_look.py` has it; it gives the function
 that `watch(progress=...)` calls with each place and its number. `working` says what is done, where
 there are no steps to count. Both are on standard error and go away when the work is done. Nothing
 is to be printed meanwhile.

@@ -193,9 +193,9 @@ def launch(asked: Asked) -> dict[str, Any]:
     from regard.models.weights import find_device
     from regard.training.config import split_settings
     from regard.training.parallel import Fleet, Layout
-    from regard.training.preparing import Files
+    from regard.training.prepare import Files
     from regard.training.recipes import named_recipe, sized
-    from regard.training.running import Tests, old_recipe, run
+    from regard.training.run import Tests, old_recipe, run
 
     # A run goes on as it was told; what this command changes is changed in that.
     old = old_recipe(asked.out) if asked.resume else None

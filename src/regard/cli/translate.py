@@ -191,10 +191,10 @@ def look_at(
     """Show what the translator's heads did, in the terminal and as a page."""
     from rich.console import Console
 
+    from regard._look import see_translation
     from regard.cli.digest import write_digest
     from regard.cli.look import show_page
     from regard.cli.progress import showing
-    from regard.looking import see_translation
 
     record = see_translation(loaded, name, text, made, to, partial(showing, notes, again=True))
     console = Console()

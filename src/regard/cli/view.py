@@ -27,7 +27,7 @@ file in its place, as far as that holds the weights.
 
 def check_whole(record: "Record") -> "Record":
     """Use every array once: a file that is not good is refused before any of it is shown."""
-    from regard.view.outline import grid_of
+    from regard.view.manifest import grid_of
 
     for number, place in enumerate(record.places):
         record.ids(number)

@@ -7,7 +7,7 @@ translates texts sentence by sentence, as `sentences.py` finds them.
 """
 
 from regard.generation.config import GenerationConfig
-from regard.generation.decoding import Decoding
+from regard.generation.engine import Decoding
 from regard.generation.generate import Generated, generate, generate_batch, generate_ids
 from regard.generation.streaming import Stream, stream, stream_ids
 from regard.generation.translation import translate

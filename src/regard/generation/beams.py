@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from regard.generation.config import GenerationConfig
-from regard.generation.decoding import Decoding
+from regard.generation.decode_loop import filler, mark_seen, refuse_scores
+from regard.generation.engine import Decoding
 from regard.generation.prompts import Prompts
 from regard.generation.sampling import Rules
-from regard.generation.writing import filler, mark_seen, refuse_scores
 from regard.models import Transformer
 
 BARRED = -1.0e9

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from regard.generation.beams import search_beams
 from regard.generation.config import GenerationConfig, make_config
+from regard.generation.decode_loop import Writing, filler
 from regard.generation.prompts import Ids, Prompts, check_model, make_prompts
 from regard.generation.sampling import Rules
 from regard.generation.stopping import TextWatch, find_stop_tokens, find_tokens
-from regard.generation.writing import Writing, filler
 from regard.models import SpecialTokens, Transformer
 from regard.tokens import Tokenizer
 

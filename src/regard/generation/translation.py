@@ -36,7 +36,7 @@ from regard.generation.sentences import (
     split_sentences,
 )
 from regard.models import BadCheckpoint, Transformer
-from regard.positions.angles import check_count
+from regard.positions.frequencies import check_count
 from regard.tokens import Tokenizer
 
 BEAMS = 5

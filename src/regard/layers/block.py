@@ -30,9 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import check_probability
-from regard.attention import Bias, Mask
 from regard.layers.cache import BlockCache
-from regard.layers.dropping import Dropout
+from regard.layers.dropout import Dropout
 from regard.layers.feedforward import Activation, FeedForward, make_activation
 from regard.layers.multihead import (
     MultiHeadAttention,
@@ -45,8 +44,9 @@ from regard.layers.multihead import (
     check_window,
 )
 from regard.layers.norm import NormKind, check_norm, make_norm
+from regard.ops import Bias, Mask
 from regard.positions import RotaryConfig
-from regard.positions.angles import check_choice, check_count
+from regard.positions.frequencies import check_choice, check_count
 
 Order = Literal["pre", "post", "parallel", "sandwich"]
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from regard._check import check_shapes
-from regard.positions.angles import check_positions
+from regard.positions.frequencies import check_positions
 
 
 class Kept(NamedTuple):
@@ -70,14 +70,14 @@ class KVCache(ABC):
     @staticmethod
     def fixed(size: int) -> KVCache:
         """Room for `size` tokens a row, padding counted."""
-        from regard.layers.slots import FixedCache
+        from regard.layers.static_cache import FixedCache
 
         return FixedCache(size)
 
     @staticmethod
     def windowed(left: int) -> KVCache:
         """For layers whose window reaches `left` keys back."""
-        from regard.layers.slots import WindowedCache
+        from regard.layers.static_cache import WindowedCache
 
         return WindowedCache(left)
 

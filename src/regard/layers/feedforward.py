@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import check_probability
-from regard.layers.dropping import Dropout
-from regard.layers.fusing import SideBySide, run_side_by_side
+from regard.layers.dropout import Dropout
+from regard.layers.fused_linear import SideBySide, run_side_by_side
 from regard.layers.matvec import gated_row, is_one_row, project
-from regard.positions.angles import check_choice, check_count
+from regard.positions.frequencies import check_choice, check_count
 
 ActivationWord = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Activation: TypeAlias = ActivationWord | nn.Module | Callable[[Tensor], Tensor]

@@ -30,7 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import check_probability, check_shapes
-from regard.attention import (
+from regard.layers.cache import CrossCache, KVCache, as_rows
+from regard.layers.fused_linear import SideBySide, run_side_by_side
+from regard.layers.mask_positions import as_they_lie, place_bias, place_mask, unplaced
+from regard.layers.matvec import project
+from regard.layers.norm import Norm, NormKind, make_norm
+from regard.layers.observing import Observable
+from regard.ops import (
     ALiBi,
     Bias,
     Causal,
@@ -41,17 +47,11 @@ from regard.attention import (
     attention,
     observe,
 )
-from regard.attention.backends import BACKENDS
-from regard.attention.op import check_number
-from regard.attention.rule import as_bias, as_mask
-from regard.layers.cache import CrossCache, KVCache, as_rows
-from regard.layers.fusing import SideBySide, run_side_by_side
-from regard.layers.matvec import project
-from regard.layers.norm import Norm, NormKind, make_norm
-from regard.layers.observing import Observable
-from regard.layers.placing import as_they_lie, place_bias, place_mask, unplaced
+from regard.ops.backends import BACKENDS
+from regard.ops.op import check_number
+from regard.ops.rule import as_bias, as_mask
 from regard.positions import Phases, Rotary, RotaryConfig
-from regard.positions.angles import check_choice, check_count
+from regard.positions.frequencies import check_choice, check_count
 
 Sides: TypeAlias = tuple[int | None, int | None]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.attention import Observation, Wants, observe
+from regard.ops import Observation, Wants, observe
 
 
 class Observable(nn.Module):

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import check_shapes
-from regard.attention import Bias, Mask, RelativeTable
-from regard.attention.bias import check_buckets
-from regard.attention.rule import as_bias
 from regard.layers.block import BlockConfig, DecoderBlock, EncoderBlock, Factory, make_block_norm
 from regard.layers.cache import BlockCache, CrossCache, DecoderCache, KVCache
 from regard.layers.multihead import Places
+from regard.ops import Bias, Mask, RelativeTable
+from regard.ops.bias import check_buckets
+from regard.ops.rule import as_bias
 from regard.positions import RotaryConfig
-from regard.positions.angles import check_count
+from regard.positions.frequencies import check_count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regard.lens.kept import BadRecord
+    from regard.lens.lazy_weights import BadRecord
     from regard.lens.record import Comparison, Place, Record
 
 _HOME = {
-    "BadRecord": "regard.lens.kept",
+    "BadRecord": "regard.lens.lazy_weights",
     "Comparison": "regard.lens.record",
     "Place": "regard.lens.record",
     "Record": "regard.lens.record",

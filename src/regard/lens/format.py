@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from regard.lens.kept import Array, BadRecord
+from regard.lens.lazy_weights import Array, BadRecord
 
 VERSION = 1
 MAX_HEADER = 1 << 28

@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.attention import Observation, Wants, observe
-from regard.attention.backends import is_little, refuse_tensors
-from regard.attention.bias import ALiBi, BiasAt, RelativeTable, Sum
-from regard.attention.kernels import seeing
-from regard.attention.kernels.sight import find_bounds
-from regard.attention.rule import Rule, score_dtype
-from regard.attention.secondpass import visible
-from regard.attention.shape import Tile
-from regard.lens.calls import Call
-from regard.lens.kept import Array
+from regard.lens.captured_call import Call
+from regard.lens.lazy_weights import Array
+from regard.ops import Observation, Wants, observe
+from regard.ops.backends import is_little, refuse_tensors
+from regard.ops.bias import ALiBi, BiasAt, RelativeTable, Sum
+from regard.ops.kernels import row_stats
+from regard.ops.kernels.inputs import find_bounds
+from regard.ops.rule import Rule, score_dtype
+from regard.ops.shape import Tile
+from regard.ops.weight_stats import visible
 
 PIECE = 1 << 24
 """Entries of a mask that are looked at together."""
@@ -95,7 +95,7 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
     bounds = None if refused else find_bounds(rule, call.q.device)
     if bounds is not None:
         keys_nt = named.on(call.q.device)
-        return seeing.sum_singles(call.q, call.k, rule, bounds, lse_ht[None], keys_nt)[:, 0]
+        return row_stats.sum_singles(call.q, call.k, rule, bounds, lse_ht[None], keys_nt)[:, 0]
     shape = (len(named.keys_nt), call.shape.H)
     sums_nh = torch.zeros(shape, dtype=torch.float64, device=call.q.device)
     for n, keys_t in enumerate(named.keys_nt):

@@ -28,7 +28,8 @@ from typing import Any, final
 import numpy as np
 
 from regard.lens import format as files
-from regard.lens.contents import (
+from regard.lens.lazy_weights import Array, BadRecord, Kept, Window, shares
+from regard.lens.schema import (
     MAX_LABEL,
     SPOTS,
     STATISTICS,
@@ -38,8 +39,7 @@ from regard.lens.contents import (
     make_kept,
     read_description,
 )
-from regard.lens.kept import Array, BadRecord, Kept, Window, shares
-from regard.lens.reading import label
+from regard.lens.token_labels import label
 
 __all__ = ["Comparison", "Place", "Record"]
 
@@ -224,10 +224,10 @@ class Record:
     def heads(self) -> dict[str, Array]:
         """What heads do: score -> (places, heads), NaN where a place has no such head or score.
 
-        Means over the queries that are no padding; `lens/heads.py` has the formulas. previous,
-        next, same, induction and first are weights on one key; separator is the weight on all
-        tokens without letters or digits; local is the mean distance |Σ (i-j) w| in tokens; broad is
-        the mean entropy in nats.
+        Means over the queries that are no padding; `lens/head_scores.py` has the formulas.
+        previous, next, same, induction and first are weights on one key; separator is the weight
+        on all tokens without letters or digits; local is the mean distance |Σ (i-j) w| in tokens;
+        broad is the mean entropy in nats.
         """
         wide = max(place.n_heads for place in self.places)
         found = {name: np.full((len(self.places), wide), np.nan) for name in SCORES}
@@ -380,7 +380,7 @@ class Record:
         return Comparison(scores, statistics, self.tokens == other.tokens)
 
     def plot(self, *args: Any, **kwargs: Any) -> Any:
-        """A picture for paper, by `regard.view.plot`."""
+        """A picture for paper, by `regard.view.plots`."""
         return _view("plot")(self, *args, **kwargs)
 
     def html(self, path: str | os.PathLike[str], **kwargs: Any) -> Any:

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn, overrides
 from torch.overrides import TorchFunctionMode
 
-from regard.attention import Wants
-from regard.attention.op import under_autocast
-from regard.attention.rule import Rule, pack
-from regard.lens.bringing import Bringer
-from regard.lens.calls import Call
-from regard.lens.contents import Description
-from regard.lens.kept import Array
+from regard.lens.captured_call import Call
+from regard.lens.device_to_host import Bringer
+from regard.lens.lazy_weights import Array
 from regard.lens.measure import FoundRuns, find_runs
-from regard.lens.taking import Take
+from regard.lens.schema import Description
+from regard.lens.stitch_calls import Take
+from regard.ops import Wants
+from regard.ops.op import under_autocast
+from regard.ops.rule import Rule, pack
 
 MOST_TAKES = 256
 """Places that one module may become; a training loop is no place to watch."""

@@ -25,14 +25,14 @@ from contextlib import ExitStack, closing, contextmanager
 
 from torch import nn
 
-from regard.attention import Wants
-from regard.lens.contents import Description
-from regard.lens.doors.hugging import hugging_door
-from regard.lens.doors.modules import module_door
-from regard.lens.doors.own import own_door
-from regard.lens.doors.tap import tap_door
+from regard.lens.hooks.regard import own_door
+from regard.lens.hooks.torch_function import tap_door
+from regard.lens.hooks.torch_nn import module_door
+from regard.lens.hooks.transformers import hugging_door
 from regard.lens.record import Record
 from regard.lens.recorder import Progress, Recorder
+from regard.lens.schema import Description
+from regard.ops import Wants
 
 DEFAULT_WANTS = Wants(entropy=True, peak=True, distance=True, received=True, top=8)
 

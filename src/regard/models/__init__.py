@@ -14,7 +14,7 @@ from regard.models.config import (
     count_parameters,
 )
 from regard.models.families import FAMILIES, config_of, named_config
-from regard.models.folder import BadCheckpoint
+from regard.models.hf_folder import BadCheckpoint
 from regard.models.transformer import Memory, Output, Transformer
 from regard.models.weights import load, save, save_int8
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 from regard._check import check_probability
 from regard.layers import BlockConfig, ProjectionBias, RelativeConfig
 from regard.layers.multihead import check_heads
-from regard.positions.angles import check_choice, check_count, check_number
+from regard.positions.frequencies import check_choice, check_count, check_number
 
 Positions = Literal["none", "learned", "sinusoidal"]
 Layout = Literal["interleaved", "halves"]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from regard.layers import BlockConfig
 from regard.models.config import ModelConfig, SpecialTokens
-from regard.models.folder import BadCheckpoint
-from regard.models.links import Link
+from regard.models.hf_folder import BadCheckpoint
+from regard.models.weight_map import Link
 from regard.positions import DynamicNTK, RotaryConfig, scaling_from_dict
 from regard.positions.rotary import Pairing
 

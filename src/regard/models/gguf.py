@@ -33,7 +33,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.models.folder import BadCheckpoint, Stored
 from regard.models.gguf_header import (
     Header,
     Metadata,
@@ -43,6 +42,7 @@ from regard.models.gguf_header import (
 )
 from regard.models.gguf_tokens import find_tokens, make_tokenizer
 from regard.models.header import Stamp, spell, spell_path, spell_some
+from regard.models.hf_folder import BadCheckpoint, Stored
 from regard.positions import Llama3
 from regard.tokens import Tokenizer
 

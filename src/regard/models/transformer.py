@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import check_shapes, readable
-from regard.attention import Dense, Mask
 from regard.layers import BlockCache, CrossCache, Decoder, DecoderCache, Encoder, KVCache
-from regard.layers.dropping import Dropout
+from regard.layers.dropout import Dropout
 from regard.layers.feedforward import make_activation
 from regard.layers.matvec import linear
 from regard.layers.norm import make_norm
-from regard.layers.slots import FixedCache, WindowedCache
+from regard.layers.static_cache import FixedCache, WindowedCache
 from regard.models.config import EmbedConfig, ModelConfig
+from regard.ops import Dense, Mask
 from regard.positions import Learned, Sinusoidal
 from regard.tokens import Tokenizer
 

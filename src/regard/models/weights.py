@@ -25,17 +25,17 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import all_finite
-from regard.models.blank import make_blank
 from regard.models.config import ModelConfig
 from regard.models.embedded import find_embedded, is_embedded
 from regard.models.families import FAMILIES, config_of
 from regard.models.family import Family
-from regard.models.folder import BadCheckpoint, Folder, Stored, write_folder
+from regard.models.hf_folder import BadCheckpoint, Folder, Stored, write_folder
 from regard.models.hub import fetch_folder, looks_like_a_name
 from regard.models.int8 import Int8Folder, is_int8, pack_folder
-from regard.models.links import Link
+from regard.models.meta_init import make_blank
 from regard.models.transformer import Transformer
-from regard.positions.angles import check_number
+from regard.models.weight_map import Link
+from regard.positions.frequencies import check_number
 
 DTYPES = {
     "float32": torch.float32,

@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.attention import Causal, Dense, DenseBias, Mask, attention
-from regard.attention.shape import Shape, fits
 from regard.nn.errors import CallError, InputError, refuse_nested
 from regard.nn.heads import (
     Projection,
@@ -32,6 +30,8 @@ from regard.nn.heads import (
     read_inputs,
 )
 from regard.nn.masks import check_dims, check_kinds, check_sizes, read_masks
+from regard.ops import Causal, Dense, DenseBias, Mask, attention
+from regard.ops.shape import Shape, fits
 
 __all__ = ["multi_head_attention_forward", "scaled_dot_product_attention"]
 

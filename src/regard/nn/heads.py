@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.attention import Bias, Mask, Wants, attention, observe
-from regard.attention.dropout import draw_seed, keep_factor
-from regard.attention.shape import Shape
 from regard.nn.errors import CallError, InputError, refuse_nested
+from regard.ops import Bias, Mask, Wants, attention, observe
+from regard.ops.dropout import draw_seed, keep_factor
+from regard.ops.shape import Shape
 
 
 class Inputs(NamedTuple):

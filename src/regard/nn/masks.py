@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard._check import readable
-from regard.attention import Bias, Causal, Dense, DenseBias, Lengths, Mask
-from regard.attention.shape import Shape
 from regard.nn.errors import CallError, InputError
+from regard.ops import Bias, Causal, Dense, DenseBias, Lengths, Mask
+from regard.ops.shape import Shape
 
 
 def check_kinds(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> None:

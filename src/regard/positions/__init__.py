@@ -7,12 +7,12 @@ positions.
 How: positions are int tensors, (T,) for all rows alike or (B, T) per row. `angles.py` has what all
 share, `absolute.py` what is added to the embeddings, `rotary.py` what turns queries and keys,
 `scaling.py` how rotary is stretched to longer texts. ALiBi slopes and T5 buckets are told where
-they act, in `regard.attention.bias`, and are handed on from here.
+they act, in `regard.ops.bias`, and are handed on from here.
 
 Left out: positions in two or three axes, xPos, Gemma's "proportional" frequencies.
 """
 
-from regard.attention.bias import alibi_slopes, t5_bucket
+from regard.ops.bias import alibi_slopes, t5_bucket
 from regard.positions.absolute import Learned, Sinusoidal, count_positions, sinusoidal
 from regard.positions.rotary import Phases, Rotary, RotaryConfig
 from regard.positions.scaling import (

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import check_float, check_shapes
-from regard.positions.angles import (
+from regard.positions.frequencies import (
     check_choice,
     check_count,
     check_number,

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from regard._check import check_probability
-from regard.positions.angles import check_choice, check_count, check_number
+from regard.positions.frequencies import check_choice, check_count, check_number
 
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "constant"]
 OptimizerKind = Literal["adamw", "muon"]

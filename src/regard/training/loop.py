@@ -32,15 +32,15 @@ import torch
 from torch import Tensor
 
 from regard.models import Transformer
+from regard.training.checkpointing import recomputing
 from regard.training.config import TrainConfig
 from regard.training.data.packing import NOTHING
 from regard.training.loss import plain_loss, summed_loss
+from regard.training.mfu import count_flops, peak_flops
 from regard.training.optim import Average, make_optimizers, rate_share, set_rate
 from regard.training.parallel import Fleet
-from regard.training.recomputing import recomputing
 from regard.training.runlog import EvalReport, StepReport
 from regard.training.snapshot import Snapshot, load_best, load_latest, save_snapshot
-from regard.training.speed import count_flops, peak_flops
 from regard.training.tasks import Task
 
 READ_EVERY = 10

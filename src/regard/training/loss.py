@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard._check import check_shapes
-from regard.attention.backends import has_triton
 from regard.models.transformer import Head
+from regard.ops.backends import has_triton
 from regard.training.data.packing import NOTHING
 
 EVEN = 128

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from regard.models.header import spell_path
-from regard.models.writing import replace_file
+from regard.models.save_folder import replace_file
 from regard.training.runlog import LOG, Log, read_log
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from regard.models.families import FAMILIES, config_of
-from regard.positions.angles import check_choice, check_count
+from regard.positions.frequencies import check_choice, check_count
 from regard.training.config import TrainConfig, read
 
 ROTARY = ("rope_theta", "partial_rotary_factor")

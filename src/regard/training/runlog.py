@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, final
 
 from regard.models.header import spell_path
-from regard.models.writing import replace_file
+from regard.models.save_folder import replace_file
 
 LOG = "log.jsonl"
 LOOK_SECONDS = 1.0  # how often to look whether the file is still where it was

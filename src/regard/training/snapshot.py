@@ -49,7 +49,7 @@ from regard.models.header import (
     spell,
     spell_path,
 )
-from regard.models.writing import (
+from regard.models.save_folder import (
     check_tensor,
     make_header,
     remove_leftovers,

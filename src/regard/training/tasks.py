@@ -21,11 +21,11 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-from regard.attention import Documents
 from regard.models import Transformer
+from regard.ops import Documents
 from regard.training.data.packing import PackedText, TextBatch, mask_tokens
 from regard.training.data.pairs import PairBatch, PairedText
-from regard.training.guiding import LinkTable, guide_loss, guided
+from regard.training.guided_attention import LinkTable, guide_loss, guided
 
 Batch = Mapping[str, Tensor]
 

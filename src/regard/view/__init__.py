@@ -11,19 +11,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regard.view.outline import BadView
+    from regard.view.manifest import BadView
     from regard.view.page import BUDGET, make_page, write_page
-    from regard.view.png import plot
+    from regard.view.plots import plot
     from regard.view.server import Server, serve
     from regard.view.widget import make_widget
 
 _HOMES = {
     "BUDGET": "page",
-    "BadView": "outline",
+    "BadView": "manifest",
     "Server": "server",
     "make_page": "page",
     "make_widget": "widget",
-    "plot": "png",
+    "plot": "plots",
     "serve": "server",
     "write_page": "page",
 }

@@ -20,10 +20,10 @@ from typing import Any, final
 
 import numpy as np
 
-from regard.lens.kept import BadRecord
-from regard.view.answers import answer, checked, whole_level
-from regard.view.bundle import inline_json, whole_page
-from regard.view.outline import BadView, Floats, RecordLike, cut, grid_of, outline
+from regard.lens.lazy_weights import BadRecord
+from regard.view.assets import inline_json, whole_page
+from regard.view.manifest import BadView, Floats, RecordLike, cut, grid_of, outline
+from regard.view.queries import answer, checked, whole_level
 
 BUDGET = 16_000_000  # bytes of data in a page; the bundle comes on top
 SMALL_CELLS = 64  # cells on a side of the overview's maps, at most

@@ -25,9 +25,9 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, final
 
-from regard.view import bundle
-from regard.view.answers import answer
-from regard.view.outline import RecordLike, outline
+from regard.view import assets
+from regard.view.manifest import RecordLike, outline
+from regard.view.queries import answer
 
 CACHE_BYTES = 256_000_000
 AT_ONCE = 2
@@ -122,7 +122,7 @@ class _Answers:
 
     def __init__(self, records: Sequence[RecordLike]) -> None:
         self._records = records
-        self.outline = bundle.inline_json(outline(records, "server")).encode("ascii")
+        self.outline = assets.inline_json(outline(records, "server")).encode("ascii")
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
@@ -227,11 +227,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _find(self, path: str) -> tuple[str, bytes]:
         if path == "":
-            return "text/html; charset=utf-8", bundle.served_page().encode()
+            return "text/html; charset=utf-8", assets.served_page().encode()
         if path == "regard.js":
-            return "text/javascript; charset=utf-8", bundle.script().encode()
+            return "text/javascript; charset=utf-8", assets.script().encode()
         if path == "regard.css":
-            return "text/css; charset=utf-8", bundle.style().encode()
+            return "text/css; charset=utf-8", assets.style().encode()
         if path == "outline":
             return "application/json", self.server.answers.outline
         if path.startswith("data/"):

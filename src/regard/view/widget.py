@@ -12,10 +12,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from regard.view import bundle
-from regard.view.answers import answer
-from regard.view.outline import RecordLike, outline
+from regard.view import assets
+from regard.view.manifest import RecordLike, outline
 from regard.view.page import make_data, page_title
+from regard.view.queries import answer
 
 WIDGET_BUDGET = 2_000_000  # bytes of data in a notebook; more is asked of the kernel
 
@@ -35,9 +35,9 @@ def make_widget(
     records = [record] if other is None else [record, other]
     widget = _widget_class()
     data = make_data(
-        records, "widget", budget + len(bundle.inline_json(outline(records, "widget")))
+        records, "widget", budget + len(assets.inline_json(outline(records, "widget")))
     )
-    made = widget(outline=bundle.inline_json(data), line=line)
+    made = widget(outline=assets.inline_json(data), line=line)
     made.records = records
     return made
 
@@ -56,8 +56,8 @@ def _widget_class() -> Any:
     class RecordWidget(anywidget.AnyWidget):  # type: ignore[misc, unused-ignore]
         """The page as a widget. `line` is what is being looked at, and can be set."""
 
-        _esm = bundle.script()
-        _css = bundle.style()
+        _esm = assets.script()
+        _css = assets.style()
         outline = traitlets.Unicode().tag(sync=True)
         line = traitlets.Unicode().tag(sync=True)
 

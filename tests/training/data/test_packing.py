@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Causal, Documents
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.transformer import Transformer
+from regard.ops import Causal, Documents
 from regard.positions import RotaryConfig
 from regard.training.data import (
     NOTHING,

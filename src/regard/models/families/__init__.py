@@ -29,7 +29,7 @@ from regard.models.families import (
     t5,
 )
 from regard.models.family import ConfigReader, Family
-from regard.models.folder import BadCheckpoint
+from regard.models.hf_folder import BadCheckpoint
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.name: module.FAMILY

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig, SpecialTokens
 from regard.models.family import ConfigReader, Family
-from regard.models.links import Link, both, reshaped, same
+from regard.models.weight_map import Link, both, reshaped, same
 
 N_LEADING_ROWS = 2
 

@@ -13,7 +13,7 @@ from typing import Any
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.family import ConfigReader, Family
-from regard.models.links import Link, both, same
+from regard.models.weight_map import Link, both, same
 
 OLDER_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 

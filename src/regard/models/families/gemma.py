@@ -13,7 +13,7 @@ from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.families import llama
 from regard.models.family import ConfigReader, Family
-from regard.models.links import Link
+from regard.models.weight_map import Link
 
 
 def config_from(source: Mapping[str, Any]) -> ModelConfig:

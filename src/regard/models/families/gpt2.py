@@ -9,7 +9,7 @@ from typing import Any
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.family import ConfigReader, Family
-from regard.models.links import Link, both, same, stacked, transposed
+from regard.models.weight_map import Link, both, same, stacked, transposed
 
 
 def config_from(source: Mapping[str, Any]) -> ModelConfig:

@@ -12,8 +12,8 @@ from typing import Any
 from regard.layers import BlockConfig, ProjectionBias
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.family import ConfigReader, Family
-from regard.models.folder import BadCheckpoint
-from regard.models.links import Link, same
+from regard.models.hf_folder import BadCheckpoint
+from regard.models.weight_map import Link, same
 
 PREFIX = "model."
 IGNORED = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)

@@ -20,7 +20,7 @@ from regard.models.families.bart import (
     special_tokens,
 )
 from regard.models.family import ConfigReader, Family
-from regard.models.folder import BadCheckpoint
+from regard.models.hf_folder import BadCheckpoint
 from regard.positions import sinusoidal
 
 

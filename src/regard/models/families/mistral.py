@@ -8,7 +8,7 @@ from typing import Any
 from regard.models.config import ModelConfig
 from regard.models.families import llama
 from regard.models.family import ConfigReader, Family
-from regard.models.folder import BadCheckpoint
+from regard.models.hf_folder import BadCheckpoint
 
 
 def config_from(source: Mapping[str, Any]) -> ModelConfig:

@@ -12,8 +12,8 @@ from typing import Any
 from regard.models.config import ModelConfig
 from regard.models.families import bert
 from regard.models.family import ConfigReader, Family
-from regard.models.folder import BadCheckpoint
-from regard.models.links import Link, both, same
+from regard.models.hf_folder import BadCheckpoint
+from regard.models.weight_map import Link, both, same
 
 
 def config_from(source: Mapping[str, Any]) -> ModelConfig:

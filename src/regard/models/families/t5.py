@@ -15,7 +15,7 @@ from typing import Any
 from regard.layers import BlockConfig, RelativeConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.family import ConfigReader, Family
-from regard.models.links import Link, same
+from regard.models.weight_map import Link, same
 
 FEEDS = {
     "relu": ("relu", False),

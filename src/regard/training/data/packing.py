@@ -29,7 +29,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from regard.training.data.order import (
+from regard.training.data.reading import BadData
+from regard.training.data.shuffle import (
     check_count,
     check_seed,
     check_step,
@@ -37,7 +38,6 @@ from regard.training.data.order import (
     draw_shares,
     draw_words,
 )
-from regard.training.data.reading import BadData
 from regard.training.data.store import TokenFile
 
 NOTHING = -100

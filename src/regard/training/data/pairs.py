@@ -29,9 +29,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from regard.training.data.order import check_count, check_seed, check_step, draw_order, draw_words
 from regard.training.data.packing import NOTHING
 from regard.training.data.reading import BadData, Notice
+from regard.training.data.shuffle import check_count, check_seed, check_step, draw_order, draw_words
 from regard.training.data.store import TokenFile
 
 _PAIRS, _BATCHES = 4, 5

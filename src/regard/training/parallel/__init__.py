@@ -16,6 +16,6 @@ Left out: pipelines, experts, a vocabulary cut over ranks, and text of encoderâ€
 ranks.
 """
 
-from regard.training.parallel.fleet import Fleet, Layout
+from regard.training.parallel.mesh import Fleet, Layout
 
 __all__ = ["Fleet", "Layout"]

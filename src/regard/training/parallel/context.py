@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regard.attention import Causal, Documents, Mask
-from regard.attention.mask import And, Not, Or
-from regard.attention.rule import as_mask
 from regard.layers.cache import as_rows
+from regard.layers.mask_positions import unplaced
 from regard.layers.multihead import MultiHeadAttention, Places, Rule, Whole
-from regard.layers.placing import unplaced
 from regard.models import Transformer
+from regard.ops import Causal, Documents, Mask
+from regard.ops.mask import And, Not, Or
+from regard.ops.rule import as_mask
 
 # Torch 2.13 has new names for these two, and warns of the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,0 +1,212 @@
+"""Models of architectures that are no family of ours, run by the package `transformers`.
+
+Why: a picture of what heads do needs no model of ours; `regard.watch` sees most of theirs in place.
+
+How: the folder is opened by our own reader first, so that pickles, bad headers and missing shards
+are refused in its words. Then `transformers`, where it is installed, loads it from this machine
+alone: safetensors only, no code from the folder, no kernels from elsewhere (the way of attending is
+named here and not left to config.json). Weights that are missing are an error, since that package
+would draw them at random; only a pooler, which comes after all attention, may be.
+
+Left out: encoder–decoders, adapters, GGUF files, and models that need more than one text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regard._look import Said, Subject, name_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from regard.models.families import UnknownFamily
+
+# All that the package raises where a folder or a text does not suit it; there is no base of them.
+FAULTS = (ValueError, OSError, ImportError, RuntimeError, LookupError, TypeError, AttributeError)
+ATTENTION = ("sdpa", "eager")
+"""Ways of attending, the first one that the architecture supports is taken."""
+ADAPTER = "adapter_config.json"
+TOKENIZER_FILES = ["*.model", "*.txt"]
+"""What tokenizers are made from where there is no tokenizer.json, beside what `load` fetches."""
+
+
+def foreign_subject(name: str, unknown: UnknownFamily, *, device: str) -> Subject:
+    """The model of this folder or hub name; `unknown` is why it is none of ours."""
+    if name.endswith(".gguf"):
+        raise unknown
+    transformers = find_package(name, unknown)
+    with quiet(transformers):
+        folder = find_folder(name)
+        config = read_config(transformers, name, folder, unknown)
+        tokenizer = load_tokenizer(transformers, name, folder)
+        model = load_weights(transformers, name, folder, config).to(device)
+    text_config = config.get_text_config()
+
+    def encode(text: str) -> Said:
+        with quiet(transformers):
+            return encode_text(tokenizer, text)
+
+    def run(ids_bt: Tensor) -> object:
+        with quiet(transformers):
+            return run_model(model, name, ids_bt)
+
+    return Subject(
+        name=name,
+        module=model,
+        max_len=positive(text_config, "max_position_embeddings"),
+        n_layers=positive(text_config, "num_hidden_layers"),
+        encode=encode,
+        run=run,
+    )
+
+
+def tell_package(subject: Subject) -> str:
+    """Who runs the model, for the notes."""
+    version = importlib.import_module("transformers").__version__
+    kind = type(subject.module).__name__
+    return f"transformers {version} runs this model ({kind}), which is no family of regard's"
+
+
+def find_package(name: str, unknown: UnknownFamily) -> Any:
+    """The package, or what to do where it is not there."""
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as missing:
+        if missing.name != "transformers":
+            raise
+        raise ModuleNotFoundError(
+            f"{name}: {unknown}. Most others are read through the package transformers: "
+            "pip install transformers",
+            name=missing.name,
+        ) from None
+
+
+def find_folder(name: str) -> Path:
+    """The folder of a name, as `load` finds it; with the files of older tokenizers."""
+    from regard.models.hub import fetch_folder
+
+    folder = Path(name)
+    if not os.path.exists(folder):
+        folder = fetch_folder(name, None, TOKENIZER_FILES)
+    if (folder / ADAPTER).exists():
+        raise ValueError(
+            f"{name} holds an adapter ({ADAPTER}) beside its model; merge it with the library that "
+            "made it, or move it away to look at the model alone"
+        )
+    return folder
+
+
+def read_config(transformers: Any, name: str, folder: Path, unknown: UnknownFamily) -> Any:
+    """The config, where the package knows the architecture and it reads one text."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **local())
+    except FAULTS as wrong:
+        raise ValueError(
+            f"{name}: {unknown}. Nor can transformers {transformers.__version__} read it "
+            f"({one_line(wrong)})"
+        ) from None
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is an encoder–decoder ({config.model_type}), which reads one text and writes "
+            "another: `regard translate --look` shows such models, of regard's own families alone"
+        )
+    return config
+
+
+def load_tokenizer(transformers: Any, name: str, folder: Path) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, **local())
+    except FAULTS as wrong:
+        raise ValueError(
+            f"{name} has no tokenizer that transformers can open, so it cannot read a text "
+            f"({one_line(wrong)}); expected tokenizer.json beside its weights"
+        ) from None
+
+
+def load_weights(transformers: Any, name: str, folder: Path, config: Any) -> Any:
+    """The model without its head, which no attention depends on."""
+    for way in ATTENTION:
+        try:
+            model, told = transformers.AutoModel.from_pretrained(
+                folder,
+                config=config,
+                attn_implementation=way,
+                use_safetensors=True,
+                dtype="auto",
+                output_loading_info=True,
+                **local(),
+            )
+            break
+        except FAULTS as wrong:
+            # An architecture without the first way says so by a ValueError, before it loads.
+            if way != ATTENTION[-1] and isinstance(wrong, ValueError):
+                continue
+            raise ValueError(f"transformers cannot load {name}: {one_line(wrong)}") from None
+    missing = sorted(key for key in told["missing_keys"] if "pooler" not in key.split("."))
+    if missing:
+        raise ValueError(
+            f"{name} lacks {len(missing)} of the tensors that its config.json asks for "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}): config and weights "
+            "are of different models; download both again"
+        )
+    # Keys of earlier tokens are for writing; here all are read at once.
+    model.config.use_cache = False
+    return model.eval()
+
+
+def encode_text(tokenizer: Any, text: str) -> Said:
+    """All tokens of a text; nothing is cut."""
+    fast = bool(tokenizer.is_fast)
+    found = tokenizer(text, return_offsets_mapping=fast, verbose=False)
+    ids = [int(number) for number in found["input_ids"]]
+    pieces = [str(piece) for piece in tokenizer.convert_ids_to_tokens(ids)]
+    if not fast:
+        return Said(ids, pieces, None)
+    spans = [(int(start), int(end)) for start, end in found["offset_mapping"]]
+    return Said(ids, name_tokens(text, pieces, spans), spans)
+
+
+def run_model(model: Any, name: str, ids_bt: Tensor) -> object:
+    try:
+        return model(input_ids=ids_bt)
+    except (TypeError, RuntimeError, LookupError, AttributeError) as wrong:
+        raise ValueError(
+            f"transformers cannot run {name} ({type(model).__name__}) on {ids_bt.shape[1]:,} "
+            f"tokens: {one_line(wrong)}"
+        ) from wrong
+
+
+def local() -> dict[str, Any]:
+    """Nothing is fetched, and no code of a folder runs."""
+    return {"local_files_only": True, "trust_remote_code": False}
+
+
+def positive(config: Any, field: str) -> int | None:
+    """A count of the config, where it has one."""
+    value = getattr(config, field, None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def one_line(wrong: Exception) -> str:
+    return f"{type(wrong).__name__}: {' '.join(str(wrong).split())[:300]}"
+
+
+@contextmanager
+def quiet(transformers: Any) -> Iterator[None]:
+    """Without the package's bars and warnings, whose causes are checked here."""
+    log = transformers.utils.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()

@@ -1,0 +1,268 @@
+"""Writing the biases of a place down in the forms that a record keeps, call by call.
+
+Why: a model gives its bias as a dense tensor in every call, also where it is ALiBi or T5's table;
+a record of 16,000 tokens cannot keep those, and its reader must make the same numbers again.
+
+How: our own relative biases are kept as a table over differences of positions, made when all calls
+are over. A dense bias is looked at: where nothing is seen its numbers do not count; if the rest is
+zero it is dropped, if it is the same for all queries it is a column, if it depends on key minus
+query it is a table, else it is kept whole, up to `MOST` numbers. Nothing is rounded: a form is
+taken only where it gives every visible number exactly.
+
+Letters: H heads, T queries, S keys, N keys so far.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.lens.captured_call import Call
+from regard.lens.lazy_weights import Array
+from regard.ops import Bias, DenseBias
+from regard.ops.bias import BiasAt, Sum, lowest_as_inf
+
+MOST = 1 << 24
+LOOK_AT = 1 << 26
+"""Numbers of a dense bias that are looked at; a larger one cannot be zoomed into."""
+
+
+class TooLarge(Exception):
+    """A bias that would have to be kept whole and is too large for it."""
+
+
+@dataclass
+class Written:
+    """One bias as a record keeps it: its kind, the lowest difference, and arrays by name."""
+
+    kind: str
+    arrays: dict[str, Array]
+    lowest: int = 0
+
+
+class RelativeBook:
+    """A relative bias of ours: the positions of all calls, and the bias that tells the numbers."""
+
+    def __init__(self) -> None:
+        self.bias: Bias | None = None
+        self.queries_at: list[Array] = []
+        self.keys_at = np.zeros(0, np.int64)
+        self.n_heads = 0
+
+    def add(self, bias: Bias, call: Call, offset: int) -> None:
+        """One more call, whose first key is the record's key `offset`."""
+        shape = call.shape
+        queries = np.arange(shape.T) + shape.offset + offset
+        keys = np.arange(shape.S) + offset
+        if isinstance(bias, BiasAt):
+            queries = bias.queries.reshape(-1).cpu().numpy().astype(np.int64)
+            if bias.keys is not None:
+                keys = bias.keys.reshape(-1).cpu().numpy().astype(np.int64)
+            else:
+                keys = np.arange(shape.S)
+            bias = bias.rule
+        known = np.full(max(len(self.keys_at), offset + shape.S), -1, np.int64)
+        known[: len(self.keys_at)] = self.keys_at
+        known[offset : offset + shape.S] = keys
+        self.bias, self.keys_at, self.n_heads = bias, known, shape.H
+        self.queries_at.append(queries)
+
+    def write(self) -> Written | None:
+        """The table over all differences that occur."""
+        assert self.bias is not None
+        queries = np.concatenate(self.queries_at)
+        lowest = int(self.keys_at.min() - queries.max())
+        highest = int(self.keys_at.max() - queries.min())
+        gaps = torch.arange(lowest, highest + 1)
+        h = torch.arange(self.n_heads)[:, None]
+        device = self.bias.leaves()[0].device
+        zero, shape = torch.zeros((), dtype=torch.long, device=device), None
+        table = self.bias.add(
+            zero,
+            h.to(device),
+            zero,
+            gaps.to(device)[None],
+            shape,  # type: ignore[arg-type]
+            torch.float32,
+        )
+        arrays = {
+            "table": table.expand(self.n_heads, len(gaps)).contiguous().cpu().numpy(),
+            "queries_at": queries.astype(np.int32),
+            "keys_at": self.keys_at.astype(np.int32),
+        }
+        return Written("relative", arrays, lowest)
+
+
+@dataclass
+class DenseBook:
+    """A dense bias, in the plainest form that has fitted so far: zero, column, relative, whole."""
+
+    form: str = "zero"
+    column: Array = field(default_factory=lambda: np.zeros((1, 0), np.float32))
+    table: Array = field(default_factory=lambda: np.zeros((1, 0), np.float32))
+    lowest: int = 0
+    whole: list[Array] = field(default_factory=list)
+    n_queries: int = 0
+    n_keys: int = 0
+
+    def add(self, values_hts: Array, offset: int, own_t: Array) -> None:
+        """Numbers (1 or H, T, S), NaN where nothing is seen; own_t: each query's own key."""
+        T, S = values_hts.shape[1:]
+        first_call, n_keys = not self.n_queries, max(self.n_keys, offset + S)
+        known = ~np.isnan(values_hts)
+        plain = not np.any(values_hts[known])
+        if self.form == "zero" and plain:
+            pass
+        elif first_call or self.form == "column":
+            if not self._take_column(values_hts, offset, n_keys):
+                if first_call and self._take_table(values_hts, offset, own_t):
+                    self.form = "relative"
+                else:
+                    self._go_whole(values_hts, offset, n_keys)
+        elif self.form == "relative":
+            if not self._take_table(values_hts, offset, own_t):
+                self._go_whole(values_hts, offset, n_keys)
+        else:
+            self._go_whole(values_hts, offset, n_keys)
+        self.n_queries, self.n_keys = self.n_queries + T, n_keys
+
+    def _take_column(self, values: Array, offset: int, n_keys: int) -> bool:
+        known = ~np.isnan(values)
+        column = np.full((max(len(values), len(self.column)), n_keys), np.nan, np.float32)
+        column[:, : self.column.shape[1]] = self.column
+        part = column[:, offset : offset + values.shape[2]]
+        new = np.where(known, values, -np.inf).max(1)
+        part[:] = np.where(np.isnan(part) & np.isfinite(new), new, part)
+        if not np.all((values == part[:, None]) | ~known):
+            return False
+        self.form, self.column = "column", column
+        return True
+
+    def _take_table(self, values: Array, offset: int, own_t: Array) -> bool:
+        T, S = values.shape[1:]
+        gaps = (np.arange(S) + offset)[None] - own_t[:, None]
+        lowest, highest = int(gaps.min()), int(gaps.max())
+        if self.table.shape[1]:
+            lowest = min(lowest, self.lowest)
+            highest = max(highest, self.lowest + self.table.shape[1] - 1)
+        table = np.full((max(len(values), len(self.table)), highest - lowest + 1), np.nan)
+        table = table.astype(np.float32)
+        if self.table.shape[1]:
+            at = self.lowest - lowest
+            table[:, at : at + self.table.shape[1]] = self.table
+        place = gaps - lowest
+        for head, row in enumerate(np.broadcast_to(values, (len(table), T, S))):
+            known = ~np.isnan(row)
+            free = known & np.isnan(table[head][place])
+            table[head][place[free]] = row[free]
+            if not np.array_equal(table[head][place[known]], row[known]):
+                return False
+        self.table, self.lowest = table, lowest
+        return True
+
+    def _go_whole(self, values: Array, offset: int, n_keys: int) -> None:
+        heads = max(len(values), len(self.column), len(self.table), *(map(len, self.whole)), 1)
+        if heads * (self.n_queries + values.shape[1]) * n_keys > MOST:
+            raise TooLarge
+        if self.form != "whole":
+            self.whole = [self._so_far(heads)]
+            self.form = "whole"
+        wide = np.zeros((heads, values.shape[1], n_keys), np.float32)
+        wide[:, :, offset : offset + values.shape[2]] = np.nan_to_num(values)
+        self.whole.append(wide)
+
+    def _so_far(self, heads: int) -> Array:
+        """What was seen before, weight by weight."""
+        if self.form == "column":
+            row = np.nan_to_num(self.column)[:, None]
+            return np.broadcast_to(row, (len(row), self.n_queries, row.shape[2])).copy()
+        if self.form == "relative":
+            own = np.arange(self.n_queries)[:, None] + (self.n_keys - self.n_queries)
+            place = np.arange(self.n_keys)[None] - own - self.lowest
+            return np.nan_to_num(self.table)[:, np.clip(place, 0, self.table.shape[1] - 1)]
+        return np.zeros((heads, self.n_queries, self.n_keys), np.float32)
+
+    def write(self) -> Written | None:
+        """The bias in its form, or nothing where it was zero."""
+        if self.form == "zero":
+            return None
+        if self.form == "column":
+            column = np.zeros((len(self.column), self.n_keys), np.float32)
+            column[:, : self.column.shape[1]] = np.nan_to_num(self.column)
+            return Written("column", {"column": column})
+        if self.form == "relative":
+            own = np.arange(self.n_queries) + (self.n_keys - self.n_queries)
+            arrays = {
+                "table": np.nan_to_num(self.table),
+                "queries_at": own.astype(np.int32),
+                "keys_at": np.arange(self.n_keys, dtype=np.int32),
+            }
+            return Written("relative", arrays, self.lowest)
+        heads = max(map(len, self.whole))
+        whole = np.zeros((heads, self.n_queries, self.n_keys), np.float32)
+        at = 0
+        for part in self.whole:
+            whole[:, at : at + part.shape[1], : part.shape[2]] = part
+            at += part.shape[1]
+        return Written("whole", {"whole": whole})
+
+
+Book = RelativeBook | DenseBook
+
+
+class Biases:
+    """All biases of a place: those of the first call, and the same ones in each call after it."""
+
+    def __init__(self) -> None:
+        self.books: list[Book] = []
+        self.calls = 0
+
+    def add(self, call: Call, offset: int, own_t: Array) -> None:
+        """One more call; `TooLarge` where it cannot be written down."""
+        parts = list(_leaves(call.bias))
+        while len(self.books) < len(parts):
+            dense = isinstance(parts[len(self.books)], DenseBias)
+            if self.calls and not dense:
+                raise TooLarge
+            made: Book = DenseBook() if dense else RelativeBook()
+            if isinstance(made, DenseBook) and self.calls:
+                made.n_queries, made.n_keys = int(own_t[0]), int(own_t[0])
+            self.books.append(made)
+        for number, book in enumerate(self.books):
+            part = parts[number] if number < len(parts) else None
+            if isinstance(book, RelativeBook):
+                if part is None or isinstance(part, DenseBias):
+                    raise TooLarge
+                book.add(part, call, offset)
+            else:
+                if part is not None and not isinstance(part, DenseBias):
+                    raise TooLarge
+                values = None if part is None else part.values
+                book.add(_dense(values, call), offset, own_t)
+        self.calls += 1
+
+    def write(self) -> list[Written]:
+        return [made for made in (book.write() for book in self.books) if made is not None]
+
+
+def _leaves(bias: Any) -> list[Bias]:
+    if bias is None:
+        return []
+    return _leaves(bias.one) + _leaves(bias.other) if isinstance(bias, Sum) else [bias]
+
+
+def _dense(values: Tensor | None, call: Call) -> Array:
+    """A dense bias as (1 or H, T, S), NaN where it hides."""
+    _, _, T, S = call.shape
+    if values is None:
+        return np.zeros((1, T, S), np.float32)
+    four = values[(None,) * (4 - values.dim())][0]
+    if four.shape[0] * T * S > LOOK_AT:
+        raise TooLarge
+    four = lowest_as_inf(four, torch.float32).expand(four.shape[0], T, S)
+    return four.masked_fill(four == -math.inf, math.nan).cpu().numpy()

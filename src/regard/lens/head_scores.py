@@ -1,0 +1,96 @@
+"""What heads do, one number a head, each by one formula on single weights.
+
+w(t, s) is the weight of query t on key s. Means are over the queries that are no padding and see
+something; a key that the query may not see counts as 0. In self-attention query t has its own key,
+here also called t.
+
+    previous    mean of w(t, t - 1) over queries with a key before their own
+    next        mean of w(t, t + 1) over queries with a key after their own
+    same        mean of w(t, t)
+    induction   mean of w(t, p + 1), where p is the last place before t - 1 with the token of t,
+                over queries that have one: "... A B ... A" looks at B
+    first       mean of w(t, f) over queries after f, the first key that any query sees
+    separator   mean over all queries that see something, padding too, of Σ w(t, s), s the tokens
+                without letters or digits: what these keys receive, divided by these queries
+    local       mean of |Σ (t - s) w(t, s)|: how far away, on balance, a head looks, in tokens
+    broad       mean of -Σ w(t, s) log w(t, s), in nats
+
+and for given relations the mean of w(t, s) over the pairs (`Record.pairs`). The first five need one
+weight a query, and are summed here while the model runs; the others come from the statistics
+(`Record.heads`). Cross-attention has no own key: of the first five it has `first` only, over all
+queries.
+
+Letters: H heads, T queries, S keys; P pairs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.lens.captured_call import Call
+from regard.lens.lazy_weights import Array
+from regard.lens.measure import NamedKeys, sum_weights
+from regard.lens.schema import SPOTS
+
+
+def sum_spots(
+    call: Call, lse_ht: Tensor, real_t: Tensor, first: int, ids_s: Tensor | None, cross: bool
+) -> tuple[Tensor, Tensor]:
+    """Sums of single weights and how many there are, each (scores, H), for the scores of `SPOTS`.
+
+    real_t: the queries that count. first: the first key that is seen. ids_s: the tokens at the
+    keys, with which induction is told.
+    """
+    T, S = call.shape.T, call.shape.S
+    tokens = b""
+    if not cross and ids_s is not None and len(ids_s) == S:
+        tokens = ids_s.numpy().astype(np.int64).tobytes()
+    keys = spot_keys(T, S, real_t.numpy().tobytes(), first, tokens, cross)
+    counts = (keys.keys_nt >= 0).sum(1)[:, None].expand(-1, call.shape.H)
+    return sum_weights(call, lse_ht, keys), counts
+
+
+@functools.lru_cache(maxsize=4)
+def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: bool) -> NamedKeys:
+    """The key that counts for each score and query, (scores, T).
+
+    Kept for a while, since all layers of a model ask the same; so arrays come as their bytes.
+    """
+    is_real = np.frombuffer(real, np.bool_)
+    own = np.arange(T) + S - T
+    keys = np.full((len(SPOTS), T), -1, np.int32)
+
+    def name(spot: str, keys_t: Array, where: Array) -> None:
+        there = is_real & where & (keys_t >= 0) & (keys_t < S)
+        keys[SPOTS.index(spot)] = np.where(there, keys_t, -1)
+
+    if cross:
+        name("first", np.full(T, first), is_real)
+        return NamedKeys(torch.from_numpy(keys))
+    name("previous", own - 1, own > first)
+    name("next", own + 1, own < S - 1)
+    name("same", own, is_real)
+    name("first", np.full(T, first), own > first)
+    if tokens:
+        last = last_seen(np.frombuffer(tokens, np.int64))[own]
+        name("induction", last + 1, last >= 0)
+    return NamedKeys(torch.from_numpy(keys))
+
+
+def last_seen(ids: Array) -> Array:
+    """For each place the last one before its neighbour that has the same token, or -1."""
+    found = np.full(len(ids), -1, np.int64)
+    place = np.argsort(ids, kind="stable")
+    token = ids[place]
+    for back in (1, 2):
+        # Same tokens are neighbours in order; the one before may be the neighbour in the text,
+        # which does not count, and then the one before that does.
+        earlier = np.full(len(ids), -1, np.int64)
+        earlier[back:] = np.where(token[back:] == token[:-back], place[:-back], -1)
+        good = (earlier >= 0) & (earlier < place - 1)
+        found[place] = np.where((found[place] < 0) & good, earlier, found[place])
+    return found

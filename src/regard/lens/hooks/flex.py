@@ -1,0 +1,79 @@
+"""FlexAttention's rules, which are functions of indices, written down as masks and scores.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.ops import Dense, Mask
+from regard.ops.rule import score_dtype
+
+MOST = 1 << 28
+"""Pairs for which a function is asked, one after the other in pieces."""
+PIECE = 1 << 22
+
+
+def flex_rule(mask_mod: Callable[..., Tensor], q_bhtd: Tensor, k_bgsd: Tensor) -> Mask | None:
+    """A mask function as a mask: asked for every pair."""
+    (B, H, T, _), S = q_bhtd.shape, k_bgsd.shape[2]
+    if getattr(mask_mod, "__name__", "") == "noop_mask":
+        return None
+    if B * H * T * S > MOST:
+        raise ValueError(
+            f"a mask given as a function would be asked for {B * H * T * S:,} pairs to be "
+            f"recorded; at most {MOST:,}"
+        )
+    return Dense(ask(mask_mod, (B, H, T, S), q_bhtd.device, torch.bool))
+
+
+def flex_scores(
+    score_mod: Callable[..., Tensor], q_bhtd: Tensor, k_bgsd: Tensor, scale: float
+) -> Tensor:
+    """The scores of all pairs after a function of them, (B, H, T, S)."""
+    (B, H, T, _), S = q_bhtd.shape, k_bgsd.shape[2]
+    if B * H * T * S > MOST // 4:
+        raise ValueError(
+            f"scores given by a function would be made whole to be recorded, {B * H * T * S:,} of "
+            f"them; at most {MOST // 4:,}"
+        )
+    dtype = score_dtype(q_bhtd.dtype)
+    k_bhsd = k_bgsd.repeat_interleave(H // k_bgsd.shape[1], 1)
+    plain = (q_bhtd.to(dtype) @ k_bhsd.to(dtype).mT) * scale
+    return ask(
+        lambda b, h, t, s: score_mod(plain[b, h, t, s], b, h, t, s),
+        plain.shape,
+        q_bhtd.device,
+        dtype,
+    )
+
+
+def ask(
+    function: Callable[..., Tensor], sizes: Any, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """A function of single indices at all of them, by vmap over b, h, t, s."""
+    B, H, T, S = sizes
+    over = function
+    for axes in (
+        (None, None, None, 0),
+        (None, None, 0, None),
+        (None, 0, None, None),
+        (0, None, None, None),
+    ):
+        over = torch.vmap(over, in_dims=axes)
+    b, h, s = (torch.arange(n, device=device) for n in (B, H, S))
+    made = torch.empty(B, H, T, S, dtype=dtype, device=device)
+    step = max(PIECE // max(B * H * S, 1), 1)
+    # FlexAttention lets functions index tensors by indices, which vmap alone refuses.
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    with TransformGetItemToIndex():
+        for t0 in range(0, T, step):
+            t = torch.arange(t0, min(t0 + step, T), device=device)
+            made[:, :, t0 : t0 + step] = over(b, h, t, s).to(dtype)
+    return made

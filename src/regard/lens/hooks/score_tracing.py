@@ -1,0 +1,251 @@
+"""Following scores from a product of queries and keys to a softmax, through code of any kind.
+
+Each step that scores go through is known by its function: products, scaling by numbers, additions,
+fillings, and changes of type or shape. Whatever else happens to them ends the trail, and nothing
+is told. At the softmax a few rows are made again from the trail and compared with what is there;
+where they do not agree, the scores themselves are told.
+
+Letters: B batch, T queries, S keys, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from regard.lens.captured_call import Call, whole_scores
+from regard.ops import Bias, Dense, DenseBias, Mask
+from regard.ops.rule import score_dtype
+
+SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+BADDBMM = {torch.baddbmm, Tensor.baddbmm}
+BEGINNINGS = MATMUL | BADDBMM | {torch.einsum}
+TIMES = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.mul_, Tensor.__imul__}
+DIVIDE = {torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__}
+DIVIDE |= {Tensor.div_, Tensor.__itruediv__, Tensor.__div__}
+PLUS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
+FILL = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
+SAME = {Tensor.to, Tensor.float, Tensor.half, Tensor.type, Tensor.type_as, Tensor.contiguous}
+SAME |= {Tensor.double, Tensor.bfloat16, torch.clone, Tensor.clone, Tensor.detach}
+SHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten}
+HIDDEN = -1e4
+"""What is filled in with this or less is meant to be hidden."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Scores on their way: scale · q kᵀ + added, some hidden; q (..., T, D), k (..., S, D)."""
+
+    q: Tensor
+    k: Tensor
+    scale: float = 1.0
+    added: tuple[Tensor, ...] = ()
+    hidden: tuple[Tensor, ...] = ()
+
+
+class Trail:
+    """The scores that are on their way."""
+
+    def __init__(self) -> None:
+        self.steps: Any = WeakIdKeyDictionary()
+
+    def follow(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+        """Remember what a function did, where it made scores or changed them."""
+        begins = func in BEGINNINGS
+        if not begins and not len(self.steps):
+            return
+        if not isinstance(made, Tensor) or made.dim() not in (3, 4) or not args:
+            return
+        step = None
+        if not begins:
+            step = self._changed(func, args, kwargs, made)
+        elif func in MATMUL:
+            step = product(args[0], args[1] if len(args) > 1 else kwargs.get("mat2"), made)
+        elif func in BADDBMM:
+            step = added_product(args, kwargs, made)
+        else:
+            step = summed_product(args, made)
+        if step is not None:
+            self.steps[made] = step
+
+    def _changed(self, func: Any, args: Any, kwargs: dict[str, Any], made: Tensor) -> Step | None:
+        if func is torch.where and len(args) == 3:
+            step = self._known(args[1])
+            hides = step is not None and is_low(args[2])
+            return replace(step, hidden=(*step.hidden, ~args[0])) if step and hides else None
+        step, other = self._known(args[0]), args[1] if len(args) > 1 else None
+        if step is None and func in PLUS | TIMES:
+            step, other = self._known(other), args[0]
+        if step is None:
+            return None
+        if func in SAME:
+            return step
+        if func in SHAPED:
+            return reshaped(step, made)
+        if func in TIMES | DIVIDE and number(other) is not None:
+            factor = number(other)
+            assert factor is not None
+            factor = factor if func in TIMES else 1.0 / factor
+            added = tuple(x * factor for x in step.added)
+            return replace(step, scale=step.scale * factor, added=added)
+        if func in PLUS and isinstance(other, Tensor) and kwargs.get("alpha", 1) == 1:
+            return replace(step, added=(*step.added, other))
+        value = args[2] if len(args) > 2 else kwargs.get("value")
+        if func in FILL and is_low(value) and isinstance(other, Tensor):
+            return replace(step, hidden=(*step.hidden, other))
+        return None
+
+    def _known(self, value: Any) -> Step | None:
+        found: Step | None = self.steps.get(value) if isinstance(value, Tensor) else None
+        return found
+
+    def end(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Call | None:
+        """The call that a softmax ends, if what it is taken of was followed."""
+        scores = args[0] if args else kwargs.get("input")
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        step = self._known(scores)
+        if step is None or not isinstance(scores, Tensor) or dim not in (-1, scores.dim() - 1):
+            return None
+        if scores.dim() == 3:
+            heads = heads_of(module, scores.shape[0])
+            scores = scores.detach().view(-1, heads, *scores.shape[1:])
+            moved = reshaped(step, scores)
+        else:
+            scores, moved = scores.detach(), step
+        found = None if moved is None else call_of(name, moved, scores)
+        if found is not None and agrees(found, scores):
+            return found
+        return whole_scores(name, scores)
+
+
+def product(q: Any, k_t: Any, made: Tensor) -> Step | None:
+    """A product of two activations of the same number of axes."""
+    if not isinstance(q, Tensor) or not isinstance(k_t, Tensor) or q.dim() != k_t.dim():
+        return None
+    weights = any(isinstance(x, nn.Parameter) for y in (q, k_t) for x in (y, y._base))
+    one_key_head = q.dim() == 4 and k_t.shape[:2] == (q.shape[0], 1)
+    if weights or q.dim() != made.dim() or not (q.shape[:-2] == k_t.shape[:-2] or one_key_head):
+        return None
+    k = k_t.detach().mT
+    return Step(q.detach(), k.expand(*q.shape[:-2], *k.shape[-2:]))
+
+
+def added_product(args: Any, kwargs: dict[str, Any], made: Tensor) -> Step | None:
+    """`baddbmm`: beta · input + alpha · b1 b2."""
+    names = ("input", "batch1", "batch2")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    beta, alpha = given.get("beta", 1), given.get("alpha", 1)
+    step = product(given.get("batch1"), given.get("batch2"), made)
+    if step is None or "input" not in given:
+        return None
+    added = () if not beta else (given["input"].detach() * beta,)
+    return replace(step, scale=float(alpha), added=added)
+
+
+def summed_product(args: Any, made: Tensor) -> Step | None:
+    """An einsum of two activations over one axis, such as "bhtd,bhsd->bhts"."""
+    if len(args) != 3 or not isinstance(args[0], str) or made.dim() != 4:
+        return None
+    ins, arrow, out = args[0].replace(" ", "").partition("->")
+    letters = ins.split(",")
+    if not arrow or len(letters) != 2 or len(out) != 4:
+        return None
+    inner = [x for x in letters[0] if x in letters[1] and x not in out]
+    wanted = [out[:3] + "".join(inner), out[:2] + out[3] + "".join(inner)]
+    if len(inner) != 1 or any(sorted(a) != sorted(b) for a, b in zip(letters, wanted, strict=True)):
+        return None
+    q, k = (
+        x.detach().permute([have.index(c) for c in want])
+        for x, have, want in zip(args[1:], letters, wanted, strict=True)
+    )
+    return Step(q, k)
+
+
+def reshaped(step: Step, made: Tensor) -> Step | None:
+    """The step, where only axes before the last two were joined or split."""
+    T, S, D = step.q.shape[-2], step.k.shape[-2], step.q.shape[-1]
+    if made.shape[-2:] != (T, S):
+        return None
+    lead, old = made.shape[:-2], step.q.shape[:-2]
+
+    def change(x: Tensor) -> Tensor:
+        if x.dim() < 3:
+            return x
+        return x.expand(*old, *x.shape[-2:]).reshape(*lead, *x.shape[-2:])
+
+    return replace(
+        step,
+        q=step.q.reshape(*lead, T, D),
+        k=step.k.reshape(*lead, S, D),
+        added=tuple(change(x) for x in step.added),
+        hidden=tuple(change(x) for x in step.hidden),
+    )
+
+
+def call_of(name: str, step: Step, scores: Tensor) -> Call | None:
+    """The trail as a call."""
+    if step.q.dim() != 4 or step.q.shape[:2] != step.k.shape[:2]:
+        return None
+    bias: Bias | None = None
+    for part in step.added:
+        one = DenseBias(part.detach().to(score_dtype(part.dtype)))
+        bias = one if bias is None else bias + one
+    mask: Mask | None = None
+    for part in step.hidden:
+        seen = Dense(~part.detach().bool())
+        mask = seen if mask is None else mask & seen
+    dtype = step.q.dtype if step.k.dtype == step.q.dtype else torch.float32
+    q, k = step.q.to(dtype), step.k.to(dtype)
+    return Call(name=name, q=q, k=k, mask=mask, bias=bias, scale=float(step.scale))
+
+
+def agrees(call: Call, scores_bhts: Tensor) -> bool:
+    """Whether some rows of the scores come out of the trail again."""
+    shape, dtype = call.shape, score_dtype(call.q.dtype)
+    if tuple(scores_bhts.shape) != tuple(shape):
+        return False
+    rows = torch.tensor(sorted({0, shape.T // 2, shape.T - 1}), device=scores_bhts.device)
+    made = (call.q[:, :, rows].to(dtype) * (call.scale or 1.0)) @ call.k.to(dtype).mT
+    rule = call.rule
+    b, h = (torch.arange(n, device=made.device) for n in (shape.B, shape.H))
+    where = (b[:, None, None, None], h[:, None, None], rows[:, None] + shape.offset)
+    j = torch.arange(shape.S, device=made.device)
+    if rule.bias is not None:
+        made = made + rule.bias.add(*where, j, shape, dtype)
+    seen = scores_bhts[:, :, rows].to(dtype)
+    visible = (seen > HIDDEN) & (made > HIDDEN)
+    if rule.mask is not None:
+        visible = visible & rule.mask.allows(*where, j, shape)
+    slack = 1e-4 if dtype == scores_bhts.dtype else 3e-2
+    near = (made - seen).abs() <= slack * (1 + seen.abs())
+    return bool((near | ~visible).all())
+
+
+def number(value: Any) -> float | None:
+    """A plain number, or a tensor with one."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return float(value)
+    return None
+
+
+def is_low(value: Any) -> bool:
+    """Whether a number is so low that it hides."""
+    found = number(value)
+    return found is not None and found <= HIDDEN
+
+
+def heads_of(module: nn.Module, rows: int) -> int:
+    """How many heads a module says it has, where rows are samples and heads together."""
+    for name in ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead"):
+        said = getattr(module, name, None)
+        if isinstance(said, int) and said > 0 and rows % said == 0:
+            return said
+    return 1

@@ -1,0 +1,438 @@
+"""One place while it is being recorded: calls come in, each put behind the ones before it.
+
+Why: in generation a place is called for the prompt and then for each token, with keys from a cache
+that grows, slides, or lies in slots. A record is one matrix, so each call must find its rows and
+its keys in it.
+
+How: `fit` tells which keys of a call are those of the record, by comparing them with the keys of
+the calls before: growing and fixed caches keep them at the front, sliding ones keep the last. A
+call that continues nothing is another take, and the recorder opens a new place for it. `add`
+measures the call on its own device, where the answers stay until `finish`, so that a device is not
+waited for. Large ones are brought to the CPU at once (`bringing.py`): those of a first call, in
+case it stays the only one, and with keep="qk" queries and new keys, which are many.
+
+Letters: B batch (here 1), T queries, S keys, H heads, G key heads, D head width; N keys so far.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.lens.bias_forms import Biases, TooLarge
+from regard.lens.captured_call import Call
+from regard.lens.device_to_host import Bringer, Coming, is_large
+from regard.lens.head_scores import sum_spots
+from regard.lens.lazy_weights import Array
+from regard.lens.measure import FoundRuns, measure
+from regard.lens.schema import SPOTS, Place
+from regard.ops import Dense, DenseBias, Map, Observation, Wants
+from regard.ops.bias import BiasAt, Sum
+from regard.ops.mask import And, At, Not, Or
+
+DIRECT = 1 << 22
+"""Weights up to which a map is made from q and k whenever it is asked for."""
+BASE_CELLS = 1024
+FINGERPRINTED = 1 << 23
+"""Numbers of keys that are made into fingerprints together."""
+PICTURE = 128
+"""Cells on a side of the map that is kept with statistics."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A call with the keys that belong to the record, the first of which is key `offset` there."""
+
+    call: Call
+    offset: int
+    runs: FoundRuns | None
+
+
+class Take:
+    """What has been seen of one place."""
+
+    def __init__(self, name: str, layer: int, wants: Wants, keep: str, bringer: Bringer) -> None:
+        self.name, self.layer, self.wants, self.keep = name, layer, wants, keep
+        self.bringer = bringer
+        self.cross = False
+        self.heads: tuple[int, ...] = ()
+        self.n_queries = self.n_keys = self.calls = 0
+        self.first = 0
+        self.exact = True
+        self.ids: list[Tensor] | None = []
+        self.prints: Tensor | None = None
+        self.rule: dict[str, Any] = {}
+        self.rows: dict[str, list[Tensor]] = {}
+        self.early: Coming | None = None
+        self.kept: list[Coming] = []
+        self.received: Tensor | None = None
+        self.seen_by: Tensor | None = None
+        self.counts: list[Tensor] = []
+        self.pairs: list[Tensor] = []
+        self.biases = Biases()
+        self.pictures: list[tuple[int, Tensor]] = []
+        self.whole_pictures = True
+        self.own: list[Array] = []
+        self.base: tuple[int, Coming] | None = None
+        self.spots = torch.zeros(len(SPOTS), 0)
+        self.spot_counts = np.zeros((len(SPOTS), 0), np.int64)
+        self.causal = True
+
+    def fit(self, call: Call, runs: FoundRuns | None) -> Fit | None:
+        """The call as part of this take, or None where it does not continue it."""
+        T, S, N = call.shape.T, call.shape.S, self.n_keys
+        reach = S if runs is None or not len(runs.pairs) else int(runs.pairs[:, 1].max())
+        if not self.calls:
+            # Slots of a fixed cache that nothing was written to yet.
+            cached = not self.cross and S > T and lies(call.mask) and lies(call.bias)
+            filled = max(T, reach) if cached else S
+            return cut_keys(call, 0, filled, 0, runs)
+        prints, known = fingerprints(call.k[0]), self.prints
+        if known is None or known.device != prints.device:
+            return None
+        if self.cross:
+            return Fit(call, 0, runs) if torch.equal(prints, known) else None
+        if S >= N + T and reach > N and torch.equal(prints[:N], known):
+            return cut_keys(call, 0, N + T, 0, runs) if reach <= N + T else None
+        back = S - T
+        if 0 < back < N and torch.equal(prints[:back], known[N - back :]):
+            return Fit(call, N - back, runs)
+        return None
+
+    def fit_slots(self, call: Call) -> Call | None:
+        """The call with its keys in the order of their positions, where a mask tells these."""
+        at = key_positions(call.mask)
+        if at is None or not self.calls:
+            return None
+        order = torch.argsort(at, stable=True)
+        order = order[at[order] >= 0]
+        return call.with_keys(order) if len(order) else None
+
+    def grows(self, call: Call, ids: Tensor | None) -> bool:
+        """Whether the call reads the same text from its start again, and more of it."""
+        if self.cross or ids is None or not self.ids or call.shape.T != call.shape.S:
+            return False
+        known = torch.cat(self.ids)
+        return len(ids) > len(known) and torch.equal(ids[: len(known)], known)
+
+    @torch.no_grad()
+    def add(self, fit: Fit, ids: Tensor | None) -> None:
+        """Measure the call and put it behind the others."""
+        call, offset, runs = fit.call, fit.offset, fit.runs
+        T, S = call.shape.T, call.shape.S
+        own = np.arange(T) + offset + (S - T)
+        seen = self._observe(call, offset)
+        assert seen.lse is not None
+        self.own.append(own)
+        self._add_ids(ids, T)
+        self._add_runs(runs, offset, S - T)
+        sees = self._sees(call, seen.lse[0], runs)
+        real = self._real(sees, runs, own - offset, S)
+        if not self.calls:
+            self._set_up(call, runs)
+        self._add_rows(seen, sees, real, offset)
+        spots, counts = sum_spots(
+            call,
+            seen.lse[0],
+            real,
+            max(self.first - offset, 0),
+            self._key_ids(offset, S),
+            self.cross,
+        )
+        self.spots = self.spots.to(spots) + spots if self.calls else spots
+        self.spot_counts = self.spot_counts + counts.numpy()
+        if self.keep == "qk" and self.exact:
+            self._keep(call, offset, own)
+        new = max(offset + S - self.n_keys, 0)
+        prints = fingerprints(call.k[0, :, S - new :])
+        self.prints = prints if self.prints is None else torch.cat([self.prints, prints])
+        self.n_keys += new
+        self.n_queries += T
+        self.calls += 1
+        told = self._told() if self.calls == 1 else {}
+        self.early = self.bringer.bring({name: x for name, x in told.items() if is_large(x)})
+
+    def _set_up(self, call: Call, runs: FoundRuns | None) -> None:
+        H = call.shape.H
+        self.rule = {
+            "scale": float(call.rule.factor(call.q.shape[3])),
+            "softcap": None if call.softcap is None else float(call.softcap),
+            "key_heads": [h // (H // call.k.shape[1]) for h in range(H)],
+        }
+        self.spot_counts = np.zeros((len(SPOTS), H), np.int64)
+        if runs is not None and len(runs.pairs):
+            self.first = int(runs.pairs[:, 0].min())
+
+    def _observe(self, call: Call, offset: int) -> Observation:
+        wants, T, S = self.wants, call.shape.T, call.shape.S
+        wants = replace(wants, lse=True)
+        if wants.map is None and self.keep == "statistics":
+            wants = replace(wants, map=(min(T, PICTURE), min(S, PICTURE)))
+        elif self.keep == "qk" and not self.calls and T * S > DIRECT:
+            cell = 2 ** math.ceil(math.log2(max(T, S) / BASE_CELLS))
+            if min(T, S) >= cell:
+                down, across = T // cell, S // cell
+                grid = Map(
+                    height=down,
+                    width=across,
+                    queries=(0, down * cell),
+                    keys=(0, across * cell),
+                )
+                seen = measure(call, replace(wants, map=grid))
+                assert seen.map is not None
+                self.base = (cell, self.bringer.bring({"base": seen.map[0].float()}))
+                if wants.map is None:
+                    return seen
+        seen = measure(call, wants)
+        if seen.map is not None:
+            self.whole_pictures &= seen.map.shape[2:] == (T, S)
+            self.pictures.append((offset, seen.map[0].float()))
+        return seen
+
+    def _add_ids(self, ids: Tensor | None, T: int) -> None:
+        if self.ids is not None and ids is not None and len(ids) == T:
+            self.ids.append(ids.cpu())
+        else:
+            self.ids = None
+
+    def _key_ids(self, offset: int, S: int) -> Tensor | None:
+        if self.ids is None or self.cross:
+            return None
+        known = torch.cat(self.ids)[offset:]
+        return known if len(known) == S else None
+
+    def _add_runs(self, runs: FoundRuns | None, offset: int, before: int) -> None:
+        """before: how many keys lie before the first query's own."""
+        if runs is None:
+            self.exact = self.causal = False
+            return
+        self.counts.append(runs.counts)
+        self.pairs.append(runs.pairs + offset)
+        self.causal = self.causal and runs.ahead <= before
+
+    def _sees(self, call: Call, lse_ht: Tensor, runs: FoundRuns | None) -> Tensor:
+        """The queries that see something, (T,), on the CPU."""
+        if runs is not None and call.sinks is None:
+            # What the mask tells needs no device to be waited for.
+            return (runs.counts > 0).any(0)
+        return (lse_ht > -math.inf).any(0).cpu()
+
+    def _real(self, sees: Tensor, runs: FoundRuns | None, own: Array, S: int) -> Tensor:
+        """The queries that see something, and whose own key somebody sees."""
+        if self.cross or runs is None:
+            return sees
+        covered = np.zeros(S, np.bool_)
+        covered[: len(runs.seen)] = runs.seen
+        return sees & torch.from_numpy(covered[own])
+
+    def _add_rows(self, seen: Observation, sees: Tensor, real: Tensor, offset: int) -> None:
+        def keep(name: str, values: Tensor) -> None:
+            self.rows.setdefault(name, []).append(values)
+
+        def keys(values: Tensor) -> Tensor:
+            return (torch.where(values >= 0, values + offset, values) if offset else values).int()
+
+        assert seen.lse is not None
+        keep("real", (sees.int() + (sees & real).int()).to(torch.uint8))
+        keep("lse", seen.lse[0])
+        for name in ("entropy", "distance", "mass"):
+            value = getattr(seen, name)
+            if value is not None:
+                keep(name, value[0])
+        if seen.peak is not None:
+            keep("peak", seen.peak.weight[0])
+            keep("peak_key", keys(seen.peak.key[0]))
+        if seen.top is not None:
+            keep("top_weights", seen.top.weight[0])
+            keep("top_keys", keys(seen.top.key[0]))
+        if seen.received is not None:
+            self.received = put_at(self.received, seen.received.total[0], offset)
+            self.seen_by = put_at(self.seen_by, seen.received.seen_by[0], offset)
+
+    def _keep(self, call: Call, offset: int, own: Array) -> None:
+        """Queries, the keys that are new, and the bias."""
+        try:
+            self.biases.add(call, offset, own)
+        except TooLarge:
+            self.exact, self.kept = False, []
+            return
+        new = {"q": call.q[0], "k": call.k[0, :, self.n_keys - offset :]}
+        self.kept.append(self.bringer.bring(new))
+
+    def restart(self) -> Take:
+        """An empty take of the same place."""
+        made = Take(self.name, self.layer, self.wants, self.keep, self.bringer)
+        made.cross, made.heads = self.cross, self.heads
+        return made
+
+    def finish(self) -> tuple[Place, dict[str, Any], dict[str, Array]]:
+        """The place, its rule, and its arrays."""
+        H, arrays = len(self.rule["key_heads"]), self._statistics()
+        exact = self.keep == "qk" and self.exact
+        rule: dict[str, Any] = {**self.rule, "cell": 0, "biases": []}
+        if exact:
+            parts = [coming.result() for coming in self.kept]
+            arrays |= {name: as_array(join([part[name] for part in parts], 1)) for name in "qk"}
+            arrays |= self._runs()
+            for number, bias in enumerate(self.biases.write()):
+                rule["biases"].append({"kind": bias.kind, "lowest": bias.lowest})
+                arrays |= {f"bias{number}.{name}": x for name, x in bias.arrays.items()}
+            if self.base is not None:
+                cell, base = self.base
+                rule["cell"], arrays["base"] = cell, base.result()["base"].numpy()
+        place = Place(
+            name=self.name,
+            layer=self.layer,
+            kind="cross" if self.cross else "self",
+            n_heads=H,
+            n_queries=self.n_queries,
+            n_keys=self.n_keys,
+            causal=self.causal and not self.cross,
+            heads=self.heads or tuple(range(H)),
+            exact_zoom=exact,
+        )
+        return place, rule, arrays
+
+    def _told(self) -> dict[str, Tensor]:
+        """What was measured, where it is."""
+        told = {
+            name: join(parts, dim=0 if name == "real" else 1)
+            for name, parts in self.rows.items()
+            if name != "lse" or (self.keep == "qk" and self.exact)
+        }
+        if self.received is not None and self.seen_by is not None:
+            told |= {"received": self.received, "seen_by": self.seen_by}
+        if len(self.pictures) == 1 == self.calls:
+            told["map"] = self.pictures[0][1]
+        return told
+
+    def _statistics(self) -> dict[str, Array]:
+        early = {} if self.early is None else self.early.result()
+        told = self._told() | early
+        arrays: dict[str, Array] = {name: values.cpu().numpy() for name, values in told.items()}
+        if self.cross and "distance" in arrays:
+            # Each call counted from its own last query; the record's last one sits on the last key.
+            wanted = np.arange(self.n_queries) + self.n_keys - self.n_queries
+            moved = (wanted - np.concatenate(self.own)) * (arrays["real"] > 0)
+            arrays["distance"] = arrays["distance"] + moved.astype(arrays["distance"].dtype)
+        arrays["spots"], arrays["counts"] = self.spots.double().cpu().numpy(), self.spot_counts
+        if self.ids:
+            arrays["ids"] = torch.cat(self.ids).long().numpy()
+        if "map" not in arrays:
+            picture = self._joint_picture()
+            arrays |= {} if picture is None else {"map": picture}
+        return arrays
+
+    def _joint_picture(self) -> Array | None:
+        """The map of the whole, where all calls made it weight by weight."""
+        rows = sum(picture.shape[1] for _, picture in self.pictures)
+        ends = max((at + picture.shape[2] for at, picture in self.pictures), default=0)
+        if not self.whole_pictures or rows != self.n_queries or ends != self.n_keys:
+            return None
+        whole = np.zeros((len(self.pictures[0][1]), rows, self.n_keys), np.float32)
+        row = 0
+        for at, picture in self.pictures:
+            _, t, s = picture.shape
+            whole[:, row : row + t, at : at + s] = picture.cpu().numpy()
+            row += t
+        return whole
+
+    def _runs(self) -> dict[str, Array]:
+        """All rows' runs; a place where every row sees every key needs none."""
+        heads = max(len(counts) for counts in self.counts)
+        first, pairs = [], []
+        for head in range(heads):
+            for counts, found in zip(self.counts, self.pairs, strict=True):
+                each = head if len(counts) > 1 else 0
+                ends = torch.cat([torch.zeros(1, dtype=torch.long), counts.sum(1).cumsum(0)])
+                first.append(counts[each])
+                pairs.append(found[int(ends[each]) : int(ends[each + 1])])
+        counts_all, pairs_all = torch.cat(first), torch.cat(pairs).int()
+        full = torch.tensor([0, self.n_keys], dtype=torch.int32)
+        if bool((counts_all == 1).all()) and bool((pairs_all == full).all()):
+            return {}
+        starts = torch.cat([torch.zeros(1, dtype=torch.long), counts_all.cumsum(0)])
+        return {"first": starts.numpy(), "pairs": pairs_all.numpy()}
+
+
+def cut_keys(call: Call, first: int, last: int, offset: int, runs: FoundRuns | None) -> Fit:
+    """The call with some of its keys, of which no others are seen."""
+    if (first, last) == (0, call.shape.S):
+        return Fit(call, offset, runs)
+    if not (lies(call.mask) and lies(call.bias)):
+        raise ValueError(
+            f"{call.name} has keys that no query sees, under a rule that counts from the last key; "
+            "this cache cannot be recorded"
+        )
+    return Fit(call.with_keys(slice(first, last)), offset, runs)
+
+
+def lies(part: Any) -> bool:
+    """Whether a rule names keys by where they lie or stand, and none counts from the last key."""
+    if isinstance(part, (And, Or, Sum)):
+        return lies(part.one) and lies(part.other)
+    if isinstance(part, Not):
+        return lies(part.rule)
+    placed = isinstance(part, (At, BiasAt)) and part.keys is not None
+    return part is None or placed or isinstance(part, (Dense, DenseBias))
+
+
+def key_positions(mask: Any) -> Tensor | None:
+    """The positions that a mask gives to keys, (S,), where it does."""
+    if isinstance(mask, At) and mask.keys is not None:
+        return mask.keys.reshape(-1, mask.keys.shape[-1])[0]
+    if isinstance(mask, (And, Or)):
+        found = key_positions(mask.one)
+        return found if found is not None else key_positions(mask.other)
+    return key_positions(mask.rule) if isinstance(mask, Not) else None
+
+
+def fingerprints(k_gsd: Tensor) -> Tensor:
+    """A number for each key, by which it is known again; caches may move what they hold."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k_gsd.element_size()]
+    G, S, D = k_gsd.shape
+    total = torch.zeros(S, dtype=torch.int64, device=k_gsd.device)
+    mix_gd = mixing(G, D, k_gsd.device)
+    # So many heads at a time as their numbers, eight bytes each, leave some room.
+    step = max(1, FINGERPRINTED // max(S * D, 1))
+    for g in range(0, G, step):
+        bits_gsd = k_gsd[g : g + step].contiguous().view(bits).long()
+        total += (bits_gsd * mix_gd[g : g + step, None]).sum((0, 2))
+    return total
+
+
+@functools.lru_cache(maxsize=8)
+def mixing(n_heads: int, width: int, device: torch.device) -> Tensor:
+    """What the numbers of a key are multiplied by, (G, D): products that wrap round."""
+    mix_d = torch.arange(width, device=device) * 2654435761 + 1013904223
+    return 1000003 ** torch.arange(n_heads, device=device)[:, None] * mix_d
+
+
+def join(parts: list[Tensor], dim: int) -> Tensor:
+    """One tensor of all parts; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def put_at(known: Tensor | None, new: Tensor, offset: int) -> Tensor:
+    """Numbers by key, added to those of the calls before, from key `offset` on."""
+    if known is None and not offset:
+        return new
+    size = max(0 if known is None else known.shape[1], offset + new.shape[1])
+    total = new.new_zeros((len(new), size))
+    if known is not None:
+        total[:, : known.shape[1]] += known
+    total[:, offset : offset + new.shape[1]] += new
+    return total
+
+
+def as_array(values: Tensor) -> Array:
+    """A tensor as an array; bfloat16, which numpy lacks, as its bits."""
+    if values.dtype == torch.bfloat16:
+        return values.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return values.contiguous().numpy()

@@ -1,0 +1,383 @@
+"""Biases are values too: what is added to the scores, said once, rendered wherever it is needed.
+
+The one definition is `add(b, h, i, j, shape, dtype)`, the number added to the score of the query at
+position i and the key at position j. From it come the dense tensor (`dense`, `block`) and the
+FlexAttention function. Biases that hold learned numbers also tell how a gradient on the scores
+becomes a gradient on those numbers: `grad_block` for one tile, `grad_join` for all tiles together.
+
+-inf, and the most negative number of the bias's own type, mean "may not look": both are read as
+-inf.
+
+Letters: B batch, H heads, T queries, S keys. Positions as in `mask.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from regard._check import check_float
+from regard.ops.shape import (
+    Shape,
+    Tile,
+    check_axis,
+    check_broadcast,
+    check_counts,
+    cut,
+    indices,
+    pick_axis,
+    pick_broadcast,
+)
+
+
+class Bias(ABC):
+    """A number added to each score, after the softcap and before the mask."""
+
+    relative = False
+    """Whether the number depends on the head and on i - j alone."""
+    hides = True
+    """Whether the number may be -inf, which means that no look is allowed."""
+
+    @abstractmethod
+    def add(
+        self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
+    ) -> Tensor:
+        """The number added for the query at position i and the key at position j (broadcast)."""
+
+    @abstractmethod
+    def leaves(self) -> list[Tensor]:
+        """The float tensors the bias holds, to which gradients may flow."""
+
+    @abstractmethod
+    def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
+        """What a gradient on the scores of queries at i and keys at j gives for each leaf."""
+
+    def grad_block(self, grad_bhts: Tensor, shape: Shape, tile: Tile) -> list[Tensor]:
+        """What a gradient on the scores of one tile gives for each leaf, before `grad_join`."""
+        _, _, i, j = indices(shape, tile, grad_bhts.device)
+        return self.grad_at(grad_bhts, i, j)
+
+    def grad_join(self, blocks: dict[Tile, list[Tensor]], shape: Shape) -> list[Tensor]:
+        """The leaves' gradients from those of all tiles: their sum, unless a class differs."""
+        leaves = self.leaves()
+        if not blocks:
+            return [torch.zeros_like(leaf) for leaf in leaves]
+        columns = zip(*blocks.values(), strict=True)
+        # Summed in the scores' type and rounded once.
+        return [
+            sum(column[1:], column[0]).to(leaf)
+            for column, leaf in zip(columns, leaves, strict=True)
+        ]
+
+    def check(self, shape: Shape) -> None:  # noqa: B027 - a bias may fit every shape
+        """Raise ValueError when the bias cannot be applied to this shape."""
+
+    def block(self, shape: Shape, tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The bias inside one tile, a float tensor that broadcasts to (B, H, t, s)."""
+        return self.add(*indices(shape, tile, device), shape, dtype)
+
+    def dense(
+        self, shape: Shape, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """The whole bias as a float tensor that broadcasts to (B, H, T, S)."""
+        self.check(shape)
+        return self.block(shape, Tile(0, shape.T, 0, shape.S), torch.device(device), dtype)
+
+    def at(self, queries: Tensor, keys: Tensor | None = None) -> Bias:
+        """The same bias with given positions of the queries, (T,) or (B, T), and of the keys."""
+        return BiasAt(self, queries, keys)
+
+    def __add__(self, other: Bias) -> Bias:
+        return Sum(self, other) if isinstance(other, Bias) else NotImplemented
+
+
+@dataclass(frozen=True, eq=False)
+class ALiBi(Bias):
+    """-slope · |i - j|: each head forgets with distance at its own rate.
+
+    `ALiBi(n_heads)` takes the published slopes; `ALiBi(slopes=t)` takes (H,) given ones, learned if
+    they ask for it.
+    """
+
+    n_heads: int | None = None
+    slopes: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
+    relative = True
+    hides = False
+
+    def __post_init__(self) -> None:
+        if (self.n_heads is None) == (self.slopes is None):
+            raise ValueError(
+                "ALiBi takes either the number of heads or slopes=(H,), one of the two"
+            )
+        if self.slopes is None:
+            assert self.n_heads is not None
+            object.__setattr__(self, "slopes", alibi_slopes(self.n_heads))
+            object.__setattr__(self, "n_heads", None)
+        check_float("slopes", self.slopes)
+        if self.slopes.dim() != 1:
+            raise ValueError(f"slopes must have one axis (H), got shape {tuple(self.slopes.shape)}")
+
+    def check(self, shape: Shape) -> None:
+        if self.slopes.shape[0] != shape.H:
+            raise ValueError(
+                f"ALiBi has {self.slopes.shape[0]} slopes, but q has H={shape.H} heads"
+            )
+
+    def leaves(self) -> list[Tensor]:
+        return [self.slopes]
+
+    def add(
+        self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
+    ) -> Tensor:
+        return self.slopes.to(device=h.device, dtype=dtype)[h] * -(i - j).abs().to(dtype)
+
+    def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
+        far = (i - j).abs().to(grad_bhts.dtype)
+        return [-(grad_bhts * far).sum((0, 2, 3))]
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeTable(Bias):
+    """T5's bias: a number for each bucket of distances and each head; `table` is (n_buckets, H)."""
+
+    table: Tensor
+    bidirectional: bool = True
+    max_distance: int = 128
+    relative = True
+
+    def __post_init__(self) -> None:
+        check_float("table", self.table)
+        if self.table.dim() != 2:
+            raise ValueError(f"table must be (n_buckets, H), got shape {tuple(self.table.shape)}")
+        check_buckets(self.table.shape[0], self.bidirectional, self.max_distance)
+
+    def check(self, shape: Shape) -> None:
+        if self.table.shape[1] != shape.H:
+            raise ValueError(
+                f"table must be (n_buckets, H) with H={shape.H}, got {tuple(self.table.shape)}"
+            )
+
+    def leaves(self) -> list[Tensor]:
+        return [self.table]
+
+    def _bucket(self, i: Tensor, j: Tensor) -> Tensor:
+        return t5_bucket(j - i, self.bidirectional, self.table.shape[0], self.max_distance)
+
+    def add(
+        self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
+    ) -> Tensor:
+        return self.table.to(device=h.device, dtype=dtype)[self._bucket(i, j), h]
+
+    def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
+        bucket_b1ts = self._bucket(i, j)[(None,) * (4 - (i - j).dim())]
+        grad_bhts = grad_bhts.sum_to_size(bucket_b1ts.shape[0], *grad_bhts.shape[1:])
+        grad_nh = grad_bhts.movedim(1, -1).flatten(0, -2)
+        zero = torch.zeros_like(self.table, dtype=grad_bhts.dtype, device=grad_bhts.device)
+        return [zero.index_add(0, bucket_b1ts.reshape(-1), grad_nh)]
+
+
+@dataclass(frozen=True, eq=False)
+class DenseBias(Bias):
+    """Any bias, given whole: a float tensor that broadcasts to (B, H, T, S)."""
+
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Tensor):
+            raise TypeError(f"a bias must be a float tensor, got {type(self.values).__name__}")
+        if self.values.dtype == torch.bool:
+            raise TypeError("a bool tensor is a mask, not a bias: mask=Dense(t), True = may look")
+        check_float("bias", self.values)
+
+    def check(self, shape: Shape) -> None:
+        check_broadcast("bias", self.values, shape)
+
+    def leaves(self) -> list[Tensor]:
+        return [self.values]
+
+    def add(
+        self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
+    ) -> Tensor:
+        return lowest_as_inf(pick_broadcast(self.values, (b, h, i - shape.offset, j)), dtype)
+
+    def block(self, shape: Shape, tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor:
+        return lowest_as_inf(cut(self.values, tile).to(device), dtype)
+
+    def grad_block(self, grad_bhts: Tensor, shape: Shape, tile: Tile) -> list[Tensor]:
+        return [grad_bhts.sum_to_size(cut(self._four(), tile).shape)]
+
+    def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
+        raise AssertionError("a dense bias has no positions")
+
+    def _four(self) -> Tensor:
+        return self.values[(None,) * (4 - self.values.dim())]
+
+    def grad_join(self, blocks: dict[Tile, list[Tensor]], shape: Shape) -> list[Tensor]:
+        rows: dict[tuple[int, int], list[Tensor]] = {}
+        for tile, (part,) in sorted(blocks.items()):
+            rows.setdefault((tile.t0, tile.t1), []).append(part)
+        if not rows:
+            return [torch.zeros_like(self.values)]
+        four = self._four()
+        bands = [merge(parts, -1, four.shape[-1] == 1) for parts in rows.values()]
+        return [merge(bands, -2, four.shape[-2] == 1).reshape(self.values.shape).to(self.values)]
+
+
+@dataclass(frozen=True, eq=False)
+class BiasAt(Bias):
+    """A bias with positions given, as a cache has them: of the queries, and of the keys."""
+
+    rule: Bias
+    queries: Tensor
+    keys: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not self.rule.relative:
+            raise ValueError(
+                f"{type(self.rule).__name__} speaks of rows and keys as they lie in memory, "
+                "not of positions"
+            )
+        check_counts("queries", self.queries)
+        if self.keys is not None:
+            check_counts("keys", self.keys)
+
+    def check(self, shape: Shape) -> None:
+        check_axis("queries", self.queries, "T", shape)
+        if self.keys is not None:
+            check_axis("keys", self.keys, "S", shape)
+        self.rule.check(shape)
+
+    @property
+    def hides(self) -> bool:  # type: ignore[override]
+        return self.rule.hides
+
+    def leaves(self) -> list[Tensor]:
+        return self.rule.leaves()
+
+    def add(
+        self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
+    ) -> Tensor:
+        return self.rule.add(b, h, *self._positions(b, i, j, shape), shape, dtype)
+
+    def _positions(self, b: Tensor, i: Tensor, j: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        place = pick_axis(self.queries, b, i - shape.offset)
+        return place, j if self.keys is None else pick_axis(self.keys, b, j)
+
+    def grad_block(self, grad_bhts: Tensor, shape: Shape, tile: Tile) -> list[Tensor]:
+        b, _, i, j = indices(shape, tile, grad_bhts.device)
+        return self.rule.grad_at(grad_bhts, *self._positions(b, i, j, shape))
+
+    def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
+        raise AssertionError("positions are given once")
+
+
+@dataclass(frozen=True, eq=False)
+class Sum(Bias):
+    """Two biases added."""
+
+    one: Bias
+    other: Bias
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]
+        return self.one.relative and self.other.relative
+
+    @property
+    def hides(self) -> bool:  # type: ignore[override]
+        return self.one.hides or self.other.hides
+
+    def check(self, shape: Shape) -> None:
+        self.one.check(shape)
+        self.other.check(shape)
+
+    def leaves(self) -> list[Tensor]:
+        return self.one.leaves() + self.other.leaves()
+
+    def add(
+        self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
+    ) -> Tensor:
+        return self.one.add(b, h, i, j, shape, dtype) + self.other.add(b, h, i, j, shape, dtype)
+
+    def block(self, shape: Shape, tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor:
+        one, other = (x.block(shape, tile, device, dtype) for x in (self.one, self.other))
+        return one + other
+
+    def grad_block(self, grad_bhts: Tensor, shape: Shape, tile: Tile) -> list[Tensor]:
+        return self.one.grad_block(grad_bhts, shape, tile) + self.other.grad_block(
+            grad_bhts, shape, tile
+        )
+
+    def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
+        return self.one.grad_at(grad_bhts, i, j) + self.other.grad_at(grad_bhts, i, j)
+
+    def grad_join(self, blocks: dict[Tile, list[Tensor]], shape: Shape) -> list[Tensor]:
+        n = len(self.one.leaves())
+        first = {tile: parts[:n] for tile, parts in blocks.items()}
+        second = {tile: parts[n:] for tile, parts in blocks.items()}
+        return self.one.grad_join(first, shape) + self.other.grad_join(second, shape)
+
+
+def merge(parts: Sequence[Tensor], axis: int, shared: bool) -> Tensor:
+    """Parts side by side along an axis, or their sum where all tiles share one entry."""
+    return torch.stack(list(parts)).sum(0) if shared else torch.cat(list(parts), axis)
+
+
+def lowest_as_inf(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values in another type, with the lowest numbers of their own type read as -inf.
+
+    Numbers at or below bfloat16's lowest count too, since masks made in bfloat16 are often widened.
+    """
+    floor = max(torch.finfo(values.dtype).min, torch.finfo(torch.bfloat16).min)
+    return values.to(dtype).masked_fill(values <= floor, -math.inf)
+
+
+def alibi_slopes(n_heads: int) -> Tensor:
+    """The published slopes, (H,) float32: 2^(-8/n), its square, its cube, ... for n a power of two.
+
+    Other counts take those of the next lower power of two, then every second one of the next
+    higher.
+    """
+    if n_heads < 1:
+        raise ValueError(f"n_heads must be at least 1, got {n_heads}")
+    lower = 2 ** int(math.log2(n_heads))
+    slopes = [2 ** (-8 * (k + 1) / lower) for k in range(lower)]
+    slopes += [2 ** (-4 * (2 * k + 1) / lower) for k in range(n_heads - lower)]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+def check_buckets(n_buckets: int, bidirectional: bool, max_distance: int) -> None:
+    """Refuse counts from which T5's buckets cannot be made."""
+    exact = n_buckets // (4 if bidirectional else 2)
+    if exact < 1 or max_distance <= exact:
+        raise ValueError(
+            f"n_buckets={n_buckets} and max_distance={max_distance} make no buckets: expected "
+            f"at least {4 if bidirectional else 2} buckets and a max_distance above {max(exact, 1)}"
+        )
+
+
+def t5_bucket(
+    distance: Tensor, bidirectional: bool = True, n_buckets: int = 32, max_distance: int = 128
+) -> Tensor:
+    """The bucket of each distance j - i: one each for near ones, then by logarithm.
+
+    With `bidirectional` the upper half of the buckets is for later keys; without, later keys share
+    bucket 0.
+    """
+    check_buckets(n_buckets, bidirectional, max_distance)
+    side = torch.zeros_like(distance)
+    if bidirectional:
+        n_buckets //= 2
+        side = (distance > 0).to(distance.dtype) * n_buckets
+        far = distance.abs()
+    else:
+        far = (-distance).clamp(min=0)
+    exact = n_buckets // 2
+    # The same order of float32 operations as the original, so that edges of buckets fall alike.
+    ratio = torch.log(far.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    log_bucket = exact + (ratio * (n_buckets - exact)).to(distance.dtype)
+    return side + torch.where(far < exact, far, log_bucket.clamp(max=n_buckets - 1))

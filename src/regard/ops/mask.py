@@ -1,0 +1,304 @@
+"""Masks are values: each says once which query may look at which key, and every rendering follows.
+
+The one definition is `allows(b, h, i, j, shape)`, a claim about indices that works on any
+broadcastable integer tensors. From it come the dense tensor (`dense`, `block`) and the
+FlexAttention function (`flex`). Where more is known, a mask also tells
+- `interval`: the keys of each row as one run lo..hi, when they are one run (padding, windows,
+causal);
+- `bounds`: for a grid of tiles, which may hold a visible pair and which hold only visible pairs, so
+that whole tiles are skipped or left unmasked (`tiles` gives the empty / mixed / full picture);
+- `is_causal_flag`: whether torch's `is_causal` flag means exactly this.
+
+Letters: B batch, H heads, T queries, S keys; b, h, i, j indices. Position: the last query sits on
+the last key, so query row t has position i = t + S - T. True means: this query may look at this
+key.
+
+The masks themselves are in `patterns.py`; here is what a mask is and how masks are joined. Left
+out: masks that depend on the values of q or k.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard._check import readable
+from regard.ops.shape import (
+    Bools,
+    Ints,
+    Shape,
+    Tile,
+    check_axis,
+    check_counts,
+    indices,
+    pick_axis,
+    positions,
+    spans,
+)
+
+
+class Box(NamedTuple):
+    """A grid of tiles by the first and last position of each: (rows, 1) and (1, columns)."""
+
+    i_lo: Ints
+    i_hi: Ints
+    j_lo: Ints
+    j_hi: Ints
+    shape: Shape
+
+
+class Bounds(NamedTuple):
+    """Per tile: may it hold a visible pair, and are surely all its pairs visible."""
+
+    maybe: Bools
+    surely: Bools
+
+
+class Mask(ABC):
+    """What may be looked at. Join masks with `&`, `|`, `~`."""
+
+    relative = False
+    """Whether the claim depends on i - j alone (then one band of the matrix tells all of it)."""
+    positional = False
+    """Whether the claim speaks of positions only, so that `at` can give it other ones."""
+    sees_itself = False
+    """Whether every query that sits on a key may look at that key, at any shape."""
+
+    @abstractmethod
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        """Whether the query at position i may look at the key at position j (broadcast)."""
+
+    def check(self, shape: Shape) -> None:  # noqa: B027 - most masks fit every shape
+        """Raise ValueError when the mask cannot be applied to this shape."""
+
+    def bounds(self, box: Box) -> Bounds:
+        """What is known of each tile without looking into it; knowing nothing is always right."""
+        grid = (box.i_lo.shape[0], box.j_lo.shape[1])
+        return Bounds(np.ones(grid, np.bool_), np.zeros(grid, np.bool_))
+
+    def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
+        """First and past-the-last key of the rows at positions i (1 or B, T), if one run."""
+        return None
+
+    def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
+        """The mask inside one tile, a bool tensor that broadcasts to (B, H, t, s)."""
+        if self.relative:
+            # Samples and heads do not matter to it, so that any index stands for theirs.
+            i, j = positions(shape, tile, device)
+            return self.allows(i, i, i, j, shape)
+        return self.allows(*indices(shape, tile, device), shape)
+
+    def dense(self, shape: Shape, device: torch.device | str = "cpu") -> Tensor:
+        """The whole mask as a bool tensor that broadcasts to (B, H, T, S)."""
+        self.check(shape)
+        return self.block(shape, Tile(0, shape.T, 0, shape.S), torch.device(device))
+
+    def flex(self, shape: Shape) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The mask as FlexAttention's `mask_mod`, a claim about single indices (t is a row)."""
+        self.check(shape)
+        return lambda b, h, t, j: self.allows(b, h, t + shape.offset, j, shape)
+
+    def tiles(self, shape: Shape, height: int, width: int) -> Tensor:
+        """A picture of the matrix in tiles: 0 empty, 1 mixed, 2 full; mixed when not known."""
+        self.check(shape)
+        known = tile_bounds(self, shape, edges(shape.T, height), edges(shape.S, width))
+        return torch.from_numpy(known.maybe.astype(np.int8) + (known.maybe & known.surely))
+
+    def is_causal_flag(self, shape: Shape) -> bool:
+        """Whether torch's `is_causal=True` means exactly this mask at this shape."""
+        return False
+
+    def hides_nothing(self, shape: Shape) -> bool:
+        """Whether every query sees every key at this shape, as far as can be told at once."""
+        return False
+
+    def at(self, queries: Tensor, keys: Tensor | None = None) -> Mask:
+        """The same rule with given positions; a key at a negative position is empty."""
+        if not self.positional:
+            raise ValueError(
+                f"{type(self).__name__} speaks of rows and keys as they lie in memory, not of "
+                "positions; give positions to the other part and join: mask.at(queries, keys) & "
+                f"{type(self).__name__}(...)"
+            )
+        return At(self, queries, keys)
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a mask has no truth value; join masks with & | ~, not with and / or / not")
+
+
+@dataclass(frozen=True, eq=False)
+class At(Mask):
+    """A rule with positions given: of the queries, (T,) or (B, T), and of the keys, (S,) or (B, S).
+
+    This is how a cache speaks: the slot where a key lies is not where it stands in the text. A key
+    at a negative position is an empty slot, which nobody sees.
+    """
+
+    rule: Mask
+    queries: Tensor
+    keys: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_counts("queries", self.queries)
+        if self.keys is not None:
+            check_counts("keys", self.keys)
+
+    def check(self, shape: Shape) -> None:
+        check_axis("queries", self.queries, "T", shape)
+        if self.keys is not None:
+            check_axis("keys", self.keys, "S", shape)
+        self.rule.check(shape)
+
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        place = pick_axis(self.queries, b, i - shape.offset)
+        if self.keys is None:
+            return self.rule.allows(b, h, place, j, shape._replace(T=shape.S))
+        stands = pick_axis(self.keys, b, j)
+        return self.rule.allows(b, h, place, stands, shape._replace(T=shape.S)) & (stands >= 0)
+
+    def bounds(self, box: Box) -> Bounds:
+        keys = self.keys
+        if not readable(self.queries, keys) or not self.queries.numel() or not box.shape.S:
+            return super().bounds(box)
+        rows = (box.i_lo[:, 0] - box.shape.offset, box.i_hi[:, 0] - box.shape.offset)
+        i_lo, i_hi = spans(self.queries, *rows)
+        j_lo, j_hi = (box.j_lo, box.j_hi) if keys is None else spans(keys, box.j_lo[0], box.j_hi[0])
+        j_lo, j_hi = j_lo.min(0)[None], j_hi.max(0)[None]
+        inner = box.shape._replace(T=box.shape.S)
+        known = self.rule.bounds(Box(i_lo.min(0)[:, None], i_hi.max(0)[:, None], j_lo, j_hi, inner))
+        return Bounds(known.maybe & (j_hi >= 0), known.surely & (j_lo >= 0))
+
+    def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
+        if self.keys is not None:
+            return None
+        place = self.queries.to(i)
+        return self.rule.interval(
+            place if place.dim() == 2 else place[None], shape._replace(T=shape.S)
+        )
+
+
+class _Joined(Mask):
+    """What And, Or and Not share: they check their parts and keep what all parts keep."""
+
+    def parts(self) -> tuple[Mask, ...]:
+        raise NotImplementedError
+
+    @property
+    def relative(self) -> bool:  # type: ignore[override]
+        return all(part.relative for part in self.parts())
+
+    @property
+    def positional(self) -> bool:  # type: ignore[override]
+        return all(part.positional for part in self.parts())
+
+    @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return all(part.sees_itself for part in self.parts())
+
+    def check(self, shape: Shape) -> None:
+        for part in self.parts():
+            part.check(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class And(_Joined):
+    """Both masks allow it."""
+
+    one: Mask
+    other: Mask
+
+    def parts(self) -> tuple[Mask, ...]:
+        return self.one, self.other
+
+    def hides_nothing(self, shape: Shape) -> bool:
+        return self.one.hides_nothing(shape) and self.other.hides_nothing(shape)
+
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        return self.one.allows(b, h, i, j, shape) & self.other.allows(b, h, i, j, shape)
+
+    def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
+        return self.one.block(shape, tile, device) & self.other.block(shape, tile, device)
+
+    def bounds(self, box: Box) -> Bounds:
+        one, other = self.one.bounds(box), self.other.bounds(box)
+        return Bounds(one.maybe & other.maybe, one.surely & other.surely)
+
+    def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
+        one, other = self.one.interval(i, shape), self.other.interval(i, shape)
+        if one is None or other is None:
+            return None
+        return torch.maximum(one[0], other[0]), torch.minimum(one[1], other[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Or(_Joined):
+    """One of the masks, or both, allow it."""
+
+    one: Mask
+    other: Mask
+
+    def parts(self) -> tuple[Mask, ...]:
+        return self.one, self.other
+
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        return self.one.allows(b, h, i, j, shape) | self.other.allows(b, h, i, j, shape)
+
+    def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
+        return self.one.block(shape, tile, device) | self.other.block(shape, tile, device)
+
+    def bounds(self, box: Box) -> Bounds:
+        one, other = self.one.bounds(box), self.other.bounds(box)
+        return Bounds(one.maybe | other.maybe, one.surely | other.surely)
+
+
+@dataclass(frozen=True, eq=False)
+class Not(_Joined):
+    """The mask does not allow it."""
+
+    rule: Mask
+
+    sees_itself = False
+
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.rule,)
+
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        return ~self.rule.allows(b, h, i, j, shape)
+
+    def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
+        return ~self.rule.block(shape, tile, device)
+
+    def bounds(self, box: Box) -> Bounds:
+        known = self.rule.bounds(box)
+        return Bounds(~known.surely, ~known.maybe)
+
+
+def tile_bounds(mask: Mask | None, shape: Shape, t_edges: Ints, s_edges: Ints) -> Bounds:
+    """Bounds of the tiles between consecutive edges; no mask means that every tile is full."""
+    grid = (len(t_edges) - 1, len(s_edges) - 1)
+    if mask is None:
+        return Bounds(np.ones(grid, np.bool_), np.ones(grid, np.bool_))
+    i, j = t_edges + shape.offset, s_edges
+    box = Box(i[:-1, None], i[1:, None] - 1, j[None, :-1], j[None, 1:] - 1, shape)
+    known = mask.bounds(box)
+    return Bounds(np.broadcast_to(known.maybe, grid), np.broadcast_to(known.surely, grid))
+
+
+def edges(size: int, step: int) -> Ints:
+    """0, step, 2 step, ... size: where tiles of one axis begin and end."""
+    return np.append(np.arange(0, size, max(step, 1)), size).astype(np.int64)

@@ -1,0 +1,308 @@
+"""The masks: causal, window, padding, packing, prefix, and any given whole.
+
+Each is a small value with one claim (`allows`) and what can be told of it without looking at every
+pair (`bounds`, `interval`); `mask.py` says what these mean and how masks are joined. `True` means:
+may look.
+
+Letters: B batch, H heads, T queries, S keys; positions i of queries and j of keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard._check import readable
+from regard.ops.mask import Bounds, Box, Mask
+from regard.ops.shape import (
+    Shape,
+    Tile,
+    check_axis,
+    check_batch,
+    check_broadcast,
+    check_counts,
+    count_pairs,
+    cut,
+    pick_axis,
+    pick_batch,
+    pick_broadcast,
+    spans,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(Mask):
+    """No query looks at a later key.
+
+    `align="end"`: the last query sits on the last key, whatever the lengths (the house convention).
+    `align="start"`: the first query sits on the first key (torch's `is_causal`).
+    """
+
+    align: str = "end"
+    relative = True
+    positional = True
+
+    @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return self.align == "end"
+
+    def __post_init__(self) -> None:
+        if self.align not in ("end", "start"):
+            raise ValueError(f'align must be "end" or "start", got {self.align!r}')
+
+    def _shift(self, shape: Shape) -> int:
+        return 0 if self.align == "end" else shape.offset
+
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        return j <= i - self._shift(shape)
+
+    def bounds(self, box: Box) -> Bounds:
+        shift = self._shift(box.shape)
+        return Bounds(box.j_lo <= box.i_hi - shift, box.j_hi <= box.i_lo - shift)
+
+    def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(i), i - self._shift(shape) + 1
+
+    def is_causal_flag(self, shape: Shape) -> bool:
+        return shape.T == shape.S or self.align == "start"
+
+    def hides_nothing(self, shape: Shape) -> bool:
+        return shape.T == 1 and self.align == "end"
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Mask):
+    """Keys i - left .. i + right, the query's own key not counted; None leaves that side open."""
+
+    left: int | None
+    right: int | None
+    relative = True
+    positional = True
+    sees_itself = True
+
+    def __post_init__(self) -> None:
+        for name, side in (("left", self.left), ("right", self.right)):
+            if side is not None and (not isinstance(side, int) or side < 0):
+                raise ValueError(
+                    f"{name} must be None (open) or a whole number from 0 (itself only) on, "
+                    f"got {side!r}"
+                )
+
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        seen = j == j if self.left is None else j >= i - self.left
+        return seen if self.right is None else seen & (j <= i + self.right)
+
+    def hides_nothing(self, shape: Shape) -> bool:
+        behind = self.left is None or self.left >= shape.S - 1
+        return behind and (self.right is None or self.right >= shape.T - 1)
+
+    def bounds(self, box: Box) -> Bounds:
+        nearest, farthest = box.j_lo - box.i_hi, box.j_hi - box.i_lo
+        maybe = np.ones(nearest.shape, np.bool_)
+        surely = maybe.copy()
+        if self.left is not None:
+            maybe, surely = maybe & (farthest >= -self.left), surely & (nearest >= -self.left)
+        if self.right is not None:
+            maybe, surely = maybe & (nearest <= self.right), surely & (farthest <= self.right)
+        return Bounds(maybe, surely)
+
+    def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        lo = torch.zeros_like(i) if self.left is None else i - self.left
+        hi = torch.full_like(i, shape.S) if self.right is None else i + self.right + 1
+        return lo, hi
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths(Mask):
+    """Padding: of each sample only `lengths[b]` keys are real.
+
+    `side` names where the padding lies: "right" (the first keys are real) or "left" (the last).
+    """
+
+    lengths: Tensor
+    side: str = "right"
+
+    def __post_init__(self) -> None:
+        check_counts("lengths", self.lengths)
+        if self.lengths.dim() != 1:
+            raise ValueError(f"lengths must have one axis (B), got {tuple(self.lengths.shape)}")
+        if self.side not in ("right", "left"):
+            raise ValueError(f'side must be "right" or "left", got {self.side!r}')
+
+    def check(self, shape: Shape) -> None:
+        check_batch("lengths", self.lengths, shape)
+        # On another device reading the values would stop the stream.
+        if self.lengths.device.type == "cpu" and readable(self.lengths) and self.lengths.numel():
+            values = self.lengths.tolist()
+            low, high = min(values), max(values)
+            if low < 0 or high > shape.S:
+                raise ValueError(
+                    f"lengths must lie between 0 and S={shape.S}, got values from {low} to {high}"
+                )
+
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        count = pick_batch(self.lengths, b)
+        return j < count if self.side == "right" else j >= shape.S - count
+
+    def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
+        j = torch.arange(tile.s0, tile.s1, device=device)
+        count = self.lengths.to(device, torch.int64).view(-1, 1, 1, 1)
+        return j < count if self.side == "right" else j >= shape.S - count
+
+    def bounds(self, box: Box) -> Bounds:
+        if not readable(self.lengths) or not self.lengths.numel():
+            return super().bounds(box)
+        low, high = int(self.lengths.min()), int(self.lengths.max())
+        if self.side == "right":
+            maybe, surely = box.j_lo < high, box.j_hi < low
+        else:
+            maybe, surely = box.j_hi >= box.shape.S - high, box.j_lo >= box.shape.S - low
+        rows = np.ones(box.i_lo.shape, np.bool_)
+        return Bounds(maybe & rows, surely & rows)
+
+    def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        count = self.lengths.to(device=i.device, dtype=i.dtype)[:, None]
+        lo = torch.zeros_like(count) if self.side == "right" else shape.S - count
+        rows = torch.zeros_like(i)
+        return lo + rows, lo + count + rows
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix(Mask):
+    """Every query sees the first n keys: `Causal() | Prefix(n)` is a prefix language model."""
+
+    n: int | Tensor
+    positional = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.n, Tensor):
+            check_counts("n", self.n)
+        elif not isinstance(self.n, int) or self.n < 0:
+            raise ValueError(
+                f"n must be a whole number from 0 on, or one a sample (B,), got {self.n!r}"
+            )
+
+    def check(self, shape: Shape) -> None:
+        if isinstance(self.n, Tensor):
+            check_batch("n", self.n, shape)
+
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        return j < (pick_batch(self.n, b) if isinstance(self.n, Tensor) else self.n)
+
+    def bounds(self, box: Box) -> Bounds:
+        low = high = self.n
+        if isinstance(self.n, Tensor):
+            if not readable(self.n) or not self.n.numel():
+                return super().bounds(box)
+            low, high = int(self.n.min()), int(self.n.max())
+        rows = np.ones(box.i_lo.shape, np.bool_)
+        return Bounds((box.j_lo < high) & rows, (box.j_hi < low) & rows)
+
+    def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        n = self.n.to(i)[:, None] if isinstance(self.n, Tensor) else self.n
+        lo = torch.zeros_like(i)
+        return lo, torch.clamp(lo + n, max=shape.S)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Mask):
+    """Packing: a query sees only keys of its own document.
+
+    `ids` names the document of each key, (S,) or (B, S). A query has the id of the key it sits on,
+    or its own from `query_ids`, (T,) or (B, T).
+    """
+
+    ids: Tensor
+    query_ids: Tensor | None = None
+
+    @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return self.query_ids is None
+
+    def __post_init__(self) -> None:
+        for name, ids in (("ids", self.ids), ("query_ids", self.query_ids)):
+            if ids is None:
+                continue
+            check_counts(name, ids)
+            if ids.dim() not in (1, 2):
+                raise ValueError(f"{name} must be (S,) or (B, S), got shape {tuple(ids.shape)}")
+
+    def check(self, shape: Shape) -> None:
+        check_axis("ids", self.ids, "S", shape)
+        if self.query_ids is not None:
+            check_axis("query_ids", self.query_ids, "T", shape)
+        elif shape.T > shape.S:
+            raise ValueError(
+                f"Documents needs query_ids when there are more queries (T={shape.T}) than keys "
+                f"(S={shape.S}): a query takes the id of the key it sits on"
+            )
+
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        keys = pick_axis(self.ids, b, j)
+        if self.query_ids is None:
+            return pick_axis(self.ids, b, i) == keys
+        return pick_axis(self.query_ids, b, i - shape.offset) == keys
+
+    def bounds(self, box: Box) -> Bounds:
+        queries = self.ids if self.query_ids is None else self.query_ids
+        if not readable(self.ids, queries) or not self.ids.numel() or not queries.numel():
+            return super().bounds(box)
+        shift = 0 if self.query_ids is None else box.shape.offset
+        q_lo, q_hi = spans(queries, box.i_lo[:, 0] - shift, box.i_hi[:, 0] - shift)
+        k_lo, k_hi = spans(self.ids, box.j_lo[0], box.j_hi[0])
+        q_lo, q_hi, k_lo, k_hi = q_lo[:, :, None], q_hi[:, :, None], k_lo[:, None], k_hi[:, None]
+        overlap = (q_lo <= k_hi) & (k_lo <= q_hi)
+        one = (q_lo == q_hi) & (k_lo == k_hi) & (q_lo == k_lo)
+        return Bounds(np.asarray(overlap.any(0)), np.asarray(one.all(0)))
+
+    def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
+        if self.query_ids is not None or not readable(self.ids) or not self.ids.numel():
+            return None
+        ids = self.ids.cpu().numpy()
+        ids = ids[None] if ids.ndim == 1 else ids
+        lo, hi = np.zeros_like(ids, np.int64), np.zeros_like(ids, np.int64)
+        for row, (starts, ends) in zip(ids, zip(lo, hi, strict=True), strict=True):
+            edges = np.flatnonzero(np.diff(row)) + 1
+            first, past = np.r_[0, edges], np.r_[edges, len(row)]
+            if len(np.unique(row[first])) != len(first):
+                return None
+            starts[:], ends[:] = np.repeat(first, past - first), np.repeat(past, past - first)
+        rows = slice(shape.offset, None)
+        return torch.from_numpy(lo[:, rows]).to(i), torch.from_numpy(hi[:, rows]).to(i)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """Any mask, given whole: a bool tensor that broadcasts to (B, H, T, S)."""
+
+    seen: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.seen, Tensor) or self.seen.dtype != torch.bool:
+            kind = self.seen.dtype if isinstance(self.seen, Tensor) else type(self.seen)
+            raise TypeError(
+                "a mask must be a bool tensor (True = this query may look at this key), "
+                f"got {kind}; a float tensor added to the scores is a bias: bias=DenseBias(t)"
+            )
+
+    def check(self, shape: Shape) -> None:
+        check_broadcast("mask", self.seen, shape)
+
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        return pick_broadcast(self.seen, (b, h, i - shape.offset, j))
+
+    def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
+        return cut(self.seen.to(device), tile)
+
+    def bounds(self, box: Box) -> Bounds:
+        if not readable(self.seen) or not self.seen.numel():
+            return super().bounds(box)
+        seen = self.seen.cpu()
+        seen = seen.expand(*(1,) * (4 - seen.dim()), *seen.shape).flatten(0, 1)
+        some, every = seen.any(0).numpy(), seen.all(0).numpy()
+        t0, t1 = box.i_lo[:, 0] - box.shape.offset, box.i_hi[:, 0] - box.shape.offset + 1
+        edges = (t0, t1, box.j_lo[0], box.j_hi[0] + 1)
+        return Bounds(count_pairs(some, *edges) > 0, count_pairs(~every, *edges) == 0)

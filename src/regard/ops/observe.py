@@ -1,0 +1,162 @@
+"""Answering `Wants`: once from the whole matrix (`by_reference`), once in tiles (`by_tiles`).
+
+Both give the same record. The reference builds the matrix and reads every answer off it; the tiles
+never do.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.ops import reference
+from regard.ops.blockwise import Ask, no_key
+from regard.ops.blockwise_op import run_blockwise
+from regard.ops.rule import Rule
+from regard.ops.shape import Shape, Tile
+from regard.ops.wants import (
+    Observation,
+    Peak,
+    Received,
+    SparseRows,
+    Top,
+    Wants,
+    without_gradient,
+)
+from regard.ops.weight_stats import Weights, overlap, pool, visible
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+Drop = tuple[float, Tensor | None]
+
+
+def by_tiles(
+    inputs: Inputs,
+    rule: Rule,
+    sinks: Tensor | None,
+    drop: Drop,
+    wants: Wants,
+) -> Observation:
+    """Every want but `weights`, in O(T + S) extra memory."""
+    q, k, _ = inputs
+    ask = Ask(entropy=wants.entropy, peak=wants.peak, distance=wants.distance)
+    rows = run_blockwise(inputs, rule, sinks, drop, ask, key_sets(wants))
+    answers: dict[str, Any] = {
+        "lse": rows.lse if wants.lse else None,
+        "entropy": rows.entropy if wants.entropy else None,
+        "peak": Peak(rows.peak, rows.peak_key) if wants.peak else None,
+        "distance": rows.distance if wants.distance else None,
+        "mass": rows.mass if wants.mass is not None else None,
+    }
+    if wants.second_pass():
+        with torch.no_grad():
+            sums = (rows.top.detach(), rows.denominator.detach())
+            answers |= Weights(q.detach(), k.detach(), rule, *sums).tell(wants)
+    return refusing_gradients(Observation(rows.output, **answers), rows.lse)
+
+
+def by_reference(
+    inputs: Inputs,
+    rule: Rule,
+    sinks: Tensor | None,
+    drop: Drop,
+    wants: Wants,
+) -> Observation:
+    """Every want, read off the whole matrix."""
+    q, k, v = inputs
+    scores, shape = reference.score(q, k, rule), rule.shape
+    p = reference.weigh(scores, rule, sinks)
+    output = reference.mix(p, scores, v, rule, drop).to(q.dtype)
+    lse = reference.log_sum(scores, sinks) if wants.lse else None
+    seen = visible(rule, Tile(0, shape.T, 0, shape.S), False, p.device)
+    masses = key_sets(wants)
+    answers: dict[str, Any] = {
+        "lse": lse,
+        "entropy": entropy_of(p) if wants.entropy else None,
+        "peak": peak_of(p, seen) if wants.peak else None,
+        "distance": distance_of(p, shape) if wants.distance else None,
+        "mass": None if masses is None else (p @ masses[:, None, :, None].to(p.dtype))[..., 0],
+        "received": Received(p.sum(2), seen.to(p).sum(2)) if wants.received else None,
+        "top": None if wants.top is None else top_of(p, seen, wants.top),
+        "above": None if wants.above is None else above_of(p, wants.above, shape),
+        "map": None if wants.map is None else map_of(p, wants, shape),
+        "rows": None if wants.rows is None else p[:, :, list(wants.rows)],
+        "weights": p if wants.weights else None,
+    }
+    return refusing_gradients(Observation(output, **answers), p)
+
+
+def key_sets(wants: Wants) -> Tensor | None:
+    """The keys whose mass is wanted, as (B or 1, S)."""
+    return wants.mass[None] if wants.mass is not None and wants.mass.dim() == 1 else wants.mass
+
+
+def refusing_gradients(seen: Observation, anchor: Tensor) -> Observation:
+    """The record, in which what has no gradient says so when one is asked for."""
+
+    def guard(value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            return without_gradient(value, anchor, name) if value.is_floating_point() else value
+        if isinstance(value, Shape):
+            return value
+        parts = {part.name: guard(getattr(value, part.name), name) for part in fields(value)}
+        return replace(value, **parts)
+
+    names = ("peak", "distance", "mass", "received", "top", "above", "map", "rows")
+    held = {name: getattr(seen, name) for name in names}
+    guarded = {name: guard(value, name) for name, value in held.items() if value is not None}
+    return replace(seen, **guarded)
+
+
+def entropy_of(p_bhts: Tensor) -> Tensor:
+    """-Σ p log p of each row; a weight of 0 adds 0 and passes no gradient."""
+    return 0.0 - (p_bhts * p_bhts.masked_fill(p_bhts == 0, 1.0).log()).sum(-1)
+
+
+def peak_of(p_bhts: Tensor, seen_bhts: Tensor) -> Peak:
+    """The largest weight of each row and its key."""
+    if not p_bhts.shape[-1]:
+        none = p_bhts.new_zeros(p_bhts.shape[:-1])
+        return Peak(none, none.long() - 1)
+    weight, key = p_bhts.masked_fill(~seen_bhts, -1.0).max(-1)
+    return Peak(weight.clamp(min=0.0), no_key(key.masked_fill(weight < 0, -1), weight))
+
+
+def distance_of(p_bhts: Tensor, shape: Shape) -> Tensor:
+    """The mean of i - j under the weights."""
+    i = torch.arange(shape.T, device=p_bhts.device)[:, None] + shape.offset
+    return (p_bhts * (i - torch.arange(shape.S, device=p_bhts.device)).to(p_bhts.dtype)).sum(-1)
+
+
+def top_of(p_bhts: Tensor, seen_bhts: Tensor, k: int) -> Top:
+    """The k largest weights of each row, padded with weight 0 and key -1."""
+    weight, key = p_bhts.masked_fill(~seen_bhts, -1.0).topk(min(k, p_bhts.shape[-1]), -1)
+    lack = k - weight.shape[-1]
+    weight, key = (torch.nn.functional.pad(x, (0, lack), value=-1) for x in (weight, key))
+    spoiled = p_bhts.isnan().any(-1, keepdim=True)
+    key = key.masked_fill((weight < 0) | spoiled, -1)
+    return Top(weight.clamp(min=0.0).masked_fill(spoiled, math.nan), key)
+
+
+def above_of(p_bhts: Tensor, threshold: float, shape: Shape) -> SparseRows:
+    """Every weight of at least the threshold."""
+    flat = p_bhts.detach().flatten(0, 2)
+    row, key = (flat >= threshold).nonzero(as_tuple=True)
+    counts = torch.bincount(row, minlength=flat.shape[0])
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return SparseRows(offsets, key, flat[row, key], shape)
+
+
+def map_of(p_bhts: Tensor, wants: Wants, shape: Shape) -> Tensor:
+    """The mean weight in each cell."""
+    picture = wants.picture()
+    assert picture is not None
+    t0, t1, s0, s1 = picture.window(shape)
+    down = overlap(picture.height, (t0, t1), (t0, t1), p_bhts)
+    across = overlap(picture.width, (s0, s1), (s0, s1), p_bhts)
+    return pool(p_bhts[:, :, t0:t1, s0:s1], down, across, has_nan=True)

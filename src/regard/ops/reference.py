@@ -1,0 +1,168 @@
+"""What attention means: the definition that every other path is judged against.
+
+    softmax(softcap(scale · q kᵀ) + bias, where allowed) v
+
+Query heads are grouped: neighbours share a key head. Scores and softmax run in float32 for half
+types and in float64 for float64. Sinks are one more score in each row's sum with no value behind
+it, so weights sum to less than one. A row with nothing to see has weights 0, output 0 and log-sum
+-inf. What is not finite, NaN or an infinity, makes the rows NaN that may look at it, and no others:
+a pair that is hidden has the weight 0 and takes part in nothing, forward and backward. Dropout
+comes last. Gradients are autograd's, to any order, forward-mode included. The whole matrix is
+built: this is the plainest path, not the fastest.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard._check import known_finite
+from regard.ops.dropout import keep_factor
+from regard.ops.rule import Rule, score_dtype
+from regard.ops.shape import Tile
+
+
+def attend(
+    q_bhtd: Tensor,
+    k_bgsd: Tensor,
+    v_bgse: Tensor,
+    rule: Rule,
+    sinks_h: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """Attention by the formula."""
+    scores_bhts = score(q_bhtd, k_bgsd, rule)
+    weights_bhts = weigh(scores_bhts, rule, sinks_h)
+    return mix(weights_bhts, scores_bhts, v_bgse, rule, (dropout, seed)).to(q_bhtd.dtype)
+
+
+def score(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule) -> Tensor:
+    """The scores of all pairs: scaled, capped, biased, and -inf where no look is allowed."""
+    tile = Tile(0, rule.shape.T, 0, rule.shape.S)
+    if known_finite(q_bhtd, k_bgsd):
+        return add_rule(raw_scores(q_bhtd, k_bgsd, rule), rule, tile)
+    scores_bhts = raw_scores(finite_part(q_bhtd), finite_part(k_bgsd), rule)
+    # A pair whose query or key is not finite has the score NaN, added to that of the finite parts:
+    # so a hidden pair, whose score is replaced below, passes no NaN back to either.
+    spoil_bht1 = spoil(q_bhtd, scores_bhts.dtype)[..., None]
+    spoil_bg1s = spoil(k_bgsd, scores_bhts.dtype)[..., None, :]
+    scores_bhts = scores_bhts + spoil_bht1 + repeat_heads(spoil_bg1s, q_bhtd.shape[1])
+    return add_rule(scores_bhts, rule, tile)
+
+
+def weigh(scores_bhts: Tensor, rule: Rule, sinks_h: Tensor | None) -> Tensor:
+    """The softmax of each row, in whose sum a sink counts too; 0 where there is nothing to see."""
+    S, alone_bhts = scores_bhts.shape[-1], scores_bhts
+    if sinks_h is not None:
+        scores_bhts = append(scores_bhts, sinks_h)
+    if not rule.hides():
+        return torch.softmax(scores_bhts, -1)[..., :S]
+    # A row of -inf has no softmax; it is given numbers first and zeros afterwards.
+    empty_bht1 = (scores_bhts == -math.inf).all(-1, keepdim=True)
+    weights_bhts = torch.softmax(scores_bhts.masked_fill(empty_bht1, 0.0), -1)
+    return weights_bhts[..., :S].masked_fill(alone_bhts == -math.inf, 0.0)
+
+
+def log_sum(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
+    """The log-sum-exp of each row, the sink counted; -inf where there is nothing to sum."""
+    scores_bhts = append(scores_bhts, sinks_h)
+    empty_bht = (scores_bhts == -math.inf).all(-1)
+    sums_bht = torch.logsumexp(scores_bhts.masked_fill(empty_bht[..., None], 0.0), -1)
+    return sums_bht.masked_fill(empty_bht, -math.inf)
+
+
+def mix(
+    weights_bhts: Tensor,
+    scores_bhts: Tensor,
+    v_bgse: Tensor,
+    rule: Rule,
+    drop: tuple[float, Tensor | None],
+) -> Tensor:
+    """The values, mixed by the weights that dropout leaves."""
+    dropout, seed = drop
+    if dropout > 0.0:
+        assert seed is not None
+        keep_bhts = keep_factor(seed, dropout, rule.shape, dtype=weights_bhts.dtype)
+        weights_bhts = weights_bhts * keep_bhts
+    if known_finite(v_bgse):
+        return group_matmul(weights_bhts, v_bgse.to(weights_bhts.dtype))
+    mixed_bhte = group_matmul(weights_bhts, finite_part(v_bgse).to(weights_bhts.dtype))
+    spoil_bg1s = spoil(v_bgse, weights_bhts.dtype)[..., None, :]
+    spoil_bhts = repeat_heads(spoil_bg1s, weights_bhts.shape[1])
+    spoil_bht = torch.where(scores_bhts == -math.inf, 0.0, spoil_bhts).sum(-1)
+    return mixed_bhte * (1.0 + spoil_bht[..., None])
+
+
+def finite_part(x: Tensor) -> Tensor:
+    """x with 0 for what is not finite."""
+    return torch.where(torch.isfinite(x), x, 0.0)
+
+
+def spoil(x_bnsd: Tensor, dtype: torch.dtype) -> Tensor:
+    """NaN for each key, value or query with a number that is not finite, else 0, (B, G or H, S)."""
+    bad_bns = ~torch.isfinite(x_bnsd).all(-1)
+    return torch.zeros_like(bad_bns, dtype=dtype).masked_fill(bad_bns, math.nan)
+
+
+def repeat_heads(x_bgts: Tensor, n_heads: int) -> Tensor:
+    """What belongs to key heads, for each of the query heads that share them."""
+    return x_bgts.repeat_interleave(n_heads // max(x_bgts.shape[1], 1), 1)
+
+
+def append(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
+    """The scores with the sink behind them, or with a -inf, which counts for nothing."""
+    if sinks_h is None:
+        return F.pad(scores_bhts, (0, 1), value=-math.inf)
+    sink_bht1 = sinks_h.to(scores_bhts.dtype)[:, None, None].expand(*scores_bhts.shape[:3], 1)
+    return torch.cat([scores_bhts, sink_bht1], -1)
+
+
+def raw_scores(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule, room: Tensor | None = None) -> Tensor:
+    """How alike each query and key are: scaled, then softly capped; into `room` if given."""
+    dtype = score_dtype(q_bhtd.dtype)
+    q_bhtd = q_bhtd.to(dtype) * rule.factor(q_bhtd.shape[3])
+    scores_bhts = group_matmul(q_bhtd, k_bgsd.to(dtype).mT, room)
+    if rule.softcap is not None:
+        scores_bhts = rule.softcap * torch.tanh(scores_bhts / rule.softcap)
+    return scores_bhts
+
+
+def add_rule(scores_bhts: Tensor, rule: Rule, tile: Tile, full: bool = False) -> Tensor:
+    """Scores with the bias added, and -inf where the mask allows no look (nowhere, if `full`)."""
+    if rule.bias is not None:
+        added_bhts = rule.bias.block(rule.shape, tile, scores_bhts.device, scores_bhts.dtype)
+        scores_bhts = scores_bhts + added_bhts
+        if rule.bias.hides:
+            scores_bhts = scores_bhts.masked_fill(added_bhts == -math.inf, -math.inf)
+    if rule.mask is not None and not full:
+        allowed_bhts = rule.mask.block(rule.shape, tile, scores_bhts.device)
+        scores_bhts = scores_bhts.masked_fill(~allowed_bhts, -math.inf)
+    return scores_bhts
+
+
+def row_max(scores_bhts: Tensor) -> Tensor:
+    """The largest score of each row; the lowest finite number where there is nothing to see."""
+    if not scores_bhts.shape[-1]:
+        return scores_bhts.new_full(
+            (*scores_bhts.shape[:-1], 1), torch.finfo(scores_bhts.dtype).min
+        )
+    return scores_bhts.amax(-1, keepdim=True).clamp(min=torch.finfo(scores_bhts.dtype).min)
+
+
+def group_matmul(a_bhtx: Tensor, b_bgxy: Tensor, room: Tensor | None = None) -> Tensor:
+    """Matrix product per head, H heads against G: neighbouring heads share, without repeating b."""
+    B, H, T, X = a_bhtx.shape
+    G, Y = b_bgxy.shape[1], b_bgxy.shape[3]
+    if room is not None and G:
+        made = room[: B * H * T * Y].view(B * G, H // G * T, Y)
+        torch.bmm(a_bhtx.reshape(B * G, H // G * T, X), b_bgxy.flatten(0, 1), out=made)
+        return made.view(B, H, T, Y)
+    if H == G:
+        return a_bhtx @ b_bgxy
+    return (a_bhtx.reshape(B, G, H // G * T, X) @ b_bgxy).view(B, H, T, Y)

@@ -1,0 +1,238 @@
+"""Torch's fused kernels behind our rule.
+
+On the CPU the matrix is cut to what the mask leaves (`pieces.py`). On other devices, and while a
+graph is being traced, one call is made: with the kernel's own flags where these mean exactly the
+mask, else with the mask rendered whole. Kernels differ in what they make of a row that sees
+nothing, and all of them let through what is hidden and not finite: such rows are given something to
+see and zeros afterwards, and such keys and values are cleared. What is seen and not finite the
+kernels of a GPU pass on.
+
+Torch's kernels take for granted a scale above 0, rows that lie in one piece each and begin at 16
+bytes, and a gradient that is laid out as the output is; what they are given here is so.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from regard._check import FLOAT_TYPES, is_one, is_transforming, readable
+from regard.ops.flash_cpu import attend_on_cpu, in_rows, render
+from regard.ops.mask import Mask
+from regard.ops.masks import Causal
+from regard.ops.reference import repeat_heads, spoil
+from regard.ops.rule import Rule
+from regard.ops.shape import Shape, Tile
+from regard.ops.unseen import clear, covers
+
+CUDNN_FIRST = {(9, 0)}
+"""Compute capabilities of GPUs on which cuDNN's kernels are faster than FlashAttention 2.
+
+Measured on an H200: bench/results/attention_gpu.md. On an A100 cuDNN's are the slower ones.
+"""
+
+
+def flags(rule: Rule) -> bool | None:
+    """The kernel's `is_causal` flag where it says all of the rule; None when a mask is needed."""
+    if rule.bias is not None:
+        return None
+    if rule.mask is None:
+        return False
+    return True if rule.mask.is_causal_flag(rule.shape) else None
+
+
+def attend_plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, scale: float | None
+) -> Tensor | None:
+    """The call that most are, by a short way: q, k and v alone, or Causal; None for any other.
+
+    What it asks for is all that the long way would find out, one step after the other, before it
+    came here: `explain` says sdpa for every call that this takes.
+    """
+    if not (type(q) is type(k) is type(v) is Tensor) or torch.compiler.is_compiling():
+        return None
+    size, dtype, device = q.shape, q.dtype, q.device
+    if len(size) != 4 or k.shape != v.shape or len(k.shape) != 4:
+        return None
+    (B, H, T, D), (b, G, S, d) = size, k.shape
+    if b != B or d != D or not (B and H and T and D and G and S) or H % G:
+        return None
+    causal = mask is not None
+    if mask is not None:
+        if not isinstance(mask, Causal) or (T != S and (T != 1 or mask.align != "end")):
+            return None
+        # One query on the last key sees all of them.
+        causal = T != 1 or S == 1
+    if dtype not in FLOAT_TYPES or k.dtype != dtype or v.dtype != dtype:
+        return None
+    if k.device != device or v.device != device or not (q.is_cuda or q.is_cpu):
+        return None
+    if scale is not None and not (type(scale) is float and 0.0 < scale < math.inf):
+        return None
+    if is_transforming() or forward_ad._current_level >= 0:
+        return None
+    if torch.is_autocast_enabled(device.type):
+        return None
+    if q.is_cuda:
+        return run_sdpa((q, k, v), None, 0.0, causal, scale)
+    rule = Rule(shape=Shape(B, H, T, S), scale=scale, mask=Causal() if causal else None)
+    return attend_on_cpu(q, k, v, rule, causal)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, dropout: float = 0.0) -> Tensor:
+    """Attention by torch's kernels; with dropout they draw which weights are dropped."""
+    width, causal = v.shape[3], flags(rule)
+    if rule.scale is not None and rule.scale <= 0:
+        q, rule = positive_scale(q, rule.scale, rule)
+    if width != q.shape[3]:
+        rule = replace(rule, scale=rule.factor(q.shape[3]))
+        q, k, v = even_widths(q, k, v)
+    if causal and rule.shape.T < rule.shape.S:
+        # Counted from the start: no query sees the keys beyond the last of them.
+        k, v = k[:, :, : rule.shape.T], v[:, :, : rule.shape.T]
+        rule = replace(rule, shape=rule.shape._replace(S=rule.shape.T))
+    # What the rule holds lies where q lies, and is as plain a tensor.
+    if q.device.type == "cpu" and readable(q, k, v):
+        output = attend_on_cpu(q, k, v, rule, causal)
+    else:
+        output = attend_in_one_call(q, k, v, rule, causal, dropout)
+    return output[..., :width] if output.shape[3] != width else output
+
+
+def positive_scale(q: Tensor, scale: float, rule: Rule) -> tuple[Tensor, Rule]:
+    """The same call with a scale above 0, which torch's kernels take for granted."""
+    return q * (-1.0 if scale < 0 else 0.0), replace(rule, scale=-scale or 1.0)
+
+
+def even_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values widened with zeros to one width, as the kernels ask; this changes nothing."""
+    lack = q.shape[3] - v.shape[3]
+    if lack > 0:
+        return q, k, F.pad(v, (0, lack))
+    return (q, k, v) if lack == 0 else (F.pad(q, (0, -lack)), F.pad(k, (0, -lack)), v)
+
+
+def attend_in_one_call(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, causal: bool | None, dropout: float
+) -> Tensor:
+    """One call of `scaled_dot_product_attention`, the mask rendered whole where it takes one."""
+    mask = empty = None
+    if causal is None:
+        mask = render(rule, Tile(0, rule.shape.T, 0, rule.shape.S), q)
+        if not covers(rule):
+            hidden = mask == -math.inf
+            unseen, empty = hidden.all(-2), hidden.all(-1, keepdim=True)
+            k, v = clear(k, unseen), clear(v, unseen)
+            mask = mask.masked_fill(empty, 0.0)
+        if is_one(mask.shape[0]) and torch.compiler.is_compiling():
+            # A single sample's would have to be compared with a batch that a graph leaves open.
+            mask = mask[0, 0] if is_one(mask.shape[1]) else mask.expand(rule.shape.B, -1, -1, -1)
+    output = run_sdpa((q, k, v), mask, dropout, bool(causal), rule.scale)
+    if q.device.type == "cpu":
+        # In a graph nobody can look first whether all is finite.
+        spoil_bg11 = spoil(k, output.dtype).sum(-1)[..., None, None]
+        output = output * (1.0 + spoil(q, output.dtype)[..., None])
+        output = output * (1.0 + repeat_heads(spoil_bg11, q.shape[1]))
+    return output if empty is None else output.masked_fill(empty, 0.0)
+
+
+def run_sdpa(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """`scaled_dot_product_attention`, at any strides, and the faster kernel where torch has two."""
+    q, k, v = (in_rows(x) for x in inputs)
+    on_gpu = q.is_cuda and not torch.compiler.is_compiling()
+    if on_gpu:
+        q, k, v = lined_up(q), lined_up(k), lined_up(v)
+    # By a branch: a comparison of sizes that a graph leaves open is no bool to the kernel.
+    more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if not on_gpu or torchs_order_is_right(q.device):
+        output = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, **more)
+    else:
+        with preferred_kernel():
+            output = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout, causal, scale=scale, **more
+            )
+    if on_gpu and output.requires_grad:
+        give_back_alike(output)
+    return output
+
+
+def lined_up(x: Tensor) -> Tensor:
+    """x, copied unless its rows begin where a GPU's kernels can read 16 bytes at a time.
+
+    Torch chooses its kernel by the width of a head, and takes the rest for granted.
+    """
+    each = 16 // x.element_size()
+    if x.data_ptr() % 16 == 0:
+        if x.shape[3] % each:
+            return x
+        b, h, t, _ = x.stride()
+        if not (b % each or h % each or t % each):
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def give_back_alike(output: Tensor) -> None:
+    """Lay the gradient that comes back out as the output is, before the kernel gets it.
+
+    Torch keeps cuDNN's plan for a backward pass by the strides of q, k and v alone: another layout
+    of the gradient is read by the plan made for the last one, and gives wrong numbers.
+    """
+    strides = output.stride()
+
+    def match(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if grads[0] is None or (grads[0].stride() == strides and grads[0].data_ptr() % 16 == 0):
+            return grads
+        laid = torch.empty_strided(
+            grads[0].shape, strides, dtype=grads[0].dtype, device=grads[0].device
+        )
+        return laid.copy_(grads[0]), *grads[1:]
+
+    assert output.grad_fn is not None
+    output.grad_fn.register_prehook(match)
+
+
+def preferred_kernel() -> AbstractContextManager[Any]:
+    """Has torch ask cuDNN first; a choice of kernels that the user has made is left as it is."""
+    cuda = torch.backends.cuda
+    if not cuda.cudnn_sdp_enabled() or not cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return nullcontext()
+    return sdpa_kernel(
+        [
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        ],
+        set_priority=True,
+    )
+
+
+@functools.cache
+def torchs_order_is_right(device: torch.device) -> bool:
+    """Whether torch asks its kernels in the order of their speed on this GPU.
+
+    On those on which cuDNN is the faster it does so from cuDNN 9.15 on.
+    """
+    if torch.cuda.get_device_capability(device) not in CUDNN_FIRST:
+        return True
+    put_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") not in ("", "0")
+    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return (version or 0) >= 91500 and not put_last

@@ -1,0 +1,260 @@
+"""What needs the row sums first: received attention, the largest weights, maps, whole rows.
+
+With the log-sum of each row known, the weight of any pair is exp(score - lse), so every tile tells
+its weights exactly and alone. All that is asked is told from one walk over the tiles, each made
+once; a picture of a window alone walks only the tiles of that window. Extra memory is O(T + S) plus
+the answer. No gradient flows through any of it.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width; t, s sizes of a tile;
+X, Y cells of a map.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from regard.ops.blockwise import bands, tile_room
+from regard.ops.reference import add_rule, raw_scores
+from regard.ops.rule import Rule, score_dtype
+from regard.ops.shape import Tile
+from regard.ops.wants import Map, Received, SparseRows, Top, Wants
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The weights of a call, made when asked for from q, k, the rule and the log-sums."""
+
+    q_bhtd: Tensor
+    k_bgsd: Tensor
+    rule: Rule
+    top_bht: Tensor
+    denominator_bht: Tensor
+
+    @functools.cached_property
+    def spoiled_bht(self) -> Tensor:
+        """The rows that look at a NaN, whose weights are NaN."""
+        return self.denominator_bht.isnan()
+
+    def tile(self, tile: Tile, full: bool = False, room: Tensor | None = None) -> Tensor:
+        """The weights inside one tile, (B, H, t, s); in `room` if given, which is used again."""
+        q_bhtd, k_bgsd = self.q_bhtd[:, :, tile.t0 : tile.t1], self.k_bgsd[:, :, tile.s0 : tile.s1]
+        scores_bhts = raw_scores(q_bhtd, k_bgsd, self.rule, room)
+        scores_bhts = add_rule(scores_bhts, self.rule, tile, full)
+        rows = (slice(None), slice(None), slice(tile.t0, tile.t1), None)
+        hidden = None if full and not self.rule.bias_hides() else scores_bhts == -math.inf
+        weights_bhts = scores_bhts.sub_(self.top_bht[rows]).exp_().div_(self.denominator_bht[rows])
+        return weights_bhts if hidden is None else weights_bhts.masked_fill_(hidden, 0.0)
+
+    def tiles(self, window: Tile | None = None) -> Iterator[tuple[Tile, bool]]:
+        """The tiles that are not empty, cut to a window, each with whether it is full."""
+        whole = window or Tile(0, self.rule.shape.T, 0, self.rule.shape.S)
+        for _, row in bands(self.rule, self.q_bhtd.is_cuda):
+            for tile, full in row:
+                inside = common(tile, whole)
+                if inside is not None:
+                    yield inside, full
+
+    def zeros(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        B, H = self.rule.shape.B, self.rule.shape.H
+        kind = dtype or score_dtype(self.q_bhtd.dtype)
+        return torch.zeros(B, H, *sizes, dtype=kind, device=self.q_bhtd.device)
+
+    def tell(self, wants: Wants) -> dict[str, Any]:
+        """What is wanted, by the names in `Observation`, from one walk over the tiles."""
+        picture = wants.picture()
+        tellers: dict[str, _Teller] = {}
+        if wants.received:
+            tellers["received"] = _Receiving(self)
+        if wants.top is not None:
+            tellers["top"] = _Largest(self, wants.top)
+        if wants.above is not None:
+            tellers["above"] = _Sparse(self, wants.above)
+        if picture is not None:
+            tellers["map"] = _Picturing(self, picture)
+        # A map alone needs only the tiles of its window.
+        only = Tile(*picture.window(self.rule.shape)) if picture and len(tellers) == 1 else None
+        if tellers:
+            room = tile_room(self.rule.shape, self.q_bhtd)
+            for tile, full in self.tiles(only):
+                weights = self.tile(tile, full, room)
+                for teller in tellers.values():
+                    teller.take(tile, full, weights)
+        found = {name: teller.finish() for name, teller in tellers.items()}
+        return found if wants.rows is None else {**found, "rows": self.rows(wants.rows)}
+
+    def rows(self, wanted: Sequence[int]) -> Tensor:
+        """Whole rows of the matrix for chosen queries, (B, H, rows, S)."""
+        found = self.zeros(len(wanted), self.rule.shape.S)
+        for place, t in enumerate(wanted):
+            for tile, full in self.tiles(Tile(t, t + 1, 0, self.rule.shape.S)):
+                found[:, :, place, tile.s0 : tile.s1] = self.tile(tile, full)[:, :, 0]
+        return found
+
+
+class _Teller(Protocol):
+    """One answer on its way: it is shown the weights of each tile, and must not change them."""
+
+    def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None: ...
+
+    def finish(self) -> Any: ...
+
+
+class _Receiving:
+    """What each key gets from all queries, and how many queries may see it."""
+
+    def __init__(self, of: Weights) -> None:
+        self.rule, S = of.rule, of.rule.shape.S
+        self.total, self.seen_by = of.zeros(S), of.zeros(S)
+
+    def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
+        keys = slice(tile.s0, tile.s1)
+        self.total[..., keys] += weights_bhts.sum(2)
+        if full and not self.rule.bias_hides():
+            self.seen_by[..., keys] += tile.t1 - tile.t0
+        else:
+            seen = visible(self.rule, tile, full, weights_bhts.device)
+            self.seen_by[..., keys] += seen.to(self.total).sum(2)
+
+    def finish(self) -> Received:
+        return Received(self.total, self.seen_by)
+
+
+class _Largest:
+    """The k largest weights of each row and their keys."""
+
+    def __init__(self, of: Weights, k: int) -> None:
+        self.rule, self.spoiled_bht, self.k = of.rule, of.spoiled_bht, k
+        self.best = of.zeros(of.rule.shape.T, k).flatten(0, 1) - 1.0
+        self.where = torch.full_like(self.best, -1, dtype=torch.int64)
+
+    def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
+        if not full or self.rule.bias_hides():
+            seen = visible(self.rule, tile, full, weights_bhts.device)
+            weights_bhts = weights_bhts.masked_fill(~seen, -1.0)
+        weights_nts = weights_bhts.flatten(0, 1)
+        # Rows in which the tile holds nothing larger are most, as soon as some tiles are seen.
+        better_nt = weights_nts.amax(-1) > self.best[:, tile.t0 : tile.t1, -1]
+        n, t = better_nt.nonzero(as_tuple=True)
+        if not len(n):
+            return
+        largest, keys = weights_nts[n, t].topk(min(self.k, weights_nts.shape[-1]), -1)
+        keys = (keys + tile.s0).masked_fill(largest < 0, -1)
+        at = n, t + tile.t0
+        both, order = torch.cat([self.best[at], largest], -1).topk(self.k, -1)
+        self.where[at] = torch.cat([self.where[at], keys], -1).gather(-1, order)
+        self.best[at] = both
+
+    def finish(self) -> Top:
+        shape = (self.rule.shape.B, self.rule.shape.H, *self.best.shape[1:])
+        best, where = self.best.clamp(min=0.0).view(shape), self.where.view(shape)
+        spoiled_bht1 = self.spoiled_bht[..., None]
+        return Top(best.masked_fill(spoiled_bht1, math.nan), where.masked_fill(spoiled_bht1, -1))
+
+
+class _Sparse:
+    """Every weight of at least the threshold, as sparse rows."""
+
+    def __init__(self, of: Weights, threshold: float) -> None:
+        self.shape, self.threshold = of.rule.shape, threshold
+        none = of.zeros(dtype=torch.int64).new_zeros(0)
+        self.found = [(none, none, of.top_bht.new_zeros(0))]
+        # What is kept from a tile is small, and lies where its temporary tensors lay: the next
+        # tile's would not fit there. So the large one is made once.
+        self.room = tile_room(of.rule.shape, of.q_bhtd, torch.bool)
+
+    def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
+        _, H, T, _ = self.shape
+        above = self.room[: weights_bhts.numel()].view(weights_bhts.shape)
+        b, h, t, s = torch.ge(weights_bhts, self.threshold, out=above).nonzero(as_tuple=True)
+        if not len(b):
+            return
+        row = (b * H + h) * T + t + tile.t0
+        self.found.append((row, s + tile.s0, weights_bhts[b, h, t, s]))
+
+    def finish(self) -> SparseRows:
+        row, key, weight = (torch.cat(parts) for parts in zip(*self.found, strict=True))
+        order = (row * max(self.shape.S, 1) + key).argsort()
+        counts = torch.bincount(row, minlength=self.shape.B * self.shape.H * self.shape.T)
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return SparseRows(offsets, key[order], weight[order], self.shape)
+
+
+class _Picturing:
+    """The mean weight in each cell of a picture of the matrix or of a window, (B, H, X, Y)."""
+
+    def __init__(self, of: Weights, picture: Map) -> None:
+        self.picture, self.window = picture, Tile(*picture.window(of.rule.shape))
+        self.cells = of.zeros(picture.height, picture.width)
+        # Where asking would mean to wait for a device, the careful way is taken unasked.
+        spoiled = of.spoiled_bht
+        self.has_nan = spoiled.device.type != "cpu" or bool(spoiled.any())
+
+    def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
+        inside = common(tile, self.window)
+        if inside is None:
+            return
+        t = slice(inside.t0 - tile.t0, inside.t1 - tile.t0)
+        s = slice(inside.s0 - tile.s0, inside.s1 - tile.s0)
+        weights = weights_bhts[:, :, t, s]
+        t0, t1, s0, s1 = self.window
+        down = overlap(self.picture.height, (t0, t1), (inside.t0, inside.t1), weights)
+        across = overlap(self.picture.width, (s0, s1), (inside.s0, inside.s1), weights)
+        (x0, x1), (y0, y1) = touched(down), touched(across)
+        self.cells[:, :, x0:x1, y0:y1] += pool(weights, down[x0:x1], across[y0:y1], self.has_nan)
+
+    def finish(self) -> Tensor:
+        return self.cells
+
+
+def common(one: Tile, other: Tile) -> Tile | None:
+    """What two tiles share."""
+    t0, t1 = max(one.t0, other.t0), min(one.t1, other.t1)
+    s0, s1 = max(one.s0, other.s0), min(one.s1, other.s1)
+    return Tile(t0, t1, s0, s1) if t0 < t1 and s0 < s1 else None
+
+
+def visible(rule: Rule, tile: Tile, full: bool, device: torch.device) -> Tensor:
+    """Which pairs of a tile may be seen, by mask and by a bias of -inf, (B, H, t, s)."""
+    seen = torch.ones((), dtype=torch.bool, device=device)
+    if rule.mask is not None and not full:
+        seen = rule.mask.block(rule.shape, tile, device)
+    if rule.bias is not None and rule.bias.hides:
+        seen = seen & (rule.bias.block(rule.shape, tile, device, torch.float32) != -math.inf)
+    return seen.expand(rule.shape.B, rule.shape.H, tile.t1 - tile.t0, tile.s1 - tile.s0)
+
+
+def pool(weights_bhts: Tensor, down_xt: Tensor, across_ys: Tensor, has_nan: bool) -> Tensor:
+    """The mean of each cell; a NaN spoils the cells it lies in and no others."""
+    if not has_nan:
+        return down_xt @ (weights_bhts @ across_ys.T)
+    spoiled = weights_bhts.isnan()
+    cells = down_xt @ (weights_bhts.masked_fill(spoiled, 0.0) @ across_ys.T)
+    touches = (down_xt > 0).to(cells) @ (spoiled.to(cells) @ (across_ys > 0).to(cells).T)
+    return cells.masked_fill(touches > 0, math.nan)
+
+
+def overlap(cells: int, window: tuple[int, int], part: tuple[int, int], like: Tensor) -> Tensor:
+    """The share of each cell that each index of a part of the window covers, (cells, part).
+
+    Cell x of the window a..z covers a + x·(z-a)/cells onwards; index n covers n..n+1. The overlap
+    is counted in units of 1/cells, whole numbers, so that it is exact at any size.
+    """
+    first, last = window
+    span = last - first
+    x = torch.arange(cells, device=like.device)[:, None] * span
+    n = (torch.arange(part[0], part[1], device=like.device) - first) * cells
+    shared = torch.minimum(x + span, n + cells) - torch.maximum(x, n)
+    return shared.clamp(min=0).to(like.dtype) / span
+
+
+def touched(shares: Tensor) -> tuple[int, int]:
+    """First and past-the-last cell with any share."""
+    rows = shares.sum(1).nonzero()
+    return int(rows[0]), int(rows[-1]) + 1

@@ -1,0 +1,345 @@
+"""One process's view of all the processes that train a model together.
+
+Why: a training loop should read the same on one device and on many.
+
+How: `Fleet.alone(device)` is one process, in which every method does the least there is to do;
+`Fleet.launch(layout)` joins the processes that torchrun started. Ranks lie as (data, context,
+tensor), tensor ranks next to each other, since they talk the most. Every rank makes the same global
+batch from seed and step, and cuts its part (`cut`); it divides the sum of its losses by the tokens
+of the global batch, so gradients are summed over ranks, never averaged, and `total` of the ranks'
+losses is the loss. FSDP2 does the summing, for data and context alike: both read different tokens.
+
+The loop makes its optimizers after `prepare`, with one group for each list of `groups`, and seeds
+dropout with `part`, which is the same on ranks that read the same tokens.
+
+Left out: generation on a prepared model (load the state into a model of its own).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from regard.layers.feedforward import FeedForward
+from regard.layers.multihead import MultiHeadAttention
+from regard.models import Transformer
+from regard.positions.frequencies import check_count
+from regard.training.data.packing import NOTHING
+from regard.training.parallel.context import Parts, check_context, cut_text
+from regard.training.parallel.state import clip_gradients, gather, named_state, put_back
+from regard.training.parallel.tensor import check_tensor, cut_layers
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+TARGETS = ("targets", "target_out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Over how many processes rows (data), layers (tensor) and texts (context) are cut."""
+
+    data: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "context"):
+            check_count(name, getattr(self, name))
+
+    @property
+    def size(self) -> int:
+        """How many processes that takes."""
+        return self.data * self.tensor * self.context
+
+
+@dataclass(frozen=True, eq=False)
+class _Ties:
+    """How one process of several reaches the others."""
+
+    mesh: DeviceMesh
+    """(parts, tensor): ranks that read different tokens, ranks that share layers."""
+    parts: Parts | None
+    owned: bool
+    """Whether the process group was opened here, and is closed here."""
+
+
+@final
+class Fleet:
+    """All processes, seen from one of them. Made by `alone` or `launch`."""
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device, ties: _Ties | None) -> None:
+        self.layout, self.rank, self.device = layout, rank, device
+        self._ties = ties
+
+    @staticmethod
+    def alone(device: torch.device | str = "cpu") -> Fleet:
+        """One process on one device."""
+        return Fleet(Layout(), 0, torch.device(device), None)
+
+    @staticmethod
+    def launch(layout: Layout, device_type: str = "cpu") -> Fleet:
+        """This process among those that torchrun started; gloo on "cpu", NCCL on "cuda".
+
+        A process group that is open already is used, and left open by `close`.
+        """
+        if device_type not in BACKENDS:
+            raise ValueError(f"device_type is {device_type!r}; expected {' or '.join(BACKENDS)}")
+        rank, size = read_environment(layout)
+        device = torch.device(device_type)
+        if device_type == "cuda":
+            device = torch.device("cuda", find_gpu(int(os.environ["LOCAL_RANK"])))
+            torch.cuda.set_device(device)
+        if size == 1:
+            return Fleet(layout, rank, device, None)
+        owned = not dist.is_initialized()
+        if owned:
+            dist.init_process_group(BACKENDS[device_type])
+        n_parts = layout.data * layout.context
+        mesh = init_device_mesh(
+            device_type, (n_parts, layout.tensor), mesh_dim_names=("parts", "tensor")
+        )
+        parts = None
+        if layout.context > 1:
+            shape = layout.data, layout.context, layout.tensor
+            names = ("data", "context", "tensor")
+            cuts = init_device_mesh(device_type, shape, mesh_dim_names=names)["context"]
+            parts = Parts(cuts.get_group(), cuts.get_local_rank(), layout.context)
+        return Fleet(layout, rank, device, _Ties(mesh, parts, owned))
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self.layout.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that writes and speaks."""
+        return self.rank == 0
+
+    @property
+    def part(self) -> int:
+        """Which part of a batch is read here; tensor ranks read the same one."""
+        return self.rank // self.layout.tensor
+
+    def prepare(self, model: Transformer, compute: torch.dtype | None = None) -> Transformer:
+        """Spread a model over all processes, in place; each begins with the main rank's weights.
+
+        compute: the type in which FSDP2 gathers weights and runs layers, while the weights
+        themselves and the sums of gradients stay as they are (autocast works as well).
+        """
+        model.to(self.device)
+        if self._ties is None:
+            if compute is not None:
+                raise ValueError(
+                    f"compute={compute} is for several processes; on one device use autocast"
+                )
+            return model
+        layout, ties = self.layout, self._ties
+        if layout.tensor > 1:
+            check_tensor(model, layout.tensor)
+        if layout.context > 1:
+            check_context(model, layout.context)
+        for layer in model.modules():
+            if isinstance(layer, MultiHeadAttention | FeedForward):
+                # Weights side by side in memory would be cut apart.
+                layer.fused = None
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor, 0)
+        if layout.tensor > 1:
+            cut_layers(model, ties.mesh["tensor"])
+        if ties.parts is not None:
+            cut_text(model, ties.parts)
+        if layout.size > layout.tensor or compute is not None:
+            shard(model, ties.mesh["parts"], compute)
+        return model
+
+    def cut(
+        self, batch: Mapping[str, Tensor], targets: Sequence[str] = TARGETS
+    ) -> dict[str, Tensor]:
+        """This rank's rows of the global batch, and its part of the text.
+
+        All tensors are (B, ...), and with context parallel (B, S, ...). Rows that do not come out
+        even go to the first ranks. A rank for which no row is left must run all the same, since the
+        others wait for it: it gets the first row, with nothing asked (-100 in `targets`).
+        """
+        layout = self.layout
+        if self._ties is None:
+            return dict(batch)
+        data, context = divmod(self.part, layout.context)
+        made = {}
+        for name, tensor in batch.items():
+            rows = tensor.tensor_split(layout.data)[data]
+            if not len(rows):
+                rows = tensor[:1]
+                if name in targets:
+                    rows = torch.full_like(rows, NOTHING)
+            if layout.context > 1:
+                rows = cut_row(name, rows, layout.context)[context]
+            made[name] = rows
+        return made
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum over the ranks that read different tokens, the same on every rank."""
+        if self._ties is None or self.layout.size == self.layout.tensor:
+            return x.detach()
+        made = x.detach().to(self.device, copy=True)
+        dist.all_reduce(made, group=self._ties.mesh.get_group("parts"))
+        return made.to(x.device)
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says yes: a stop that reached one process reaches all."""
+        if self._ties is None:
+            return flag
+        said = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(said)
+        return bool(said)
+
+    def groups(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Parameters that one fused step can take together: those that are cut over the same mesh.
+
+        Give an optimizer a group of its own for each list.
+        """
+        made: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            made.setdefault(mesh, []).append(parameter)
+        return list(made.values())
+
+    def clip(self, model: nn.Module, max_norm: float) -> Tensor:
+        """Scale gradients to a norm of at most `max_norm` over the whole model; the norm before.
+
+        `max_norm=math.inf` only measures.
+        """
+        if self._ties is None:
+            return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        return clip_gradients(model, max_norm)
+
+    def state(
+        self, model: nn.Module, optimizers: Sequence[Optimizer] = ()
+    ) -> dict[str, Tensor] | None:
+        """Copies of all weights and optimizer state, whole, on the CPU; None but on the main rank.
+
+        "model/<parameter>" and "optim/<parameter>/<word>", named as on one device. All ranks call.
+        """
+        return gather(named_state(model, optimizers), self.is_main)
+
+    def restore(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Go on from such a state, of any layout, given whole on every rank.
+
+        Other tensors (not "model/" or "optim/") are left alone. Set in place, before any step too.
+        """
+        put_back(model, optimizers, tensors)
+
+    def close(self) -> None:
+        """Leave the others; does nothing alone, or a second time."""
+        if self._ties is not None and self._ties.owned and dist.is_initialized():
+            dist.destroy_process_group()
+        self._ties = None
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_environment(layout: Layout) -> tuple[int, int]:
+    """Rank and number of processes as torchrun told them, or what to do about it."""
+    start = f"start it with: torchrun --nproc-per-node {layout.size} ..."
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"{layout} takes {layout.size} processes that torchrun starts, but "
+            f"{', '.join(missing)} is not in the environment; {start}"
+        )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size != layout.size:
+        raise ValueError(
+            f"torchrun started {size} processes, but {layout} takes data × tensor × context = "
+            f"{layout.size}; change the layout, or {start}"
+        )
+    return rank, size
+
+
+def find_gpu(local_rank: int) -> int:
+    """The GPU of a process, or that there are too few."""
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise RuntimeError(
+            f"process {local_rank} of this machine has no GPU of its own: torch sees {count}; "
+            "start no more processes than GPUs, or use device_type='cpu'"
+        )
+    return local_rank
+
+
+def cut_row(name: str, rows: Tensor, count: int) -> tuple[Tensor, ...]:
+    """The rows' parts along the text, all as long."""
+    if rows.dim() < 2 or rows.shape[1] % count:
+        raise ValueError(
+            f"{name} is {tuple(rows.shape)}; with context={count} every tensor is (B, S, ...) "
+            f"with an S that {count} divides: take such a context length"
+        )
+    return rows.chunk(count, 1)
+
+
+def shard(model: Transformer, mesh: DeviceMesh, compute: torch.dtype | None) -> None:
+    """FSDP2 on each block and on what remains, with gradients summed."""
+    # Inputs are not cast: rotary's phases are among them, and vectors have the type of the weights
+    # that made them.
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute,
+        reduce_dtype=None if compute is None else torch.float32,
+        cast_forward_inputs=False,
+    )
+    for stack in (model.encoder, model.decoder):
+        for block in () if stack is None else stack.layers:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # A sum that is a sum: gloo has no product-and-sum in one.
+            module.set_force_sum_reduction_for_comms(True)
+    open_doors(model)
+
+
+def open_doors(model: Transformer) -> None:
+    """Let `run` and `encode` be called by themselves, as `forward` can be.
+
+    FSDP2 gathers weights around `forward` alone, and can be asked to do so around other methods;
+    but not around one within another, after which it would give the weights back too early.
+    """
+    within: list[nn.Module] = []
+    model.register_forward_pre_hook(lambda module, _: within.append(module))
+    model.register_forward_hook(lambda *_: within.clear(), always_call=True)
+
+    def open_door(name: str) -> None:
+        plain = getattr(model, name)
+        register_fsdp_forward_method(model, name)
+        gathering = getattr(model, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            return (plain if within else gathering)(*given, **named)
+
+        setattr(model, name, call)
+
+    for name in ("run", "encode"):
+        open_door(name)

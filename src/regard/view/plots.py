@@ -1,0 +1,359 @@
+"""Pictures for paper: one head, one layer or all heads, as PNG, SVG or PDF, by matplotlib.
+
+Up to `LABELS` tokens each has its label; above that, positions. However long the text, a picture
+has at most `CELLS` cells on a side, each the exact mean of its weights, so that five thousand
+tokens make a file of the size of five hundred. Labels in scripts that matplotlib's own font lacks
+are drawn in an installed font that has them; where there is none, one warning names the characters.
+
+Left out: pages, zooming. The figure is made without pyplot, so nothing global changes; a notebook
+shows it all the same, since it can draw itself as PNG.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from regard.view.manifest import BadView, Floats, RecordLike, cut, grid_of
+from regard.view.queries import checked
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CELLS = 512  # on a side of one head's picture
+SMALL = 64  # on a side where all heads are drawn
+SCREEN_DPI = 100  # in a notebook
+LABELS = 64  # tokens on a side that still get labels
+FORMATS = (".png", ".svg", ".pdf")
+INK, PALE = "#1b2430", "#5f6b78"
+TIDE = ("#fdfcfa", "#d5e5e0", "#93c4bf", "#4f9aa6", "#2a6b8b", "#1c3f66", "#111c38")
+# Fonts that have what DejaVu Sans lacks, tried in this order if installed.
+FALLBACKS = (
+    "Noto Sans CJK JP",
+    "Noto Sans JP",
+    "Hiragino Sans",
+    "Yu Gothic",
+    "IPAexGothic",
+    "Microsoft YaHei",
+    "Arial Unicode MS",
+    "Noto Sans",
+    "Noto Sans Arabic",
+    "Noto Sans Hebrew",
+    "Noto Sans Devanagari",
+    "Noto Sans Thai",
+    "Noto Emoji",
+)
+
+
+def plot(
+    record: RecordLike,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    place: int | None = None,
+    head: int | None = None,
+    title: str | None = None,
+    dpi: int = 200,
+) -> Figure:
+    """Draw a record and give the matplotlib figure; with `path`, also write it there.
+
+    place and head: that head's map. place alone: all heads of that place. Neither: every head.
+    The ending of `path` says the format: .png, .svg or .pdf.
+    """
+    out = None if path is None else Path(os.fsdecode(path))
+    if out is not None and out.suffix.lower() not in FORMATS:
+        raise ValueError(f"a picture is written as one of {FORMATS}, not {out.suffix!r}")
+    if head is not None and place is None:
+        raise ValueError("head is one of a place's heads: give place too")
+    if place is not None and not 0 <= place < len(record.places):
+        raise ValueError(f"place {place} is out of range; there are {len(record.places)}")
+    if place is not None and head is not None:
+        n_heads = record.places[place].n_heads
+        if not 0 <= head < n_heads:
+            raise ValueError(f"head {head} is out of range; place {place} has {n_heads}")
+        figure = _plot_head(record, place, head, title)
+    else:
+        places = range(len(record.places)) if place is None else [place]
+        figure = _plot_heads(record, list(places), title)
+    if out is not None:
+        _save(figure, out, dpi)
+    return figure
+
+
+def _make_figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "pictures need the matplotlib package: pip install 'regard[view]'"
+        ) from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    # Notebooks ask for this name; without pyplot nobody else has told them how to show a figure.
+    figure._repr_png_ = partial(_draw_png, figure)  # type: ignore[attr-defined, unused-ignore]
+    return figure
+
+
+def _draw_png(figure: Figure) -> bytes:
+    page = io.BytesIO()
+    _write(figure, page, "png", SCREEN_DPI)
+    return page.getvalue()
+
+
+def cells_of(record: RecordLike, place: int, head: int, most: int) -> Floats:
+    """The map of a head in at most so many cells on a side, as fine as it is known."""
+    here = record.places[place]
+    grid = grid_of(record, place)
+    if grid is None:
+        raise BadView(f"{cut(here.name, 80)} kept no map")
+    size = grid
+    if grid == (here.n_queries, here.n_keys):
+        size = (min(grid[0], most), min(grid[1], most))
+    window = (0, here.n_queries, 0, here.n_keys)
+    return checked(record.map(place, head, window, size), size, "map")
+
+
+def _plot_head(record: RecordLike, place: int, head: int, title: str | None) -> Figure:
+    here = record.places[place]
+    weights = cells_of(record, place, head, CELLS)
+    rows, columns = _labels(record, place)
+    longest = max((len(word) for word in (*rows, *columns)), default=4)
+    room = 0.8 + min(longest, 20) * 0.07
+    width, height = _size(weights.shape)
+    figure = _make_figure(width + room + 0.6, height + room)
+    axes = figure.add_subplot()
+    extent = (-0.5, here.n_keys - 0.5, here.n_queries - 0.5, -0.5)
+    shown = _draw(axes, weights, extent)
+    _label_axis(axes, "x", columns, width / max(1, here.n_keys))
+    _label_axis(axes, "y", rows, height / max(1, here.n_queries))
+    name = title if title is not None else f"{cut(here.name, 60)} · head {_number(here, head)}"
+    axes.set_title(printable(name, 90), fontsize=9, color=INK, loc="left", pad=8)
+    beyond = "max" if np.nanmax(weights, initial=0.0) > top_of(weights) else "neither"
+    bar = figure.colorbar(shown, ax=axes, shrink=0.6, aspect=28, pad=0.02, extend=beyond)
+    bar.ax.tick_params(labelsize=7, color=PALE, labelcolor=PALE, length=2)
+    bar.outline.set_visible(False)  # type: ignore[operator, unused-ignore]
+    return figure
+
+
+def _number(place: Any, head: int) -> int:
+    """The number that a recorded head has in its model."""
+    numbers = getattr(place, "heads", ())
+    return int(numbers[head]) if len(numbers) == place.n_heads else head
+
+
+def _size(shape: tuple[int, ...]) -> tuple[float, float]:
+    """Inches: a comfortable cell when there are few, one page's width when there are many."""
+    longest = max(shape[0], shape[1])
+    cell = min(0.42, 6.0 / longest)
+    # A map of two rows is still a picture, not a hair line.
+    return max(1.2, shape[1] * cell), max(1.2, shape[0] * cell)
+
+
+def _draw(axes: Axes, weights: Floats, extent: tuple[float, float, float, float]) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+
+    colours = LinearSegmentedColormap.from_list("tide", list(TIDE)).with_extremes(bad="#d0489b")
+    top = top_of(weights)
+    picture = np.ma.masked_invalid(weights)
+    norm = PowerNorm(gamma=0.5, vmin=0.0, vmax=top)
+    for spine in axes.spines.values():
+        spine.set_color("#cfcbc2")
+        spine.set_linewidth(0.6)
+    return axes.imshow(
+        picture, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest"
+    )
+
+
+def top_of(weights: Floats) -> float:
+    """The weight at the end of the scale: the largest, or in a large picture almost the largest.
+
+    The first queries of a long causal text have few keys and so large weights; with them as the
+    measure, all the rest would be pale.
+    """
+    seen = weights[np.isfinite(weights) & (weights > 0)]
+    if not seen.size:
+        return 1.0
+    return float(np.quantile(seen, 0.995) if seen.size > 4096 else seen.max())
+
+
+def _labels(record: RecordLike, place: int) -> tuple[list[str], list[str]]:
+    """Words for queries and keys, or nothing where they are too many or unknown."""
+    from regard.view.manifest import outline
+
+    told = outline([record], "png")["records"][0]
+    sides = {"target": told["tokens"], "source": told["source_tokens"], "positions": None}
+    here = told["places"][place]
+    both = [sides[here["queries"]], sides[here["keys"]]]
+    rows, columns = (
+        [printable(word) for word in words] if words and len(words) <= LABELS else []
+        for words in both
+    )
+    return rows, columns
+
+
+def printable(word: str, length: int = 24) -> str:
+    """A label on one line, without signs that matplotlib would read as a formula or not draw."""
+    seen = "".join(_sign(character) for character in cut(word.lstrip("▁Ġ ") or word, length))
+    return seen.replace("$", r"\$") or "∅"
+
+
+def _sign(character: str) -> str:
+    signs = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": " "}
+    if character in signs:
+        return signs[character]
+    code = ord(character)
+    hidden = code < 32 or 0x7F <= code < 0xA0 or 0x202A <= code <= 0x202E or 0xD800 <= code < 0xE000
+    return f"⟨{code:04X}⟩" if hidden or 0x2066 <= code <= 0x2069 else character
+
+
+def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axes.tick_params(
+        axis="x" if which == "x" else "y", length=2, color=PALE, labelcolor=INK, labelsize=7
+    )
+    if which == "x":
+        axes.xaxis.tick_top()
+    if not words:
+        axis.set_major_locator(MaxNLocator(6, integer=True))
+        return
+    size = max(3.5, min(9.0, inches * 72 * 0.72))
+    families = fonts_for("".join(words))
+    slant = 90 if inches < 0.25 else 55
+    axis.set_ticks(range(len(words)), labels=list(words))
+    for label in axis.get_ticklabels():
+        label.set_fontfamily(families)
+        label.set_fontsize(size)
+        if which == "x":
+            label.set_rotation(slant)
+            label.set_rotation_mode("anchor")
+            label.set_horizontalalignment("left")
+            label.set_verticalalignment("center" if slant == 90 else "baseline")
+
+
+def _plot_heads(record: RecordLike, places: list[int], title: str | None) -> Figure:
+    """Every head as a small map, one row a place."""
+    most = max(record.places[number].n_heads for number in places)
+    across = min(most, 16)
+    rows = [
+        (number, first)
+        for number in places
+        for first in range(0, record.places[number].n_heads, across)
+    ]
+    if len(rows) > 200:
+        raise ValueError(
+            f"{len(rows)} rows of heads do not fit on one picture; give place= to draw one place"
+        )
+    figure = _make_figure(0.7 + across * 0.75, 0.4 + len(rows) * 0.85)
+    if title is not None:
+        figure.suptitle(printable(title, 90), fontsize=9, color=INK)
+    grid = figure.subplots(len(rows), across, squeeze=False)
+    for line, (number, first) in enumerate(rows):
+        here = record.places[number]
+        for column in range(across):
+            axes, head = grid[line][column], first + column
+            if head >= here.n_heads:
+                axes.set_visible(False)
+                continue
+            weights = cells_of(record, number, head, SMALL)
+            _draw(axes, weights, (0, 1, 1, 0))
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.set_box_aspect(1)
+            axes.set_title(f"{here.layer}·{_number(here, head)}", fontsize=5.5, color=PALE, pad=2)
+    return figure
+
+
+@lru_cache(maxsize=1)
+def _installed() -> dict[str, str]:
+    """Family -> file of the fonts on this machine."""
+    from matplotlib import font_manager
+
+    return {font.name: font.fname for font in font_manager.fontManager.ttflist}
+
+
+@lru_cache(maxsize=64)
+def _characters(file: str) -> frozenset[int]:
+    from matplotlib.ft2font import FT2Font
+
+    try:
+        return frozenset(FT2Font(file).get_charmap())
+    except (OSError, RuntimeError):
+        return frozenset()
+
+
+def fonts_for(text: str) -> list[str]:
+    """DejaVu Sans and, for the characters it lacks, installed fonts that have them."""
+    installed = _installed()
+    families = ["DejaVu Sans"]
+    # Joiners, variation selectors and direction marks have no picture of their own.
+    missing = {ord(character) for character in text} - {0x200D, 0xFE0F, 0x200E, 0x200F}
+    missing -= _characters(installed["DejaVu Sans"]) if "DejaVu Sans" in installed else set()
+    if missing and not any(family in installed for family in FALLBACKS):
+        installed = _look_again()
+    for family in (*FALLBACKS, *sorted(set(installed) - set(FALLBACKS))):
+        if not missing:
+            break
+        if family in installed and missing & _characters(installed[family]):
+            families.append(family)
+            missing -= _characters(installed[family])
+    if missing:
+        _warn_missing("".join(sorted(map(chr, missing))))
+    return families
+
+
+def _look_again() -> dict[str, str]:
+    """Fonts that came after matplotlib made its list are added to that list."""
+    from matplotlib import font_manager
+
+    known = {font.fname for font in font_manager.fontManager.ttflist}
+    for file in font_manager.findSystemFonts():
+        if file not in known:
+            try:
+                font_manager.fontManager.addfont(file)
+            except (OSError, RuntimeError):  # a file that FreeType does not read is no font for us
+                continue
+    _installed.cache_clear()
+    return _installed()
+
+
+@lru_cache(maxsize=256)
+def _warn_missing(characters: str) -> None:
+    """Once for the same characters."""
+    shown = cut(characters, 20)
+    warnings.warn(
+        f"no installed font has {shown!r}, which will be drawn as boxes; install one that does, "
+        "for example: apt-get install fonts-noto-cjk",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _save(figure: Figure, out: Path, dpi: int) -> None:
+    """Write whole or not at all."""
+    if not 20 <= dpi <= 1200 or not math.isfinite(dpi):
+        raise ValueError(f"dpi must be from 20 to 1200, got {dpi}")
+    beside = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        _write(figure, beside, out.suffix.lower().removeprefix("."), dpi)
+        os.replace(beside, out)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _write(figure: Figure, to: Path | IO[bytes], kind: str, dpi: int) -> None:
+    """Draw; matplotlib's own words about missing glyphs were said before."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        warnings.filterwarnings("ignore", message="Matplotlib currently does not support")
+        figure.savefig(to, format=kind, dpi=dpi)

@@ -1,0 +1,263 @@
+"""The grid on a CUDA device, FlexAttention compiled and trained there among the cells.
+
+The same cells as on the CPU, with the device's own refusals, and the ways of running that only a
+device shows: NaN kept apart without reading a value back, compiled graphs, large batches of heads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from cells import ONE_QUERY, SDPA_REFUSALS, TYPES, check_cell, judge
+from plain import CASES
+from row_stats_cases import SEEN, SINGLES, gaps, singles_gap
+
+from regard.ops import (
+    ALiBi,
+    Causal,
+    Lengths,
+    Wants,
+    Window,
+    attention,
+    explain,
+    fused,
+    observe,
+)
+
+pytestmark = pytest.mark.gpu
+
+FLEX = [
+    "plain",
+    "causal",
+    "window",
+    "lengths",
+    "documents",
+    "joined",
+    "given positions",
+    "alibi causal",
+    "relative table learned",
+    "dense bias learned",
+    "bias of -inf",
+    "softcap",
+    "sinks",
+    "one group",
+    "wide values",
+    "more queries than keys",
+    "everything",
+]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
+def test_cell_on_the_device_equals_the_float64_reference_or_refuses(
+    backend: str, name: str, kind: str
+) -> None:
+    sentence = SDPA_REFUSALS.get(name) if backend == "sdpa" else None
+    check_cell(backend, name, kind, sentence, "cuda")
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FLEX)
+def test_compiled_flex_equals_the_float64_reference_forward_and_backward(
+    name: str, kind: str
+) -> None:
+    torch._dynamo.reset()
+    check_cell("flex", name, kind, None, "cuda")
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa", "flex"])
+@pytest.mark.parametrize("mask", [None, Causal(), Window(9, 3)])
+def test_a_nan_reaches_its_row_and_no_other_head_on_the_device(backend: str, mask: Any) -> None:
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(2, 3, 131, 16, device="cuda") for _ in range(3))
+    clean = attention(q, k, v, mask=mask, backend=backend)
+    q[0, 0, 7], v[1, 1, 97], k[1, 2, 61] = math.nan, math.nan, math.nan
+    ours = attention(q, k, v, mask=mask, backend=backend)
+    known = attention(q, k, v, mask=mask, backend="reference")
+    assert ours[known.isnan()].isnan().all()
+    good = ~known.isnan()
+    if backend not in ("reference", "blockwise"):
+        good &= ~good.logical_not().any((2, 3), keepdim=True)
+    torch.testing.assert_close(ours[good], clean[good])
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("T", [1, 7, 131])
+def test_no_plain_call_on_the_device_gives_a_number_for_a_nan(T: int, kind: str) -> None:
+    for mask in (None, Causal()):
+        for which in range(3):
+            inputs = [torch.randn(1, 2, T, 64, device="cuda").to(TYPES[kind]) for _ in range(3)]
+            inputs[which][0, 0, T // 2, 3] = math.nan
+            out = attention(*inputs, mask=mask)
+            rows = slice(T // 2, T // 2 + 1) if which == 0 or mask is not None else slice(None)
+            assert not out[0, 0, rows].isfinite().all(-1).any()
+            assert out[0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_a_sample_without_a_real_token_has_finite_gradients(kind: str) -> None:
+    """Padding as a dense mask that is a view, the value width another than the key width."""
+    q, k, v = (
+        torch.randn(3, 4, 40, width, device="cuda", dtype=TYPES[kind], requires_grad=True)
+        for width in (64, 64, 32)
+    )
+    seen = torch.arange(40, device="cuda") < torch.tensor([40, 0, 17], device="cuda")[:, None]
+    out = attention(q, k, v, mask=seen[:, None, None, :].expand(3, 1, 40, 40))
+    assert (out[1] == 0).all()
+    for grad in torch.autograd.grad(out.square().sum(), (q, k, v)):
+        assert grad.isfinite().all() and (grad[1] == 0).all()
+
+
+def test_compiled_training_step_has_one_graph_and_equals_eager() -> None:
+    torch._dynamo.reset()
+    lengths = torch.tensor([61, 127], device="cuda")
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, mask=Causal() & Lengths(lengths), bias=ALiBi(6))
+
+    found = []
+    for call in (run, torch.compile(run, fullgraph=True)):
+        torch.manual_seed(0)
+        inputs = [torch.randn(2, h, 127, 16, device="cuda", requires_grad=True) for h in (6, 2, 2)]
+        out = call(*inputs)
+        found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+
+
+CHOSEN = """
+import torch, regard
+q = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+print(regard.attention(q, q, q, mask=regard.Causal()).grad_fn.name())
+with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTION]):
+    print(regard.attention(q, q, q, mask=regard.Causal()).grad_fn.name())
+"""
+
+
+@pytest.mark.parametrize("last", ["0", "1"])
+def test_hopper_gets_cudnn_whatever_torchs_own_order_is(last: str) -> None:
+    if torch.cuda.get_device_capability() not in fused.CUDNN_FIRST:
+        pytest.skip("torch's own order is measured to be right on this GPU")
+    done = subprocess.run(
+        [sys.executable, "-c", CHOSEN],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TORCH_CUDNN_SDPA_DEPRIORITIZED": last},
+        check=True,
+    )
+    ours, insisted = done.stdout.split()
+    assert "Cudnn" in ours and "Flash" in insisted
+
+
+def test_more_heads_than_65535_are_right() -> None:
+    q, k, v = (torch.randn(70001, 1, 5, 8, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    ours = attention(q, k, v, mask=Causal())
+    known = attention(q[-3:], k[-3:], v[-3:], mask=Causal(), backend="reference")
+    torch.testing.assert_close(ours[-3:], known, rtol=2e-2, atol=2e-2)
+
+
+def test_observe_of_131072_tokens_stays_small_on_the_device() -> None:
+    q, k, v = (torch.randn(1, 1, 131072, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    wants = Wants(lse=True, entropy=True, peak=True, distance=True, received=True, map=(256, 256))
+    seen = observe(q, k, v, mask=Causal(), wants=wants)
+    grown = (torch.cuda.max_memory_allocated() - before) / 2**20
+    assert grown < 400, f"{grown:.0f} MiB"
+    assert seen.received is not None and seen.map is not None
+    torch.testing.assert_close(seen.received.total.sum().item(), 131072.0, rtol=1e-3, atol=0)
+
+
+def test_explain_on_the_device_prefers_the_fused_kernels() -> None:
+    q = torch.randn(1, 2, 5, 8, device="cuda")
+    assert "sdpa       runs" in str(explain(q, q, q, mask=Causal()))
+    assert explain(q, q, q, softcap=2.0).chosen == "flex"
+
+
+@pytest.mark.parametrize("name", ONE_QUERY)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_our_kernel_for_one_query_equals_the_reference(name: str, kind: str) -> None:
+    """The last query of every case that has a meaning for it alone."""
+    made = CASES[name]().cast(TYPES[kind], "cuda")
+    q, k, v = made.q[:, :, -1:].detach(), made.k.detach(), made.v.detach()
+    call = {key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in made.call.items()}
+    with torch.no_grad():
+        wide = (x.double() for x in (q, k, v))
+        truth = attention(*wide, **call, backend="reference")
+        ours = attention(q, k, v, **call, backend="triton")
+        theirs = attention(q, k, v, **call, backend="reference")
+    judge([truth], [ours], [theirs])
+
+
+def test_one_query_over_many_keys_is_cut_into_parts_and_joined() -> None:
+    q, k, v = (torch.randn(2, n, s, 40, device="cuda") for n, s in ((6, 1), (2, 5003), (2, 5003)))
+    wide = attention(q.double(), k.double(), v.double(), backend="reference")
+    torch.testing.assert_close(
+        attention(q, k, v, backend="triton").double(), wide, atol=1e-5, rtol=0
+    )
+    mask = Causal().at(torch.tensor([5002]), torch.arange(5003))
+    assert explain(q, k, v, mask=mask).chosen == "triton"
+    assert explain(q, k, v, mask=Causal()).chosen == "sdpa", "no mask has to be rendered"
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", SEEN)
+def test_our_kernels_tell_of_weights_what_the_reference_tells(name: str, kind: str) -> None:
+    wrong = {
+        what: pair
+        for what, pair in gaps(name, TYPES[kind], "cuda", "triton").items()
+        if not pair[0] <= pair[1]
+    }
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", SINGLES)
+def test_sums_of_single_weights_are_those_of_the_matrix(name: str) -> None:
+    gap, allowed = singles_gap(name, "cuda")
+    assert gap <= allowed
+
+
+def test_what_is_asked_about_weights_runs_on_our_kernels() -> None:
+    q = torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16)
+    wants = Wants(entropy=True, map=(8, 8))
+    assert explain(q, q, q, mask=Causal(), wants=wants).chosen == "triton"
+    assert explain(q, q, q, bias=torch.zeros(300, device="cuda"), wants=wants).chosen == "blockwise"
+    few = q[:, :, :30]
+    told = explain(few, few, few, wants=wants)
+    assert told.chosen == "blockwise", "nothing to compile for"
+    assert next(iter(told.verdicts)) == "blockwise"
+    assert explain(few, few, few, wants=wants, backend="triton").chosen == "triton"
+    seen = observe(q, q, q, mask=Causal(), wants=wants)
+    assert seen.output is not None
+    wide = attention(q.double(), q.double(), q.double(), mask=Causal(), backend="reference")
+    torch.testing.assert_close(seen.output.double(), wide, atol=2e-2, rtol=0)
+
+
+def test_rows_that_look_at_nan_are_nan_by_our_kernels_and_no_others() -> None:
+    q = torch.randn(1, 1, 70, 8, device="cuda")
+    q[0, 0, 40] = math.nan
+    wants = Wants(lse=True, entropy=True, peak=True, distance=True, received=True, map=(70, 70))
+    seen = observe(q, q.nan_to_num(0.0), None, mask=Causal(), wants=wants, backend="triton")
+    assert seen.lse is not None and seen.map is not None and seen.received is not None
+    assert seen.lse.isnan().nonzero()[:, 2].tolist() == [40]
+    assert seen.map[0, 0].isnan().nonzero().tolist() == [[40, j] for j in range(41)]
+    assert seen.received.total.isnan().nonzero()[:, 2].tolist() == list(range(41))
+    assert seen.peak is not None and int(seen.peak.key[0, 0, 40]) == -1
+
+
+def test_a_batch_of_more_programs_than_a_grid_has_rows() -> None:
+    """65,537 heads, each of one tile."""
+    q = torch.randn(65537, 1, 3, 16, device="cuda", dtype=torch.bfloat16)
+    seen = observe(q, q, None, wants=Wants(entropy=True, received=True), backend="triton")
+    wide = observe(q[-3:].float(), q[-3:].float(), None, wants=Wants(entropy=True))
+    assert seen.entropy is not None and wide.entropy is not None and seen.received is not None
+    torch.testing.assert_close(seen.entropy[-3:], wide.entropy, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        seen.received.total.sum(-1), torch.full((65537, 1), 3.0, device="cuda"), atol=1e-5, rtol=0
+    )

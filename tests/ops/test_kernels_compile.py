@@ -1,0 +1,102 @@
+"""The kernels that look at weights are compiled for a GPU, on a machine that need not have one.
+
+Their launches are caught instead of run, so that the very arguments of the host's side are what
+they are compiled for. What they compute is judged in `test_row_stats_kernels.py` and `test_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.ops import Causal, Wants
+from regard.ops.kernels import row_stats
+from regard.ops.kernels.inputs import find_bounds
+from regard.ops.op import make_call
+
+triton: Any = importlib.import_module("triton")
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+KERNELS = {
+    "seeing_kernels": ("_rows", "_largest", "_singles"),
+    "pooling_kernels": ("_parts", "_grid", "_cells"),
+}
+CASES: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {
+    "half": (torch.bfloat16, 64, {}),
+    "whole": (torch.float32, 40, {"softcap": 3.0, "sinks": torch.zeros(4)}),
+}
+
+
+class Caught:
+    """Stands for a kernel, and keeps what it is launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.launched: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            self.launched = args, options
+
+        return launch
+
+    def compile(self) -> str:
+        """The assembler's text for an H100 or H200."""
+        assert self.launched is not None, "the kernel was not launched"
+        args, options = self.launched
+        how = {"num_warps": options.pop("num_warps"), "enable_fp_fusion": True}
+        names = [parameter.name for parameter in self.kernel.params]
+        assert names == [*names[: len(args)], *sorted(options, key=names.index)]
+        given = {name: type_of(x) for name, x in zip(names, args, strict=False)}
+        source = triton.compiler.ASTSource(
+            fn=self.kernel,
+            signature=given | dict.fromkeys(options, "constexpr"),
+            constexprs=options,
+        )
+        target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+        made = triton.compile(source, target=target, options=how)
+        return str(made.asm["ptx"])
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return TYPES[value.dtype]
+    assert isinstance(value, int | float) and not isinstance(value, bool)
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_for_a_gpu_as_they_are_launched(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, width, more = CASES[name]
+    caught = {}
+    for room, kernels in KERNELS.items():
+        module = importlib.import_module(f"regard.ops.kernels.{room}")
+        for kernel in kernels:
+            caught[kernel] = Caught(getattr(module, kernel))
+            monkeypatch.setattr(module, kernel, caught[kernel])
+    q, k = (torch.zeros(1, heads, 256, width, dtype=dtype) for heads in (4, 2))
+    rule = make_call(q, k, k, Causal(), None, None, more.get("softcap"), None, (0.0, None)).rule
+    for picture in ((8, 8), (7, 9)):
+        wants = Wants(
+            lse=True, entropy=True, peak=True, distance=True, received=True, top=5, map=picture
+        )
+        row_stats.by_kernels(q, k, rule, more.get("sinks"), wants, None)
+    bounds = find_bounds(rule, q.device)
+    assert bounds is not None
+    keys = torch.zeros(3, 256, dtype=torch.int32)
+    row_stats.sum_singles(q, k, rule, bounds, torch.zeros(1, 4, 256), keys)
+    for kernel in caught.values():
+        assert ".target sm_90" in kernel.compile()

@@ -1,0 +1,359 @@
+"""From files to a task and a model: what is held out, which tokenizer, what is used again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regard.models import Transformer
+from regard.tokens import Tokenizer
+from regard.training.config import TrainConfig
+from regard.training.data.reading import BadData
+from regard.training.data.store import TokenFile
+from regard.training.init import start
+from regard.training.prepare import (
+    Files,
+    Prepared,
+    hold_out_pairs,
+    hold_out_text,
+    prepare,
+)
+from regard.training.recipes import Recipe, llama, original
+from regard.training.tasks import LanguageTask, TranslationTask
+
+TRAIN = TrainConfig(steps=3, seed=5)
+LM = Recipe(task="lm", model=llama(12, 1, 3, 1, 17), train=TRAIN, vocab_size=300, context=8, rows=2)
+MASKED = replace(
+    LM,
+    task="masked",
+    documents=False,
+    model={
+        "model_type": "bert",
+        "architectures": ["BertForMaskedLM"],
+        "hidden_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "intermediate_size": 17,
+        "max_position_embeddings": 16,
+        "type_vocab_size": 2,
+    },
+)
+PAIRS = Recipe(
+    task="translate",
+    model=original(12, (1, 1), 2, 17),
+    train=TRAIN,
+    vocab_size=320,
+    max_tokens=128,
+    max_len=40,
+)
+DOCUMENTS = [f"Document {n} tells of {n * 7 % 11} cats and their {n % 5} mats." for n in range(40)]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def write_documents(folder: Path, texts: list[str] = DOCUMENTS) -> Path:
+    return write(folder / "text.txt", "\n<|endoftext|>\n".join(texts))
+
+
+def write_pairs(folder: Path, count: int = 50) -> Path:
+    lines = [f"the cat {n} sat\tdie Katze {n} saß" for n in range(count)]
+    return write(folder / "pairs.tsv", "\n".join(lines) + "\n")
+
+
+def prepare_quietly(files: Files, recipe: Recipe, folder: Path) -> tuple[Prepared, list[str]]:
+    said: list[str] = []
+    return prepare(files, recipe, folder, said.append), said
+
+
+def texts_of(tokens: TokenFile, tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode(row, skip_special=False) for row in rows_of(tokens)]
+
+
+def rows_of(tokens: TokenFile) -> list[list[int]]:
+    return [tokens.ids[a:b].tolist() for a, b in pairwise(tokens.bounds.tolist())]
+
+
+# ---- Holding out
+
+
+def test_the_last_tenth_of_one_document_or_the_last_twentieth_of_many() -> None:
+    text = "".join(map(str, range(100)))
+    (kept,), (held,) = hold_out_text([text])
+    assert kept + held == text and len(held) == 19
+    many = [str(n) for n in range(60)]
+    assert hold_out_text(many) == (many[:57], many[57:])
+    assert hold_out_text(["a", "b"]) == (["a"], ["b"])
+
+
+def test_the_last_pairs_up_to_2000_of_them() -> None:
+    sources, targets = [f"s{n}" for n in range(60)], [f"t{n}" for n in range(60)]
+    (kept_s, kept_t), (held_s, held_t) = hold_out_pairs(sources, targets)
+    assert (kept_s, held_s) == (sources[:57], sources[57:])
+    assert (kept_t, held_t) == (targets[:57], targets[57:])
+    many = ["x"] * 100_000
+    assert len(hold_out_pairs(many, many)[1][0]) == 2000
+    with pytest.raises(BadData, match="one pair is left, and one is held out"):
+        hold_out_pairs(["a"], ["b"])
+
+
+# ---- Text
+
+
+def test_texts_become_ids_that_are_the_texts(tmp_path: Path) -> None:
+    made, said = prepare_quietly(Files(data=write_documents(tmp_path)), LM, tmp_path / "run")
+    task = made.task
+    assert isinstance(task, LanguageTask) and task.valid is not None
+    ended = [f"{text}<|endoftext|>" for text in DOCUMENTS]
+    assert texts_of(task.text.tokens, made.tokenizer) == ended[:38]
+    assert texts_of(task.valid.tokens, made.tokenizer) == ended[38:]
+    assert "training a vocabulary of 300 tokens" in said
+    assert any("tokens in 38 documents" in line for line in said)
+    assert (task.text.context, task.text.rows, task.text.seed) == (8, 2, 5)
+    assert made.model.config.vocab_size == made.tokenizer.vocab_size
+    assert made.model.config.tokens.eos == (made.tokenizer.id("<|endoftext|>"),)
+    assert made.model.tokenizer is made.tokenizer
+
+
+def test_the_weights_come_from_the_seed(tmp_path: Path) -> None:
+    files = Files(data=write_documents(tmp_path))
+    made, _ = prepare_quietly(files, LM, tmp_path / "run")
+    again = Transformer(made.model.config)
+    start(again, 5)
+    for (name, x), y in zip(made.model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def test_a_file_that_is_held_out_is_the_held_out_one(tmp_path: Path) -> None:
+    valid = write(tmp_path / "valid.txt", "Another text, of which nothing is learned. " * 3)
+    files = Files(data=write_documents(tmp_path), valid=valid)
+    made, _ = prepare_quietly(files, LM, tmp_path / "run")
+    assert isinstance(made.task, LanguageTask) and made.task.valid is not None
+    assert len(made.task.text.tokens.bounds) == 41
+    (held,) = texts_of(made.task.valid.tokens, made.tokenizer)
+    assert held.startswith("Another text") and held.endswith("<|endoftext|>")
+
+
+def test_one_long_text_is_one_stream_without_ends(tmp_path: Path) -> None:
+    text = "to be or not to be, that is the question. " * 20
+    recipe = replace(LM, cutting="characters", documents=False)
+    made, said = prepare_quietly(
+        Files(data=write(tmp_path / "t.txt", text)), recipe, tmp_path / "r"
+    )
+    assert isinstance(made.task, LanguageTask) and made.task.valid is not None
+    both = (*texts_of(made.task.text.tokens, made.tokenizer),)
+    both += (*texts_of(made.task.valid.tokens, made.tokenizer),)
+    assert "".join(both) == text
+    assert not any("asked for" in line for line in said)  # characters are as many as there are
+
+
+def test_a_character_that_only_the_held_out_part_has_has_an_id(tmp_path: Path) -> None:
+    text = "abcdef " * 60 + "猫"
+    recipe = replace(LM, cutting="characters")
+    made, _ = prepare_quietly(Files(data=write(tmp_path / "t.txt", text)), recipe, tmp_path / "r")
+    assert isinstance(made.task, LanguageTask) and made.task.valid is not None
+    assert texts_of(made.task.valid.tokens, made.tokenizer)[0].endswith("猫")
+
+
+def test_a_short_held_out_part_has_a_short_context(tmp_path: Path) -> None:
+    valid = write(tmp_path / "valid.txt", "cats")
+    files = Files(data=write_documents(tmp_path), valid=valid)
+    made, _ = prepare_quietly(files, LM, tmp_path / "run")
+    assert isinstance(made.task, LanguageTask) and made.task.valid is not None
+    assert 1 <= made.task.valid.context < 8
+    assert len(list(made.task.held_out())) > 0
+
+
+def test_a_small_vocabulary_is_told(tmp_path: Path) -> None:
+    recipe = replace(LM, vocab_size=5000)
+    _, said = prepare_quietly(Files(data=write_documents(tmp_path)), recipe, tmp_path / "run")
+    assert any("not the 5,000 asked for" in line for line in said)
+
+
+def test_faults_of_the_data_are_told_with_their_count(tmp_path: Path) -> None:
+    data = write_documents(tmp_path, [*DOCUMENTS, DOCUMENTS[0], DOCUMENTS[1]])
+    _, said = prepare_quietly(Files(data=data), LM, tmp_path / "run")
+    assert any(line.startswith("2 documents were there before") for line in said)
+
+
+def test_gaps_have_their_tokens(tmp_path: Path) -> None:
+    made, _ = prepare_quietly(Files(data=write_documents(tmp_path)), MASKED, tmp_path / "run")
+    task, tokenizer = made.task, made.tokenizer
+    assert isinstance(task, LanguageTask) and task.masked is not None
+    assert task.masked.mask_id == tokenizer.id("<mask>")
+    assert set(task.masked.special) >= {tokenizer.id(t) for t in ("<mask>", "<pad>")}
+    assert made.model.config.tokens.pad == tokenizer.id("<pad>")
+    assert not task.text.shifted
+    assert (task.batch(0)["ids"] == task.masked.mask_id).any()
+
+
+def test_texts_longer_than_the_model_takes_are_refused(tmp_path: Path) -> None:
+    files = Files(data=write_documents(tmp_path))
+    with pytest.raises(ValueError, match="texts have up to 17 tokens, but the model takes 16"):
+        prepare_quietly(files, replace(MASKED, context=17), tmp_path / "run")
+
+
+# ---- Tokenizers
+
+
+def test_the_runs_own_tokenizer_is_found_again(tmp_path: Path) -> None:
+    files = Files(data=write_documents(tmp_path))
+    first, _ = prepare_quietly(files, LM, tmp_path / "run")
+    second, said = prepare_quietly(files, replace(LM, vocab_size=280), tmp_path / "run")
+    assert second.tokenizer.texts == first.tokenizer.texts
+    assert not any("training a vocabulary" in line for line in said)
+    assert second.task.fingerprint == first.task.fingerprint
+
+
+def test_a_tokenizer_that_is_given_is_taken(tmp_path: Path) -> None:
+    other = Files(data=write(tmp_path / "other.txt", "quite other words, quite other merges " * 9))
+    given, _ = prepare_quietly(other, LM, tmp_path / "other")
+    given.tokenizer.save(tmp_path / "given")
+    files = Files(data=write_documents(tmp_path), tokenizer=tmp_path / "given")
+    made, _ = prepare_quietly(files, LM, tmp_path / "run")
+    assert made.tokenizer.texts == given.tokenizer.texts
+    with pytest.raises(ValueError, match="has no token '<mask>', which training needs"):
+        prepare_quietly(files, MASKED, tmp_path / "masked")
+
+
+def test_a_tokenizer_that_was_saved_by_halves_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between its two files would leave one without an end token."""
+    files = Files(data=write_documents(tmp_path))
+    whole, _ = prepare_quietly(files, LM, tmp_path / "whole")
+
+    def save_half(self: Tokenizer, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "tokenizer.json").write_text(self.texts["tokenizer.json"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tokenizer, "save", save_half)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_quietly(files, LM, tmp_path / "run")
+    monkeypatch.undo()
+    made, _ = prepare_quietly(files, LM, tmp_path / "run")
+    assert made.tokenizer.texts == whole.tokenizer.texts
+    assert made.task.fingerprint == whole.task.fingerprint
+
+
+def test_ids_are_used_again_while_the_texts_stay(tmp_path: Path) -> None:
+    def stamps() -> dict[str, int]:
+        return {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run").glob("*.tokens")}
+
+    files = Files(data=write_documents(tmp_path))
+    first, _ = prepare_quietly(files, LM, tmp_path / "run")
+    before = stamps()
+    assert len(before) == 2
+    prepare_quietly(files, LM, tmp_path / "run")
+    assert stamps() == before
+    changed = [DOCUMENTS[0] + " And more.", *DOCUMENTS[1:]]
+    second, _ = prepare_quietly(
+        Files(data=write_documents(tmp_path, changed)), LM, tmp_path / "run"
+    )
+    after = stamps()
+    assert after["train.tokens"] != before["train.tokens"]
+    assert after["valid.tokens"] == before["valid.tokens"]
+    assert second.task.fingerprint != first.task.fingerprint
+
+
+# ---- Pairs
+
+
+def test_pairs_become_ids_that_are_the_pairs(tmp_path: Path) -> None:
+    made, said = prepare_quietly(Files(data=write_pairs(tmp_path)), PAIRS, tmp_path / "run")
+    task = made.task
+    assert isinstance(task, TranslationTask) and task.valid is not None and task.told is None
+    sources = texts_of(task.pairs.sources, made.tokenizer)
+    targets = texts_of(task.pairs.targets, made.tokenizer)
+    assert sources == [f"the cat {n} sat" for n in range(48)]
+    assert targets == [f"die Katze {n} saß" for n in range(48)]
+    assert texts_of(task.valid.targets, made.tokenizer) == [f"die Katze {n} saß" for n in (48, 49)]
+    assert any(line.startswith("48 pairs, ") for line in said)
+    tokens = made.model.config.tokens
+    ids = {t: made.tokenizer.id(t) for t in ("<pad>", "<s>", "<|endoftext|>")}
+    assert (tokens.pad, tokens.bos, tokens.eos) == (
+        ids["<pad>"],
+        ids["<s>"],
+        (ids["<|endoftext|>"],),
+    )
+    assert tokens.decoder_start == ids["<s>"] == task.pairs.bos
+
+
+def test_two_files_of_lines_are_pairs_too(tmp_path: Path) -> None:
+    one = write(tmp_path / "a.en", "".join(f"cat {n}\n" for n in range(30)))
+    other = write(tmp_path / "a.de", "".join(f"Katze {n}\n" for n in range(30)))
+    files = Files(data=one, target=other, valid=one, valid_target=other)
+    made, _ = prepare_quietly(files, PAIRS, tmp_path / "run")
+    assert isinstance(made.task, TranslationTask) and made.task.valid is not None
+    assert made.task.pairs.n_pairs == made.task.valid.n_pairs == 30
+
+
+def test_long_pairs_are_left_out_with_a_word(tmp_path: Path) -> None:
+    data = write_pairs(tmp_path)
+    data.write_text("a " * 60 + "\tb\n" + data.read_text(encoding="utf-8"), encoding="utf-8")
+    _, said = prepare_quietly(Files(data=data), PAIRS, tmp_path / "run")
+    assert any("1 pair was longer than 40 tokens and left out" in line for line in said)
+
+
+def test_both_ways_are_learned_each_named_in_front(tmp_path: Path) -> None:
+    recipe = replace(PAIRS, both_ways=True)
+    files = Files(data=write_pairs(tmp_path), languages=("en", "de"))
+    made, _ = prepare_quietly(files, recipe, tmp_path / "run")
+    task, tokenizer = made.task, made.tokenizer
+    assert isinstance(task, TranslationTask)
+    sources, targets = rows_of(task.pairs.sources), rows_of(task.pairs.targets)
+    assert len(sources) == len(targets) == 96
+    to_de, to_en = tokenizer.id("<2de>"), tokenizer.id("<2en>")
+    assert {row[0] for row in sources[:48]} == {to_de}
+    assert {row[0] for row in sources[48:]} == {to_en}
+    assert tokenizer.decode(sources[3][1:]) == "the cat 3 sat" == tokenizer.decode(targets[51])
+    assert tokenizer.decode(targets[3]) == "die Katze 3 saß" == tokenizer.decode(sources[51][1:])
+    told = made.model.config.source["directions"]
+    assert told == {"de": {"prefix": "<2de>"}, "en": {"prefix": "<2en>"}}
+    again, _ = prepare_quietly(files, recipe, tmp_path / "run")
+    assert again.task.fingerprint == task.fingerprint
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_links_are_found_for_each_way(tmp_path: Path, both_ways: bool) -> None:
+    recipe = replace(PAIRS, both_ways=both_ways, guide_heads=1, train=replace(TRAIN, guide=0.1))
+    # Turned by one place, so that links there and back are not the same.
+    three = [(a, b, c) for a in "klmn" for b in "opqr" for c in "stuv"]
+    lines = [f"{a} {b} {c}\t{f'{b} {c} {a}'.upper()}" for a, b, c in three]
+    data = write(tmp_path / "p.tsv", "\n".join(lines) + "\n")
+    made, said = prepare_quietly(Files(data=data), recipe, tmp_path / "run")
+    assert isinstance(made.task, TranslationTask) and made.task.told is not None
+    assert made.task.told.offset == int(both_ways)
+    batch, rows = made.task.batch(0), made.task.pairs.batch(0).rows
+    tokenizer, right, n_links = made.tokenizer, 0, 0
+    for b, t, s in batch["links"].nonzero().tolist():
+        one = tokenizer.decode([int(batch["source"][b, s])]).strip()
+        other = tokenizer.decode([int(batch["target_in"][b, t])]).strip()
+        right += one.lower() == other.lower() and one != other
+        n_links += 1
+    assert n_links > len(rows) and right / n_links > 0.7
+    assert any("links in" in line for line in said)
+
+
+def test_no_links_are_sought_where_nobody_is_guided(tmp_path: Path) -> None:
+    files = Files(data=write_pairs(tmp_path))
+    for heads, weight in ((1, 0.0), (0, 0.1)):
+        recipe = replace(PAIRS, guide_heads=heads, train=replace(TRAIN, guide=weight))
+        made, said = prepare_quietly(files, recipe, tmp_path / f"{heads}")
+        assert isinstance(made.task, TranslationTask) and made.task.told is None
+        assert not any("aligning" in line for line in said)
+
+
+def test_files_are_json_that_others_read(tmp_path: Path) -> None:
+    made, _ = prepare_quietly(Files(data=write_documents(tmp_path)), LM, tmp_path / "run")
+    told: dict[str, Any] = json.loads((tmp_path / "run/tokenizer/tokenizer.json").read_text())
+    assert len(told["model"]["vocab"]) <= made.tokenizer.vocab_size

@@ -1,0 +1,167 @@
+"""What a page is told before it asks: labels, sides, pieces of text; strangers' records checked."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import view_fakes
+
+from regard.view.assets import inline_json
+from regard.view.manifest import LABEL_LENGTH, BadView, outline
+
+
+def told(record: Any) -> dict[str, Any]:
+    return outline([record], "static")["records"][0]
+
+
+def test_pieces_put_the_text_together_again() -> None:
+    text = "  Ein  Satz.\nNoch einer"
+    record = view_fakes.decoder(["<s>", " Ein", " Satz", ".", "Noch", " einer"])
+    record.text, record.spans = text, [(0, 0), (1, 5), (6, 11), (11, 12), (13, 17), (17, 23)]
+    pieces = told(record)["pieces"]
+    assert "".join(before + own for before, own in pieces) == text
+    assert [own for _, own in pieces] == ["", "Ein", "Satz", ".", "Noch", "einer"]
+    assert told(record)["tokens"] == ["<s>", "Ein", "Satz", ".", "Noch", "einer"]
+
+
+@pytest.mark.parametrize("spans", [[(0, 3)], [(0, 3), (1, 2), (2, 5)], [(0, 3), (9, 99), (0, 1)]])
+def test_spans_that_do_not_fit_are_not_believed(spans: list[tuple[int, int]]) -> None:
+    record = view_fakes.decoder(["a", "b", "c"])
+    record.spans = spans
+    assert told(record)["pieces"] is None
+    assert told(record)["tokens"] == ["a", "b", "c"]
+
+
+def test_sides_of_an_encoder_decoder() -> None:
+    places = told(view_fakes.translator())["places"]
+    sides = [(place["queries"], place["keys"]) for place in places]
+    source, target, cross = ("source", "source"), ("target", "target"), ("target", "source")
+    assert sides == [source, source, target, cross, target, cross]
+
+
+def test_a_place_of_another_length_has_positions_for_labels() -> None:
+    record = view_fakes.decoder()
+    record.places[0] = replace(record.places[0], n_keys=40)
+    assert (told(record)["places"][0]["queries"], told(record)["places"][0]["keys"]) == (
+        "target",
+        "positions",
+    )
+
+
+def test_heads_keep_the_numbers_they_have_in_the_model() -> None:
+    record = view_fakes.decoder(n_heads=3)
+    record.places[0] = replace(record.places[0], heads=(1, 4, 7))
+    assert told(record)["places"][0]["heads"] == [1, 4, 7]
+    assert told(record)["places"][1]["heads"] == [0, 1, 2]
+
+
+def test_the_grid_is_that_of_the_weights_or_of_the_picture() -> None:
+    assert told(view_fakes.decoder())["places"][0]["grid"] == (12, 12)
+    assert told(view_fakes.coarse())["places"][0]["grid"] == (128, 128)
+
+
+def test_the_alignment_is_the_head_whose_words_look_most_firmly() -> None:
+    record = view_fakes.translator()
+    sharp_first = record.scores
+    record.scores = lambda place, head, t, s: sharp_first(place, 3 - head, t, s)  # type: ignore
+    firm = {
+        (place, head): record.weights(place, head, 1, 9)[:, 1:7].max(1).mean()  # words, not marks
+        for place in (3, 5)
+        for head in range(4)
+    }
+    assert told(record)["alignment"] == max(firm, key=lambda each: firm[each]) == (5, 3)
+
+
+def test_without_words_on_both_sides_or_with_too_many_there_is_no_alignment() -> None:
+    assert told(view_fakes.decoder())["alignment"] is None
+    nameless = view_fakes.translator()
+    nameless.source_tokens = None
+    assert told(nameless)["alignment"] is None
+    short = view_fakes.translator()
+    short.source_tokens = ["The", "cat"]
+    assert told(short)["alignment"] is None
+    astray = view_fakes.translator()
+    astray.spans = [(90, 91)] * 10
+    assert told(astray)["alignment"] is None
+    long = view_fakes.translator()
+    t, s = 4001, 4003
+    long.tokens, long.source_tokens, long.text = ["a"] * t, ["b"] * s, "a " * t
+    long.spans = [(2 * n, 2 * n + 1) for n in range(t)]
+    long.places = [replace(long.places[3], n_queries=t, n_keys=s)]
+    long.map = lambda *_: pytest.fail("that is work for minutes")  # type: ignore[method-assign]
+    assert told(long)["alignment"] is None
+
+
+def test_what_is_not_finite_becomes_null() -> None:
+    record = view_fakes.decoder(layers=1, n_heads=2)
+    record.heads = lambda: {"previous": np.array([[math.nan, math.inf]])}  # type: ignore
+    assert told(record)["scores"] == {"previous": [[None, None]]}
+    json.loads(inline_json(told(record)))
+
+
+def test_a_long_token_is_cut_before_it_reaches_the_page() -> None:
+    for known in (True, False):
+        record = view_fakes.decoder(["a", "x" * 1_000_000])
+        record.spans = record.spans if known else None
+        assert len(told(record)["tokens"][1]) == LABEL_LENGTH
+        assert len(inline_json(told(record))) < 20_000
+
+
+def test_inlined_json_has_no_sign_that_html_reads() -> None:
+    hostile = "</script><script>alert(1)</script><!-- & \u2028\u202e\ud800"
+    text = inline_json({"token": hostile})
+    assert not set("<>&") & set(text)
+    assert text.isascii()
+    assert json.loads(text)["token"] == hostile
+
+
+def broken(**fields: Any) -> Any:
+    record = view_fakes.decoder(layers=2, n_heads=2)
+    record.places[1] = replace(record.places[1], **fields)
+    return record
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n_heads": 0},
+        {"n_heads": -3},
+        {"n_heads": 2.5},
+        {"n_heads": True},
+        {"n_heads": 10**9},
+        {"n_queries": 0},
+        {"n_keys": 10**12},
+        {"layer": "0"},
+        {"layer": -1},
+        {"kind": "<img>"},
+        {"name": None},
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_in_words(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadView):
+        told(broken(**fields))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 3), (2,), (2, 2, 1)])
+def test_scores_of_the_wrong_shape_are_refused(shape: tuple[int, ...]) -> None:
+    record = view_fakes.decoder(layers=2, n_heads=2)
+    record.heads = lambda: {"previous": np.zeros(shape)}  # type: ignore[method-assign]
+    with pytest.raises(BadView, match="shape"):
+        told(record)
+
+
+def test_records_that_are_none_or_too_many_are_refused() -> None:
+    record = view_fakes.decoder()
+    for records in ([], [record] * 3):
+        with pytest.raises(BadView, match="one record or compares two"):
+            outline(records, "static")
+    record.places = []
+    with pytest.raises(BadView, match="0 places"):
+        told(record)
+    with pytest.raises(BadView, match="0 tokens"):
+        told(replace(view_fakes.decoder(), tokens=[]))
+    with pytest.raises(BadView, match="expected text"):
+        told(replace(view_fakes.decoder(), tokens=[b"a"] * 12))

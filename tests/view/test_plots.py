@@ -1,0 +1,165 @@
+"""Pictures for paper: sizes, labels, formats, and text in every script."""
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import view_fakes
+
+from regard.view import plots
+from regard.view.plots import CELLS, LABELS, cells_of, fonts_for, plot, printable, top_of
+
+MAGIC = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+
+
+def labels_of(figure: Any, axis: str) -> list[str]:
+    axes = figure.axes[0]
+    found = axes.get_xticklabels() if axis == "x" else axes.get_yticklabels()
+    return [label.get_text() for label in found]
+
+
+def picture_of(figure: Any) -> np.ndarray:
+    return np.asarray(figure.axes[0].get_images()[0].get_array())
+
+
+@pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
+def test_the_ending_says_the_format(tmp_path: Path, ending: str) -> None:
+    out = tmp_path / f"picture{ending}"
+    plot(view_fakes.decoder(), out, place=1, head=5)
+    assert out.read_bytes().startswith(MAGIC[ending])
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_five_tokens_have_their_labels_and_their_exact_weights() -> None:
+    record = view_fakes.decoder(list("abcde"), layers=1)
+    figure = plot(record, place=0, head=1)
+    np.testing.assert_array_equal(picture_of(figure), record.weights(0, 1, 0, 5))
+    assert labels_of(figure, "x") == labels_of(figure, "y") == list("abcde")
+    width, height = figure.get_size_inches()
+    assert 2 < width < 5 and 2 < height < 5
+
+
+def test_five_thousand_tokens_have_positions_and_means(tmp_path: Path) -> None:
+    record = view_fakes.ramp(5000)
+    figure = plot(record, tmp_path / "long.png", place=0, head=0)
+    assert picture_of(figure).shape == (CELLS, CELLS)
+    assert not [label for label in labels_of(figure, "x") if label.startswith("w")]
+    assert max(figure.get_size_inches()) < 10
+    assert (tmp_path / "long.png").stat().st_size < 600_000
+
+
+def test_labels_end_where_they_no_longer_fit() -> None:
+    for count in (LABELS, LABELS + 1):
+        record = view_fakes.decoder([f"w{i}" for i in range(count)], layers=1, n_heads=1)
+        words = [w for w in labels_of(plot(record, place=0, head=0), "y") if w.startswith("w")]
+        assert len(words) == (count if count == LABELS else 0)
+
+
+def test_cross_attention_has_source_across_and_target_down() -> None:
+    record = view_fakes.translator()
+    figure = plot(record, place=3, head=0)
+    assert labels_of(figure, "x") == record.source_tokens
+    assert labels_of(figure, "y") == record.tokens
+    assert picture_of(figure).shape == (10, 9)
+
+
+def test_every_head_has_its_small_map() -> None:
+    figure = plot(view_fakes.translator())
+    assert len([axes for axes in figure.axes if axes.get_images()]) == 24
+    assert len([a for a in plot(view_fakes.translator(), place=2).axes if a.get_images()]) == 4
+
+
+def test_a_record_of_statistics_is_drawn_from_its_picture() -> None:
+    record = view_fakes.coarse()
+    assert cells_of(record, 0, 0, CELLS).shape == (128, 128)
+    assert picture_of(plot(record, place=0, head=0)).shape == (128, 128)
+
+
+def test_hostile_labels_are_drawn_and_run_nothing(tmp_path: Path) -> None:
+    tokens = [
+        "<script>",
+        "$\\frac{1}{0}$",
+        "\u202eabc",
+        "a\nb",
+        "\ud800",
+        "",
+        "x" * 100_000,
+        "&\"'",
+    ]
+    record = view_fakes.decoder(tokens, layers=1, n_heads=1, spans=None)
+    plot(record, tmp_path / "hostile.svg", place=0, head=0, title="$x^{$ <b>")
+    text = (tmp_path / "hostile.svg").read_text(encoding="utf-8")
+    assert "<script" not in text
+
+
+def test_weights_that_are_not_numbers_have_a_colour_of_their_own(tmp_path: Path) -> None:
+    record = view_fakes.decoder(layers=1, n_heads=1)
+    weights = np.full((12, 12), np.nan, np.float32)
+    record.map = lambda *_: weights  # type: ignore[method-assign]
+    figure = plot(record, tmp_path / "nan.png", place=0, head=0)
+    assert picture_of(figure).shape == (12, 12)
+    weights[3, 2] = np.inf
+    weights[4, 4] = 0.5
+    assert top_of(weights) == 0.5
+
+
+def test_japanese_is_drawn_in_a_font_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "_installed", lambda: {"DejaVu Sans": "d", "Noto Sans CJK JP": "n"})
+    glyphs = {"d": frozenset(map(ord, "abc")), "n": frozenset(map(ord, "猫a"))}
+    monkeypatch.setattr(plots, "_characters", glyphs.__getitem__)
+    assert fonts_for("abc") == ["DejaVu Sans"]
+    assert fonts_for("a猫") == ["DejaVu Sans", "Noto Sans CJK JP"]
+
+
+def test_a_script_without_a_font_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "_installed", lambda: {"DejaVu Sans": "d"})
+    monkeypatch.setattr(plots, "_look_again", lambda: {"DejaVu Sans": "d"})
+    monkeypatch.setattr(plots, "_characters", lambda file: frozenset(map(ord, "abc")))
+    plots._warn_missing.cache_clear()
+    with pytest.warns(UserWarning, match="no installed font has '犬猫'"):
+        fonts_for("ab猫犬")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fonts_for("ab猫犬") == ["DejaVu Sans"]
+    plots._warn_missing.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"head": 1}, "give place too"),
+        ({"place": 4}, "place 4 is out of range"),
+        ({"place": 0, "head": 8}, "head 8 is out of range"),
+        ({"place": -1}, "out of range"),
+        ({"path": "x.gif"}, "one of"),
+        ({"path": "x.png", "dpi": 5}, "dpi"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_words(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plot(view_fakes.decoder(), **options)
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("Ġcat", "cat"),
+        ("a\nb", "a⏎b"),
+        ("\u202e", "⟨202E⟩"),
+        ("$5", r"\$5"),
+        ("", "∅"),
+        ("猫", "猫"),
+    ],
+)
+def test_labels_are_one_visible_line(word: str, shown: str) -> None:
+    assert printable(word) == shown
+
+
+def test_a_notebook_can_show_the_figure_and_another_process_can_have_it() -> None:
+    figure = plot(view_fakes.decoder(layers=2, n_heads=3), place=1)
+    again = pickle.loads(pickle.dumps(figure))
+    for each in (figure, again):
+        assert each._repr_png_()[:8] == b"\x89PNG\r\n\x1a\n"
