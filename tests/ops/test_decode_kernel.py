@@ -18,6 +18,8 @@ from interpreted import run_interpreted
 
 from regard.ops import Causal, Window
 
+pytestmark = pytest.mark.slow
+
 HALF = ("plain", "window", "sinks", "softcap", "alibi causal", "joined")
 """Cases that are run in float16 too."""
 PLACED = {
