@@ -33,15 +33,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.models.gguf_header import (
-    Header,
-    Metadata,
-    Packed,
-    import_gguf,
-    read_gguf_header,
-)
+from regard._files import spell, spell_path, spell_some, stamp_of
+from regard.models.gguf_header import Header, Metadata, Packed, import_gguf, read_gguf_header
 from regard.models.gguf_tokens import find_tokens, make_tokenizer
-from regard.models.header import Stamp, spell, spell_path, spell_some
 from regard.models.hf_folder import BadCheckpoint, Stored
 from regard.positions import Llama3
 from regard.tokens import Tokenizer
@@ -201,7 +195,7 @@ class GGUFFile:
 
     def _unpack(self, source: str) -> Tensor:
         """A tensor by its GGUF name, as the file has it."""
-        if not self.path.exists() or Stamp.of(self.path.stat()) != self._header.stamp:
+        if not self.path.exists() or stamp_of(self.path.stat()) != self._header.stamp:
             raise BadCheckpoint(
                 f"{spell_path(self.path)} was changed or deleted after it was opened; open it again"
             )
