@@ -19,9 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from regard.layers import BlockConfig
-from regard.models.config import ModelConfig, SpecialTokens
-from regard.models.hf_folder import BadCheckpoint
-from regard.models.weight_map import Link
+from regard.models.config import HeadConfig, ModelConfig, SpecialTokens
+from regard.models.header import BadCheckpoint
+from regard.models.weight_map import Link, same
 from regard.positions import DynamicNTK, RotaryConfig, scaling_from_dict
 from regard.positions.rotary import Pairing
 
@@ -41,9 +41,10 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
-"""Hugging Face's names for bends, and ours."""
+"""Hugging Face's names for activations, and ours."""
 
-
+Source = Mapping[str, Any]
+"""What a `config.json` holds."""
 Constant = Callable[[ModelConfig, tuple[int, ...]], Tensor | None]
 
 
@@ -62,8 +63,7 @@ class Family:
     """
 
     name: str
-    model_types: tuple[str, ...]
-    config_from: Callable[[Mapping[str, Any]], ModelConfig]
+    config_from: Callable[[ConfigReader], ModelConfig]
     links: Callable[[ModelConfig], list[Link]]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
@@ -71,14 +71,34 @@ class Family:
     constants: Mapping[str, Constant] = field(default_factory=dict)
     older_names: Mapping[str, str] = field(default_factory=dict)
     output_layer: str | None = None
-    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sizes: Mapping[str, Source] = field(default_factory=dict)
+    model_types: tuple[str, ...] | None = None
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return (self.name,) if self.model_types is None else self.model_types
+
+
+def link_head(config: ModelConfig, theirs: str = "lm_head") -> list[Link]:
+    """The output layer, where it is not the embedding's table."""
+    has_own = config.head.kind == "lm" and not config.head.tied
+    return [same(f"{theirs}.weight", "head.weight")] if has_own else []
 
 
 class ConfigReader:
     """Checked reading of one `config.json`; a key that is null counts as absent."""
 
-    def __init__(self, source: Mapping[str, Any]) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
+
+    def model(self, family: str, **fields: Any) -> ModelConfig:
+        """The config with what nearly every family reads alike, where `fields` has no other."""
+        if "head" not in fields:
+            fields["head"] = HeadConfig(tied=self.flag("tie_word_embeddings", True))
+        fields.setdefault("tokens", self.special_tokens())
+        if "vocab_size" not in fields:
+            fields["vocab_size"] = self.count("vocab_size")
+        return ModelConfig(family=family, source=self.source, **fields)
 
     def has(self, key: str) -> bool:
         return self.source.get(key) is not None
@@ -130,12 +150,9 @@ class ConfigReader:
             raise self._wrong(key, value, "an object")
         return value
 
-    def activation(self, key: str, default: str) -> str:
-        """A bend that we have."""
-        value = self.word(key, default)
-        if value not in ACTIVATIONS:
-            raise self._wrong(key, value, f"one of {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[value]
+    def activation(self, key: str, default: str) -> Any:
+        """An activation that we have."""
+        return ACTIVATIONS[self.choice(key, ACTIVATIONS, default)]
 
     def token(self, key: str) -> int | None:
         """A token id; absent is None."""
@@ -163,31 +180,16 @@ class ConfigReader:
             known = " or ".join(map(repr, allowed))
             raise self._wrong(key, value, f"{known}; other settings are not supported")
 
-    def expect_class(self, *known: str) -> None:
+    def expect_class(self, *endings: str) -> None:
         """Refuse a class with a head that we do not have, such as BertForSequenceClassification.
 
         The bare model of a family and classes whose names tell of no head pass.
         """
         value = self.source.get("architectures")
         named = value[0] if isinstance(value, list) and value else None
-        if isinstance(named, str) and "For" in named and named not in known:
-            raise self._wrong(
-                "architectures",
-                named,
-                f"{' or '.join(known)}, or the bare model; other heads are not supported",
-            )
-
-    def expect_head(self) -> None:
-        """Refuse a class with a head that no family has, such as LlamaForTokenClassification."""
-        value = self.source.get("architectures")
-        named = value[0] if isinstance(value, list) and value else None
-        if isinstance(named, str) and "For" in named and not named.endswith(HEADS):
-            raise self._wrong(
-                "architectures",
-                named,
-                f"a class that ends in {' or '.join(HEADS)}, or the bare model; other heads are "
-                "not supported",
-            )
+        if isinstance(named, str) and "For" in named and not named.endswith(endings):
+            expected = f"{' or '.join(endings)} at its end, or the bare model"
+            raise self._wrong("architectures", named, f"{expected}; other heads are not supported")
 
     def choice(self, key: str, allowed: Collection[str], default: str) -> str:
         """One of some words."""
@@ -235,7 +237,7 @@ class ConfigReader:
         fraction = reader.number("partial_rotary_factor", fraction)
         if not 0 < fraction <= 1:
             raise BadCheckpoint(
-                f"config.json: the part of a head that turns (partial_rotary_factor, rotary_pct) "
+                f"config.json: the part of a head that rotates (partial_rotary_factor, rotary_pct) "
                 f"is {fraction:g}; expected a number above 0, 1 at most"
             )
         rotary_dim = int(head_dim * fraction)

@@ -6,9 +6,6 @@ language, are left out: encoder and decoder share one table here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
@@ -19,13 +16,12 @@ from regard.models.families.bart import (
     make_links,
     special_tokens,
 )
-from regard.models.family import ConfigReader, Family
+from regard.models.family import ConfigReader, Family, Source
 from regard.models.hf_folder import BadCheckpoint
 from regard.positions import sinusoidal
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     # Without these the encoder and the decoder have tables of their own.
     read.expect("share_encoder_decoder_embeddings", True)
     read.expect("tie_word_embeddings", True)
@@ -36,12 +32,11 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
     vocab_size = read.count("vocab_size")
     if read.count("decoder_vocab_size", vocab_size) != vocab_size:
         raise BadCheckpoint(
-            f"config.json: decoder_vocab_size is {source['decoder_vocab_size']} and vocab_size "
+            f"config.json: decoder_vocab_size is {read.count('decoder_vocab_size')} and vocab_size "
             f"{vocab_size}; expected one vocabulary for both languages, two are not supported"
         )
-    return ModelConfig(
-        family="marian",
-        vocab_size=vocab_size,
+    return read.model(
+        "marian",
         max_len=read.count("max_position_embeddings", 512),
         encoder=make_blocks(read, "encoder", "post"),
         decoder=make_blocks(read, "decoder", "post"),
@@ -53,7 +48,6 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
         ),
         head=HeadConfig(bias=True),
         tokens=special_tokens(read, read.token("pad_token_id")),
-        source=source,
     )
 
 
@@ -64,7 +58,7 @@ def position_table(config: ModelConfig, shape: tuple[int, ...]) -> Tensor | None
     return sinusoidal(shape[0], shape[1], layout="halves")
 
 
-def size(dim: int, heads: int, ffn_dim: int, vocab_size: int) -> dict[str, Any]:
+def size(dim: int, heads: int, ffn_dim: int, vocab_size: int) -> Source:
     return {
         "model_type": "marian",
         "architectures": ["MarianMTModel"],
@@ -89,7 +83,6 @@ def size(dim: int, heads: int, ffn_dim: int, vocab_size: int) -> dict[str, Any]:
 
 FAMILY = Family(
     name="marian",
-    model_types=("marian",),
     config_from=config_from,
     links=make_links,
     prefix="model.",
