@@ -4,21 +4,21 @@ Why: a new architecture should be one short file of data.
 
 How: a `Family` has a function from `config.json` to our config, the links between its tensors and
 ours, and its named sizes, which are themselves such configs. `ConfigReader` reads the untrusted
-file: every value is checked for its type and told by its name when it is wrong.
+file.
 
 Left out: anything that runs; a family is data about names and shapes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor
 
 from regard.layers import BlockConfig
+from regard.models.checked import MAX_INT, Values
 from regard.models.config import HeadConfig, ModelConfig, SpecialTokens
 from regard.models.header import BadCheckpoint
 from regard.models.weight_map import Link, same
@@ -26,7 +26,6 @@ from regard.positions import DynamicNTK, RotaryConfig, scaling_from_dict
 from regard.positions.rotary import Pairing
 
 MAX_LAYERS = 10_000
-MAX_INT = 2**31 - 1
 HEADS = ("ForCausalLM", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration")
 """How the names of classes end whose heads give scores over the vocabulary."""
 
@@ -79,17 +78,27 @@ class Family:
         return (self.name,) if self.model_types is None else self.model_types
 
 
+def usual_size(kind: str, cls: str, dim: int, n_layers: int, n_heads: int, **more: Any) -> Source:
+    """A `config.json` in the words that most architectures use."""
+    return {
+        "model_type": kind,
+        "architectures": [cls],
+        "hidden_size": dim,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
+        **more,
+    }
+
+
 def link_head(config: ModelConfig, theirs: str = "lm_head") -> list[Link]:
     """The output layer, where it is not the embedding's table."""
     has_own = config.head.kind == "lm" and not config.head.tied
     return [same(f"{theirs}.weight", "head.weight")] if has_own else []
 
 
-class ConfigReader:
-    """Checked reading of one `config.json`; a key that is null counts as absent."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
+@final
+class ConfigReader(Values):
+    """Checked reading of one `config.json`."""
 
     def model(self, family: str, **fields: Any) -> ModelConfig:
         """The config with what nearly every family reads alike, where `fields` has no other."""
@@ -100,46 +109,9 @@ class ConfigReader:
             fields["vocab_size"] = self.count("vocab_size")
         return ModelConfig(family=family, source=self.source, **fields)
 
-    def has(self, key: str) -> bool:
-        return self.source.get(key) is not None
-
-    def count(self, key: str, default: int | None = None, most: int = MAX_INT) -> int:
-        """A whole number from 1 on."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise self._wrong(key, value, f"a whole number from 1 to {most}")
-        return value
-
     def layers(self, key: str, default: int | None = None) -> int:
         """A number of layers."""
         return self.count(key, default, MAX_LAYERS)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(key, value, "a number")
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise self._wrong(key, value, "a finite number")
-        return number
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """true or false."""
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
-        return value
-
-    def word(self, key: str, default: str | None = None) -> str:
-        """A string."""
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "a string")
-        return value
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         """An object; absent is empty."""
@@ -147,7 +119,7 @@ class ConfigReader:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise self._wrong(key, value, "an object")
+            raise self.wrong(key, value, "an object")
         return value
 
     def activation(self, key: str, default: str) -> Any:
@@ -160,7 +132,7 @@ class ConfigReader:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= MAX_INT:
-            raise self._wrong(key, value, "a token id")
+            raise self.wrong(key, value, "a token id")
         return None if value < 0 else value
 
     def tokens(self, key: str) -> tuple[int, ...]:
@@ -170,7 +142,7 @@ class ConfigReader:
             return ()
         given = value if isinstance(value, list) else [value]
         if not all(type(x) is int and 0 <= x <= MAX_INT for x in given):
-            raise self._wrong(key, value, "a token id or a list of them")
+            raise self.wrong(key, value, "a token id or a list of them")
         return tuple(given)
 
     def expect(self, key: str, *allowed: Any) -> None:
@@ -178,7 +150,7 @@ class ConfigReader:
         value = self.source.get(key)
         if value is not None and not any(type(value) is type(x) and value == x for x in allowed):
             known = " or ".join(map(repr, allowed))
-            raise self._wrong(key, value, f"{known}; other settings are not supported")
+            raise self.wrong(key, value, f"{known}; other settings are not supported")
 
     def expect_class(self, *endings: str) -> None:
         """Refuse a class with a head that we do not have, such as BertForSequenceClassification.
@@ -189,14 +161,7 @@ class ConfigReader:
         named = value[0] if isinstance(value, list) and value else None
         if isinstance(named, str) and "For" in named and not named.endswith(endings):
             expected = f"{' or '.join(endings)} at its end, or the bare model"
-            raise self._wrong("architectures", named, f"{expected}; other heads are not supported")
-
-    def choice(self, key: str, allowed: Collection[str], default: str) -> str:
-        """One of some words."""
-        value = self.word(key, default)
-        if value not in allowed:
-            raise self._wrong(key, value, f"one of {', '.join(allowed)}")
-        return value
+            raise self.wrong("architectures", named, f"{expected}; other heads are not supported")
 
     def suppressed(self) -> tuple[int, ...]:
         """Tokens that are never generated, from `bad_words_ids`: lists of one token each."""
@@ -205,7 +170,7 @@ class ConfigReader:
             return ()
         lone = isinstance(value, list) and all(isinstance(x, list) and len(x) == 1 for x in value)
         if not lone or not all(type(x[0]) is int and 0 <= x[0] <= MAX_INT for x in value):
-            raise self._wrong("bad_words_ids", value, "lists of one token id each")
+            raise self.wrong("bad_words_ids", value, "lists of one token id each")
         return tuple(x[0] for x in value)
 
     def special_tokens(self, **more: Any) -> SpecialTokens:
@@ -267,17 +232,3 @@ class ConfigReader:
         pairs = zip(blocks, grows, strict=True)
         endless = all(grown or block.window is not None for block, grown in pairs)
         return None if any(grows) and endless else given
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.source.get(key)
-        if value is not None:
-            return value
-        if default is None:
-            raise BadCheckpoint(f"config.json has no {key!r}, which this architecture needs")
-        return default
-
-    @staticmethod
-    def _wrong(key: str, value: Any, expected: str) -> BadCheckpoint:
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        return BadCheckpoint(f"config.json: {key} is {shown}; expected {expected}")

@@ -8,7 +8,7 @@ How: one walk over the mapped header: magic, version, counts, keys with their va
 their shapes and offsets. Every length is held against the bytes that are left before it is used, so
 the walk is never longer than the file. Tensors must lie one after the other as the format says.
 `gguf` tells the sizes of its types and which of them it can unpack. A fault of any kind is one
-`BadCheckpoint`. `Metadata` then hands out values by key, each with its type checked.
+`BadCheckpoint`.
 
 The file: "GGUF", version, number of tensors, number of keys; the keys, each a name, a type and a
 value; the tensors, each a name, a shape (fastest axis first), a type and an offset; their bytes.
@@ -31,6 +31,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 
 from regard._files import Stamp, open_file, spell, spell_path, spell_some, stamp_of
+from regard.models.checked import Values
 from regard.models.header import BadCheckpoint
 
 MAGIC = b"GGUF"
@@ -41,7 +42,6 @@ MAX_TENSORS = 1_000_000
 MAX_NAME_BYTES = 1_024
 MAX_STRINGS = 4_000_000  # in one array; the largest vocabularies have about 500,000 merges
 MAX_AXES = 4  # the format's own limit
-MAX_INT = 2**31 - 1
 AGAIN = "it is torn or damaged: download it again"
 
 FLOAT32, BOOL, STRING, ARRAY = 6, 7, 8, 9
@@ -73,79 +73,30 @@ class Header:
 
 
 @final
-class Metadata:
-    """The keys of a file; every value is checked for its type when it is asked for.
-
-    `default` stands for an absent key; without one, absence is refused.
-    """
-
-    def __init__(self, values: Mapping[str, Value], where: str) -> None:
-        self.values = values
-        self.where = where
-
-    def has(self, key: str) -> bool:
-        return key in self.values
-
-    def word(self, key: str, default: str | None = None) -> str:
-        """A text."""
-        value = self._get(key, default)
-        return value if isinstance(value, str) else self._refuse(key, "a text")
-
-    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number from `least` on."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_INT:
-            self._refuse(key, f"a whole number from {least} to {MAX_INT}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0, which all of the format's settings are."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self._refuse(key, "a number")
-        if not math.isfinite(value) or value <= 0:
-            self._refuse(key, "a finite number above 0")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
-        value = self._get(key, default)
-        return value if isinstance(value, bool) else self._refuse(key, "true or false")
+class Metadata(Values):
+    """The keys of a file."""
 
     def words(self, key: str) -> list[str]:
         """A list of texts."""
-        value = self._get(key, None)
-        return value if isinstance(value, list) else self._refuse(key, "a list of texts")
+        value = self.get(key, None)
+        if not isinstance(value, list):
+            raise self.wrong(key, value, "a list of texts")
+        return value
 
     def numbers(self, key: str, n: int) -> list[Any]:
         """A list of `n` numbers."""
-        value = self._get(key, None)
+        value = self.get(key, None)
         if not isinstance(value, np.ndarray) or len(value) != n:
-            self._refuse(key, f"a list of {n} numbers")
+            raise self.wrong(key, value, f"a list of {n} numbers")
         found: list[Any] = value.tolist()
         return found
 
     def token(self, key: str, n_tokens: int) -> int | None:
         """A token id below `n_tokens`; absent, or the -1 of old files, is None."""
-        value = self._get(key, -1)
-        if value in (-1, 2**32 - 1):
+        value = self.get(key, -1)
+        if type(value) is int and value in (-1, 2**32 - 1):
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < n_tokens:
-            self._refuse(key, f"a token id below {n_tokens}")
-        return value
-
-    def _get(self, key: str, default: Value | None) -> Value:
-        if key in self.values:
-            return self.values[key]
-        if default is None:
-            raise BadCheckpoint(f"{self.where} has no key {key!r}, which this model needs")
-        return default
-
-    def _refuse(self, key: str, expected: str) -> NoReturn:
-        value = self.values.get(key)
-        listed = isinstance(value, list | np.ndarray)
-        came = f"a list of {len(value)}" if listed else spell(value)  # type: ignore[arg-type]
-        raise BadCheckpoint(f"{self.where}: the key {key!r} is {came}; expected {expected}")
+        return self.count(key, most=n_tokens - 1, least=0)
 
 
 def read_gguf_header(path: Path) -> Header:

@@ -31,31 +31,9 @@ from regard.models.families import (
 from regard.models.family import HEADS, ConfigReader, Family
 from regard.models.header import BadCheckpoint
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY
-    for module in (
-        gpt2,
-        gpt3,
-        llama,
-        mistral,
-        qwen2,
-        qwen3,
-        gemma,
-        gemma2,
-        gemma3,
-        gpt_neox,
-        gptj,
-        opt,
-        bloom,
-        palm,
-        bert,
-        roberta,
-        t5,
-        bart,
-        marian,
-        original,
-    )
-}
+MODULES = [gpt2, gpt3, llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gpt_neox, gptj, opt]
+MODULES += [bloom, palm, bert, roberta, t5, bart, marian, original]
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 MAX_PARAMETERS = 2**50  # a thousand times the largest model; more overflows torch's sizes
 BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.types}
 

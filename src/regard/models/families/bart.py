@@ -116,19 +116,19 @@ COPIES = {
 }
 
 
+def shape(dim: int, n_layers: int, n_heads: int, ffn_dim: int, vocab_size: int) -> Source:
+    """The sizes of an encoder–decoder whose two sides are alike."""
+    alike = {"layers": n_layers, "attention_heads": n_heads, "ffn_dim": ffn_dim}
+    both_sides = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in alike.items()}
+    return {"d_model": dim, **both_sides, "vocab_size": vocab_size}
+
+
 def size(dim: int, n_layers: int, **more: Any) -> Source:
     return {
+        **shape(dim, n_layers, dim // 64, 4 * dim, 50265),
         "model_type": "bart",
         "architectures": ["BartForConditionalGeneration"],
-        "d_model": dim,
-        "encoder_layers": n_layers,
-        "decoder_layers": n_layers,
-        "encoder_attention_heads": dim // 64,
-        "decoder_attention_heads": dim // 64,
-        "encoder_ffn_dim": 4 * dim,
-        "decoder_ffn_dim": 4 * dim,
         "max_position_embeddings": 1024,
-        "vocab_size": 50265,
         "activation_function": "gelu",
         "bos_token_id": 0,
         "pad_token_id": 1,

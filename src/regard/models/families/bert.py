@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family, Source
+from regard.models.family import ConfigReader, Family, Source, usual_size
 from regard.models.weight_map import Link, both, renamed, same
 
 OLDER_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -100,20 +100,9 @@ def links(config: ModelConfig) -> list[Link]:
 
 
 def size(dim: int, n_layers: int, n_heads: int, vocab_size: int = 30522) -> Source:
-    return {
-        "model_type": "bert",
-        "architectures": ["BertForPreTraining"],
-        "hidden_size": dim,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": n_heads,
-        "intermediate_size": 4 * dim,
-        "max_position_embeddings": 512,
-        "type_vocab_size": 2,
-        "vocab_size": vocab_size,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
-        "pad_token_id": 0,
-    }
+    sizes = {"intermediate_size": 4 * dim, "vocab_size": vocab_size, "type_vocab_size": 2}
+    more = {"max_position_embeddings": 512, "layer_norm_eps": 1e-12, "pad_token_id": 0}
+    return usual_size("bert", "BertForPreTraining", dim, n_layers, n_heads, **sizes, **more)
 
 
 FAMILY = Family(

@@ -57,6 +57,7 @@ def size(*shape: Any, **more: Any) -> Source:
 
 
 STRETCHED = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+LARGEST = {"head_dim": 128, "query_pre_attn_scalar": 168}
 
 FAMILY = llama.make_family(
     "gemma3",
@@ -66,17 +67,7 @@ FAMILY = llama.make_family(
         "gemma-3-1b": size(1152, 26, (4, 1), 6912, 262144, 32768, sliding_window=512),
         "gemma-3-4b": size(2560, 34, (8, 4), 10240, 262208, 131072, **STRETCHED),
         "gemma-3-12b": size(3840, 48, (16, 8), 15360, 262208, 131072, **STRETCHED),
-        "gemma-3-27b": size(
-            5376,
-            62,
-            (32, 16),
-            21504,
-            262208,
-            131072,
-            head_dim=128,
-            query_pre_attn_scalar=168,
-            **STRETCHED,
-        ),
+        "gemma-3-27b": size(5376, 62, (32, 16), 21504, 262208, 131072, **STRETCHED, **LARGEST),
     },
     gemma.make_links,
     model_types=("gemma3_text",),

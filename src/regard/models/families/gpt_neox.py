@@ -6,7 +6,7 @@ from typing import Any
 
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family, Source, link_head
+from regard.models.family import ConfigReader, Family, Source, link_head, usual_size
 from regard.models.weight_map import Link, both, interleaved, renamed, same
 
 LAYER = {
@@ -65,20 +65,9 @@ def links(config: ModelConfig) -> list[Link]:
 
 
 def size(dim: int, n_layers: int, n_heads: int, vocab_size: int = 50304, **more: Any) -> Source:
-    return {
-        "model_type": "gpt_neox",
-        "architectures": ["GPTNeoXForCausalLM"],
-        "hidden_size": dim,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": n_heads,
-        "intermediate_size": 4 * dim,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": 2048,
-        "rotary_pct": 0.25,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        **more,
-    }
+    usual = {"vocab_size": vocab_size, "max_position_embeddings": 2048, "rotary_pct": 0.25}
+    usual |= {"intermediate_size": 4 * dim, "bos_token_id": 0, "eos_token_id": 0, **more}
+    return usual_size("gpt_neox", "GPTNeoXForCausalLM", dim, n_layers, n_heads, **usual)
 
 
 FAMILY = Family(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
+from regard.models.families import gpt2
 from regard.models.family import ConfigReader, Family, link_head
 from regard.models.weight_map import Link, both, same, weight
 from regard.positions import RotaryConfig
@@ -63,16 +64,12 @@ FAMILY = Family(
     copies={r"lm_head\.weight": "transformer.wte.weight"},
     sizes={
         "gpt-j-6b": {
+            **gpt2.size(4096, 28, 16),
             "model_type": "gptj",
             "architectures": ["GPTJForCausalLM"],
-            "n_embd": 4096,
-            "n_layer": 28,
-            "n_head": 16,
             "rotary_dim": 64,
             "n_positions": 2048,
             "vocab_size": 50400,
-            "bos_token_id": 50256,
-            "eos_token_id": 50256,
         }
     },
 )

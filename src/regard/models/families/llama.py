@@ -11,7 +11,7 @@ from typing import Any
 
 from regard.layers import BlockConfig
 from regard.models.config import HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family, Source, link_head
+from regard.models.family import ConfigReader, Family, Source, link_head, usual_size
 from regard.models.hf_folder import BadCheckpoint
 from regard.models.weight_map import Link, renamed, same
 
@@ -139,12 +139,9 @@ def size(
     max_len: int,
     **more: Any,
 ) -> Source:
+    usual = usual_size("llama", "LlamaForCausalLM", dim, n_layers, heads[0])
     return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": dim,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": heads[0],
+        **usual,
         "num_key_value_heads": heads[1],
         "intermediate_size": ffn_dim,
         "vocab_size": vocab_size,

@@ -35,24 +35,15 @@ def size(*shape: Any, **more: Any) -> Source:
     return llama.size(*shape, **{**named, **more})
 
 
+NO_WINDOW = {"sliding_window": None, "rope_theta": 1e6}
+WIDE = {"head_dim": 128}
+
 FAMILY = llama.make_family(
     "mistral",
     config_from,
     {
         "mistral-7b-v0.1": size(4096, 32, (32, 8), 14336, 32000, 32768, sliding_window=4096),
-        "mistral-7b-v0.3": size(
-            4096, 32, (32, 8), 14336, 32768, 32768, sliding_window=None, rope_theta=1e6
-        ),
-        "mistral-nemo-12b": size(
-            5120,
-            40,
-            (32, 8),
-            14336,
-            131072,
-            1024000,
-            head_dim=128,
-            sliding_window=None,
-            rope_theta=1e6,
-        ),
+        "mistral-7b-v0.3": size(4096, 32, (32, 8), 14336, 32768, 32768, **NO_WINDOW),
+        "mistral-nemo-12b": size(5120, 40, (32, 8), 14336, 131072, 1024000, **NO_WINDOW, **WIDE),
     },
 )

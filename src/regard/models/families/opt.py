@@ -10,7 +10,7 @@ from typing import Any
 
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, ModelConfig
-from regard.models.family import ConfigReader, Family, Source, link_head
+from regard.models.family import ConfigReader, Family, Source, link_head, usual_size
 from regard.models.weight_map import Link, both, renamed, same, weight
 
 LAYER = {f"self_attn.{name}_proj": f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")}
@@ -67,20 +67,9 @@ def links(config: ModelConfig) -> list[Link]:
 
 
 def size(dim: int, n_layers: int, n_heads: int, **more: Any) -> Source:
-    return {
-        "model_type": "opt",
-        "architectures": ["OPTForCausalLM"],
-        "hidden_size": dim,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": n_heads,
-        "ffn_dim": 4 * dim,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-        "pad_token_id": 1,
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        **more,
-    }
+    tokens = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
+    usual = {"ffn_dim": 4 * dim, "vocab_size": 50272, "max_position_embeddings": 2048, **tokens}
+    return usual_size("opt", "OPTForCausalLM", dim, n_layers, n_heads, **{**usual, **more})
 
 
 FAMILY = Family(

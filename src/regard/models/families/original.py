@@ -25,6 +25,7 @@ import math
 
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
+from regard.models.families import bart
 from regard.models.family import ConfigReader, Family, Source
 from regard.models.weight_map import Link, both, same
 
@@ -82,18 +83,8 @@ def links(config: ModelConfig) -> list[Link]:
 
 def size(dim: int, n_heads: int, ffn_dim: int, dropout: float) -> Source:
     """Of the paper, with its English–German vocabulary of about 37,000 pieces."""
-    return {
-        "model_type": "original",
-        "d_model": dim,
-        "encoder_layers": 6,
-        "decoder_layers": 6,
-        "encoder_attention_heads": n_heads,
-        "decoder_attention_heads": n_heads,
-        "encoder_ffn_dim": ffn_dim,
-        "decoder_ffn_dim": ffn_dim,
-        "dropout": dropout,
-        "vocab_size": 37000,
-    }
+    sizes = bart.shape(dim, 6, n_heads, ffn_dim, 37000)
+    return {"model_type": "original", **sizes, "dropout": dropout}
 
 
 FAMILY = Family(
