@@ -142,11 +142,11 @@ WEIGHTS: dict[str, tuple[Damage, tuple[str, ...]]] = {
     ),
     "left-over tensor": (
         tensors(lambda found: found.update({"lm_head.bias": torch.zeros(37)})),
-        ("does not have: lm_head.bias", "gpt2", "download both again"),
+        ("does not have: 'lm_head.bias'", "gpt2", "download both again"),
     ),
     "left-over layer": (
         tensors(lambda found: found.update({"transformer.h.3.ln_1.weight": torch.ones(20)})),
-        ("does not have: transformer.h.3.ln_1.weight",),
+        ("does not have: 'transformer.h.3.ln_1.weight'",),
     ),
     "odd name": (
         tensors(lambda found: found.update({"a\nb\x1b[31m" + "c" * 999: torch.ones(2)})),
@@ -243,7 +243,7 @@ def test_every_family_counts_and_checks_its_tensors(name: str, tmp_path: Path) -
 
     del model
     check(lambda found: found.pop(chosen), f"lacks 1 of the {len(every)} tensors", chosen)
-    check(lambda found: found.update(more=torch.ones(3)), "does not have: more")
+    check(lambda found: found.update(more=torch.ones(3)), "does not have: 'more'")
     check(lambda found: found.update({chosen: found[chosen][:-1].clone()}), chosen, "has shape")
     check(lambda found: found[chosen].view(-1)[-1].fill_(torch.nan), chosen, "1 numbers", "NaN")
 

@@ -62,7 +62,6 @@ class Values:
         return value
 
     def choice(self, key: str, allowed: Collection[str], default: str) -> str:
-        """One of some words."""
         value = self.word(key, default)
         if value not in allowed:
             raise self.wrong(key, value, f"one of {', '.join(allowed)}")

@@ -77,11 +77,12 @@ class EmbedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """How the last vectors become scores over the vocabulary.
+    """How the last vectors become logits over the vocabulary.
 
-    "lm" is one projection; "masked" has a dense layer, a bend and a norm before it (BERT); "none"
-    gives no scores. `tied`: the projection is the table of the embedding. Scores are multiplied by
-    `scale`, then capped as c · tanh(score / c). `pooler`: tanh of a projection of the first token.
+    "lm" is one projection; "masked" has a dense layer, an activation and a norm before it (BERT);
+    "none" gives no logits. `tied`: the projection is the table of the embedding. Logits are
+    multiplied by `scale`, then capped as c · tanh(x / c). `pooler`: tanh of a projection of the
+    first token.
     """
 
     kind: HeadKind = "lm"
@@ -179,14 +180,12 @@ def count_parameters(config: ModelConfig) -> int:
         total += dim * dim + dim
     if head.kind == "none":
         return total
-    total += 0 if head.tied else config.vocab_size * config.embed_dim
-    total += config.vocab_size if head.bias else 0
+    total += (not head.tied) * config.vocab_size * config.embed_dim + head.bias * config.vocab_size
     total += 0 if embed.dim is None else embed.dim * dim
     return total + (dim * dim + 3 * dim if head.kind == "masked" else 0)
 
 
 def count_block(block: BlockConfig) -> int:
-    """The parameters of one layer."""
     n_kv_heads, head_dim = check_heads(block.dim, block.n_heads, block.n_kv_heads, block.head_dim)
     q_width, kv_width = block.n_heads * head_dim, n_kv_heads * head_dim
     bias = block.attention_bias
@@ -210,6 +209,5 @@ def count_block(block: BlockConfig) -> int:
 
 
 def count_norm(block: BlockConfig) -> int:
-    """The parameters of one norm of the layer."""
     has_bias = block.norm == "layer" and block.norm_bias is not False
     return 2 * block.dim if has_bias else block.dim

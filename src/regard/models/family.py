@@ -110,7 +110,6 @@ class ConfigReader(Values):
         return ModelConfig(family=family, source=self.source, **fields)
 
     def layers(self, key: str, default: int | None = None) -> int:
-        """A number of layers."""
         return self.count(key, default, MAX_LAYERS)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
@@ -123,7 +122,6 @@ class ConfigReader(Values):
         return value
 
     def activation(self, key: str, default: str) -> Any:
-        """An activation that we have."""
         return ACTIVATIONS[self.choice(key, ACTIVATIONS, default)]
 
     def token(self, key: str) -> int | None:
@@ -175,12 +173,8 @@ class ConfigReader(Values):
 
     def special_tokens(self, **more: Any) -> SpecialTokens:
         """pad, bos and eos as nearly every family names them."""
-        found: dict[str, Any] = {
-            "pad": self.token("pad_token_id"),
-            "bos": self.token("bos_token_id"),
-            "eos": self.tokens("eos_token_id"),
-        }
-        return SpecialTokens(**{**found, **more})
+        pad, bos, eos = self.token("pad_token_id"), self.token("bos_token_id"), "eos_token_id"
+        return SpecialTokens(pad=pad, bos=bos, eos=self.tokens(eos), **more)
 
     def rotary(
         self,
@@ -201,10 +195,8 @@ class ConfigReader(Values):
         base = reader.number("rope_theta", base)
         fraction = reader.number("partial_rotary_factor", fraction)
         if not 0 < fraction <= 1:
-            raise BadCheckpoint(
-                f"config.json: the part of a head that rotates (partial_rotary_factor, rotary_pct) "
-                f"is {fraction:g}; expected a number above 0, 1 at most"
-            )
+            key = "partial_rotary_factor (or rotary_pct)"
+            raise self.wrong(key, fraction, "a number above 0, 1 at most")
         rotary_dim = int(head_dim * fraction)
         try:
             scaling = scaling_from_dict(given, max_len=self.source.get("max_position_embeddings"))
@@ -225,10 +217,10 @@ class ConfigReader(Values):
         text is.
         """
         given = self.count("max_position_embeddings", default)
-        grows = [
-            block.rotary is not None and isinstance(block.rotary.scaling, DynamicNTK)
-            for block in blocks
-        ]
-        pairs = zip(blocks, grows, strict=True)
-        endless = all(grown or block.window is not None for block, grown in pairs)
-        return None if any(grows) and endless else given
+
+        def grows(block: BlockConfig) -> bool:
+            return block.rotary is not None and isinstance(block.rotary.scaling, DynamicNTK)
+
+        fixed = [block for block in blocks if not grows(block)]
+        endless = len(fixed) < len(blocks) and all(block.window is not None for block in fixed)
+        return None if endless else given

@@ -157,11 +157,9 @@ class GGUFFile:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer in the file; None where it has none."""
         return make_tokenizer(self._header.metadata, self.config["vocab_size"])
 
     def _unpack(self, source: str) -> Tensor:
-        """A tensor by its GGUF name, as the file has it."""
         if not self.path.exists() or stamp_of(self.path.stat()) != self._header.stamp:
             raise BadCheckpoint(
                 f"{spell_path(self.path)} was changed or deleted after it was opened; open it again"
@@ -170,7 +168,6 @@ class GGUFFile:
 
 
 def unpack(data: Any, packed: Packed) -> Tensor:
-    """The numbers of one tensor as float32."""
     gguf = import_gguf()
     rows = (*packed.shape[:-1], -1)
     raw = np.frombuffer(data, np.uint8, packed.n_bytes, packed.start).reshape(rows)
@@ -255,12 +252,9 @@ def make_config(header: Header, architecture: Architecture, unpack: Any) -> dict
         **(GELU if architecture.is_gemma else {"hidden_act": "silu"}),
     }
     check_sizes(header, arch, config)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if metadata.count(f"{arch}.{key}", head_dim) != head_dim:
-            raise BadCheckpoint(
-                f"{metadata.where}: {arch}.{key} is {metadata.count(f'{arch}.{key}')}, but heads "
-                f"have the width {head_dim}; models in which these differ are not supported"
-            )
+    for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
+        if (width := metadata.count(key, head_dim)) != head_dim:
+            raise metadata.wrong(key, width, f"{head_dim}, as heads are wide; others are unknown")
     config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     config.update(find_tokens(metadata, config["vocab_size"]))
     config["rope_scaling"] = find_scaling(header, arch, config, unpack)
@@ -280,9 +274,7 @@ def read_alike(metadata: Metadata, key: str, n_layers: int, default: int | None 
         return metadata.count(key, default)
     numbers = {int(number) for number in metadata.numbers(key, n_layers)}
     if len(numbers) != 1 or not 1 <= min(numbers) < 2**31:
-        raise BadCheckpoint(
-            f"{metadata.where}: {key} is not the same in every layer; such models are not supported"
-        )
+        raise metadata.wrong(key, value, "the same in every layer; other models are not supported")
     return numbers.pop()
 
 
@@ -302,9 +294,8 @@ def check_sizes(header: Header, arch: str, config: Mapping[str, Any]) -> None:
         )
     vocab_size = header.metadata.count(f"{arch}.vocab_size", shape[0])
     if vocab_size != shape[0]:
-        raise BadCheckpoint(
-            f"{where}: {arch}.vocab_size is {vocab_size}, but the embedding has {shape[0]} rows"
-        )
+        rows = f"{shape[0]}, as the embedding has rows"
+        raise header.metadata.wrong(f"{arch}.vocab_size", vocab_size, rows)
     widest = max(size for packed in header.tensors.values() for size in packed.shape)
     heads, width = config["num_attention_heads"], config["head_dim"]
     for what, size in {
@@ -327,10 +318,7 @@ def find_scaling(
     kind = metadata.word(f"{key}.type", "none")
     if DIVISORS in header.tensors and not ARCHITECTURES[arch].is_gemma:
         if kind != "none":
-            raise BadCheckpoint(
-                f"{metadata.where} has both {key}.type {spell(kind)} and the tensor {DIVISORS!r}; "
-                "expected one rotary scaling"
-            )
+            raise metadata.wrong(f"{key}.type", kind, f"none beside the tensor {DIVISORS!r}")
         return name_divisors(unpack(DIVISORS), config, metadata.where)
     if kind == "none":
         return None
@@ -387,11 +375,9 @@ def name_divisors(divisors: Tensor, config: Mapping[str, Any], where: str) -> di
 def finish_llama(header: Header, arch: str) -> dict[str, Any]:
     """Biases, and the window that makes it a Mistral."""
     metadata = header.metadata
-    if metadata.count(f"{arch}.expert_count", 0, least=0):
-        raise BadCheckpoint(
-            f"{metadata.where} is a mixture of {metadata.count(f'{arch}.expert_count')} experts, "
-            "which is not supported"
-        )
+    if n_experts := metadata.count(f"{arch}.expert_count", 0, least=0):
+        what = f"{metadata.where} is a mixture of {n_experts} experts"
+        raise BadCheckpoint(f"{what}, which is not supported")
     found: dict[str, Any] = {
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,

@@ -77,7 +77,6 @@ class Metadata(Values):
     """The keys of a file."""
 
     def words(self, key: str) -> list[str]:
-        """A list of texts."""
         value = self.get(key, None)
         if not isinstance(value, list):
             raise self.wrong(key, value, "a list of texts")
@@ -100,7 +99,6 @@ class Metadata(Values):
 
 
 def read_gguf_header(path: Path) -> Header:
-    """Everything a GGUF file says about itself, checked."""
     where = spell_path(path)
     with open_file(path, BadCheckpoint) as file:
         stamp = stamp_of(os.fstat(file.fileno()))
@@ -117,7 +115,6 @@ def read_gguf_header(path: Path) -> Header:
 
 
 def check_start(first: bytes, where: str) -> None:
-    """Refuse other formats and other versions of this one."""
     version = int.from_bytes(first[4:], "little")
     if first[:4] != MAGIC:
         what = (
@@ -194,7 +191,6 @@ def read_keys(cursor: Cursor, n_keys: int) -> dict[str, Value]:
 
 
 def read_value(cursor: Cursor, kind: int, what: str) -> Value:
-    """One value of a key."""
     if kind == STRING:
         return cursor.text(what)
     if kind == ARRAY:

@@ -50,17 +50,11 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": (TEKKEN,),
 }
 """Rules by name: each splits what the one before left; what it does not match stays whole."""
-WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
-"""Rules of vocabularies in which a word that is a piece is that piece, whatever the merges say."""
-WITH_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
-"""Rules whose models expect a first token, unless the file says otherwise."""
+LLAMA3_LIKE = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
+"""Rules of vocabularies in which a word that is a piece is that piece, whatever the merges say, and
+whose models expect a first token, unless the file says otherwise."""
 
-ROLES = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "pad": "padding_token_id",
-    "unk": "unknown_token_id",
-}
+ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
 """What the format takes for granted of "llama" vocabularies that say nothing."""
 
@@ -68,13 +62,12 @@ SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
 def find_roles(metadata: Metadata, n_tokens: int) -> dict[str, int]:
     """Which tokens have a meaning of their own: "bos", "eos", "pad", "unk"."""
     found: dict[str, int] = {}
-    granted: Mapping[str, int] = {}
-    if metadata.word(f"{KEY}.model", "none") == "llama":
-        granted = {role: number for role, number in SENTENCEPIECE_IDS.items() if number < n_tokens}
-    for role, key in ROLES.items():
-        number = metadata.token(f"{KEY}.{key}", n_tokens)
-        if number is None and not metadata.has(f"{KEY}.{key}"):
-            number = granted.get(role)
+    is_llama = metadata.word(f"{KEY}.model", "none") == "llama"
+    for role, word in ROLES.items():
+        key = f"{KEY}.{word}_token_id"
+        number = metadata.token(key, n_tokens)
+        if is_llama and not metadata.has(key) and SENTENCEPIECE_IDS.get(role, n_tokens) < n_tokens:
+            number = SENTENCEPIECE_IDS[role]
         if number is not None:
             found[role] = number
     return found
@@ -83,15 +76,10 @@ def find_roles(metadata: Metadata, n_tokens: int) -> dict[str, int]:
 def find_tokens(metadata: Metadata, n_tokens: int) -> dict[str, Any]:
     """The token ids of a `config.json`. The end of a turn in a chat ends a text too."""
     roles = find_roles(metadata, n_tokens)
-    ends = [roles[role] for role in ("eos",) if role in roles]
-    turn = metadata.token(f"{KEY}.eot_token_id", n_tokens)
-    if turn is not None and turn not in ends:
-        ends.append(turn)
-    return {
-        "bos_token_id": roles.get("bos"),
-        "eos_token_id": (ends[0] if len(ends) == 1 else ends) if ends else None,
-        "pad_token_id": roles.get("pad"),
-    }
+    ends = {roles.get("eos"): None, metadata.token(f"{KEY}.eot_token_id", n_tokens): None}
+    known = [end for end in ends if end is not None]
+    eos = known if len(known) > 1 else next(iter(known), None)
+    return {"bos_token_id": roles.get("bos"), "eos_token_id": eos, "pad_token_id": roles.get("pad")}
 
 
 def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
@@ -99,10 +87,7 @@ def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
     kind = metadata.word(f"{KEY}.model", "none")
     if kind in ("none", "no_vocab"):
         return None
-    if kind not in ("gpt2", "llama"):
-        raise BadCheckpoint(
-            f"{metadata.where}: {KEY}.model is {spell(kind)}; expected 'gpt2' or 'llama'"
-        )
+    metadata.choice(f"{KEY}.model", ("gpt2", "llama"), "none")
     pieces = metadata.words(f"{KEY}.tokens")
     vocab = {piece: number for number, piece in enumerate(pieces)}
     if len(vocab) != len(pieces) or not 0 < len(pieces) <= n_rows:
@@ -115,16 +100,15 @@ def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
         kinds = metadata.numbers(f"{KEY}.token_type", len(pieces))
     roles = find_roles(metadata, len(pieces))
     make = make_byte_level if kind == "gpt2" else make_sentencepiece
-    made = {"version": "1.0", **make(metadata, pieces, vocab, roles)}
-    made["added_tokens"] = [
+    tokenizer = {"version": "1.0", **make(metadata, pieces, vocab, roles)}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False}
+    tokenizer["added_tokens"] = [
         {
             "id": number,
             "content": piece,
             "special": what != USER_DEFINED,
             "normalized": "\u2581" in piece and what == USER_DEFINED,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
+            **plain,
         }
         for number, (piece, what) in enumerate(zip(pieces, kinds, strict=True))
         if (what in (CONTROL, USER_DEFINED) or number in roles.values()) and piece
@@ -133,7 +117,7 @@ def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
     if metadata.has("tokenizer.chat_template"):
         config["chat_template"] = metadata.word("tokenizer.chat_template")
     try:
-        return Tokenizer.from_parts(json.dumps(made, ensure_ascii=False), config)
+        return Tokenizer.from_parts(json.dumps(tokenizer, ensure_ascii=False), config)
     except ValueError as wrong:
         raise BadCheckpoint(f"{metadata.where}: its tokenizer is not usable: {wrong}") from wrong
 
@@ -141,14 +125,11 @@ def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
 def make_byte_level(
     metadata: Metadata, pieces: list[str], vocab: dict[str, int], roles: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A "gpt2" vocabulary."""
     rule = metadata.word(f"{KEY}.pre", "default")
     if rule not in SPLITS:
-        raise BadCheckpoint(
-            f"{metadata.where}: {KEY}.pre is {spell(rule)}, a rule for splitting text that is not "
-            f"known here; known are {', '.join(SPLITS)}. Load the model from its Hugging Face "
-            "folder instead"
-        )
+        expected = f"a known rule for splitting text ({', '.join(SPLITS)})"
+        another = "load the model from its Hugging Face folder instead"
+        raise metadata.wrong(f"{KEY}.pre", rule, f"{expected}; {another}")
     merges = []
     for merge in metadata.words(f"{KEY}.merges"):
         left, _, right = merge.partition(" ")
@@ -163,30 +144,23 @@ def make_byte_level(
         for regex in SPLITS[rule]
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    spaced = {**level, "add_prefix_space": metadata.flag(f"{KEY}.add_space_prefix", False)}
     # The space must be there before the text is split, and splitting is the rule's alone.
-    before = [{"type": "Prepend", "prepend": " "}] if spaced["add_prefix_space"] else []
+    spaced = metadata.flag(f"{KEY}.add_space_prefix", False)
+    before = [{"type": "Prepend", "prepend": " "}] if spaced else []
+    bytes_only = {**level, "use_regex": False}
+    whole = {"ignore_merges": rule in LLAMA3_LIKE}
     return {
         "normalizer": {"type": "Sequence", "normalizers": before} if before else None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [*splits, {**level, "use_regex": False}],
-        },
-        "post_processor": surround(metadata, pieces, roles, rule in WITH_BOS),
-        "decoder": {**level, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": merges,
-            "ignore_merges": rule in WHOLE_WORDS,
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_only]},
+        "post_processor": surround(metadata, pieces, roles, rule in LLAMA3_LIKE),
+        "decoder": bytes_only,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, **whole},
     }
 
 
 def make_sentencepiece(
     metadata: Metadata, pieces: list[str], vocab: dict[str, int], roles: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A "llama" vocabulary."""
     if metadata.has(f"{KEY}.precompiled_charsmap"):
         raise BadCheckpoint(
             f"{metadata.where} normalises text by a map of characters, which is not supported; "
@@ -240,7 +214,6 @@ def find_merges(where: str, vocab: Mapping[str, int], scores: list[float]) -> li
 def surround(
     metadata: Metadata, pieces: list[str], roles: Mapping[str, int], with_bos: bool
 ) -> dict[str, Any] | None:
-    """The tokens that stand around every text."""
     first = metadata.flag(f"{KEY}.add_bos_token", with_bos) and "bos" in roles
     last = metadata.flag(f"{KEY}.add_eos_token", False) and "eos" in roles
     if not first and not last:
@@ -248,7 +221,7 @@ def surround(
     before = [roles["bos"]] if first else []
     after = [roles["eos"]] if last else []
 
-    def place(part: str, kind: int) -> list[dict[str, Any]]:
+    def around(part: str, kind: int) -> list[dict[str, Any]]:
         text = [{"Sequence": {"id": part, "type_id": kind}}]
         return [*map(token, before), *text, *map(token, after)]
 
@@ -257,8 +230,8 @@ def surround(
 
     return {
         "type": "TemplateProcessing",
-        "single": place("A", 0),
-        "pair": [*place("A", 0), *place("B", 1)],
+        "single": around("A", 0),
+        "pair": [*around("A", 0), *around("B", 1)],
         "special_tokens": {
             pieces[number]: {"id": pieces[number], "ids": [number], "tokens": [pieces[number]]}
             for number in before + after

@@ -26,7 +26,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, final
 
 import torch
@@ -95,10 +94,9 @@ class _Shard:
         with contextlib.suppress(FileNotFoundError):
             stamp = stamp_of(self.path.stat())
         if stamp != self.header.stamp:
-            raise BadCheckpoint(
-                f"{spell_path(self.path)} was {'deleted' if stamp is None else 'changed'} after "
-                "the folder was opened; open the folder again"
-            )
+            how = "deleted" if stamp is None else "changed"
+            what = f"{spell_path(self.path)} was {how} after the folder was opened"
+            raise BadCheckpoint(f"{what}; open the folder again")
 
 
 @final
@@ -141,19 +139,16 @@ class Folder:
         if not any(shard.stored for shard in shards):
             raise BadCheckpoint(f"{spell_path(shards[0].path)} holds no tensors at all")
         if CONFIG not in names:
-            raise BadCheckpoint(
-                f"{spell_path(root)} has weights but no {CONFIG}, which says what model they are; "
-                "download it from where the weights came from"
-            )
+            what = f"{spell_path(root)} has weights but no {CONFIG}, which says what they are"
+            raise BadCheckpoint(f"{what}; download it from where the weights came from")
         config = read_json(view.locate(CONFIG), MAX_CONFIG_BYTES, BadCheckpoint)
         return Folder(root, config, shards)
 
     def read(self, name: str) -> Tensor:
-        """The tensor, mapped from its file: no copy, and pages are read when they are used.
+        """The tensor, mapped from its file, to which writing into it never goes.
 
-        Writing into it changes this process's memory only, never the file. It stays good after
-        `close`. A tensor that does not lie at a multiple of its item size in the file (our own
-        files and those of safetensors always do) is copied, since kernels may count on it.
+        It stays good after `close`. One that does not lie at a multiple of its item size in the
+        file (ours and those of safetensors always do) is copied, since kernels may count on it.
         """
         if self._closed:
             raise ValueError(f"the folder {spell_path(self.path)} is closed; open it again")
@@ -179,12 +174,7 @@ class Folder:
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -240,8 +230,7 @@ def _refuse_without_weights(root: Path, names: set[str]) -> NoReturn:
     elif foreign := having(_FOREIGN):
         what = (
             f"has its weights only for TensorFlow or Flax ({spell_some(foreign)}); {expected}. "
-            "Convert them: open them with transformers (from_tf or from_flax) and call "
-            "save_pretrained"
+            "Convert them with transformers (from_tf or from_flax, then save_pretrained)"
         )
     elif gguf := having((".gguf",)):
         what = f"has its weights only as GGUF ({spell_some(gguf)}); give that file itself"
@@ -276,24 +265,17 @@ def _open_shards(view: View, names: set[str]) -> list[_Shard]:
                     f"{spell(found[name])} and {spell(file)}; which one counts cannot be known"
                 )
             found[name] = file
-    for name, file in weight_map.items():
-        if found.get(name) != file:
-            where = f"it is in {spell(found[name])}" if name in found else "no shard has it"
+    for name in weight_map | found:
+        if weight_map.get(name) != found.get(name):
+            named, holds = (spell(files.get(name, "no shard")) for files in (weight_map, found))
             raise BadCheckpoint(
-                f"{spell_path(path)} puts tensor {spell(name)} in {spell(file)}, but {where}; "
+                f"{spell_path(path)} puts tensor {spell(name)} in {named}, but it is in {holds}; "
                 "index and shards are not of one checkpoint: download them again"
             )
-    if unnamed := [name for name in found if name not in weight_map]:
-        raise BadCheckpoint(
-            f"{spell_path(view.root)} has tensors in its shards that {INDEX} does not name: "
-            f"{spell_some(unnamed)}; index and shards are not of one checkpoint: download them "
-            "again"
-        )
     return shards
 
 
 def _parse_index(path: Path) -> dict[str, str]:
-    """Which file holds which tensor, all file names plain."""
     where = spell_path(path)
     weight_map = read_json(path, MAX_HEADER_BYTES, BadCheckpoint).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -305,7 +287,6 @@ def _parse_index(path: Path) -> dict[str, str]:
         if not is_plain_name(file) or not file.endswith(".safetensors"):
             raise BadCheckpoint(
                 f"{where} puts tensor {spell(name)} in {spell(file)}; expected the plain name of a "
-                ".safetensors file in the same folder, no path, since an index may not lead "
-                "elsewhere"
+                ".safetensors file in the same folder, since an index may not lead elsewhere"
             )
     return weight_map

@@ -43,8 +43,8 @@ MOST = 127
 
 def is_int8(config: Mapping[str, Any]) -> bool:
     """Whether this config.json tells of weights stored in this way, of whatever version."""
-    told = config.get(KEY)
-    return isinstance(told, dict) and told.get("kind") == KIND
+    described = config.get(KEY)
+    return isinstance(described, dict) and described.get("kind") == KIND
 
 
 def pack_rows(matrix_nm: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,8 +78,7 @@ def pack_folder(
             if part in packed:
                 raise ValueError(f"two tensors would be stored as {part}; save the model plainly")
             packed[part] = stored
-    told = {**config, "dtype": "float32", KEY: {"kind": KIND, "version": VERSION}}
-    return told, packed
+    return {**config, "dtype": "float32", KEY: {"kind": KIND, "version": VERSION}}, packed
 
 
 @final
@@ -95,10 +94,10 @@ class Int8Folder:
         self._folder = folder
         self.path = folder.path
         self.config = {key: value for key, value in folder.config.items() if key != KEY}
-        told = folder.config[KEY]
-        if told != {"kind": KIND, "version": VERSION}:
+        described = folder.config[KEY]
+        if described != {"kind": KIND, "version": VERSION}:
             raise BadCheckpoint(
-                f"{spell_path(self.path)}: config.json has {spell(told)} as {KEY}; expected "
+                f"{spell_path(self.path)}: config.json has {spell(described)} as {KEY}; expected "
                 f"version {VERSION} and nothing else. Load it with a newer regard, or get the "
                 "model that was stored for this one"
             )
@@ -135,16 +134,12 @@ class Int8Folder:
         numbers, scale = stored[name + NUMBERS], stored.get(name + SCALE)
         if scale is None:
             self._refuse(f"has {spell(name + NUMBERS)} and no {spell(name + SCALE)}")
+        both = f"in {spell(name + NUMBERS)} and {spell(name + SCALE)}"
         if (numbers.dtype, scale.dtype) != (torch.int8, torch.float32):
-            self._refuse(
-                f"has {numbers.dtype} in {spell(name + NUMBERS)} and {scale.dtype} in "
-                f"{spell(name + SCALE)}, where int8 and float32 belong"
-            )
+            self._refuse(f"has {numbers.dtype} and {scale.dtype} {both}; expected int8 and float32")
         if len(numbers.shape) != 2 or scale.shape != numbers.shape[:1]:
-            self._refuse(
-                f"has shape {list(numbers.shape)} in {spell(name + NUMBERS)} and "
-                f"{list(scale.shape)} in {spell(name + SCALE)}; expected [N, M] and [N]"
-            )
+            shapes = f"{list(numbers.shape)} and {list(scale.shape)}"
+            self._refuse(f"has the shapes {shapes} {both}; expected [N, M] and [N]")
 
     def _refuse(self, what: str) -> NoReturn:
         raise BadCheckpoint(

@@ -123,7 +123,6 @@ class View:
         return self.root / name
 
     def names(self) -> set[str]:
-        """The names of all files that count."""
         found = {name for name in os.listdir(self.root) if not name.startswith(MARK)}
         return (found | set(self.files)) - set(self.stale)
 
@@ -172,11 +171,10 @@ def write_folder(
         raise ValueError(f"{spell_path(root)} is a file; give a folder to write the model into")
     if not is_text(str(root)):
         raise ValueError(f"{spell_path(root)} is not UTF-8, and safetensors opens no such path")
-    contents: dict[str, bytes | Mapping[str, Tensor]] = {}
-    contents.update(_plan_weights(tensors, max_shard_bytes))
+    contents = _plan_weights(tensors, max_shard_bytes)
     contents[CONFIG] = _to_json(config, CONFIG)
     for name, given in (files or {}).items():
-        _check_name_beside(name, given, contents)
+        _check_file(name, given, contents)
         contents[name] = given.encode("utf-8") if isinstance(given, str) else given
     root.mkdir(parents=True, exist_ok=True)
     View.of(root).finish()
@@ -216,7 +214,7 @@ def _to_json(value: Mapping[str, Any], name: str) -> bytes:
     return data
 
 
-def _check_name_beside(name: str, content: object, taken: Mapping[str, object]) -> None:
+def _check_file(name: str, content: object, taken: Mapping[str, object]) -> None:
     if not isinstance(name, str) or not is_plain_name(name):
         raise ValueError(f"files has the file name {spell(name)}; expected a plain name, no path")
     lowered = {other.casefold() for other in taken}  # some file systems take these for the same
@@ -234,11 +232,11 @@ def _plan_weights(
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     if not tensors:
         raise ValueError("there are no tensors to write; expected at least one")
-    shards: list[dict[str, Tensor]] = []
+    shards: list[dict[str, Tensor]] = [{}]
     filled = total = 0
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
-        if not shards or filled + tensor.nbytes > max_shard_bytes:
+        if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
             shards.append({})
             filled = 0
         shards[-1][name] = tensor
@@ -246,12 +244,9 @@ def _plan_weights(
         total += tensor.nbytes
     if len(shards) == 1:
         return {SINGLE: shards[0]}
-    files: dict[str, bytes | Mapping[str, Tensor]] = {}
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        files[file] = shard
-        weight_map.update(dict.fromkeys(shard, file))
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    files: dict[str, bytes | Mapping[str, Tensor]] = dict(zip(names, shards, strict=True))
+    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     files[INDEX] = (json.dumps(index, indent=2) + "\n").encode("utf-8")
     return files
@@ -280,7 +275,6 @@ def make_header(
     """The header, in the mapping's order, and the order in which the bytes must follow it.
 
     Wide types come first in the bytes, so that each value lies at a multiple of its own size.
-    The header opens with the metadata, in the mapping's order.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     described = {

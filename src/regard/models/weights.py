@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import all_finite
+from regard._files import read_bytes, spell_some
 from regard.models.config import ModelConfig
 from regard.models.embedded import find_embedded, is_embedded
 from regard.models.families import FAMILIES, config_of
@@ -37,30 +38,13 @@ from regard.models.transformer import Transformer
 from regard.models.weight_map import Link
 from regard.positions.frequencies import check_number
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
-KEPT_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "source.spm",
-    "target.spm",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
+KEPT_FILES = ["generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+KEPT_FILES += ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"]
+KEPT_FILES += ["vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
+KEPT_FILES += ["source.spm", "target.spm", "chat_template.jinja", "chat_template.json"]
 """Small files beside the weights that go along when a loaded model is saved."""
+MAX_KEPT_BYTES = 200_000_000
 DIFFERENT = ": config and weights are of different models; download both again"
 
 
@@ -134,7 +118,7 @@ def save_int8(model: Transformer, path: str | os.PathLike[str]) -> None:
 def gather(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a folder of this model says: its config.json, and its tensors under their names."""
     config = model.config
-    check_told(config)
+    check_source(config)
     family = FAMILIES[config.family]
     links = family.links(config)
     check_written(model, links)
@@ -146,22 +130,22 @@ def gather(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
         for name, tensor in zip(link.theirs, written, strict=True):
             tensors[name.removeprefix(family.prefix) if bare else name] = tensor
     source = dict(config.source)
-    words = {value: word for word, value in DTYPES.items()}
     source.pop("torch_dtype", None)
-    source["dtype"] = words.get(next(iter(ours.values())).dtype, "float32")
+    dtype = str(next(iter(ours.values())).dtype).removeprefix("torch.")
+    source["dtype"] = dtype if dtype in DTYPES else "float32"
     return source, tensors
 
 
-def check_told(config: ModelConfig) -> None:
-    """Refuse a config that its own config.json does not tell; `fit_parts` may have taken away."""
+def check_source(config: ModelConfig) -> None:
+    """Refuse a config that its own config.json does not make; `fit_parts` may have taken away."""
     if config.source:
-        told = config_of(config.source)
-        head = told.head
+        again = config_of(config.source)
+        head = replace(again.head, pooler=again.head.pooler and config.head.pooler)
         if config.head.kind == "none" and is_bare(config.source):
             head = replace(head, kind="none")
-        if FAMILIES[told.family].output_layer is not None:
+        if FAMILIES[again.family].output_layer is not None:
             head = replace(head, tied=config.head.tied)
-        if replace(told, head=replace(head, pooler=head.pooler and config.head.pooler)) == config:
+        if replace(again, head=head) == config:
             return
     raise ValueError(
         "this model's config was changed after it was made from config.json's words, so no "
@@ -178,20 +162,18 @@ def check_written(model: Transformer, links: Iterable[Link]) -> None:
     lost += [name for name in needed if name not in ours]
     if lost:
         raise ValueError(
-            f"the model's parameters are not those of its config: {some(lost)}; a tie was undone, "
-            "or a part was added or taken away. Make a model with models.config_of({...}) that "
-            "has them, and copy them there"
+            f"the model's parameters are not those of its config: {spell_some(lost)}; a tie was "
+            "undone, or a part was added or taken away. Make a model with models.config_of({...}) "
+            "that has them, and copy them there"
         )
 
 
 def files_beside(model: Transformer) -> dict[str, bytes]:
-    """The small files that came with the weights."""
     origin = model.origin
     if origin is not None and origin.is_dir():
-        found = (origin / name for name in KEPT_FILES)
-        return {path.name: path.read_bytes() for path in found if path.is_file()}
-    tokenizer = model.tokenizer
-    texts = {} if tokenizer is None else tokenizer.texts
+        found = [name for name in KEPT_FILES if (origin / name).is_file()]
+        return {name: read_bytes(origin / name, MAX_KEPT_BYTES, BadCheckpoint) for name in found}
+    texts = {} if model.tokenizer is None else model.tokenizer.texts
     return {name: text.encode() for name, text in texts.items()}
 
 
@@ -233,9 +215,8 @@ def fit_parts(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> Mo
 
     def lacks(part: str) -> bool:
         own = [link for link in links if any(ours.startswith(part) for ours in link.ours)]
-        return bool(own) and not any(
-            names[name] in checkpoint.stored for link in own for name in link.theirs
-        )
+        theirs = {names[name] for link in own for name in link.theirs}
+        return bool(theirs) and theirs.isdisjoint(checkpoint.stored)
 
     head = config.head
     if is_bare(checkpoint.config) and lacks("head."):
@@ -243,9 +224,10 @@ def fit_parts(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> Mo
     if head.pooler and lacks("pooler."):
         head = replace(head, pooler=False)
     if head.kind == "lm" and family.output_layer is not None:
-        table = find_copied(family.output_layer, family)
+        name, table = family.output_layer, find_copied(family.output_layer, family)
         assert table is not None
-        head = replace(head, tied=not differ(checkpoint, family.output_layer, table))
+        tied = name not in checkpoint.stored or are_equal(checkpoint, name, table)
+        head = replace(head, tied=tied)
     return replace(config, head=head)
 
 
@@ -256,12 +238,13 @@ def is_bare(source: Mapping[str, Any]) -> bool:
     return isinstance(named, str) and named.endswith("Model") and not named.endswith("HeadModel")
 
 
-def differ(checkpoint: Checkpoint, name: str, original: str) -> bool:
-    """Whether the file has a tensor of this name that does not repeat the original."""
+def are_equal(checkpoint: Checkpoint, name: str, original: str) -> bool:
+    """Whether two tensors are the same; NaN, which is refused where it is read, equals itself."""
     one, other = checkpoint.stored.get(name), checkpoint.stored.get(original)
     if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-        return one is not None
-    return not torch.equal(checkpoint.read(name), checkpoint.read(original))
+        return False
+    first, second = checkpoint.read(name), checkpoint.read(original)
+    return torch.equal(first, second) or torch.allclose(first, second, 0, 0, equal_nan=True)
 
 
 def find_names(checkpoint: Checkpoint, family: Family, links: Iterable[Link]) -> dict[str, str]:
@@ -283,7 +266,6 @@ def find_names(checkpoint: Checkpoint, family: Family, links: Iterable[Link]) ->
 def expected_shapes(
     model: Transformer, links: Iterable[Link], names: Mapping[str, str]
 ) -> dict[str, tuple[int, ...]]:
-    """The names and shapes that a file of this model has."""
     ours = dict(model.named_parameters(remove_duplicate=False))
     shapes = {}
     for link in links:
@@ -301,14 +283,12 @@ def check_tensors(
 ) -> None:
     """None missing, none left over, every shape right, every repeated tensor equal."""
     stored = checkpoint.stored
-    missing = [name for name in expected if name not in stored]
-    if missing:
-        hint = ""
-        if any("lm_head" in name for name in missing):
-            hint = "; if its output layer is the embedding, set tie_word_embeddings in config.json"
+    if missing := [name for name in expected if name not in stored]:
+        hint = "; if its output layer is the embedding, set tie_word_embeddings in config.json"
+        hint = hint if any("lm_head" in name for name in missing) else DIFFERENT
         raise BadCheckpoint(
             f"{checkpoint.path} lacks {len(missing)} of the {len(expected)} tensors that a "
-            f"{family.name} model with this config has: {some(missing)}{hint or DIFFERENT}"
+            f"{family.name} model with this config has: {spell_some(missing)}{hint}"
         )
     for name, shape in expected.items():
         if stored[name].shape != shape:
@@ -317,25 +297,20 @@ def check_tensors(
                 f"config.json makes it {list(shape)}{DIFFERENT}"
             )
     left = []
-    for name in stored:
-        if name in expected:
-            continue
+    for name in [name for name in stored if name not in expected]:
+        bare = name.removeprefix(family.prefix)
         original = find_copied(name, family)
         if original is not None:
             check_copy(checkpoint, name, original, expected)
-        elif not is_ignored(name, family) and not is_constant(checkpoint, name, family, config):
+        elif any(re.fullmatch(pattern, bare) for pattern in family.ignored):
+            continue
+        elif not is_constant(checkpoint, name, family, config):
             left.append(name)
     if left:
         raise BadCheckpoint(
             f"{checkpoint.path} has {len(left)} tensors that a {family.name} model with this "
-            f"config does not have: {some(left)}{DIFFERENT}"
+            f"config does not have: {spell_some(left)}{DIFFERENT}"
         )
-
-
-def is_ignored(name: str, family: Family) -> bool:
-    """Whether a file may have this tensor though the model does not need it."""
-    bare = name.removeprefix(family.prefix)
-    return any(re.fullmatch(pattern, bare) for pattern in family.ignored)
 
 
 def is_constant(checkpoint: Checkpoint, name: str, family: Family, config: ModelConfig) -> bool:
@@ -359,10 +334,8 @@ def is_constant(checkpoint: Checkpoint, name: str, family: Family, config: Model
 
 def find_copied(name: str, family: Family) -> str | None:
     """The name of the tensor that this one repeats in tied models."""
-    for pattern, original in family.copies.items():
-        if re.fullmatch(pattern, name):
-            return original
-    return None
+    found = (original for pattern, original in family.copies.items() if re.fullmatch(pattern, name))
+    return next(found, None)
 
 
 def check_copy(
@@ -371,46 +344,38 @@ def check_copy(
     """A repeated tensor must be equal to the one it repeats."""
     if original not in expected:
         original = next((full for full in expected if original.endswith(f".{full}")), original)
-    if original in checkpoint.stored:
-        one, other = checkpoint.read(name), checkpoint.read(original)
-        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-        # NaN differs from itself; it is refused, by its name, where the original is read.
-        if alike and (torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True)):
-            return
-    raise BadCheckpoint(
-        f"{checkpoint.path}: config.json says that {name} is the same as {original}, but the file "
-        "has two different tensors; set tie_word_embeddings to false there if both are meant"
-    )
+    if not are_equal(checkpoint, name, original):
+        raise BadCheckpoint(
+            f"{checkpoint.path}: config.json says that {name} is the same as {original}, but they "
+            "differ in the file; set tie_word_embeddings to false there if both are meant"
+        )
 
 
 def read_checked(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
     """One tensor, all of its numbers finite, also in the type it will have."""
-    tensor = checkpoint.read(name)
+    tensor, where = checkpoint.read(name), f"{checkpoint.path}: tensor {name}"
     if not tensor.is_floating_point():
         raise BadCheckpoint(
-            f"{checkpoint.path}: tensor {name} holds {tensor.dtype}; expected floating point. If "
-            "the weights are quantised, load the unquantised model, or its GGUF file"
+            f"{where} holds {tensor.dtype}; expected floating point. If the weights are quantised, "
+            "load the unquantised model, or its GGUF file"
         )
     if not all_finite(tensor) and not bool(torch.isfinite(tensor).all()):
         n_bad = int((~torch.isfinite(tensor)).sum())
         raise BadCheckpoint(
-            f"{checkpoint.path}: tensor {name} has {n_bad:,} numbers that are NaN or infinite of "
-            f"{tensor.numel():,}: the file is damaged (download it again), or training had failed "
-            "before it was written"
+            f"{where} has {n_bad:,} numbers that are NaN or infinite of {tensor.numel():,}: the "
+            "file is damaged (download it again), or training had failed before it was written"
         )
-    most = torch.finfo(dtype).max
-    if most < torch.finfo(tensor.dtype).max and tensor.numel():
-        lowest, highest = (float(end) for end in torch.aminmax(tensor))
-        if max(-lowest, highest) > most:
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and tensor.numel():
+        largest = max(abs(float(end)) for end in torch.aminmax(tensor))
+        if largest > torch.finfo(dtype).max:
             raise BadCheckpoint(
-                f"{checkpoint.path}: tensor {name} has numbers up to {max(-lowest, highest):g}, "
-                f"which {dtype} cannot hold; load it with dtype={tensor.dtype}, as it is stored"
+                f"{where} has numbers up to {largest:g}, which {dtype} cannot hold; load it with "
+                f"dtype={tensor.dtype}, as it is stored"
             )
     return tensor
 
 
 def put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Set the parameter of this dotted name."""
     path, _, last = name.rpartition(".")
     model.get_submodule(path)._parameters[last] = nn.Parameter(tensor)
 
@@ -418,9 +383,7 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
 def stored_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
     """The type a model is loaded in when none is asked for: config.json's, else its embedding's."""
     word = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    if isinstance(word, str) and word.removeprefix("torch.") in DTYPES:
-        return DTYPES[word.removeprefix("torch.")]
-    found = checkpoint.stored[name].dtype
+    found: torch.dtype = DTYPES.get(str(word).removeprefix("torch."), checkpoint.stored[name].dtype)
     return found if found in DTYPES.values() else torch.float32
 
 
@@ -430,13 +393,12 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def check_path(path_or_name: str | os.PathLike[str]) -> Path:
+    expected = "expected a folder, a GGUF file or a hub name"
     if not isinstance(path_or_name, str | os.PathLike):
-        raise TypeError(
-            f"path_or_name is {repr(path_or_name)[:60]}; expected a folder, a GGUF file or a hub "
-            "name, as a str or a path"
-        )
+        came = repr(path_or_name)[:60]
+        raise TypeError(f"path_or_name is {came}; {expected}, as a str or a path")
     if not os.fspath(path_or_name):
-        raise ValueError("path_or_name is empty; expected a folder, a GGUF file or a hub name")
+        raise ValueError(f"path_or_name is empty; {expected}")
     return Path(path_or_name)
 
 
@@ -462,12 +424,3 @@ def find_device(device: torch.device | str) -> torch.device:
             "model with device='cpu', or install the torch that is made for the device"
         ) from None
     return found
-
-
-def some(names: list[str], most: int = 4) -> str:
-    """The first few names, made printable, and how many more there are."""
-    shown = ", ".join(
-        name if name.isprintable() and len(name) < 200 else repr(name)[:200]
-        for name in names[:most]
-    )
-    return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"

@@ -68,7 +68,6 @@ def _read(path: Path) -> str:
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write each file, so that nobody ever sees half of one."""
     folder.mkdir(parents=True, exist_ok=True)
     foreign = [name for name in KNOWN if name not in texts and (folder / name).exists()]
     if foreign:
@@ -121,13 +120,12 @@ def chat_templates(texts: Mapping[str, str], origin: str) -> dict[str, str]:
         entries = [{"name": "default", "template": given}] if isinstance(given, str) else given
         if isinstance(entries, dict):
             entries = [{"name": key, "template": text} for key, text in entries.items()]
-        good = isinstance(entries, list) and all(
+        if not isinstance(entries, list) or not all(
             isinstance(entry, dict)
             and isinstance(entry.get("name"), str)
             and isinstance(entry.get("template"), str)
             for entry in entries
-        )
-        if not good:
+        ):
             raise ValueError(
                 f"{origin}: {name} gives chat_template as {given!r:.99}; expected a text, or a "
                 f'list of objects with the texts "name" and "template"; {ANOTHER_COPY}'
@@ -139,12 +137,10 @@ def chat_templates(texts: Mapping[str, str], origin: str) -> dict[str, str]:
 def _byte_level(folder: Path, texts: Mapping[str, str]) -> dict[str, str]:
     """GPT-2's `vocab.json` and `merges.txt` as a `tokenizer.json` and its config."""
     vocab = parse({"vocab.json": _read(folder / "vocab.json")}, "vocab.json", str(folder))
-    wrong = next((key for key, value in vocab.items() if type(value) is not int), None)
-    if wrong is not None:
-        raise ValueError(
-            f"{folder}: vocab.json gives {wrong!r:.99} the id {vocab[wrong]!r:.99}, "
-            f"expected an integer; {ANOTHER_COPY}"
-        )
+    for key, value in vocab.items():
+        if type(value) is not int:
+            what = f"{folder}: vocab.json gives {key!r:.99} the id {value!r:.99}"
+            raise ValueError(f"{what}, expected an integer; {ANOTHER_COPY}")
     config = parse(texts, CONFIG, str(folder))
     kind = config.get("tokenizer_class")
     end = "<|endoftext|>"
@@ -207,11 +203,8 @@ def _merges(folder: Path) -> list[list[str]]:
     for number, line in enumerate(lines, start=1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
-        pair = line.split(" ")
-        if len(pair) != 2:
-            raise ValueError(
-                f"{folder}: merges.txt, line {number} holds {line!r:.99}, "
-                f"expected two tokens with one space between; {ANOTHER_COPY}"
-            )
-        pairs.append(pair)
+        pairs.append(line.split(" "))
+        if len(pairs[-1]) != 2:
+            what = f"{folder}: merges.txt, line {number} holds {line!r:.99}"
+            raise ValueError(f"{what}, expected two tokens and one space; {ANOTHER_COPY}")
     return pairs

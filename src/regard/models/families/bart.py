@@ -20,7 +20,6 @@ N_LEADING_ROWS = 2
 def make_blocks(
     read: ConfigReader, side: Literal["encoder", "decoder"], order: Literal["pre", "post"]
 ) -> tuple[BlockConfig, ...]:
-    """The layers of one side."""
     block = BlockConfig(
         dim=read.count("d_model"),
         n_heads=read.count(f"{side}_attention_heads"),

@@ -62,7 +62,6 @@ def read_cap(read: ConfigReader, key: str, default: float | None) -> float | Non
 
 
 def make_links(config: ModelConfig) -> list[Link]:
-    """Names of Gemma 2 and 3."""
     norms = {
         "input_layernorm": "self_attn_norm",
         "post_attention_layernorm": "self_attn_after",

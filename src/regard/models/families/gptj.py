@@ -12,9 +12,8 @@ from regard.positions import RotaryConfig
 
 def config_from(read: ConfigReader) -> ModelConfig:
     dim, n_heads = read.count("n_embd"), read.count("n_head")
-    rotary = RotaryConfig(
-        head_dim=max(dim // n_heads, 1), rotary_dim=read.count("rotary_dim"), pairing="neighbours"
-    )
+    width, rotary_dim = max(dim // n_heads, 1), read.count("rotary_dim")
+    rotary = RotaryConfig(head_dim=width, rotary_dim=rotary_dim, pairing="neighbours")
     block = BlockConfig(
         dim=dim,
         n_heads=n_heads,

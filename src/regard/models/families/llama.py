@@ -20,7 +20,6 @@ def make_block(read: ConfigReader, **more: Any) -> BlockConfig:
     """A layer of LLaMA's, with `more` in place of what a descendant does otherwise."""
     dim, n_heads = read.count("hidden_size"), read.count("num_attention_heads")
     head_dim = read.count("head_dim", max(dim // n_heads, 1))
-    bias = read.flag("attention_bias", False)
     found: dict[str, Any] = {
         "dim": dim,
         "n_heads": n_heads,
@@ -31,12 +30,11 @@ def make_block(read: ConfigReader, **more: Any) -> BlockConfig:
         "norm_eps": read.number("rms_norm_eps", 1e-6),
         "activation": read.activation("hidden_act", "silu"),
         "gated": True,
-        "attention_bias": bias,
+        "attention_bias": read.flag("attention_bias", False),
         "ffn_bias": read.flag("mlp_bias", False),
         "attention_dropout": read.number("attention_dropout", 0.0),
+        "rotary": more.get("rotary") or read.rotary(head_dim),
     }
-    if "rotary" not in more:
-        found["rotary"] = read.rotary(head_dim)
     return BlockConfig(**{**found, **more})
 
 
@@ -61,14 +59,10 @@ def find_windows(
     kinds = {"full_attention": False, "sliding_attention": True}
     given = read.source.get("layer_types")
     if given is not None:
-        known = isinstance(given, list) and all(
-            isinstance(kind, str) and kind in kinds for kind in given
-        )
+        known = isinstance(given, list) and all(kind in [*kinds] for kind in given)
         if not known or len(given) != len(slides):
-            raise BadCheckpoint(
-                f"config.json: layer_types is {repr(given)[:60]}; expected {len(slides)} words, "
-                f"each {' or '.join(kinds)}"
-            )
+            expected = f"{len(slides)} words, each {' or '.join(kinds)}"
+            raise read.wrong("layer_types", given, expected)
         slides = [kinds[kind] for kind in given]
     if any(slides) and n_seen is None:
         raise BadCheckpoint(

@@ -11,7 +11,6 @@ from torch import Tensor
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.families import bart
 from regard.models.family import ConfigReader, Family, Source
-from regard.models.hf_folder import BadCheckpoint
 from regard.positions import sinusoidal
 
 
@@ -23,12 +22,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
     read.expect("normalize_embedding", False)
     read.expect("add_final_layer_norm", False)
     read.expect("static_position_embeddings", True)
-    vocab_size = read.count("vocab_size")
-    if read.count("decoder_vocab_size", vocab_size) != vocab_size:
-        raise BadCheckpoint(
-            f"config.json: decoder_vocab_size is {read.count('decoder_vocab_size')} and vocab_size "
-            f"{vocab_size}; expected one vocabulary for both languages, two are not supported"
-        )
+    read.expect("decoder_vocab_size", read.count("vocab_size"))
     return read.model(
         "marian",
         max_len=read.count("max_position_embeddings", 512),

@@ -7,15 +7,12 @@ from typing import Any
 from regard.models.config import ModelConfig
 from regard.models.families import llama
 from regard.models.family import ConfigReader, Source
-from regard.models.hf_folder import BadCheckpoint
 
 
 def config_from(read: ConfigReader) -> ModelConfig:
     if read.has("layer_types"):
-        raise BadCheckpoint(
-            "config.json: layer_types is set, but all layers of a Mistral look alike; models whose "
-            "layers differ are another architecture, Ministral"
-        )
+        expected = "none: models whose layers differ are another architecture, Ministral"
+        raise read.wrong("layer_types", read.source["layer_types"], expected)
     read.count("num_key_value_heads")
     n_layers = read.layers("num_hidden_layers")
     # The only key whose absence and null differ: absent is Mistral 7B's window, null is none.

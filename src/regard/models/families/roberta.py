@@ -9,7 +9,6 @@ from __future__ import annotations
 from regard.models.config import ModelConfig
 from regard.models.families import bert
 from regard.models.family import ConfigReader, Family, Source
-from regard.models.hf_folder import BadCheckpoint
 from regard.models.weight_map import Link, both, same
 
 
@@ -19,10 +18,8 @@ def config_from(read: ConfigReader) -> ModelConfig:
     offset = 1 + (1 if pad is None else pad)
     rows = read.count("max_position_embeddings", 514)
     if rows <= offset:
-        raise BadCheckpoint(
-            f"config.json: max_position_embeddings is {rows}, which leaves no position after the "
-            f"padding token {offset - 1}; expected more"
-        )
+        expected = f"more, since positions begin after the padding token {offset - 1}"
+        raise read.wrong("max_position_embeddings", rows, expected)
     # The head's activation is gelu, whatever the layers have.
     return bert.make_config("roberta", read, offset, head_activation="gelu")
 
