@@ -141,10 +141,8 @@ class GGUFFile:
     def read(self, name: str) -> Tensor:
         """The tensor of this Hugging Face name, unpacked to float32, in Hugging Face's order."""
         if name not in self._sources:
-            raise BadCheckpoint(
-                f"{spell_path(self.path)} has no tensor {spell(name)}; it has "
-                f"{len(self.stored)}: {spell_some(self.stored)}"
-            )
+            what = f"{spell_path(self.path)} has no tensor {spell(name)}"
+            raise BadCheckpoint(f"{what}; it has {len(self.stored)}: {spell_some(self.stored)}")
         source = self._sources[name]
         tensor = self._unpack(source)
         if self._architecture.is_gemma and source.endswith("norm.weight"):
@@ -181,10 +179,8 @@ def unpack(data: Any, packed: Packed) -> Tensor:
 def halve(tensor: Tensor, n_heads: int) -> Tensor:
     """Rows of each head from neighbouring rotary pairs (0, 1), (2, 3) to halves (0, d/2), ..."""
     if tensor.shape[0] % (2 * n_heads):
-        raise BadCheckpoint(
-            f"{tensor.shape[0]} rows of queries or keys make no {n_heads} heads of even width: the "
-            "file's settings and tensors are of different models"
-        )
+        what = f"{tensor.shape[0]} rows of queries or keys make no {n_heads} heads of even width"
+        raise BadCheckpoint(f"{what}: the file's settings and tensors are of different models")
     rest = tensor.shape[1:]
     return tensor.reshape(n_heads, -1, 2, *rest).transpose(1, 2).reshape(tensor.shape)
 
@@ -304,10 +300,8 @@ def check_sizes(header: Header, arch: str, config: Mapping[str, Any]) -> None:
         "attention.head_count_kv times the heads' width": config["num_key_value_heads"] * width,
     }.items():
         if size > widest:
-            raise BadCheckpoint(
-                f"{where}: {arch}.{what} is {size}, but no tensor is wider than {widest}; the "
-                "file's settings and tensors are of different models"
-            )
+            what = f"{where}: {arch}.{what} is {size}, but no tensor is wider than {widest}"
+            raise BadCheckpoint(f"{what}; the file's settings and tensors are of different models")
 
 
 def find_scaling(

@@ -230,10 +230,8 @@ def read_tensors(cursor: Cursor, n_tensors: int, metadata: Metadata) -> dict[str
     """Each tensor's shape, type and bytes, all of them one after the other in the file."""
     n_parts = metadata.count("split.count", 1, least=0)
     if n_parts > 1:
-        raise BadCheckpoint(
-            f"{cursor.where} is one of {n_parts} parts of a model; join them with llama-gguf-split "
-            "--merge of llama.cpp, and load the whole"
-        )
+        what = f"{cursor.where} is one of {n_parts} parts of a model; join them with"
+        raise BadCheckpoint(f"{what} llama-gguf-split --merge of llama.cpp, and load the whole")
     alignment = metadata.count("general.alignment", ALIGNMENT)
     if alignment & (alignment - 1):
         cursor.refuse(f": general.alignment is {alignment}; expected a power of two")

@@ -134,10 +134,8 @@ def make_byte_level(
     for merge in metadata.words(f"{KEY}.merges"):
         left, _, right = merge.partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
-            raise BadCheckpoint(
-                f"{metadata.where}: {KEY}.merges has {spell(merge)}; expected two pieces of the "
-                "vocabulary with a space between, which make a third"
-            )
+            what = f"{metadata.where}: {KEY}.merges has {spell(merge)}; expected two pieces of"
+            raise BadCheckpoint(f"{what} the vocabulary with a space between, which make a third")
         merges.append([left, right])
     splits: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
@@ -162,10 +160,8 @@ def make_sentencepiece(
     metadata: Metadata, pieces: list[str], vocab: dict[str, int], roles: Mapping[str, int]
 ) -> dict[str, Any]:
     if metadata.has(f"{KEY}.precompiled_charsmap"):
-        raise BadCheckpoint(
-            f"{metadata.where} normalises text by a map of characters, which is not supported; "
-            "load the model from its Hugging Face folder instead"
-        )
+        what = f"{metadata.where} normalises text by a map of characters, which is not supported"
+        raise BadCheckpoint(f"{what}; load the model from its Hugging Face folder instead")
     scores = metadata.numbers(f"{KEY}.scores", len(pieces))
     steps: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}

@@ -154,10 +154,8 @@ class Folder:
             raise ValueError(f"the folder {spell_path(self.path)} is closed; open it again")
         shard = self._holder.get(name)
         if shard is None:
-            raise BadCheckpoint(
-                f"{spell_path(self.path)} has no tensor {spell(name)}; it has "
-                f"{len(self.stored)}: {spell_some(self.stored)}"
-            )
+            what = f"{spell_path(self.path)} has no tensor {spell(name)}"
+            raise BadCheckpoint(f"{what}; it has {len(self.stored)}: {spell_some(self.stored)}")
         shard.check_unchanged()
         try:
             tensor: Tensor = shard.header.handle.get_tensor(name)
@@ -192,10 +190,8 @@ def _check_root(path: str | os.PathLike[str]) -> Path:
     if os.path.isdir(root):
         return root
     if not os.path.exists(root):
-        raise BadCheckpoint(
-            f"there is no folder or file {where}; give a folder with config.json and weights, or a "
-            "GGUF file"
-        )
+        what = f"there is no folder or file {where}"
+        raise BadCheckpoint(f"{what}; give a folder with config.json and weights, or a GGUF file")
     what = "is a file; expected a folder with config.json and weights"
     if root.suffix == ".safetensors":
         what = (
@@ -251,10 +247,8 @@ def _open_shards(view: View, names: set[str]) -> list[_Shard]:
     weight_map = _parse_index(path)
     files = list(dict.fromkeys(weight_map.values()))
     if lacking := [file for file in files if file not in names]:
-        raise BadCheckpoint(
-            f"{spell_path(view.root)} lacks {len(lacking)} of the {len(files)} shards that "
-            f"{INDEX} names: {spell_some(lacking)}; download them"
-        )
+        what = f"{spell_path(view.root)} lacks {len(lacking)} of the {len(files)} shards"
+        raise BadCheckpoint(f"{what} that {INDEX} names: {spell_some(lacking)}; download them")
     shards = [_Shard.open(view.locate(file)) for file in files]
     found: dict[str, str] = {}
     for file, shard in zip(files, shards, strict=True):
@@ -279,10 +273,8 @@ def _parse_index(path: Path) -> dict[str, str]:
     where = spell_path(path)
     weight_map = read_json(path, MAX_HEADER_BYTES, BadCheckpoint).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise BadCheckpoint(
-            f"{where} has {spell(weight_map)} as weight_map; expected an object that gives the "
-            "file of each tensor"
-        )
+        what = f"{where} has {spell(weight_map)} as weight_map"
+        raise BadCheckpoint(f"{what}; expected an object that gives the file of each tensor")
     for name, file in weight_map.items():
         if not is_plain_name(file) or not file.endswith(".safetensors"):
             raise BadCheckpoint(

@@ -57,7 +57,5 @@ def fetch_folder(name: str, revision: str | None, more: Sequence[str] = ()) -> P
         raise ValueError(f"there is no folder {name!r}, and it is no hub name: {wrong}") from None
     except faults as wrong:
         said = " ".join(str(wrong).split())[:300]
-        raise FileNotFoundError(
-            f"there is no folder {name!r} here, and the hub did not give a model of that name "
-            f"({type(wrong).__name__}: {said}). {advice}"
-        ) from None
+        what = f"there is no folder {name!r} here, and the hub did not give a model of that"
+        raise FileNotFoundError(f"{what} name ({type(wrong).__name__}: {said}). {advice}") from None

@@ -142,7 +142,5 @@ class Int8Folder:
             self._refuse(f"has the shapes {shapes} {both}; expected [N, M] and [N]")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise BadCheckpoint(
-            f"{spell_path(self.path)} {what}: the file is damaged, or was not written by "
-            "models.save_int8; get it again"
-        )
+        what = f"{spell_path(self.path)} {what}: the file is damaged"
+        raise BadCheckpoint(f"{what}, or was not written by models.save_int8; get it again")

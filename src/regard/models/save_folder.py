@@ -258,10 +258,8 @@ def check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{spell(name)} must be a tensor, got {type(tensor).__name__}")
     if str(tensor.layout) != "torch.strided" or tensor.is_meta or tensor.is_quantized:
-        raise ValueError(
-            f"{spell(name)} is {tensor.layout} of {tensor.dtype} on {tensor.device}; only dense "
-            "tensors that hold data can be written"
-        )
+        what = f"{spell(name)} is {tensor.layout} of {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"{what}; only dense tensors that hold data can be written")
     if tensor.dtype not in _DTYPE_WORDS:
         raise ValueError(
             f"{spell(name)} has the type {tensor.dtype}, which is not written; convert it to one "

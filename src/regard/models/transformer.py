@@ -367,7 +367,5 @@ def check_ids(ids_bt: Tensor, vocab_size: int) -> None:
         return
     lowest, highest = (int(x) for x in torch.aminmax(ids_bt))
     if lowest < 0 or highest >= vocab_size:
-        raise ValueError(
-            f"ids run from {lowest} to {highest}; expected 0 to {vocab_size - 1}: the text was "
-            "made for another vocabulary"
-        )
+        what = f"ids run from {lowest} to {highest}; expected 0 to {vocab_size - 1}"
+        raise ValueError(f"{what}: the text was made for another vocabulary")

@@ -182,10 +182,8 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.devic
     config = config_of(checkpoint.config)
     n_layers = len(config.encoder) + len(config.decoder)
     if n_layers > len(checkpoint.stored):
-        raise BadCheckpoint(
-            f"{checkpoint.path}: config.json speaks of {n_layers} layers, but there are "
-            f"{len(checkpoint.stored)} tensors in all{DIFFERENT}"
-        )
+        what = f"{checkpoint.path}: config.json speaks of {n_layers} layers, but"
+        raise BadCheckpoint(f"{what} there are {len(checkpoint.stored)} tensors in all{DIFFERENT}")
     family = FAMILIES[config.family]
     config = fit_parts(config, family, checkpoint)
     model = make_blank(config)
@@ -292,10 +290,8 @@ def check_tensors(
         )
     for name, shape in expected.items():
         if stored[name].shape != shape:
-            raise BadCheckpoint(
-                f"{checkpoint.path}: tensor {name} has shape {list(stored[name].shape)}, but "
-                f"config.json makes it {list(shape)}{DIFFERENT}"
-            )
+            what = f"{checkpoint.path}: tensor {name} has shape {list(stored[name].shape)}"
+            raise BadCheckpoint(f"{what}, but config.json makes it {list(shape)}{DIFFERENT}")
     left = []
     for name in [name for name in stored if name not in expected]:
         bare = name.removeprefix(family.prefix)
@@ -307,10 +303,8 @@ def check_tensors(
         elif not is_constant(checkpoint, name, family, config):
             left.append(name)
     if left:
-        raise BadCheckpoint(
-            f"{checkpoint.path} has {len(left)} tensors that a {family.name} model with this "
-            f"config does not have: {spell_some(left)}{DIFFERENT}"
-        )
+        what = f"{checkpoint.path} has {len(left)} tensors that a {family.name} model"
+        raise BadCheckpoint(f"{what} with this config does not have: {spell_some(left)}{DIFFERENT}")
 
 
 def is_constant(checkpoint: Checkpoint, name: str, family: Family, config: ModelConfig) -> bool:
@@ -326,10 +320,8 @@ def is_constant(checkpoint: Checkpoint, name: str, family: Family, config: Model
         bound = max(1e-6, torch.finfo(found.dtype).eps)
         if bool(((checkpoint.read(name).float() - wanted).abs() <= bound).all()):
             return True
-    raise BadCheckpoint(
-        f"{checkpoint.path}: tensor {name} is not what a {family.name} model with this config "
-        "computes there; a table of its own is not supported"
-    )
+    what = f"{checkpoint.path}: tensor {name} is not what a {family.name} model with"
+    raise BadCheckpoint(f"{what} this config computes there; a table of its own is not supported")
 
 
 def find_copied(name: str, family: Family) -> str | None:
@@ -355,10 +347,8 @@ def read_checked(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tenso
     """One tensor, all of its numbers finite, also in the type it will have."""
     tensor, where = checkpoint.read(name), f"{checkpoint.path}: tensor {name}"
     if not tensor.is_floating_point():
-        raise BadCheckpoint(
-            f"{where} holds {tensor.dtype}; expected floating point. If the weights are quantised, "
-            "load the unquantised model, or its GGUF file"
-        )
+        what = f"{where} holds {tensor.dtype}; expected floating point. If the weights"
+        raise BadCheckpoint(f"{what} are quantised, load the unquantised model, or its GGUF file")
     if not all_finite(tensor) and not bool(torch.isfinite(tensor).all()):
         n_bad = int((~torch.isfinite(tensor)).sum())
         raise BadCheckpoint(
@@ -368,10 +358,8 @@ def read_checked(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tenso
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and tensor.numel():
         largest = max(abs(float(end)) for end in torch.aminmax(tensor))
         if largest > torch.finfo(dtype).max:
-            raise BadCheckpoint(
-                f"{where} has numbers up to {largest:g}, which {dtype} cannot hold; load it with "
-                f"dtype={tensor.dtype}, as it is stored"
-            )
+            what = f"{where} has numbers up to {largest:g}, which {dtype} cannot hold"
+            raise BadCheckpoint(f"{what}; load it with dtype={tensor.dtype}, as it is stored")
     return tensor
 
 
@@ -411,10 +399,8 @@ def find_device(device: torch.device | str) -> torch.device:
             f"device is {device!r}; expected a device of torch on this machine, such as 'cpu'"
         ) from None
     if found.type == "meta":
-        raise ValueError(
-            "device is 'meta', where tensors hold no numbers; for a model without weights make "
-            "models.Transformer(config, device='meta')"
-        )
+        what = "device is 'meta', where tensors hold no numbers; for a model"
+        raise ValueError(f"{what} without weights make models.Transformer(config, device='meta')")
     try:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as wrong:

@@ -71,10 +71,8 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     foreign = [name for name in KNOWN if name not in texts and (folder / name).exists()]
     if foreign:
-        raise ValueError(
-            f"{folder}: holds {', '.join(foreign)} of another tokenizer, which would be read "
-            "together with this one; remove it, or save into another folder"
-        )
+        what = f"{folder}: holds {', '.join(foreign)} of another tokenizer, which would be read"
+        raise ValueError(f"{what} together with this one; remove it, or save into another folder")
     for name, text in texts.items():
         with replace_file(folder / name) as file:
             file.write(text.encode("utf-8"))
@@ -183,10 +181,8 @@ def _byte_level(folder: Path, texts: Mapping[str, str]) -> dict[str, str]:
 
 def _start_with(bos: str | None, ids: Mapping[str, int], folder: Path) -> dict[str, Any]:
     if bos is None or bos not in ids:
-        raise ValueError(
-            f"{folder}: {CONFIG} asks for a bos token in front, but the bos token {bos!r} is not "
-            "in vocab.json; name one that is, or take add_bos_token out"
-        )
+        what = f"{folder}: {CONFIG} asks for a bos token in front, but the bos token {bos!r} is"
+        raise ValueError(f"{what} not in vocab.json; name one that is, or take add_bos_token out")
     token = {"SpecialToken": {"id": bos, "type_id": 0}}
     one, two = ({"Sequence": {"id": name, "type_id": at}} for at, name in enumerate("AB"))
     return {

@@ -274,10 +274,8 @@ class Tokenizer:
         """
         if template not in self.chat_templates:
             there = ", ".join(sorted(self.chat_templates)) or "none"
-            raise ValueError(
-                f"{self._origin}: no chat template {template!r} (there: {there}); "
-                "write the prompt as text yourself, or name one that is there"
-            )
+            what = f"{self._origin}: no chat template {template!r} (there: {there});"
+            raise ValueError(f"{what} write the prompt as text yourself, or name one that is there")
         roles = {role: getattr(self.special, role) for role in files.ROLES}
         known = {f"{role}_token": self._pieces[at] for role, at in roles.items() if at is not None}
         given = {**known, "add_generation_prompt": add_generation_prompt, **names}
@@ -337,10 +335,8 @@ class Tokenizer:
         for entry in described.get("added_tokens") or ():
             wanted, got = entry["id"], self._ids.get(entry["content"])
             if wanted != got:
-                raise ValueError(
-                    f"{where} adds {entry['content']!r} as id {wanted}, but the vocabulary in the "
-                    f"same file makes it {got}; {files.ANOTHER_COPY}"
-                )
+                what = f"{where} adds {entry['content']!r} as id {wanted}, but the vocabulary"
+                raise ValueError(f"{what} in the same file makes it {got}; {files.ANOTHER_COPY}")
 
     def _mark_special(self, named: Mapping[str, Mapping[str, Any]]) -> SpecialTokens:
         """A named token is special even where `tokenizer.json` does not say so."""

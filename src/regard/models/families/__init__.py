@@ -58,10 +58,8 @@ def config_of(source: Mapping[str, Any]) -> ModelConfig:
     """Our config from Hugging Face's, or why it cannot be."""
     family = find_family(source)
     if source.get("quantization_config") is not None:
-        raise BadCheckpoint(
-            "config.json has a quantization_config: the weights are packed in a format of another "
-            "program. Load the unquantised model, or its GGUF file"
-        )
+        what = "config.json has a quantization_config: the weights are packed in a format of"
+        raise BadCheckpoint(f"{what} another program. Load the unquantised model, or its GGUF file")
     try:
         config = family.config_from(ConfigReader(source))
     except BadCheckpoint:
@@ -71,10 +69,8 @@ def config_of(source: Mapping[str, Any]) -> ModelConfig:
     ConfigReader(source).expect_class(*HEADS)
     n_parameters = count_parameters(config)
     if n_parameters > MAX_PARAMETERS:
-        raise BadCheckpoint(
-            f"config.json makes a {family.name} model of {n_parameters:,} parameters; expected at "
-            f"most {MAX_PARAMETERS:,}: one of its sizes is wrong"
-        )
+        what = f"config.json makes a {family.name} model of {n_parameters:,} parameters; expected"
+        raise BadCheckpoint(f"{what} at most {MAX_PARAMETERS:,}: one of its sizes is wrong")
     return config
 
 
