@@ -68,13 +68,11 @@ class Values:
         return value
 
     def get(self, key: str, default: Any) -> Any:
-        """The value as it is."""
         value = self.source.get(key)
         if value is None and default is None:
             raise BadCheckpoint(f"{self.where} has no {key!r}, which this architecture needs")
         return default if value is None else value
 
     def wrong(self, key: str, value: Any, expected: str) -> BadCheckpoint:
-        """The error that says what is wrong with a value."""
         shown = spell(value.tolist() if hasattr(value, "tolist") else value)
         return BadCheckpoint(f"{self.where}: {key} is {shown}; expected {expected}")

@@ -131,15 +131,12 @@ class ModelConfig:
             raise ValueError("learned positions need a max_len: how many there are")
         crossed = bool(self.decoder) and self.decoder[0].cross_attention
         if crossed != bool(self.encoder and self.decoder):
-            raise ValueError(
-                "a decoder has cross_attention just when there is an encoder to look at: "
-                f"{len(self.encoder)} encoder layers, cross_attention={crossed}"
-            )
+            what = "a decoder has cross_attention just when there is an encoder to look at"
+            came = f"{len(self.encoder)} encoder layers, cross_attention={crossed}"
+            raise ValueError(f"{what}: {came}")
         if self.encoder and self.decoder and self.encoder[0].dim != self.decoder[0].dim:
-            raise ValueError(
-                f"encoder and decoder share their embedding, but the encoder has "
-                f"dim={self.encoder[0].dim} and the decoder dim={self.decoder[0].dim}"
-            )
+            dims = f"dim={self.encoder[0].dim} and dim={self.decoder[0].dim}"
+            raise ValueError(f"encoder and decoder share their embedding, but have {dims}")
 
     @property
     def main(self) -> BlockConfig:
@@ -156,7 +153,6 @@ class ModelConfig:
 
     @property
     def embed_dim(self) -> int:
-        """Width of the embedding's table."""
         return self.dim if self.embed.dim is None else self.embed.dim
 
 

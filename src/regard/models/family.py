@@ -29,17 +29,9 @@ MAX_LAYERS = 10_000
 HEADS = ("ForCausalLM", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration")
 """How the names of classes end whose heads give scores over the vocabulary."""
 
-ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-}
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_python": "gelu"}
+ACTIVATIONS |= {"silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh"}
 """Hugging Face's names for activations, and ours."""
 
 Source = Mapping[str, Any]
@@ -172,7 +164,6 @@ class ConfigReader(Values):
         return tuple(x[0] for x in value)
 
     def special_tokens(self, **more: Any) -> SpecialTokens:
-        """pad, bos and eos as nearly every family names them."""
         pad, bos, eos = self.token("pad_token_id"), self.token("bos_token_id"), "eos_token_id"
         return SpecialTokens(pad=pad, bos=bos, eos=self.tokens(eos), **more)
 

@@ -73,7 +73,8 @@ SCALING = ("type", "factor", "original_context_length", "finetuned", *YARN)
 SETTINGS = {*SIZES, "tensor_data_layout", "rope.dimension_count", "rope.freq_base"}
 SETTINGS |= {f"attention.{name}" for name in HEADS} | {f"rope.scaling.{name}" for name in SCALING}
 """Those that are known, whatever the architecture."""
-WINDOW, FINAL_CAP = "attention.sliding_window", "final_logit_softcapping"
+WINDOW = "attention.sliding_window"
+CAP, FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +90,15 @@ class Architecture:
     is_gemma: bool = True
 
 
-LLAMA = Architecture(
-    model_type="llama",
-    layer=LAYER,
-    more=(WINDOW, "expert_count", "expert_used_count"),
-    is_gemma=False,
-)
+EXPERTS = ("expert_count", "expert_used_count")
+LLAMA = Architecture(model_type="llama", layer=LAYER, more=(WINDOW, *EXPERTS), is_gemma=False)
 GEMMA3 = (WINDOW, f"{WINDOW}_pattern", FINAL_CAP, "rope.freq_base_swa", "mm.tokens_per_image")
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "gemma": Architecture(model_type="gemma", layer=LAYER),
-    "gemma2": Architecture(
-        model_type="gemma2", layer=SANDWICH, more=(WINDOW, FINAL_CAP, "attn_logit_softcapping")
-    ),
+    "gemma2": Architecture(model_type="gemma2", layer=SANDWICH, more=(WINDOW, FINAL_CAP, CAP)),
     "gemma3": Architecture(model_type="gemma3_text", layer={**SANDWICH, **QK_NORMS}, more=GEMMA3),
 }
 
@@ -115,10 +110,6 @@ class GGUFFile:
     The shapes in `stored` are Hugging Face's too, and every type there is float32, whatever the
     file packs it as: that is what `read` gives.
     """
-
-    path: Path
-    config: dict[str, Any]
-    stored: dict[str, Stored]
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
@@ -223,7 +214,6 @@ def rename(header: Header, architecture: Architecture) -> dict[str, str]:
 
 
 def make_config(header: Header, architecture: Architecture, unpack: Any) -> dict[str, Any]:
-    """The `config.json` of the same model."""
     metadata = header.metadata
     arch = metadata.word("general.architecture")
     n_layers = metadata.count(f"{arch}.block_count")
@@ -231,6 +221,7 @@ def make_config(header: Header, architecture: Architecture, unpack: Any) -> dict
     n_heads = read_alike(metadata, f"{arch}.attention.head_count", n_layers)
     n_kv_heads = read_alike(metadata, f"{arch}.attention.head_count_kv", n_layers, n_heads)
     head_dim = metadata.count(f"{arch}.attention.key_length", max(dim // n_heads, 1))
+    base = 1e6 if arch == "gemma3" else 10000.0
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "hidden_size": dim,
@@ -241,9 +232,7 @@ def make_config(header: Header, architecture: Architecture, unpack: Any) -> dict
         "intermediate_size": read_alike(metadata, f"{arch}.feed_forward_length", n_layers),
         "max_position_embeddings": metadata.count(f"{arch}.context_length"),
         "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon", above=0),
-        "rope_theta": metadata.number(
-            f"{arch}.rope.freq_base", 1e6 if arch == "gemma3" else 10000.0, above=0
-        ),
+        "rope_theta": metadata.number(f"{arch}.rope.freq_base", base, above=0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         **(GELU if architecture.is_gemma else {"hidden_act": "silu"}),
     }
@@ -322,9 +311,8 @@ def find_scaling(
         "factor": metadata.number(f"{key}.factor", above=0),
     }
     if kind == "yarn":
-        original = metadata.count(
-            f"{key}.original_context_length", config["max_position_embeddings"]
-        )
+        longest = config["max_position_embeddings"]
+        original = metadata.count(f"{key}.original_context_length", longest)
         scaling["original_max_position_embeddings"] = original
         for theirs in ("beta_fast", "beta_slow"):
             if metadata.has(f"{key}.yarn_{theirs}"):
@@ -339,9 +327,8 @@ def name_divisors(divisors: Tensor, config: Mapping[str, Any], where: str) -> di
     takes any; it is not the first choice, since its cached keys are rotated anew at every step.
     """
     n_pairs = config["head_dim"] // 2
-    if tuple(divisors.shape) != (n_pairs,) or not bool(
-        (divisors > 0).all() & (divisors < 1e9).all()
-    ):
+    in_range = bool(((divisors > 0) & (divisors < 1e9)).all())
+    if tuple(divisors.shape) != (n_pairs,) or not in_range:
         raise BadCheckpoint(
             f"{where}: tensor {DIVISORS!r} must hold {n_pairs} numbers above 0, one for each "
             f"rotary pair; it has the shape {list(divisors.shape)} or numbers out of range"
@@ -355,13 +342,10 @@ def name_divisors(divisors: Tensor, config: Mapping[str, Any], where: str) -> di
     scaled = Llama3(**rule, original_max_len=8192).scale(frequencies, config["rope_theta"], None)
     if torch.allclose(frequencies / scaled, divisors.double(), rtol=1e-4, atol=0):
         return {"rope_type": "llama3", **rule, "original_max_position_embeddings": 8192}
-    each = divisors.tolist()
     return {
         "rope_type": "longrope",
-        "short_factor": each,
-        "long_factor": each,
-        "factor": 1.0,
-        "attention_factor": 1.0,
+        **dict.fromkeys(("short_factor", "long_factor"), divisors.tolist()),
+        **dict.fromkeys(("factor", "attention_factor"), 1.0),
         "original_max_position_embeddings": config["max_position_embeddings"],
     }
 
@@ -387,25 +371,19 @@ def finish_gemma(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> di
     n_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
     # The largest model of each scales queries by the width that heads would have without head_dim.
     largest = n_layers == {"gemma2": 46, "gemma3": 62}[arch]
-    found: dict[str, Any] = {
-        "query_pre_attn_scalar": (
-            config["hidden_size"] // config["num_attention_heads"] if largest else head_dim
-        ),
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-    }
+    width = config["hidden_size"] // config["num_attention_heads"] if largest else head_dim
+    found: dict[str, Any] = {"query_pre_attn_scalar": width, CAP: None, FINAL_CAP: None}
+
+    def above_zero(key: str, default: float) -> float:
+        return metadata.number(f"{arch}.{key}", default, above=0)
+
     window = metadata.count(f"{arch}.{WINDOW}", 4096 if arch == "gemma2" else 0, least=0)
     if arch == "gemma2":
-        found["attn_logit_softcapping"] = metadata.number(
-            f"{arch}.attn_logit_softcapping", 50.0, above=0
-        )
-        found["final_logit_softcapping"] = metadata.number(f"{arch}.{FINAL_CAP}", 30.0, above=0)
+        found |= {CAP: above_zero(CAP, 50.0), FINAL_CAP: above_zero(FINAL_CAP, 30.0)}
     else:
-        found["rope_local_base_freq"] = metadata.number(
-            f"{arch}.rope.freq_base_swa", 10000.0, above=0
-        )
+        found["rope_local_base_freq"] = above_zero("rope.freq_base_swa", 10000.0)
         if metadata.has(f"{arch}.{FINAL_CAP}"):
-            found["final_logit_softcapping"] = metadata.number(f"{arch}.{FINAL_CAP}", above=0)
+            found[FINAL_CAP] = above_zero(FINAL_CAP, 1.0)
     slides = find_slides(metadata, arch, n_layers) if window else [False] * min(n_layers, 10_000)
     if window:
         found["sliding_window"] = window

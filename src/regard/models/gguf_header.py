@@ -83,7 +83,6 @@ class Metadata(Values):
         return value
 
     def numbers(self, key: str, n: int) -> list[Any]:
-        """A list of `n` numbers."""
         value = self.get(key, None)
         if not isinstance(value, np.ndarray) or len(value) != n:
             raise self.wrong(key, value, f"a list of {n} numbers")
@@ -117,17 +116,11 @@ def read_gguf_header(path: Path) -> Header:
 def check_start(first: bytes, where: str) -> None:
     version = int.from_bytes(first[4:], "little")
     if first[:4] != MAGIC:
-        what = (
-            f"starts with {first[:4]!r}; a GGUF file starts with {MAGIC!r}. It is some other file, "
-            "or an older format: convert the model to GGUF again"
-        )
+        what = f"starts with {first[:4]!r}; a GGUF file starts with {MAGIC!r}: convert it again"
     elif len(first) < 8:
         what = f"ends after {len(first)} bytes; {AGAIN}"
     elif int.from_bytes(first[4:], "big") in (2, 3):
-        what = (
-            "is a big-endian GGUF file; expected a little-endian one: convert it, for example with "
-            "gguf-convert-endian of the gguf package"
-        )
+        what = "is a big-endian GGUF file; convert it with gguf-convert-endian of the gguf package"
     elif version not in (2, 3):
         what = f"is GGUF version {version}; expected 2 or 3: convert the model to GGUF again"
     else:
@@ -280,20 +273,15 @@ def read_tensor(cursor: Cursor, n: int) -> tuple[str, tuple[int, ...], int, int]
 def count_bytes(shape: tuple[int, ...], kind: int, tensor: str) -> int:
     """How many bytes a tensor takes: its rows are whole blocks of its type."""
     gguf = import_gguf()
-    block: int
-    takes: int
     try:
-        block, takes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
     except (ValueError, KeyError):
-        raise BadCheckpoint(
-            f"{tensor} has type {kind}, which the installed gguf package does not know; a newer "
-            "one may, or take the model in another quantisation, such as Q8_0"
-        ) from None
+        what = f"{tensor} has type {kind}, which the installed gguf package does not know"
+        raise BadCheckpoint(f"{what}; take the model in another one, such as Q8_0") from None
     if shape[-1] % block:
-        raise BadCheckpoint(
-            f"{tensor} has rows of {shape[-1]} numbers; its type keeps blocks of {block}; {AGAIN}"
-        )
-    return math.prod(shape) // block * takes
+        what = f"{tensor} has rows of {shape[-1]} numbers; its type keeps blocks of {block}"
+        raise BadCheckpoint(f"{what}; {AGAIN}")
+    return math.prod(shape) // int(block) * int(n_bytes)
 
 
 def check_kinds(tensors: Mapping[str, Packed], where: str) -> None:
@@ -306,17 +294,14 @@ def check_kinds(tensors: Mapping[str, Packed], where: str) -> None:
             gguf.quants.dequantize(block, named)
         except NotImplementedError:
             users = [name for name, packed in tensors.items() if packed.kind == kind]
-            raise BadCheckpoint(
-                f"{where} keeps {spell_some(users)} as {named.name}, which the gguf package cannot "
-                "unpack; take the model in another quantisation, such as Q8_0 or F16"
-            ) from None
+            what = f"{where} keeps {spell_some(users)} as {named.name}, which the gguf package"
+            raise BadCheckpoint(f"{what} cannot unpack; take it as Q8_0 or F16") from None
 
 
 def import_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise ImportError(
-            "reading a GGUF file needs the gguf package: pip install 'regard[gguf]'"
-        ) from error
+        what = "reading a GGUF file needs the gguf package"
+        raise ImportError(f"{what}: pip install 'regard[gguf]'") from error
     return gguf

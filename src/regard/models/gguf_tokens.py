@@ -25,7 +25,7 @@ from typing import Any
 from regard._files import spell
 from regard.models.gguf_header import Metadata
 from regard.models.header import BadCheckpoint
-from regard.tokens import Tokenizer
+from regard.tokens import Tokenizer, files
 
 KEY = "tokenizer.ggml"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -150,7 +150,7 @@ def make_byte_level(
     return {
         "normalizer": {"type": "Sequence", "normalizers": before} if before else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_only]},
-        "post_processor": surround(metadata, pieces, roles, rule in LLAMA3_LIKE),
+        "post_processor": put_around(metadata, pieces, roles, rule in LLAMA3_LIKE),
         "decoder": bytes_only,
         "model": {"type": "BPE", "vocab": vocab, "merges": merges, **whole},
     }
@@ -177,7 +177,7 @@ def make_sentencepiece(
     return {
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
-        "post_processor": surround(metadata, pieces, roles, True),
+        "post_processor": put_around(metadata, pieces, roles, True),
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE",
@@ -194,11 +194,10 @@ def find_merges(where: str, vocab: Mapping[str, int], scores: list[float]) -> li
     """Every way to make a piece of two, best score first; among equals the earlier piece."""
     found: list[tuple[float, int, list[str]]] = []
     for piece, number in vocab.items():
-        if not math.isfinite(scores[number]) or len(piece) > MAX_PIECE:
-            raise BadCheckpoint(
-                f"{where}: piece {spell(piece)} has {len(piece)} characters and the score "
-                f"{scores[number]}; expected at most {MAX_PIECE}, and a finite score"
-            )
+        score = scores[number]
+        if not math.isfinite(score) or len(piece) > MAX_PIECE:
+            what = f"{where}: piece {spell(piece)} has {len(piece)} characters and score {score}"
+            raise BadCheckpoint(f"{what}; expected at most {MAX_PIECE}, and a finite score")
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in vocab and right in vocab:
@@ -207,29 +206,12 @@ def find_merges(where: str, vocab: Mapping[str, int], scores: list[float]) -> li
     return [pair for _, _, pair in found]
 
 
-def surround(
+def put_around(
     metadata: Metadata, pieces: list[str], roles: Mapping[str, int], with_bos: bool
 ) -> dict[str, Any] | None:
     first = metadata.flag(f"{KEY}.add_bos_token", with_bos) and "bos" in roles
     last = metadata.flag(f"{KEY}.add_eos_token", False) and "eos" in roles
     if not first and not last:
         return None
-    before = [roles["bos"]] if first else []
-    after = [roles["eos"]] if last else []
-
-    def around(part: str, kind: int) -> list[dict[str, Any]]:
-        text = [{"Sequence": {"id": part, "type_id": kind}}]
-        return [*map(token, before), *text, *map(token, after)]
-
-    def token(number: int) -> dict[str, Any]:
-        return {"SpecialToken": {"id": pieces[number], "type_id": 0}}
-
-    return {
-        "type": "TemplateProcessing",
-        "single": around("A", 0),
-        "pair": [*around("A", 0), *around("B", 1)],
-        "special_tokens": {
-            pieces[number]: {"id": pieces[number], "ids": [number], "tokens": [pieces[number]]}
-            for number in before + after
-        },
-    }
+    before = {pieces[roles["bos"]]: roles["bos"]} if first else {}
+    return files.surround(before, {pieces[roles["eos"]]: roles["eos"]} if last else {})

@@ -6,22 +6,10 @@ import torch
 
 MAX_CONFIG_BYTES = 10_000_000
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+DTYPES = {f"F{n}": getattr(torch, f"float{n}") for n in (64, 32, 16)}
+DTYPES |= {"BF16": torch.bfloat16, "BOOL": torch.bool, "C64": torch.complex64}
+DTYPES |= {f"I{n}": getattr(torch, f"int{n}") for n in (64, 32, 16, 8)}
+DTYPES |= {f"U{n}": getattr(torch, f"uint{n}") for n in (64, 32, 16, 8)}
 
 
 class BadCheckpoint(ValueError):

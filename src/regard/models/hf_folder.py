@@ -106,16 +106,11 @@ class Folder:
     `config` is config.json; `stored` tells every tensor in the order of the files' headers.
     """
 
-    path: Path
-    config: dict[str, Any]
-    stored: dict[str, Stored]
-
     def __init__(self, path: Path, config: dict[str, Any], shards: Iterable[_Shard]) -> None:
         self.path = path
         self.config = config
-        self.stored = {}
+        self.stored: dict[str, Stored] = {}
         self._holder: dict[str, _Shard] = {}
-        self._closed = False
         for shard in shards:
             self.stored |= shard.stored
             self._holder |= dict.fromkeys(shard.stored, shard)
@@ -150,7 +145,7 @@ class Folder:
         It stays good after `close`. One that does not lie at a multiple of its item size in the
         file (ours and those of safetensors always do) is copied, since kernels may count on it.
         """
-        if self._closed:
+        if self.stored and not self._holder:
             raise ValueError(f"the folder {spell_path(self.path)} is closed; open it again")
         shard = self._holder.get(name)
         if shard is None:
@@ -166,7 +161,6 @@ class Folder:
 
     def close(self) -> None:
         """Let go of the files; tensors that were read stay good. May be called again."""
-        self._closed = True
         self._holder.clear()
 
     def __enter__(self) -> Folder:
@@ -194,10 +188,8 @@ def _check_root(path: str | os.PathLike[str]) -> Path:
         raise BadCheckpoint(f"{what}; give a folder with config.json and weights, or a GGUF file")
     what = "is a file; expected a folder with config.json and weights"
     if root.suffix == ".safetensors":
-        what = (
-            f"is a file of weights alone; give the folder it is in, {spell_path(root.parent)}, "
-            "which must hold config.json too"
-        )
+        what = f"is a file of weights alone; give the folder it is in, {spell_path(root.parent)}, "
+        what += "which must hold config.json too"
     elif root.suffix == ".gguf":
         what = "is a GGUF file, not a folder; it is read by its own reader"
     elif root.name.endswith(_PICKLED):
@@ -219,15 +211,11 @@ def _refuse_without_weights(root: Path, names: set[str]) -> NoReturn:
             "adapter into its model with the library that made it, and save that"
         )
     elif pickled:
-        what = (
-            f"has its weights only as pickle ({spell_some(pickled)}), which is refused: "
-            f"{_PICKLE_WORDS}"
-        )
+        what = f"has its weights only as pickle ({spell_some(pickled)}), which is refused: "
+        what += f"{_PICKLE_WORDS}"
     elif foreign := having(_FOREIGN):
-        what = (
-            f"has its weights only for TensorFlow or Flax ({spell_some(foreign)}); {expected}. "
-            "Convert them with transformers (from_tf or from_flax, then save_pretrained)"
-        )
+        what = f"has its weights only for TensorFlow or Flax ({spell_some(foreign)}); {expected}. "
+        what += "Convert them with transformers (from_tf or from_flax, then save_pretrained)"
     elif gguf := having((".gguf",)):
         what = f"has its weights only as GGUF ({spell_some(gguf)}); give that file itself"
     elif others := having((".safetensors",)):

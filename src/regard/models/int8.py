@@ -25,7 +25,6 @@ Letters: N rows, M columns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NoReturn, final
 
 import torch
@@ -85,10 +84,6 @@ def pack_folder(
 class Int8Folder:
     """A folder stored in this way, that speaks as a plain one in float32 would."""
 
-    path: Path
-    config: dict[str, Any]
-    stored: dict[str, Stored]
-
     def __init__(self, folder: Folder) -> None:
         """Everything that can be known without reading a number is checked here."""
         self._folder = folder
@@ -101,7 +96,7 @@ class Int8Folder:
                 f"version {VERSION} and nothing else. Load it with a newer regard, or get the "
                 "model that was stored for this one"
             )
-        self.stored = {}
+        self.stored: dict[str, Stored] = {}
         for name, found in folder.stored.items():
             if name.endswith(NUMBERS):
                 plain = name.removesuffix(NUMBERS)

@@ -261,10 +261,9 @@ def check_tensor(name: str, tensor: object) -> None:
         what = f"{spell(name)} is {tensor.layout} of {tensor.dtype} on {tensor.device}"
         raise ValueError(f"{what}; only dense tensors that hold data can be written")
     if tensor.dtype not in _DTYPE_WORDS:
-        raise ValueError(
-            f"{spell(name)} has the type {tensor.dtype}, which is not written; convert it to one "
-            f"of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPE_WORDS)}"
-        )
+        what = f"{spell(name)} has the type {tensor.dtype}, which is not written; convert it to one"
+        known = (str(dtype).removeprefix("torch.") for dtype in _DTYPE_WORDS)
+        raise ValueError(f"{what} of {', '.join(known)}")
 
 
 def make_header(

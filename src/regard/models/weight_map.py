@@ -46,18 +46,6 @@ def transposed(theirs: str, ours: str) -> Link:
     return Link((theirs,), (ours,), transpose, transpose)
 
 
-def reshaped(theirs: str, ours: str, shape: Sequence[int], our_shape: Sequence[int]) -> Link:
-    """The same numbers in another shape: `shape` theirs, `our_shape` ours."""
-
-    def read(tensors: Tensors) -> Tensors:
-        return [tensors[0].reshape(tuple(our_shape))]
-
-    def write(tensors: Tensors) -> Tensors:
-        return [tensors[0].reshape(tuple(shape))]
-
-    return Link((theirs,), (ours,), read, write)
-
-
 def stacked(theirs: str, ours: Sequence[str], n_rows: int, is_transposed: bool) -> Link:
     """One tensor of theirs that holds several of ours, one below the other, `n_rows` each.
 

@@ -99,9 +99,8 @@ def save(model: Transformer, path: str | os.PathLike[str], *, max_shard_gb: floa
     """
     check_number("max_shard_gb", max_shard_gb)
     config, tensors = gather(model)
-    write_folder(
-        path, config, tensors, max_shard_bytes=int(max_shard_gb * 1e9), files=files_beside(model)
-    )
+    size = int(max_shard_gb * 1e9)
+    write_folder(path, config, tensors, max_shard_bytes=size, files=files_beside(model))
 
 
 def save_int8(model: Transformer, path: str | os.PathLike[str]) -> None:
@@ -122,18 +121,21 @@ def gather(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     family = FAMILIES[config.family]
     links = family.links(config)
     check_written(model, links)
+    prefix = family.prefix if config.head.kind == "none" else ""
+    tensors = {name.removeprefix(prefix): x for name, x in to_theirs(model, links).items()}
+    source = {key: value for key, value in config.source.items() if key != "torch_dtype"}
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return {**source, "dtype": dtype if dtype in DTYPES else "float32"}, tensors
+
+
+def to_theirs(model: Transformer, links: Iterable[Link]) -> dict[str, Tensor]:
+    """The model's tensors under the names and in the shapes of the links."""
     ours = dict(model.named_parameters(remove_duplicate=False))
-    bare = config.head.kind == "none"
-    tensors: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for link in links:
         written = link.write([ours[name].detach() for name in link.ours])
-        for name, tensor in zip(link.theirs, written, strict=True):
-            tensors[name.removeprefix(family.prefix) if bare else name] = tensor
-    source = dict(config.source)
-    source.pop("torch_dtype", None)
-    dtype = str(next(iter(ours.values())).dtype).removeprefix("torch.")
-    source["dtype"] = dtype if dtype in DTYPES else "float32"
-    return source, tensors
+        found.update(zip(link.theirs, written, strict=True))
+    return found
 
 
 def check_source(config: ModelConfig) -> None:
@@ -189,7 +191,8 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.devic
     model = make_blank(config)
     links = family.links(config)
     names = find_names(checkpoint, family, links)
-    check_tensors(checkpoint, family, expected_shapes(model, links, names), config)
+    shapes = {names[name]: tuple(x.shape) for name, x in to_theirs(model, links).items()}
+    check_tensors(checkpoint, family, shapes, config)
     dtype = dtype or stored_dtype(checkpoint, names[links[0].theirs[0]])
     for link in links:
         theirs = [read_checked(checkpoint, names[name], dtype) for name in link.theirs]
@@ -259,18 +262,6 @@ def find_names(checkpoint: Checkpoint, family: Family, links: Iterable[Link]) ->
         return spelled
 
     return {name: spell(name) for link in links for name in link.theirs}
-
-
-def expected_shapes(
-    model: Transformer, links: Iterable[Link], names: Mapping[str, str]
-) -> dict[str, tuple[int, ...]]:
-    ours = dict(model.named_parameters(remove_duplicate=False))
-    shapes = {}
-    for link in links:
-        written = link.write([ours[name] for name in link.ours])
-        for name, tensor in zip(link.theirs, written, strict=True):
-            shapes[names[name]] = tuple(tensor.shape)
-    return shapes
 
 
 def check_tensors(
@@ -395,9 +386,8 @@ def find_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(
-            f"device is {device!r}; expected a device of torch on this machine, such as 'cpu'"
-        ) from None
+        what = f"device is {device!r}; expected a device of torch on this machine"
+        raise ValueError(f"{what}, such as 'cpu'") from None
     if found.type == "meta":
         what = "device is 'meta', where tensors hold no numbers; for a model"
         raise ValueError(f"{what} without weights make models.Transformer(config, device='meta')")

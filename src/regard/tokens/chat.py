@@ -34,10 +34,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[
     try:
         import jinja2
     except ImportError as error:
-        raise ImportError(
-            "chat templates need the jinja2 package: pip install 'regard[tokens]'"
-        ) from error
-
+        what = "chat templates need the jinja2 package"
+        raise ImportError(f"{what}: pip install 'regard[tokens]'") from error
     try:
         environment = _sandbox()
         tree = environment.parse(template)
@@ -66,10 +64,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
-        kind = type(messages).__name__
-        raise TypeError(
-            f'messages is a {kind}, expected a list of {{"role": ..., "content": ...}} objects'
-        )
+        what = f"messages is a {type(messages).__name__}"
+        raise TypeError(f'{what}, expected a list of {{"role": ..., "content": ...}} objects')
     for n, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise TypeError(

@@ -161,7 +161,11 @@ def _byte_level(folder: Path, texts: Mapping[str, str]) -> dict[str, str]:
     level = {"type": "ByteLevel", "add_prefix_space": spaced, "use_regex": True}
     post: dict[str, Any] = {**level, "trim_offsets": False}
     if config.get("add_bos_token"):
-        post = _start_with(contents.get("bos"), ids, folder)
+        bos = contents.get("bos")
+        if bos is None or bos not in ids:
+            what = f"{folder}: {CONFIG} asks for a bos token in front, but {bos!r} is not in"
+            raise ValueError(f"{what} vocab.json; name one that is, or take add_bos_token out")
+        post = surround({bos: ids[bos]}, {})
     affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
     tokenizer = {
         "version": "1.0",
@@ -179,17 +183,16 @@ def _byte_level(folder: Path, texts: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _start_with(bos: str | None, ids: Mapping[str, int], folder: Path) -> dict[str, Any]:
-    if bos is None or bos not in ids:
-        what = f"{folder}: {CONFIG} asks for a bos token in front, but the bos token {bos!r} is"
-        raise ValueError(f"{what} not in vocab.json; name one that is, or take add_bos_token out")
-    token = {"SpecialToken": {"id": bos, "type_id": 0}}
+def surround(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, Any]:
+    """The post-processor that puts tokens around every text; their contents and ids are given."""
+    first, last = ([{"SpecialToken": {"id": t, "type_id": 0}} for t in x] for x in (before, after))
     one, two = ({"Sequence": {"id": name, "type_id": at}} for at, name in enumerate("AB"))
+    tokens = {**before, **after}
     return {
         "type": "TemplateProcessing",
-        "single": [token, one],
-        "pair": [token, one, token, two],
-        "special_tokens": {bos: {"id": bos, "ids": [ids[bos]], "tokens": [bos]}},
+        "single": [*first, one, *last],
+        "pair": [*first, one, *last, *first, two, *last],
+        "special_tokens": {t: {"id": t, "ids": [n], "tokens": [t]} for t, n in tokens.items()},
     }
 
 

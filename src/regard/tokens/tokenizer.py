@@ -377,9 +377,8 @@ def _backend_module() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError(
-            "reading a tokenizer needs the tokenizers package: pip install 'regard[tokens]'"
-        ) from error
+        what = "reading a tokenizer needs the tokenizers package"
+        raise ImportError(f"{what}: pip install 'regard[tokens]'") from error
     return tokenizers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from regard._files import spell
 from regard.models.config import ModelConfig, count_parameters
 from regard.models.families import (
     bart,
@@ -46,9 +47,8 @@ def find_family(source: Mapping[str, Any]) -> Family:
     """The family of a `config.json`, by its model_type."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in BY_MODEL_TYPE:
-        came = "no model_type, which says what the architecture is"
-        if kind is not None:
-            came = f"model_type {repr(kind)[:80]}, which regard does not know"
+        came = f"model_type {spell(kind)}, which regard does not know"
+        came = "no model_type, which says what the architecture is" if kind is None else came
         refuse = UnknownFamily if isinstance(kind, str) else BadCheckpoint
         raise refuse(f"config.json has {came}. Known are {', '.join(sorted(BY_MODEL_TYPE))}")
     return BY_MODEL_TYPE[kind]

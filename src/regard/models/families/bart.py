@@ -7,31 +7,31 @@ Marian has the same names of tensors, so its file calls `make_blocks` and `make_
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
+
+from torch import Tensor
 
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig, SpecialTokens
 from regard.models.family import ConfigReader, Family, Source
-from regard.models.weight_map import Link, both, renamed, reshaped, same
+from regard.models.weight_map import Link, both, renamed, same
 
 N_LEADING_ROWS = 2
 
 
-def make_blocks(
-    read: ConfigReader, side: Literal["encoder", "decoder"], order: Literal["pre", "post"]
-) -> tuple[BlockConfig, ...]:
-    block = BlockConfig(
-        dim=read.count("d_model"),
-        n_heads=read.count(f"{side}_attention_heads"),
-        ffn_dim=read.count(f"{side}_ffn_dim"),
-        order=order,
-        activation=read.activation("activation_function", "gelu"),
-        dropout=read.number("dropout", 0.1),
-        attention_dropout=read.number("attention_dropout", 0.0),
-        ffn_dropout=read.number("activation_dropout", 0.0),
-        cross_attention=side == "decoder",
-    )
-    return (block,) * read.layers(f"{side}_layers")
+def make_blocks(read: ConfigReader, side: str, **more: Any) -> tuple[BlockConfig, ...]:
+    """The layers of one side, with `more` beside or in place of what BART has."""
+    usual: dict[str, Any] = {
+        "dim": read.count("d_model"),
+        "n_heads": read.count(f"{side}_attention_heads"),
+        "ffn_dim": read.count(f"{side}_ffn_dim"),
+        "activation": read.activation("activation_function", "gelu"),
+        "dropout": read.number("dropout", 0.1),
+        "attention_dropout": read.number("attention_dropout", 0.0),
+        "ffn_dropout": read.number("activation_dropout", 0.0),
+        "cross_attention": side == "decoder",
+    }
+    return (BlockConfig(**{**usual, **more}),) * read.layers(f"{side}_layers")
 
 
 def embed_scale(read: ConfigReader) -> float:
@@ -61,12 +61,12 @@ def config_from(read: ConfigReader) -> ModelConfig:
     # Old files say in words what the class does anyway.
     read.expect("normalize_before", multilingual)
     read.expect("add_final_layer_norm", multilingual)
-    order: Literal["pre", "post"] = "pre" if multilingual else "post"
+    order = "pre" if multilingual else "post"
     return read.model(
         "bart",
         max_len=read.count("max_position_embeddings", 1024),
-        encoder=make_blocks(read, "encoder", order),
-        decoder=make_blocks(read, "decoder", order),
+        encoder=make_blocks(read, "encoder", order=order),
+        decoder=make_blocks(read, "decoder", order=order),
         embed=EmbedConfig(
             positions="learned",
             offset=N_LEADING_ROWS,
@@ -81,10 +81,9 @@ def config_from(read: ConfigReader) -> ModelConfig:
 
 def make_links(config: ModelConfig) -> list[Link]:
     """The names of BART, mBART and Marian, as far as the config has them."""
-    vocab_size = config.vocab_size
     found = [same("model.shared.weight", "decoder_embed.tokens.weight")]
     if config.head.kind == "lm" and config.head.bias:
-        found.append(reshaped("final_logits_bias", "head.bias", (1, vocab_size), (vocab_size,)))
+        found.append(Link(("final_logits_bias",), ("head.bias",), squeeze, unsqueeze))
     for side, blocks in (("encoder", config.encoder), ("decoder", config.decoder)):
         prefix, embed = f"model.{side}", f"{side}_embed"
         if config.embed.positions == "learned":
@@ -96,6 +95,14 @@ def make_links(config: ModelConfig) -> list[Link]:
         for n in range(len(blocks)):
             found += link_layer(f"{prefix}.layers.{n}", f"{side}.layers.{n}", side == "decoder")
     return found
+
+
+def squeeze(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensors[0].squeeze(0)]
+
+
+def unsqueeze(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensors[0].unsqueeze(0)]
 
 
 def link_layer(theirs: str, ours: str, crossed: bool) -> list[Link]:
@@ -138,11 +145,8 @@ def size(dim: int, n_layers: int, **more: Any) -> Source:
     }
 
 
-MBART = {
-    "model_type": "mbart",
-    "architectures": ["MBartForConditionalGeneration"],
-    "scale_embedding": True,
-}
+MBART = {"model_type": "mbart", "architectures": ["MBartForConditionalGeneration"]}
+MULTILINGUAL = {"scale_embedding": True, "decoder_start_token_id": None}
 
 FAMILY = Family(
     name="bart",
@@ -155,6 +159,6 @@ FAMILY = Family(
         "bart-base": size(768, 6),
         "bart-large": size(1024, 12),
         "bart-large-cnn": size(1024, 12, vocab_size=50264, forced_bos_token_id=0),
-        "mbart-large-cc25": size(1024, 12, vocab_size=250027, **MBART, decoder_start_token_id=None),
+        "mbart-large-cc25": size(1024, 12, vocab_size=250027, **MBART, **MULTILINGUAL),
     },
 )

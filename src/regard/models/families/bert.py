@@ -7,11 +7,14 @@ files call a norm's weight and bias gamma and beta; they are read, and written a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.family import ConfigReader, Family, Source, usual_size
 from regard.models.weight_map import Link, both, renamed, same
 
+HEAD = HeadConfig(kind="masked", bias=True, pooler=True)
 OLDER_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 LAYER = {
@@ -59,13 +62,7 @@ def make_config(
             norm_eps=eps,
             dropout=dropout,
         ),
-        head=HeadConfig(
-            kind="masked",
-            bias=True,
-            activation=head_activation or activation,
-            norm_eps=eps,
-            pooler=True,
-        ),
+        head=replace(HEAD, activation=head_activation or activation, norm_eps=eps),
     )
 
 
@@ -102,7 +99,8 @@ def links(config: ModelConfig) -> list[Link]:
 def size(dim: int, n_layers: int, n_heads: int, vocab_size: int = 30522) -> Source:
     sizes = {"intermediate_size": 4 * dim, "vocab_size": vocab_size, "type_vocab_size": 2}
     more = {"max_position_embeddings": 512, "layer_norm_eps": 1e-12, "pad_token_id": 0}
-    return usual_size("bert", "BertForPreTraining", dim, n_layers, n_heads, **sizes, **more)
+    cls = "BertForPreTraining"
+    return usual_size("bert", cls, dim, n_layers, n_heads, hidden_act="gelu", **sizes, **more)
 
 
 FAMILY = Family(

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, ModelConfig
+from regard.models.families import gpt_neox
 from regard.models.family import ConfigReader, Family, Source, link_head
 from regard.models.weight_map import Link, both, interleaved, renamed, same
 
-LAYER = {
-    "input_layernorm": "self_attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attention.dense": "self_attn.out_proj",
-    "mlp.dense_h_to_4h": "ffn.up_proj",
-    "mlp.dense_4h_to_h": "ffn.down_proj",
-}
+LAYER = {**gpt_neox.LAYER, "self_attention.dense": "self_attn.out_proj"}
 
 
 def config_from(read: ConfigReader) -> ModelConfig:

@@ -12,7 +12,6 @@ from typing import Any
 from regard.layers import BlockConfig
 from regard.models.config import HeadConfig, ModelConfig
 from regard.models.family import ConfigReader, Family, Source, link_head, usual_size
-from regard.models.hf_folder import BadCheckpoint
 from regard.models.weight_map import Link, renamed, same
 
 
@@ -65,10 +64,8 @@ def find_windows(
             raise read.wrong("layer_types", given, expected)
         slides = [kinds[kind] for kind in given]
     if any(slides) and n_seen is None:
-        raise BadCheckpoint(
-            "config.json: layer_types has layers with a window, but no window is in use: set "
-            "sliding_window, and use_sliding_window where the architecture has it"
-        )
+        expected = "a window for layer_types, and use_sliding_window where it is known"
+        raise read.wrong("sliding_window", read.source.get("sliding_window"), expected)
     return [look_back(n_seen) if slide and n_seen is not None else None for slide in slides]
 
 
@@ -124,38 +121,17 @@ def make_family(
     )
 
 
-def size(
-    dim: int,
-    n_layers: int,
-    heads: tuple[int, int],
-    ffn_dim: int,
-    vocab_size: int,
-    max_len: int,
-    **more: Any,
-) -> Source:
-    usual = usual_size("llama", "LlamaForCausalLM", dim, n_layers, heads[0])
-    return {
-        **usual,
-        "num_key_value_heads": heads[1],
-        "intermediate_size": ffn_dim,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": max_len,
-        "rms_norm_eps": 1e-5,
-        **more,
-    }
+def size(dim: int, n_layers: int, heads: tuple[int, int], *sizes: int, **more: Any) -> Source:
+    """`sizes` are the hidden width, the vocabulary and the longest text."""
+    keys = ("intermediate_size", "vocab_size", "max_position_embeddings")
+    usual = usual_size("llama", "LlamaForCausalLM", dim, n_layers, heads[0], rms_norm_eps=1e-5)
+    named = dict(zip(keys, sizes, strict=True))
+    return {**usual, "num_key_value_heads": heads[1], **named, **more}
 
 
-LLAMA_3_2 = {
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
+SCALING = {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}
+SCALING |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3_2 = {"rope_theta": 500000.0, "tie_word_embeddings": True, "rope_scaling": SCALING}
 
 FAMILY = make_family(
     "llama",

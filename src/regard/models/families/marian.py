@@ -26,8 +26,8 @@ def config_from(read: ConfigReader) -> ModelConfig:
     return read.model(
         "marian",
         max_len=read.count("max_position_embeddings", 512),
-        encoder=bart.make_blocks(read, "encoder", "post"),
-        decoder=bart.make_blocks(read, "decoder", "post"),
+        encoder=bart.make_blocks(read, "encoder", order="post"),
+        decoder=bart.make_blocks(read, "decoder", order="post"),
         embed=EmbedConfig(
             positions="sinusoidal",
             layout="halves",

@@ -21,6 +21,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
     read.expect("layer_norm_elementwise_affine", True)
     dim = read.count("hidden_size")
     embed_dim = read.count("word_embed_proj_dim", dim)
+    narrow = None if embed_dim == dim else embed_dim
     norms_first = read.flag("do_layer_norm_before", True)
     if norms_first:
         read.expect("_remove_final_layer_norm", False)
@@ -40,9 +41,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
         "opt",
         max_len=read.count("max_position_embeddings", 2048),
         decoder=(block,) * read.layers("num_hidden_layers"),
-        embed=EmbedConfig(
-            positions="learned", offset=2, dim=None if embed_dim == dim else embed_dim
-        ),
+        embed=EmbedConfig(positions="learned", offset=2, dim=narrow),
     )
 
 

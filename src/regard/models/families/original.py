@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 
-from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.families import bart
 from regard.models.family import ConfigReader, Family, Source
@@ -33,35 +32,18 @@ from regard.models.weight_map import Link, both, same
 def config_from(read: ConfigReader) -> ModelConfig:
     read.expect("tie_word_embeddings", True)
     dim, dropout = read.count("d_model"), read.number("dropout", 0.1)
-    before = read.flag("normalize_before", False)
-
-    def make_blocks(side: str) -> tuple[BlockConfig, ...]:
-        block = BlockConfig(
-            dim=dim,
-            n_heads=read.count(f"{side}_attention_heads"),
-            ffn_dim=read.count(f"{side}_ffn_dim"),
-            order="pre" if before else "post",
-            norm_eps=read.number("layer_norm_eps", 1e-5),
-            activation="relu",
-            dropout=dropout,
-            attention_dropout=read.number("attention_dropout", 0.0),
-            ffn_dropout=read.number("activation_dropout", 0.0),
-            cross_attention=side == "decoder",
-        )
-        return (block,) * read.layers(f"{side}_layers")
-
+    order = "pre" if read.flag("normalize_before", False) else "post"
+    more = {"order": order, "norm_eps": read.number("layer_norm_eps", 1e-5), "activation": "relu"}
     ends = read.has("max_position_embeddings")
-    start = read.token("decoder_start_token_id")
+    start, bos = read.token("decoder_start_token_id"), read.token("bos_token_id")
     return read.model(
         "original",
         max_len=read.count("max_position_embeddings") if ends else None,
-        encoder=make_blocks("encoder"),
-        decoder=make_blocks("decoder"),
+        encoder=bart.make_blocks(read, "encoder", **more),
+        decoder=bart.make_blocks(read, "decoder", **more),
         embed=EmbedConfig(positions="sinusoidal", scale=math.sqrt(dim), dropout=dropout),
         head=HeadConfig(),
-        tokens=read.special_tokens(
-            decoder_start=read.token("bos_token_id") if start is None else start
-        ),
+        tokens=read.special_tokens(decoder_start=bos if start is None else start),
     )
 
 
@@ -91,8 +73,5 @@ FAMILY = Family(
     name="original",
     config_from=config_from,
     links=links,
-    sizes={
-        "original-base": size(512, 8, 2048, 0.1),
-        "original-big": size(1024, 16, 4096, 0.3),
-    },
+    sizes={"original-base": size(512, 8, 2048, 0.1), "original-big": size(1024, 16, 4096, 0.3)},
 )

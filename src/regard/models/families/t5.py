@@ -62,8 +62,9 @@ def config_from(read: ConfigReader) -> ModelConfig:
     alone = read.source.get("architectures") in (["T5EncoderModel"], ["MT5EncoderModel"])
     decoder = (make_block(True),) * read.layers("num_decoder_layers", n_layers)
     head = HeadConfig(tied=tied, scale=dim**-0.5 if scaled else 1.0)
-    start = read.token("decoder_start_token_id")
-    pad = read.token("pad_token_id")
+    start, pad = read.token("decoder_start_token_id"), read.token("pad_token_id")
+    n_buckets = read.count("relative_attention_num_buckets", 32)
+    max_distance = read.count("relative_attention_max_distance", 128)
     return read.model(
         "t5",
         max_len=None,
@@ -71,10 +72,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
         decoder=() if alone else decoder,
         embed=EmbedConfig(dropout=dropout),
         head=HeadConfig(kind="none") if alone else head,
-        relative=RelativeConfig(
-            n_buckets=read.count("relative_attention_num_buckets", 32),
-            max_distance=read.count("relative_attention_max_distance", 128),
-        ),
+        relative=RelativeConfig(n_buckets=n_buckets, max_distance=max_distance),
         tokens=read.special_tokens(decoder_start=pad if start is None else start),
     )
 
@@ -95,15 +93,13 @@ def links(config: ModelConfig) -> list[Link]:
 
 def link_layer(theirs: str, ours: str, block: BlockConfig) -> list[Link]:
     """One layer: its sublayers are numbered."""
-    attentions = [("SelfAttention", "self_attn")]
-    if block.cross_attention:
-        attentions.append(("EncDecAttention", "cross_attn"))
+    attentions = [("SelfAttention", "self_attn"), ("EncDecAttention", "cross_attn")]
+    attentions = attentions[: 1 + block.cross_attention]
     names = {}
     for n, (name, our_name) in enumerate(attentions):
         names[f"{n}.layer_norm"] = f"{our_name}_norm"
-        for part in ("q", "k", "v", "o"):
-            our_part = "out" if part == "o" else part
-            names[f"{n}.{name}.{part}"] = f"{our_name}.{our_part}_proj"
+        for part in ("q", "k", "v", "out"):
+            names[f"{n}.{name}.{part[0]}"] = f"{our_name}.{part}_proj"
     last = len(attentions)
     feed = f"{last}.DenseReluDense"
     names |= {f"{last}.layer_norm": "ffn_norm", f"{feed}.wo": "ffn.down_proj"}
@@ -132,12 +128,8 @@ def size(dim: int, n_layers: int, heads: int, ffn_dim: int, **more: Any) -> Sour
 
 
 NEWER: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-MT5: dict[str, Any] = {
-    **NEWER,
-    "model_type": "mt5",
-    "architectures": ["MT5ForConditionalGeneration"],
-    "vocab_size": 250112,
-}
+MT5: dict[str, Any] = {**NEWER, "model_type": "mt5", "vocab_size": 250112}
+MT5 |= {"architectures": ["MT5ForConditionalGeneration"]}
 # Dim, layers, heads, hidden width of T5 1.1, which FLAN-T5 and mT5 took over.
 SHAPES = {
     "small": (512, 8, 6, 1024),
