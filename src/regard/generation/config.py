@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from regard.positions.frequencies import check_count, check_number
+from regard._check import check_count, check_number
 
 EarlyStopping = bool | Literal["never"]
 

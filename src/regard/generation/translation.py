@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import final, overload
 
+from regard._check import check_count
 from regard.generation.config import GenerationConfig
 from regard.generation.generate import Task, decode_row, need_tokenizer
 from regard.generation.prompts import check_model
@@ -36,7 +37,6 @@ from regard.generation.sentences import (
     split_sentences,
 )
 from regard.models import BadCheckpoint, Transformer
-from regard.positions.frequencies import check_count
 from regard.tokens import Tokenizer
 
 BEAMS = 5

@@ -29,7 +29,7 @@ from typing import Literal, TypedDict, get_args
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_probability
+from regard._check import check_choice, check_count, check_probability
 from regard.layers.cache import BlockCache
 from regard.layers.dropout import Dropout
 from regard.layers.feedforward import Activation, FeedForward, make_activation
@@ -46,7 +46,6 @@ from regard.layers.multihead import (
 from regard.layers.norm import NormKind, check_norm, make_norm
 from regard.ops import Bias, Mask
 from regard.positions import RotaryConfig
-from regard.positions.frequencies import check_choice, check_count
 
 Order = Literal["pre", "post", "parallel", "sandwich"]
 

@@ -35,8 +35,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from regard._check import check_shapes
-from regard.positions.frequencies import check_positions
+from regard._check import check_positions, check_shapes
 
 
 class Kept(NamedTuple):

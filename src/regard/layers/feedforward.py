@@ -19,11 +19,10 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_probability
+from regard._check import check_choice, check_count, check_probability
 from regard.layers.dropout import Dropout
 from regard.layers.fused_linear import SideBySide, run_side_by_side
 from regard.layers.matvec import gated_row, is_one_row, project
-from regard.positions.frequencies import check_choice, check_count
 
 ActivationWord = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Activation: TypeAlias = ActivationWord | nn.Module | Callable[[Tensor], Tensor]

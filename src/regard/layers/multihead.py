@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypedDict, get_args
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_probability, check_shapes
+from regard._check import check_choice, check_count, check_probability, check_shapes
 from regard.layers.cache import CrossCache, KVCache, as_rows
 from regard.layers.fused_linear import SideBySide, run_side_by_side
 from regard.layers.mask_positions import as_they_lie, place_bias, place_mask, unplaced
@@ -51,7 +51,6 @@ from regard.ops.backends import BACKENDS
 from regard.ops.op import check_number
 from regard.ops.rule import as_bias, as_mask
 from regard.positions import Phases, Rotary, RotaryConfig
-from regard.positions.frequencies import check_choice, check_count
 
 Sides: TypeAlias = tuple[int | None, int | None]
 

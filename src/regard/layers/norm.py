@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from regard.positions.frequencies import check_choice, check_count, check_number
+from regard._check import check_choice, check_count, check_number
 
 NormKind = Literal["layer", "rms", "rms_offset"]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_shapes
+from regard._check import check_count, check_shapes
 from regard.layers.block import BlockConfig, DecoderBlock, EncoderBlock, Factory, make_block_norm
 from regard.layers.cache import BlockCache, CrossCache, DecoderCache, KVCache
 from regard.layers.multihead import Places
@@ -29,7 +29,6 @@ from regard.ops import Bias, Mask, RelativeTable
 from regard.ops.bias import check_buckets
 from regard.ops.rule import as_bias
 from regard.positions import RotaryConfig
-from regard.positions.frequencies import check_count
 
 
 @dataclass(frozen=True, kw_only=True)

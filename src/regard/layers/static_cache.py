@@ -22,9 +22,8 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from regard._check import readable
+from regard._check import check_count, readable
 from regard.layers.cache import Kept, KVCache, check_fit, past_the_last
-from regard.positions.frequencies import check_count
 
 
 class Turn(NamedTuple):

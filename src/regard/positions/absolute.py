@@ -15,14 +15,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from regard._check import readable
-from regard.positions.frequencies import (
+from regard._check import (
     check_choice,
     check_count,
     check_number,
     check_positions,
-    make_frequencies,
+    readable,
 )
+from regard.positions.frequencies import make_frequencies
 
 Layout = Literal["interleaved", "halves"]
 

@@ -23,14 +23,15 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_float, check_shapes
-from regard.positions.frequencies import (
+from regard._check import (
     check_choice,
     check_count,
+    check_float,
     check_number,
     check_positions,
-    make_frequencies,
+    check_shapes,
 )
+from regard.positions.frequencies import make_frequencies
 from regard.positions.scaling import DynamicNTK, LongRoPE, Scaling
 
 Pairing = Literal["halves", "neighbours"]

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from regard.positions.frequencies import check_count, check_number
+from regard._check import check_count, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
