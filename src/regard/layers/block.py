@@ -24,7 +24,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypedDict, get_args
+from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from regard.layers.cache import BlockCache
 from regard.layers.dropout import Dropout
 from regard.layers.feedforward import Activation, FeedForward, make_activation
 from regard.layers.multihead import (
+    Factory,
     MultiHeadAttention,
     Places,
     ProjectionBias,
@@ -48,13 +50,6 @@ from regard.ops import Bias, Mask
 from regard.positions import RotaryConfig
 
 Order = Literal["pre", "post", "parallel", "sandwich"]
-
-
-class Factory(TypedDict):
-    """Where parameters are made, and in which type."""
-
-    device: torch.device | str | None
-    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +136,7 @@ class EncoderBlock(nn.Module):
             raise ValueError("an encoder has no cross-attention; use a decoder")
         self.config = config
         factory = Factory(device=device, dtype=dtype)
-        self.self_attn = make_self_attention(config, False, factory)
+        self.self_attn = make_attention(config, False, factory)
         self.self_attn_norm, self.self_attn_after = make_norms(config, factory)
         self.ffn = make_feed_forward(config, factory)
         self.ffn_norm, self.ffn_after = make_norms(config, factory, config.shared_norm)
@@ -155,10 +150,7 @@ class EncoderBlock(nn.Module):
         bias: Bias | Tensor | None = None,
         positions: Tensor | Places | None = None,
     ) -> Tensor:
-        def attend(x_btc: Tensor) -> Tensor:
-            seen: Tensor = self.self_attn(x_btc, mask=mask, bias=bias, positions=positions)
-            return seen
-
+        attend = partial(self.self_attn, mask=mask, bias=bias, positions=positions)
         return run_block(self, x_btc, attend, None)
 
 
@@ -175,12 +167,12 @@ class DecoderBlock(nn.Module):
         super().__init__()
         self.config = config
         factory = Factory(device=device, dtype=dtype)
-        self.self_attn = make_self_attention(config, True, factory)
+        self.self_attn = make_attention(config, True, factory)
         self.self_attn_norm, self.self_attn_after = make_norms(config, factory)
         self.cross_attn: MultiHeadAttention | None = None
         self.cross_attn_norm: nn.Module | None = None
         if config.cross_attention:
-            self.cross_attn = make_cross_attention(config, factory)
+            self.cross_attn = make_attention(config, False, factory, cross=True)
             self.cross_attn_norm, _ = make_norms(config, factory)
         self.ffn = make_feed_forward(config, factory)
         self.ffn_norm, self.ffn_after = make_norms(config, factory, config.shared_norm)
@@ -198,22 +190,16 @@ class DecoderBlock(nn.Module):
         cache: BlockCache | None = None,
     ) -> Tensor:
         """`mask` and `bias` are for self-attention, `memory_mask` for the memory (B, S, M)."""
-        self._check_memory(memory, memory_mask, cache)
         kept = None if cache is None else cache.self_attn
+        attend = partial(self.self_attn, mask=mask, bias=bias, positions=positions, cache=kept)
+        cross_attn = self.cross_attn
+        if cross_attn is None and memory is None and memory_mask is None:
+            return run_block(self, x_btc, attend, None)
+        self._check_memory(memory, memory_mask, cache)
+        assert cross_attn is not None
         kept_memory = None if cache is None else cache.cross_attn
-
-        def attend(x_btc: Tensor) -> Tensor:
-            seen: Tensor = self.self_attn(
-                x_btc, mask=mask, bias=bias, positions=positions, cache=kept
-            )
-            return seen
-
-        def cross(x_btc: Tensor) -> Tensor:
-            assert self.cross_attn is not None
-            seen: Tensor = self.cross_attn(x_btc, memory, mask=memory_mask, cache=kept_memory)
-            return seen
-
-        return run_block(self, x_btc, attend, None if self.cross_attn is None else cross)
+        cross = partial(cross_attn, memory=memory, mask=memory_mask, cache=kept_memory)
+        return run_block(self, x_btc, attend, cross)
 
     def _check_memory(
         self, memory: Tensor | None, memory_mask: Mask | Tensor | None, cache: BlockCache | None
@@ -237,58 +223,60 @@ class DecoderBlock(nn.Module):
 def run_block(
     block: EncoderBlock | DecoderBlock,
     x_btc: Tensor,
-    attend: Callable[[Tensor], Tensor],
-    cross: Callable[[Tensor], Tensor] | None,
+    attend: Callable[..., Tensor],
+    cross: Callable[..., Tensor] | None,
 ) -> Tensor:
     """The sublayers of a block in the order its config names."""
-    order = block.config.order
-
-    def drop(answer_btc: Tensor) -> Tensor:
-        return block.dropout(answer_btc) if block.training else answer_btc
-
-    if order == "parallel":
-        assert block.self_attn_norm is not None
-        ready_btc = block.self_attn_norm(x_btc)
-        seen_btc = drop(attend(ready_btc))
-        ready_btc = ready_btc if block.ffn_norm is None else block.ffn_norm(x_btc)
-        parallel_btc: Tensor = x_btc + seen_btc + drop(block.ffn(ready_btc))
-        return parallel_btc
-
-    def add(
-        x_btc: Tensor,
-        sublayer: Callable[[Tensor], Tensor],
-        norm: nn.Module | None,
-        after: nn.Module | None = None,
-    ) -> Tensor:
-        assert norm is not None
-        added_btc: Tensor
-        if order == "post":
-            added_btc = norm(x_btc + drop(sublayer(x_btc)))
-            return added_btc
-        ready_btc = norm(x_btc)
-        answer_btc = sublayer(ready_btc)
-        if after is not None:
-            answer_btc = after(answer_btc)
-        added_btc = (ready_btc if block.config.normed_residual else x_btc) + drop(answer_btc)
-        return added_btc
-
-    x_btc = add(x_btc, attend, block.self_attn_norm, block.self_attn_after)
-    if cross is not None:
-        assert isinstance(block, DecoderBlock)
-        x_btc = add(x_btc, cross, block.cross_attn_norm)
-    return add(x_btc, block.ffn, block.ffn_norm, block.ffn_after)
+    if block.config.order != "parallel":
+        x_btc = add_sublayer(block, x_btc, attend, block.self_attn_norm, block.self_attn_after)
+        if cross is not None:
+            assert isinstance(block, DecoderBlock)
+            x_btc = add_sublayer(block, x_btc, cross, block.cross_attn_norm, None)
+        return add_sublayer(block, x_btc, block.ffn, block.ffn_norm, block.ffn_after)
+    assert block.self_attn_norm is not None
+    ready_btc = block.self_attn_norm(x_btc)
+    seen_btc = attend(ready_btc)
+    ready_btc = ready_btc if block.ffn_norm is None else block.ffn_norm(x_btc)
+    fed_btc: Tensor = block.ffn(ready_btc)
+    if block.training:
+        seen_btc, fed_btc = block.dropout(seen_btc), block.dropout(fed_btc)
+    return x_btc + seen_btc + fed_btc
 
 
-def make_self_attention(config: BlockConfig, causal: bool, made: Factory) -> MultiHeadAttention:
+def add_sublayer(
+    block: EncoderBlock | DecoderBlock,
+    x_btc: Tensor,
+    sublayer: Callable[..., Tensor],
+    norm: nn.Module | None,
+    after: nn.Module | None,
+) -> Tensor:
+    """x and the sublayer's answer to it, with the norms before or after."""
+    assert norm is not None
+    post = block.config.order == "post"
+    ready_btc = x_btc if post else norm(x_btc)
+    answer_btc = sublayer(ready_btc)
+    if after is not None:
+        answer_btc = after(answer_btc)
+    if block.training:
+        answer_btc = block.dropout(answer_btc)
+    sum_btc: Tensor = (ready_btc if block.config.normed_residual else x_btc) + answer_btc
+    return norm(sum_btc) if post else sum_btc
+
+
+def make_attention(
+    config: BlockConfig, causal: bool, where: Factory, cross: bool = False
+) -> MultiHeadAttention:
+    """Self-attention, or attention to a memory, which knows no positions."""
     return MultiHeadAttention(
         config.dim,
         config.n_heads,
         n_kv_heads=config.n_kv_heads,
         head_dim=config.head_dim,
+        kv_dim=config.memory_dim if cross else None,
         bias=config.attention_bias,
-        rotary=config.rotary,
-        alibi=config.alibi,
-        window=config.window,
+        rotary=None if cross else config.rotary,
+        alibi=config.alibi and not cross,
+        window=None if cross else config.window,
         causal=causal,
         softcap=config.softcap,
         scale=config.scale,
@@ -297,30 +285,11 @@ def make_self_attention(config: BlockConfig, causal: bool, made: Factory) -> Mul
         qk_norm_eps=config.qk_norm_eps,
         dropout=config.attention_dropout,
         backend=config.backend,
-        **made,
+        **where,
     )
 
 
-def make_cross_attention(config: BlockConfig, made: Factory) -> MultiHeadAttention:
-    return MultiHeadAttention(
-        config.dim,
-        config.n_heads,
-        n_kv_heads=config.n_kv_heads,
-        head_dim=config.head_dim,
-        kv_dim=config.memory_dim,
-        bias=config.attention_bias,
-        softcap=config.softcap,
-        scale=config.scale,
-        sinks=config.sinks,
-        qk_norm=config.qk_norm,
-        qk_norm_eps=config.qk_norm_eps,
-        dropout=config.attention_dropout,
-        backend=config.backend,
-        **made,
-    )
-
-
-def make_feed_forward(config: BlockConfig, made: Factory) -> FeedForward:
+def make_feed_forward(config: BlockConfig, where: Factory) -> FeedForward:
     """A module given as activation is copied, so that each block has its own parameters."""
     activation = config.activation
     return FeedForward(
@@ -330,17 +299,17 @@ def make_feed_forward(config: BlockConfig, made: Factory) -> FeedForward:
         gated=config.gated,
         bias=config.ffn_bias,
         dropout=config.ffn_dropout,
-        **made,
+        **where,
     )
 
 
-def make_block_norm(config: BlockConfig, made: Factory) -> nn.Module:
-    return make_norm(config.norm, config.dim, eps=config.norm_eps, bias=config.norm_bias, **made)
+def make_block_norm(config: BlockConfig, where: Factory) -> nn.Module:
+    return make_norm(config.norm, config.dim, eps=config.norm_eps, bias=config.norm_bias, **where)
 
 
 def make_norms(
-    config: BlockConfig, made: Factory, shared: bool = False
+    config: BlockConfig, where: Factory, shared: bool = False
 ) -> tuple[nn.Module | None, nn.Module | None]:
     """The norms before and after a sublayer; the one before may be another sublayer's."""
-    before = None if shared else make_block_norm(config, made)
-    return before, make_block_norm(config, made) if config.order == "sandwich" else None
+    before = None if shared else make_block_norm(config, where)
+    return before, make_block_norm(config, where) if config.order == "sandwich" else None

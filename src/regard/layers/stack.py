@@ -15,20 +15,20 @@ Letters: B batch, T tokens, S tokens of the memory, C model width, M width of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from regard._check import check_count, check_shapes
-from regard.layers.block import BlockConfig, DecoderBlock, EncoderBlock, Factory, make_block_norm
+from regard.layers.block import BlockConfig, DecoderBlock, EncoderBlock, make_block_norm
 from regard.layers.cache import BlockCache, CrossCache, DecoderCache, KVCache
-from regard.layers.multihead import Places
+from regard.layers.cache_slots import Slots, Step
+from regard.layers.multihead import Factory, MultiHeadAttention, Places
 from regard.ops import Bias, Mask, RelativeTable
 from regard.ops.bias import check_buckets
 from regard.ops.rule import as_bias
-from regard.positions import RotaryConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,41 +52,48 @@ class Stack(nn.Module):
         config: BlockConfig | Sequence[BlockConfig],
         n_layers: int | None,
         relative: RelativeConfig | None,
-        made: Factory,
+        where: Factory,
     ) -> None:
         super().__init__()
         self.configs = list_configs(config, n_layers)
         self.config = self.configs[0]
         # Which phases each layer reads: those of the first layer with the same rotary.
         rotaries = [config.rotary for config in self.configs]
-        self.kinds: list[RotaryConfig | None] = list(dict.fromkeys(rotaries))
-        self.kind_of = [self.kinds.index(rotary) for rotary in rotaries]
-        self.first_of = [rotaries.index(rotary) for rotary in self.kinds]
+        self.kind_of = [rotaries.index(rotary) for rotary in rotaries]
         self.relative = relative
         self.relative_table: nn.Parameter | None = None
         if relative is not None:
             shape = relative.n_buckets, self.config.n_heads
-            self.relative_table = nn.Parameter(torch.empty(shape, **made))
+            self.relative_table = nn.Parameter(torch.empty(shape, **where))
             nn.init.normal_(self.relative_table, std=0.02)
         self.norm: nn.Module | None = None
         if self.config.order != "post":
-            self.norm = make_block_norm(self.config, made)
+            self.norm = make_block_norm(self.config, where)
 
     def place(
         self,
         blocks: nn.ModuleList,
         x_btc: Tensor,
         positions: Tensor | None,
-        caches: Sequence[BlockCache | None],
+        cache: DecoderCache | None,
     ) -> list[Places]:
-        """Positions and phases for each kind of layer."""
+        """Positions, phases and the caches' step, for each layer; worked out once for all alike."""
         check_shapes({"x": (x_btc, "B T C")})
+        steps: list[Step | None] = [None]
+        step_of = [0] * len(self.configs)
+        if cache is not None:
+            batch, n_new, _ = x_btc.shape
+            step_of, steps = cache.slots_of, []
+            for slots in cache.slots:
+                steps.append(slots.advance(batch, n_new, x_btc.device, positions))
+        known: dict[tuple[int, int], Places] = {}
         places = []
-        for first in self.first_of:
-            block, cache = blocks[first], caches[first]
-            assert isinstance(block, EncoderBlock | DecoderBlock)
-            kept = None if cache is None else cache.self_attn
-            places.append(block.self_attn.place(x_btc, positions, kept))
+        for layer, alike in enumerate(zip(self.kind_of, step_of, strict=True)):
+            if alike not in known:
+                attn = blocks[layer].self_attn
+                assert isinstance(attn, MultiHeadAttention)
+                known[alike] = attn.place(x_btc, positions, steps[alike[1]])
+            places.append(known[alike])
         return places
 
     def add_relative(self, bias: Bias | Tensor | None, bidirectional: bool) -> Bias | None:
@@ -132,12 +139,12 @@ class Encoder(Stack):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        places = self.place(self.layers, x_btc, positions, [None] * len(self.layers))
+        places = self.place(self.layers, x_btc, positions, None)
         bias = self.add_relative(bias, bidirectional=True)
-        for block, kind in zip(self.layers, self.kind_of, strict=True):
+        for block, where in zip(self.layers, places, strict=True):
             if states is not None:
                 states.append(x_btc)
-            x_btc = block(x_btc, mask=mask, bias=bias, positions=places[kind])
+            x_btc = block(x_btc, mask=mask, bias=bias, positions=where)
         return self.finish(x_btc, states)
 
 
@@ -158,22 +165,27 @@ class Decoder(Stack):
             DecoderBlock(config, device=device, dtype=dtype) for config in self.configs
         )
 
-    def make_cache(self, make: Callable[[], KVCache] | None = None) -> DecoderCache:
-        """An empty cache for every block, for example `make_cache(lambda: KVCache.fixed(512))`.
+    def make_cache(
+        self, make: Callable[[], KVCache] | None = None, *, size: int | None = None
+    ) -> DecoderCache:
+        """An empty KV cache for every block: growing, or static with `size` slots a row.
 
-        Without `make` layers with a window keep their window alone, the others everything.
+        Layers with a window keep their window alone. `make` makes a block's cache in their place.
+        All blocks see the same tokens, so caches of one kind share their slots.
         """
-
-        def build(config: BlockConfig) -> KVCache:
-            if make is not None:
-                return make()
+        shared: dict[Hashable, Slots] = {}
+        blocks = []
+        for config in self.configs:
             left = None if config.window is None else config.window[0]
-            return KVCache.growing() if left is None else KVCache.windowed(left)
-
-        return DecoderCache(
-            BlockCache(build(config), CrossCache() if config.cross_attention else None)
-            for config in self.configs
-        )
+            if make is not None:
+                cache = make()
+            elif left is not None and (size is None or left + 1 < size):
+                cache = KVCache.windowed(left)
+            else:
+                cache = KVCache.growing() if size is None else KVCache.fixed(size)
+            cache.slots = shared.setdefault(cache.slots.kind, cache.slots)
+            blocks.append(BlockCache(cache, CrossCache() if config.cross_attention else None))
+        return DecoderCache(blocks)
 
     def forward(
         self,
@@ -194,9 +206,9 @@ class Decoder(Stack):
                 f"the cache is for {len(cache.blocks)} blocks, but the decoder has {n_layers}"
             )
         kept = [None] * n_layers if cache is None else cache.blocks
-        places = self.place(self.layers, x_btc, positions, kept)
+        places = self.place(self.layers, x_btc, positions, cache)
         bias = self.add_relative(bias, bidirectional=False)
-        for block, kind, block_cache in zip(self.layers, self.kind_of, kept, strict=True):
+        for block, where, block_cache in zip(self.layers, places, kept, strict=True):
             if states is not None:
                 states.append(x_btc)
             x_btc = block(
@@ -204,7 +216,7 @@ class Decoder(Stack):
                 memory,
                 mask=mask,
                 bias=bias,
-                positions=places[kind],
+                positions=where,
                 memory_mask=memory_mask,
                 cache=block_cache,
             )

@@ -135,23 +135,8 @@ class Rotary(nn.Module):
             at = self.phases(at, length=length)
         elif length is not None:
             raise ValueError("length came with phases, which have theirs; pass it to phases()")
-        cos, sin = at
-        if cos.ndim == 3 and cos.shape[0] == 1:  # one row for all
-            cos, sin = cos[0], sin[0]
-        self._check_fit(x_bhtd, cos)
-        if cos.ndim == 3:
-            cos, sin = cos[:, None], sin[:, None]
-        n_pairs = self.config.n_pairs
-        # cos and sin are float32, so every product is float32 or wider, whatever the type of x.
-        turning, rest = x_bhtd[..., : 2 * n_pairs], x_bhtd[..., 2 * n_pairs :]
-        if self.config.pairing == "halves":
-            a, b = turning[..., :n_pairs], turning[..., n_pairs:]
-            turned_bhtd = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
-        else:
-            a, b = turning[..., ::2], turning[..., 1::2]
-            pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)
-            turned_bhtd = torch.cat((pairs.flatten(-2), rest), -1)
-        return turned_bhtd.to(x_bhtd.dtype)
+        self._check_fit(x_bhtd, at.cos)
+        return rotate_pairs(x_bhtd, at, self.config)
 
     def forward(
         self, x_bhtd: Tensor, at: Tensor | Phases, *, length: int | Tensor | None = None
@@ -165,6 +150,7 @@ class Rotary(nn.Module):
         check_float("x", x_bhtd)
         if cos.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"phases are {cos.dtype}; expected float32, as phases() makes them")
+        cos = cos[0] if cos.ndim == 3 and cos.shape[0] == 1 else cos  # one row for all
         letters = "T R" if cos.ndim == 2 else "B T R"
         sizes = check_shapes({"x": (x_bhtd, "B H T D"), "positions or phases": (cos, letters)})
         if sizes["D"] != self.config.head_dim or sizes["R"] != self.config.n_pairs:
@@ -172,6 +158,24 @@ class Rotary(nn.Module):
                 f"x has D={sizes['D']} and is turned in R={sizes['R']} pairs, but the config has "
                 f"D=head_dim={self.config.head_dim}, R={self.config.n_pairs}; use this layer's own"
             )
+
+
+def rotate_pairs(x_bhtd: Tensor, phases: Phases, config: RotaryConfig) -> Tensor:
+    """x rotated by phases that fit it, in its own type."""
+    cos, sin = phases
+    if cos.ndim == 3 and cos.shape[0] > 1:
+        cos, sin = cos[:, None], sin[:, None]
+    n_pairs = cos.shape[-1]
+    # cos and sin are float32, so every product is float32 or wider, whatever the type of x.
+    turning, rest = x_bhtd[..., : 2 * n_pairs], x_bhtd[..., 2 * n_pairs :]
+    if config.pairing == "halves":
+        a, b = turning[..., :n_pairs], turning[..., n_pairs:]
+        rotated_bhtd = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+    else:
+        a, b = turning[..., ::2], turning[..., 1::2]
+        pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)
+        rotated_bhtd = torch.cat((pairs.flatten(-2), rest), -1)
+    return rotated_bhtd.to(x_bhtd.dtype)
 
 
 def _measure(positions: Tensor, length: int | Tensor | None) -> Tensor:

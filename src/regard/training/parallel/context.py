@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regard.layers.cache import as_rows
+from regard.layers.cache_slots import as_rows
 from regard.layers.mask_positions import unplaced
 from regard.layers.multihead import MultiHeadAttention, Places, Rule, Whole
 from regard.models import Transformer
