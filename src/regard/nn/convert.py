@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.utils import parametrize
 
-from regard.nn.multihead import MultiheadAttention
+from regard.nn.multihead import MultiheadAttention, adopt
 from regard.nn.transformer import (
     Transformer,
     TransformerDecoder,
@@ -72,18 +72,21 @@ def convert(model: nn.Module) -> Conversion:
     for name, module, kind, reason in found:
         if reason is not None:
             done.skipped[name] = reason
+            continue
+        if isinstance(module, nn.MultiheadAttention):
+            adopt(module)
         else:
             module.__class__ = OURS[kind]
-            done.swapped[name] = OURS[kind].__name__
-        if isinstance(module, MultiheadAttention):
-            module.wants, module.seen = None, []
+        done.swapped[name] = OURS[kind].__name__
     for _, module, _, _ in found:
         switch_off_fast_path(module)
     return done
 
 
 def origin(module: nn.Module) -> type[nn.Module] | None:
-    """Which of torch's classes a module is, or descends from."""
+    """Which of torch's classes a module is, or descends from; None for ours."""
+    if isinstance(module, tuple(OURS.values())):
+        return None
     return next((kind for kind in OURS if isinstance(module, kind)), None)
 
 
@@ -107,7 +110,7 @@ def reason_to_skip(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 def switch_off_fast_path(module: nn.Module) -> None:
     """Keep a layer of torch's from computing around the attention of ours that it now holds."""
-    if isinstance(module, (nn.TransformerEncoder, TransformerEncoder)):
+    if isinstance(module, nn.TransformerEncoder):
         module.use_nested_tensor = False
     if isinstance(module, nn.TransformerEncoderLayer):
         # torch takes its fast path for relu and gelu only, and this is where it looks.
