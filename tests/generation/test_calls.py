@@ -12,7 +12,8 @@ import pytest
 
 import regard
 from regard.generation.config import GenerationConfig
-from regard.generation.generate import Task
+from regard.generation.decode_loop import DecodeLoop
+from regard.generation.prompts import Task
 from regard.layers import BlockConfig
 from regard.models import Transformer
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
@@ -52,9 +53,9 @@ def make_model(name: str) -> Transformer:
 def count_calls(model: Transformer) -> Counter[str]:
     """Calls of Python functions in one step, by the file they are in."""
     config = GenerationConfig(max_new_tokens=30, ignore_eos=True)
-    writing = Task.make(model, config, None, ids=[[3, 1, 4, 1, 5]]).writing()
+    loop = DecodeLoop(Task.make(model, config, None, ids=[[3, 1, 4, 1, 5]]))
     for _ in range(4):
-        writing.advance()
+        loop.advance()
     calls: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
@@ -63,7 +64,7 @@ def count_calls(model: Transformer) -> Counter[str]:
 
     sys.setprofile(count)
     try:
-        writing.advance()
+        loop.advance()
     finally:
         sys.setprofile(None)
     return calls

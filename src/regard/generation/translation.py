@@ -26,8 +26,8 @@ from typing import final, overload
 
 from regard._check import check_count
 from regard.generation.config import GenerationConfig
-from regard.generation.generate import Task, decode_row, need_tokenizer
-from regard.generation.prompts import check_model
+from regard.generation.generate import write_texts
+from regard.generation.prompts import Task, check_model, need_tokenizer
 from regard.generation.sentences import (
     Sentence,
     find_language,
@@ -260,10 +260,7 @@ def write_rows(
                 num_beams=beams, max_new_tokens=2 * bucket_of(rows[places[0]]) + 24
             )
         task = Task.make(reader.model, chosen, reader.tokenizer, source=sources)
-        made, texts = task.run()
-        if texts is None:
-            texts = [decode_row(task, at, ids) for at, ids in enumerate(made.rows())]
-        for at, text in zip(places, texts, strict=True):
+        for at, text in zip(places, write_texts(task), strict=True):
             written[at] = text
         done += len(places)
         if progress is not None:

@@ -25,7 +25,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -121,8 +121,10 @@ class BlockConfig:
                 raise ValueError("memory_dim is set, but cross_attention is not")
 
 
-class EncoderBlock(nn.Module):
-    """Self-attention that looks both ways, then feed-forward: (B, T, C) -> (B, T, C)."""
+class Block(nn.Module):
+    """The sublayers of a block, and the order in which they run."""
+
+    causal: ClassVar[bool]
 
     def __init__(
         self,
@@ -132,15 +134,66 @@ class EncoderBlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if config.cross_attention:
+        if config.cross_attention and not self.causal:
             raise ValueError("an encoder has no cross-attention; use a decoder")
         self.config = config
-        factory = Factory(device=device, dtype=dtype)
-        self.self_attn = make_attention(config, False, factory)
-        self.self_attn_norm, self.self_attn_after = make_norms(config, factory)
-        self.ffn = make_feed_forward(config, factory)
-        self.ffn_norm, self.ffn_after = make_norms(config, factory, config.shared_norm)
+        where = Factory(device=device, dtype=dtype)
+        self.self_attn = make_attention(config, self.causal, where)
+        self.self_attn_norm, self.self_attn_after = make_norms(config, where)
+        self.cross_attn: MultiHeadAttention | None = None
+        self.cross_attn_norm: nn.Module | None = None
+        if config.cross_attention:
+            self.cross_attn = make_attention(config, False, where, cross=True)
+            self.cross_attn_norm, _ = make_norms(config, where)
+        self.ffn = make_feed_forward(config, where)
+        self.ffn_norm, self.ffn_after = make_norms(config, where, config.shared_norm)
         self.dropout = Dropout(config.dropout)
+
+    def run(
+        self,
+        x_btc: Tensor,
+        attend: Callable[..., Tensor],
+        cross: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """The sublayers in the order that the config names."""
+        if self.config.order != "parallel":
+            x_btc = self._add(x_btc, attend, self.self_attn_norm, self.self_attn_after)
+            if cross is not None:
+                x_btc = self._add(x_btc, cross, self.cross_attn_norm, None)
+            return self._add(x_btc, self.ffn, self.ffn_norm, self.ffn_after)
+        assert self.self_attn_norm is not None
+        ready_btc = self.self_attn_norm(x_btc)
+        seen_btc = attend(ready_btc)
+        ready_btc = ready_btc if self.ffn_norm is None else self.ffn_norm(x_btc)
+        fed_btc: Tensor = self.ffn(ready_btc)
+        if self.training:
+            seen_btc, fed_btc = self.dropout(seen_btc), self.dropout(fed_btc)
+        return x_btc + seen_btc + fed_btc
+
+    def _add(
+        self,
+        x_btc: Tensor,
+        sublayer: Callable[..., Tensor],
+        norm: nn.Module | None,
+        after: nn.Module | None,
+    ) -> Tensor:
+        """x and the sublayer's answer to it, with the norms before or after."""
+        assert norm is not None
+        post = self.config.order == "post"
+        ready_btc = x_btc if post else norm(x_btc)
+        answer_btc = sublayer(ready_btc)
+        if after is not None:
+            answer_btc = after(answer_btc)
+        if self.training:
+            answer_btc = self.dropout(answer_btc)
+        sum_btc: Tensor = (ready_btc if self.config.normed_residual else x_btc) + answer_btc
+        return norm(sum_btc) if post else sum_btc
+
+
+class EncoderBlock(Block):
+    """Self-attention that looks both ways, then feed-forward: (B, T, C) -> (B, T, C)."""
+
+    causal = False
 
     def forward(
         self,
@@ -150,33 +203,13 @@ class EncoderBlock(nn.Module):
         bias: Bias | Tensor | None = None,
         positions: Tensor | Places | None = None,
     ) -> Tensor:
-        attend = partial(self.self_attn, mask=mask, bias=bias, positions=positions)
-        return run_block(self, x_btc, attend, None)
+        return self.run(x_btc, partial(self.self_attn, mask=mask, bias=bias, positions=positions))
 
 
-class DecoderBlock(nn.Module):
+class DecoderBlock(Block):
     """Self-attention that looks back, cross-attention if asked for, then feed-forward."""
 
-    def __init__(
-        self,
-        config: BlockConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        factory = Factory(device=device, dtype=dtype)
-        self.self_attn = make_attention(config, True, factory)
-        self.self_attn_norm, self.self_attn_after = make_norms(config, factory)
-        self.cross_attn: MultiHeadAttention | None = None
-        self.cross_attn_norm: nn.Module | None = None
-        if config.cross_attention:
-            self.cross_attn = make_attention(config, False, factory, cross=True)
-            self.cross_attn_norm, _ = make_norms(config, factory)
-        self.ffn = make_feed_forward(config, factory)
-        self.ffn_norm, self.ffn_after = make_norms(config, factory, config.shared_norm)
-        self.dropout = Dropout(config.dropout)
+    causal = True
 
     def forward(
         self,
@@ -193,74 +226,22 @@ class DecoderBlock(nn.Module):
         kept = None if cache is None else cache.self_attn
         attend = partial(self.self_attn, mask=mask, bias=bias, positions=positions, cache=kept)
         cross_attn = self.cross_attn
-        if cross_attn is None and memory is None and memory_mask is None:
-            return run_block(self, x_btc, attend, None)
-        self._check_memory(memory, memory_mask, cache)
-        assert cross_attn is not None
-        kept_memory = None if cache is None else cache.cross_attn
-        cross = partial(cross_attn, memory=memory, mask=memory_mask, cache=kept_memory)
-        return run_block(self, x_btc, attend, cross)
-
-    def _check_memory(
-        self, memory: Tensor | None, memory_mask: Mask | Tensor | None, cache: BlockCache | None
-    ) -> None:
-        if self.cross_attn is None:
+        if cross_attn is None:
             if memory is not None or memory_mask is not None:
                 raise ValueError(
                     "a memory or memory_mask was given to a decoder without cross-attention; set "
                     "cross_attention=True in its config"
                 )
-            return
-        if cache is not None and cache.cross_attn is None:
+            return self.run(x_btc, attend)
+        kept_memory = None if cache is None else cache.cross_attn
+        if cache is not None and kept_memory is None:
             raise ValueError(
                 "the cache has no place for the memory's keys; use make_cache() of this decoder"
             )
-        held = cache is not None and cache.cross_attn is not None and cache.cross_attn.filled
-        if memory is None and not held:
+        if memory is None and (kept_memory is None or not kept_memory.filled):
             raise ValueError("a decoder with cross-attention needs a memory (B, S, M)")
-
-
-def run_block(
-    block: EncoderBlock | DecoderBlock,
-    x_btc: Tensor,
-    attend: Callable[..., Tensor],
-    cross: Callable[..., Tensor] | None,
-) -> Tensor:
-    """The sublayers of a block in the order its config names."""
-    if block.config.order != "parallel":
-        x_btc = add_sublayer(block, x_btc, attend, block.self_attn_norm, block.self_attn_after)
-        if cross is not None:
-            assert isinstance(block, DecoderBlock)
-            x_btc = add_sublayer(block, x_btc, cross, block.cross_attn_norm, None)
-        return add_sublayer(block, x_btc, block.ffn, block.ffn_norm, block.ffn_after)
-    assert block.self_attn_norm is not None
-    ready_btc = block.self_attn_norm(x_btc)
-    seen_btc = attend(ready_btc)
-    ready_btc = ready_btc if block.ffn_norm is None else block.ffn_norm(x_btc)
-    fed_btc: Tensor = block.ffn(ready_btc)
-    if block.training:
-        seen_btc, fed_btc = block.dropout(seen_btc), block.dropout(fed_btc)
-    return x_btc + seen_btc + fed_btc
-
-
-def add_sublayer(
-    block: EncoderBlock | DecoderBlock,
-    x_btc: Tensor,
-    sublayer: Callable[..., Tensor],
-    norm: nn.Module | None,
-    after: nn.Module | None,
-) -> Tensor:
-    """x and the sublayer's answer to it, with the norms before or after."""
-    assert norm is not None
-    post = block.config.order == "post"
-    ready_btc = x_btc if post else norm(x_btc)
-    answer_btc = sublayer(ready_btc)
-    if after is not None:
-        answer_btc = after(answer_btc)
-    if block.training:
-        answer_btc = block.dropout(answer_btc)
-    sum_btc: Tensor = (ready_btc if block.config.normed_residual else x_btc) + answer_btc
-    return norm(sum_btc) if post else sum_btc
+        cross = partial(cross_attn, memory=memory, mask=memory_mask, cache=kept_memory)
+        return self.run(x_btc, attend, cross)
 
 
 def make_attention(

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from regard._check import check_count, check_shapes
-from regard.layers.block import BlockConfig, DecoderBlock, EncoderBlock, make_block_norm
+from regard.layers.block import Block, BlockConfig, DecoderBlock, EncoderBlock, make_block_norm
 from regard.layers.cache import BlockCache, CrossCache, DecoderCache, KVCache
 from regard.layers.cache_slots import Slots, Step
 from regard.layers.multihead import Factory, MultiHeadAttention, Places
@@ -45,16 +46,21 @@ class RelativeConfig:
 
 
 class Stack(nn.Module):
-    """What encoders and decoders share: the layers' configs, the last norm, T5's table."""
+    """What encoders and decoders share: their blocks, the last norm, T5's table."""
+
+    block: ClassVar[type[Block]]
 
     def __init__(
         self,
         config: BlockConfig | Sequence[BlockConfig],
-        n_layers: int | None,
-        relative: RelativeConfig | None,
-        where: Factory,
+        n_layers: int | None = None,
+        *,
+        relative: RelativeConfig | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        where = Factory(device=device, dtype=dtype)
         self.configs = list_configs(config, n_layers)
         self.config = self.configs[0]
         # Which phases each layer reads: those of the first layer with the same rotary.
@@ -69,13 +75,10 @@ class Stack(nn.Module):
         self.norm: nn.Module | None = None
         if self.config.order != "post":
             self.norm = make_block_norm(self.config, where)
+        self.layers = nn.ModuleList(self.block(config, **where) for config in self.configs)
 
     def place(
-        self,
-        blocks: nn.ModuleList,
-        x_btc: Tensor,
-        positions: Tensor | None,
-        cache: DecoderCache | None,
+        self, x_btc: Tensor, positions: Tensor | None, cache: DecoderCache | None
     ) -> list[Places]:
         """Positions, phases and the caches' step, for each layer; worked out once for all alike."""
         check_shapes({"x": (x_btc, "B T C")})
@@ -90,7 +93,7 @@ class Stack(nn.Module):
         places = []
         for layer, alike in enumerate(zip(self.kind_of, step_of, strict=True)):
             if alike not in known:
-                attn = blocks[layer].self_attn
+                attn = self.layers[layer].self_attn
                 assert isinstance(attn, MultiHeadAttention)
                 known[alike] = attn.place(x_btc, positions, steps[alike[1]])
             places.append(known[alike])
@@ -116,19 +119,7 @@ class Stack(nn.Module):
 class Encoder(Stack):
     """A stack of encoder blocks, and the norm that ends it."""
 
-    def __init__(
-        self,
-        config: BlockConfig | Sequence[BlockConfig],
-        n_layers: int | None = None,
-        *,
-        relative: RelativeConfig | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, n_layers, relative, Factory(device=device, dtype=dtype))
-        self.layers = nn.ModuleList(
-            EncoderBlock(config, device=device, dtype=dtype) for config in self.configs
-        )
+    block = EncoderBlock
 
     def forward(
         self,
@@ -139,7 +130,7 @@ class Encoder(Stack):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        places = self.place(self.layers, x_btc, positions, None)
+        places = self.place(x_btc, positions, None)
         bias = self.add_relative(bias, bidirectional=True)
         for block, where in zip(self.layers, places, strict=True):
             if states is not None:
@@ -151,19 +142,7 @@ class Encoder(Stack):
 class Decoder(Stack):
     """A stack of decoder blocks, and the norm that ends it."""
 
-    def __init__(
-        self,
-        config: BlockConfig | Sequence[BlockConfig],
-        n_layers: int | None = None,
-        *,
-        relative: RelativeConfig | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, n_layers, relative, Factory(device=device, dtype=dtype))
-        self.layers = nn.ModuleList(
-            DecoderBlock(config, device=device, dtype=dtype) for config in self.configs
-        )
+    block = DecoderBlock
 
     def make_cache(
         self, make: Callable[[], KVCache] | None = None, *, size: int | None = None
@@ -206,7 +185,7 @@ class Decoder(Stack):
                 f"the cache is for {len(cache.blocks)} blocks, but the decoder has {n_layers}"
             )
         kept = [None] * n_layers if cache is None else cache.blocks
-        places = self.place(self.layers, x_btc, positions, cache)
+        places = self.place(x_btc, positions, cache)
         bias = self.add_relative(bias, bidirectional=False)
         for block, where, block_cache in zip(self.layers, places, kept, strict=True):
             if states is not None:
