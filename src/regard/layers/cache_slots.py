@@ -54,31 +54,19 @@ class Slots(ABC):
     """Slots of a static buffer; None where the buffer grows."""
     n_read: int | None = None
     """Those of them that are read."""
+    _keys: Tensor | None = None
+    _next: Tensor | None = None
+    _started = False
 
     @property
-    @abstractmethod
     def kind(self) -> Hashable:
         """What the slots of two caches have in common if they may be shared."""
+        return type(self), self.n_slots
 
     @property
-    @abstractmethod
     def length(self) -> Tensor | None:
         """How long each row's text is, its next position: (N,); None before the first call."""
-
-    @abstractmethod
-    def advance(
-        self, batch: int, n_new: int, device: torch.device, positions: Tensor | None
-    ) -> Step:
-        """Take in n_new tokens a row. `positions` (T,) or (B, T) is where they stand, negative for
-        padding; the real ones grow along a row. None counts on, in each row from its own last."""
-
-    @abstractmethod
-    def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was; with more or fewer rows, if index has."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Forget everything; memory that was allocated stays."""
+        return self._next if self._started else None
 
     def next_positions(self, n: int, device: torch.device) -> Tensor:
         """Positions (N, n) of the next n tokens of each row."""
@@ -88,24 +76,39 @@ class Slots(ABC):
         first_n1 = length.to(device)[:, None]
         return first_n1.clone() if n == 1 else first_n1 + torch.arange(n, device=device)
 
+    def advance(
+        self, batch: int, n_new: int, device: torch.device, positions: Tensor | None
+    ) -> Step:
+        """Take in n_new tokens a row. `positions` (T,) or (B, T) is where they stand, negative for
+        padding; the real ones grow along a row. None counts on, in each row from its own last."""
+        if positions is None:
+            return self._take(self.next_positions(n_new, device), batch, True)
+        return self._take(as_rows(positions, batch, n_new).to(device), batch, False)
+
+    @abstractmethod
+    def _take(self, queries: Tensor, batch: int, counted: bool) -> Step:
+        """`advance`, with positions (N, T); `counted`: nobody gave them."""
+
+    @abstractmethod
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was; with more or fewer rows, if index has."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything; memory that was allocated stays."""
+
 
 @final
 class GrowingSlots(Slots):
     """A slot for each token, in order of arrival."""
 
-    def __init__(self) -> None:
-        self._line: Tensor | None = None
-        self.reset()
+    _n_keys = 0
+    _in_line = True
+    _line: Tensor | None = None
 
     def reset(self) -> None:
-        self._n_keys = 0
-        self._started, self._in_line = False, True
-        self._keys: Tensor | None = None
-        self._next: Tensor | None = None
-
-    @property
-    def kind(self) -> Hashable:
-        return "growing"
+        self._n_keys, self._in_line, self._started = 0, True, False
+        self._keys = self._next = None
 
     @property
     def length(self) -> Tensor | None:
@@ -119,23 +122,17 @@ class GrowingSlots(Slots):
             return self._count(self._n_keys, self._n_keys + n, device)
         return super().next_positions(n, device)
 
-    def advance(
-        self, batch: int, n_new: int, device: torch.device, positions: Tensor | None
-    ) -> Step:
-        first, before, after = not self._started, self._n_keys, self._n_keys + n_new
-        if positions is None:
-            queries = self.next_positions(n_new, device)
-        else:
-            queries = as_rows(positions, batch, n_new).to(device)
-        if self._in_line and positions is None:
+    def _take(self, queries: Tensor, batch: int, counted: bool) -> Step:
+        first, before, device = not self._started, self._n_keys, queries.device
+        after = before + queries.shape[1]
+        if self._in_line and counted:
             keys = self._count(0, after, device)
         else:
             old, last = self._keys, self._next
             if self._in_line:
                 old, last = self._count(0, before, device), None if first else self.length
             assert old is not None
-            n = max(old.shape[0], queries.shape[0])
-            keys = torch.cat((old.expand(n, -1), queries.expand(n, -1)), 1)
+            keys = join_rows(old, queries)
             self._in_line, self._keys, self._next = False, keys, past_the_last(last, queries)
         self._n_keys, self._started = after, True
         return Step(queries, keys, None, first, self._in_line)
@@ -162,20 +159,6 @@ class StaticSlots(Slots):
     n_slots: int
     n_read: int
 
-    def __init__(self, n_slots: int, n_read: int) -> None:
-        self.n_slots, self.n_read = n_slots, n_read
-        self._started = False
-        self._keys: Tensor | None = None
-        self._next: Tensor | None = None
-
-    @property
-    def kind(self) -> Hashable:
-        return type(self), self.n_slots
-
-    @property
-    def length(self) -> Tensor | None:
-        return self._next if self._started else None
-
     def reset(self) -> None:
         self._started = False
         if self._keys is not None and self._next is not None:
@@ -186,24 +169,20 @@ class StaticSlots(Slots):
         if self._keys is not None and self._next is not None and self._keys.shape[0] > 1:
             self._keys, self._next = reorder_in_place((self._keys, self._next), index)
 
-    def advance(
-        self, batch: int, n_new: int, device: torch.device, positions: Tensor | None
-    ) -> Step:
-        if positions is None:
-            queries = self.next_positions(n_new, device)
-        else:
-            queries = as_rows(positions, batch, n_new).to(device)
+    def _take(self, queries: Tensor, batch: int, counted: bool) -> Step:
         first = not self._started
         keys, last = self._find_rows(queries, batch)
         slots = self._map(queries, last)
+        read = keys if self.n_read == self.n_slots else keys[:, : self.n_read]
+        if first:
+            read = queries
+        elif self.window is not None and queries.shape[1] > 1:
+            read = join_rows(read, queries)
         n = keys.shape[0]
-        joined = queries if first else self._before(keys, queries)
         keys.scatter_(1, slots.expand(n, -1), queries.expand(n, -1))
         last.copy_(past_the_last(last, queries))
         self._started = True
-        if joined is None:
-            joined = keys if self.n_read == self.n_slots else keys[:, : self.n_read]
-        return Step(queries, joined, slots, first, first and positions is None)
+        return Step(queries, read, slots, first, first and counted)
 
     def _find_rows(self, queries: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """Positions of the slots (N, S) and next ones (N,), with a row for each of the queries'."""
@@ -223,10 +202,6 @@ class StaticSlots(Slots):
     def _map(self, queries: Tensor, last: Tensor) -> Tensor:
         """The slot mapping of tokens at these positions."""
 
-    @abstractmethod
-    def _before(self, keys: Tensor, queries: Tensor) -> Tensor | None:
-        """Positions of what is read where the new tokens come behind the slots; None: in them."""
-
 
 @final
 class FixedSlots(StaticSlots):
@@ -238,7 +213,7 @@ class FixedSlots(StaticSlots):
 
     def __init__(self, size: int) -> None:
         check_count("size", size)
-        super().__init__(size, size)
+        self.n_slots = self.n_read = size
         self._used: Tensor | None = None
 
     def reset(self) -> None:
@@ -266,9 +241,6 @@ class FixedSlots(StaticSlots):
         used += n_new
         return slots_t[None]
 
-    def _before(self, keys: Tensor, queries: Tensor) -> Tensor | None:
-        return None
-
 
 @final
 class RingSlots(StaticSlots):
@@ -279,25 +251,16 @@ class RingSlots(StaticSlots):
     it, since the first of them looks furthest back; a single one to the ring alone.
     """
 
-    window: int
-
     def __init__(self, left: int) -> None:
         if left != 0:
             check_count("left", left)
-        super().__init__(left + 2, left + 1)
-        self.window = left
+        self.window, self.n_read, self.n_slots = left, left + 1, left + 2
 
     def _map(self, queries: Tensor, last: Tensor) -> Tensor:
         size = self.n_read
         newest_n1 = past_the_last(last, queries)[:, None] - 1
         stays = (queries >= 0) & (queries > newest_n1 - size)
         return torch.where(stays, queries % size, size)
-
-    def _before(self, keys: Tensor, queries: Tensor) -> Tensor | None:
-        if queries.shape[1] == 1:
-            return None
-        n = max(keys.shape[0], queries.shape[0])
-        return torch.cat((keys[:, : self.n_read].expand(n, -1), queries.expand(n, -1)), 1)
 
 
 def as_rows(positions: Tensor, n_rows: int, n_new: int) -> Tensor:
@@ -314,12 +277,16 @@ def as_rows(positions: Tensor, n_rows: int, n_new: int) -> Tensor:
     return rows.to(torch.int64)
 
 
+def join_rows(one_ns: Tensor, other_nt: Tensor) -> Tensor:
+    n = max(one_ns.shape[0], other_nt.shape[0])
+    return torch.cat((one_ns.expand(n, -1), other_nt.expand(n, -1)), 1)
+
+
 def past_the_last(next_n: Tensor | None, at_nt: Tensor) -> Tensor:
     """Each row's next position: one past the largest so far."""
     if next_n is None:
         next_n = at_nt.new_zeros(at_nt.shape[0])
-    n = max(next_n.shape[0], at_nt.shape[0])
-    return torch.cat((next_n.expand(n)[:, None] - 1, at_nt.expand(n, -1)), 1).amax(1) + 1
+    return join_rows(next_n[:, None] - 1, at_nt).amax(1) + 1
 
 
 def pick_rows(rows: Tensor, index: Tensor) -> Tensor:
