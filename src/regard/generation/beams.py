@@ -44,7 +44,6 @@ class Beams:
     real_ak: Tensor
 
     def best(self, k: int) -> Beams:
-        """The k best, best first."""
         return self.take(self.scores_ak.topk(k, dim=1).indices)
 
     def take(self, place_ak: Tensor) -> Beams:
@@ -54,11 +53,9 @@ class Beams:
         return Beams(self.tokens_akt.gather(1, deep), *(x.gather(1, place_ak) for x in flat))
 
     def rows(self, index: Tensor) -> Beams:
-        """The beams of these rows."""
         return Beams(*(x[index] for x in self._parts()))
 
     def join(self, other: Beams) -> Beams:
-        """These, and the other's behind them."""
         pairs = zip(self._parts(), other._parts(), strict=True)
         return Beams(*(torch.cat(pair, 1) for pair in pairs))
 
@@ -184,7 +181,6 @@ class Search:
 
 
 def empty_beams(n_rows: int, k: int, n_steps: int, pad: int, device: torch.device) -> Beams:
-    """No text yet."""
     return Beams(
         torch.full((n_rows, k, n_steps), pad, device=device),
         torch.full((n_rows, k), BARRED, device=device),

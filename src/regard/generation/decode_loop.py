@@ -117,7 +117,6 @@ class DecodeLoop:
         return out_bt, lengths, reasons
 
     def close(self) -> None:
-        """Give back what the batch held; call it at the end, however that came."""
         self._decoding.close()
 
     def take_text(self, row: int) -> str:
@@ -165,7 +164,6 @@ class DecodeLoop:
             self._leave(stays)
 
     def _count(self, row: int) -> int:
-        """How many tokens a row has that has just been seen to have ended."""
         n = min(self._step, self.task.limits[row])
         ends = (self._out_bt[row, :n, None] == self._stops).any(-1).nonzero()
         return int(ends[0]) + 1 if len(ends) else n

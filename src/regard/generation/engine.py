@@ -111,7 +111,6 @@ class Decoding:
             self.memory = self.memory.reorder(index_b)
 
     def close(self) -> None:
-        """Give a compiled graph back, for the next batch."""
         if self.graph is not None:
             self.graph.busy = False
             self.graph = None

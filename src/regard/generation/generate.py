@@ -67,7 +67,6 @@ def run_task(task: Task) -> tuple[Generated, list[str] | None]:
 
 
 def write_texts(task: Task) -> list[str]:
-    """The text that each row gives."""
     found, texts = run_task(task)
     if texts is None:
         texts = []
@@ -78,7 +77,6 @@ def write_texts(task: Task) -> list[str]:
 
 
 def search(task: Task) -> Generated:
-    """What beam search finds."""
     found = search_beams(task)
     lengths = [n for beams in found for n in beams.lengths_ak[0].tolist()]
     rows = [row for beams in found for row in beams.tokens_akt[0].tolist()]
@@ -180,7 +178,6 @@ def text_task(
     special: bool,
     config: GenerationConfig,
 ) -> Task:
-    """The task of texts: a decoder continues them, an encoder–decoder reads them."""
     rows = [tokenizer.encode(text, special=special).ids for text in prompts]
     if model.config.encoder:
         return Task.make(model, config, tokenizer, source=rows)

@@ -131,7 +131,6 @@ def check_model(model: Transformer) -> None:
 
 
 def need_tokenizer(model: Transformer, tokenizer: Tokenizer | None) -> Tokenizer:
-    """The one given, or the model's own."""
     found = model.tokenizer if tokenizer is None else tokenizer
     if found is None:
         raise ValueError(
@@ -199,7 +198,6 @@ def find_limit(config: ModelConfig, n_prompt: int, max_new: int) -> int:
 
 
 def read_source(model: Transformer, rows: list[list[int]], device: torch.device) -> Memory:
-    """The memory of the sources."""
     most = model.config.max_len
     for place, row in enumerate(rows):
         if not row:

@@ -85,7 +85,6 @@ def make_chances(seeds: Sequence[int], n_steps: int) -> Tensor:
 
 
 def make_seeds(config: GenerationConfig, n_rows: int) -> list[int]:
-    """Each row's own seed."""
     seed = config.seed
     if seed is None:
         seed = int(torch.randint(2**62, ()))

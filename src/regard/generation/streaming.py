@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, final
 
 from regard.generation.config import GenerationConfig, make_config
@@ -57,11 +56,9 @@ class Stream(Iterator[Piece], Generic[Piece]):
 
     @property
     def n_new(self) -> int:
-        """How many tokens there are so far."""
         return len(self.ids)
 
     def close(self) -> None:
-        """Write no further."""
         self._steps.close()
 
     def __next__(self) -> Piece:
@@ -70,12 +67,7 @@ class Stream(Iterator[Piece], Generic[Piece]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _write(self, task: Task, text: bool) -> Generator[tuple[int, str], None, None]:
@@ -91,10 +83,9 @@ class Stream(Iterator[Piece], Generic[Piece]):
                 else:
                     self.prefill_seconds = task.read_seconds + spent
                 self.ids.append(token)
-                piece = loop.take_text(0)
                 if loop.over:
                     self.reason = loop.result()[2][0]
-                yield token, piece
+                yield token, loop.take_text(0)
         finally:
             loop.close()
 

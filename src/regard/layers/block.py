@@ -247,7 +247,6 @@ class DecoderBlock(Block):
 def make_attention(
     config: BlockConfig, causal: bool, where: Factory, cross: bool = False
 ) -> MultiHeadAttention:
-    """Self-attention, or attention to a memory, which knows no positions."""
     return MultiHeadAttention(
         config.dim,
         config.n_heads,

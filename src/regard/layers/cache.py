@@ -74,7 +74,6 @@ class KVCache:
 
     @staticmethod
     def growing() -> KVCache:
-        """Keeps everything and grows with the text."""
         return KVCache(GrowingSlots())
 
     @staticmethod
@@ -203,7 +202,6 @@ class CrossCache:
 
     @property
     def filled(self) -> bool:
-        """Whether the memory has been seen."""
         return self.k is not None
 
     def reset(self) -> None:
@@ -270,13 +268,11 @@ class DecoderCache:
 
 
 def allocate(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Buffers of this many slots for keys and values like these."""
     k_buffer, v_buffer = (x.new_empty(*x.shape[:2], size, x.shape[3]) for x in (k, v))
     return k_buffer, v_buffer
 
 
 def fits(kept: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> bool:
-    """Whether keys and values are like the kept ones."""
     for old, new in zip(kept, (k, v), strict=True):
         if old.dtype != new.dtype or old.device != new.device:
             return False
@@ -286,7 +282,6 @@ def fits(kept: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> bool:
 
 
 def check_fit(kept: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
-    """Refuse keys and values unlike the kept ones."""
     if fits(kept, k, v):
         return
     for name, old, new in (("k", kept[0], k), ("v", kept[1], v)):

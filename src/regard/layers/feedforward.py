@@ -59,7 +59,6 @@ class FeedForward(nn.Module):
         self.fused: FusedLinear | None = None
 
     def fuse(self) -> None:
-        """Lay the gate and up projections side by side in memory; see `FusedLinear`."""
         if self.gate_proj is not None:
             self.fused = FusedLinear((self.gate_proj, self.up_proj))
 

@@ -48,7 +48,6 @@ class FusedLinear:
         return all(layer.weight.data_ptr() == part.data_ptr() for layer, part in parts)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """Each layer's answer to x."""
         return list(torch.split(linear(x, self.weight, self.bias), self.sizes, -1))
 
 

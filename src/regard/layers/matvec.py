@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 
 def project(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer's answer to x."""
     if x.is_cuda and is_one_row(x) and type(layer) is nn.Linear and not layer._forward_hooks:
         return linear_row(x, layer.weight, layer.bias)
     answer: Tensor = layer(x)
@@ -34,7 +33,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_one_row(x: Tensor) -> bool:
-    """Whether our kernel is the one to run."""
     return (
         x.is_cuda
         and torch.compiler.is_compiling()

@@ -24,8 +24,6 @@ M width of the memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import and_
 from typing import NamedTuple, Protocol, TypeAlias, TypedDict
 
 import torch
@@ -109,8 +107,6 @@ class Rule(TypedDict):
 
 
 class Factory(TypedDict):
-    """Where parameters are allocated, and in which type."""
-
     device: torch.device | str | None
     dtype: torch.dtype | None
 
@@ -177,17 +173,15 @@ class MultiHeadAttention(Observable):
         self.k_proj = nn.Linear(kv_dim, kv_width, bias.k, **where)
         self.v_proj = nn.Linear(kv_dim, kv_width, bias.v, **where)
         self.out_proj = nn.Linear(q_width, dim, bias.out, **where)
-        self.q_norm: Norm | None = None
-        self.k_norm: Norm | None = None
-        if qk_norm is not None:
-            self.q_norm = make_norm(qk_norm, head_dim, eps=qk_norm_eps, **where)
-            self.k_norm = make_norm(qk_norm, head_dim, eps=qk_norm_eps, **where)
+        self.q_norm, self.k_norm = (
+            None if qk_norm is None else make_norm(qk_norm, head_dim, eps=qk_norm_eps, **where)
+            for _ in range(2)
+        )
         self.rotary = None if rotary is None else Rotary(rotary)
         self.sinks = nn.Parameter(torch.empty(n_heads, **where)) if sinks else None
         self.reset_parameters()
-        own: list[Mask] = [Causal()] if causal else []
-        own += [] if window is None else [Window(*window)]
-        self.own_mask = reduce(and_, own) if own else None
+        within = None if window is None else Window(*window)
+        self.own_mask = both(Causal() if causal else None, within)
         self.fused: FusedLinear | None = None
         self.elsewhere: Elsewhere | None = None
 
@@ -197,7 +191,6 @@ class MultiHeadAttention(Observable):
             nn.init.zeros_(self.sinks)
 
     def fuse(self) -> None:
-        """Lay the projections of q, k and v side by side in memory; see `FusedLinear`."""
         if self.kv_dim == self.dim:
             self.fused = FusedLinear((self.q_proj, self.k_proj, self.v_proj))
 
@@ -318,8 +311,7 @@ class MultiHeadAttention(Observable):
             q_bhtd = rotate_pairs(q_bhtd, places.phases, rotary.config)
             if places.key_phases is None:
                 k_bgtd = rotate_pairs(k_bgtd, places.phases, rotary.config)
-        own = self.own_mask
-        mask = own if mask is None else mask if own is None else own & mask
+        mask = both(self.own_mask, mask)
         if self.alibi:  # slopes are made here, so that no buffer can be lost
             alibi = ALiBi(self.n_heads)
             bias = alibi if bias is None else alibi + bias
@@ -422,6 +414,12 @@ class MultiHeadAttention(Observable):
         return said
 
 
+def both(one: Mask | None, other: Mask | None) -> Mask | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one & other
+
+
 def check_heads(
     dim: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
@@ -447,7 +445,6 @@ def check_heads(
 
 
 def check_rotary(rotary: RotaryConfig | None, head_dim: int) -> None:
-    """Refuse a rotary config made for another head width."""
     if rotary is not None and rotary.head_dim != head_dim:
         raise ValueError(
             f"rotary was configured for head_dim={rotary.head_dim}, but the layer has "

@@ -56,7 +56,6 @@ def make_norm(
 
 
 def check_norm(kind: str, eps: float, bias: bool | None = None) -> None:
-    """Refuse a norm that cannot be made."""
     check_choice("norm", kind, get_args(NormKind))
     check_number("norm eps", eps)
     if kind != "layer" and bias:

@@ -108,7 +108,6 @@ class Stack(nn.Module):
         return own if given is None else own + given
 
     def finish(self, x_btc: Tensor, states: list[Tensor] | None) -> Tensor:
-        """The last norm."""
         if self.norm is not None:
             x_btc = self.norm(x_btc)
         if states is not None:
@@ -117,8 +116,6 @@ class Stack(nn.Module):
 
 
 class Encoder(Stack):
-    """A stack of encoder blocks, and the norm that ends it."""
-
     block = EncoderBlock
 
     def forward(
@@ -140,8 +137,6 @@ class Encoder(Stack):
 
 
 class Decoder(Stack):
-    """A stack of decoder blocks, and the norm that ends it."""
-
     block = DecoderBlock
 
     def make_cache(

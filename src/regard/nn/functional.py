@@ -128,16 +128,15 @@ def read_mask(
     """The rule that mask and flag mean, for weights of the given shape (..., H, T, S)."""
     if attn_mask is None:
         return (Causal(align="start") if is_causal else None), None
-    if type(attn_mask).__name__ == "CausalBias":
-        if is_causal:
-            raise CallError(
-                "CausalBias should not be used with causal=True: it is the causal mask already"
-            )
-        return Causal(align="start" if attn_mask.variant.name == "UPPER_LEFT" else "end"), None  # type: ignore[attr-defined]
+    drawn = type(attn_mask).__name__ == "CausalBias"
+    if is_causal and drawn:
+        raise CallError("CausalBias should not be used with causal=True: it is the causal mask")
     if is_causal:
         raise CallError(
             "Explicit attn_mask should not be set when is_causal=True; join the two into one mask"
         )
+    if drawn:
+        return Causal(align="start" if attn_mask.variant.name == "UPPER_LEFT" else "end"), None  # type: ignore[attr-defined]
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise CallError(
             "attn_mask must be bool (True = may look) or float (added to the scores), "
@@ -192,12 +191,15 @@ def multi_head_attention_forward(
     masks.check_axes(inputs.batched)
     if embed_dim_to_check % num_heads:
         raise InputError(f"embed_dim {embed_dim_to_check} not divisible by num_heads {num_heads}")
-    apart = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else None
+    apart = None
+    if use_separate_proj_weight:
+        q, k = present(q_proj_weight, "q_proj_weight"), present(k_proj_weight, "k_proj_weight")
+        apart = (q, k, present(v_proj_weight, "v_proj_weight"))
     projection = Projection(
         dim=embed_dim_to_check,
         n_heads=num_heads,
         packed=None if use_separate_proj_weight else present(in_proj_weight, "in_proj_weight"),
-        apart=None if apart is None else read_apart(apart),
+        apart=apart,
         bias=in_proj_bias,
         pair=learned_pair(bias_k, bias_v),
         zero=add_zero_attn,
@@ -211,15 +213,8 @@ def multi_head_attention_forward(
 
 
 def present(weight: Tensor | None, name: str) -> Tensor:
-    """The weight, or an error that names it."""
     if weight is None:
         raise InputError(
             f"{name} is None, but use_separate_proj_weight={name != 'in_proj_weight'} needs it"
         )
     return weight
-
-
-def read_apart(weights: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """The three weights of separate projections, all there."""
-    q, k, v = (present(w, f"{name}_proj_weight") for name, w in zip("qkv", weights, strict=True))
-    return q, k, v

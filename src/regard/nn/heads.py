@@ -38,7 +38,6 @@ class Inputs(NamedTuple):
     batched: bool
 
     def sizes(self, n_heads: int) -> Shape:
-        """B, H, T, S."""
         axis_b, axis_t = (0, 1) if self.batch_first else (1, 0)
         return Shape(
             self.query.shape[axis_b], n_heads, self.query.shape[axis_t], self.key.shape[axis_t]
@@ -77,7 +76,6 @@ class Projection:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
         weight = self.packed if self.apart is None else self.apart[0]
         assert weight is not None
         return weight.dtype
@@ -107,7 +105,6 @@ def read_inputs(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) ->
 
 
 def check_widths(inputs: Inputs, weights: Projection) -> None:
-    """Refuse inputs that the projection cannot take."""
     (query, key, value), embed_dim = inputs[:3], weights.dim
     if query.shape[-1] != embed_dim:
         raise InputError(
