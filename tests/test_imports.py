@@ -24,7 +24,8 @@ CORE = ("torch", "numpy", "safetensors")
 # "regard" is the top of the package: the public names, gathered in its __init__.
 UPSTREAM: dict[str, tuple[str, ...]] = {
     "_version": (),
-    "_check": (),
+    "_torch": (),
+    "_check": ("_torch",),
     "tokens": (),
     "ops": ("_check", "_version"),
     "positions": ("ops",),

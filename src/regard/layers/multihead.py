@@ -37,10 +37,9 @@ from regard.layers.mask_positions import as_they_lie, place_bias, place_mask, un
 from regard.layers.matvec import project
 from regard.layers.norm import Norm, NormKind, make_norm
 from regard.layers.observing import Observable
-from regard.ops import ALiBi, Bias, Causal, Mask, Observation, Wants, Window, attention, observe
+from regard.ops import ALiBi, Bias, Causal, Mask, Observation, Wants, Window, observe
 from regard.ops.backends import BACKENDS
-from regard.ops.op import check_number
-from regard.ops.rule import as_bias, as_mask
+from regard.ops.call import as_bias, as_mask, check_number
 from regard.positions import Phases, Rotary, RotaryConfig
 from regard.positions.rotary import rotate_pairs
 
@@ -210,9 +209,7 @@ class MultiHeadAttention(Observable):
         positions: (T,) or (B, T), negative for padding, or what `place` made.
         cache: a `KVCache`; for a memory a `CrossCache`, with which memory may be left out later.
         """
-        ready = self._prepare(x_btc, memory, mask, bias, positions, cache)
-        self._look(ready.q, ready.k, **ready.rule)
-        return self._attend(ready)
+        return self._attend(self._prepare(x_btc, memory, mask, bias, positions, cache))
 
     def observe(
         self,
@@ -227,7 +224,6 @@ class MultiHeadAttention(Observable):
     ) -> Observation:
         """What `forward` gives, as `output`, and what is wanted about the weights."""
         ready = self._prepare(x_btc, memory, mask, bias, positions, cache)
-        self._look(ready.q, ready.k, **ready.rule)
         output_btc = self._attend(ready)
         seen = observe(ready.q, ready.k, None, wants=wants, **ready.rule)
         return replace(seen, output=output_btc)
@@ -334,7 +330,7 @@ class MultiHeadAttention(Observable):
 
     def _attend(self, ready: Ready) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        heads_bhtd = attention(
+        heads_bhtd = self._attention(
             ready.q,
             ready.k,
             ready.v,

@@ -29,7 +29,7 @@ from regard.layers.cache_slots import Slots, Step
 from regard.layers.multihead import Factory, MultiHeadAttention, Places
 from regard.ops import Bias, Mask, RelativeTable
 from regard.ops.bias import check_buckets
-from regard.ops.rule import as_bias
+from regard.ops.call import as_bias
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.utils import parametrize
 
-from regard.nn.multihead import MultiheadAttention, adopt
+from regard.nn.multihead import MultiheadAttention
 from regard.nn.transformer import (
     Transformer,
     TransformerDecoder,
@@ -73,10 +73,7 @@ def convert(model: nn.Module) -> Conversion:
         if reason is not None:
             done.skipped[name] = reason
             continue
-        if isinstance(module, nn.MultiheadAttention):
-            adopt(module)
-        else:
-            module.__class__ = OURS[kind]
+        module.__class__ = OURS[kind]
         done.swapped[name] = OURS[kind].__name__
     for _, module, _, _ in found:
         switch_off_fast_path(module)

@@ -14,6 +14,7 @@ order they came.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -187,14 +188,10 @@ def extend(
 
 
 class Attended(NamedTuple):
-    """The output as it came in, without `out_proj`, the weights after dropout, (B, H, T, S), where
-    wanted, and what was attended with."""
+    """The output before `out_proj`, and the weights after dropout, (B, H, T, S), where wanted."""
 
     output: Tensor
     weights: Tensor | None
-    q: Tensor
-    k: Tensor
-    rule: dict[str, Any]
 
 
 def attend(
@@ -204,10 +201,11 @@ def attend(
     dropout: float,
     need_weights: bool,
     static: tuple[Tensor | None, Tensor | None] = (None, None),
+    by: Callable[..., Tensor] = attention,
 ) -> Attended:
     """Check, project, attend, and the weights beside it.
 
-    static: keys and values, (B·H, S, D), that stand for projected ones.
+    static: keys and values, (B·H, S, D), that stand for projected ones. by: what calls `attention`.
     """
     masks.check_axes(inputs.batched)
     check_widths(inputs, weights)
@@ -223,14 +221,14 @@ def attend(
     v = v if static[1] is None else read_static("value", static[1], shape, weights)
     k, v = extend(k, v, weights.pair, weights.zero)
     seed = draw_seed(q.device) if dropout > 0.0 else None
-    output = inputs.join(attention(q, k, v, **rule, dropout=dropout, seed=seed))
+    output = inputs.join(by(q, k, v, **rule, dropout=dropout, seed=seed))
     if not need_weights:
-        return Attended(output, None, q, k, rule)
+        return Attended(output, None)
     seen = observe(q, k, None, **rule, wants=Wants(weights=True)).weights
     assert seen is not None
     if seed is not None:
         seen = seen * keep_factor(seed, dropout, Shape(*seen.shape), dtype=seen.dtype)
-    return Attended(output, seen.to(q.dtype), q, k, rule)
+    return Attended(output, seen.to(q.dtype))
 
 
 def read_static(name: str, static: Tensor, shape: Shape, weights: Projection) -> Tensor:

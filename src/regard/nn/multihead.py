@@ -53,8 +53,7 @@ class MultiheadAttention(Observable, nn.MultiheadAttention):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also read modules that were pickled before a field was there."""
-        older: dict[str, Any] = {"batch_first": False, "wants": None, "seen": []}
-        super().__setstate__({**older, **state})  # type: ignore[no-untyped-call]
+        super().__setstate__({"batch_first": False, **state})  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -72,12 +71,12 @@ class MultiheadAttention(Observable, nn.MultiheadAttention):
         masks.check_kinds()
         inputs = read_inputs(query, key, value, self.batch_first)
         dropout = self.dropout if self.training else 0.0
-        seen = attend(inputs, self._projection(), masks, dropout, need_weights)
-        self._look(seen.q, seen.k, **seen.rule)
-        weights = seen.weights
-        if weights is not None:
-            weights = inputs.unbatch(weights.mean(1) if average_attn_weights else weights)
-        return inputs.unbatch(self.out_proj(seen.output)), weights
+        weights = self._projection()
+        seen = attend(inputs, weights, masks, dropout, need_weights, by=self._attention)
+        shown = seen.weights
+        if shown is not None:
+            shown = inputs.unbatch(shown.mean(1) if average_attn_weights else shown)
+        return inputs.unbatch(self.out_proj(seen.output)), shown
 
     def _projection(self) -> Projection:
         apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -104,5 +103,3 @@ def check_heads(embed_dim: int, num_heads: int) -> None:
 def adopt(module: nn.MultiheadAttention) -> None:
     """Make torch's module ours: the same object with the same parameters."""
     module.__class__ = MultiheadAttention
-    assert isinstance(module, MultiheadAttention)
-    module.wants, module.seen = None, []

@@ -1,6 +1,6 @@
 """The tiled passes as one operation, for autograd, for `torch.func` and for compiled graphs.
 
-Autograd and compilers carry tensors and constants, so the rule travels taken apart (`rule.pack`).
+Autograd and compilers carry tensors and constants, so the rule travels taken apart (`pack.py`).
 In eager mode the passes run as they are. While a graph is being traced they are the custom
 operations `regard::blockwise` and `regard::blockwise_backward`, opaque to the compiler: the
 graph stays one node, whatever the length. Each has a fake twin that tells the shapes.
@@ -17,95 +17,82 @@ from torch import Tensor
 
 from regard.ops.blockwise import NOTHING, Ask, Rows, first_pass
 from regard.ops.blockwise_backward import Given, backward_pass
-from regard.ops.rule import Form, Packed, Rule, pack, score_dtype, spell, unpack
+from regard.ops.call import Call, score_dtype
+from regard.ops.pack import Form, Packed, pack, spell, unpack
 from regard.ops.shape import Shape
 
 
-def shape_of(q_bhtd: Tensor, k_bgsd: Tensor) -> Shape:
-    """The sizes of a call."""
-    return Shape(q_bhtd.shape[0], q_bhtd.shape[1], q_bhtd.shape[2], k_bgsd.shape[2])
+class Flat(NamedTuple):
+    """A call taken apart as far as autograd and compilers ask for it."""
+
+    form: Form | str
+    tensors: list[Tensor]
+    ints: list[int]
+    floats: list[float]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    dropout: float
+    seed: Tensor | None
+
+    def call(self) -> Call:
+        """The call."""
+        (B, H, T, _), S = self.q.shape, self.k.shape[2]
+        rule = unpack(Packed(*self[:4]), Shape(B, H, T, S))
+        return Call(
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            rule=rule,
+            sinks=self.sinks,
+            dropout=self.dropout,
+            seed=self.seed,
+        )
 
 
-def _forward(
-    form: Form | str,
-    tensors: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    dropout: float,
-    seed: Tensor | None,
-    asked: list[bool],
-    mass: Tensor | None,
-) -> list[Tensor]:
-    rule = unpack(Packed(form, tensors, ints, floats), shape_of(q, k))
-    return list(first_pass(q, k, v, rule, sinks, (dropout, seed), Ask(*asked), mass))
+def _forward(*args: Any) -> list[Tensor]:
+    *flat, asked, mass = args
+    return list(first_pass(Flat(*flat).call(), Ask(*asked), mass))
 
 
-def _backward(
-    form: Form | str,
-    tensors: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    inputs: list[Tensor],
-    sinks: Tensor | None,
-    dropout: float,
-    seed: Tensor | None,
-    rows: list[Tensor],
-    given: list[Tensor | None],
-    wants_bias: bool,
-) -> list[Tensor]:
-    q, k, v = inputs
-    rule = unpack(Packed(form, tensors, ints, floats), shape_of(q, k))
-    drop = (dropout, seed)
-    grads = backward_pass(Given(*given), (q, k, v), rule, sinks, drop, Rows(*rows), wants_bias)
+def _backward(*args: Any) -> list[Tensor]:
+    *flat, rows, given, wants_bias = args
+    grads = backward_pass(Flat(*flat).call(), Rows(*rows), Given(*given), wants_bias)
     return [grads.q, grads.k, grads.v, grads.sinks, *grads.leaves]
 
 
-_RULE = "str form, Tensor[] tensors, SymInt[] ints, float[] floats"
+_CALL = (
+    "str form, Tensor[] tensors, SymInt[] ints, float[] floats, Tensor q, Tensor k, Tensor v, "
+    "Tensor? sinks, float dropout, Tensor? seed"
+)
 _forward_op = torch.library.custom_op(
     "regard::blockwise",
     _forward,
     mutates_args=(),
-    schema=f"({_RULE}, Tensor q, Tensor k, Tensor v, Tensor? sinks, float dropout, Tensor? seed, "
-    "bool[] asked, Tensor? mass) -> Tensor[]",
+    schema=f"({_CALL}, bool[] asked, Tensor? mass) -> Tensor[]",
 )
 _backward_op = torch.library.custom_op(
     "regard::blockwise_backward",
     _backward,
     mutates_args=(),
-    schema=f"({_RULE}, Tensor[] inputs, Tensor? sinks, float dropout, Tensor? seed, Tensor[] rows, "
-    "Tensor?[] given, bool wants_bias) -> Tensor[]",
+    schema=f"({_CALL}, Tensor[] rows, Tensor?[] given, bool wants_bias) -> Tensor[]",
 )
 
 
 @_forward_op.register_fake
-def _(
-    form: str,
-    tensors: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    dropout: float,
-    seed: Tensor | None,
-    asked: list[bool],
-    mass: Tensor | None,
-) -> list[Tensor]:
-    B, H, T, _D = q.shape
-    row = q.new_empty((B, H, T), dtype=score_dtype(q.dtype))
+def _(*args: Any) -> list[Tensor]:
+    *taken, asked, mass = args
+    flat, ask = Flat(*taken), Ask(*asked)
+    B, H, T, _D = flat.q.shape
+    row = flat.q.new_empty((B, H, T), dtype=score_dtype(flat.q.dtype))
 
     def answer(yes: bool, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(row, dtype=dtype) if yes else row.new_empty(0, dtype=dtype)
 
-    ask = Ask(*asked)
     return list(
         Rows(
-            output=q.new_empty((B, H, T, v.shape[3])),
+            output=flat.q.new_empty((B, H, T, flat.v.shape[3])),
             lse=torch.empty_like(row),
             total=torch.empty_like(row),
             entropy=answer(ask.entropy, row.dtype),
@@ -113,34 +100,23 @@ def _(
             peak_key=answer(ask.peak, torch.int64),
             distance=answer(ask.distance, row.dtype),
             mass=answer(mass is not None, row.dtype),
-            top=torch.empty_like(row),
+            row_max=torch.empty_like(row),
             denominator=torch.empty_like(row),
         )
     )
 
 
 @_backward_op.register_fake
-def _(
-    form: str,
-    tensors: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    inputs: list[Tensor],
-    sinks: Tensor | None,
-    dropout: float,
-    seed: Tensor | None,
-    rows: list[Tensor],
-    given: list[Tensor | None],
-    wants_bias: bool,
-) -> list[Tensor]:
-    rule = unpack(Packed(form, tensors, ints, floats), shape_of(inputs[0], inputs[1]))
-    leaves = rule.bias_leaves() if wants_bias else []
-    some = inputs[0].new_empty(0) if sinks is None else sinks
-    return [x.new_empty(x.shape) for x in (*inputs, some, *leaves)]
+def _(*args: Any) -> list[Tensor]:
+    *flat, _rows, _given, wants_bias = args
+    call = Flat(*flat).call()
+    leaves = call.rule.bias_leaves() if wants_bias else []
+    sinks = call.q.new_empty(0) if call.sinks is None else call.sinks
+    return [x.new_empty(x.shape) for x in (call.q, call.k, call.v, sinks, *leaves)]
 
 
 class _Fixed(NamedTuple):
-    """What a call is told beside its tensors; leaves: which tensors of the rule may be learned."""
+    """What goes with the tensors of a call; leaves: which tensors of the rule may be learned."""
 
     form: Form | str
     ints: tuple[int, ...]
@@ -181,38 +157,55 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, seed, output, lse, total, entropy, *tensors = ctx.saved_tensors
         fixed: _Fixed = ctx.fixed
-        wants_bias = any(ctx.needs_input_grad[7 + place] for place in fixed.leaves)
+        wants_bias = any(ctx.needs_input_grad[7 + number] for number in fixed.leaves)
         given = [grads[0], grads[1], grads[2], grads[3] if entropy.dim() > 1 else None]
         rows = [output, lse, total, entropy, *[lse] * 6]
         run = _backward_op if torch.compiler.is_compiling() else _backward
         rule = (fixed.form, tensors, list(fixed.ints), list(fixed.floats))
-        made = run(*rule, [q, k, v], sinks, fixed.dropout, seed, rows, given, wants_bias)
+        found = run(*rule, q, k, v, sinks, fixed.dropout, seed, rows, given, wants_bias)
         result: list[Tensor | None] = [None] * (7 + len(tensors))
-        result[1:4] = made[:3]
-        result[4] = made[3] if sinks is not None else None
-        for place, grad in zip(fixed.leaves, made[4:], strict=wants_bias):
-            result[7 + place] = grad
+        result[1:4] = found[:3]
+        result[4] = found[3] if sinks is not None else None
+        for number, grad in zip(fixed.leaves, found[4:], strict=wants_bias):
+            result[7 + number] = grad
         return tuple(result)
 
 
-def run_blockwise(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    rule: Rule,
-    sinks: Tensor | None,
-    drop: tuple[float, Tensor | None],
-    ask: Ask = NOTHING,
-    mass: Tensor | None = None,
-) -> Rows:
+def refuse(call: Call) -> str | None:
+    """Everything but the whole matrix and forward-mode derivatives."""
+    if call.wants is not None and call.wants.weights:
+        return "it never builds the T × S matrix that `weights` asks for; reference does"
+    if call.has_tangent():
+        return "it has no forward-mode derivative; reference has"
+    if call.wants is not None and call.wants.second_pass() and call.is_unreadable():
+        return "its second pass reads values, which tracing and torch.func do not give"
+    bias = call.rule.bias
+    learned = bias is not None and any(leaf.requires_grad for leaf in bias.leaves())
+    if bias is not None and not bias.gives_gradient and learned and torch.is_grad_enabled():
+        return f"{type(bias).__name__} does not tell its gradient (`grad_at`); reference has it"
+    return None
+
+
+def run(call: Call) -> Tensor:
+    """Attention over tiles."""
+    return run_blockwise(call).output
+
+
+def run_blockwise(call: Call, ask: Ask = NOTHING, mass: Tensor | None = None) -> Rows:
     """Attention over tiles; `rows.output`, `rows.lse` and `rows.entropy` carry gradients."""
-    packed, (dropout, seed), leaves = pack(rule), drop, rule.bias_leaves()
+    call = call.seeded()
+    inputs, sinks, seed, dropout = (call.q, call.k, call.v), call.sinks, call.seed, call.dropout
+    packed, leaves = pack(call.rule), call.rule.bias_leaves()
     floats = (*inputs, sinks, *leaves)
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
     if torch.compiler.is_compiling():
         assert not isinstance(packed.form, str)
         packed = packed._replace(form=spell(packed.form))
+        # A traced autograd function takes no tensor twice: attention(x, x, x).
+        inputs = (call.q, call.k.view_as(call.k), call.v.view_as(call.v))
         if not wants_grad:
             return Rows(*_forward_op(*packed, *inputs, sinks, dropout, seed, list(ask), mass))
-    places = tuple(n for n, t in enumerate(packed.tensors) if any(t is leaf for leaf in leaves))
-    fixed = _Fixed(packed.form, tuple(packed.ints), tuple(packed.floats), dropout, ask, places)
+    learned = tuple(n for n, t in enumerate(packed.tensors) if any(t is leaf for leaf in leaves))
+    fixed = _Fixed(packed.form, tuple(packed.ints), tuple(packed.floats), dropout, ask, learned)
     rows = _Blockwise.apply(fixed, *inputs, sinks, seed, mass, *packed.tensors)  # type: ignore[no-untyped-call]
     return Rows(*rows)

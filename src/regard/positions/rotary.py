@@ -135,8 +135,9 @@ class Rotary(nn.Module):
             at = self.phases(at, length=length)
         elif length is not None:
             raise ValueError("length came with phases, which have theirs; pass it to phases()")
-        self._check_fit(x_bhtd, at.cos)
-        return rotate_pairs(x_bhtd, at, self.config)
+        phases = Phases(*at)
+        self._check_fit(x_bhtd, phases.cos)
+        return rotate_pairs(x_bhtd, phases, self.config)
 
     def forward(
         self, x_bhtd: Tensor, at: Tensor | Phases, *, length: int | Tensor | None = None

@@ -15,7 +15,7 @@ Letters: B batch, S keys, H query heads, G key heads, D head width, E value widt
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,10 +52,10 @@ def attend(
     left, right = (OPEN, OPEN) if sight is None else (sight.left, sight.right)
     query, keys = (None, None) if sight is None else (sight.query, sight.keys)
     scale, softcap = numbers
-    made: Tensor = _decode_op(
+    output: Tensor = _decode_op(
         q_bhd, k_bgsd, v_bgse, query, keys, added, sinks_h, left, right, scale, softcap or 0.0
     )
-    return made
+    return output
 
 
 def _decode(
@@ -108,17 +108,5 @@ _decode_op = torch.library.custom_op(
 
 
 @_decode_op.register_fake
-def _(
-    q_bhd: Tensor,
-    k_bgsd: Tensor,
-    v_bgse: Tensor,
-    query: Tensor | None,
-    keys: Tensor | None,
-    added: Tensor | None,
-    sinks_h: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-) -> Tensor:
+def _(q_bhd: Tensor, k_bgsd: Tensor, v_bgse: Tensor, *args: Any) -> Tensor:
     return q_bhd.new_empty(*q_bhd.shape[:2], v_bgse.shape[3])
