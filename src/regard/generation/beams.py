@@ -19,7 +19,7 @@ Letters: B rows, A rows still searching, K beams, N candidates, T steps, V vocab
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ from regard.generation.prompts import Task
 BARRED = -1.0e9
 
 
-@dataclass(frozen=True, eq=False)
-class Beams:
+class Beams(NamedTuple):
     """Texts and their scores, best first: tokens (A, K, T), scores and lengths (A, K).
 
     `real_ak` is False where no text has come yet.
@@ -49,18 +48,13 @@ class Beams:
     def take(self, place_ak: Tensor) -> Beams:
         """The beams at these places of each row."""
         deep = place_ak[:, :, None].expand(-1, -1, self.tokens_akt.shape[2])
-        flat = (self.scores_ak, self.lengths_ak, self.real_ak)
-        return Beams(self.tokens_akt.gather(1, deep), *(x.gather(1, place_ak) for x in flat))
+        return Beams(self.tokens_akt.gather(1, deep), *(x.gather(1, place_ak) for x in self[1:]))
 
     def rows(self, index: Tensor) -> Beams:
-        return Beams(*(x[index] for x in self._parts()))
+        return Beams(*(x[index] for x in self))
 
     def join(self, other: Beams) -> Beams:
-        pairs = zip(self._parts(), other._parts(), strict=True)
-        return Beams(*(torch.cat(pair, 1) for pair in pairs))
-
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.tokens_akt, self.scores_ak, self.lengths_ak, self.real_ak
+        return Beams(*(torch.cat(pair, 1) for pair in zip(self, other, strict=True)))
 
 
 @torch.inference_mode()

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import final, overload
+from typing import TypedDict, Unpack, final, overload
 
 from regard._check import check_count
 from regard.generation.config import GenerationConfig
@@ -58,35 +58,31 @@ class Row:
     """Empty where there is nothing to translate."""
 
 
+class Options(TypedDict, total=False):
+    beams: int | None
+    config: GenerationConfig | None
+    split: bool | None
+    progress: Progress | None
+
+
+Texts = list[str] | tuple[str, ...]
+
+
 @overload
 def translate(
-    model: Transformer,
-    text: str,
-    to: str | None = None,
-    *,
-    beams: int | None = None,
-    config: GenerationConfig | None = None,
-    split: bool | None = None,
-    progress: Progress | None = None,
+    model: Transformer, text: str, to: str | None = None, **options: Unpack[Options]
 ) -> str: ...
 
 
 @overload
 def translate(
-    model: Transformer,
-    text: list[str] | tuple[str, ...],
-    to: str | None = None,
-    *,
-    beams: int | None = None,
-    config: GenerationConfig | None = None,
-    split: bool | None = None,
-    progress: Progress | None = None,
+    model: Transformer, text: Texts, to: str | None = None, **options: Unpack[Options]
 ) -> list[str]: ...
 
 
 def translate(
     model: Transformer,
-    text: str | list[str] | tuple[str, ...],
+    text: str | Texts,
     to: str | None = None,
     *,
     beams: int | None = None,

@@ -107,14 +107,14 @@ class BlockConfig:
             check_choice("qk_norm", self.qk_norm, get_args(NormKind))
         for name in ("dropout", "attention_dropout", "ffn_dropout"):
             check_probability(name, getattr(self, name))
-        if self.cross_attention and self.order not in ("pre", "post"):
-            raise ValueError(
-                f"a {self.order} block has no place for cross-attention; use pre or post"
-            )
-        if self.shared_norm and self.order != "parallel":
-            raise ValueError(f"shared_norm is for parallel order; the order is {self.order}")
-        if self.normed_residual and self.order != "pre":
-            raise ValueError(f"normed_residual is for pre order; the order is {self.order}")
+        for name, orders in (
+            ("cross_attention", ("pre", "post")),
+            ("shared_norm", ("parallel",)),
+            ("normed_residual", ("pre",)),
+        ):
+            if getattr(self, name) and self.order not in orders:
+                wanted = " or ".join(orders)
+                raise ValueError(f"{name} is for {wanted} order; the order is {self.order}")
         if self.memory_dim is not None:
             check_count("memory_dim", self.memory_dim)
             if not self.cross_attention:

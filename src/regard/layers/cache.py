@@ -1,10 +1,9 @@
 """The KV cache: keys and values of earlier calls, so that each new token is computed once.
 
 How: a layer hands its new keys and values to `update` and attends to what comes back. Which
-positions these have is `Slots`' to say (`cache_slots.py`); the layer gives them to its rules
-(`mask.at`, `bias.at`). A negative position is padding or an empty slot, and nobody sees it. So each
-row of a batch starts and goes on by itself. What an empty slot holds does not matter, not even when
-it is NaN.
+positions these have is `Slots`' to say (`cache_slots.py`), and the layer gives them to its rules.
+A negative position is padding or an empty slot, which nobody sees, whatever it holds. So each row
+of a batch starts and goes on by itself.
 
 - `KVCache.growing()` keeps everything, in order of arrival. Gradients pass through it, where they
   are asked for; where they are not, buffers grow by half when they are full, so that a step does
@@ -67,8 +66,7 @@ class KVCache:
         self.window = slots.window
         """How far back a query may look; None is as far as the text goes."""
         self.in_order = slots.n_slots is None
-        """Whether keys lie in order of arrival, so that a mask over keys as they lie has a
-        meaning."""
+        """Whether keys lie in order of arrival, as a mask over keys as they lie takes them."""
         self._kept: tuple[Tensor, Tensor] | None = None
         self._buffers: tuple[Tensor, Tensor] | None = None
 
@@ -173,17 +171,15 @@ class KVCache:
         assert slots.n_slots is not None and slots.n_read is not None and step.slots is not None
         if buffers is None or (step.first and not fits(buffers, k, v)):
             buffers = allocate(k, v, slots.n_slots)
-            buffers[0].zero_()
-            buffers[1].zero_()
         check_fit(buffers, k, v)
         self._buffers = buffers
         read = buffers
-        if slots.n_read < slots.n_slots:
-            read = buffers[0][:, :, : slots.n_read], buffers[1][:, :, : slots.n_read]
         if step.first:
             read = k, v
-        elif step.keys.shape[1] > slots.n_read:
-            read = torch.cat((read[0], k), 2), torch.cat((read[1], v), 2)
+        elif slots.n_read < slots.n_slots:
+            read = buffers[0][:, :, : slots.n_read], buffers[1][:, :, : slots.n_read]
+            if step.keys.shape[1] > slots.n_read:
+                read = torch.cat((read[0], k), 2), torch.cat((read[1], v), 2)
         # Where they are views, they show what is written now.
         for buffer, x in zip(buffers, (k, v), strict=True):
             if step.slots.shape[0] == 1:
@@ -268,7 +264,7 @@ class DecoderCache:
 
 
 def allocate(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    k_buffer, v_buffer = (x.new_empty(*x.shape[:2], size, x.shape[3]) for x in (k, v))
+    k_buffer, v_buffer = (x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in (k, v))
     return k_buffer, v_buffer
 
 

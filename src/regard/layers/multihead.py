@@ -31,9 +31,8 @@ from torch import Tensor, nn
 
 from regard._check import check_choice, check_count, check_probability, check_shapes
 from regard.layers.cache import CrossCache, KVCache
-from regard.layers.cache_slots import Step, as_rows
+from regard.layers.cache_slots import Step, as_rows, as_they_lie
 from regard.layers.fused_linear import FusedLinear, run_fused
-from regard.layers.mask_positions import as_they_lie, place_bias, place_mask, unplaced
 from regard.layers.matvec import project
 from regard.layers.norm import Norm, NormKind, make_norm
 from regard.layers.observing import Observable
@@ -167,11 +166,11 @@ class MultiHeadAttention(Observable):
         self.scale, self.softcap, self.backend = scale, softcap, backend
         self.dropout = check_probability("dropout", dropout)
         where = Factory(device=device, dtype=dtype)
-        q_width, kv_width = n_heads * head_dim, n_kv_heads * head_dim
-        self.q_proj = nn.Linear(dim, q_width, bias.q, **where)
+        kv_width = n_kv_heads * head_dim
+        self.q_proj = nn.Linear(dim, n_heads * head_dim, bias.q, **where)
         self.k_proj = nn.Linear(kv_dim, kv_width, bias.k, **where)
         self.v_proj = nn.Linear(kv_dim, kv_width, bias.v, **where)
-        self.out_proj = nn.Linear(q_width, dim, bias.out, **where)
+        self.out_proj = nn.Linear(n_heads * head_dim, dim, bias.out, **where)
         self.q_norm, self.k_norm = (
             None if qk_norm is None else make_norm(qk_norm, head_dim, eps=qk_norm_eps, **where)
             for _ in range(2)
@@ -179,8 +178,7 @@ class MultiHeadAttention(Observable):
         self.rotary = None if rotary is None else Rotary(rotary)
         self.sinks = nn.Parameter(torch.empty(n_heads, **where)) if sinks else None
         self.reset_parameters()
-        within = None if window is None else Window(*window)
-        self.own_mask = both(Causal() if causal else None, within)
+        self.own_mask = both(Causal() if causal else None, window and Window(*window))
         self.fused: FusedLinear | None = None
         self.elsewhere: Elsewhere | None = None
 
@@ -229,10 +227,7 @@ class MultiHeadAttention(Observable):
         return replace(seen, output=output_btc)
 
     def place(
-        self,
-        x_btc: Tensor,
-        positions: Tensor | None = None,
-        cache: KVCache | Step | None = None,
+        self, x_btc: Tensor, positions: Tensor | None = None, cache: KVCache | Step | None = None
     ) -> Places:
         """Where the tokens of x stand, and rotary's phases there, for all layers like this one.
 
@@ -248,11 +243,14 @@ class MultiHeadAttention(Observable):
         if cache is not None:
             if rotary is None:
                 return Places(step=cache)
-            late = rotary.phases(cache.keys) if self._rotates_kept_keys() else None
-            return Places(None, rotary.phases(cache.queries), None, cache, late)
+            scaling = rotary.config.scaling
+            late = scaling is not None and scaling.rotates_kept_keys
+            key_phases = rotary.phases(cache.keys) if late else None
+            return Places(None, rotary.phases(cache.queries), None, cache, key_phases)
         if positions is None:
-            at = None if rotary is None else torch.arange(n_new, device=device)
-            return Places() if rotary is None or at is None else Places(None, rotary.phases(at))
+            if rotary is None:
+                return Places()
+            return Places(None, rotary.phases(torch.arange(n_new, device=device)))
         at = as_rows(positions, batch, n_new).to(device)
         phases = None if rotary is None else rotary.phases(at)
         return Places(None if as_they_lie(at) else at, phases)
@@ -317,13 +315,13 @@ class MultiHeadAttention(Observable):
                 rule = self._rule(mask, bias)
                 k_bgtd, v_bgtd, at, keys = self.elsewhere.join(k_bgtd, v_bgtd, places, rule)
             if at is not None and keys is not None:
-                mask, bias = place_mask(mask, at, keys), place_bias(bias, at, keys)
+                mask, bias = place(mask, bias, at, keys)
             return Ready(q_bhtd, k_bgtd, v_bgtd, self._rule(mask, bias))
         if cache.window is not None or not cache.in_order:
             self._check_cache(cache, mask, bias)
         k_bgsd, v_bgsd, keys, at, in_line = cache.update(k_bgtd, v_bgtd, places.step)
         if not in_line:
-            mask, bias = place_mask(mask, at, keys), place_bias(bias, at, keys)
+            mask, bias = place(mask, bias, at, keys)
         if rotary is not None and places.key_phases is not None:
             k_bgsd = rotate_pairs(k_bgsd, places.key_phases, rotary.config)
         return Ready(q_bhtd, k_bgsd, v_bgsd, self._rule(mask, bias))
@@ -331,12 +329,7 @@ class MultiHeadAttention(Observable):
     def _attend(self, ready: Ready) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         heads_bhtd = self._attention(
-            ready.q,
-            ready.k,
-            ready.v,
-            **ready.rule,
-            dropout=dropout,
-            backend=self.backend,
+            ready.q, ready.k, ready.v, **ready.rule, dropout=dropout, backend=self.backend
         )
         return project(self.out_proj, heads_bhtd.transpose(1, 2).flatten(2))
 
@@ -389,16 +382,13 @@ class MultiHeadAttention(Observable):
             )
         if cache.in_order:
             return
-        lying = unplaced(mask) or unplaced(bias)
-        if lying is not None:
-            raise ValueError(
-                f"{lying} speaks of keys as they lie in memory, and a static cache lays them "
-                "otherwise; tell padding by positions (-1 is padding), or use KVCache.growing()"
-            )
-
-    def _rotates_kept_keys(self) -> bool:
-        scaling = None if self.rotary is None else self.rotary.config.scaling
-        return scaling is not None and scaling.rotates_kept_keys
+        for term in (mask, bias):
+            lying = None if term is None else term.unplaced()
+            if lying is not None:
+                raise ValueError(
+                    f"{lying} speaks of keys as they lie in memory, and a static cache lays them "
+                    "otherwise; tell padding by positions (-1 is padding), or use KVCache.growing()"
+                )
 
     def extra_repr(self) -> str:
         said = f"dim={self.dim}, n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}"
@@ -408,6 +398,18 @@ class MultiHeadAttention(Observable):
             if getattr(self, name) != value:
                 said += f", {name}={getattr(self, name)}"
         return said
+
+
+def place(
+    mask: Mask | None, bias: Bias | None, queries: Tensor, keys: Tensor
+) -> tuple[Mask, Bias | None]:
+    """The rule with positions given to all parts that speak of them; empty keys are never seen."""
+    if mask is not None and mask.positional:
+        mask = mask.at(queries, keys)
+    else:
+        filled = Window(None, None).at(queries, keys)
+        mask = filled if mask is None else mask.placed(queries, keys) & filled
+    return mask, None if bias is None else bias.placed(queries, keys)
 
 
 def both(one: Mask | None, other: Mask | None) -> Mask | None:

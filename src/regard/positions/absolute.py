@@ -15,13 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from regard._check import (
-    check_choice,
-    check_count,
-    check_number,
-    check_positions,
-    readable,
-)
+from regard._check import check_choice, check_count, check_number, check_positions, readable
 from regard.positions.frequencies import make_frequencies
 
 Layout = Literal["interleaved", "halves"]

@@ -139,10 +139,7 @@ class Rotary(nn.Module):
         self._check_fit(x_bhtd, phases.cos)
         return rotate_pairs(x_bhtd, phases, self.config)
 
-    def forward(
-        self, x_bhtd: Tensor, at: Tensor | Phases, *, length: int | Tensor | None = None
-    ) -> Tensor:
-        return self.rotate(x_bhtd, at, length=length)
+    forward = rotate
 
     def extra_repr(self) -> str:
         return str(self.config)
