@@ -111,19 +111,15 @@ def check_widths(inputs: Inputs, weights: Projection) -> None:
         raise InputError(
             f"was expecting embedding dimension of {embed_dim}, but got {query.shape[-1]}"
         )
+    n_alike = 3 if weights.apart is None else 2
+    if key.shape[:n_alike] != value.shape[:n_alike]:
+        raise InputError(
+            f"key shape {tuple(key.shape)} does not match value shape {tuple(value.shape)}"
+        )
     if weights.apart is None:
-        if key.shape != value.shape:
-            raise InputError(
-                f"key shape {tuple(key.shape)} does not match value shape {tuple(value.shape)}"
-            )
         if key.shape[-1] != embed_dim:
             raise CallError(f"key and value must have width {embed_dim}, got {key.shape[-1]}")
     else:
-        if key.shape[:2] != value.shape[:2]:
-            raise InputError(
-                f"key's first two sizes {tuple(key.shape[:2])} do not match "
-                f"value's {tuple(value.shape[:2])}"
-            )
         for name, x, weight in zip(
             ("query", "key", "value"), inputs[:3], weights.apart, strict=True
         ):

@@ -148,8 +148,7 @@ class Rotary(nn.Module):
         check_float("x", x_bhtd)
         if cos.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"phases are {cos.dtype}; expected float32, as phases() makes them")
-        cos = cos[0] if cos.ndim == 3 and cos.shape[0] == 1 else cos  # one row for all
-        letters = "T R" if cos.ndim == 2 else "B T R"
+        letters = "T R" if cos.ndim == 2 else "1 T R" if cos.shape[0] == 1 else "B T R"
         sizes = check_shapes({"x": (x_bhtd, "B H T D"), "positions or phases": (cos, letters)})
         if sizes["D"] != self.config.head_dim or sizes["R"] != self.config.n_pairs:
             raise ValueError(

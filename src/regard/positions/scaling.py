@@ -234,21 +234,14 @@ def _count_pairs(frequencies_r: Tensor) -> Tensor:
 
 # Hugging Face's types: what each makes, the keys it must have, the keys it may have.
 _ORIGINAL = "original_max_position_embeddings"
-_TYPES: dict[str, tuple[Callable[..., Scaling], set[str], set[str]]] = {
-    "linear": (Linear, {"factor"}, set()),
-    "dynamic": (DynamicNTK, {"factor"}, set()),
-    "llama3": (Llama3, {"factor", "low_freq_factor", "high_freq_factor"}, {_ORIGINAL}),
-    "yarn": (
-        YaRN,
-        set(),
-        {"factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale"}
-        | {"mscale_all_dim", "truncate", "finetuned"},
-    ),
-    "longrope": (
-        LongRoPE,
-        {"short_factor", "long_factor"},
-        {"factor", _ORIGINAL, "attention_factor"},
-    ),
+_YARN = f"factor {_ORIGINAL} beta_fast beta_slow attention_factor mscale mscale_all_dim truncate"
+_TYPES: dict[str, tuple[Callable[..., Scaling | None], str, str]] = {
+    "default": (lambda: None, "", ""),
+    "linear": (Linear, "factor", ""),
+    "dynamic": (DynamicNTK, "factor", ""),
+    "llama3": (Llama3, "factor low_freq_factor high_freq_factor", _ORIGINAL),
+    "yarn": (YaRN, "", f"{_YARN} finetuned"),
+    "longrope": (LongRoPE, "short_factor long_factor", f"factor {_ORIGINAL} attention_factor"),
 }
 
 
@@ -271,14 +264,12 @@ def scaling_from_dict(
     given.pop("partial_rotary_factor", None)
     kind = _take_kind(given)
     _check_keys(kind, given)
-    if kind == "default":
-        return None
     # Says how the weights came about; "yarn" is computed alike with and without it.
     given.pop("finetuned", None)
     in_dict = given.pop(_ORIGINAL, None)
     if kind == "dynamic":  # here the model's own length is the original one
         given["original_max_len"] = _need(kind, "max_len", max_len)
-    elif kind != "linear":
+    elif kind not in ("linear", "default"):
         original = _need(kind, _ORIGINAL, original_max_len or in_dict or max_len)
         given["original_max_len"] = original
         if kind != "llama3" and "factor" not in given:
@@ -289,18 +280,17 @@ def scaling_from_dict(
 def _take_kind(given: dict[str, Any]) -> str:
     kinds = {given.pop(key) for key in ("rope_type", "type") if key in given} or {"default"}
     kinds = {"longrope" if kind == "su" else kind for kind in kinds}  # Phi-3's first name for it
-    unknown = kinds - {"default", *_TYPES}
-    if unknown or len(kinds) > 1:
+    if kinds - set(_TYPES) or len(kinds) > 1:
         raise ValueError(
             f"rotary scaling of type {' and '.join(sorted(map(repr, kinds)))} is not known; "
-            f"expected one of 'default', {', '.join(map(repr, _TYPES))}: without the right one "
-            "every position would be wrong"
+            f"expected one of {', '.join(map(repr, _TYPES))}: without the right one every position "
+            "would be wrong"
         )
     return str(kinds.pop())
 
 
 def _check_keys(kind: str, given: Mapping[str, Any]) -> None:
-    needed, allowed = _TYPES[kind][1:] if kind != "default" else (set[str](), set[str]())
+    needed, allowed = (set(keys.split()) for keys in _TYPES[kind][1:])
     unknown = sorted(set(given) - needed - allowed)
     if unknown:
         raise ValueError(
