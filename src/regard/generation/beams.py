@@ -82,7 +82,7 @@ class Search:
 
     def __init__(self, task: Task) -> None:
         device, n_rows, k = task.ids_bt.device, len(task.rows), task.config.num_beams
-        self.config, self.rules = task.config, task.rules
+        self.config, self.processor = task.config, task.processor
         self.rows = list(range(n_rows))
         """The rows still searching, by their place in the batch."""
         self.found: list[Beams] = [empty_beams(1, 0, 0, 0, device)] * n_rows
@@ -100,7 +100,7 @@ class Search:
         """Which of the rows a · K + k run on, in order, and their next tokens."""
         n_rows, k, n_vocab = len(self.rows), self.config.num_beams, logits.shape[-1]
         self._check(logits)
-        logp = self.rules.reshape(
+        logp = self.processor.process(
             logits.log_softmax(-1),
             self._seen,
             self.step_n,

@@ -37,7 +37,7 @@ class DecodeLoop:
         self.watches = [task.watch(n) for n in range(n_rows)] if watched or config.stop else []
         self._texts = [""] * len(self.watches)
         self._looks = streaming or bool(self.watches) or device.type == "cpu"
-        self._runs_on = config.compiled and task.rules.plain and not (streaming or self.watches)
+        self._runs_on = config.compiled and task.processor.plain and not (streaming or self.watches)
         self._stops = torch.tensor(list(task.stop_tokens), dtype=torch.int64, device=device)
         self._step = 0
         self._rows = list(range(n_rows))  # of the batch, those still in it
@@ -129,7 +129,7 @@ class DecodeLoop:
     def _choose(self, logits_av: Tensor) -> Tensor:
         # Largest logit NaN or inf: some logit is; -inf: all are.
         self._bad_a = self._bad_a | (~logits_av.amax(-1).isfinite() & ~self._done_a)
-        logits_av = self.task.rules.reshape(
+        logits_av = self.task.processor.process(
             logits_av, self._seen_av, self._step, self._lone_a, self._limit_a
         )
         if self._chance_at is None:
@@ -196,7 +196,7 @@ class DecodeLoop:
 
 def refuse_logits(row: int, step: int) -> NoReturn:
     raise ValueError(
-        f"the model's scores for row {row} are NaN or infinite at new token {step} or shortly "
+        f"the model's logits for row {row} are NaN or infinite at new token {step} or shortly "
         "before: the weights are damaged, or a narrow type overflows; load the model as float32 "
         "or bfloat16"
     )

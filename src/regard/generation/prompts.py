@@ -20,7 +20,7 @@ from torch import Tensor
 
 from regard._check import check_shapes
 from regard.generation.config import GenerationConfig
-from regard.generation.sampling import Rules
+from regard.generation.sampling import LogitsProcessor
 from regard.generation.stopping import TextWatch, find_stop_tokens, find_tokens
 from regard.models import Memory, ModelConfig, SpecialTokens, Transformer
 from regard.tokens import Tokenizer
@@ -35,7 +35,7 @@ class Task:
     model: Transformer
     config: GenerationConfig
     tokenizer: Tokenizer | None
-    rules: Rules
+    processor: LogitsProcessor
     stop_tokens: tuple[int, ...]
     ids_bt: Tensor
     """The prompts, padded on the left."""
@@ -89,16 +89,16 @@ class Task:
         rows = [row or [first_token(model.config, tokens)] for row in rows]
         limits = [find_limit(model.config, len(row), config.max_new_tokens) for row in rows]
         ids_bt, real_bt = pad_rows(rows, "left", tokens.pad or 0, device)
-        rules = Rules(config, tokens, stops, model.config.vocab_size, device)
+        processor = LogitsProcessor(config, tokens, stops, model.config.vocab_size, device)
         read = n_read or sum(map(len, rows)), spent
         return Task(
-            model, config, tokenizer, rules, stops, ids_bt, real_bt, rows, limits, memory, *read
+            model, config, tokenizer, processor, stops, ids_bt, real_bt, rows, limits, memory, *read
         )
 
     @property
     def pad(self) -> int:
         """What stands behind the end of a row: padding, or an end token where there is none."""
-        pad = self.rules.tokens.pad
+        pad = self.processor.tokens.pad
         return pad if pad is not None else next(iter(self.stop_tokens), 0)
 
     def watch(self, row: int) -> TextWatch:
@@ -108,9 +108,9 @@ class Task:
 
     def mark_seen(self) -> Tensor | None:
         """Which tokens each prompt has, (B, V), where that is asked for; without padding."""
-        if not self.rules.counts_seen:
+        if not self.processor.counts_seen:
             return None
-        marked = torch.zeros(len(self.rows), self.rules.vocab_size, dtype=torch.bool)
+        marked = torch.zeros(len(self.rows), self.processor.vocab_size, dtype=torch.bool)
         for place, row in enumerate(self.rows):
             marked[place, row] = True
         return marked.to(self.ids_bt.device)

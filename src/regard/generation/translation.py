@@ -7,13 +7,13 @@ How: a model that knows several directions says so in its config.json:
     "directions": {"ja": {"prefix": "<2ja>"}, "en": {"prefix": "<2en>"}}
 
 The prefix is a special token of its tokenizer. Its sources are prefix, tokens of the sentence, end
-token, as it was trained; the tokenizer itself adds nothing. Which direction is meant is told by
-`to`, else by the text's script. Texts are split into sentences, which are translated in batches of
+token, as it was trained; the tokenizer itself adds nothing. `to` says which direction is
+meant, else the text's script. Texts are split into sentences, which are translated in batches of
 like length and joined again. A sentence comes out the same in any company; nothing is drawn by
 chance.
 
 A model without "directions" (Marian, T5) reads what its own tokenizer makes of a whole text: it
-may be told what to do by the text itself, so nothing is cut.
+may read in the text itself what to do, so nothing is cut.
 
 Left out: choosing a model, telling languages apart that share a script, glossaries.
 """
@@ -94,7 +94,7 @@ def translate(
 
     to: the language to translate to, of those that the model's config names; None finds it from
     each text's script: Japanese letters mean English is wanted, Latin ones Japanese. beams: so many
-    translations are searched at once, 5 unless told; 1 is greedy. config: all about the search,
+    translations are searched at once, 5 unless given; 1 is greedy. config: all about the search,
     in place of `beams`; without it a sentence may become twice as long, and a little. split: into
     sentences; None does it for models with directions. progress: called with the number of
     sentences done and of all.

@@ -60,7 +60,7 @@ class BlockConfig:
     order an answer is added to norm(x), which the sublayer read, and not to x. `dropout` falls on
     each sublayer's answer before it is added, `attention_dropout` on the weights, `ffn_dropout` on
     the hidden numbers of the feed-forward layer; all in training only. `cross_attention` is for
-    decoders, with `memory_dim` as the width of the memory (dim unless given). The rest is told in
+    decoders, with `memory_dim` as the width of the memory (dim unless given). The rest is as in
     `MultiHeadAttention`, `FeedForward` and `make_norm`.
     """
 

@@ -5,7 +5,7 @@ more than one long one.
 
 How: `FusedLinear` lays the weights out in a new piece of memory and makes each layer's own weight a
 view of its part. So the layers stay what they are, are trained, saved and loaded one by one, and
-nothing is held twice. When a layer's weight is replaced, say by `.to()`, `holds` tells it.
+nothing is held twice. When a layer's weight is replaced, say by `.to()`, `holds` is False.
 
 Left out: gradients. The weights are read through the joint memory, which autograd does not know, so
 this is for inference.

@@ -391,13 +391,9 @@ class MultiHeadAttention(Observable):
                 )
 
     def extra_repr(self) -> str:
-        said = f"dim={self.dim}, n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}"
-        said += f", head_dim={self.head_dim}"
-        plain = {"causal": False, "window": None, "alibi": False, "dropout": 0.0}
-        for name, value in plain.items():
-            if getattr(self, name) != value:
-                said += f", {name}={getattr(self, name)}"
-        return said
+        names = ["dim", "n_heads", "n_kv_heads", "head_dim"]
+        names += [name for name in ("causal", "window", "alibi", "dropout") if getattr(self, name)]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
 def place(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,23 @@ class Stack(nn.Module):
         own = RelativeTable(self.relative_table, bidirectional, self.relative.max_distance)
         return own if given is None else own + given
 
-    def finish(self, x_btc: Tensor, states: list[Tensor] | None) -> Tensor:
+    def run(
+        self,
+        x_btc: Tensor,
+        positions: Tensor | None,
+        states: list[Tensor] | None,
+        cache: DecoderCache | None,
+        *args: Tensor | None,
+        **given: Any,
+    ) -> Tensor:
+        """The blocks in a row, all of which are given the same, and the last norm."""
+        places = self.place(x_btc, positions, cache)
+        for n, (block, where) in enumerate(zip(self.layers, places, strict=True)):
+            if states is not None:
+                states.append(x_btc)
+            if cache is not None:
+                given["cache"] = cache.blocks[n]
+            x_btc = block(x_btc, *args, positions=where, **given)
         if self.norm is not None:
             x_btc = self.norm(x_btc)
         if states is not None:
@@ -127,13 +143,8 @@ class Encoder(Stack):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        places = self.place(x_btc, positions, None)
         bias = self.add_relative(bias, bidirectional=True)
-        for block, where in zip(self.layers, places, strict=True):
-            if states is not None:
-                states.append(x_btc)
-            x_btc = block(x_btc, mask=mask, bias=bias, positions=where)
-        return self.finish(x_btc, states)
+        return self.run(x_btc, positions, states, None, mask=mask, bias=bias)
 
 
 class Decoder(Stack):
@@ -179,22 +190,8 @@ class Decoder(Stack):
             raise ValueError(
                 f"the cache is for {len(cache.blocks)} blocks, but the decoder has {n_layers}"
             )
-        kept = [None] * n_layers if cache is None else cache.blocks
-        places = self.place(x_btc, positions, cache)
-        bias = self.add_relative(bias, bidirectional=False)
-        for block, where, block_cache in zip(self.layers, places, kept, strict=True):
-            if states is not None:
-                states.append(x_btc)
-            x_btc = block(
-                x_btc,
-                memory,
-                mask=mask,
-                bias=bias,
-                positions=where,
-                memory_mask=memory_mask,
-                cache=block_cache,
-            )
-        return self.finish(x_btc, states)
+        given = {"mask": mask, "bias": self.add_relative(bias, False), "memory_mask": memory_mask}
+        return self.run(x_btc, positions, states, cache, memory, **given)
 
 
 def list_configs(

@@ -8,7 +8,7 @@ swapped by giving it our class. It stays the same object with the same parameter
 tied, optimisers and hooks keep working, type, device, `requires_grad` and the training flag are as
 before, and the root of the model needs no exception.
 
-What is not plainly torch's is left alone and told: subclasses with methods of their own, replaced
+What is not plainly torch's is left alone and named: subclasses with methods of their own, replaced
 `forward`s, parametrized weights. Attention inside such a layer is swapped all the same; torch's
 fast path, which would go round it, is then switched off for that layer.
 

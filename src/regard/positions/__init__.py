@@ -1,4 +1,4 @@
-"""Where a token stands, told to the model: sinusoidal, learned and rotary positions.
+"""Positions of tokens, for models: sinusoidal, learned and rotary positions.
 
 Why: attention by itself does not know the order of its tokens. Each scheme here is a pure function
 of integer positions, so padding, packing, caches and any length need nothing but the right
