@@ -499,3 +499,17 @@ def test_a_growing_cache_filled_in_inference_mode_grows_on_outside() -> None:
             cache.update(x[:, :, t : t + 1], x[:, :, t : t + 1])
     kept = cache.update(x[:, :, 4:], x[:, :, 4:])
     assert torch.equal(kept.k, x)
+
+
+def test_a_growing_cache_in_a_compiled_layer_takes_one_graph_for_all_later_steps() -> None:
+    layer, x = make(**RULES["grouped"]), draw()
+    graphs: list[object] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, backend=count)
+    out = run_in_chunks(compiled, x, KVCache.growing(), (5,) + (1,) * 8)
+    assert_same(out, run_uncached(layer, x))
+    assert len(graphs) <= 3  # the prompt, the first step, and one whose length is left open

@@ -30,7 +30,13 @@ Ids = Tensor | Sequence[Sequence[int]]
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """All that is known before the first new token."""
+    """All that is known before the first new token.
+
+    `ids_bt` are the prompts, padded on the left, and `real_bt` is False at padding, None where
+    there is none. `rows` are the tokens of each prompt, `limits` how many each row may get.
+    `memory` is what the encoder gave for the sources. `n_read` counts the tokens to read: of the
+    prompts, or of the sources where there are any, which took `read_seconds`.
+    """
 
     model: Transformer
     config: GenerationConfig
@@ -38,19 +44,12 @@ class Task:
     processor: LogitsProcessor
     stop_tokens: tuple[int, ...]
     ids_bt: Tensor
-    """The prompts, padded on the left."""
     real_bt: Tensor | None
-    """False at padding; None where there is none."""
     rows: list[list[int]]
-    """The tokens of each prompt."""
     limits: list[int]
-    """How many tokens each row may get."""
     memory: Memory | None
-    """What the encoder gave for the sources."""
     n_read: int
-    """How many tokens there are to read: of the prompts, or of the sources where there are any."""
     read_seconds: float
-    """How long the sources took to read."""
 
     @staticmethod
     def make(

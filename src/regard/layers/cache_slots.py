@@ -105,6 +105,7 @@ class GrowingSlots(Slots):
     _n_keys = 0
     _in_line = True
     _line: Tensor | None = None
+    _device: torch.device
 
     def reset(self) -> None:
         self._n_keys, self._in_line, self._started = 0, True, False
@@ -114,8 +115,7 @@ class GrowingSlots(Slots):
     def length(self) -> Tensor | None:
         if not self._in_line or not self._started:
             return self._next
-        assert self._line is not None
-        return self._count(self._n_keys, self._n_keys + 1, self._line.device)[0]
+        return self._count(self._n_keys, self._n_keys + 1, self._device)[0]
 
     def next_positions(self, n: int, device: torch.device) -> Tensor:
         if self._in_line:
@@ -134,7 +134,7 @@ class GrowingSlots(Slots):
             assert old is not None
             keys = join_rows(old, queries)
             self._in_line, self._keys, self._next = False, keys, past_the_last(last, queries)
-        self._n_keys, self._started = after, True
+        self._n_keys, self._started, self._device = after, True, device
         return Step(queries, keys, None, first, self._in_line)
 
     def reorder(self, index: Tensor) -> None:
@@ -143,10 +143,10 @@ class GrowingSlots(Slots):
 
     def _count(self, start: int, stop: int, device: torch.device) -> Tensor:
         """start, start + 1, ... as (1, n); a slice of a longer line, which is kept."""
-        line = self._line
         if torch.compiler.is_compiling():
-            self._line = line = torch.arange(stop, device=device)[None]
-        elif line is None or line.shape[1] < stop or line.device != device:
+            return torch.arange(start, stop, device=device)[None]
+        line = self._line
+        if line is None or line.shape[1] < stop or line.device != device:
             # What inference mode made could not be used everywhere outside of it.
             with torch.inference_mode(False):
                 self._line = line = torch.arange(stop + max(stop // 2, 64), device=device)[None]
