@@ -16,8 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from regard._check import check_probability
-from regard.positions.frequencies import check_choice, check_count, check_number
+from regard._check import check_choice, check_count, check_number, check_probability
 
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "constant"]
 OptimizerKind = Literal["adamw", "muon"]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from regard._check import check_choice, check_count
 from regard.models.families import FAMILIES, config_of
-from regard.positions.frequencies import check_choice, check_count
 from regard.training.config import TrainConfig, read
 
 ROTARY = ("rope_theta", "partial_rotary_factor")

@@ -35,10 +35,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from regard._check import check_count
 from regard.layers.feedforward import FeedForward
 from regard.layers.multihead import MultiHeadAttention
 from regard.models import Transformer
-from regard.positions.frequencies import check_count
 from regard.training.data.packing import NOTHING
 from regard.training.parallel.context import Parts, check_context, cut_text
 from regard.training.parallel.state import clip_gradients, gather, named_state, put_back
