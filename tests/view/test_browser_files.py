@@ -22,7 +22,7 @@ from regard.lens.record import Record
 from regard.lens.watch import watch
 from regard.ops import Causal, attention
 from regard.view import Server
-from regard.view.manifest import outline
+from regard.view.manifest import make_manifest
 
 SCRIPT = "<script>window[`ran`] = 1</script>"  # a module's name has no dots
 HOSTILE = [
@@ -185,7 +185,7 @@ def test_a_picture_of_nan_is_refused_where_it_is_all_that_was_kept(
     code, _, said = run_view(capsys, str(path), "--html", str(page))
     assert (code, page.exists()) == (2, False) and "map of place 1 holds NaN" in said
     with pytest.raises(ValueError, match="map of place 1 holds NaN"):
-        outline([Record.open(path)], "static")
+        make_manifest([Record.open(path)], "static")
 
 
 @pytest.mark.parametrize("n", [131, 701])

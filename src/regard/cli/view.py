@@ -27,15 +27,13 @@ file in its place, as far as that holds the weights.
 
 def check_whole(record: "Record") -> "Record":
     """Use every array once: a file that is not good is refused before any of it is shown."""
-    from regard.view.manifest import grid_of
-
     for number, place in enumerate(record.places):
         record.ids(number)
         record.statistics(number)
         if place.exact_zoom:
             record.weight(number, 0, 0, 0)
         else:
-            grid_of(record, number)
+            record.grid(number)
     record.heads()
     return record
 
@@ -67,7 +65,7 @@ def add_view(app: "typer.Typer") -> None:
                     view.write_page(html, opened[0], other)
                 write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
                 return
-            with working(notes, "making the outline"):
+            with working(notes, "making the manifest"):
                 server = view.serve(opened[0], other, open_browser=notes.is_terminal)
             write_line(notes, f"page: {server.url} (Ctrl-C ends it)")
             server.wait()

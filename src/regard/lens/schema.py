@@ -59,6 +59,15 @@ class Place:
     heads: tuple[int, ...] = ()
     exact_zoom: bool = True
 
+    @property
+    def stack(self) -> str:
+        """ "encoder", "decoder" or "", by the dotted name: the one rule that all tell it by.
+
+        An `encoder_attn` is the decoder's look at the encoder; so is an encoder in a decoder.
+        """
+        name = self.name.lower()
+        return next((stack for stack in ("decoder", "encoder") if stack in name), "")
+
 
 @dataclass(kw_only=True)
 class Description:
@@ -78,60 +87,55 @@ class Description:
 
     def to_json(self) -> dict[str, Any]:
         """The description as plain values, as `read_description` takes them."""
-        made = {name: value for name, value in vars(self).items() if name not in ("rules",)}
-        made["spans"] = None if self.spans is None else [list(span) for span in self.spans]
-        made["places"] = [
+        plain = {name: value for name, value in vars(self).items() if name != "rules"}
+        plain["spans"] = None if self.spans is None else [list(span) for span in self.spans]
+        plain["places"] = [
             {**vars(place), "heads": list(place.heads), "rule": rule}
             for place, rule in zip(self.places, self.rules, strict=True)
         ]
-        return made
+        return plain
 
 
 def refuse(why: str) -> NoReturn:
     raise BadRecord(f"not a good record: {why}")
 
 
-def read_description(told: dict[str, Any]) -> Description:
+def need(good: bool, why: str) -> None:
+    if not good:
+        refuse(why)
+
+
+def read_description(about: dict[str, Any]) -> Description:
     """A description from a stranger's JSON."""
-    if set(told) != set(vars(Description())) - {"rules"}:
-        refuse("its description lacks something, or has more than belongs there")
-    if told["version"] != VERSION:
-        refuse(f"it has version {str(told['version'])[:20]}; this reads version {VERSION}")
+    fields = set(vars(Description())) - {"rules"}
+    need(set(about) == fields, "its description lacks something, or has more than belongs there")
+    version = about["version"]
+    need(version == VERSION, f"it has version {str(version)[:20]}; this reads version {VERSION}")
     for name, longest in (("model", MAX_LABEL), ("created", MAX_LABEL), ("text", MAX_TEXT)):
-        check_text(told[name], longest, name)
-    if told["source_text"] is not None:
-        check_text(told["source_text"], MAX_TEXT, "source_text")
-    if told["kept"] not in ("statistics", "qk"):
-        refuse(f"it keeps {str(told['kept'])[:20]!r}; expected statistics or qk")
-    places, rules = told["places"], []
-    if not isinstance(places, list) or not 1 <= len(places) <= MAX_PLACES:
-        refuse(f"it must have 1 to {MAX_PLACES} places")
-    made = []
-    for number, entry in enumerate(places):
-        place, rule = read_place(entry, number)
-        made.append(place)
-        rules.append(rule)
-    tokens = check_labels(told["tokens"], "tokens")
-    source = told["source_tokens"]
-    return Description(
-        model=told["model"],
-        created=told["created"],
-        kept=told["kept"],
-        text=told["text"],
-        tokens=tokens,
-        spans=check_spans(told["spans"], len(tokens), len(told["text"])),
-        source_text=told["source_text"],
-        source_tokens=None if source is None else check_labels(source, "source_tokens"),
-        places=made,
-        rules=rules,
-    )
+        check_text(about[name], longest, name)
+    if about["source_text"] is not None:
+        check_text(about["source_text"], MAX_TEXT, "source_text")
+    kept, places = about["kept"], about["places"]
+    need(kept in ("statistics", "qk"), f"it keeps {str(kept)[:20]!r}; expected statistics or qk")
+    listed = isinstance(places, list) and 1 <= len(places) <= MAX_PLACES
+    need(listed, f"it must have 1 to {MAX_PLACES} places")
+    pairs = [read_place(entry, number) for number, entry in enumerate(places)]
+    check_labels(about["tokens"], "tokens")
+    if about["source_tokens"] is not None:
+        check_labels(about["source_tokens"], "source_tokens")
+    spans = check_spans(about["spans"], len(about["tokens"]), len(about["text"]))
+    found = {"places": [place for place, _ in pairs], "rules": [rule for _, rule in pairs]}
+    return Description(**{**about, **found, "spans": spans})
 
 
 def read_place(entry: Any, number: int) -> tuple[Place, dict[str, Any]]:
     """One place and its rule."""
-    fields = {f for f in Place.__dataclass_fields__} | {"rule"}
-    if not isinstance(entry, dict) or set(entry) != fields:
-        refuse(f"place {number} is not described as one")
+    fields = {*Place.__dataclass_fields__, "rule"}
+    need(
+        isinstance(entry, dict) and set(entry) == fields, f"place {number} is not described as one"
+    )
+    values = dict(entry)
+    rule, heads = values.pop("rule"), values["heads"]
     check_text(entry["name"], MAX_LABEL, "a place's name")
     for name, low, high in (
         ("layer", 0, MAX_PLACES),
@@ -140,45 +144,32 @@ def read_place(entry: Any, number: int) -> tuple[Place, dict[str, Any]]:
         ("n_keys", 1, MAX_TOKENS),
     ):
         check_count(entry[name], low, high, f"{name} of place {number}")
-    if entry["kind"] not in KINDS or not isinstance(entry["causal"], bool):
-        refuse(f"place {number} is neither self- nor cross-attention, causal or not")
-    heads = entry["heads"]
-    if not isinstance(heads, list) or len(heads) != entry["n_heads"]:
-        refuse(f"place {number} does not name its heads")
-    for head in heads:
-        check_count(head, 0, MAX_HEADS, f"a head of place {number}")
-    if not isinstance(entry["exact_zoom"], bool):
-        refuse(f"place {number} does not say whether its map can be zoomed")
-    rule = check_rule(entry["rule"], entry["n_heads"], number)
-    values = {name: value for name, value in entry.items() if name != "rule"}
+    need(entry["kind"] in KINDS, f"place {number} is neither self- nor cross-attention")
+    for name in ("causal", "exact_zoom"):
+        need(isinstance(entry[name], bool), f"{name} of place {number} is neither true nor false")
+    check_counts(heads, entry["n_heads"], f"the heads of place {number}")
+    check_rule(rule, entry["n_heads"], number)
     return Place(**{**values, "heads": tuple(heads)}), rule
 
 
-def check_rule(rule: Any, n_heads: int, number: int) -> dict[str, Any]:
+def check_rule(rule: Any, n_heads: int, number: int) -> None:
     """The numbers that make the weights of a place."""
-    wanted = {"scale", "softcap", "key_heads", "cell", "biases"}
-    if not isinstance(rule, dict) or set(rule) != wanted:
-        refuse(f"place {number} has no rule")
-    if not is_number(rule["scale"]):
-        refuse(f"the scale of place {number} is no number")
-    if rule["softcap"] is not None and not (is_number(rule["softcap"]) and rule["softcap"] > 0):
-        refuse(f"the softcap of place {number} is no number above 0")
-    keys = rule["key_heads"]
-    if not isinstance(keys, list) or len(keys) != n_heads:
-        refuse(f"place {number} does not say which key head each head has")
-    for head in keys:
-        check_count(head, 0, MAX_HEADS, f"a key head of place {number}")
+    fields = {"scale", "softcap", "key_heads", "cell", "biases"}
+    need(isinstance(rule, dict) and set(rule) == fields, f"place {number} has no rule")
+    softcap, biases = rule["softcap"], rule["biases"]
+    need(is_number(rule["scale"]), f"the scale of place {number} is no number")
+    capped = softcap is None or (is_number(softcap) and softcap > 0)
+    need(capped, f"the softcap of place {number} is no number above 0")
+    check_counts(rule["key_heads"], n_heads, f"the key heads of place {number}")
     check_count(rule["cell"], 0, MAX_TOKENS, f"the cell of place {number}")
-    biases = rule["biases"]
-    if not isinstance(biases, list) or len(biases) > 8:
-        refuse(f"place {number} has no list of biases, or too many")
+    listed = isinstance(biases, list) and len(biases) <= 8
+    need(listed, f"place {number} has no list of biases, or too many")
     for bias in biases:
-        if not isinstance(bias, dict) or set(bias) != {"kind", "lowest"}:
-            refuse(f"a bias of place {number} is not described")
-        if bias["kind"] not in ("relative", "column", "whole"):
-            refuse(f"place {number} has a bias of an unknown kind")
+        told = isinstance(bias, dict) and set(bias) == {"kind", "lowest"}
+        need(told, f"a bias of place {number} is not described")
+        known = bias["kind"] in ("relative", "column", "whole")
+        need(known, f"place {number} has a bias of an unknown kind")
         check_count(bias["lowest"], -MAX_TOKENS, MAX_TOKENS, f"a bias of place {number}")
-    return dict(rule)
 
 
 def check_text(value: Any, longest: int, what: str) -> None:
@@ -193,50 +184,48 @@ def check_count(value: Any, low: int, high: int, what: str) -> None:
         refuse(f"{what} must be a whole number from {low} to {high}")
 
 
-def check_labels(value: Any, what: str) -> list[str]:
-    if not isinstance(value, list) or len(value) > MAX_TOKENS:
-        refuse(f"{what} must be a list of at most {MAX_TOKENS:,} labels")
+def check_counts(value: Any, n: int, what: str) -> None:
+    """Numbers of heads, n of them."""
+    need(isinstance(value, list) and len(value) == n, f"{what} must be {n} numbers")
+    for each in value:
+        check_count(each, 0, MAX_HEADS, what)
+
+
+def check_labels(value: Any, what: str) -> None:
+    listed = isinstance(value, list) and len(value) <= MAX_TOKENS
+    need(listed, f"{what} must be a list of at most {MAX_TOKENS:,} labels")
     for number, label in enumerate(value):
         check_text(label, MAX_LABEL, f"{what}[{number}]")
-    return list(value)
 
 
 def check_spans(value: Any, n_tokens: int, n_characters: int) -> list[tuple[int, int]] | None:
     if value is None:
         return None
-    if not isinstance(value, list) or len(value) != n_tokens:
-        refuse("spans must name the characters of every token")
+    listed = isinstance(value, list) and len(value) == n_tokens
+    need(listed, "spans must name the characters of every token")
     for span in value:
-        whole = isinstance(span, list) and len(span) == 2 and all(type(x) is int for x in span)
-        if not whole or not 0 <= span[0] <= span[1] <= n_characters:
-            refuse("a span lies outside the text")
+        pair = isinstance(span, list) and len(span) == 2 and all(type(x) is int for x in span)
+        need(pair and 0 <= span[0] <= span[1] <= n_characters, "a span lies outside the text")
     return [(first, last) for first, last in value]
 
 
 def is_number(value: Any) -> bool:
     """A finite number of moderate size."""
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and abs(value) < 1e30
-    )
+    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 1e30
 
 
-class Shelf:
-    """The arrays of a record by place and name, each checked when it is first taken down."""
+class CheckedArrays:
+    """The arrays of a record by place and name, each checked when it is first used."""
 
-    def __init__(self, told: Description, arrays: Mapping[str, Array]) -> None:
-        self._told, self._arrays = told, arrays
+    def __init__(self, about: Description, arrays: Mapping[str, Array]) -> None:
+        self._about, self._arrays = about, arrays
         self._good: dict[str, Array] = {}
-        known = {f"{number}.{name}" for number in range(len(told.places)) for name in FORMS}
-        for name in arrays:
-            number, _, part = name.partition(".")
-            if name not in known and _plain(part) not in FORMS:
-                refuse(f"it holds {name[:80]!r}, which belongs nowhere")
-            if not number.isdecimal() or int(number) >= len(told.places):
-                refuse(f"it holds {name[:80]!r}, which belongs to no place")
-            self._check_form(name, int(number), part)
+        for full in arrays:
+            number, _, name = full.partition(".")
+            belongs = number.isdecimal() and number.isascii() and int(number) < len(about.places)
+            if not belongs or _plain(name) not in FORMS:
+                refuse(f"it holds {full[:80]!r}, which belongs nowhere")
+            self._check_form(full, int(number), name)
 
     def has(self, place: int, name: str) -> bool:
         return f"{place}.{name}" in self._arrays
@@ -247,33 +236,29 @@ class Shelf:
         if full not in self._good:
             if full not in self._arrays:
                 refuse(f"place {place} has no {name}")
-            array = self._arrays[full]
-            here = self._told.places[place]
+            array, here = self._arrays[full], self._about.places[place]
             why = FORMS[_plain(name)].fault(array, here.n_queries, here.n_keys)
-            if why is not None:
-                refuse(f"{name} of place {place} {why}")
+            need(why is None, f"{name} of place {place} {why}")
             self._good[full] = array
         return self._good[full]
 
-    def names(self, place: int) -> list[str]:
-        start = f"{place}."
-        return [name.removeprefix(start) for name in self._arrays if name.startswith(start)]
-
     def all(self) -> dict[str, Array]:
-        return dict(self._arrays)
+        """Every array by its full name, all of them checked."""
+        parts = [(full, *full.split(".", 1)) for full in self._arrays]
+        return {full: self.get(int(place), name) for full, place, name in parts}
 
-    def _check_form(self, full: str, number: int, part: str) -> None:
+    def _check_form(self, full: str, number: int, name: str) -> None:
         """Type and axes, which the header tells."""
         if isinstance(self._arrays, File):
             kind, shape = self._arrays.form(full)
         else:
             array = self._arrays[full]
             kind, shape = NAMES[array.dtype.newbyteorder("<")], array.shape
-        here, form = self._told.places[number], FORMS[_plain(part)]
+        here, form = self._about.places[number], FORMS[_plain(name)]
         if kind not in form.types:
-            refuse(f"{part} of place {number} is {kind}; expected {' or '.join(form.types)}")
+            refuse(f"{name} of place {number} is {kind}; expected {' or '.join(form.types)}")
         if not form.fits(shape, here):
-            refuse(f"{part} of place {number} has the shape {shape}; expected {form.axes}")
+            refuse(f"{name} of place {number} has the shape {shape}; expected {form.axes}")
 
 
 def _plain(name: str) -> str:
@@ -335,7 +320,20 @@ class Form:
 
 ONE = 1.001
 QK = ("F32", "F16", "U16", "F64")
+STATISTICS = {
+    "entropy": Form(FLOATS, "H T", -0.01, "log S"),
+    "peak": Form(FLOATS, "H T", 0, ONE),
+    "peak_key": Form(("I32",), "H T", -1, "S-1"),
+    "distance": Form(FLOATS, "H T", -MAX_TOKENS, MAX_TOKENS),
+    "mass": Form(FLOATS, "H T", 0, ONE),
+    "received": Form(FLOATS, "H S", 0, MAX_TOKENS),
+    "seen_by": Form(FLOATS, "H S", 0, "T"),
+    "top_weights": Form(FLOATS, "H T *", 0, ONE),
+    "top_keys": Form(("I32",), "H T *", -1, "S-1"),
+}
+"""What was measured, by head and query or key."""
 FORMS = {
+    **STATISTICS,
     "q": Form(QK, "H T *"),
     "k": Form(QK, "* S *"),
     "lse": Form(FLOATS, "H T", infinite=True),
@@ -348,77 +346,57 @@ FORMS = {
     "bias.whole": Form(FLOATS, "? T S"),
     "base": Form(("F32",), "H * *", 0, ONE),
     "map": Form(("F32",), "H * *", 0, ONE),
-    "entropy": Form(FLOATS, "H T", -0.01, "log S"),
-    "peak": Form(FLOATS, "H T", 0, ONE),
-    "peak_key": Form(("I32",), "H T", -1, "S-1"),
-    "distance": Form(FLOATS, "H T", -MAX_TOKENS, MAX_TOKENS),
-    "mass": Form(FLOATS, "H T", 0, ONE),
-    "received": Form(FLOATS, "H S", 0, MAX_TOKENS),
-    "seen_by": Form(FLOATS, "H S", 0, "T"),
-    "top_weights": Form(FLOATS, "H T *", 0, ONE),
-    "top_keys": Form(("I32",), "H T *", -1, "S-1"),
     "real": Form(("U8",), "T", 0, 2),
     "spots": Form(("F64",), f"{len(SPOTS)} H", 0, MAX_TOKENS),
     "counts": Form(("I64",), f"{len(SPOTS)} H", 0, MAX_TOKENS),
     "ids": Form(("I64",), "T"),
 }
-STATISTICS = (
-    "entropy",
-    "peak",
-    "peak_key",
-    "distance",
-    "mass",
-    "received",
-    "seen_by",
-    "top_weights",
-    "top_keys",
-)
 
 
-def make_kept(told: Description, shelf: Shelf, place: int) -> Kept:
+def make_kept(about: Description, arrays: CheckedArrays, place: int) -> Kept:
     """What the weights of a place are made from, all of it checked."""
-    here, rule = told.places[place], told.rules[place]
-    q, k = shelf.get(place, "q"), shelf.get(place, "k")
+    here, rule = about.places[place], about.rules[place]
+    q, k = arrays.get(place, "q"), arrays.get(place, "k")
     if q.dtype != k.dtype or q.shape[2] != k.shape[2]:
         refuse(f"q and k of place {place} do not fit together")
     if max(rule["key_heads"]) >= k.shape[0]:
         refuse(f"place {place} has {k.shape[0]} key heads, and names others")
     runs = None
-    if shelf.has(place, "first"):
-        first, pairs = shelf.get(place, "first"), shelf.get(place, "pairs")
+    if arrays.has(place, "first"):
+        first, pairs = arrays.get(place, "first"), arrays.get(place, "pairs")
         runs = Runs(first, pairs, here.n_queries)
         check_runs(first, pairs, place)
     base = None
-    if rule["cell"] and shelf.has(place, "base"):
-        means, cell = shelf.get(place, "base"), rule["cell"]
+    if rule["cell"] and arrays.has(place, "base"):
+        means, cell = arrays.get(place, "base"), rule["cell"]
         if means.shape[1] * cell > here.n_queries or means.shape[2] * cell > here.n_keys:
             refuse(f"the base map of place {place} is larger than the place")
         base = Base(cell, means)
     return Kept(
         q_htd=q,
         k_gsd=k,
-        lse_ht=shelf.get(place, "lse"),
+        lse_ht=arrays.get(place, "lse"),
         key_heads=tuple(rule["key_heads"]),
         scale=float(rule["scale"]),
         softcap=None if rule["softcap"] is None else float(rule["softcap"]),
         runs=runs,
-        added=tuple(read_bias(shelf, place, n, bias) for n, bias in enumerate(rule["biases"])),
+        added=tuple(read_bias(arrays, place, n, bias) for n, bias in enumerate(rule["biases"])),
         base=base,
     )
 
 
-def read_bias(shelf: Shelf, place: int, number: int, told: dict[str, Any]) -> Added:
+def read_bias(arrays: CheckedArrays, place: int, number: int, bias: dict[str, Any]) -> Added:
     """One of the biases of a place."""
     start = f"bias{number}"
-    if told["kind"] == "column":
-        return Column(shelf.get(place, f"{start}.column"))
-    if told["kind"] == "whole":
-        return Whole(shelf.get(place, f"{start}.whole"))
-    table = shelf.get(place, f"{start}.table")
+    if bias["kind"] == "column":
+        return Column(arrays.get(place, f"{start}.column"))
+    if bias["kind"] == "whole":
+        return Whole(arrays.get(place, f"{start}.whole"))
+    table = arrays.get(place, f"{start}.table")
     if not table.shape[1]:
         refuse(f"a bias of place {place} is empty")
-    at = (shelf.get(place, f"{start}.{name}") for name in ("queries_at", "keys_at"))
-    return Relative(table, told["lowest"], *at)
+    at = (arrays.get(place, f"{start}.{name}") for name in ("queries_at", "keys_at"))
+    return Relative(table, bias["lowest"], *at)
 
 
 def check_runs(first: Array, pairs: Array, place: int) -> None:

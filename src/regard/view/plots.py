@@ -22,8 +22,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from regard.view.manifest import BadView, Floats, RecordLike, cut, grid_of
-from regard.view.queries import checked
+from regard.lens.record import Place, Record
+from regard.view.manifest import BadView, Floats, cut, make_manifest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +55,7 @@ FALLBACKS = (
 
 
 def plot(
-    record: RecordLike,
+    record: Record,
     path: str | os.PathLike[str] | None = None,
     *,
     place: int | None = None,
@@ -109,20 +109,17 @@ def _draw_png(figure: Figure) -> bytes:
     return page.getvalue()
 
 
-def cells_of(record: RecordLike, place: int, head: int, most: int) -> Floats:
+def cells_of(record: Record, place: int, head: int, most: int) -> Floats:
     """The map of a head in at most so many cells on a side, as fine as it is known."""
-    here = record.places[place]
-    grid = grid_of(record, place)
+    here, grid = record.places[place], record.grid(place)
     if grid is None:
         raise BadView(f"{cut(here.name, 80)} kept no map")
-    size = grid
-    if grid == (here.n_queries, here.n_keys):
-        size = (min(grid[0], most), min(grid[1], most))
-    window = (0, here.n_queries, 0, here.n_keys)
-    return checked(record.map(place, head, window, size), size, "map")
+    if record.has_weights(place):
+        grid = (min(grid[0], most), min(grid[1], most))
+    return record.map(place, head, (0, here.n_queries, 0, here.n_keys), grid)
 
 
-def _plot_head(record: RecordLike, place: int, head: int, title: str | None) -> Figure:
+def _plot_head(record: Record, place: int, head: int, title: str | None) -> Figure:
     here = record.places[place]
     weights = cells_of(record, place, head, CELLS)
     rows, columns = _labels(record, place)
@@ -144,10 +141,9 @@ def _plot_head(record: RecordLike, place: int, head: int, title: str | None) -> 
     return figure
 
 
-def _number(place: Any, head: int) -> int:
+def _number(place: Place, head: int) -> int:
     """The number that a recorded head has in its model."""
-    numbers = getattr(place, "heads", ())
-    return int(numbers[head]) if len(numbers) == place.n_heads else head
+    return place.heads[head] if place.heads else head
 
 
 def _size(shape: tuple[int, ...]) -> tuple[float, float]:
@@ -185,17 +181,14 @@ def top_of(weights: Floats) -> float:
     return float(np.quantile(seen, 0.995) if seen.size > 4096 else seen.max())
 
 
-def _labels(record: RecordLike, place: int) -> tuple[list[str], list[str]]:
+def _labels(record: Record, place: int) -> tuple[list[str], list[str]]:
     """Words for queries and keys, or nothing where they are too many or unknown."""
-    from regard.view.manifest import outline
-
-    told = outline([record], "png")["records"][0]
-    sides = {"target": told["tokens"], "source": told["source_tokens"], "positions": None}
-    here = told["places"][place]
-    both = [sides[here["queries"]], sides[here["keys"]]]
+    manifest = make_manifest([record], "png")["records"][0]
+    sides = {"target": manifest["tokens"], "source": manifest["source_tokens"], "positions": None}
+    here = manifest["places"][place]
     rows, columns = (
         [printable(word) for word in words] if words and len(words) <= LABELS else []
-        for words in both
+        for words in (sides[here["queries"]], sides[here["keys"]])
     )
     return rows, columns
 
@@ -241,7 +234,7 @@ def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float) -> 
             label.set_verticalalignment("center" if slant == 90 else "baseline")
 
 
-def _plot_heads(record: RecordLike, places: list[int], title: str | None) -> Figure:
+def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
     """Every head as a small map, one row a place."""
     most = max(record.places[number].n_heads for number in places)
     across = min(most, 16)

@@ -6,7 +6,7 @@ Host that is not this server's (DNS rebinding), an Origin or a Sec-Fetch-Site fr
 method other than GET and HEAD, or any path but its own five are refused. Nothing is read from disk
 by name, so there is no path to escape from. Answers may not be cached, framed or embedded.
 
-Answers are raw little-endian float32 (see answers.py); the newest are kept in memory up to
+Answers are raw little-endian float32 (see queries.py); the newest are kept in memory up to
 `CACHE_BYTES`. At most `AT_ONCE` are computed at a time, so that memory stays bounded.
 
 Left out: TLS, several users, writing. This is not a web server for others.
@@ -20,13 +20,14 @@ import socket
 import threading
 import webbrowser
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, final
 
+from regard.lens.record import Record
 from regard.view import assets
-from regard.view.manifest import RecordLike, outline
+from regard.view.manifest import make_manifest
 from regard.view.queries import answer
 
 CACHE_BYTES = 256_000_000
@@ -63,15 +64,11 @@ class Server:
     ...     print(server.url)
     """
 
-    def __init__(self, record: RecordLike, other: RecordLike | None = None) -> None:
+    def __init__(self, record: Record, other: Record | None = None) -> None:
         records = [record] if other is None else [record, other]
-        self._answers = _Answers(records)
-        self._token = secrets.token_urlsafe(24)
-        self._http = _Loopback(("127.0.0.1", 0), _Handler)
-        self._http.token = self._token
-        self._http.answers = self._answers
+        self._http = _Loopback(_Answers(records), secrets.token_urlsafe(24))
         self.port = int(self._http.server_address[1])
-        self.url = f"http://127.0.0.1:{self.port}/{self._token}/"
+        self.url = f"http://127.0.0.1:{self.port}/{self._http.token}/"
         self._thread: threading.Thread | None = None
 
     def start(self) -> Server:
@@ -106,9 +103,7 @@ class Server:
         self.close()
 
 
-def serve(
-    record: RecordLike, other: RecordLike | None = None, *, open_browser: bool = True
-) -> Server:
+def serve(record: Record, other: Record | None = None, *, open_browser: bool = True) -> Server:
     """Start a server and open its page; close it with `.close()`, or `.wait()` for Ctrl-C."""
     server = Server(record, other).start()
     if open_browser:
@@ -118,11 +113,11 @@ def serve(
 
 @final
 class _Answers:
-    """The outline and the tiles, each made once while it is remembered."""
+    """The manifest and the tiles, each made once while it is remembered."""
 
-    def __init__(self, records: Sequence[RecordLike]) -> None:
+    def __init__(self, records: Sequence[Record]) -> None:
         self._records = records
-        self.outline = assets.inline_json(outline(records, "server")).encode("ascii")
+        self.manifest = assets.inline_json(make_manifest(records, "server")).encode("ascii")
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
@@ -149,12 +144,11 @@ class _Loopback(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
-    token: str
-    answers: _Answers
 
-    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+    def __init__(self, answers: _Answers, token: str) -> None:
+        self.answers, self.token = answers, token
         self._lines: set[Any] = set()
-        super().__init__(address, handler)
+        super().__init__(("127.0.0.1", 0), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._lines.add(request)
@@ -185,12 +179,6 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         try:
             self._check_sender()
             kind, body = self._find(self._inner_path())
@@ -198,6 +186,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(refusal.status, "text/plain; charset=utf-8", str(refusal).encode())
         else:
             self._send(HTTPStatus.OK, kind, body)
+
+    do_HEAD = do_GET
 
     def _check_sender(self) -> None:
         """Only this server's own page, under this server's own name."""
@@ -226,14 +216,16 @@ class _Handler(BaseHTTPRequestHandler):
         return rest
 
     def _find(self, path: str) -> tuple[str, bytes]:
-        if path == "":
-            return "text/html; charset=utf-8", assets.served_page().encode()
-        if path == "regard.js":
-            return "text/javascript; charset=utf-8", assets.script().encode()
-        if path == "regard.css":
-            return "text/css; charset=utf-8", assets.style().encode()
+        files: dict[str, tuple[str, Callable[[], str]]] = {
+            "": ("text/html; charset=utf-8", assets.served_page),
+            "regard.js": ("text/javascript; charset=utf-8", assets.script),
+            "regard.css": ("text/css; charset=utf-8", assets.style),
+        }
+        if path in files:
+            kind, read = files[path]
+            return kind, read().encode()
         if path == "outline":
-            return "application/json", self.server.answers.outline
+            return "application/json", self.server.answers.manifest
         if path.startswith("data/"):
             try:
                 return "application/octet-stream", self.server.answers.get(path[5:])
