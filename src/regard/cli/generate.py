@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "embedded:lm"
 LIVELY = {"temperature": 0.8, "top_p": 0.9, "seed": 0}
 """How the small model writes unless told: its likeliest text goes round in circles."""
+OWN = ("prompt", "model")
+"""What is no keyword of `write_text`: all other options go on under their own names."""
 GENERATE_HELP = """Let a model go on with a text, and show it as it is written.
 
 Examples:
@@ -74,8 +76,7 @@ def write_text(
         prompt = model.tokenizer.apply_chat([{"role": "user", "content": prompt}])
 
     def show(piece: str) -> None:
-        text = make_printable(piece, console.encoding, kept="\n\t")
-        console.file.write(text)
+        console.file.write(make_printable(piece, console.encoding, kept="\n\t"))
         console.file.flush()
 
     with few_threads(is_small(model)):
@@ -90,16 +91,15 @@ def write_text(
                     show(piece)
             finally:
                 show("\n")
-                write_line(notes, tell(pieces))
+                write_line(notes, sum_up(pieces))
 
 
-def tell(pieces: "Stream[str]") -> str:
+def sum_up(pieces: "Stream[str]") -> str:
     """What a stream took, in words."""
-    after = max(pieces.n_new - 1, 0) / pieces.decode_seconds if pieces.n_new > 1 else 0.0
+    speed = max(pieces.n_new - 1, 0) / pieces.decode_seconds if pieces.n_new > 1 else 0.0
     return (
-        f"{pieces.n_prompt} tokens read in {pieces.prefill_seconds:.2f} s, "
-        f"{pieces.n_new} written, {after:.1f} tokens/s; "
-        f"ended by {pieces.reason or 'interruption'}"
+        f"{pieces.n_prompt} tokens read in {pieces.prefill_seconds:.2f} s, {pieces.n_new} written, "
+        f"{speed:.1f} tokens/s; ended by {pieces.reason or 'interruption'}"
     )
 
 
@@ -118,15 +118,14 @@ def add_generate(app: "typer.Typer") -> None:
 
     @app.command("generate", help=GENERATE_HELP)
     def generate_command(
-        prompt: Annotated[
-            list[str], typer.Argument(help='The text to go on with; "-" reads standard input.')
-        ],
+        context: typer.Context,
+        prompt: Annotated[list[str], typer.Argument(help='The text; "-" reads standard input.')],
         model: Annotated[
             str, typer.Option("--model", "-m", help="Folder, GGUF file or hub name.")
         ] = DEFAULT_MODEL,
         max_new_tokens: Annotated[int, typer.Option(help="Write at most so many tokens.")] = 128,
         temperature: Annotated[
-            float | None, typer.Option(help="Above 0: draw tokens; higher is wilder.")
+            float | None, typer.Option(help="Above 0: draw; higher is wilder.")
         ] = None,
         top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest.")] = None,
         top_p: Annotated[
@@ -138,7 +137,9 @@ def add_generate(app: "typer.Typer") -> None:
         repetition_penalty: Annotated[
             float, typer.Option(help="Above 1: what was said becomes less likely.")
         ] = 1.0,
-        beams: Annotated[int, typer.Option(help="Above 1: search so many texts at once.")] = 1,
+        num_beams: Annotated[
+            int, typer.Option("--beams", help="Above 1: search so many texts at once.")
+        ] = 1,
         length_penalty: Annotated[
             float, typer.Option(help="Of beams: above 0 favours longer texts.")
         ] = 1.0,
@@ -147,7 +148,7 @@ def add_generate(app: "typer.Typer") -> None:
         ] = None,
         seed: Annotated[int | None, typer.Option(help="The same seed, the same draws.")] = None,
         chat: Annotated[bool, typer.Option("--chat", help="Put it as a user's message.")] = False,
-        compile_step: Annotated[
+        compiled: Annotated[
             bool, typer.Option("--compile", help="Compile the step: slow start, then fast.")
         ] = False,
         dtype: Annotated[
@@ -156,24 +157,10 @@ def add_generate(app: "typer.Typer") -> None:
         device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
-        options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "num_beams": beams,
-            "length_penalty": length_penalty,
-            "stop": stop or (),
-            "seed": seed,
-            "compiled": compile_step,
-        }
+        options = {name: context.params[name] for name in context.params if name not in OWN}
         with refusing(notes):
             text = read_prompt(prompt)
-            untold = temperature is None and top_k is None and top_p is None and min_p is None
-            if model == DEFAULT_MODEL and untold and beams == 1:
+            plain = temperature is None and top_k is None and top_p is None and min_p is None
+            if model == DEFAULT_MODEL and plain and num_beams == 1:
                 options |= LIVELY | ({} if seed is None else {"seed": seed})
-            write_text(
-                model, text, Console(), notes, chat=chat, dtype=dtype, device=device, **options
-            )
+            write_text(model, text, Console(), notes, **options | {"stop": stop or ()})

@@ -11,7 +11,6 @@ Left out: several texts at once; two records are compared with `regard view one 
 # No `from __future__ import annotations` here: typer reads the annotations of the function that is
 # defined inside `add_look`, and could not resolve them from strings.
 import os
-import sys
 import tempfile
 import webbrowser
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 from regard._look import DEFAULT_MODEL, Subject, see
 from regard.cli.digest import write_digest
 from regard.cli.loading import few_threads, is_small, load_subject
-from regard.cli.printing import make_printable, refusing, write_line
+from regard.cli.printing import make_printable, read_utf8, refusing, write_line
 from regard.cli.progress import MANY, showing, working
 
 if TYPE_CHECKING:
@@ -62,15 +61,9 @@ weight. --html writes it to a file, --png draws a picture, --serve answers a bro
 def read_text(words: Sequence[str]) -> str:
     """The words of the command line; or what is in the file, or on standard input, they name."""
     if list(words) == ["-"]:
-        text = sys.stdin.read()
+        text = read_utf8(None)
     elif len(words) == 1 and os.path.isfile(words[0]):  # Path's raises where a name is too long
-        try:
-            text = Path(words[0]).read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as wrong:
-            raise ValueError(
-                f"{words[0]} is no text in UTF-8 (byte {wrong.start:,}); convert it, for example "
-                "with iconv -f SHIFT_JIS -t UTF-8"
-            ) from None
+        text = read_utf8(Path(words[0]))
     else:
         text = " ".join(words)
     if not text.strip():
@@ -94,11 +87,11 @@ def show_page(
     record: "Record",
     notes: "Console",
     *,
-    html: Path | None,
-    png: Path | None,
-    serve: bool,
-    place: int | None,
-    head: int | None,
+    html: Path | None = None,
+    png: Path | None = None,
+    serve: bool = False,
+    place: int | None = None,
+    head: int | None = None,
 ) -> None:
     """Write or open what was asked for; unasked, a page in the browser of a terminal's user."""
     from regard import view

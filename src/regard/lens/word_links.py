@@ -195,17 +195,10 @@ def telling_of(weights_qk: Array, causal: bool) -> Array:
     return np.where(seen, kept - np.maximum(elsewhere, at_gap), -1.0)
 
 
-def find_links(record: Record, *, places: Sequence[int] | None = None) -> list[Link]:
+def find_links(record: Record) -> list[Link]:
     """For each two words the head that tells most of them, the most telling first."""
     own, source = words_of(record)
-    return _best(_all_links(record, own, source, places), lambda link: (link.query, link.key))
-
-
-def heads_between(record: Record, query: int, key: int) -> list[Link]:
-    """Every head, by how telling its look from one word to another is."""
-    own, source = words_of(record)
-    links = _all_links(record, own, source, query=query, key=key)
-    return sorted(links, key=lambda link: -link.telling)
+    return _best(all_links(record, own, source), lambda link: (link.query, link.key))
 
 
 def links_of_word(
@@ -226,7 +219,7 @@ def links_of_word(
     ]
     if telling:
         asked = {"query": word} if looking else {"key": word}
-        found = _all_links(record, own, own, places, **asked)
+        found = all_links(record, own, own, places, **asked)
     else:
         found = [link for n in places for link in _row_links(record, own, n, word, looking)]
     return _best(found, lambda link: link.key if looking else link.query)
@@ -258,7 +251,7 @@ def _row_links(
     return found
 
 
-def _all_links(
+def all_links(
     record: Record,
     own: Sequence[Word],
     source: Sequence[Word],
