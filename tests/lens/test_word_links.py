@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import regard
 from regard.lens.watch import watch
 from regard.lens.word_links import (
-    all_links,
     Word,
+    all_links,
     find_alignment,
     find_links,
     find_words,

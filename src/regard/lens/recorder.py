@@ -1,7 +1,8 @@
-"""What a model's attention is called with, put in order: the recorder, to which doors bring calls.
+"""What a model's attention is called with, put in order: the recorder, to which hooks give calls.
 
 How: it knows the modules of the model and which of them is running, by hooks that belong to no
-module. A call goes to the take of its place that it continues, or opens a new one (`taking.py`).
+module. A call goes to the take of its place that it continues, or opens a new one
+(`stitch_calls.py`).
 
 Letters: B batch, T queries, S keys, H heads.
 """
@@ -12,7 +13,7 @@ import datetime
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn, overrides
 from torch.overrides import TorchFunctionMode
 
 from regard.lens.captured_call import Call
-from regard.lens.device_to_host import Bringer
+from regard.lens.device_to_host import HostCopier
 from regard.lens.lazy_weights import Array
 from regard.lens.measure import FoundRuns, find_runs
 from regard.lens.schema import Description
@@ -31,15 +32,15 @@ from regard.ops.op import under_autocast
 from regard.ops.rule import Rule, pack
 
 MOST_TAKES = 256
-"""Places that one module may become; a training loop is no place to watch."""
+"""Places that one module may become; a training loop is not to be watched."""
 CROSS = re.compile(r"cross|encoder_attn|EncDec|enc_dec|multihead_attn|encoder_decoder", re.I)
 NO_WORDS = re.compile(r"pos|type|seg|rel|bias|wpe|dist|time|layer_norm", re.I)
 Progress: TypeAlias = Callable[[str, int], None]
-"""Told the place that was just recorded, and how many calls have been so far."""
+"""Called with the place that was just recorded, and how many calls have been so far."""
 
 
 class Recorder:
-    """Where doors bring their calls; knows the model's modules and which of them is running."""
+    """Where hooks give their calls; knows the model's modules and which of them is running."""
 
     def __init__(
         self,
@@ -57,12 +58,12 @@ class Recorder:
         self.names = {id(module): name or kind for name, module in model.named_modules()}
         self.takes: dict[str, list[Take]] = {}
         self.order: list[Take] = []
-        self.bringer = Bringer()
+        self.copier = HostCopier()
         self.running = threading.local()
         self.ids_bt: Tensor | None = None
         self.progress: Progress | None = None
         self.n_calls = 0
-        self.tap: TorchFunctionMode | None = None
+        self.mode: TorchFunctionMode | None = None
         self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
         self._passed_over: set[str] = set()
         self._words = _word_tables(model)
@@ -74,7 +75,7 @@ class Recorder:
 
     @property
     def busy(self) -> bool:
-        """Whether a door is handling a call, whose inner calls are its own affair."""
+        """Whether a hook is handling a call, whose inner calls are its own affair."""
         return bool(self.running.__dict__.get("busy", 0))
 
     @contextmanager
@@ -86,11 +87,9 @@ class Recorder:
         finally:
             self.running.__dict__["busy"] -= 1
 
-    @contextmanager
-    def untapped(self) -> Iterator[None]:
-        """Take the tap off torch's functions for a while."""
-        with without_mode(self.tap):
-            yield
+    def unseen(self) -> AbstractContextManager[None]:
+        """Without our torch-function mode."""
+        return without_mode(self.mode)
 
     @contextmanager
     def follow(self) -> Iterator[None]:
@@ -153,8 +152,8 @@ class Recorder:
         q, k, _ = under_autocast(call.q, call.k, call.k)
         dtype = torch.promote_types(q.dtype, k.dtype)
         call = replace(call, q=q.to(dtype), k=k.to(dtype))
-        # Measuring is made of torch's functions too, none of which the tap needs to look at.
-        with self.alone(), self.untapped(), torch.autocast(call.q.device.type, enabled=False):
+        # Measuring is made of torch's functions too, none of which our mode needs to look at.
+        with self.alone(), self.unseen(), torch.autocast(call.q.device.type, enabled=False):
             self._take(call)
             self.n_calls += 1
             if self.progress is not None:
@@ -188,7 +187,7 @@ class Recorder:
                 return
             if take.grows(call, ids):
                 # The same text, read anew and farther: generation without a cache.
-                fresh = take.restart()
+                fresh = replace(take)
                 takes[takes.index(take)] = self.order[self.order.index(take)] = fresh
                 self._start(fresh, call, runs, ids)
                 return
@@ -198,13 +197,14 @@ class Recorder:
                 "other; a block records one text, and what is written after it"
             )
         take = Take(
-            self._new_name(call.name),
-            layer_of(call.name) or 0,
-            self.wants,
-            self.keep,
-            self.bringer,
+            name=f"{call.name}@{len(takes) + 1}" if takes else call.name,
+            layer=layer_of(call.name) or 0,
+            wants=self.wants,
+            keep=self.keep,
+            copier=self.copier,
+            cross=is_cross(call),
+            heads=self.heads or (),
         )
-        take.cross, take.heads = self._is_cross(call), self.heads or ()
         takes.append(take)
         self.order.append(take)
         self._start(take, call, runs, ids)
@@ -213,17 +213,6 @@ class Recorder:
         fit = take.fit(call, runs)
         assert fit is not None, "the first call of a take always fits"
         take.add(fit, ids)
-
-    def _new_name(self, name: str) -> str:
-        count = len(self.takes[name]) + 1
-        return name if count == 1 else f"{name}@{count}"
-
-    def _is_cross(self, call: Call) -> bool:
-        if call.cross is not None:
-            return call.cross
-        if CROSS.search(call.name.rpartition(".")[2]) or CROSS.search(call.name):
-            return not re.search(r"self", call.name.rpartition(".")[2], re.I)
-        return False
 
     def _ids(self, B: int, row: int, T: int) -> Tensor | None:
         """The tokens of the queries, where as many were read last as there are queries."""
@@ -239,7 +228,7 @@ class Recorder:
         if key not in self._runs:
             if len(self._runs) > 16:
                 self._runs.pop(next(iter(self._runs)))
-            # Held with its tensors, so that no other tensor can take their place in memory.
+            # Held with its tensors, so that no other tensor can have their addresses.
             self._runs[key] = (rule, find_runs(rule))
         return self._runs[key][1]
 
@@ -256,14 +245,14 @@ class Recorder:
                 f"no attention was seen in {kind}: either it was not called in the block, or it "
                 "attends in a way that cannot be watched (compiled code, or a kernel of its own)"
             )
-        told, arrays = Description(kept=self.keep, model=_model_name(self.model)), {}
-        told.created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        seen, arrays = Description(kept=self.keep, model=_model_name(self.model)), {}
+        seen.created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         for number, take in enumerate(self.order):
             place, rule, found = take.finish()
-            told.places.append(place)
-            told.rules.append(rule)
+            seen.places.append(place)
+            seen.rules.append(rule)
             arrays.update({f"{number}.{name}": array for name, array in found.items()})
-        return told, arrays
+        return seen, arrays
 
 
 @contextmanager
@@ -293,6 +282,14 @@ def layer_of(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
+def is_cross(call: Call) -> bool:
+    """Whether a call looks at another text: as its hook says, else by the place's name."""
+    if call.cross is not None:
+        return call.cross
+    own = "self" in call.name.rpartition(".")[2].lower()
+    return CROSS.search(call.name) is not None and not own
+
+
 def _inside(name: str, around: str) -> bool:
     return name == around or name.startswith(f"{around}.") or around == ""
 
@@ -313,13 +310,12 @@ def _age(tensor: Tensor) -> Any:
 
 
 def _word_tables(model: nn.Module) -> set[int]:
-    """The embeddings that read tokens, as far as their names and sizes tell."""
-    tables = {
-        name: module
+    """The embeddings that read tokens, as far as their names tell."""
+    return {
+        id(module)
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and not NO_WORDS.search(name.rpartition(".")[2])
     }
-    return {id(module) for module in tables.values()}
 
 
 def _model_name(model: nn.Module) -> str:

@@ -23,7 +23,7 @@ def read_heads(name: str, given: dict[str, Any], cross: bool | None = None) -> C
     n_heads = given["num_heads"]
     with torch.no_grad():
         q, k = project(query, key, given)
-        k = extend(k, given, n_heads)
+        k = extend(k, given)
     mask, bias = read_masks(given, k.shape[2], n_heads)
     if cross is None:
         cross = given["key"] is not given["query"]
@@ -49,7 +49,7 @@ def project(query_tbc: Tensor, key_sbc: Tensor, given: dict[str, Any]) -> tuple[
     return split(q), split(F.linear(key_sbc, k_weight, k_bias))
 
 
-def extend(k_bhsd: Tensor, given: dict[str, Any], n_heads: int) -> Tensor:
+def extend(k_bhsd: Tensor, given: dict[str, Any]) -> Tensor:
     """Keys with the learned one and the one of zeros behind them, where there are any."""
     B, H, _, D = k_bhsd.shape
     parts = [k_bhsd]
