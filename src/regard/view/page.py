@@ -20,6 +20,7 @@ from typing import Any, final
 
 import numpy as np
 
+from regard._files import replace_file
 from regard.lens.record import Record
 from regard.view.assets import inline_json, whole_page
 from regard.view.manifest import BadView, Floats, cut, make_manifest
@@ -49,12 +50,8 @@ def write_page(
     """Write the page to a file, whole or not at all; gives its path."""
     out = Path(os.fsdecode(path))
     text = make_page(record, other, budget=budget)
-    beside = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        beside.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(beside, out)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replace_file(out) as file:
+        file.write(text.encode())
     return out
 
 

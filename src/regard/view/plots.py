@@ -11,6 +11,7 @@ shows it all the same, since it can draw itself as PNG.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -22,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from regard._files import replace_file
 from regard.lens.record import Place, Record
 from regard.view.manifest import BadView, Floats, cut, make_manifest
 
@@ -104,9 +106,9 @@ def _make_figure(width: float, height: float) -> Figure:
 
 
 def _draw_png(figure: Figure) -> bytes:
-    page = io.BytesIO()
-    _write(figure, page, "png", SCREEN_DPI)
-    return page.getvalue()
+    png = io.BytesIO()
+    _write(figure, png, "png", SCREEN_DPI)
+    return png.getvalue()
 
 
 def cells_of(record: Record, place: int, head: int, most: int) -> Floats:
@@ -124,9 +126,9 @@ def _plot_head(record: Record, place: int, head: int, title: str | None) -> Figu
     weights = cells_of(record, place, head, CELLS)
     rows, columns = _labels(record, place)
     longest = max((len(word) for word in (*rows, *columns)), default=4)
-    room = 0.8 + min(longest, 20) * 0.07
+    margin = 0.8 + min(longest, 20) * 0.07
     width, height = _size(weights.shape)
-    figure = _make_figure(width + room + 0.6, height + room)
+    figure = _make_figure(width + margin + 0.6, height + margin)
     axes = figure.add_subplot()
     extent = (-0.5, here.n_keys - 0.5, here.n_queries - 0.5, -0.5)
     shown = _draw(axes, weights, extent)
@@ -212,9 +214,7 @@ def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float) -> 
     from matplotlib.ticker import MaxNLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axes.tick_params(
-        axis="x" if which == "x" else "y", length=2, color=PALE, labelcolor=INK, labelsize=7
-    )
+    axis.set_tick_params(length=2, color=PALE, labelcolor=INK, labelsize=7)
     if which == "x":
         axes.xaxis.tick_top()
     if not words:
@@ -224,14 +224,12 @@ def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float) -> 
     families = fonts_for("".join(words))
     slant = 90 if inches < 0.25 else 55
     axis.set_ticks(range(len(words)), labels=list(words))
+    style: dict[str, Any] = {"fontfamily": families, "fontsize": size}
+    if which == "x":
+        across = "center" if slant == 90 else "baseline"
+        style |= {"rotation": slant, "rotation_mode": "anchor", "ha": "left", "va": across}
     for label in axis.get_ticklabels():
-        label.set_fontfamily(families)
-        label.set_fontsize(size)
-        if which == "x":
-            label.set_rotation(slant)
-            label.set_rotation_mode("anchor")
-            label.set_horizontalalignment("left")
-            label.set_verticalalignment("center" if slant == 90 else "baseline")
+        label.update(style)
 
 
 def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
@@ -310,12 +308,9 @@ def _look_again() -> dict[str, str]:
     from matplotlib import font_manager
 
     known = {font.fname for font in font_manager.fontManager.ttflist}
-    for file in font_manager.findSystemFonts():
-        if file not in known:
-            try:
-                font_manager.fontManager.addfont(file)
-            except (OSError, RuntimeError):  # a file that FreeType does not read is no font for us
-                continue
+    for file in set(font_manager.findSystemFonts()) - known:
+        with contextlib.suppress(OSError, RuntimeError):  # what FreeType does not read
+            font_manager.fontManager.addfont(file)
     _installed.cache_clear()
     return _installed()
 
@@ -336,15 +331,11 @@ def _save(figure: Figure, out: Path, dpi: int) -> None:
     """Write whole or not at all."""
     if not 20 <= dpi <= 1200 or not math.isfinite(dpi):
         raise ValueError(f"dpi must be from 20 to 1200, got {dpi}")
-    beside = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        _write(figure, beside, out.suffix.lower().removeprefix("."), dpi)
-        os.replace(beside, out)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replace_file(out) as file:
+        _write(figure, file, out.suffix.lower().removeprefix("."), dpi)
 
 
-def _write(figure: Figure, to: Path | IO[bytes], kind: str, dpi: int) -> None:
+def _write(figure: Figure, to: IO[bytes], kind: str, dpi: int) -> None:
     """Draw; matplotlib's own words about missing glyphs were said before."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
