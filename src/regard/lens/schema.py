@@ -11,7 +11,7 @@ Letters: H heads, G key heads, T queries, S keys, D head width; see `record.py` 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -35,7 +35,6 @@ MAX_TEXT = 1 << 26
 MAX_LABEL = 4096
 MAX_PLACES = 4096
 MAX_HEADS = 4096
-KINDS = ("self", "cross")
 FLOATS = ("F32", "F64")
 SPOTS = ("previous", "next", "same", "induction", "first")
 """The scores that are sums over single pairs, in the order of the rows of `spots`."""
@@ -100,118 +99,115 @@ def refuse(why: str) -> NoReturn:
     raise BadRecord(f"not a good record: {why}")
 
 
-def need(good: bool, why: str) -> None:
-    if not good:
-        refuse(why)
+@dataclass(frozen=True)
+class Is:
+    """What a value of the description must be: a test of it, and the same in words."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+    def or_none(self) -> Is:
+        return Is(lambda x: x is None or self.fits(x), f"{self.words}, or null")
+
+
+def text(longest: int) -> Is:
+    return Is(lambda x: isinstance(x, str) and len(x) <= longest, f"a text of up to {longest:,}")
+
+
+def whole(low: int, high: int) -> Is:
+    return Is(lambda x: type(x) is int and low <= x <= high, f"a whole number, {low} to {high:,}")
+
+
+def number(low: float) -> Is:
+    return Is(lambda x: type(x) in (int, float) and low < x < 1e30, f"a number above {low:g}")
+
+
+def one_of(*values: Any) -> Is:
+    return Is(lambda x: (type(x), x) in [(type(v), v) for v in values], f"one of {values}")
+
+
+def listed(each: Is, low: int, high: int) -> Is:
+    def fits(x: Any) -> bool:
+        return isinstance(x, list) and low <= len(x) <= high and all(map(each.fits, x))
+
+    return Is(fits, f"a list of {low} to {high:,}, each {each.words}")
+
+
+def check(value: Any, what: str, wanted: dict[str, Is]) -> None:
+    """Whether a JSON object has these fields and no others."""
+    if not isinstance(value, dict) or set(value) != set(wanted):
+        refuse(f"{what} lacks something, or has more than belongs there")
+    for name, each in wanted.items():
+        if not each.fits(value[name]):
+            refuse(f"{name} of {what} must be {each.words}")
+
+
+ANY = Is(lambda x: True, "anything")
+YES_NO = one_of(True, False)
+HEADS = listed(whole(0, MAX_HEADS), 1, MAX_HEADS)
+LABELS = listed(text(MAX_LABEL), 0, MAX_TOKENS)
+DESCRIPTION = {
+    "version": one_of(VERSION),
+    "model": text(MAX_LABEL),
+    "created": text(MAX_LABEL),
+    "kept": one_of("statistics", "qk"),
+    "text": text(MAX_TEXT),
+    "tokens": LABELS,
+    "spans": listed(listed(whole(0, MAX_TEXT), 2, 2), 0, MAX_TOKENS).or_none(),
+    "source_text": text(MAX_TEXT).or_none(),
+    "source_tokens": LABELS.or_none(),
+    "places": listed(ANY, 1, MAX_PLACES),
+}
+PLACE = {
+    "name": text(MAX_LABEL),
+    "layer": whole(0, MAX_PLACES),
+    "kind": one_of("self", "cross"),
+    "n_heads": whole(1, MAX_HEADS),
+    "n_queries": whole(1, MAX_TOKENS),
+    "n_keys": whole(1, MAX_TOKENS),
+    "causal": YES_NO,
+    "heads": HEADS,
+    "exact_zoom": YES_NO,
+    "rule": ANY,
+}
+RULE = {
+    "scale": number(-1e30),
+    "softcap": number(0).or_none(),
+    "key_heads": HEADS,
+    "cell": whole(0, MAX_TOKENS),
+    "biases": listed(ANY, 0, 8),
+}
+BIAS = {
+    "kind": one_of("relative", "column", "whole"),
+    "lowest": whole(-MAX_TOKENS, MAX_TOKENS),
+}
 
 
 def read_description(about: dict[str, Any]) -> Description:
     """A description from a stranger's JSON."""
-    fields = set(vars(Description())) - {"rules"}
-    need(set(about) == fields, "its description lacks something, or has more than belongs there")
-    version = about["version"]
-    need(version == VERSION, f"it has version {str(version)[:20]}; this reads version {VERSION}")
-    for name, longest in (("model", MAX_LABEL), ("created", MAX_LABEL), ("text", MAX_TEXT)):
-        check_text(about[name], longest, name)
-    if about["source_text"] is not None:
-        check_text(about["source_text"], MAX_TEXT, "source_text")
-    kept, places = about["kept"], about["places"]
-    need(kept in ("statistics", "qk"), f"it keeps {str(kept)[:20]!r}; expected statistics or qk")
-    listed = isinstance(places, list) and 1 <= len(places) <= MAX_PLACES
-    need(listed, f"it must have 1 to {MAX_PLACES} places")
-    pairs = [read_place(entry, number) for number, entry in enumerate(places)]
-    check_labels(about["tokens"], "tokens")
-    if about["source_tokens"] is not None:
-        check_labels(about["source_tokens"], "source_tokens")
-    spans = check_spans(about["spans"], len(about["tokens"]), len(about["text"]))
+    check(about, "the description", DESCRIPTION)
+    spans, n_characters = about["spans"], len(about["text"])
+    if spans is not None:
+        if len(spans) != len(about["tokens"]):
+            refuse("spans must name the characters of every token")
+        if not all(first <= last <= n_characters for first, last in spans):
+            refuse("a span lies outside the text")
+        spans = [(first, last) for first, last in spans]
+    pairs = [read_place(entry, f"place {n}") for n, entry in enumerate(about["places"])]
     found = {"places": [place for place, _ in pairs], "rules": [rule for _, rule in pairs]}
     return Description(**{**about, **found, "spans": spans})
 
 
-def read_place(entry: Any, number: int) -> tuple[Place, dict[str, Any]]:
-    """One place and its rule."""
-    fields = {*Place.__dataclass_fields__, "rule"}
-    need(
-        isinstance(entry, dict) and set(entry) == fields, f"place {number} is not described as one"
-    )
-    values = dict(entry)
-    rule, heads = values.pop("rule"), values["heads"]
-    check_text(entry["name"], MAX_LABEL, "a place's name")
-    for name, low, high in (
-        ("layer", 0, MAX_PLACES),
-        ("n_heads", 1, MAX_HEADS),
-        ("n_queries", 1, MAX_TOKENS),
-        ("n_keys", 1, MAX_TOKENS),
-    ):
-        check_count(entry[name], low, high, f"{name} of place {number}")
-    need(entry["kind"] in KINDS, f"place {number} is neither self- nor cross-attention")
-    for name in ("causal", "exact_zoom"):
-        need(isinstance(entry[name], bool), f"{name} of place {number} is neither true nor false")
-    check_counts(heads, entry["n_heads"], f"the heads of place {number}")
-    check_rule(rule, entry["n_heads"], number)
-    return Place(**{**values, "heads": tuple(heads)}), rule
-
-
-def check_rule(rule: Any, n_heads: int, number: int) -> None:
-    """The numbers that make the weights of a place."""
-    fields = {"scale", "softcap", "key_heads", "cell", "biases"}
-    need(isinstance(rule, dict) and set(rule) == fields, f"place {number} has no rule")
-    softcap, biases = rule["softcap"], rule["biases"]
-    need(is_number(rule["scale"]), f"the scale of place {number} is no number")
-    capped = softcap is None or (is_number(softcap) and softcap > 0)
-    need(capped, f"the softcap of place {number} is no number above 0")
-    check_counts(rule["key_heads"], n_heads, f"the key heads of place {number}")
-    check_count(rule["cell"], 0, MAX_TOKENS, f"the cell of place {number}")
-    listed = isinstance(biases, list) and len(biases) <= 8
-    need(listed, f"place {number} has no list of biases, or too many")
-    for bias in biases:
-        told = isinstance(bias, dict) and set(bias) == {"kind", "lowest"}
-        need(told, f"a bias of place {number} is not described")
-        known = bias["kind"] in ("relative", "column", "whole")
-        need(known, f"place {number} has a bias of an unknown kind")
-        check_count(bias["lowest"], -MAX_TOKENS, MAX_TOKENS, f"a bias of place {number}")
-
-
-def check_text(value: Any, longest: int, what: str) -> None:
-    if not isinstance(value, str):
-        refuse(f"{what} must be a text, and is a {type(value).__name__}")
-    if len(value) > longest:
-        refuse(f"{what} has {len(value):,} characters; at most {longest:,} are kept")
-
-
-def check_count(value: Any, low: int, high: int, what: str) -> None:
-    if type(value) is not int or not low <= value <= high:
-        refuse(f"{what} must be a whole number from {low} to {high}")
-
-
-def check_counts(value: Any, n: int, what: str) -> None:
-    """Numbers of heads, n of them."""
-    need(isinstance(value, list) and len(value) == n, f"{what} must be {n} numbers")
-    for each in value:
-        check_count(each, 0, MAX_HEADS, what)
-
-
-def check_labels(value: Any, what: str) -> None:
-    listed = isinstance(value, list) and len(value) <= MAX_TOKENS
-    need(listed, f"{what} must be a list of at most {MAX_TOKENS:,} labels")
-    for number, label in enumerate(value):
-        check_text(label, MAX_LABEL, f"{what}[{number}]")
-
-
-def check_spans(value: Any, n_tokens: int, n_characters: int) -> list[tuple[int, int]] | None:
-    if value is None:
-        return None
-    listed = isinstance(value, list) and len(value) == n_tokens
-    need(listed, "spans must name the characters of every token")
-    for span in value:
-        pair = isinstance(span, list) and len(span) == 2 and all(type(x) is int for x in span)
-        need(pair and 0 <= span[0] <= span[1] <= n_characters, "a span lies outside the text")
-    return [(first, last) for first, last in value]
-
-
-def is_number(value: Any) -> bool:
-    """A finite number of moderate size."""
-    return type(value) in (int, float) and math.isfinite(value) and abs(value) < 1e30
+def read_place(entry: Any, what: str) -> tuple[Place, dict[str, Any]]:
+    """One place and its rule, the numbers that make its weights."""
+    check(entry, what, PLACE)
+    rule, values = entry["rule"], {name: entry[name] for name in entry if name != "rule"}
+    check(rule, f"the rule of {what}", RULE)
+    for bias in rule["biases"]:
+        check(bias, f"a bias of {what}", BIAS)
+    if not len(entry["heads"]) == len(rule["key_heads"]) == entry["n_heads"]:
+        refuse(f"{what} does not name its heads, or which key head each has")
+    return Place(**{**values, "heads": tuple(entry["heads"])}), rule
 
 
 class CheckedArrays:
@@ -238,7 +234,8 @@ class CheckedArrays:
                 refuse(f"place {place} has no {name}")
             array, here = self._arrays[full], self._about.places[place]
             why = FORMS[_plain(name)].fault(array, here.n_queries, here.n_keys)
-            need(why is None, f"{name} of place {place} {why}")
+            if why is not None:
+                refuse(f"{name} of place {place} {why}")
             self._good[full] = array
         return self._good[full]
 

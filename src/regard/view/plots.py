@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -38,22 +37,8 @@ LABELS = 64  # tokens on a side that still get labels
 FORMATS = (".png", ".svg", ".pdf")
 INK, PALE = "#1b2430", "#5f6b78"
 TIDE = ("#fdfcfa", "#d5e5e0", "#93c4bf", "#4f9aa6", "#2a6b8b", "#1c3f66", "#111c38")
-# Fonts that have what DejaVu Sans lacks, tried in this order if installed.
-FALLBACKS = (
-    "Noto Sans CJK JP",
-    "Noto Sans JP",
-    "Hiragino Sans",
-    "Yu Gothic",
-    "IPAexGothic",
-    "Microsoft YaHei",
-    "Arial Unicode MS",
-    "Noto Sans",
-    "Noto Sans Arabic",
-    "Noto Sans Hebrew",
-    "Noto Sans Devanagari",
-    "Noto Sans Thai",
-    "Noto Emoji",
-)
+# Fonts that have what DejaVu Sans lacks, tried before all others that are installed.
+FALLBACKS = ("Noto Sans CJK JP", "Noto Sans JP", "Hiragino Sans", "Yu Gothic", "Noto Sans")
 
 
 def plot(
@@ -73,6 +58,8 @@ def plot(
     out = None if path is None else Path(os.fsdecode(path))
     if out is not None and out.suffix.lower() not in FORMATS:
         raise ValueError(f"a picture is written as one of {FORMATS}, not {out.suffix!r}")
+    if not 20 <= dpi <= 1200:
+        raise ValueError(f"dpi must be from 20 to 1200, got {dpi}")
     if head is not None and place is None:
         raise ValueError("head is one of a place's heads: give place too")
     if place is not None and not 0 <= place < len(record.places):
@@ -86,7 +73,8 @@ def plot(
         places = range(len(record.places)) if place is None else [place]
         figure = _plot_heads(record, list(places), title)
     if out is not None:
-        _save(figure, out, dpi)
+        with replace_file(out) as file:
+            _write(figure, file, out.suffix.lower().removeprefix("."), dpi)
     return figure
 
 
@@ -160,14 +148,15 @@ def _draw(axes: Axes, weights: Floats, extent: tuple[float, float, float, float]
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
     colours = LinearSegmentedColormap.from_list("tide", list(TIDE)).with_extremes(bad="#d0489b")
-    top = top_of(weights)
-    picture = np.ma.masked_invalid(weights)
-    norm = PowerNorm(gamma=0.5, vmin=0.0, vmax=top)
     for spine in axes.spines.values():
-        spine.set_color("#cfcbc2")
-        spine.set_linewidth(0.6)
+        spine.set(color="#cfcbc2", linewidth=0.6)
     return axes.imshow(
-        picture, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest"
+        np.ma.masked_invalid(weights),
+        cmap=colours,
+        norm=PowerNorm(gamma=0.5, vmin=0.0, vmax=top_of(weights)),
+        extent=extent,
+        aspect="auto",
+        interpolation="nearest",
     )
 
 
@@ -202,9 +191,8 @@ def printable(word: str, length: int = 24) -> str:
 
 
 def _sign(character: str) -> str:
-    signs = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": " "}
-    if character in signs:
-        return signs[character]
+    if character in "\n\t\r":
+        return {"\n": "⏎", "\t": "⇥", "\r": "␍"}[character]
     code = ord(character)
     hidden = code < 32 or 0x7F <= code < 0xA0 or 0x202A <= code <= 0x202E or 0xD800 <= code < 0xE000
     return f"⟨{code:04X}⟩" if hidden or 0x2066 <= code <= 0x2069 else character
@@ -234,13 +222,8 @@ def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float) -> 
 
 def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
     """Every head as a small map, one row a place."""
-    most = max(record.places[number].n_heads for number in places)
-    across = min(most, 16)
-    rows = [
-        (number, first)
-        for number in places
-        for first in range(0, record.places[number].n_heads, across)
-    ]
+    across = min(max(record.places[number].n_heads for number in places), 16)
+    rows = [(n, head) for n in places for head in range(0, record.places[n].n_heads, across)]
     if len(rows) > 200:
         raise ValueError(
             f"{len(rows)} rows of heads do not fit on one picture; give place= to draw one place"
@@ -325,14 +308,6 @@ def _warn_missing(characters: str) -> None:
         UserWarning,
         stacklevel=2,
     )
-
-
-def _save(figure: Figure, out: Path, dpi: int) -> None:
-    """Write whole or not at all."""
-    if not 20 <= dpi <= 1200 or not math.isfinite(dpi):
-        raise ValueError(f"dpi must be from 20 to 1200, got {dpi}")
-    with replace_file(out) as file:
-        _write(figure, file, out.suffix.lower().removeprefix("."), dpi)
 
 
 def _write(figure: Figure, to: IO[bytes], kind: str, dpi: int) -> None:
