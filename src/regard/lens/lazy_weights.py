@@ -218,47 +218,41 @@ class Kept:
 
     def map(self, head: int, window: Window, size: tuple[int, int]) -> Array:
         """The mean weight in each of size[0] × size[1] equal cells of a window, float32."""
+        rows, columns = self._on_base(window, size)
+        if not rows or not columns:
+            return self._direct(head, window, size)
+        # Whole base cells first, then what lies right of them, then what lies below.
         t0, t1, s0, s1 = window
         height, width = size
+        t_in, s_in = t0 + rows * ((t1 - t0) // height), s0 + columns * ((s1 - s0) // width)
         cells = np.zeros(size, np.float32)
-        inside = self._on_base(window, size)
-        if inside is not None and min(inside) > 0 and self.base is not None:
-            rows, columns = inside
-            cells[:rows, :columns] = self._from_base(head, window, size, inside)
-            t_in = t0 + rows * ((t1 - t0) // height)
-            s_in = s0 + columns * ((s1 - s0) // width)
-            if columns < width:
-                beside = self._direct(head, (t0, t_in, s_in, s1), (rows, width - columns))
-                cells[:rows, columns:] = beside
-            if rows < height:
-                cells[rows:] = self._direct(head, (t_in, t1, s0, s1), (height - rows, width))
-            return cells
-        return self._direct(head, window, size)
+        cells[:rows, :columns] = self._from_base(head, (t0, t_in, s0, s_in), (rows, columns))
+        if columns < width:
+            beside = self._direct(head, (t0, t_in, s_in, s1), (rows, width - columns))
+            cells[:rows, columns:] = beside
+        if rows < height:
+            cells[rows:] = self._direct(head, (t_in, t1, s0, s1), (height - rows, width))
+        return cells
 
-    def _on_base(self, window: Window, size: tuple[int, int]) -> tuple[int, int] | None:
-        """How many rows and columns of cells are whole base cells, if the grids agree."""
+    def _on_base(self, window: Window, size: tuple[int, int]) -> tuple[int, int]:
+        """How many rows and columns of cells are whole base cells; none unless the grids agree."""
         if self.base is None:
-            return None
+            return 0, 0
         counts = []
         for axis in (0, 1):
             first, last = window[2 * axis], window[2 * axis + 1]
             step, rest = divmod(last - first, size[axis])
             if rest or first % self.base.cell or step % self.base.cell:
-                return None
+                return 0, 0
             covered = self.base.means.shape[axis + 1] * self.base.cell
             counts.append(min(max((covered - first) // step, 0), size[axis]))
         return counts[0], counts[1]
 
-    def _from_base(
-        self, head: int, window: Window, size: tuple[int, int], inside: tuple[int, int]
-    ) -> Array:
+    def _from_base(self, head: int, window: Window, size: tuple[int, int]) -> Array:
         assert self.base is not None
-        cell = self.base.cell
-        down, across = ((window[2 * x + 1] - window[2 * x]) // size[x] // cell for x in (0, 1))
-        t, s = window[0] // cell, window[2] // cell
-        rows, columns = inside
-        part = self.base.means[head, t : t + rows * down, s : s + columns * across]
-        fine = np.asarray(part, np.float32).reshape(rows, down, columns, across)
+        t0, t1, s0, s1 = (edge // self.base.cell for edge in window)
+        part = np.asarray(self.base.means[head, t0:t1, s0:s1], np.float32)
+        fine = part.reshape(size[0], -1, size[1], (s1 - s0) // size[1])
         return np.asarray(fine.mean((1, 3), dtype=np.float64))
 
     def _direct(self, head: int, window: Window, size: tuple[int, int]) -> Array:
@@ -277,13 +271,12 @@ def shares(cells: int, window: tuple[int, int], part: tuple[int, int]) -> tuple[
     Cell x of the window a..z covers a + x · (z - a) / cells onwards. Overlaps are counted in whole
     units of 1 / cells, so that they are exact at any size.
     """
-    (first, last), span = window, window[1] - window[0]
+    first, span = window[0], window[1] - window[0]
     begin = (part[0] - first) * cells // span
     end = -((first - part[1]) * cells // span)
     x = np.arange(begin, end, dtype=np.int64)[:, None] * span
     n = (np.arange(part[0], part[1], dtype=np.int64) - first) * cells
     shared = np.minimum(x + span, n + cells) - np.maximum(x, n)
-    assert last > first
     return begin, (np.maximum(shared, 0) / span).astype(np.float32)
 
 

@@ -167,10 +167,10 @@ class Record:
 
     def find(self, name: str) -> int:
         """The number of the place with this dotted name."""
-        for number, place in enumerate(self.places):
-            if place.name == name:
-                return number
-        raise KeyError(f"no place is named {name!r}; there are {[p.name for p in self.places]}")
+        names = [place.name for place in self.places]
+        if name not in names:
+            raise KeyError(f"no place is named {name!r}; there are {names}")
+        return names.index(name)
 
     def ids(self, place: int = 0) -> Array | None:
         """The token ids of a place's queries, where the model read any."""
@@ -350,16 +350,12 @@ class Record:
             )
         mine, theirs = self.heads(), other.heads()
         scores = {name: theirs[name] - mine[name] for name in mine}
-        statistics: list[dict[str, Array]] = []
+        statistics = []
         for place in range(len(here)):
             one, two = self.statistics(place), other.statistics(place)
-            statistics.append(
-                {
-                    name: np.asarray(two[name], np.float64) - np.asarray(one[name], np.float64)
-                    for name in one
-                    if name in two and one[name].shape == two[name].shape and "key" not in name
-                }
-            )
+            names = [name for name in one if name in two and "key" not in name]
+            same = [name for name in names if one[name].shape == two[name].shape]
+            statistics.append({name: two[name].astype(np.float64) - one[name] for name in same})
         return Comparison(scores, statistics, self.tokens == other.tokens)
 
     def plot(self, *args: Any, **kwargs: Any) -> Any:
