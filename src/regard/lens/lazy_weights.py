@@ -202,18 +202,12 @@ class Kept:
                 inside = (a, z, b, min(b + width, right))
                 yield inside, self.piece(head, inside)
 
-    def row(self, head: int, query: int) -> Array:
-        """The weights of one query on every key, (S,)."""
-        found = np.zeros(self.sizes[1], np.float32)
-        for (_, _, s0, s1), part in self.pieces(head, (query, query + 1, 0, self.sizes[1])):
-            found[s0:s1] = part[0]
-        return found
-
-    def column(self, head: int, key: int) -> Array:
-        """The weights of every query on one key, (T,)."""
-        found = np.zeros(self.sizes[0], np.float32)
-        for (t0, t1, _, _), part in self.pieces(head, (0, self.sizes[0], key, key + 1)):
-            found[t0:t1] = part[:, 0]
+    def part(self, head: int, window: Window) -> Array:
+        """All weights of a window, (t, s)."""
+        t0, t1, s0, s1 = window
+        found = np.zeros((t1 - t0, s1 - s0), np.float32)
+        for (a, z, b, y), part in self.pieces(head, window):
+            found[a - t0 : z - t0, b - s0 : y - s0] = part
         return found
 
     def map(self, head: int, window: Window, size: tuple[int, int]) -> Array:

@@ -292,19 +292,19 @@ class Record:
         """What one query looks at, (S,)."""
         here = self._check_place(place, head)
         check_index("query", query, here.n_queries)
-        if here.exact_zoom:
-            return self._weights(place).row(head, query)
-        window = (query, query + 1, 0, here.n_keys)
-        return np.asarray(self._pictured(place, head, window, (1, here.n_keys))[0])
+        return np.asarray(self._all_of(place, head, (query, query + 1, 0, here.n_keys))[0])
 
     def column(self, place: int, head: int, key: int) -> Array:
         """Who looks at one key, (T,)."""
         here = self._check_place(place, head)
         check_index("key", key, here.n_keys)
-        if here.exact_zoom:
-            return self._weights(place).column(head, key)
-        window = (0, here.n_queries, key, key + 1)
-        return np.asarray(self._pictured(place, head, window, (here.n_queries, 1))[:, 0])
+        return np.asarray(self._all_of(place, head, (0, here.n_queries, key, key + 1))[:, 0])
+
+    def _all_of(self, place: int, head: int, window: Window) -> Array:
+        if self.places[place].exact_zoom:
+            return self._weights(place).part(head, window)
+        t0, t1, s0, s1 = window
+        return self._pictured(place, head, window, (t1 - t0, s1 - s0))
 
     def weight(self, place: int, head: int, t: int, s: int) -> float:
         """How much query t looks at key s."""

@@ -10,6 +10,7 @@ Letters: B batch, T queries, S keys, H heads.
 from __future__ import annotations
 
 import datetime
+import itertools
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -39,6 +40,14 @@ Progress: TypeAlias = Callable[[str, int], None]
 """Called with the place that was just recorded, and how many calls have been so far."""
 
 
+class Running(threading.local):
+    """What runs in a thread: modules, outermost first, and how many hooks are handling a call."""
+
+    def __init__(self) -> None:
+        self.stack: list[nn.Module] = []
+        self.hooks = 0
+
+
 class Recorder:
     """Where hooks give their calls; knows the model's modules and which of them is running."""
 
@@ -59,7 +68,7 @@ class Recorder:
         self.takes: dict[str, list[Take]] = {}
         self.order: list[Take] = []
         self.copier = HostCopier()
-        self.running = threading.local()
+        self.running = Running()
         self.ids_bt: Tensor | None = None
         self.progress: Progress | None = None
         self.n_calls = 0
@@ -70,22 +79,21 @@ class Recorder:
 
     def stack(self) -> list[nn.Module]:
         """The modules that are running in this thread, outermost first."""
-        found: list[nn.Module] = self.running.__dict__.setdefault("stack", [])
-        return found
+        return self.running.stack
 
     @property
     def busy(self) -> bool:
         """Whether a hook is handling a call, whose inner calls are its own affair."""
-        return bool(self.running.__dict__.get("busy", 0))
+        return self.running.hooks > 0
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """What happens inside is part of a call that was seen already."""
-        self.running.__dict__["busy"] = self.running.__dict__.get("busy", 0) + 1
+        self.running.hooks += 1
         try:
             yield
         finally:
-            self.running.__dict__["busy"] -= 1
+            self.running.hooks -= 1
 
     def unseen(self) -> AbstractContextManager[None]:
         """Without our torch-function mode."""
@@ -100,19 +108,18 @@ class Recorder:
         """
 
         def enter(module: nn.Module, args: Any) -> None:
-            if id(module) in self.names:
-                self.stack().append(module)
-                if id(module) in self._words and args and isinstance(args[0], Tensor):
-                    ids = args[0]
-                    if ids.dim() == 2 and not ids.is_floating_point():
-                        # Once for all layers, and before any of them keeps the device busy.
-                        self.ids_bt = ids.detach().cpu()
+            if id(module) not in self.names:
+                return
+            self.stack().append(module)
+            ids = args[0] if args and id(module) in self._words else None
+            if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+                # Once for all layers, and before any of them keeps the device busy.
+                self.ids_bt = ids.detach().cpu()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             stack = self.stack()
             if id(module) in self.names and module in stack:
-                while stack.pop() is not module:
-                    pass
+                del stack[len(stack) - 1 - stack[::-1].index(module) :]
 
         hooks = torch.nn.modules.module
         handles = [
@@ -138,11 +145,9 @@ class Recorder:
         self._passed_over.add(name)
         if self.layers is None:
             return True
-        number = layer_of(name)
-        return any(
-            layer == number if isinstance(layer, int) else _inside(name, layer)
-            for layer in self.layers
-        )
+        # "" is around everything, and "a" around "a.b".
+        around = {layer_of(name), "", *itertools.accumulate(name.split("."), "{}.{}".format)}
+        return not around.isdisjoint(self.layers)
 
     @torch.no_grad()
     def take(self, call: Call) -> None:
@@ -288,10 +293,6 @@ def is_cross(call: Call) -> bool:
         return call.cross
     own = "self" in call.name.rpartition(".")[2].lower()
     return CROSS.search(call.name) is not None and not own
-
-
-def _inside(name: str, around: str) -> bool:
-    return name == around or name.startswith(f"{around}.") or around == ""
 
 
 def _rule_key(rule: Rule) -> Any:
