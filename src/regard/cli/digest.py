@@ -134,7 +134,6 @@ def choose_word(words: Sequence[Word], asked: str | None) -> int | None:
 def tell_word(
     record: Record, console: Console, own: Sequence[Word], chosen: int, short: bool
 ) -> list[Text | str]:
-    """What the word looks at, and who looks at it."""
     from regard.lens.word_links import links_of_word
 
     said = own[chosen].text

@@ -58,7 +58,6 @@ def doctor(console: "Console") -> None:
 
 
 def add_doctor(app: "typer.Typer") -> None:
-    """`regard doctor`."""
     from rich.console import Console
 
     @app.command("doctor", help=DOCTOR_HELP)

@@ -95,7 +95,6 @@ def write_text(
 
 
 def sum_up(pieces: "Stream[str]") -> str:
-    """What a stream took, in words."""
     speed = max(pieces.n_new - 1, 0) / pieces.decode_seconds if pieces.n_new > 1 else 0.0
     return (
         f"{pieces.n_prompt} tokens read in {pieces.prefill_seconds:.2f} s, {pieces.n_new} written, "

@@ -133,7 +133,6 @@ def find_place(record: "Record", layer: int | None, head: int | None) -> int | N
 
 
 def add_look(app: "typer.Typer") -> None:
-    """`regard look`."""
     import typer
     from rich.console import Console
 

@@ -92,7 +92,6 @@ class Counter:
             write_line(self._notes, f"{far}, about {left:.0f} s left")
 
     def close(self, beams: int) -> None:
-        """Say what it took."""
         spent = time.perf_counter() - self._start
         counted = f"{self._sentences:,} sentence" + ("" if self._sentences == 1 else "s")
         searched = f"{beams} beams" if beams > 1 else "greedy"
@@ -156,7 +155,6 @@ def translate_lines(
 
 
 def read_lines(path: Path | None) -> list[str]:
-    """The lines of a file, or of standard input, which must be UTF-8."""
     text, where = read_utf8(path), "standard input" if path is None else str(path)
     lines = text.removesuffix("\n").split("\n")
     if not text.strip():
@@ -178,7 +176,6 @@ def look_at(record: "Record", notes: "Console", html: Path | None) -> None:
 
 
 def add_translate(app: "typer.Typer") -> None:
-    """`regard translate`."""
     import typer
     from rich.console import Console
 

@@ -39,7 +39,6 @@ def check_whole(record: "Record") -> "Record":
 
 
 def add_view(app: "typer.Typer") -> None:
-    """`regard view`."""
     import typer
     from rich.console import Console
 

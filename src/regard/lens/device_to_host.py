@@ -68,7 +68,6 @@ class HostCopier:
         return arriving
 
     def close(self) -> None:
-        """Wait for what is under way, and end the thread."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

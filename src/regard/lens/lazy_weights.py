@@ -152,7 +152,6 @@ class Kept:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """T and S."""
         return self.q_htd.shape[1], self.k_gsd.shape[1]
 
     def piece(self, head: int, window: Window) -> Array:

@@ -35,7 +35,6 @@ MOST_RUNS = 1 << 23
 
 
 def measure(call: Call, wants: Wants) -> Observation:
-    """What is wanted about a call."""
     return observe(
         call.q,
         call.k,

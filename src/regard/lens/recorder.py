@@ -78,7 +78,6 @@ class Recorder:
         self._words = _word_tables(model)
 
     def stack(self) -> list[nn.Module]:
-        """The modules that are running in this thread, outermost first."""
         return self.running.stack
 
     @property
@@ -96,7 +95,6 @@ class Recorder:
             self.running.hooks -= 1
 
     def unseen(self) -> AbstractContextManager[None]:
-        """Without our torch-function mode."""
         return without_mode(self.mode)
 
     @contextmanager
@@ -122,16 +120,14 @@ class Recorder:
                 del stack[len(stack) - 1 - stack[::-1].index(module) :]
 
         hooks = torch.nn.modules.module
-        handles = [
+        with (
             hooks.register_module_forward_pre_hook(enter),
             hooks.register_module_forward_hook(leave, always_call=True),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.stack().clear()
+        ):
+            try:
+                yield
+            finally:
+                self.stack().clear()
 
     def name_of(self, module: nn.Module | None = None) -> str | None:
         """The dotted name of a module, or of the one that is running; None if it is not ours."""
@@ -141,7 +137,6 @@ class Recorder:
         return self.names.get(id(module))
 
     def wanted(self, name: str) -> bool:
-        """Whether a place is among the layers that were asked for."""
         self._passed_over.add(name)
         if self.layers is None:
             return True
@@ -149,9 +144,14 @@ class Recorder:
         around = {layer_of(name), "", *itertools.accumulate(name.split("."), "{}.{}".format)}
         return not around.isdisjoint(self.layers)
 
+    def run(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record a call, and then let the function do what it does, unwatched."""
+        self.take(call)
+        with self.alone():
+            return function(*args, **kwargs)
+
     @torch.no_grad()
     def take(self, call: Call) -> None:
-        """Record one call."""
         if not self.wanted(call.name):
             return
         q, k, _ = under_autocast(call.q, call.k, call.k)

@@ -245,7 +245,6 @@ class CheckedArrays:
         return {full: self.get(int(place), name) for full, place, name in parts}
 
     def _check_form(self, full: str, number: int, name: str) -> None:
-        """Type and axes, which the header tells."""
         if isinstance(self._arrays, File):
             kind, shape = self._arrays.form(full)
         else:
@@ -278,34 +277,21 @@ class Form:
     infinite: bool = False
 
     def fits(self, shape: tuple[int, ...], place: Place) -> bool:
+        H, T, S = place.n_heads, place.n_queries, place.n_keys
+        sizes = {"H": (H,), "T": (T,), "S": (S,), "?": (1, H), "rows": (T + 1, H * T + 1)}
         axes = self.axes.split()
-        if len(shape) != len(axes):
-            return False
-        sizes = {"H": place.n_heads, "T": place.n_queries, "S": place.n_keys}
-        for size, letter in zip(shape, axes, strict=True):
-            if letter == "rows":
-                good = size in (sizes["T"] + 1, sizes["H"] * sizes["T"] + 1)
-            elif letter == "?":
-                good = size in (1, sizes["H"])
-            elif letter.isdecimal():
-                good = size == int(letter)
-            else:
-                good = letter == "*" or size == sizes[letter]
-            if not good:
-                return False
-        return True
+        return len(shape) == len(axes) and all(
+            letter == "*" or size in (sizes[letter] if letter in sizes else (int(letter),))
+            for size, letter in zip(shape, axes, strict=True)
+        )
 
     def fault(self, array: Array, n_queries: int, n_keys: int) -> str | None:
-        """What is wrong with the numbers."""
-        if not array.size or array.dtype == np.uint16:
-            if array.dtype == np.uint16 and ((array & 0x7F80) == 0x7F80).any():
-                return "holds NaN or infinity"
+        if not array.size:
             return None
+        if array.dtype == np.uint16:  # the bits of bfloat16
+            return "holds NaN or infinity" if ((array & 0x7F80) == 0x7F80).any() else None
         low, high = array.min(), array.max()
-        if self.infinite and array.dtype.kind == "f":
-            if np.isnan(low) or np.isposinf(high):
-                return "holds NaN or +infinity"
-        elif not (np.isfinite(low) and np.isfinite(high)):
+        if np.isnan(low) or np.isposinf(high) or (np.isneginf(low) and not self.infinite):
             return "holds NaN or infinity"
         ends = {"S": n_keys, "T": n_queries, "S-1": n_keys - 1, "log S": math.log(n_keys) + 0.01}
         lowest = ends[self.low] if isinstance(self.low, str) else self.low
@@ -383,7 +369,6 @@ def make_kept(about: Description, arrays: CheckedArrays, place: int) -> Kept:
 
 
 def read_bias(arrays: CheckedArrays, place: int, number: int, bias: dict[str, Any]) -> Added:
-    """One of the biases of a place."""
     start = f"bias{number}"
     if bias["kind"] == "column":
         return Column(arrays.get(place, f"{start}.column"))

@@ -124,17 +124,16 @@ class Take:
 
     @torch.no_grad()
     def add(self, fit: Fit, ids: Tensor | None) -> None:
-        """Measure the call and put it behind the others."""
         call, offset, runs = fit.call, fit.offset, fit.runs
         T, S = call.shape.T, call.shape.S
         own = np.arange(T) + offset + (S - T)
         seen = self._observe(call, offset)
         assert seen.lse is not None
         self.own.append(own)
-        self._add_ids(ids, T)
+        known = self.ids is not None and ids is not None and len(ids) == T
+        self.ids = [*(self.ids or []), ids.cpu()] if known and ids is not None else None
         self._add_runs(runs, offset, S - T)
-        sees = self._sees(call, seen.lse[0], runs)
-        real = self._real(sees, runs, own - offset, S)
+        sees, real = self._count(call, seen.lse[0], runs, own - offset)
         if not self.calls:
             self._set_up(call, runs)
         self._add_rows(seen, sees, real, offset)
@@ -185,12 +184,6 @@ class Take:
             self.pictures.append((offset, seen.map[0].float()))
         return seen
 
-    def _add_ids(self, ids: Tensor | None, T: int) -> None:
-        if self.ids is not None and ids is not None and len(ids) == T:
-            self.ids.append(ids.cpu())
-        else:
-            self.ids = None
-
     def _key_ids(self, offset: int, S: int) -> Tensor | None:
         if self.ids is None or self.cross:
             return None
@@ -206,20 +199,19 @@ class Take:
         self.pairs.append(runs.pairs + offset)
         self.causal = self.causal and runs.ahead <= before
 
-    def _sees(self, call: Call, lse_ht: Tensor, runs: FoundRuns | None) -> Tensor:
-        """The queries that see something, (T,), on the CPU."""
-        if runs is not None and call.sinks is None:
-            # What the mask tells needs no device to be waited for.
-            return (runs.counts > 0).any(0)
-        return (lse_ht > -math.inf).any(0).cpu()
-
-    def _real(self, sees: Tensor, runs: FoundRuns | None, own: Array, S: int) -> Tensor:
-        """The queries that see something, and whose own key somebody sees."""
+    def _count(
+        self, call: Call, lse_ht: Tensor, runs: FoundRuns | None, own: Array
+    ) -> tuple[Tensor, Tensor]:
+        """The queries that see something, (T,), and those whose own key is seen too; on the CPU."""
+        if runs is None or call.sinks is not None:
+            sees = (lse_ht > -math.inf).any(0).cpu()
+        else:  # what the mask says needs no device to be waited for
+            sees = (runs.counts > 0).any(0)
         if self.cross or runs is None:
-            return sees
-        covered = np.zeros(S, np.bool_)
+            return sees, sees
+        covered = np.zeros(call.shape.S, np.bool_)
         covered[: len(runs.seen)] = runs.seen
-        return sees & torch.from_numpy(covered[own])
+        return sees, sees & torch.from_numpy(covered[own])
 
     def _add_rows(self, seen: Observation, sees: Tensor, real: Tensor, offset: int) -> None:
         assert seen.lse is not None
@@ -246,7 +238,6 @@ class Take:
                 self.by_key[name] = put_at(self.by_key.get(name), values, offset)
 
     def _keep(self, call: Call, offset: int, own: Array) -> None:
-        """Queries, the keys that are new, and the bias."""
         try:
             self.biases.add(call, offset, own)
         except TooLarge:
@@ -256,7 +247,6 @@ class Take:
         self.kept.append(self.copier.copy(new))
 
     def finish(self) -> tuple[Place, dict[str, Any], dict[str, Array]]:
-        """The place, its rule, and its arrays."""
         H, arrays = len(self.rule["key_heads"]), self._statistics()
         exact = self.keep == "qk" and self.exact
         rule: dict[str, Any] = {**self.rule, "cell": 0, "biases": []}

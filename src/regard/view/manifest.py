@@ -33,7 +33,6 @@ class BadView(ValueError):
 
 
 def make_manifest(records: Sequence[Record], host: str) -> dict[str, Any]:
-    """The manifest of one record, or of two that are compared."""
     if not 1 <= len(records) <= 2:
         raise BadView(f"a page shows one record or compares two; {len(records)} were given")
     # "door" is how the page's script names its host.
@@ -69,14 +68,10 @@ def _tell_record(record: Record) -> dict[str, Any]:
 def _tell_place(record: Record, number: int) -> dict[str, Any]:
     place = record.places[number]
     queries, keys = sides_of(record, number)
+    plain = ("layer", "kind", "n_heads", "n_queries", "n_keys", "causal")
     return {
         "name": cut(place.name, NAME_LENGTH),
-        "layer": place.layer,
-        "kind": place.kind,
-        "n_heads": place.n_heads,
-        "n_queries": place.n_queries,
-        "n_keys": place.n_keys,
-        "causal": place.causal,
+        **{name: getattr(place, name) for name in plain},
         "heads": list(place.heads or range(place.n_heads)),
         "grid": record.grid(number),
         "queries": queries,

@@ -62,7 +62,6 @@ def page_title(record: Record) -> str:
 
 
 def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, Any]:
-    """The manifest and the parts that fit beside it."""
     manifest = make_manifest(records, host)
     parts = _Parts(budget - len(inline_json(manifest)))
     if parts.left < 0:

@@ -89,14 +89,8 @@ def _make_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     # Notebooks ask for this name; without pyplot nobody else has told them how to show a figure.
-    figure._repr_png_ = partial(_draw_png, figure)  # type: ignore[attr-defined, unused-ignore]
+    figure._repr_png_ = partial(_to_png, figure)  # type: ignore[attr-defined, unused-ignore]
     return figure
-
-
-def _draw_png(figure: Figure) -> bytes:
-    png = io.BytesIO()
-    _write(figure, png, "png", SCREEN_DPI)
-    return png.getvalue()
 
 
 def cells_of(record: Record, place: int, head: int, most: int) -> Floats:
@@ -115,7 +109,10 @@ def _plot_head(record: Record, place: int, head: int, title: str | None) -> Figu
     rows, columns = _labels(record, place)
     longest = max((len(word) for word in (*rows, *columns)), default=4)
     margin = 0.8 + min(longest, 20) * 0.07
-    width, height = _size(weights.shape)
+    # Inches: a comfortable cell when there are few, one page's width when there are many; and a
+    # map of two rows is still a picture, not a hair line.
+    cell = min(0.42, 6.0 / max(weights.shape))
+    height, width = (max(1.2, n_cells * cell) for n_cells in weights.shape)
     figure = _make_figure(width + margin + 0.6, height + margin)
     axes = figure.add_subplot()
     extent = (-0.5, here.n_keys - 0.5, here.n_queries - 0.5, -0.5)
@@ -132,16 +129,7 @@ def _plot_head(record: Record, place: int, head: int, title: str | None) -> Figu
 
 
 def _number(place: Place, head: int) -> int:
-    """The number that a recorded head has in its model."""
     return place.heads[head] if place.heads else head
-
-
-def _size(shape: tuple[int, ...]) -> tuple[float, float]:
-    """Inches: a comfortable cell when there are few, one page's width when there are many."""
-    longest = max(shape[0], shape[1])
-    cell = min(0.42, 6.0 / longest)
-    # A map of two rows is still a picture, not a hair line.
-    return max(1.2, shape[1] * cell), max(1.2, shape[0] * cell)
 
 
 def _draw(axes: Axes, weights: Floats, extent: tuple[float, float, float, float]) -> Any:
@@ -250,7 +238,6 @@ def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
 
 @lru_cache(maxsize=1)
 def _installed() -> dict[str, str]:
-    """Family -> file of the fonts on this machine."""
     from matplotlib import font_manager
 
     return {font.name: font.fname for font in font_manager.fontManager.ttflist}
@@ -308,6 +295,12 @@ def _warn_missing(characters: str) -> None:
         UserWarning,
         stacklevel=2,
     )
+
+
+def _to_png(figure: Figure) -> bytes:
+    png = io.BytesIO()
+    _write(figure, png, "png", SCREEN_DPI)
+    return png.getvalue()
 
 
 def _write(figure: Figure, to: IO[bytes], kind: str, dpi: int) -> None:

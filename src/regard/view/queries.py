@@ -54,7 +54,6 @@ def answer(records: Sequence[Record], question: str) -> Floats:
 
 
 def heads_meant(record: Record, place: int, head: str) -> list[tuple[int, int]]:
-    """The (place, head) pairs over which the mean is taken."""
     here = record.places[place]
     if head == "layer":
         return [(place, each) for each in range(here.n_heads)]

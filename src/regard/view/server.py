@@ -185,7 +185,6 @@ class _Handler(BaseHTTPRequestHandler):
                 raise Refused(HTTPStatus.FORBIDDEN, "requests from other pages are refused")
 
     def _inner_path(self) -> str:
-        """The path behind the token."""
         token, slash, rest = self.path.removeprefix("/").partition("/")
         if not (slash and secrets.compare_digest(token.encode(), self.server.token.encode())):
             raise Refused(HTTPStatus.NOT_FOUND, "nothing here; use the address that was printed")

@@ -185,7 +185,6 @@ def reshaped(step: Step, result: Tensor) -> Step | None:
 
 
 def call_of(name: str, step: Step) -> Call | None:
-    """The traced scores as a call."""
     if step.q.dim() != 4 or step.q.shape[:2] != step.k.shape[:2]:
         return None
     biases = [DenseBias(part.detach().to(score_dtype(part.dtype))) for part in step.added]
@@ -225,7 +224,6 @@ def number(value: Any) -> float | None:
 
 
 def is_low(value: Any) -> bool:
-    """Whether a number is so low that it hides."""
     found = number(value)
     return found is not None and found <= HIDDEN
 

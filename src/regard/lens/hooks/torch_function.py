@@ -35,8 +35,8 @@ from torch.overrides import TorchFunctionMode
 
 from regard.lens.captured_call import Call, whole_scores
 from regard.lens.hooks.flex import flex_rule, flex_scores
-from regard.lens.hooks.mha_arguments import read_heads
 from regard.lens.hooks.score_tracing import SOFTMAX, ScoreTrace, heads_of
+from regard.lens.hooks.torch_nn import read_heads
 from regard.ops import Causal, Dense, DenseBias, Mask
 
 if TYPE_CHECKING:
@@ -48,8 +48,6 @@ ATTENDING = SOFTMAX | {F.scaled_dot_product_attention, F.multi_head_attention_fo
 
 
 class AttentionMode(TorchFunctionMode):
-    """Sees torch functions while it is on."""
-
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder, self.trace = recorder, ScoreTrace()
@@ -67,9 +65,7 @@ class AttentionMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             self.trace.follow(func, args, kwargs, result)
             return result
-        recorder.take(call)
-        with recorder.alone():
-            return func(*args, **kwargs)
+        return recorder.run(call, func, *args, **kwargs)
 
     def read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
         """The call of attention that a function is, if it is one and not our own."""
@@ -86,7 +82,6 @@ class AttentionMode(TorchFunctionMode):
 
 @contextmanager
 def hook_torch_functions(recorder: Recorder) -> Iterator[None]:
-    """See what the model's modules call."""
     recorder.mode = AttentionMode(recorder)
     try:
         with hook_flex(recorder), recorder.mode:
@@ -118,7 +113,6 @@ def hook_flex(recorder: Recorder) -> Iterator[None]:
 
 
 def record_flex(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`flex_attention`, recording what it was given."""
     signature = inspect.signature(function)
 
     @wraps(function)
@@ -129,15 +123,13 @@ def record_flex(recorder: Recorder, function: Callable[..., Any]) -> Callable[..
         # Traced by the compiler, and so without our mode.
         with recorder.alone(), recorder.unseen():
             call = read_flex(recorder.name_of() or "", given)
-        recorder.take(call)
-        with recorder.alone(), recorder.unseen():
-            return function(*args, **kwargs)
+        with recorder.unseen():
+            return recorder.run(call, function, *args, **kwargs)
 
     return record
 
 
 def read_flex(name: str, given: dict[str, Any]) -> Call:
-    """What a call of `flex_attention` means."""
     q, k = given["query"].detach(), given["key"].detach()
     scale = given.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

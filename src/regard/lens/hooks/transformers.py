@@ -87,9 +87,8 @@ def recording(recorder: Recorder, function: Any) -> Any:
         name = recorder.name_of(module)
         if name is None or recorder.busy:
             return function(module, *args, **kwargs)
-        recorder.take(read_call(name, module, function, arguments(function, module, args, kwargs)))
-        with recorder.alone():
-            return function(module, *args, **kwargs)
+        call = read_call(name, module, function, arguments(function, module, args, kwargs))
+        return recorder.run(call, function, module, *args, **kwargs)
 
     record._recorder = recorder  # type: ignore[attr-defined]
     return record
@@ -110,7 +109,6 @@ def arguments(
 def read_call(
     name: str, module: nn.Module, function: Callable[..., Any], given: dict[str, Any]
 ) -> Call:
-    """What a call of the interface means, in our words."""
     if given.get("cu_seq_lens_q") is not None or given.get("cache") is not None:
         raise ValueError(
             f"{name} attends over texts packed without padding or over a paged cache, which cannot "
