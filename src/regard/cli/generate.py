@@ -10,13 +10,11 @@ Left out: talking in turns; --chat puts one message.
 
 # No `from __future__ import annotations` here: typer reads the annotations of the function that is
 # defined inside `add_generate`, and could not resolve them from strings.
-import sys
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from regard.cli.loading import few_threads, is_small, load_model
-from regard.cli.printing import make_printable, refusing, write_line
+from regard.cli.printing import make_printable, read_utf8, refusing, write_line
 
 if TYPE_CHECKING:
     import typer
@@ -102,14 +100,6 @@ def sum_up(pieces: "Stream[str]") -> str:
     )
 
 
-def read_prompt(words: Sequence[str]) -> str:
-    """The words of the command line as one text; "-" is standard input."""
-    text = sys.stdin.read() if list(words) == ["-"] else " ".join(words)
-    if not text.strip():
-        raise ValueError('the prompt is empty; try: regard generate "Once upon a time"')
-    return text
-
-
 def add_generate(app: "typer.Typer") -> None:
     """`regard generate`, whose options are the fields of `GenerationConfig`."""
     import typer
@@ -158,7 +148,9 @@ def add_generate(app: "typer.Typer") -> None:
         notes = Console(stderr=True)
         options = {name: context.params[name] for name in context.params if name not in OWN}
         with refusing(notes):
-            text = read_prompt(prompt)
+            text = read_utf8(None) if prompt == ["-"] else " ".join(prompt)
+            if not text.strip():
+                raise ValueError('the prompt is empty; try: regard generate "Once upon a time"')
             plain = temperature is None and top_k is None and top_p is None and min_p is None
             if model == DEFAULT_MODEL and plain and num_beams == 1:
                 options |= LIVELY | ({} if seed is None else {"seed": seed})

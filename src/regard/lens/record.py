@@ -313,10 +313,14 @@ class Record:
     def rollout(self) -> Array:
         """Attention rollout, (N, N): how much each last state draws on each token, by way of all
         layers. A layer is half the mean of its heads and half itself, rows made to sum to 1; the
-        layers are multiplied. Self-attention of one stack, of at most 2,048 tokens.
+        layers are multiplied. Self-attention of the last stack, of at most 2,048 tokens.
         """
-        stack = self._stack()
-        n = self.places[stack[0]].n_queries
+        own = [(n, place) for n, place in enumerate(self.places) if place.kind == "self"]
+        stack = [n for n, place in own if _stem(place.name) == _stem(own[-1][1].name)]
+        sizes = {size for n in stack for size in (self.places[n].n_queries, self.places[n].n_keys)}
+        if len(sizes) != 1:
+            raise ValueError("rollout needs self-attention with as many queries as keys throughout")
+        n = sizes.pop()
         if n > ROLLOUT_TOKENS:
             raise ValueError(
                 f"rollout multiplies whole matrices, and these are {n:,} × {n:,}; it is for texts "
@@ -329,15 +333,6 @@ class Record:
             layer = 0.5 * (np.asarray(mean) / len(heads) + np.eye(n))
             total = (layer / layer.sum(1, keepdims=True)) @ total
         return np.asarray(total)
-
-    def _stack(self) -> list[int]:
-        """The self-attention places of the last stack: a decoder's, if there is one."""
-        own = [n for n, place in enumerate(self.places) if place.kind == "self"]
-        last = [n for n in own if _stem(self.places[n].name) == _stem(self.places[own[-1]].name)]
-        sizes = {(self.places[n].n_queries, self.places[n].n_keys) for n in last}
-        if len(sizes) != 1 or len(set(sizes.pop())) != 1:
-            raise ValueError("rollout needs self-attention with as many queries as keys throughout")
-        return last
 
     def compare(self, other: Record) -> Comparison:
         """The other record less this one, head by head; both must have the same places."""

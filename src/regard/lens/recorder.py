@@ -250,7 +250,10 @@ class Recorder:
                 f"no attention was seen in {kind}: either it was not called in the block, or it "
                 "attends in a way that cannot be watched (compiled code, or a kernel of its own)"
             )
-        seen, arrays = Description(kept=self.keep, model=_model_name(self.model)), {}
+        config = getattr(self.model, "config", None)
+        name = getattr(config, "_name_or_path", None) or getattr(config, "name", None)
+        model = name if isinstance(name, str) and name else kind
+        seen, arrays = Description(kept=self.keep, model=model), {}
         seen.created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         for number, take in enumerate(self.order):
             place, rule, found = take.finish()
@@ -317,9 +320,3 @@ def _word_tables(model: nn.Module) -> set[int]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and not NO_WORDS.search(name.rpartition(".")[2])
     }
-
-
-def _model_name(model: nn.Module) -> str:
-    config = getattr(model, "config", None)
-    name = getattr(config, "_name_or_path", None) or getattr(config, "name", None)
-    return str(name) if isinstance(name, str) and name else type(model).__name__

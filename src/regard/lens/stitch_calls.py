@@ -76,8 +76,7 @@ class Take:
         self.by_key: dict[str, Tensor] = {}
         self.early: HostCopy | None = None
         self.kept: list[HostCopy] = []
-        self.counts: list[Tensor] = []
-        self.pairs: list[Tensor] = []
+        self.runs: list[tuple[Tensor, Tensor]] = []
         self.biases = Biases()
         self.pictures: list[tuple[int, Tensor]] = []
         self.own: list[Array] = []
@@ -132,7 +131,11 @@ class Take:
         self.own.append(own)
         known = self.ids is not None and ids is not None and len(ids) == T
         self.ids = [*(self.ids or []), ids.cpu()] if known and ids is not None else None
-        self._add_runs(runs, offset, S - T)
+        if runs is None:
+            self.exact = self.causal = False
+        else:
+            self.runs.append((runs.counts, runs.pairs + offset))
+            self.causal = self.causal and runs.ahead <= S - T
         sees, real = self._count(call, seen.lse[0], runs, own - offset)
         if not self.calls:
             self._set_up(call, runs)
@@ -189,15 +192,6 @@ class Take:
             return None
         known = torch.cat(self.ids)[offset:]
         return known if len(known) == S else None
-
-    def _add_runs(self, runs: FoundRuns | None, offset: int, before: int) -> None:
-        """before: how many keys lie before the first query's own."""
-        if runs is None:
-            self.exact = self.causal = False
-            return
-        self.counts.append(runs.counts)
-        self.pairs.append(runs.pairs + offset)
-        self.causal = self.causal and runs.ahead <= before
 
     def _count(
         self, call: Call, lse_ht: Tensor, runs: FoundRuns | None, own: Array
@@ -317,10 +311,9 @@ class Take:
 
     def _runs(self) -> dict[str, Array]:
         """All rows' runs; a place where every row sees every key needs none."""
-        heads = max(len(counts) for counts in self.counts)
         first, pairs = [], []
-        for head in range(heads):
-            for counts, found in zip(self.counts, self.pairs, strict=True):
+        for head in range(max(len(counts) for counts, _ in self.runs)):
+            for counts, found in self.runs:
                 each = head if len(counts) > 1 else 0
                 ends = torch.cat([torch.zeros(1, dtype=torch.long), counts.sum(1).cumsum(0)])
                 first.append(counts[each])

@@ -49,7 +49,11 @@ def _tell_record(record: Record) -> dict[str, Any]:
     return {
         "model": cut(record.model, NAME_LENGTH),
         "created": cut(record.created, NAME_LENGTH),
-        "tokens": _read_as(tokens, pieces),
+        # As people write them: the text that a token stands for, where that is known.
+        "tokens": [
+            own if own.strip() else token
+            for token, (_, own) in zip(tokens, pieces or [["", ""]] * len(tokens), strict=True)
+        ],
         "pieces": pieces,
         "source_tokens": source_tokens,
         "source_pieces": None,
@@ -114,13 +118,6 @@ def _labels(tokens: Sequence[str]) -> list[str]:
     if not 1 <= len(tokens) <= MAX_TOKENS:
         raise BadView(f"the record has {len(tokens)} tokens; a page shows 1 to {MAX_TOKENS:,}")
     return [cut(token, LABEL_LENGTH) for token in tokens]
-
-
-def _read_as(tokens: list[str], pieces: list[list[str]] | None) -> list[str]:
-    """Labels as people write them: the text that a token stands for, where that is known."""
-    if pieces is None:
-        return tokens
-    return [own if own.strip() else token for token, (_, own) in zip(tokens, pieces, strict=True)]
 
 
 def cut(text: str, length: int) -> str:
