@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from regard.ops import Causal, Documents, Lengths, Map, Observation, Wants, Window, observe
+from regard.ops.call import make_call
 from regard.ops.kernels import row_stats
 from regard.ops.kernels.inputs import find_bounds
-from regard.ops.op import make_call
 
 ROUNDINGS = 16
 Sizes = tuple[int, int, int]
@@ -89,9 +89,8 @@ def gaps(
 
     truth_seen = by(q.double(), k.double(), "reference", replace(wants, weights=True))
     if callable(backend):
-        full = {"scale": None, "softcap": None, "sinks": None, **call}
-        rule = make_call(q, k, k, mask, None, *full.values(), (0.0, None)).rule
-        ours_seen = backend(q, k, rule, full["sinks"], wants, None)
+        whole = replace(make_call(q, k, k, mask=mask, **call), wants=wants)
+        ours_seen = backend(whole, q[..., :0])
     else:
         ours_seen = by(q, k, backend)
     truth, ours = numbers_of(truth_seen), numbers_of(ours_seen)
@@ -143,8 +142,7 @@ def singles_gap(name: str, device: str) -> tuple[float, float]:
     at = keys.to(device)[:, None, None, :, None].expand(3, 2, 2, T, 1)
     picked = seen.weights.expand(3, -1, -1, -1, -1).gather(-1, at.clamp(min=0))
     truth = picked.masked_fill(at < 0, 0.0).sum((-1, -2))
-    full = {"scale": None, "softcap": None, "sinks": None, **call}
-    rule = make_call(q, k, k, mask, None, *full.values(), (0.0, None)).rule
+    rule = make_call(q, k, k, mask=mask, **call).rule
     bounds = find_bounds(rule, q.device)
     assert bounds is not None
     ours = row_stats.sum_singles(q, k, rule, bounds, seen.lse.float(), keys.int().to(device))

@@ -24,8 +24,9 @@ CORE = ("torch", "numpy", "safetensors")
 # "regard" is the top of the package: the public names, gathered in its __init__.
 UPSTREAM: dict[str, tuple[str, ...]] = {
     "_version": (),
-    "_check": (),
     "_files": (),
+    "_torch": (),
+    "_check": ("_torch",),
     "tokens": ("_files",),
     "ops": ("_check", "_version"),
     "positions": ("ops",),

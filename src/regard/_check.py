@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+
+from regard._torch import is_fake, is_transformed, is_transforming
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -103,20 +104,6 @@ def readable(*tensors: Tensor | None) -> bool:
     for t in tensors:
         if t is None:
             continue
-        if t.is_meta or (type(t) is not Tensor and isinstance(t, FakeTensor)):
-            return False
-        if inside and torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if t.is_meta or is_fake(t) or (inside and is_transformed(t)):
             return False
     return True
-
-
-def is_transformed(tensor: Tensor) -> bool:
-    """Whether the tensor is being carried through a `torch.func` transform (vmap, grad, jvp)."""
-    return is_transforming() and bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-def is_transforming() -> bool:
-    """Whether a `torch.func` transform is under way; the compiler handles those of its own."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is not None

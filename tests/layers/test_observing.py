@@ -1,6 +1,8 @@
 """Layers hand out attention inside `with observing(...)`, and are untouched by it."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -86,9 +88,9 @@ def test_layers_are_as_before_after_the_block_and_after_an_error() -> None:
         model(x, memory)
     assert outer["layers.0.self_attn"].lse is not None
     assert outer["layers.0.self_attn"].entropy is None
-    assert layer.wants is None and layer.seen == []
     model(x, memory)
-    assert layer.seen == [] and len(outer.calls["layers.0.self_attn"]) == 1
+    assert len(outer.calls["layers.0.self_attn"]) == 1
+    assert layer.wants is None and layer.seen == []
     copy.deepcopy(model)  # nothing with a graph has stayed in the model
 
 
@@ -100,11 +102,15 @@ def test_a_layer_used_twice_in_the_tree_is_found_once() -> None:
     assert list(seen) == ["0"] and len(seen.calls["0"]) == 2
 
 
-def test_wants_set_by_hand_works_without_the_block() -> None:
+def test_an_inner_block_asks_for_its_own_and_then_the_outer_one_goes_on() -> None:
     layer = MultiHeadAttention(C, 5)
-    layer.wants = Wants(peak=True)
-    layer(torch.randn(B, T, C))
-    assert len(layer.seen) == 1 and layer.seen[0].peak.key.shape == (B, 5, T)
+    with observing(layer, Wants(peak=True)) as outer:
+        with observing(layer, Wants(entropy=True)) as inner:
+            layer(torch.randn(B, T, C))
+        layer(torch.randn(B, T, C))
+    assert len(outer.calls[""]) == 1 and len(inner.calls[""]) == 1
+    assert outer[""].peak.key.shape == (B, 5, T) and outer[""].entropy is None
+    assert inner[""].entropy.shape == (B, 5, T) and inner[""].peak is None
 
 
 def test_gradients_flow_through_what_was_seen() -> None:
@@ -139,8 +145,7 @@ def test_a_mixin_subclass_is_observable() -> None:
     class Mine(Observable, nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             heads = super().forward(x)[:, None]
-            self._look(heads, heads, scale=1.0)
-            return heads[:, 0]
+            return self._attention(heads, heads, heads, scale=1.0)[:, 0]
 
     model = nn.Sequential(Mine(C, C, bias=False))
     with observing(model, Wants(weights=True)) as seen:
@@ -157,3 +162,19 @@ def test_a_compiled_model_is_observed_under_its_plain_names() -> None:
         during = compiled(x)
     assert torch.equal(before, during) and torch.equal(before, compiled(x))
     assert list(seen) == ["0"] and len(seen.calls["0"]) == 1
+
+
+def test_a_compiled_model_is_compiled_once_for_all_blocks() -> None:
+    layer, graphs = nn.Sequential(MultiHeadAttention(6, 3)), []
+
+    def count(graph: Any, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, backend=count)
+    compiled(torch.randn(B, 5, 6))
+    for _ in range(12):
+        with observing(compiled, Wants(lse=True)) as seen:
+            compiled(torch.randn(B, 5, 6))
+        assert len(seen.calls["0"]) == 1
+    assert len(graphs) == 2, "one without a hook, one with it"

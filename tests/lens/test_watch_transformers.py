@@ -312,7 +312,7 @@ def test_nothing_is_left_behind(name: str, fails: bool) -> None:
     assert [vars(module).keys() for module in model.modules()] == [x.keys() for x in inside]
     from regard.ops import call_hook
 
-    assert call_hook.heard_by is None
+    assert call_hook.active is None
 
 
 def test_another_model_is_not_recorded() -> None:

@@ -26,8 +26,9 @@ from regard.ops import (
     observe,
 )
 from regard.ops.bias import Sum, alibi_slopes, t5_bucket
+from regard.ops.call import Rule
 from regard.ops.flex import score_function
-from regard.ops.rule import Rule, pack, unpack
+from regard.ops.pack import pack, unpack
 from regard.ops.shape import Shape, Tile
 from regard.ops.wants import Wants
 

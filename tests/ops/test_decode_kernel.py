@@ -36,8 +36,8 @@ def run_cases() -> None:
 
     from regard.ops import attention
     from regard.ops import decode as one_query
+    from regard.ops.call import make_call
     from regard.ops.kernels import decode
-    from regard.ops.op import make_call
 
     report = {}
     decode.STRETCH = 5  # far fewer keys than there are, so that every case has parts to join
@@ -51,9 +51,7 @@ def run_cases() -> None:
             sinks = None if sinks is None else sinks.detach()
             wide = [x.double() for x in (q, k, v)]
             truth = attention(*wide, **call, sinks=sinks, backend="reference").detach()
-            call = {"mask": None, "bias": None, "scale": None, "softcap": None, **call}
-            full = make_call(q, k, v, *call.values(), sinks, (0.0, None))
-            ours = one_query.attend(q, k, v, full.rule, sinks).double()
+            ours = one_query.run(make_call(q, k, v, **call, sinks=sinks)).double()
             theirs = attention(q, k, v, **call, sinks=sinks, backend="reference").double()
             floor = 4 * torch.finfo(dtype).eps * float(truth.abs().max())
             allowed = 2 * float((theirs - truth).abs().max()) + floor
@@ -68,7 +66,7 @@ def run_placed() -> dict[str, list[float]]:
 
     from regard.ops import attention
     from regard.ops import decode as one_query
-    from regard.ops.op import make_call
+    from regard.ops.call import make_call
 
     q, k = torch.randn(2, 6, 1, 5), torch.randn(2, 3, 11, 5)
     keys = torch.stack([torch.randperm(14)[:11] - 2 for _ in range(2)])
@@ -76,9 +74,9 @@ def run_placed() -> dict[str, list[float]]:
     for name, rule in PLACED.items():
         mask = rule.at(torch.tensor([[7], [4]]), keys)
         truth = attention(q.double(), k.double(), k.double(), mask=mask, backend="reference")
-        call = make_call(q, k, k, mask, None, None, None, None, (0.0, None))
+        call = make_call(q, k, k, mask=mask)
         assert one_query.find_sight(call.rule.mask) is not None, name
-        ours = one_query.attend(q, k, k, call.rule, None).double()
+        ours = one_query.run(call).double()
         found[name] = [float((ours - truth).abs().max()), 1e-5]
     return found
 
@@ -89,7 +87,7 @@ def run_hidden() -> dict[str, list[float]]:
 
     from regard.ops import Dense
     from regard.ops import decode as one_query
-    from regard.ops.op import make_call
+    from regard.ops.call import make_call
 
     q, k = torch.randn(2, 6, 1, 5), torch.randn(2, 3, 11, 5)
     seen = torch.arange(11) % 3 != 1
@@ -99,15 +97,14 @@ def run_hidden() -> dict[str, list[float]]:
     }
     found = {}
     for name, mask in rules.items():
-        rule = make_call(q, k, k, mask, None, None, None, None, (0.0, None)).rule
-        clean = one_query.attend(q, k, k, rule, None)
+        clean = one_query.run(make_call(q, k, k, mask=mask))
         for bad in (math.nan, math.inf):
             dirty = k.masked_fill(~seen[:, None], bad)
-            gap = (one_query.attend(q, dirty, dirty, rule, None) - clean).abs().max()
+            gap = (one_query.run(make_call(q, dirty, dirty, mask=mask)) - clean).abs().max()
             found[f"{name} {bad}"] = [float(gap), 0.0]
             spoilt = k.clone()
             spoilt[:, :, 3, 2] = bad
-            kept = one_query.attend(q, spoilt, k, rule, None).isfinite().any()
+            kept = one_query.run(make_call(q, spoilt, k, mask=mask)).isfinite().any()
             found[f"{name} {bad} seen"] = [float(kept), 0.0]
     return found
 

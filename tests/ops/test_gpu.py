@@ -26,8 +26,8 @@ from regard.ops import (
     Window,
     attention,
     explain,
-    fused,
     observe,
+    sdpa,
 )
 
 pytestmark = pytest.mark.gpu
@@ -142,7 +142,7 @@ with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.FLASH_ATTENTI
 
 @pytest.mark.parametrize("last", ["0", "1"])
 def test_hopper_gets_cudnn_whatever_torchs_own_order_is(last: str) -> None:
-    if torch.cuda.get_device_capability() not in fused.CUDNN_FIRST:
+    if torch.cuda.get_device_capability() not in sdpa.CUDNN_FIRST:
         pytest.skip("torch's own order is measured to be right on this GPU")
     done = subprocess.run(
         [sys.executable, "-c", CHOSEN],
@@ -232,7 +232,13 @@ def test_what_is_asked_about_weights_runs_on_our_kernels() -> None:
     told = explain(few, few, few, wants=wants)
     assert told.chosen == "blockwise", "nothing to compile for"
     assert next(iter(told.verdicts)) == "blockwise"
-    assert explain(few, few, few, wants=wants, backend="triton").chosen == "triton"
+    assert "blockwise is asked first: under 65,536" in str(told)
+    alone = few[..., :0]
+    assert explain(few, few, alone, wants=wants, backend="triton").chosen == "triton"
+    with pytest.raises(ValueError, match="its output would come from another backend"):
+        observe(few, few, few, wants=wants, backend="triton")
+    told = explain(q, q, q, mask=Causal(), wants=wants)
+    assert "the output comes from sdpa" in str(told)
     seen = observe(q, q, q, mask=Causal(), wants=wants)
     assert seen.output is not None
     wide = attention(q.double(), q.double(), q.double(), mask=Causal(), backend="reference")

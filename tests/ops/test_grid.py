@@ -12,8 +12,8 @@ from regard.ops.backends import BACKENDS
 
 REFUSALS = {"sdpa": SDPA_REFUSALS}
 FLEX_REFUSALS = {
-    "sinks": "FlexAttention gives no log-sum on the CPU, which sinks need",
-    "everything": "FlexAttention gives no log-sum on the CPU, which sinks need",
+    "sinks": "FlexAttention gives no logsumexp on the CPU, which sinks need",
+    "everything": "FlexAttention gives no logsumexp on the CPU, which sinks need",
     "no batch": "FlexAttention does not take empty inputs",
     "no queries": "FlexAttention does not take empty inputs",
     "no keys": "FlexAttention does not take empty inputs",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from regard.ops import Causal, Wants
+from regard.ops.call import make_call
 from regard.ops.kernels import row_stats
 from regard.ops.kernels.inputs import find_bounds
-from regard.ops.op import make_call
 
 triton: Any = importlib.import_module("triton")
 
@@ -29,7 +30,7 @@ TYPES = {
     torch.bool: "*i1",
 }
 KERNELS = {
-    "seeing_kernels": ("_rows", "_largest", "_singles"),
+    "row_stats_kernels": ("_rows", "_largest", "_singles"),
     "pooling_kernels": ("_parts", "_grid", "_cells"),
 }
 CASES: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {
@@ -88,15 +89,15 @@ def test_kernels_compile_for_a_gpu_as_they_are_launched(
             caught[kernel] = Caught(getattr(module, kernel))
             monkeypatch.setattr(module, kernel, caught[kernel])
     q, k = (torch.zeros(1, heads, 256, width, dtype=dtype) for heads in (4, 2))
-    rule = make_call(q, k, k, Causal(), None, None, more.get("softcap"), None, (0.0, None)).rule
+    call = make_call(q, k, k, mask=Causal(), **more)
     for picture in ((8, 8), (7, 9)):
         wants = Wants(
             lse=True, entropy=True, peak=True, distance=True, received=True, top=5, map=picture
         )
-        row_stats.by_kernels(q, k, rule, more.get("sinks"), wants, None)
-    bounds = find_bounds(rule, q.device)
+        row_stats.by_kernels(replace(call, wants=wants), q[..., :0])
+    bounds = find_bounds(call.rule, q.device)
     assert bounds is not None
     keys = torch.zeros(3, 256, dtype=torch.int32)
-    row_stats.sum_singles(q, k, rule, bounds, torch.zeros(1, 4, 256), keys)
+    row_stats.sum_singles(q, k, call.rule, bounds, torch.zeros(1, 4, 256), keys)
     for kernel in caught.values():
         assert ".target sm_90" in kernel.compile()

@@ -28,9 +28,10 @@ from regard.ops import (
     Window,
     attention,
     blockwise,
-    pieces,
+    flash_cpu,
 )
-from regard.ops.rule import Rule, pack, parse, spell, unpack
+from regard.ops.call import Rule
+from regard.ops.pack import pack, parse, spell, unpack
 from regard.ops.shape import Shape, Tile
 
 Sees = Callable[[int, int, int, int], bool]
@@ -294,8 +295,8 @@ def test_attention_looks_where_the_sentence_says(
 ) -> None:
     monkeypatch.setattr(blockwise, "TILE_ENTRIES", 1)
     monkeypatch.setattr(blockwise, "SMALLEST", 3)
-    monkeypatch.setattr(pieces, "BAND", 3)
-    monkeypatch.setattr(pieces, "PIECE_COST", 0)
+    monkeypatch.setattr(flash_cpu, "BAND", 3)
+    monkeypatch.setattr(flash_cpu, "PIECE_COST", 0)
     q, k, v = (torch.randn(B, H, n, 3, dtype=torch.float64) for n in (shape.T, shape.S, shape.S))
     score = torch.einsum("bhtd,bhsd->bhts", q, k) / 3**0.5
     weights = score.exp() * pairs(name, shape)
@@ -502,3 +503,18 @@ def test_one_query_on_the_last_key_needs_no_mask() -> None:
     seen = attention(q, k, k, mask=Causal() & Window(6, None))
     assert torch.equal(seen, attention(q, k, k))
     assert not torch.equal(attention(q, k, k, mask=Causal() & Window(5, None)), seen)
+
+
+def test_only_a_mask_that_surely_looks_back_says_so() -> None:
+    documents = Documents(torch.zeros(3, dtype=torch.int64))
+    for mask in (Causal(), documents & Causal(), Window(5, 0), Window(3, 0) | Causal()):
+        assert mask.looks_back
+    for mask in (Causal("start"), Causal() | ~Causal(), documents, Window(0, None), ~Causal()):
+        assert not mask.looks_back
+
+
+def test_a_window_is_told_of_what_says_nothing_else() -> None:
+    assert Causal().window() == (None, 0) and Window(5, None).window() == (5, None)
+    assert (Causal() & Window(7, 3) & Window(None, 9)).window() == (7, 0)
+    for mask in (Causal("start"), Causal() | Window(1, 1), Causal() & Prefix(3)):
+        assert mask.window() is None

@@ -27,11 +27,11 @@ from regard.ops import (
     backends,
     blockwise,
     explain,
+    flash_cpu,
     observe,
-    pieces,
 )
+from regard.ops.call import Rule
 from regard.ops.dropout import keep_factor
-from regard.ops.rule import Rule
 from regard.ops.shape import Shape, Tile
 
 BOTH = pytest.mark.parametrize("backend", ["reference", "blockwise"])
@@ -41,8 +41,8 @@ BOTH = pytest.mark.parametrize("backend", ["reference", "blockwise"])
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blockwise, "TILE_ENTRIES", 1)
     monkeypatch.setattr(blockwise, "SMALLEST", 4)
-    monkeypatch.setattr(pieces, "BAND", 8)
-    monkeypatch.setattr(pieces, "PIECE_COST", 0)
+    monkeypatch.setattr(flash_cpu, "BAND", 8)
+    monkeypatch.setattr(flash_cpu, "PIECE_COST", 0)
 
 
 def small(dtype: torch.dtype = torch.float64, **sizes: int) -> tuple[Tensor, Tensor, Tensor]:

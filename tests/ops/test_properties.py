@@ -38,11 +38,12 @@ from regard.ops import (
     attention,
     blockwise,
     explain,
-    fused,
+    flash_cpu,
     observe,
-    pieces,
+    sdpa,
 )
-from regard.ops.rule import Rule, pack, unpack
+from regard.ops.call import Rule
+from regard.ops.pack import pack, unpack
 from regard.ops.shape import Shape, Tile
 
 ROUNDINGS = 6
@@ -62,8 +63,8 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blockwise, "TILE_ENTRIES", 1)
         patch.setattr(blockwise, "SMALLEST", 3)
-        patch.setattr(pieces, "BAND", 3)
-        patch.setattr(pieces, "PIECE_COST", 0)
+        patch.setattr(flash_cpu, "BAND", 3)
+        patch.setattr(flash_cpu, "PIECE_COST", 0)
         yield
 
 
@@ -495,7 +496,7 @@ def test_explain_names_the_backend_that_runs(
     assert line.split()[1] == "runs"
     chosen = attention(q, k, v, **call, backend=told.chosen)
     assert torch.equal(attention(q, k, v, **call), chosen)
-    short = fused.attend_plain(q, k, v, call["mask"], call["scale"])
+    short = sdpa.attend_plain(q, k, v, call["mask"], call["scale"])
     others = (call.get("bias"), call["softcap"], call.get("sinks"), call.get("dropout"))
     if short is not None and not any(x is not None for x in others):
         assert told.chosen == "sdpa" and torch.equal(short, chosen)

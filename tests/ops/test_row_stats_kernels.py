@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def run_cases() -> None:
     report["NaN"] = {"wrong": (count_wrong_nans(), 0)}
     # One tile of cells at a time, and small ones, whose edges lie inside of rows; and the largest
     # weights from tiles, as when many are asked for.
-    pooling.ROOM, pooling.ROWS, pooling.KEYS, row_stats.MOST_TOP = 1, 16, 32, 2
+    pooling.SCRATCH, pooling.ROWS, pooling.KEYS, row_stats.MOST_TOP = 1, 16, 32, 2
     for name in IN_PARTS:
         report[f"{name} in parts"] = gaps(name, torch.float32, "cpu", row_stats.by_kernels)
     report["singles"] = {name: singles_gap(name, "cpu") for name in SINGLES}
@@ -56,8 +57,8 @@ def count_wrong_nans() -> int:
     import torch
 
     from regard.ops import Causal, Wants
+    from regard.ops.call import make_call
     from regard.ops.kernels import row_stats
-    from regard.ops.op import make_call
 
     q, k = torch.randn(2, 1, 1, 37, 8)
     q[0, 0, 20, 3] = math.nan
@@ -72,8 +73,8 @@ def count_wrong_nans() -> int:
         map=(37, 37),
         top=5,
     )
-    rule = make_call(q, k, k, Causal(), None, None, None, None, (0.0, None)).rule
-    seen = row_stats.by_kernels(q, k, rule, None, wants, None)
+    call = replace(make_call(q, k, k, mask=Causal()), wants=wants)
+    seen = row_stats.by_kernels(call, q[..., :0])
     assert seen.map is not None and seen.received is not None and seen.peak is not None
     assert seen.top is not None
     cells = torch.zeros(37, 37, dtype=torch.bool)

@@ -20,9 +20,9 @@ from tiny_checkpoints import make_model
 from torch import Tensor, nn
 
 from regard.models import Transformer
-from regard.ops import Causal, Dense, Documents, Lengths
+from regard.ops import Causal, Dense, Lengths
 from regard.training.parallel import Fleet, Layout
-from regard.training.parallel.context import Parts, check_context, looks_back
+from regard.training.parallel.context import Parts, check_context
 from regard.training.parallel.mesh import TORCHRUN, cut_row
 from regard.training.parallel.tensor import check_tensor
 
@@ -293,11 +293,3 @@ def test_masks_of_keys_as_they_lie_are_refused_where_texts_are_cut() -> None:
     for mask in (Dense(torch.ones(3, 3, dtype=torch.bool)), Lengths(torch.tensor([3]))):
         with pytest.raises(ValueError, match=f"{type(mask).__name__} speaks of keys as they lie"):
             parts.widen(causal & mask)
-
-
-def test_only_a_mask_that_looks_back_lets_later_keys_go() -> None:
-    assert looks_back(Causal()) and looks_back(
-        Documents(torch.zeros(3, dtype=torch.int64)) & Causal()
-    )
-    assert not looks_back(Causal("start")) and not looks_back(Causal() | ~Causal())
-    assert not looks_back(None)

@@ -51,7 +51,7 @@ class Decoding:
             raise ValueError("this model has no head, so it cannot say which token comes next")
         if compiled and memory is not None:
             raise ValueError("compiled generation is for decoders alone; leave compiled=False")
-        if compiled and call_hook.heard_by is not None:
+        if compiled and call_hook.active is not None:
             raise ValueError(
                 "compiled generation runs unseen, and the model is being watched; leave "
                 "compiled=False"

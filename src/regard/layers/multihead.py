@@ -44,12 +44,10 @@ from regard.ops import (
     Observation,
     Wants,
     Window,
-    attention,
     observe,
 )
 from regard.ops.backends import BACKENDS
-from regard.ops.op import check_number
-from regard.ops.rule import as_bias, as_mask
+from regard.ops.call import as_bias, as_mask, check_number
 from regard.positions import Phases, Rotary, RotaryConfig
 from regard.positions.frequencies import check_choice, check_count
 
@@ -217,7 +215,6 @@ class MultiHeadAttention(Observable):
         cache: a `KVCache`; for a memory a `CrossCache`, with which memory may be left out later.
         """
         ready = self._prepare(x_btc, memory, mask, bias, positions, cache)
-        self._look(ready.q, ready.k, **ready.rule)
         return self._attend(ready)
 
     def observe(
@@ -233,7 +230,6 @@ class MultiHeadAttention(Observable):
     ) -> Observation:
         """What `forward` gives, as `output`, and what is wanted about the weights."""
         ready = self._prepare(x_btc, memory, mask, bias, positions, cache)
-        self._look(ready.q, ready.k, **ready.rule)
         output_btc = self._attend(ready)
         seen = observe(ready.q, ready.k, None, wants=wants, **ready.rule)
         return replace(seen, output=output_btc)
@@ -330,7 +326,7 @@ class MultiHeadAttention(Observable):
 
     def _attend(self, ready: Ready) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        heads_bhtd = attention(
+        heads_bhtd = self._attention(
             ready.q,
             ready.k,
             ready.v,

@@ -3,10 +3,11 @@
 Why: a model's `forward` returns its output and nothing else, and must stay so. What the heads
 looked at comes out beside it.
 
-How: every attention layer is an `Observable`. While its `wants` is set it asks `observe` about the
-queries and keys it has in hand, *beside* its normal call of `attention`, and keeps the answer in
-`seen`. The normal call is the same with and without, so the output is bit-identical. `observing`
-sets `wants` on every such layer inside a model and takes it back at the end, also after an error.
+How: `attention` gives every call to a hook (`ops/call_hook.py`), and an attention layer says who is
+calling. While a block runs, the hook asks `observe` about the queries and keys of each call,
+*beside* the call, and keeps the answer in the layer's `seen`. The call is the same with and
+without, so the output is bit-identical. Hook and layers stay the same objects from block to block,
+so that a compiled model is compiled once for all of them.
 
 Left out: choosing layers (observe the submodule instead), and models whose attention is not ours;
 those are `lens`. Under gradient checkpointing the backward pass runs layers again, and an
@@ -19,31 +20,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from regard.ops import Observation, Wants, observe
+from regard.ops import Observation, Wants, attention, call_hook
+from regard.ops.call import Call
+from regard.ops.op import observe_call
 
 
 class Observable(nn.Module):
-    """A layer that attends, and tells about it while `wants` is set.
+    """A layer that calls `attention` by `_attention`, and can be observed while it does."""
 
-    A subclass calls `_look` with the queries, keys and rule that it also gives to `attention`.
-    """
+    wants: Wants | None = None
+    seen: list[Observation] = []  # noqa: RUF012 - replaced by `observing`, before anything is added
 
-    wants: Wants | None
-    seen: list[Observation]
+    def _attention(self, q_bhtd: Tensor, k_bgsd: Tensor, v_bgse: Tensor, **given: Any) -> Tensor:
+        """`attention`, of which a hook is told that this layer called it."""
+        if call_hook.active is None:
+            return attention(q_bhtd, k_bgsd, v_bgse, **given)
+        callers.append(self)
+        try:
+            return attention(q_bhtd, k_bgsd, v_bgse, **given)
+        finally:
+            callers.pop()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.wants = None
-        self.seen = []
 
-    def _look(self, q_bhtd: Tensor, k_bgsd: Tensor, **rule: Any) -> None:
-        """Keep what is wanted about one call; `rule` is mask, bias, scale, softcap, sinks."""
-        if self.wants is not None:
-            self.seen.append(observe(q_bhtd, k_bgsd, None, wants=self.wants, **rule))
+callers: list[Observable] = []
+"""The layers that are attending now, while there is a hook; the last of them is the one."""
+
+
+def look(call: Call) -> None:
+    """Keep what is wanted about a call of a layer that is being observed."""
+    if callers and callers[-1].wants is not None:
+        weights_alone = replace(call, v=call.k[..., :0])
+        seen = observe_call(weights_alone, callers[-1].wants)
+        callers[-1].seen.append(replace(seen, output=None))
 
 
 class Seen(Mapping[str, Observation]):
@@ -74,7 +87,7 @@ class Seen(Mapping[str, Observation]):
 
 @contextmanager
 def observing(model: nn.Module, wants: Wants) -> Iterator[Seen]:
-    """Ask every attention layer of `model` for `wants` while the block runs.
+    """Ask about every call of `model`'s attention layers for `wants` while the block runs.
 
     A layer that is used in several places is found once, under its first name; a model that is
     itself a layer has the name "". The answers stay readable after the block.
@@ -96,7 +109,8 @@ def observing(model: nn.Module, wants: Wants) -> Iterator[Seen]:
     try:
         for name, layer in layers.items():
             layer.wants, layer.seen = wants, seen.calls[name]
-        yield seen
+        with call_hook.hooked(look):
+            yield seen
     finally:
         for layer, old_wants, old_seen in before:
             layer.wants, layer.seen = old_wants, old_seen

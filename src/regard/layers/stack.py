@@ -27,7 +27,7 @@ from regard.layers.cache import BlockCache, CrossCache, DecoderCache, KVCache
 from regard.layers.multihead import Places
 from regard.ops import Bias, Mask, RelativeTable
 from regard.ops.bias import check_buckets
-from regard.ops.rule import as_bias
+from regard.ops.call import as_bias
 from regard.positions import RotaryConfig
 from regard.positions.frequencies import check_count
 

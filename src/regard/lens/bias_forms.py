@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from regard.lens.captured_call import Call
 from regard.lens.lazy_weights import Array
-from regard.ops import Bias, DenseBias
-from regard.ops.bias import BiasAt, Sum, lowest_as_inf
+from regard.lens.measure import positions_under
+from regard.ops import Bias
+from regard.ops.bias import BiasAt
+from regard.ops.call import as_bias
+from regard.ops.shape import Tile
 
 MOST = 1 << 24
 LOOK_AT = 1 << 26
@@ -56,16 +57,10 @@ class RelativeBook:
 
     def add(self, bias: Bias, call: Call, offset: int) -> None:
         """One more call, whose first key is the record's key `offset`."""
-        shape = call.shape
-        queries = np.arange(shape.T) + shape.offset + offset
-        keys = np.arange(shape.S) + offset
-        if isinstance(bias, BiasAt):
-            queries = bias.queries.reshape(-1).cpu().numpy().astype(np.int64)
-            if bias.keys is not None:
-                keys = bias.keys.reshape(-1).cpu().numpy().astype(np.int64)
-            else:
-                keys = np.arange(shape.S)
-            bias = bias.rule
+        shape, placed = call.shape, isinstance(bias, BiasAt)
+        bias, queries, keys = positions_under(bias, shape)
+        if not placed:
+            queries, keys = queries + offset, keys + offset
         known = np.full(max(len(self.keys_at), offset + shape.S), -1, np.int64)
         known[: len(self.keys_at)] = self.keys_at
         known[offset : offset + shape.S] = keys
@@ -78,20 +73,11 @@ class RelativeBook:
         queries = np.concatenate(self.queries_at)
         lowest = int(self.keys_at.min() - queries.max())
         highest = int(self.keys_at.max() - queries.min())
-        gaps = torch.arange(lowest, highest + 1)
-        h = torch.arange(self.n_heads)[:, None]
-        device = self.bias.leaves()[0].device
-        zero, shape = torch.zeros((), dtype=torch.long, device=device), None
-        table = self.bias.add(
-            zero,
-            h.to(device),
-            zero,
-            gaps.to(device)[None],
-            shape,  # type: ignore[arg-type]
-            torch.float32,
-        )
+        device = next((t.device for t in self.bias.tensors()), None)
+        gaps = torch.arange(lowest, highest + 1, device=device)
+        table = self.bias.by_distance(gaps, self.n_heads)
         arrays = {
-            "table": table.expand(self.n_heads, len(gaps)).contiguous().cpu().numpy(),
+            "table": table.contiguous().cpu().numpy(),
             "queries_at": queries.astype(np.int32),
             "keys_at": self.keys_at.astype(np.int32),
         }
@@ -226,9 +212,10 @@ class Biases:
 
     def add(self, call: Call, offset: int, own_t: Array) -> None:
         """One more call; `TooLarge` where it cannot be written down."""
-        parts = list(_leaves(call.bias))
+        bias = as_bias(call.bias)
+        parts = [] if bias is None else bias.leaf_terms()
         while len(self.books) < len(parts):
-            dense = isinstance(parts[len(self.books)], DenseBias)
+            dense = not _is_relative(parts[len(self.books)])
             if self.calls and not dense:
                 raise TooLarge
             made: Book = DenseBook() if dense else RelativeBook()
@@ -238,33 +225,32 @@ class Biases:
         for number, book in enumerate(self.books):
             part = parts[number] if number < len(parts) else None
             if isinstance(book, RelativeBook):
-                if part is None or isinstance(part, DenseBias):
+                if part is None or not _is_relative(part):
                     raise TooLarge
                 book.add(part, call, offset)
             else:
-                if part is not None and not isinstance(part, DenseBias):
+                if part is not None and _is_relative(part):
                     raise TooLarge
-                values = None if part is None else part.values
-                book.add(_dense(values, call), offset, own_t)
+                book.add(_dense(part, call), offset, own_t)
         self.calls += 1
 
     def write(self) -> list[Written]:
         return [made for made in (book.write() for book in self.books) if made is not None]
 
 
-def _leaves(bias: Any) -> list[Bias]:
-    if bias is None:
-        return []
-    return _leaves(bias.one) + _leaves(bias.other) if isinstance(bias, Sum) else [bias]
+def _is_relative(bias: Bias) -> bool:
+    return bias.relative or isinstance(bias, BiasAt)
 
 
-def _dense(values: Tensor | None, call: Call) -> Array:
-    """A dense bias as (1 or H, T, S), NaN where it hides."""
+def _dense(bias: Bias | None, call: Call) -> Array:
+    """A bias given whole as (1 or H, T, S), NaN where it hides."""
     _, _, T, S = call.shape
-    if values is None:
+    if bias is None:
         return np.zeros((1, T, S), np.float32)
-    four = values[(None,) * (4 - values.dim())][0]
-    if four.shape[0] * T * S > LOOK_AT:
+    block = bias.block(call.shape, Tile(0, 0, 0, 0), call.q.device, torch.float32)
+    heads = 1 if block.dim() < 3 else block.shape[-3]
+    if heads * T * S > LOOK_AT:
         raise TooLarge
-    four = lowest_as_inf(four, torch.float32).expand(four.shape[0], T, S)
-    return four.masked_fill(four == -math.inf, math.nan).cpu().numpy()
+    values = bias.block(call.shape, Tile(0, T, 0, S), call.q.device, torch.float32)
+    values = values[(None,) * (4 - values.dim())][0].expand(heads, T, S)
+    return values.masked_fill(values == -math.inf, math.nan).cpu().numpy()

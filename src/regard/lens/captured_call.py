@@ -3,8 +3,7 @@
 Why: doors see batches of calls in many dialects; behind them everything speaks of one row of the
 batch, q (1, H, T, D) and k (1, G, S, D), and one rule in the words of `regard.attention`.
 
-How: masks and biases are values made of small tensors; `cut` takes the row, the heads and the keys
-out of each of these tensors, whatever the masks are joined to.
+How: masks and biases say which axes their tensors have, and so can be cut like q and k.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
 """
@@ -13,19 +12,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.ops import ALiBi, Bias, Dense, DenseBias, Documents, Lengths, Mask, Prefix
-from regard.ops.bias import BiasAt, RelativeTable
-from regard.ops.mask import At
-from regard.ops.rule import Rule, as_bias, as_mask
+from regard.ops import Bias, DenseBias, Mask, call
+from regard.ops.call import Rule, as_bias, as_mask
 from regard.ops.shape import Shape
-
-Keys = slice | Tensor
+from regard.ops.term import Cut, Keys
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,6 +42,21 @@ class Call:
     sinks: Tensor | None = None
     cross: bool | None = None
     is_row: bool = False
+
+    @classmethod
+    def of_ours(cls, name: str, call: call.Call) -> Call:
+        """A call of our own attention."""
+        rule = call.rule
+        return cls(
+            name=name,
+            q=call.q,
+            k=call.k,
+            mask=rule.mask,
+            bias=rule.bias,
+            scale=rule.scale,
+            softcap=rule.softcap,
+            sinks=call.sinks,
+        )
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -72,21 +83,27 @@ class Call:
             group = q.shape[1] // k.shape[1]
             q, k = q[:, picked], k[:, picked // group]
             sinks = None if sinks is None else sinks[picked.to(sinks.device)]
-        where = Where(self.shape.B, row, self.shape.H, picked)
-        return replace(
-            self,
-            q=q,
-            k=k,
-            mask=cut(mask, where),
-            bias=cut(bias, where),
-            sinks=None if sinks is None else sinks.detach(),
-        )
+        sinks = None if sinks is None else sinks.detach()
+        return self._cut(Cut(row=row, heads=picked), q=q, k=k, sinks=sinks)
 
     def with_keys(self, keys: Keys) -> Call:
         """The same with some of the keys, or with all in another order."""
-        where = Where(1, 0, self.shape.H, None, keys)
-        k = self.k[:, :, keys]
-        return replace(self, k=k, mask=cut(self.mask, where), bias=cut(self.bias, where))
+        return self._cut(Cut(keys=keys), k=self.k[:, :, keys])
+
+    def _cut(self, cut: Cut, **tensors: Any) -> Call:
+        mask, bias = as_mask(self.mask), as_bias(self.bias)
+        return replace(
+            self,
+            mask=None if mask is None else mask.cut(cut),
+            bias=None if bias is None else bias.cut(cut),
+            **tensors,
+        )
+
+    @property
+    def follows_keys(self) -> bool:
+        """Whether what its rule says of a key goes with the key when others are taken away."""
+        terms = (as_mask(self.mask), as_bias(self.bias))
+        return all(term is None or term.follows_keys for term in terms)
 
 
 def whole_scores(name: str, scores_bhts: Tensor, mask: Mask | None = None) -> Call:
@@ -94,76 +111,3 @@ def whole_scores(name: str, scores_bhts: Tensor, mask: Mask | None = None) -> Ca
     B, H, T, S = scores_bhts.shape
     none_q, none_k = (scores_bhts.new_zeros(B, H, n, 0) for n in (T, S))
     return Call(name=name, q=none_q, k=none_k, mask=mask, bias=DenseBias(scores_bhts), scale=1.0)
-
-
-@dataclass(frozen=True, eq=False)
-class Where:
-    """What is taken out of a rule: one row of B, some of H heads, some keys."""
-
-    B: int
-    row: int
-    H: int
-    heads: Tensor | None = None
-    keys: Keys | None = None
-
-
-ROWS = {"lengths": 1, "n": 1, "queries": 2, "keys": 2, "ids": 2, "query_ids": 2}
-"""The axes that a field has when it differs from row to row."""
-OVER_KEYS = ("keys", "ids")
-
-
-def cut(part: Any, where: Where) -> Any:
-    """A mask or bias for what `where` names."""
-    if not isinstance(part, (Mask, Bias)):
-        return part
-    made: dict[str, Any] = {}
-    for entry in fields(part):  # type: ignore[arg-type]
-        value = getattr(part, entry.name)
-        made[entry.name] = (
-            _cut_tensor(part, entry.name, value, where)
-            if isinstance(value, Tensor)
-            else cut(value, where)
-        )
-    if where.keys is not None and isinstance(part, (At, BiasAt)) and part.keys is None:
-        made["keys"] = _every_key(part, where)
-    return replace(part, **made)
-
-
-def _cut_tensor(part: Mask | Bias, name: str, value: Tensor, where: Where) -> Tensor:
-    value = value.detach()
-    if isinstance(part, (Dense, DenseBias)):
-        return _cut_whole(value, where)
-    if isinstance(part, ALiBi):
-        return value if where.heads is None else value[where.heads.to(value.device)]
-    if isinstance(part, RelativeTable):
-        return value if where.heads is None else value[:, where.heads.to(value.device)]
-    assert isinstance(part, (At, BiasAt, Documents, Lengths, Prefix)), type(part)
-    if value.dim() == ROWS[name] and value.shape[0] == where.B > 1:
-        value = value[where.row : where.row + 1]
-    if where.keys is not None and name in OVER_KEYS:
-        value = value[..., _on(where.keys, value)]
-    return value
-
-
-def _cut_whole(value: Tensor, where: Where) -> Tensor:
-    """A tensor that broadcasts to (B, H, T, S)."""
-    if value.dim() == 4 and value.shape[0] > 1:
-        value = value[where.row : where.row + 1]
-    if where.heads is not None and value.dim() >= 3 and value.shape[-3] == where.H > 1:
-        value = value.index_select(-3, where.heads.to(value.device))
-    if where.keys is not None and value.dim() and value.shape[-1] > 1:
-        value = value[..., _on(where.keys, value)]
-    return value
-
-
-def _on(keys: Keys, beside: Tensor) -> Keys:
-    return keys if isinstance(keys, slice) else keys.to(beside.device)
-
-
-def _every_key(part: At | BiasAt, where: Where) -> Tensor:
-    """Keys that stood as they lay, once some are gone."""
-    device = part.queries.device
-    if isinstance(where.keys, slice):
-        return torch.arange(where.keys.start or 0, where.keys.stop, device=device)
-    assert where.keys is not None
-    return where.keys.to(device)

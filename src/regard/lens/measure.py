@@ -21,12 +21,12 @@ from torch import Tensor
 from regard.lens.captured_call import Call
 from regard.lens.lazy_weights import Array
 from regard.ops import Observation, Wants, observe
-from regard.ops.backends import is_little, refuse_tensors
-from regard.ops.bias import ALiBi, BiasAt, RelativeTable, Sum
+from regard.ops.bias import Bias, BiasAt
+from regard.ops.call import Rule, score_dtype
 from regard.ops.kernels import row_stats
+from regard.ops.kernels.backend import is_little, refuse_tensors
 from regard.ops.kernels.inputs import find_bounds
-from regard.ops.rule import Rule, score_dtype
-from regard.ops.shape import Tile
+from regard.ops.shape import Shape, Tile
 from regard.ops.weight_stats import visible
 
 PIECE = 1 << 24
@@ -168,7 +168,7 @@ def _interval(rule: Rule, device: torch.device) -> tuple[Tensor, Tensor] | None:
     """First and past-the-last key of each row, where the mask knows them at once."""
     T, S = rule.shape.T, rule.shape.S
     i = torch.arange(T, device=device)[None] + rule.shape.offset
-    if not _hides_nothing(rule.bias):
+    if not _hides_nothing(rule.bias, rule.shape):
         return None
     if rule.mask is None:
         return torch.zeros(T, dtype=torch.long), torch.full((T,), S)
@@ -179,12 +179,28 @@ def _interval(rule: Rule, device: torch.device) -> tuple[Tensor, Tensor] | None:
     return lo, hi
 
 
-def _hides_nothing(bias: object) -> bool:
-    if isinstance(bias, Sum):
-        return _hides_nothing(bias.one) and _hides_nothing(bias.other)
-    if isinstance(bias, BiasAt):
-        return _hides_nothing(bias.rule)
-    return bias is None or isinstance(bias, (ALiBi, RelativeTable))
+def _hides_nothing(bias: Bias | None, shape: Shape) -> bool:
+    """Whether no number of a bias is -inf: as it says itself, or as all its numbers tell."""
+    if bias is None or not bias.hides:
+        return True
+    if bias.parts():
+        return all(_hides_nothing(part, shape) for part in bias.parts())
+    if not bias.relative and not isinstance(bias, BiasAt):
+        return False
+    inner, queries, keys = positions_under(bias, shape)
+    gaps = torch.arange(int(keys.min() - queries.max()), int(keys.max() - queries.min()) + 1)
+    device = next((t.device for t in inner.tensors()), gaps.device)
+    return bool((inner.by_distance(gaps.to(device), shape.H) > -math.inf).all())
+
+
+def positions_under(bias: Bias, shape: Shape) -> tuple[Bias, Array, Array]:
+    """A bias by positions, and those of the queries and keys: as it was given them, or in line."""
+    queries, keys = np.arange(shape.T) + shape.offset, np.arange(shape.S)
+    if not isinstance(bias, BiasAt):
+        return bias, queries, keys
+    if bias.keys is not None:
+        keys = bias.keys.reshape(-1).cpu().numpy().astype(np.int64)
+    return bias.inner, bias.queries.reshape(-1).cpu().numpy().astype(np.int64), keys
 
 
 def _heads_of(rule: Rule, device: torch.device) -> int:
@@ -193,7 +209,7 @@ def _heads_of(rule: Rule, device: torch.device) -> int:
     parts = []
     if rule.mask is not None:
         parts.append(rule.mask.block(rule.shape, tile, device))
-    if rule.bias is not None and not _hides_nothing(rule.bias):
+    if rule.bias is not None and not _hides_nothing(rule.bias, rule.shape):
         parts.append(rule.bias.block(rule.shape, tile, device, torch.float32))
     wide = max((part.shape[-3] if part.dim() >= 3 else 1 for part in parts), default=1)
     return rule.shape.H if wide > 1 else 1

@@ -29,8 +29,8 @@ from regard.lens.measure import FoundRuns, find_runs
 from regard.lens.schema import Description
 from regard.lens.stitch_calls import Take
 from regard.ops import Wants
-from regard.ops.op import under_autocast
-from regard.ops.rule import Rule, pack
+from regard.ops.call import Rule, under_autocast
+from regard.ops.pack import pack
 
 MOST_TAKES = 256
 """Places that one module may become; a training loop is not to be watched."""

@@ -32,9 +32,8 @@ from regard.lens.head_scores import sum_spots
 from regard.lens.lazy_weights import Array
 from regard.lens.measure import FoundRuns, measure
 from regard.lens.schema import Place
-from regard.ops import Dense, DenseBias, Map, Observation, Wants
-from regard.ops.bias import BiasAt, Sum
-from regard.ops.mask import And, At, Not, Or
+from regard.ops import Map, Mask, Observation, Wants
+from regard.ops.mask import At
 
 DIRECT = 1 << 22
 """Weights up to which a map is made from q and k whenever it is asked for."""
@@ -90,7 +89,7 @@ class Take:
         reach = S if runs is None or not len(runs.pairs) else int(runs.pairs[:, 1].max())
         if not self.calls:
             # Slots of a fixed cache that nothing was written to yet.
-            cached = not self.cross and S > T and lies(call.mask) and lies(call.bias)
+            cached = not self.cross and S > T and call.follows_keys
             filled = max(T, reach) if cached else S
             return cut_keys(call, 0, filled, 0, runs)
         prints, known = fingerprints(call.k[0]), self.prints
@@ -330,7 +329,7 @@ def cut_keys(call: Call, first: int, last: int, offset: int, runs: FoundRuns | N
     """The call with some of its keys, of which no others are seen."""
     if (first, last) == (0, call.shape.S):
         return Fit(call, offset, runs)
-    if not (lies(call.mask) and lies(call.bias)):
+    if not call.follows_keys:
         raise ValueError(
             f"{call.name} has keys that no query sees, under a rule that counts from the last key; "
             "this cache cannot be recorded"
@@ -338,24 +337,12 @@ def cut_keys(call: Call, first: int, last: int, offset: int, runs: FoundRuns | N
     return Fit(call.with_keys(slice(first, last)), offset, runs)
 
 
-def lies(part: Any) -> bool:
-    """Whether a rule names keys by where they lie or stand, and none counts from the last key."""
-    if isinstance(part, (And, Or, Sum)):
-        return lies(part.one) and lies(part.other)
-    if isinstance(part, Not):
-        return lies(part.rule)
-    placed = isinstance(part, (At, BiasAt)) and part.keys is not None
-    return part is None or placed or isinstance(part, (Dense, DenseBias))
-
-
-def key_positions(mask: Any) -> Tensor | None:
+def key_positions(mask: Mask | Tensor | None) -> Tensor | None:
     """The positions that a mask gives to keys, (S,), where it does."""
-    if isinstance(mask, At) and mask.keys is not None:
-        return mask.keys.reshape(-1, mask.keys.shape[-1])[0]
-    if isinstance(mask, (And, Or)):
-        found = key_positions(mask.one)
-        return found if found is not None else key_positions(mask.other)
-    return key_positions(mask.rule) if isinstance(mask, Not) else None
+    leaves = mask.leaf_terms() if isinstance(mask, Mask) else []
+    given = (leaf.keys for leaf in leaves if isinstance(leaf, At) and leaf.keys is not None)
+    keys = next(given, None)
+    return None if keys is None else keys.reshape(-1, keys.shape[-1])[0]
 
 
 def fingerprints(k_gsd: Tensor) -> Tensor:

@@ -75,8 +75,6 @@ def convert(model: nn.Module) -> Conversion:
         else:
             module.__class__ = OURS[kind]
             done.swapped[name] = OURS[kind].__name__
-        if isinstance(module, MultiheadAttention):
-            module.wants, module.seen = None, []
     for _, module, _, _ in found:
         switch_off_fast_path(module)
     return done

@@ -14,6 +14,7 @@ order they came.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -200,11 +201,12 @@ def attend(
     bias: Bias | None,
     dropout: float,
     need_weights: bool,
+    by: Callable[..., Tensor] = attention,
 ) -> Attended:
     """Attention, and the weights beside it."""
     rule: dict[str, Any] = {"mask": mask, "bias": bias}
     seed = draw_seed(q.device) if dropout > 0.0 else None
-    output = attention(q, k, v, **rule, dropout=dropout, seed=seed)
+    output = by(q, k, v, **rule, dropout=dropout, seed=seed)
     if not need_weights:
         return Attended(output, None)
     weights = observe(q, k, None, **rule, wants=Wants(weights=True)).weights

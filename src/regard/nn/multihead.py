@@ -157,8 +157,7 @@ class MultiheadAttention(Observable):
         q, k, v = project(inputs, made)
         k, v = extend(k, v, pair, self.add_zero_attn)
         dropout = self.dropout if self.training else 0.0
-        output, weights = attend(q, k, v, mask, bias, dropout, need_weights)
-        self._look(q, k, mask=mask, bias=bias)
+        output, weights = attend(q, k, v, mask, bias, dropout, need_weights, self._attention)
         if weights is not None:
             weights = inputs.unbatch(weights.mean(1) if average_attn_weights else weights)
         return inputs.unbatch(self.out_proj(inputs.join(output))), weights

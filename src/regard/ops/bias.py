@@ -3,10 +3,13 @@
 The one definition is `add(b, h, i, j, shape, dtype)`, the number added to the score of the query at
 position i and the key at position j. From it come the dense tensor (`dense`, `block`) and the
 FlexAttention function. Biases that hold learned numbers also tell how a gradient on the scores
-becomes a gradient on those numbers: `grad_block` for one tile, `grad_join` for all tiles together.
+becomes a gradient on those numbers: `grad_at` and `grad_block` for one tile, `grad_join` for all
+tiles together. One that does not tell it is differentiated by the reference alone.
 
 -inf, and the most negative number of the bias's own type, mean "may not look": both are read as
 -inf.
+
+What concerns the tensors that a bias holds is in `term.py`.
 
 Letters: B batch, H heads, T queries, S keys. Positions as in `mask.py`.
 """
@@ -14,9 +17,10 @@ Letters: B batch, H heads, T queries, S keys. Positions as in `mask.py`.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,23 +29,25 @@ from regard._check import check_float
 from regard.ops.shape import (
     Shape,
     Tile,
-    check_axis,
     check_broadcast,
-    check_counts,
     cut,
     indices,
-    pick_axis,
     pick_broadcast,
 )
+from regard.ops.term import Joined, Placed, Term
 
 
-class Bias(ABC):
+class Bias(Term):
     """A number added to each score, after the softcap and before the mask."""
 
-    relative = False
-    """Whether the number depends on the head and on i - j alone."""
     hides = True
     """Whether the number may be -inf, which means that no look is allowed."""
+    gives_gradient = False
+    """Whether it tells how a gradient on the scores becomes one on its tensors."""
+
+    @property
+    def positional(self) -> bool:  # type: ignore[override]
+        return self.relative
 
     @abstractmethod
     def add(
@@ -49,13 +55,13 @@ class Bias(ABC):
     ) -> Tensor:
         """The number added for the query at position i and the key at position j (broadcast)."""
 
-    @abstractmethod
     def leaves(self) -> list[Tensor]:
         """The float tensors the bias holds, to which gradients may flow."""
+        return [t for t in self.tensors() if t.is_floating_point()]
 
-    @abstractmethod
     def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
         """What a gradient on the scores of queries at i and keys at j gives for each leaf."""
+        raise AssertionError(f"{type(self).__name__} gives no gradient by positions")
 
     def grad_block(self, grad_bhts: Tensor, shape: Shape, tile: Tile) -> list[Tensor]:
         """What a gradient on the scores of one tile gives for each leaf, before `grad_join`."""
@@ -74,9 +80,6 @@ class Bias(ABC):
             for column, leaf in zip(columns, leaves, strict=True)
         ]
 
-    def check(self, shape: Shape) -> None:  # noqa: B027 - a bias may fit every shape
-        """Raise ValueError when the bias cannot be applied to this shape."""
-
     def block(self, shape: Shape, tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The bias inside one tile, a float tensor that broadcasts to (B, H, t, s)."""
         return self.add(*indices(shape, tile, device), shape, dtype)
@@ -92,6 +95,13 @@ class Bias(ABC):
         """The same bias with given positions of the queries, (T,) or (B, T), and of the keys."""
         return BiasAt(self, queries, keys)
 
+    def by_distance(self, gaps: Tensor, n_heads: int) -> Tensor:
+        """The numbers of a relative bias at the distances j - i given, (H, gaps), in float32."""
+        h = torch.arange(n_heads, device=gaps.device)[:, None]
+        zero, shape = torch.zeros_like(gaps[0]), Shape(1, n_heads, 1, 1)
+        numbers = self.add(zero, h, zero, gaps[None], shape, torch.float32)
+        return numbers.expand(n_heads, len(gaps))
+
     def __add__(self, other: Bias) -> Bias:
         return Sum(self, other) if isinstance(other, Bias) else NotImplemented
 
@@ -106,8 +116,10 @@ class ALiBi(Bias):
 
     n_heads: int | None = None
     slopes: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
+    axes: ClassVar = {"slopes": "H"}
     relative = True
     hides = False
+    gives_gradient = True
 
     def __post_init__(self) -> None:
         if (self.n_heads is None) == (self.slopes is None):
@@ -128,9 +140,6 @@ class ALiBi(Bias):
                 f"ALiBi has {self.slopes.shape[0]} slopes, but q has H={shape.H} heads"
             )
 
-    def leaves(self) -> list[Tensor]:
-        return [self.slopes]
-
     def add(
         self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
     ) -> Tensor:
@@ -148,7 +157,9 @@ class RelativeTable(Bias):
     table: Tensor
     bidirectional: bool = True
     max_distance: int = 128
+    axes: ClassVar = {"table": "buckets H"}
     relative = True
+    gives_gradient = True
 
     def __post_init__(self) -> None:
         check_float("table", self.table)
@@ -161,9 +172,6 @@ class RelativeTable(Bias):
             raise ValueError(
                 f"table must be (n_buckets, H) with H={shape.H}, got {tuple(self.table.shape)}"
             )
-
-    def leaves(self) -> list[Tensor]:
-        return [self.table]
 
     def _bucket(self, i: Tensor, j: Tensor) -> Tensor:
         return t5_bucket(j - i, self.bidirectional, self.table.shape[0], self.max_distance)
@@ -186,6 +194,9 @@ class DenseBias(Bias):
     """Any bias, given whole: a float tensor that broadcasts to (B, H, T, S)."""
 
     values: Tensor
+    axes: ClassVar = {"values": "B H T S"}
+    follows_keys = True
+    gives_gradient = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor):
@@ -197,9 +208,6 @@ class DenseBias(Bias):
     def check(self, shape: Shape) -> None:
         check_broadcast("bias", self.values, shape)
 
-    def leaves(self) -> list[Tensor]:
-        return [self.values]
-
     def add(
         self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
     ) -> Tensor:
@@ -210,9 +218,6 @@ class DenseBias(Bias):
 
     def grad_block(self, grad_bhts: Tensor, shape: Shape, tile: Tile) -> list[Tensor]:
         return [grad_bhts.sum_to_size(cut(self._four(), tile).shape)]
-
-    def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
-        raise AssertionError("a dense bias has no positions")
 
     def _four(self) -> Tensor:
         return self.values[(None,) * (4 - self.values.dim())]
@@ -229,74 +234,57 @@ class DenseBias(Bias):
 
 
 @dataclass(frozen=True, eq=False)
-class BiasAt(Bias):
+class BiasAt(Placed, Bias):
     """A bias with positions given, as a cache has them: of the queries, and of the keys."""
 
-    rule: Bias
+    inner: Bias
     queries: Tensor
     keys: Tensor | None = None
+    positional = False
 
     def __post_init__(self) -> None:
-        if not self.rule.relative:
+        super().__post_init__()
+        if not self.inner.positional:
             raise ValueError(
-                f"{type(self.rule).__name__} speaks of rows and keys as they lie in memory, "
+                f"{type(self.inner).__name__} speaks of rows and keys as they lie in memory, "
                 "not of positions"
             )
-        check_counts("queries", self.queries)
-        if self.keys is not None:
-            check_counts("keys", self.keys)
-
-    def check(self, shape: Shape) -> None:
-        check_axis("queries", self.queries, "T", shape)
-        if self.keys is not None:
-            check_axis("keys", self.keys, "S", shape)
-        self.rule.check(shape)
 
     @property
     def hides(self) -> bool:  # type: ignore[override]
-        return self.rule.hides
+        return self.inner.hides
 
-    def leaves(self) -> list[Tensor]:
-        return self.rule.leaves()
+    @property
+    def gives_gradient(self) -> bool:  # type: ignore[override]
+        return self.inner.gives_gradient
 
     def add(
         self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
     ) -> Tensor:
-        return self.rule.add(b, h, *self._positions(b, i, j, shape), shape, dtype)
-
-    def _positions(self, b: Tensor, i: Tensor, j: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        place = pick_axis(self.queries, b, i - shape.offset)
-        return place, j if self.keys is None else pick_axis(self.keys, b, j)
+        return self.inner.add(b, h, *self.positions(b, i, j, shape), shape, dtype)
 
     def grad_block(self, grad_bhts: Tensor, shape: Shape, tile: Tile) -> list[Tensor]:
         b, _, i, j = indices(shape, tile, grad_bhts.device)
-        return self.rule.grad_at(grad_bhts, *self._positions(b, i, j, shape))
-
-    def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
-        raise AssertionError("positions are given once")
+        return self.inner.grad_at(grad_bhts, *self.positions(b, i, j, shape))
 
 
 @dataclass(frozen=True, eq=False)
-class Sum(Bias):
+class Sum(Joined, Bias):
     """Two biases added."""
 
     one: Bias
     other: Bias
 
-    @property
-    def relative(self) -> bool:  # type: ignore[override]
-        return self.one.relative and self.other.relative
+    def parts(self) -> tuple[Bias, ...]:  # type: ignore[override]
+        return self.one, self.other
 
     @property
     def hides(self) -> bool:  # type: ignore[override]
         return self.one.hides or self.other.hides
 
-    def check(self, shape: Shape) -> None:
-        self.one.check(shape)
-        self.other.check(shape)
-
-    def leaves(self) -> list[Tensor]:
-        return self.one.leaves() + self.other.leaves()
+    @property
+    def gives_gradient(self) -> bool:  # type: ignore[override]
+        return self.one.gives_gradient and self.other.gives_gradient
 
     def add(
         self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype

@@ -4,7 +4,7 @@ The matrix is walked in tiles. For each band of queries the running maximum, the
 running output are kept, and beside them whatever was asked about the rows (entropy, peak, distance,
 mass). Tiles that the mask empties are skipped, tiles that it leaves whole are not masked. Extra
 memory is O(T + S), forward and backward: the backward pass makes the weights again, tile by tile,
-from the saved log-sums.
+from the saved logsumexp.
 
 What is not finite reaches the rows that may look at it, and no others. A NaN score does so by
 itself, since the mask replaces the scores of hidden pairs. A value does not, as 0 · NaN is NaN: in
@@ -27,7 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard._check import is_transformed, known_finite
+from regard._check import known_finite
+from regard._torch import is_transformed
+from regard.ops.call import Call, Rule, score_dtype
 from regard.ops.dropout import keep_factor
 from regard.ops.mask import edges, tile_bounds
 from regard.ops.reference import (
@@ -39,7 +41,6 @@ from regard.ops.reference import (
     row_max,
     spoil,
 )
-from regard.ops.rule import Rule, score_dtype
 from regard.ops.shape import Shape, Tile
 
 TILE_ENTRIES = 2**20
@@ -66,7 +67,7 @@ class Rows(NamedTuple):
     """What one pass over the tiles tells of each row, (B, H, T); empty tensors where not asked.
 
     `total` is the sum of the row's weights: 1, less with sinks, 0 where nothing is seen. A weight
-    is exp(score - `top`) / `denominator`, which stays exact where exp(score - lse) would not.
+    is exp(score - `row_max`) / `denominator`, which stays exact where exp(score - lse) would not.
     """
 
     output: Tensor
@@ -77,20 +78,20 @@ class Rows(NamedTuple):
     peak_key: Tensor
     distance: Tensor
     mass: Tensor
-    top: Tensor
+    row_max: Tensor
     denominator: Tensor
 
 
 def tile_sizes(shape: Shape, on_gpu: bool = False) -> tuple[int, int]:
     """Height and width of the tiles for this shape."""
     entries = GPU_ENTRIES if on_gpu else TILE_ENTRIES
-    room = max(entries // max(shape.B * shape.H, 1), SMALLEST**2)
-    height = max(min(shape.T, 2 ** int(math.log2(room) / 2)), 1)
-    return height, max(min(shape.S, room // height), 1)
+    most = max(entries // max(shape.B * shape.H, 1), SMALLEST**2)
+    height = max(min(shape.T, 2 ** int(math.log2(most) / 2)), 1)
+    return height, max(min(shape.S, most // height), 1)
 
 
-def tile_room(shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for the scores of one tile, or what is as large, used again for every tile.
+def tile_scratch(shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A scratch buffer for the scores of one tile, or what is as large, used for every tile.
 
     A new tensor for each leaves holes in the heap that the next, aligned one may not fit.
     """
@@ -131,16 +132,16 @@ class _Band:
     """The running numbers of one band of queries."""
 
     def __init__(
-        self, q_bhtd: Tensor, v_bgse: Tensor, i_t1: Tensor, room: Tensor | None = None
+        self, q_bhtd: Tensor, v_bgse: Tensor, i_t1: Tensor, scratch: Tensor | None = None
     ) -> None:
         dtype = score_dtype(q_bhtd.dtype)
         B, H, t, _ = q_bhtd.shape
-        self.q, self.i_t1, self.room = q_bhtd, i_t1, room
+        self.q, self.i_t1, self.scratch = q_bhtd, i_t1, scratch
         zero = torch.zeros_like(q_bhtd[..., :1], dtype=dtype) if q_bhtd.shape[3] else None
         self.sum = (
             zero if zero is not None else torch.zeros(B, H, t, 1, dtype=dtype, device=q_bhtd.device)
         )
-        self.top = torch.full_like(self.sum, torch.finfo(dtype).min)
+        self.row_max = torch.full_like(self.sum, torch.finfo(dtype).min)
         self.output = self.sum.expand(B, H, t, v_bgse.shape[3])
         self.spoil = self.sum
         self.heat = self.far = self.mass = self.sum
@@ -150,16 +151,16 @@ class _Band:
         self, scores_bhts: Tensor, j_s: Tensor, mass_b1s1: Tensor | None, ask: Ask
     ) -> tuple[Tensor, Tensor]:
         """Fold in one tile; its weights before division, and what the old numbers shrink by."""
-        top = torch.maximum(self.top, row_max(scores_bhts))
-        shrink = (self.top - top).exp()
+        highest = torch.maximum(self.row_max, row_max(scores_bhts))
+        shrink = (self.row_max - highest).exp()
         if ask.peak:
-            self.key = better_key(scores_bhts, top > self.top, self.key, j_s[0])
-        centred = scores_bhts.sub_(top)
+            self.key = better_key(scores_bhts, highest > self.row_max, self.key, j_s[0])
+        centred = scores_bhts.sub_(highest)
         if ask.entropy:
-            # sum of w · (score - top); moving top by a step moves every term by the step.
-            heat = shrink * (self.heat + self.sum * (self.top - top))
-            room = None if is_transformed(centred) else self.room
-            out = None if room is None else room[: centred.numel()].view(centred.shape)
+            # The sum of w · (score - highest); raising highest by a step lowers every term by it.
+            heat = shrink * (self.heat + self.sum * (self.row_max - highest))
+            scratch = None if is_transformed(centred) else self.scratch
+            out = None if scratch is None else scratch[: centred.numel()].view(centred.shape)
             weights = torch.exp(centred, out=out)
             terms = centred.clamp_(min=torch.finfo(centred.dtype).min).mul_(weights)
             self.heat = heat + terms.sum(-1, keepdim=True)
@@ -172,7 +173,7 @@ class _Band:
             self.far = shrink * self.far + part * (self.i_t1 - j_s[0]).to(weights.dtype) - near
         if mass_b1s1 is not None:
             self.mass = shrink * self.mass + weights @ mass_b1s1.to(weights.dtype)
-        self.top = top
+        self.row_max = highest
         return weights, shrink
 
     def mix(
@@ -198,18 +199,18 @@ class _Band:
 
     def finish(self, sinks_h: Tensor | None, ask: Ask, has_mass: bool) -> Rows:
         """The rows' numbers with the sums divided out."""
-        top, total = self.top, self.sum
+        highest, total = self.row_max, self.sum
         if sinks_h is not None:
             sink = sinks_h.to(total.dtype)[:, None, None]
-            top = torch.maximum(self.top, sink)
-            total = total * (self.top - top).exp() + (sink - top).exp()
+            highest = torch.maximum(self.row_max, sink)
+            total = total * (self.row_max - highest).exp() + (sink - highest).exp()
         empty = total == 0
         total = total.masked_fill(empty, 1.0)
-        share = (self.top - top).exp() / total
-        lse = (top + total.log()).masked_fill(empty, -math.inf)
+        share = (self.row_max - highest).exp() / total
+        lse = (highest + total.log()).masked_fill(empty, -math.inf)
         weight = self.sum * share
-        # lse - self.top, but not by way of lse: large scores would cost its last digits.
-        spread = (top - self.top) + total.log()
+        # lse - self.row_max, but not by way of lse: large scores would cost its last digits.
+        spread = (highest - self.row_max) + total.log()
         entropy = (weight * spread).masked_fill(empty, 0.0) - self.heat * share
         seen = (self.sum != 0).to(share.dtype)
         return Rows(
@@ -221,7 +222,7 @@ class _Band:
             peak_key=no_key(self.key, share).squeeze(-1) if ask.peak else self.none().long(),
             distance=(self.far * share).squeeze(-1) if ask.distance else self.none(),
             mass=(self.mass * share).squeeze(-1) if has_mass else self.none(),
-            top=top.squeeze(-1).clone(),
+            row_max=highest.squeeze(-1).clone(),
             denominator=total.squeeze(-1),
         )
 
@@ -248,40 +249,31 @@ def marked(x: Tensor) -> Tensor:
     return x + x * 0.0
 
 
-def first_pass(
-    q_bhtd: Tensor,
-    k_bgsd: Tensor,
-    v_bgse: Tensor,
-    rule: Rule,
-    sinks_h: Tensor | None,
-    drop: tuple[float, Tensor | None],
-    ask: Ask,
-    mass_bs: Tensor | None,
-) -> Rows:
-    """Output, log-sums and the row statistics asked for, in one walk over the tiles."""
-    device, (dropout, seed) = q_bhtd.device, drop
-    q_bhtd, k_bgsd = marked(q_bhtd), marked(k_bgsd)
+def first_pass(call: Call, ask: Ask, mass_bs: Tensor | None) -> Rows:
+    """Output, logsumexp and the row statistics asked for, in one walk over the tiles."""
+    rule, v_bgse, sinks_h, device = call.rule, call.v, call.sinks, call.q.device
+    q_bhtd, k_bgsd = marked(call.q), marked(call.k)
     clean = not v_bgse.numel() or known_finite(v_bgse)
     done: list[Rows] = []
-    room, spare = None, None
+    scratch, spare = None, None
     if not is_transformed(q_bhtd) and not is_transformed(k_bgsd):
-        room = tile_room(rule.shape, q_bhtd)
-        spare = torch.empty_like(room) if ask.entropy else None
+        scratch = tile_scratch(rule.shape, q_bhtd)
+        spare = torch.empty_like(scratch) if ask.entropy else None
     for (t0, t1), tiles in bands(rule, q_bhtd.is_cuda):
         i_t1 = torch.arange(t0, t1, device=device)[:, None] + rule.shape.offset
         band = _Band(q_bhtd[:, :, t0:t1], v_bgse, i_t1, spare)
         for tile, full in tiles:
             keys = slice(tile.s0, tile.s1)
-            scores = raw_scores(band.q, k_bgsd[:, :, keys], rule, room)
+            scores = raw_scores(band.q, k_bgsd[:, :, keys], rule, scratch)
             scores = add_rule(scores, rule, tile, full)
             whole = clean or (full and not rule.bias_hides())
             hidden = None if whole else scores == -math.inf
             j_s = torch.arange(tile.s0, tile.s1, device=device)
             mass = None if mass_bs is None else mass_bs[:, None, keys, None]
             weights, shrink = band.take(scores, j_s, mass, ask)
-            if dropout > 0.0:
-                assert seed is not None
-                weights = weights * keep_factor(seed, dropout, rule.shape, tile, weights.dtype)
+            if call.seed is not None:
+                keep = keep_factor(call.seed, call.dropout, rule.shape, tile, weights.dtype)
+                weights = weights * keep
             band.mix(weights, shrink, v_bgse[:, :, keys], hidden)
         done.append(band.finish(sinks_h, ask, mass_bs is not None))
     if not done:

@@ -1,11 +1,11 @@
-"""The backward pass of `blockwise`: weights are made again tile by tile, from the saved log-sums.
+"""The backward pass of `blockwise`: weights are made again tile by tile, from the saved logsumexp.
 
 With p the weights, g the gradient of the output and δ = Σ g·output for each row, the gradient on a
 score is p · (dropped g·v − δ + g_lse + g_total · (1 − Σp) − g_entropy · (log p + entropy + 1 −
 Σp)); bias, softcap, scale, q and k take it from there. Only differentiable operations are used, and
 nothing is written in place, so the pass can itself be differentiated. Products with gradients take
 the finite parts of q, k and v: a hidden pair has the weight 0, and 0 · NaN would be NaN. The rows
-that see what is not finite have a log-sum or an output of NaN, which spoils their gradients alone.
+that see what is not finite have a logsumexp or an output of NaN, which spoils only their gradients.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width; t, s
 sizes of a tile.
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from regard.ops.blockwise import Rows, bands, grid_tiles, marked
+from regard.ops.call import Call, Rule, score_dtype
 from regard.ops.dropout import keep_factor
 from regard.ops.reference import add_rule, finite_part, group_matmul, raw_scores
-from regard.ops.rule import Rule, score_dtype
 from regard.ops.shape import Tile
 
 
@@ -37,7 +37,7 @@ class Grads(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Gradients that arrive at the output, the log-sums, the totals and the entropies, or None."""
+    """Gradients that arrive at the output, the logsumexp, the totals and the entropies, or None."""
 
     output: Tensor | None
     lse: Tensor | None
@@ -48,12 +48,10 @@ class Given(NamedTuple):
 class _Walk:
     """One backward walk over the tiles, with the sums it gathers."""
 
-    def __init__(
-        self, inputs: tuple[Tensor, Tensor, Tensor], rule: Rule, rows: Rows, given: Given
-    ) -> None:
-        self.marked = marked(inputs[0]), marked(inputs[1])
-        self.q, self.k, self.v = (finite_part(x) for x in inputs)
-        self.rule, self.rows, self.given = rule, rows, given
+    def __init__(self, call: Call, rows: Rows, given: Given) -> None:
+        self.marked = marked(call.q), marked(call.k)
+        self.q, self.k, self.v = (finite_part(x) for x in (call.q, call.k, call.v))
+        self.rule, self.rows, self.given = call.rule, rows, given
         self.dtype = score_dtype(self.q.dtype)
         self.k_parts: dict[tuple[int, int], Tensor] = {}
         self.v_parts: dict[tuple[int, int], Tensor] = {}
@@ -118,26 +116,17 @@ class _Walk:
         return group_matmul(ds, k.to(self.dtype))
 
 
-def backward_pass(
-    given: Given,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    rule: Rule,
-    sinks_h: Tensor | None,
-    drop: tuple[float, Tensor | None],
-    rows: Rows,
-    wants_bias: bool,
-) -> Grads:
+def backward_pass(call: Call, rows: Rows, given: Given, wants_bias: bool) -> Grads:
     """Gradients of everything that went into the first pass."""
-    walk = _Walk(inputs, rule, rows, given)
-    (q, k, v), (dropout, seed) = inputs, drop
+    walk = _Walk(call, rows, given)
+    q, k, v, rule, sinks_h = call.q, call.k, call.v, call.rule, call.sinks
     q_parts: list[Tensor] = []
     for (t0, t1), tiles in bands(rule):
         total = torch.zeros_like(run_of(q, (t0, t1)), dtype=walk.dtype)
         for tile, full in tiles:
             keep = None
-            if dropout > 0.0:
-                assert seed is not None
-                keep = keep_factor(seed, dropout, rule.shape, tile, walk.dtype)
+            if call.seed is not None:
+                keep = keep_factor(call.seed, call.dropout, rule.shape, tile, walk.dtype)
             total = total + walk.tile(tile, full, keep, wants_bias)
         q_parts.append(total)
     leaves: list[Tensor] = []

@@ -1,6 +1,6 @@
 """The tiled passes as one operation, for autograd, for `torch.func` and for compiled graphs.
 
-Autograd and compilers carry tensors and constants, so the rule travels taken apart (`rule.pack`).
+Autograd and compilers carry tensors and constants, so the rule travels taken apart (`pack.py`).
 In eager mode the passes run as they are. While a graph is being traced they are the custom
 operations `regard::blockwise` and `regard::blockwise_backward`, opaque to the compiler: the
 graph stays one node, whatever the length. Each has a fake twin that tells the shapes.
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from regard.ops.blockwise import NOTHING, Ask, Rows, first_pass
 from regard.ops.blockwise_backward import Given, backward_pass
-from regard.ops.rule import Form, Packed, Rule, pack, score_dtype, spell, unpack
+from regard.ops.call import Call, score_dtype
+from regard.ops.pack import Form, Packed, pack, spell, unpack
 from regard.ops.shape import Shape
 
 
@@ -41,7 +42,8 @@ def _forward(
     mass: Tensor | None,
 ) -> list[Tensor]:
     rule = unpack(Packed(form, tensors, ints, floats), shape_of(q, k))
-    return list(first_pass(q, k, v, rule, sinks, (dropout, seed), Ask(*asked), mass))
+    call = Call(q=q, k=k, v=v, rule=rule, sinks=sinks, dropout=dropout, seed=seed)
+    return list(first_pass(call, Ask(*asked), mass))
 
 
 def _backward(
@@ -59,8 +61,8 @@ def _backward(
 ) -> list[Tensor]:
     q, k, v = inputs
     rule = unpack(Packed(form, tensors, ints, floats), shape_of(q, k))
-    drop = (dropout, seed)
-    grads = backward_pass(Given(*given), (q, k, v), rule, sinks, drop, Rows(*rows), wants_bias)
+    call = Call(q=q, k=k, v=v, rule=rule, sinks=sinks, dropout=dropout, seed=seed)
+    grads = backward_pass(call, Rows(*rows), Given(*given), wants_bias)
     return [grads.q, grads.k, grads.v, grads.sinks, *grads.leaves]
 
 
@@ -113,7 +115,7 @@ def _(
             peak_key=answer(ask.peak, torch.int64),
             distance=answer(ask.distance, row.dtype),
             mass=answer(mass is not None, row.dtype),
-            top=torch.empty_like(row),
+            row_max=torch.empty_like(row),
             denominator=torch.empty_like(row),
         )
     )
@@ -140,7 +142,7 @@ def _(
 
 
 class _Fixed(NamedTuple):
-    """What a call is told beside its tensors; leaves: which tensors of the rule may be learned."""
+    """What goes with the tensors of a call; leaves: which tensors of the rule may be learned."""
 
     form: Form | str
     ints: tuple[int, ...]
@@ -181,38 +183,55 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, seed, output, lse, total, entropy, *tensors = ctx.saved_tensors
         fixed: _Fixed = ctx.fixed
-        wants_bias = any(ctx.needs_input_grad[7 + place] for place in fixed.leaves)
+        wants_bias = any(ctx.needs_input_grad[7 + number] for number in fixed.leaves)
         given = [grads[0], grads[1], grads[2], grads[3] if entropy.dim() > 1 else None]
         rows = [output, lse, total, entropy, *[lse] * 6]
         run = _backward_op if torch.compiler.is_compiling() else _backward
         rule = (fixed.form, tensors, list(fixed.ints), list(fixed.floats))
-        made = run(*rule, [q, k, v], sinks, fixed.dropout, seed, rows, given, wants_bias)
+        found = run(*rule, [q, k, v], sinks, fixed.dropout, seed, rows, given, wants_bias)
         result: list[Tensor | None] = [None] * (7 + len(tensors))
-        result[1:4] = made[:3]
-        result[4] = made[3] if sinks is not None else None
-        for place, grad in zip(fixed.leaves, made[4:], strict=wants_bias):
-            result[7 + place] = grad
+        result[1:4] = found[:3]
+        result[4] = found[3] if sinks is not None else None
+        for number, grad in zip(fixed.leaves, found[4:], strict=wants_bias):
+            result[7 + number] = grad
         return tuple(result)
 
 
-def run_blockwise(
-    inputs: tuple[Tensor, Tensor, Tensor],
-    rule: Rule,
-    sinks: Tensor | None,
-    drop: tuple[float, Tensor | None],
-    ask: Ask = NOTHING,
-    mass: Tensor | None = None,
-) -> Rows:
+def refuse(call: Call) -> str | None:
+    """Everything but the whole matrix and forward-mode derivatives."""
+    if call.wants is not None and call.wants.weights:
+        return "it never builds the T × S matrix that `weights` asks for; reference does"
+    if call.has_tangent():
+        return "it has no forward-mode derivative; reference has"
+    if call.wants is not None and call.wants.second_pass() and call.is_unreadable():
+        return "its second pass reads values, which tracing and torch.func do not give"
+    bias = call.rule.bias
+    learned = bias is not None and any(leaf.requires_grad for leaf in bias.leaves())
+    if bias is not None and not bias.gives_gradient and learned and torch.is_grad_enabled():
+        return f"{type(bias).__name__} does not tell its gradient (`grad_at`); reference has it"
+    return None
+
+
+def run(call: Call) -> Tensor:
+    """Attention over tiles."""
+    return run_blockwise(call).output
+
+
+def run_blockwise(call: Call, ask: Ask = NOTHING, mass: Tensor | None = None) -> Rows:
     """Attention over tiles; `rows.output`, `rows.lse` and `rows.entropy` carry gradients."""
-    packed, (dropout, seed), leaves = pack(rule), drop, rule.bias_leaves()
+    call = call.seeded()
+    inputs, sinks, seed, dropout = (call.q, call.k, call.v), call.sinks, call.seed, call.dropout
+    packed, leaves = pack(call.rule), call.rule.bias_leaves()
     floats = (*inputs, sinks, *leaves)
     wants_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in floats)
     if torch.compiler.is_compiling():
         assert not isinstance(packed.form, str)
         packed = packed._replace(form=spell(packed.form))
+        # A traced autograd function takes no tensor twice: attention(x, x, x).
+        inputs = (call.q, call.k.view_as(call.k), call.v.view_as(call.v))
         if not wants_grad:
             return Rows(*_forward_op(*packed, *inputs, sinks, dropout, seed, list(ask), mass))
-    places = tuple(n for n, t in enumerate(packed.tensors) if any(t is leaf for leaf in leaves))
-    fixed = _Fixed(packed.form, tuple(packed.ints), tuple(packed.floats), dropout, ask, places)
+    learned = tuple(n for n, t in enumerate(packed.tensors) if any(t is leaf for leaf in leaves))
+    fixed = _Fixed(packed.form, tuple(packed.ints), tuple(packed.floats), dropout, ask, learned)
     rows = _Blockwise.apply(fixed, *inputs, sinks, seed, mass, *packed.tensors)  # type: ignore[no-untyped-call]
     return Rows(*rows)

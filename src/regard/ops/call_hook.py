@@ -1,55 +1,44 @@
-"""The door through which `lens` hears our own attention: one listener, set for the time of a block.
+"""The one hook through which all looking goes: it is given every call of attention in a block.
 
-Why: a lens must see the queries, keys and rule of every call of `attention` in a model, and the
-rooms that call it must not know the lens.
+Why: what heads look at is asked by layers (`observing`), by the lens (`watch`) and by losses on
+attention, and what calls attention must know none of them.
 
-How: `attention` looks at `heard_by`, which is None outside a block, and then does nothing else. A
-listener is called with q, k and the rule before the call, and must change nothing.
+How: `attention`, and `observe` where it gives an output, look at `active`, which is None outside a
+block, and then do nothing else. A hook is given the call, checked, before it runs, and must change
+nothing. In a compiled graph it is traced along, where it can be.
 
-Left out: who called. The listener keeps track of modules itself.
-
-Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
+Left out: who called. A hook keeps track of modules itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
+from regard.ops.call import Call
 
-Listener = Callable[..., None]
-"""Called as listener(q_bhtd, k_bgsd, mask=, bias=, scale=, softcap=, sinks=)."""
+Hook = Callable[[Call], None]
 
-heard_by: Listener | None = None
-
-
-def tell(*given: Any, **rule: Any) -> None:
-    """Hand one call to the listener, if there is one."""
-    if heard_by is None:
-        return
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "a compiled graph cannot be watched: its steps are recorded once and run unseen; "
-            "watch the model that is not compiled, and leave compiled=False in generate"
-        )
-    heard_by(*given, **rule)
+active: Hook | None = None
+"""What is given every call now, if anything."""
 
 
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Let the listener hear every call of `attention` in this block; an outer one hears it too."""
-    global heard_by
-    outer = heard_by
+def hooked(hook: Hook) -> Iterator[None]:
+    """Give the hook every call of attention in this block; those of outer blocks get them too."""
+    global active
+    outer = active
+    if outer is hook:
+        yield
+        return
 
-    def both(*given: Any, **rule: Any) -> None:
-        listener(*given, **rule)
+    def both(call: Call) -> None:
+        hook(call)
         if outer is not None:
-            outer(*given, **rule)
+            outer(call)
 
-    heard_by = both
+    active = hook if outer is None else both
     try:
         yield
     finally:
-        heard_by = outer
+        active = outer

@@ -8,27 +8,27 @@ Letters: B batch, S keys, H query heads.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from regard.ops.call import Call
 from regard.ops.kernels import decode
 from regard.ops.kernels.decode import OPEN, Sight
-from regard.ops.mask import And, At, Mask
-from regard.ops.masks import Causal, Window
-from regard.ops.rule import Rule
+from regard.ops.mask import At, Mask
 from regard.ops.shape import Tile
 
 
-def attend(q_bh1d: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks: Tensor | None) -> Tensor:
+def run(call: Call) -> Tensor:
     """Attention of one query a row, by our kernel."""
+    rule = call.rule
     sight = find_sight(rule.mask)
     added = None
     if rule.bias is not None or (rule.mask is not None and sight is None):
-        added = render(rule, sight is None, q_bh1d.device)
-    numbers = rule.factor(q_bh1d.shape[3]), rule.softcap
-    return decode.attend(q_bh1d[:, :, 0], k, v, sight, added, numbers, sinks)[:, :, None]
+        like = torch.empty(0, device=call.q.device)
+        added = rule.block(Tile(0, 1, 0, rule.shape.S), like, with_mask=sight is None)[:, :, 0]
+    numbers = rule.factor(call.q.shape[3]), rule.softcap
+    q_bhd = call.q[:, :, 0]
+    return decode.attend(q_bhd, call.k, call.v, sight, added, numbers, call.sinks)[:, :, None]
 
 
 def find_sight(mask: Mask | None) -> Sight | None:
@@ -38,40 +38,8 @@ def find_sight(mask: Mask | None) -> Sight | None:
     """
     if not isinstance(mask, At) or mask.keys is None:
         return None
-    sides = window_of(mask.rule)
-    if sides is None:
+    window = mask.inner.window()
+    if window is None:
         return None
-    return Sight(mask.queries, mask.keys, *sides)
-
-
-def window_of(mask: Mask) -> tuple[int, int] | None:
-    """How far back and ahead a mask made of Causal and Window sees; None for other masks."""
-    if isinstance(mask, Causal) and mask.align == "end":
-        return OPEN, 0
-    if isinstance(mask, Window):
-        return (
-            OPEN if mask.left is None else mask.left,
-            OPEN if mask.right is None else mask.right,
-        )
-    if isinstance(mask, And):
-        one, other = window_of(mask.one), window_of(mask.other)
-        if one is not None and other is not None:
-            return min(one[0], other[0]), min(one[1], other[1])
-    return None
-
-
-def render(rule: Rule, with_mask: bool, device: torch.device) -> Tensor:
-    """Bias, and mask where it has to be, as numbers (B or 1, H or 1, S) added to the scores."""
-    tile = Tile(0, 1, 0, rule.shape.S)
-    values = torch.zeros((1, 1, 1, 1), device=device)
-    if rule.bias is not None:
-        values = four(rule.bias.block(rule.shape, tile, device, torch.float32))
-    if with_mask and rule.mask is not None:
-        allowed = four(rule.mask.block(rule.shape, tile, device))
-        values = torch.where(allowed, values, -math.inf)
-    return values.expand(-1, -1, 1, rule.shape.S)[:, :, 0]
-
-
-def four(x: Tensor) -> Tensor:
-    """A tensor that broadcasts to (B, H, 1, S), with all four axes."""
-    return x[(None,) * (4 - x.dim())]
+    left, right = (OPEN if side is None else side for side in window)
+    return Sight(mask.queries, mask.keys, left, right)

@@ -15,7 +15,6 @@ Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,9 +23,10 @@ import torch
 from torch import Tensor
 
 from regard._check import all_finite
+from regard._torch import flash_backward, flash_forward, is_batched_gradient
 from regard.ops.blockwise_op import run_blockwise
+from regard.ops.call import Call, Rule, score_dtype
 from regard.ops.mask import edges, tile_bounds
-from regard.ops.rule import Rule, score_dtype
 from regard.ops.shape import Bools, Ints, Shape, Tile
 
 BAND = 256
@@ -50,7 +50,7 @@ def attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, rule: Rule, causal: bool | No
         output: Tensor = _Pieces.apply(rule, causal, q, k, v)  # type: ignore[no-untyped-call]
         return output
     if not is_finite(q, k, v, rule):
-        return run_blockwise((q, k, v), rule, None, (0.0, None)).output
+        return run_blockwise(Call(q=q, k=k, v=v, rule=rule)).output
     return run_pieces(q, k, v, make_plan(rule, causal))[0]
 
 
@@ -62,9 +62,10 @@ def is_finite(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> bool:
 def flash_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sums of torch's private CPU kernel, at any strides."""
-    run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, lse = run(in_rows(q), in_rows(k), in_rows(v), 0.0, causal, attn_mask=mask, scale=scale)
+    """Output and logsumexp of torch's private CPU kernel, at any strides."""
+    output, lse = flash_forward(
+        in_rows(q), in_rows(k), in_rows(v), 0.0, causal, attn_mask=mask, scale=scale
+    )
     return output, lse
 
 
@@ -77,31 +78,6 @@ def in_rows(x: Tensor) -> Tensor:
     if x.stride(3) == 1 and x.stride(2) >= x.shape[3]:
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def render(rule: Rule, tile: Tile, like: Tensor) -> Tensor:
-    """Bias and mask of a tile as one float mask in q's type: -inf where no look is allowed."""
-    bias, allowed = None, None
-    if rule.bias is not None:
-        bias = rule.bias.block(rule.shape, tile, like.device, like.dtype)
-    if rule.mask is not None:
-        allowed = rule.mask.block(rule.shape, tile, like.device)
-    return widen(join(bias, allowed, like), tile.t1 - tile.t0, tile.s1 - tile.s0)
-
-
-def join(bias: Tensor | None, allowed: Tensor | None, like: Tensor) -> Tensor:
-    """A bias, and -inf where no look is allowed, as one float mask in q's type."""
-    if allowed is None:
-        assert bias is not None, "a rule that adds and hides nothing needs no mask"
-        return bias
-    values = torch.where(allowed, 0.0 if bias is None else bias, -math.inf)
-    return values.to(like.dtype)
-
-
-def widen(x: Tensor, height: int, width: int) -> Tensor:
-    """A tensor that broadcasts to (B, H, t, s), with four axes, the last two of them whole."""
-    lead = (1,) * (4 - x.dim()) + tuple(x.shape[:-2])
-    return x.expand(*lead[-2:], height, width)
 
 
 @dataclass(eq=False)
@@ -120,7 +96,7 @@ class Plan:
         if piece.full and rule.bias is None:
             return None
         if len(self.pieces) == 1 or not rule.is_relative():
-            rendered = render(rule, tile, q)
+            rendered = rule.block(tile, q)
             return rendered[piece.b0 : piece.b1] if rendered.shape[0] != 1 else rendered
         if self.band is None:
             self.band = self._band(q)
@@ -143,15 +119,8 @@ class Plan:
         rule = self.rule
         height = max(p.tile.t1 - p.tile.t0 for p in self.pieces)
         right = max(p.tile.s1 - p.tile.t0 for p in self.pieces)
-        h = torch.arange(rule.shape.H, device=q.device)[:, None, None]
         i = torch.arange(height, device=q.device)[:, None] + rule.shape.offset
-        j = torch.arange(-self._left(), right, device=q.device)
-        bias, allowed = None, None
-        if rule.bias is not None:
-            bias = rule.bias.add(h, h, i, j, rule.shape, q.dtype)
-        if rule.mask is not None:
-            allowed = rule.mask.allows(h, h, i, j, rule.shape)
-        return widen(join(bias, allowed, q), height, j.shape[0])
+        return rule.band(i, torch.arange(-self._left(), right, device=q.device), q)
 
 
 def make_plan(rule: Rule, causal: bool | None) -> Plan:
@@ -217,7 +186,7 @@ def key_runs(rule: Rule) -> tuple[Ints, Ints, bool]:
 
 
 def run_pieces(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Output and log-sums, piece by piece."""
+    """Output and logsumexp, piece by piece."""
     scale = plan.rule.scale
     if plan.is_whole():
         return flash_on_cpu(q, k, v, plan.causal, plan.mask(plan.pieces[0], q), scale)
@@ -241,7 +210,7 @@ class _Pieces(torch.autograd.Function):
         if ctx.finite:
             out, lse = run_pieces(q, k, v, ctx.plan)
         else:
-            rows = run_blockwise((q, k, v), rule, None, (0.0, None))
+            rows = run_blockwise(Call(q=q, k=k, v=v, rule=rule))
             out, lse = rows.output, rows.lse
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -250,20 +219,20 @@ class _Pieces(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan: Plan = ctx.plan
-        batched = torch._C._functorch.is_legacy_batchedtensor(grad)
-        if torch.is_grad_enabled() or batched or not ctx.finite:
+        if torch.is_grad_enabled() or is_batched_gradient(grad) or not ctx.finite:
             twice = torch.is_grad_enabled()
             with torch.enable_grad():
-                again = run_blockwise((q, k, v), plan.rule, None, (0.0, None)).output
+                again = run_blockwise(Call(q=q, k=k, v=v, rule=plan.rule)).output
             needed = [x for x in (q, k, v) if x.requires_grad]
-            made = iter(torch.autograd.grad(again, needed, grad, create_graph=twice))
-            return None, None, *(next(made) if x.requires_grad else None for x in (q, k, v))
-        run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            grads = iter(torch.autograd.grad(again, needed, grad, create_graph=twice))
+            return None, None, *(next(grads) if x.requires_grad else None for x in (q, k, v))
         q, k, v, out, grad = (in_rows(x) for x in (q, k, v, out, grad))
         if plan.is_whole():
             given = grad, q, repeat(k, q), repeat(v, q), out, lse
             mask = plan.mask(plan.pieces[0], q)
-            dq, dk, dv = run(*given, 0.0, plan.causal, attn_mask=mask, scale=plan.rule.scale)
+            dq, dk, dv = flash_backward(
+                *given, 0.0, plan.causal, attn_mask=mask, scale=plan.rule.scale
+            )
             return None, None, dq, fold(dk, k), fold(dv, v)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for piece in plan.pieces:
@@ -271,7 +240,7 @@ class _Pieces(torch.autograd.Function):
             keys = (rows[0], slice(None), slice(piece.tile.s0, piece.tile.s1))
             given = grad[rows], q_, repeat(k_, q), repeat(v_, q), out[rows], lse[rows]
             mask = plan.mask(piece, q)
-            parts = run(*given, 0.0, False, attn_mask=mask, scale=plan.rule.scale)
+            parts = flash_backward(*given, 0.0, False, attn_mask=mask, scale=plan.rule.scale)
             dq[rows] = parts[0]
             dk[keys] += fold(parts[1], k)
             dv[keys] += fold(parts[2], v)

@@ -3,7 +3,7 @@
 FlexAttention compiles a kernel for each kind of rule. The bias and the softcap travel as its score
 function, the mask as its mask function, and the tile picture of `mask.py` as its block mask, so
 that empty tiles are skipped and no T × S tensor is made. Sinks are applied afterwards from the
-log-sum: a sink scales a row's output by the share that the keys keep.
+logsumexp: a sink scales a row's output by the share that the keys keep.
 
 The first call with a new kind of rule compiles, which takes seconds; later calls do not.
 """
@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard._check import is_empty
+from regard.ops.call import Call, Rule
 from regard.ops.mask import edges, tile_bounds
-from regard.ops.rule import Rule
+from regard.ops.sdpa import refuse_fused
 from regard.ops.unseen import clear, covers, find_unseen
 
 BLOCK = 128
@@ -27,10 +29,37 @@ WIDTH = 16
 """The narrowest heads its kernels take; narrower ones are widened with zeros."""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks_h: Tensor | None) -> Tensor:
+def refuse(call: Call) -> str | None:
+    """What compiled FlexAttention does not do, here or at all."""
+    reason, device = refuse_fused(call), call.q.device.type
+    if reason is not None:
+        return reason
+    if call.dropout > 0.0:
+        return "FlexAttention has no dropout"
+    if call.transformed:
+        return "FlexAttention does not run inside torch.func transforms"
+    if call.q.dtype == torch.float64:
+        return "FlexAttention computes scores in float32, which float64 does not allow"
+    if is_empty(call.q, call.k, call.v):
+        return "FlexAttention does not take empty inputs"
+    if device not in ("cpu", "cuda"):
+        return f"FlexAttention is not asked for on {device}"
+    if device == "cuda":
+        return None
+    if call.needs_grad():
+        return "FlexAttention has no backward pass on the CPU"
+    if not runs_on_this_cpu():
+        return "FlexAttention has no kernel for a CPU without AVX2"
+    if call.sinks is not None:
+        return "FlexAttention gives no logsumexp on the CPU, which sinks need"
+    return None
+
+
+def run(call: Call) -> Tensor:
     """Attention by compiled FlexAttention."""
     from torch.nn.attention.flex_attention import AuxRequest
 
+    q, k, v, rule, sinks_h = call.q, call.k, call.v, call.rule, call.sinks
     if not torch.is_grad_enabled():
         # On a CPU it takes inputs that could ask for a gradient for ones that do.
         q, k, v = q.detach(), k.detach(), v.detach()
@@ -40,9 +69,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks_h: Tensor | None) 
     width = v.shape[3]
     factor = rule.factor(q.shape[3])
     q, k, v = (F.pad(x, (0, max(WIDTH - x.shape[3], 0))) for x in (q, k, v))
-    run = _flex() if torch.compiler.is_compiling() else _compiled()
+    flex = _flex() if torch.compiler.is_compiling() else _compiled()
     given = {"return_aux": AuxRequest(lse=True)} if sinks_h is not None else {}
-    made = run(
+    result = flex(
         q,
         k,
         v,
@@ -53,8 +82,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, sinks_h: Tensor | None) 
         **given,
     )
     if sinks_h is None:
-        return made[..., :width]  # type: ignore[no-any-return]
-    output, aux = made
+        return result[..., :width]  # type: ignore[no-any-return]
+    output, aux = result
     output = output[..., :width]
     kept = torch.sigmoid(aux.lse - sinks_h.to(aux.lse)[:, None])
     return output * kept[..., None].to(output.dtype)  # type: ignore[no-any-return]

@@ -13,13 +13,15 @@ Letters: B batch, H heads, T queries, S keys; b, h, i, j indices. Position: the 
 the last key, so query row t has position i = t + S - T. True means: this query may look at this
 key.
 
-The masks themselves are in `patterns.py`; here is what a mask is and how masks are joined. Left
-out: masks that depend on the values of q or k.
+- `window`: how far back and ahead it sees, when that is all it says.
+
+The masks themselves are in `masks.py`; here is what a mask is and how masks are joined. What
+concerns the tensors it holds is in `term.py`. Left out: masks that depend on the values of q or k.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,13 +36,11 @@ from regard.ops.shape import (
     Ints,
     Shape,
     Tile,
-    check_axis,
-    check_counts,
     indices,
-    pick_axis,
     positions,
     spans,
 )
+from regard.ops.term import Joined, Placed, Term
 
 
 class Box(NamedTuple):
@@ -60,22 +60,15 @@ class Bounds(NamedTuple):
     surely: Bools
 
 
-class Mask(ABC):
+class Mask(Term):
     """What may be looked at. Join masks with `&`, `|`, `~`."""
 
-    relative = False
-    """Whether the claim depends on i - j alone (then one band of the matrix tells all of it)."""
-    positional = False
-    """Whether the claim speaks of positions only, so that `at` can give it other ones."""
     sees_itself = False
     """Whether every query that sits on a key may look at that key, at any shape."""
 
     @abstractmethod
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
         """Whether the query at position i may look at the key at position j (broadcast)."""
-
-    def check(self, shape: Shape) -> None:  # noqa: B027 - most masks fit every shape
-        """Raise ValueError when the mask cannot be applied to this shape."""
 
     def bounds(self, box: Box) -> Bounds:
         """What is known of each tile without looking into it; knowing nothing is always right."""
@@ -85,6 +78,16 @@ class Mask(ABC):
     def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
         """First and past-the-last key of the rows at positions i (1 or B, T), if one run."""
         return None
+
+    def window(self) -> tuple[int | None, int | None] | None:
+        """How far back and ahead of itself a query sees (None: all), if that is all it says."""
+        return None
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether, for sure, no query sees a key after its own."""
+        window = self.window()
+        return window is not None and window[1] == 0
 
     def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
         """The mask inside one tile, a bool tensor that broadcasts to (B, H, t, s)."""
@@ -119,7 +122,7 @@ class Mask(ABC):
         return False
 
     def at(self, queries: Tensor, keys: Tensor | None = None) -> Mask:
-        """The same rule with given positions; a key at a negative position is empty."""
+        """The same mask with given positions; a key at a negative position is empty."""
         if not self.positional:
             raise ValueError(
                 f"{type(self).__name__} speaks of rows and keys as they lie in memory, not of "
@@ -127,6 +130,10 @@ class Mask(ABC):
                 f"{type(self).__name__}(...)"
             )
         return At(self, queries, keys)
+
+    def with_own_queries(self) -> Mask:
+        """The same at T = S, with what it knows of queries by their keys said of the queries."""
+        return self
 
     def __and__(self, other: Mask) -> Mask:
         return And(self, other) if isinstance(other, Mask) else NotImplemented
@@ -142,34 +149,17 @@ class Mask(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class At(Mask):
-    """A rule with positions given: of the queries, (T,) or (B, T), and of the keys, (S,) or (B, S).
+class At(Placed, Mask):
+    """A mask with positions given. A key at a negative one is an empty slot, which nobody sees."""
 
-    This is how a cache speaks: the slot where a key lies is not where it stands in the text. A key
-    at a negative position is an empty slot, which nobody sees.
-    """
-
-    rule: Mask
+    inner: Mask
     queries: Tensor
     keys: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        check_counts("queries", self.queries)
-        if self.keys is not None:
-            check_counts("keys", self.keys)
-
-    def check(self, shape: Shape) -> None:
-        check_axis("queries", self.queries, "T", shape)
-        if self.keys is not None:
-            check_axis("keys", self.keys, "S", shape)
-        self.rule.check(shape)
-
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
-        place = pick_axis(self.queries, b, i - shape.offset)
-        if self.keys is None:
-            return self.rule.allows(b, h, place, j, shape._replace(T=shape.S))
-        stands = pick_axis(self.keys, b, j)
-        return self.rule.allows(b, h, place, stands, shape._replace(T=shape.S)) & (stands >= 0)
+        queries, keys = self.positions(b, i, j, shape)
+        seen = self.inner.allows(b, h, queries, keys, shape._replace(T=shape.S))
+        return seen if self.keys is None else seen & (keys >= 0)
 
     def bounds(self, box: Box) -> Bounds:
         keys = self.keys
@@ -180,50 +170,53 @@ class At(Mask):
         j_lo, j_hi = (box.j_lo, box.j_hi) if keys is None else spans(keys, box.j_lo[0], box.j_hi[0])
         j_lo, j_hi = j_lo.min(0)[None], j_hi.max(0)[None]
         inner = box.shape._replace(T=box.shape.S)
-        known = self.rule.bounds(Box(i_lo.min(0)[:, None], i_hi.max(0)[:, None], j_lo, j_hi, inner))
+        known = self.inner.bounds(
+            Box(i_lo.min(0)[:, None], i_hi.max(0)[:, None], j_lo, j_hi, inner)
+        )
         return Bounds(known.maybe & (j_hi >= 0), known.surely & (j_lo >= 0))
 
     def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
         if self.keys is not None:
             return None
-        place = self.queries.to(i)
-        return self.rule.interval(
-            place if place.dim() == 2 else place[None], shape._replace(T=shape.S)
-        )
+        queries = self.queries.to(i)
+        queries = queries if queries.dim() == 2 else queries[None]
+        return self.inner.interval(queries, shape._replace(T=shape.S))
 
 
-class _Joined(Mask):
-    """What And, Or and Not share: they check their parts and keep what all parts keep."""
-
-    def parts(self) -> tuple[Mask, ...]:
-        raise NotImplementedError
-
-    @property
-    def relative(self) -> bool:  # type: ignore[override]
-        return all(part.relative for part in self.parts())
-
-    @property
-    def positional(self) -> bool:  # type: ignore[override]
-        return all(part.positional for part in self.parts())
+class _JoinedMask(Joined, Mask):
+    """What And, Or and Not share."""
 
     @property
     def sees_itself(self) -> bool:  # type: ignore[override]
         return all(part.sees_itself for part in self.parts())
 
-    def check(self, shape: Shape) -> None:
-        for part in self.parts():
-            part.check(shape)
+
+class _Two(_JoinedMask):
+    """What And and Or share."""
+
+    one: Mask
+    other: Mask
+
+    def parts(self) -> tuple[Mask, ...]:  # type: ignore[override]
+        return self.one, self.other
 
 
 @dataclass(frozen=True, eq=False)
-class And(_Joined):
+class And(_Two):
     """Both masks allow it."""
 
     one: Mask
     other: Mask
 
-    def parts(self) -> tuple[Mask, ...]:
-        return self.one, self.other
+    def window(self) -> tuple[int | None, int | None] | None:
+        one, other = self.one.window(), self.other.window()
+        if one is None or other is None:
+            return None
+        return _nearer(one[0], other[0]), _nearer(one[1], other[1])
+
+    @property
+    def looks_back(self) -> bool:
+        return self.one.looks_back or self.other.looks_back
 
     def hides_nothing(self, shape: Shape) -> bool:
         return self.one.hides_nothing(shape) and self.other.hides_nothing(shape)
@@ -246,14 +239,15 @@ class And(_Joined):
 
 
 @dataclass(frozen=True, eq=False)
-class Or(_Joined):
+class Or(_Two):
     """One of the masks, or both, allow it."""
 
     one: Mask
     other: Mask
 
-    def parts(self) -> tuple[Mask, ...]:
-        return self.one, self.other
+    @property
+    def looks_back(self) -> bool:
+        return self.one.looks_back and self.other.looks_back
 
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
         return self.one.allows(b, h, i, j, shape) | self.other.allows(b, h, i, j, shape)
@@ -267,25 +261,30 @@ class Or(_Joined):
 
 
 @dataclass(frozen=True, eq=False)
-class Not(_Joined):
+class Not(_JoinedMask):
     """The mask does not allow it."""
 
-    rule: Mask
+    inner: Mask
 
     sees_itself = False
 
-    def parts(self) -> tuple[Mask, ...]:
-        return (self.rule,)
+    def parts(self) -> tuple[Mask, ...]:  # type: ignore[override]
+        return (self.inner,)
 
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
-        return ~self.rule.allows(b, h, i, j, shape)
+        return ~self.inner.allows(b, h, i, j, shape)
 
     def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
-        return ~self.rule.block(shape, tile, device)
+        return ~self.inner.block(shape, tile, device)
 
     def bounds(self, box: Box) -> Bounds:
-        known = self.rule.bounds(box)
+        known = self.inner.bounds(box)
         return Bounds(~known.surely, ~known.maybe)
+
+
+def _nearer(one: int | None, other: int | None) -> int | None:
+    """The smaller of two distances, of which None is endless."""
+    return other if one is None else one if other is None else min(one, other)
 
 
 def tile_bounds(mask: Mask | None, shape: Shape, t_edges: Ints, s_edges: Ints) -> Bounds:

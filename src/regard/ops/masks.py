@@ -1,8 +1,8 @@
 """The masks: causal, window, padding, packing, prefix, and any given whole.
 
 Each is a small value with one claim (`allows`) and what can be told of it without looking at every
-pair (`bounds`, `interval`); `mask.py` says what these mean and how masks are joined. `True` means:
-may look.
+pair (`bounds`, `interval`, `window`); `mask.py` says what these mean and how masks are joined.
+`True` means: may look.
 
 Letters: B batch, H heads, T queries, S keys; positions i of queries and j of keys.
 """
@@ -10,6 +10,7 @@ Letters: B batch, H heads, T queries, S keys; positions i of queries and j of ke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -63,6 +64,9 @@ class Causal(Mask):
         shift = self._shift(box.shape)
         return Bounds(box.j_lo <= box.i_hi - shift, box.j_hi <= box.i_lo - shift)
 
+    def window(self) -> tuple[int | None, int | None] | None:
+        return (None, 0) if self.align == "end" else None
+
     def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(i), i - self._shift(shape) + 1
 
@@ -95,6 +99,9 @@ class Window(Mask):
         seen = j == j if self.left is None else j >= i - self.left
         return seen if self.right is None else seen & (j <= i + self.right)
 
+    def window(self) -> tuple[int | None, int | None]:
+        return self.left, self.right
+
     def hides_nothing(self, shape: Shape) -> bool:
         behind = self.left is None or self.left >= shape.S - 1
         return behind and (self.right is None or self.right >= shape.T - 1)
@@ -124,6 +131,7 @@ class Lengths(Mask):
 
     lengths: Tensor
     side: str = "right"
+    axes: ClassVar = {"lengths": "B"}
 
     def __post_init__(self) -> None:
         check_counts("lengths", self.lengths)
@@ -175,6 +183,7 @@ class Prefix(Mask):
     """Every query sees the first n keys: `Causal() | Prefix(n)` is a prefix language model."""
 
     n: int | Tensor
+    axes: ClassVar = {"n": "B"}
     positional = True
 
     def __post_init__(self) -> None:
@@ -217,6 +226,14 @@ class Documents(Mask):
 
     ids: Tensor
     query_ids: Tensor | None = None
+    axes: ClassVar = {"ids": "B S", "query_ids": "B T"}
+
+    @property
+    def follows_keys(self) -> bool:  # type: ignore[override]
+        return self.query_ids is not None
+
+    def with_own_queries(self) -> Documents:
+        return self if self.query_ids is not None else Documents(self.ids, self.ids)
 
     @property
     def sees_itself(self) -> bool:  # type: ignore[override]
@@ -279,6 +296,8 @@ class Dense(Mask):
     """Any mask, given whole: a bool tensor that broadcasts to (B, H, T, S)."""
 
     seen: Tensor
+    axes: ClassVar = {"seen": "B H T S"}
+    follows_keys = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.seen, Tensor) or self.seen.dtype != torch.bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from regard.ops import reference
 from regard.ops.blockwise import Ask, no_key
 from regard.ops.blockwise_op import run_blockwise
-from regard.ops.rule import Rule
+from regard.ops.call import Call
 from regard.ops.shape import Shape, Tile
 from regard.ops.wants import (
     Observation,
@@ -31,21 +31,13 @@ from regard.ops.wants import (
 )
 from regard.ops.weight_stats import Weights, overlap, pool, visible
 
-Inputs = tuple[Tensor, Tensor, Tensor]
-Drop = tuple[float, Tensor | None]
 
-
-def by_tiles(
-    inputs: Inputs,
-    rule: Rule,
-    sinks: Tensor | None,
-    drop: Drop,
-    wants: Wants,
-) -> Observation:
+def by_tiles(call: Call) -> Observation:
     """Every want but `weights`, in O(T + S) extra memory."""
-    q, k, _ = inputs
+    wants = call.wants
+    assert wants is not None
     ask = Ask(entropy=wants.entropy, peak=wants.peak, distance=wants.distance)
-    rows = run_blockwise(inputs, rule, sinks, drop, ask, key_sets(wants))
+    rows = run_blockwise(call, ask, key_sets(wants))
     answers: dict[str, Any] = {
         "lse": rows.lse if wants.lse else None,
         "entropy": rows.entropy if wants.entropy else None,
@@ -55,25 +47,20 @@ def by_tiles(
     }
     if wants.second_pass():
         with torch.no_grad():
-            sums = (rows.top.detach(), rows.denominator.detach())
-            answers |= Weights(q.detach(), k.detach(), rule, *sums).tell(wants)
+            sums = (rows.row_max.detach(), rows.denominator.detach())
+            answers |= Weights(call.q.detach(), call.k.detach(), call.rule, *sums).tell(wants)
     return refusing_gradients(Observation(rows.output, **answers), rows.lse)
 
 
-def by_reference(
-    inputs: Inputs,
-    rule: Rule,
-    sinks: Tensor | None,
-    drop: Drop,
-    wants: Wants,
-) -> Observation:
+def by_reference(call: Call) -> Observation:
     """Every want, read off the whole matrix."""
-    q, k, v = inputs
-    scores, shape = reference.score(q, k, rule), rule.shape
-    p = reference.weigh(scores, rule, sinks)
-    output = reference.mix(p, scores, v, rule, drop).to(q.dtype)
-    lse = reference.log_sum(scores, sinks) if wants.lse else None
-    seen = visible(rule, Tile(0, shape.T, 0, shape.S), False, p.device)
+    wants, shape = call.wants, call.rule.shape
+    assert wants is not None
+    scores = reference.score(call.q, call.k, call.rule)
+    p = reference.weigh(scores, call.rule, call.sinks)
+    output = reference.mix(p, scores, call)
+    lse = reference.logsumexp(scores, call.sinks) if wants.lse else None
+    seen = visible(call.rule, Tile(0, shape.T, 0, shape.S), False, p.device)
     masses = key_sets(wants)
     answers: dict[str, Any] = {
         "lse": lse,

@@ -4,7 +4,7 @@
 
 Query heads are grouped: neighbours share a key head. Scores and softmax run in float32 for half
 types and in float64 for float64. Sinks are one more score in each row's sum with no value behind
-it, so weights sum to less than one. A row with nothing to see has weights 0, output 0 and log-sum
+it, so weights sum to less than one. A row with nothing to see has weights 0, output 0 and logsumexp
 -inf. What is not finite, NaN or an infinity, makes the rows NaN that may look at it, and no others:
 a pair that is hidden has the weight 0 and takes part in nothing, forward and backward. Dropout
 comes last. Gradients are autograd's, to any order, forward-mode included. The whole matrix is
@@ -22,24 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard._check import known_finite
+from regard.ops.call import Call, Rule, score_dtype
 from regard.ops.dropout import keep_factor
-from regard.ops.rule import Rule, score_dtype
 from regard.ops.shape import Tile
 
 
-def attend(
-    q_bhtd: Tensor,
-    k_bgsd: Tensor,
-    v_bgse: Tensor,
-    rule: Rule,
-    sinks_h: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-) -> Tensor:
+def run(call: Call) -> Tensor:
     """Attention by the formula."""
-    scores_bhts = score(q_bhtd, k_bgsd, rule)
-    weights_bhts = weigh(scores_bhts, rule, sinks_h)
-    return mix(weights_bhts, scores_bhts, v_bgse, rule, (dropout, seed)).to(q_bhtd.dtype)
+    scores_bhts = score(call.q, call.k, call.rule)
+    weights_bhts = weigh(scores_bhts, call.rule, call.sinks)
+    return mix(weights_bhts, scores_bhts, call)
 
 
 def score(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule) -> Tensor:
@@ -69,34 +61,29 @@ def weigh(scores_bhts: Tensor, rule: Rule, sinks_h: Tensor | None) -> Tensor:
     return weights_bhts[..., :S].masked_fill(alone_bhts == -math.inf, 0.0)
 
 
-def log_sum(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
-    """The log-sum-exp of each row, the sink counted; -inf where there is nothing to sum."""
+def logsumexp(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
+    """The logsumexp of each row, the sink counted; -inf where there is nothing to sum."""
     scores_bhts = append(scores_bhts, sinks_h)
     empty_bht = (scores_bhts == -math.inf).all(-1)
     sums_bht = torch.logsumexp(scores_bhts.masked_fill(empty_bht[..., None], 0.0), -1)
     return sums_bht.masked_fill(empty_bht, -math.inf)
 
 
-def mix(
-    weights_bhts: Tensor,
-    scores_bhts: Tensor,
-    v_bgse: Tensor,
-    rule: Rule,
-    drop: tuple[float, Tensor | None],
-) -> Tensor:
-    """The values, mixed by the weights that dropout leaves."""
-    dropout, seed = drop
-    if dropout > 0.0:
-        assert seed is not None
-        keep_bhts = keep_factor(seed, dropout, rule.shape, dtype=weights_bhts.dtype)
+def mix(weights_bhts: Tensor, scores_bhts: Tensor, call: Call) -> Tensor:
+    """The values, mixed by the weights that dropout leaves, in the type of q."""
+    v_bgse, drawn = call.v, call.seeded()
+    if drawn.seed is not None:
+        keep_bhts = keep_factor(
+            drawn.seed, drawn.dropout, call.rule.shape, dtype=weights_bhts.dtype
+        )
         weights_bhts = weights_bhts * keep_bhts
     if known_finite(v_bgse):
-        return group_matmul(weights_bhts, v_bgse.to(weights_bhts.dtype))
+        return group_matmul(weights_bhts, v_bgse.to(weights_bhts.dtype)).to(call.q.dtype)
     mixed_bhte = group_matmul(weights_bhts, finite_part(v_bgse).to(weights_bhts.dtype))
     spoil_bg1s = spoil(v_bgse, weights_bhts.dtype)[..., None, :]
     spoil_bhts = repeat_heads(spoil_bg1s, weights_bhts.shape[1])
     spoil_bht = torch.where(scores_bhts == -math.inf, 0.0, spoil_bhts).sum(-1)
-    return mixed_bhte * (1.0 + spoil_bht[..., None])
+    return (mixed_bhte * (1.0 + spoil_bht[..., None])).to(call.q.dtype)
 
 
 def finite_part(x: Tensor) -> Tensor:
@@ -123,11 +110,11 @@ def append(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
     return torch.cat([scores_bhts, sink_bht1], -1)
 
 
-def raw_scores(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule, room: Tensor | None = None) -> Tensor:
-    """How alike each query and key are: scaled, then softly capped; into `room` if given."""
+def raw_scores(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule, scratch: Tensor | None = None) -> Tensor:
+    """How alike each query and key are: scaled, softly capped; into a scratch buffer if given."""
     dtype = score_dtype(q_bhtd.dtype)
     q_bhtd = q_bhtd.to(dtype) * rule.factor(q_bhtd.shape[3])
-    scores_bhts = group_matmul(q_bhtd, k_bgsd.to(dtype).mT, room)
+    scores_bhts = group_matmul(q_bhtd, k_bgsd.to(dtype).mT, scratch)
     if rule.softcap is not None:
         scores_bhts = rule.softcap * torch.tanh(scores_bhts / rule.softcap)
     return scores_bhts
@@ -155,14 +142,14 @@ def row_max(scores_bhts: Tensor) -> Tensor:
     return scores_bhts.amax(-1, keepdim=True).clamp(min=torch.finfo(scores_bhts.dtype).min)
 
 
-def group_matmul(a_bhtx: Tensor, b_bgxy: Tensor, room: Tensor | None = None) -> Tensor:
+def group_matmul(a_bhtx: Tensor, b_bgxy: Tensor, scratch: Tensor | None = None) -> Tensor:
     """Matrix product per head, H heads against G: neighbouring heads share, without repeating b."""
     B, H, T, X = a_bhtx.shape
     G, Y = b_bgxy.shape[1], b_bgxy.shape[3]
-    if room is not None and G:
-        made = room[: B * H * T * Y].view(B * G, H // G * T, Y)
-        torch.bmm(a_bhtx.reshape(B * G, H // G * T, X), b_bgxy.flatten(0, 1), out=made)
-        return made.view(B, H, T, Y)
+    if scratch is not None and G:
+        product = scratch[: B * H * T * Y].view(B * G, H // G * T, Y)
+        torch.bmm(a_bhtx.reshape(B * G, H // G * T, X), b_bgxy.flatten(0, 1), out=product)
+        return product.view(B, H, T, Y)
     if H == G:
         return a_bhtx @ b_bgxy
     return (a_bhtx.reshape(B, G, H // G * T, X) @ b_bgxy).view(B, H, T, Y)

@@ -1,6 +1,6 @@
 """Torch's fused kernels behind our rule.
 
-On the CPU the matrix is cut to what the mask leaves (`pieces.py`). On other devices, and while a
+On the CPU the matrix is cut to what the mask leaves (`flash_cpu.py`). On other devices, and while a
 graph is being traced, one call is made: with the kernel's own flags where these mean exactly the
 mask, else with the mask rendered whole. Kernels differ in what they make of a row that sees
 nothing, and all of them let through what is hidden and not finite: such rows are given something to
@@ -25,18 +25,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regard._check import FLOAT_TYPES, is_one, is_transforming, readable
-from regard.ops.flash_cpu import attend_on_cpu, in_rows, render
+from regard._check import FLOAT_TYPES, is_empty, is_one, readable
+from regard._torch import is_transforming, takes_tangents
+from regard.ops.call import Call, Rule
+from regard.ops.flash_cpu import attend_on_cpu, in_rows
 from regard.ops.mask import Mask
 from regard.ops.masks import Causal
 from regard.ops.reference import repeat_heads, spoil
-from regard.ops.rule import Rule
 from regard.ops.shape import Shape, Tile
+from regard.ops.term import Placed
 from regard.ops.unseen import clear, covers
 
+MASK_ENTRIES = 2**26
+"""The largest T × S mask that is rendered whole for a kernel on a device."""
 CUDNN_FIRST = {(9, 0)}
 """Compute capabilities of GPUs on which cuDNN's kernels are faster than FlashAttention 2.
 
@@ -81,7 +84,7 @@ def attend_plain(
         return None
     if scale is not None and not (type(scale) is float and 0.0 < scale < math.inf):
         return None
-    if is_transforming() or forward_ad._current_level >= 0:
+    if is_transforming() or takes_tangents():
         return None
     if torch.is_autocast_enabled(device.type):
         return None
@@ -91,8 +94,52 @@ def attend_plain(
     return attend_on_cpu(q, k, v, rule, causal)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, dropout: float = 0.0) -> Tensor:
+def refuse(call: Call) -> str | None:
+    """What torch's fused kernels cannot say exactly."""
+    reason = refuse_fused(call)
+    if reason is not None:
+        return reason
+    rule = call.rule
+    if rule.softcap is not None:
+        return "torch's fused kernels have no softcap"
+    if call.sinks is not None:
+        return "torch's fused kernels have no sinks"
+    if call.dropout > 0.0 and call.q.device.type != "cuda":
+        return "torch's fused kernels have dropout on CUDA alone"
+    if call.dropout >= 1.0:
+        return "torch's fused kernels cannot drop every weight"
+    if rule.bias is not None:
+        if any(leaf.requires_grad for leaf in rule.bias_leaves()):
+            return "torch's fused kernels give no gradient to the bias"
+        by_place = (part for part in rule.bias.leaf_terms() if not isinstance(part, Placed))
+        given_whole = (part for part in by_place if not part.relative)
+        wide = any(leaf.dtype != torch.float16 for part in given_whole for leaf in part.leaves())
+        if call.q.dtype == torch.float16 and wide:
+            return "the kernel adds a bias in float16, whose range a wider bias may leave"
+    if call.transformed:
+        return "torch's fused kernels do not run inside torch.func transforms"
+    if is_empty(call.q, call.k):
+        return "torch's fused kernels are not asked for empty inputs"
+    rendered = flags(rule) is None and call.q.device.type != "cpu"
+    if rendered and rule.shape.T * rule.shape.S > MASK_ENTRIES:
+        return f"torch's fused kernels would need a rendered mask of over {MASK_ENTRIES:,}"
+    return None
+
+
+def refuse_fused(call: Call) -> str | None:
+    """What no fused kernel does as the reference does."""
+    if call.wants is not None:
+        return "it tells nothing about the weights"
+    if call.dropout > 0.0 and call.seed is not None:
+        return "it draws its own dropout, not the one the seed fixes for every path"
+    if call.has_tangent():
+        return "it has no forward-mode derivative; reference has"
+    return None
+
+
+def run(call: Call) -> Tensor:
     """Attention by torch's kernels; with dropout they draw which weights are dropped."""
+    q, k, v, rule = call.q, call.k, call.v, call.rule
     width, causal = v.shape[3], flags(rule)
     if rule.scale is not None and rule.scale <= 0:
         q, rule = positive_scale(q, rule.scale, rule)
@@ -107,7 +154,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, dropout: float = 0.0) ->
     if q.device.type == "cpu" and readable(q, k, v):
         output = attend_on_cpu(q, k, v, rule, causal)
     else:
-        output = attend_in_one_call(q, k, v, rule, causal, dropout)
+        output = attend_in_one_call(q, k, v, rule, causal, call.dropout)
     return output[..., :width] if output.shape[3] != width else output
 
 
@@ -130,7 +177,7 @@ def attend_in_one_call(
     """One call of `scaled_dot_product_attention`, the mask rendered whole where it takes one."""
     mask = empty = None
     if causal is None:
-        mask = render(rule, Tile(0, rule.shape.T, 0, rule.shape.S), q)
+        mask = rule.block(Tile(0, rule.shape.T, 0, rule.shape.S), q)
         if not covers(rule):
             hidden = mask == -math.inf
             unseen, empty = hidden.all(-2), hidden.all(-1, keepdim=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard._check import is_one
 from regard.ops.blockwise import bands
-from regard.ops.rule import Rule
+from regard.ops.call import Rule
 from regard.ops.shape import Tile
 from regard.ops.weight_stats import visible
 

@@ -1,9 +1,9 @@
 """What needs the row sums first: received attention, the largest weights, maps, whole rows.
 
-With the log-sum of each row known, the weight of any pair is exp(score - lse), so every tile tells
-its weights exactly and alone. All that is asked is told from one walk over the tiles, each made
-once; a picture of a window alone walks only the tiles of that window. Extra memory is O(T + S) plus
-the answer. No gradient flows through any of it.
+With the logsumexp of each row known, the weight of any pair is exp(score - lse), so every tile
+tells its weights exactly and alone. All that is asked is told from one walk over the tiles, each
+made once; a picture of a window alone walks only the tiles of that window. Extra memory is O(T + S)
+plus the answer. No gradient flows through any of it.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width; t, s sizes of a tile;
 X, Y cells of a map.
@@ -20,21 +20,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from regard.ops.blockwise import bands, tile_room
+from regard.ops.blockwise import bands, tile_scratch
+from regard.ops.call import Rule, score_dtype
 from regard.ops.reference import add_rule, raw_scores
-from regard.ops.rule import Rule, score_dtype
 from regard.ops.shape import Tile
 from regard.ops.wants import Map, Received, SparseRows, Top, Wants
 
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The weights of a call, made when asked for from q, k, the rule and the log-sums."""
+    """The weights of a call, made when asked for from q, k, the rule and the logsumexp."""
 
     q_bhtd: Tensor
     k_bgsd: Tensor
     rule: Rule
-    top_bht: Tensor
+    max_bht: Tensor
     denominator_bht: Tensor
 
     @functools.cached_property
@@ -42,14 +42,14 @@ class Weights:
         """The rows that look at a NaN, whose weights are NaN."""
         return self.denominator_bht.isnan()
 
-    def tile(self, tile: Tile, full: bool = False, room: Tensor | None = None) -> Tensor:
-        """The weights inside one tile, (B, H, t, s); in `room` if given, which is used again."""
+    def tile(self, tile: Tile, full: bool = False, scratch: Tensor | None = None) -> Tensor:
+        """The weights inside one tile, (B, H, t, s); in `scratch` if given, which is used again."""
         q_bhtd, k_bgsd = self.q_bhtd[:, :, tile.t0 : tile.t1], self.k_bgsd[:, :, tile.s0 : tile.s1]
-        scores_bhts = raw_scores(q_bhtd, k_bgsd, self.rule, room)
+        scores_bhts = raw_scores(q_bhtd, k_bgsd, self.rule, scratch)
         scores_bhts = add_rule(scores_bhts, self.rule, tile, full)
         rows = (slice(None), slice(None), slice(tile.t0, tile.t1), None)
         hidden = None if full and not self.rule.bias_hides() else scores_bhts == -math.inf
-        weights_bhts = scores_bhts.sub_(self.top_bht[rows]).exp_().div_(self.denominator_bht[rows])
+        weights_bhts = scores_bhts.sub_(self.max_bht[rows]).exp_().div_(self.denominator_bht[rows])
         return weights_bhts if hidden is None else weights_bhts.masked_fill_(hidden, 0.0)
 
     def tiles(self, window: Tile | None = None) -> Iterator[tuple[Tile, bool]]:
@@ -81,9 +81,9 @@ class Weights:
         # A map alone needs only the tiles of its window.
         only = Tile(*picture.window(self.rule.shape)) if picture and len(tellers) == 1 else None
         if tellers:
-            room = tile_room(self.rule.shape, self.q_bhtd)
+            scratch = tile_scratch(self.rule.shape, self.q_bhtd)
             for tile, full in self.tiles(only):
-                weights = self.tile(tile, full, room)
+                weights = self.tile(tile, full, scratch)
                 for teller in tellers.values():
                     teller.take(tile, full, weights)
         found = {name: teller.finish() for name, teller in tellers.items()}
@@ -164,14 +164,14 @@ class _Sparse:
     def __init__(self, of: Weights, threshold: float) -> None:
         self.shape, self.threshold = of.rule.shape, threshold
         none = of.zeros(dtype=torch.int64).new_zeros(0)
-        self.found = [(none, none, of.top_bht.new_zeros(0))]
+        self.found = [(none, none, of.max_bht.new_zeros(0))]
         # What is kept from a tile is small, and lies where its temporary tensors lay: the next
         # tile's would not fit there. So the large one is made once.
-        self.room = tile_room(of.rule.shape, of.q_bhtd, torch.bool)
+        self.scratch = tile_scratch(of.rule.shape, of.q_bhtd, torch.bool)
 
     def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
         _, H, T, _ = self.shape
-        above = self.room[: weights_bhts.numel()].view(weights_bhts.shape)
+        above = self.scratch[: weights_bhts.numel()].view(weights_bhts.shape)
         b, h, t, s = torch.ge(weights_bhts, self.threshold, out=above).nonzero(as_tuple=True)
         if not len(b):
             return

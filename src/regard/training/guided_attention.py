@@ -42,10 +42,11 @@ from torch import Tensor, nn
 
 from regard._check import check_shapes
 from regard.layers import MultiHeadAttention
+from regard.layers.observing import callers
 from regard.models.transformer import Transformer
-from regard.ops.op import outside_autocast
+from regard.ops.call import Call, Rule, outside_autocast
+from regard.ops.call_hook import hooked
 from regard.ops.reference import append, raw_scores
-from regard.ops.rule import Rule
 from regard.ops.shape import Shape, Tile
 from regard.tokens import Encoding, Tokenizer
 from regard.training.word_alignment import Links
@@ -128,7 +129,6 @@ class Caught:
 
     def __init__(self, layer: MultiHeadAttention, heads: tuple[int, ...]) -> None:
         self._layer, self._heads = layer, heads
-        self._next = layer._look  # its own, or an outer block's: others may be watching too
         self._log_weights: Tensor | None = None
 
     def log_weights(self) -> Tensor:
@@ -151,15 +151,31 @@ class Caught:
         """(B, h, T, S): the weights themselves."""
         return self.log_weights().exp()
 
-    def _look(self, q_bhtd: Tensor, k_bgsd: Tensor, **rule: Any) -> None:
-        """In place of the layer's own, which is called first."""
-        self._next(q_bhtd, k_bgsd, **rule)
-        if q_bhtd.shape[1] != self._layer.n_heads:
+    def catch(self, call: Call) -> None:
+        """Keep the weights of one call of the layer."""
+        if call.q.shape[1] != self._layer.n_heads:
             raise ValueError(
                 f"the guided layer has {self._layer.n_heads} heads and computed "
-                f"{q_bhtd.shape[1]} of them here; guide without tensor parallelism"
+                f"{call.q.shape[1]} of them here; guide without tensor parallelism"
             )
-        self._log_weights = log_weights_of(self._heads, q_bhtd, k_bgsd, **rule)
+        rule = call.rule
+        self._log_weights = log_weights_of(
+            self._heads,
+            call.q,
+            call.k,
+            mask=rule.mask,
+            bias=rule.bias,
+            scale=rule.scale,
+            softcap=rule.softcap,
+            sinks=call.sinks,
+        )
+
+
+def catch(call: Call) -> None:
+    """The hook: keep the weights of a call of a layer that is being guided."""
+    if callers:
+        for caught in callers[-1].__dict__.get("guided_by", ()):
+            caught.catch(call)
 
 
 @contextmanager
@@ -179,15 +195,15 @@ def guided(model: nn.Module, layer: int, heads: Sequence[int]) -> Iterator[Caugh
             f"heads is {chosen}; expected at least one head of 0 to {attn.n_heads - 1}, each once"
         )
     caught = Caught(attn, chosen)
-    before = attn.__dict__.get("_look")  # an outer block's
-    attn._look = caught._look  # type: ignore[method-assign]
+    blocks: list[Caught] = attn.__dict__.setdefault("guided_by", [])
+    blocks.append(caught)
     try:
-        yield caught
+        with hooked(catch):
+            yield caught
     finally:
-        if before is None:
-            del attn._look
-        else:
-            attn._look = before  # type: ignore[method-assign]
+        blocks.remove(caught)
+        if not blocks:
+            del attn.__dict__["guided_by"]
 
 
 def log_weights_of(

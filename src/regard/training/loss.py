@@ -31,7 +31,7 @@ from torch import Tensor
 
 from regard._check import check_shapes
 from regard.models.transformer import Head
-from regard.ops.backends import has_triton
+from regard.ops.kernels.backend import has_triton
 from regard.training.data.packing import NOTHING
 
 EVEN = 128

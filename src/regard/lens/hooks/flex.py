@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.ops import Dense, Mask
-from regard.ops.rule import score_dtype
+from regard.ops.call import score_dtype
 
 MOST = 1 << 28
 """Pairs for which a function is asked, one after the other in pieces."""

@@ -1,15 +1,16 @@
-"""The door to our own attention: every call of `regard.attention` in the model's modules."""
+"""The hook on our own attention: every call of `regard.attention` in the model's modules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
 
 from regard.lens.captured_call import Call
-from regard.ops.call_hook import listening
+from regard.ops import call
+from regard.ops.call_hook import hooked
 
 if TYPE_CHECKING:
     from regard.lens.recorder import Recorder
@@ -17,12 +18,17 @@ if TYPE_CHECKING:
 
 @contextmanager
 def own_door(recorder: Recorder) -> Iterator[None]:
-    """Hear the calls while a module of the model is running."""
+    """Record the calls while a module of the model is running."""
 
-    def hear(q_bhtd: Tensor, k_bgsd: Tensor, **rule: Any) -> None:
+    def record(seen: call.Call) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "a compiled graph cannot be watched: its steps are recorded once and run unseen; "
+                "watch the model that is not compiled, and leave compiled=False in generate"
+            )
         name = recorder.name_of()
         if name is not None and not recorder.busy:
-            recorder.take(Call(name=name, q=q_bhtd, k=k_bgsd, **rule))
+            recorder.take(Call.of_ours(name, seen))
 
-    with listening(hear):
+    with hooked(record):
         yield

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.lens.captured_call import Call, whole_scores
 from regard.ops import Dense, DenseBias
-from regard.ops.rule import score_dtype
+from regard.ops.call import score_dtype
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
 MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}

@@ -52,10 +52,10 @@ def attend(
     left, right = (OPEN, OPEN) if sight is None else (sight.left, sight.right)
     query, keys = (None, None) if sight is None else (sight.query, sight.keys)
     scale, softcap = numbers
-    made: Tensor = _decode_op(
+    output: Tensor = _decode_op(
         q_bhd, k_bgsd, v_bgse, query, keys, added, sinks_h, left, right, scale, softcap or 0.0
     )
-    return made
+    return output
 
 
 def _decode(

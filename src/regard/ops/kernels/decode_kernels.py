@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROOM = 160 * 1024
+SCRATCH = 160 * 1024
 """Bytes of keys and values that a program holds at once."""
 
 
@@ -148,7 +148,7 @@ def run_parts(
     n_parts, width = part.shape[2], max(16, triton.next_power_of_2(max(D, E)))
     # Values that are loaded by a mask wait for it: then large tiles are better than many.
     n_keys, stages = (128, 2) if has[0] or has[1] else (64, 3)
-    while n_keys > 16 and 2 * stages * n_keys * width * q.element_size() > ROOM:
+    while n_keys > 16 and 2 * stages * n_keys * width * q.element_size() > SCRATCH:
         n_keys //= 2
     launch: Any = _part[(B, G, n_parts)]
     launch(

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.ops.rule import Form, Packed, Rule, pack, unpack
+from regard.ops.call import Rule
+from regard.ops.pack import Form, Packed, pack, unpack
 from regard.ops.shape import Shape
 
 BITS = 1.0 / math.log(2.0)

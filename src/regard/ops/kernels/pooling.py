@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.ops.call import Rule
 from regard.ops.kernels.inputs import RowSums, Sight
-from regard.ops.rule import Rule
 from regard.ops.wants import Map, Received, Wants
 
-ROOM = 2**26
+SCRATCH = 2**26
 """Numbers held between the second pass and the cells of a map."""
 ROWS = 128
 """The most rows that a program of the second pass takes."""
@@ -69,12 +69,12 @@ class Pooling:
         cut = cut_rows(span, X)
         _, n_in_tile, n_slices = cut
         height = X if cells else 0
-        made = torch.empty(
+        picked = torch.empty(
             B * H, height, picture.width, dtype=torch.float32, device=self.sight.q.device
         )
         total = torch.zeros(B * H, s1 - s0, dtype=torch.float32, device=self.sight.q.device)
-        # So many cells at a time as leave the sums room, and whole tiles of them.
-        step = ROOM // (B * H * (s1 - s0) * n_slices) // n_in_tile * n_in_tile
+        # So many cells at a time as leave memory for the sums, and whole tiles of them.
+        step = SCRATCH // (B * H * (s1 - s0) * n_slices) // n_in_tile * n_in_tile
         step = max(step, n_in_tile)
         for first in range(0, X, step):
             count = min(step, X - first)
@@ -82,10 +82,10 @@ class Pooling:
             parts = pooling_kernels.run_parts(self.sight, self.rows, part, cut, (s0, s1))
             total += parts.sum(1)
             if cells:
-                pooling_kernels.run_cells(parts, made, first, count, cut)
+                pooling_kernels.run_cells(parts, picked, first, count, cut)
         # Each row's shares of all cells together are X / span.
         total *= span / X
-        return made.view(B, H, height, picture.width), total.view(B, H, s1 - s0)
+        return picked.view(B, H, height, picture.width), total.view(B, H, s1 - s0)
 
     def pool_evenly(
         self,
@@ -101,22 +101,22 @@ class Pooling:
         (B, H), X, Y = self.sight.q.shape[:2], picture.height, picture.width
         share = X * Y / ((t1 - t0) * (s1 - s0))
         size = (B * H, (t1 - t0) // cell[0], (s1 - s0) // cell[1])
-        made = torch.zeros(size, dtype=torch.float32, device=self.sight.q.device)
+        cells = torch.zeros(size, dtype=torch.float32, device=self.sight.q.device)
         total: Tensor | None = None
-        # So many rows at a time as leave the sums by key room.
-        step = max(ROOM // (B * H * (s1 - s0)), 1) * tile[0]
+        # So many rows at a time as leave memory for the sums by key.
+        step = max(SCRATCH // (B * H * (s1 - s0)), 1) * tile[0]
         for first in range(t0, t1, step):
             part = (first, min(first + step, t1), s0, s1)
             row = (first - t0) // cell[0]
             # Not given a name, so that one part's sums are gone before the next are made.
             keys = pooling_kernels.run_grid(
-                self.sight, self.rows, part, tile, cell, made, row, share
+                self.sight, self.rows, part, tile, cell, cells, row, share
             ).sum(1)
             total = keys if total is None else total + keys
         assert total is not None, "a window is not empty"
         if size[1:] != (X, Y):
-            made = made.view(B * H, X, size[1] // X, Y, size[2] // Y).sum((2, 4))
-        return made.view(B, H, X, Y), total.view(B, H, s1 - s0)
+            cells = cells.view(B * H, X, size[1] // X, Y, size[2] // Y).sum((2, 4))
+        return cells.view(B, H, X, Y), total.view(B, H, s1 - s0)
 
 
 def whole_part(span: int, n_cells: int, tile: int) -> int:

@@ -22,49 +22,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.ops.call import Call, Rule
 from regard.ops.kernels.inputs import BITS, Bounds, RowSums, Sight, find_bounds
 from regard.ops.kernels.pooling import Pooling
-from regard.ops.rule import Rule
-from regard.ops.wants import Observation, Peak, Top, Wants
+from regard.ops.wants import Observation, Peak, Top
 from regard.ops.weight_stats import Weights
 
 MOST_TOP = 32
 """The most of the largest weights of a row that the kernel keeps; more are found in tiles."""
 
 
-def by_kernels(
-    q: Tensor,
-    k: Tensor,
-    rule: Rule,
-    sinks: Tensor | None,
-    wants: Wants,
-    output: Tensor | None,
-) -> Observation:
-    """Every want but `weights` and `mass`, beside an output made elsewhere."""
+def by_kernels(call: Call, output: Tensor) -> Observation:
+    """Every want but `weights` and `mass`, beside an output that is known."""
     from regard.ops.kernels import row_stats_kernels
 
+    q, k, rule, wants, sinks = call.q, call.k, call.rule, call.wants, call.sinks
+    assert wants is not None
     bounds = find_bounds(rule, q.device)
     assert bounds is not None, "a call without bounds is refused"
     sinks = None if sinks is None else sinks.contiguous()
     shape = q.shape[:3]
     asked = [name for name in ("entropy", "distance", "peak") if getattr(wants, name)]
     floats = ["tops", "sums", "lse", *asked]
-    made = {name: torch.empty(shape, dtype=torch.float32, device=q.device) for name in floats}
+    found = {name: torch.empty(shape, dtype=torch.float32, device=q.device) for name in floats}
     if wants.peak:
-        made["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)
+        found["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)
     sight = Sight.of(q, k, rule, bounds)
-    row_stats_kernels.run_rows(sight, sinks, made)
-    answers: dict[str, Any] = {name: made[name] for name in ("entropy", "distance") if name in made}
-    answers["lse"] = made["lse"] if wants.lse else None
-    answers["peak"] = Peak(made["peak"], made["key"]) if wants.peak else None
-    rows = RowSums(made["tops"], made["sums"])
+    row_stats_kernels.run_rows(sight, sinks, found)
+    answers: dict[str, Any] = {name: found[name] for name in asked if name != "peak"}
+    answers["lse"] = found["lse"] if wants.lse else None
+    answers["peak"] = Peak(found["peak"], found["key"]) if wants.peak else None
+    rows = RowSums(found["tops"], found["sums"])
     answers |= Pooling(sight, rows).answer(wants, rule)
     others = replace(wants, received=False, map=None)
     if wants.top is not None and wants.top <= MOST_TOP:
         answers["top"] = Top(*row_stats_kernels.run_largest(sight, rows, wants.top))
         others = replace(others, top=None)
     if others.second_pass():
-        answers |= Weights(q, k, rule, made["tops"] / BITS, made["sums"]).tell(others)
+        answers |= Weights(q, k, rule, found["tops"] / BITS, found["sums"]).tell(others)
     return Observation(output, **answers)
 
 

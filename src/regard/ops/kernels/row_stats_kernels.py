@@ -170,7 +170,7 @@ def _rows(
     lse_t = tl.where(empty_t, float("-inf"), (highest_t + tl.log2(total_t)) * NATS)
     tl.store(lse + row_t, lse_t, mask=real_t)
     if ENTROPY:
-        # The log-sum less the top, but not by way of the log-sum, whose last digits would be lost.
+        # The logsumexp less the maximum, but not by way of it, whose last digits would be lost.
         spread_t = (highest_t - top_t) + tl.log2(total_t)
         bits_t = tl.where(empty_t, 0.0, sum_t * share_t * spread_t) - heat_t * share_t
         tl.store(entropy + row_t, bits_t * NATS, mask=real_t)

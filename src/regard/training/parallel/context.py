@@ -28,9 +28,8 @@ from regard.layers.cache import as_rows
 from regard.layers.mask_positions import unplaced
 from regard.layers.multihead import MultiHeadAttention, Places, Rule, Whole
 from regard.models import Transformer
-from regard.ops import Causal, Documents, Mask
-from regard.ops.mask import And, Not, Or
-from regard.ops.rule import as_mask
+from regard.ops import Mask
+from regard.ops.call import as_mask
 
 # Torch 2.13 has new names for these two, and warns of the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -81,7 +80,12 @@ class Parts:
             return Whole(k_bgsd, v_bgsd, places.positions, places.keys)
         if mask is None and bias is None:
             return Whole(k_bgsd, v_bgsd, None, None)
-        if looks_back(mask) and unplaced(mask) is None and unplaced(bias) is None:
+        if (
+            mask is not None
+            and mask.looks_back
+            and unplaced(mask) is None
+            and unplaced(bias) is None
+        ):
             end = (self._index + 1) * n_own
             return Whole(k_bgsd[:, :, :end], v_bgsd[:, :, :end], None, None)
         keys_s = torch.arange(k_bgsd.shape[2], device=device)
@@ -91,12 +95,18 @@ class Parts:
         """The caller's mask over our tokens, as one from our queries to the keys of all parts."""
         if mask.positional:
             return mask
-        if isinstance(mask, And | Or):
-            return type(mask)(self.widen(mask.one), self.widen(mask.other))
-        if isinstance(mask, Not):
-            return Not(self.widen(mask.rule))
-        if isinstance(mask, Documents) and mask.query_ids is None:
-            return Documents(self.gather(mask.ids, mask.ids.dim() - 1), mask.ids)
+        if mask.parts():
+            return mask.with_parts(self.widen)
+        own = mask.with_own_queries()
+        letters = [spelled.split() for spelled in own.axes.values()]
+        if own.follows_keys and not any({"T", "S"} <= set(axes) for axes in letters):
+            return own.with_held(
+                lambda name, value: (
+                    self.gather(value, value.dim() - 1)
+                    if isinstance(value, Tensor) and own.letters(name)[-1] == "S"
+                    else value
+                )
+            )
         raise ValueError(
             f"{type(mask).__name__} speaks of keys as they lie in memory, and with the text cut "
             "over ranks most of them lie elsewhere; tell padding by positions (-1 is padding), "
@@ -122,13 +132,6 @@ class _Gather(torch.autograd.Function):
         own = joined.new_empty((joined.shape[0] // ctx.count, *joined.shape[1:]))
         reduce_scatter(own, joined, group=ctx.group)
         return own.movedim(0, ctx.axis), None, None, None
-
-
-def looks_back(mask: Mask | None) -> bool:
-    """Whether no query can see a key after its own."""
-    if isinstance(mask, And):
-        return looks_back(mask.one) or looks_back(mask.other)
-    return isinstance(mask, Causal) and mask.align == "end"
 
 
 def check_context(model: Transformer, count: int) -> None:

@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from regard.ops import ALiBi, Causal, Lengths, Window, attention, blockwise_op, rule
-from regard.ops.rule import Rule, pack, parse, spell, unpack
+from regard.ops import ALiBi, Causal, Lengths, Window, attention, blockwise_op
+from regard.ops import pack as pack_module
+from regard.ops.call import Rule
+from regard.ops.pack import pack, parse, spell, unpack
 from regard.ops.shape import Shape
 
 SHAPE = Shape(2, 3, 5, 7)
@@ -19,7 +21,7 @@ def test_no_rule_is_spelled_or_parsed_in_eager_mode(monkeypatch: pytest.MonkeyPa
         raise AssertionError("text in eager mode")
 
     monkeypatch.setattr(blockwise_op, "spell", forbidden)
-    monkeypatch.setattr(rule, "parse", forbidden)
+    monkeypatch.setattr(pack_module, "parse", forbidden)
     q = torch.randn(2, 3, 7, 4, requires_grad=True)
     mask = Causal() & Lengths(torch.tensor([7, 3]))
     for softcap in (None, 3.0):
@@ -44,7 +46,7 @@ def test_eight_threads_parse_what_one_spelled() -> None:
     rules = [Rule(shape=SHAPE, mask=Causal() & Window(n, None), scale=0.5) for n in range(16)]
     rules += [Rule(shape=SHAPE, mask=~rules[n].mask, softcap=2.0) for n in range(16)]  # type: ignore[operator]
     packed = [pack(each) for each in rules]
-    rule._FORMS.clear()
+    pack_module._FORMS.clear()
     with ThreadPoolExecutor(8) as pool:
         forms = list(pool.map(lambda p: parse(spell(p.form)), packed * 8))
     for n, form in enumerate(forms):

@@ -1,0 +1,281 @@
+"""One call of attention: what was asked for, checked and complete, and passed on whole.
+
+`Rule` is how scores are made and which of them count: scale, softcap, bias, mask, at one shape.
+`Call` is a rule with its tensors, dropout and wants; every backend is `run(call)`, and those that
+tell about weights `observe(call)`. `make_call` checks what a user gave, in letters, and everything
+after it may assume a call that makes sense. Where a kernel takes numbers instead of a rule, bias
+and mask are rendered here, by `Rule.block`, and nowhere else.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from regard._check import check_float, check_probability, check_shapes
+from regard._torch import is_transformed, is_transforming, takes_tangents
+from regard.ops.bias import Bias, DenseBias
+from regard.ops.dropout import as_seed, draw_seed
+from regard.ops.mask import Mask
+from regard.ops.masks import Dense
+from regard.ops.shape import Shape, Tile
+from regard.ops.wants import Wants
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rule:
+    """How scores are made and which of them count: scale, softcap, bias, mask, in this order."""
+
+    shape: Shape
+    scale: float | None = None
+    mask: Mask | None = None
+    bias: Bias | None = None
+    softcap: float | None = None
+
+    def factor(self, head_dim: int) -> float:
+        """What q kᵀ is multiplied by: the scale given, else 1/√D (1 when there is no width)."""
+        return self.scale if self.scale is not None else max(head_dim, 1) ** -0.5
+
+    def hides(self) -> bool:
+        """Whether some pair may be hidden: by the mask, or by a bias of -inf."""
+        return self.mask is not None or self.bias_hides()
+
+    def bias_hides(self) -> bool:
+        """Whether the bias may be -inf somewhere, and so hide a pair."""
+        return self.bias is not None and self.bias.hides
+
+    def is_relative(self) -> bool:
+        """Whether every number of the rule depends on the head and on i - j alone."""
+        return (self.mask is None or self.mask.relative) and (
+            self.bias is None or self.bias.relative
+        )
+
+    def bias_leaves(self) -> list[Tensor]:
+        """The float tensors to which gradients of the bias may flow."""
+        return [] if self.bias is None else self.bias.leaves()
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor the rule holds."""
+        return [t for term in (self.mask, self.bias) if term is not None for t in term.tensors()]
+
+    def on(self, device: torch.device) -> Rule:
+        """The same rule with its tensors on a device."""
+        mask, bias = self.mask, self.bias
+        if (mask is None and bias is None) or all(t.device == device for t in self.tensors()):
+            return self
+        return replace(
+            self,
+            mask=None if mask is None else mask.to(device),
+            bias=None if bias is None else bias.to(device),
+        )
+
+    def block(self, tile: Tile, like: Tensor, with_mask: bool = True) -> Tensor:
+        """What is added to the scores of a tile, -inf where no look is allowed.
+
+        In the type and on the device of `like`; (B or 1, H or 1, t, s).
+        """
+        bias = allowed = None
+        if self.bias is not None:
+            bias = self.bias.block(self.shape, tile, like.device, like.dtype)
+        if self.mask is not None and with_mask:
+            allowed = self.mask.block(self.shape, tile, like.device)
+        return _join(bias, allowed, like, (tile.t1 - tile.t0, tile.s1 - tile.s0))
+
+    def band(self, i: Tensor, j: Tensor, like: Tensor) -> Tensor:
+        """The same for positions i (t, 1) and j (s,), of a rule that is relative."""
+        h, bias, allowed = torch.arange(self.shape.H, device=like.device)[:, None, None], None, None
+        if self.bias is not None:
+            bias = self.bias.add(h, h, i, j, self.shape, like.dtype)
+        if self.mask is not None:
+            allowed = self.mask.allows(h, h, i, j, self.shape)
+        return _join(bias, allowed, like, (i.shape[0], j.shape[0]))
+
+
+def _join(
+    bias: Tensor | None, allowed: Tensor | None, like: Tensor, size: tuple[int, int]
+) -> Tensor:
+    """A bias, and -inf where no look is allowed, as one tensor of four axes, the last two whole."""
+    values = like.new_zeros((1, 1)) if bias is None else bias
+    if allowed is not None:
+        values = torch.where(allowed, 0.0 if bias is None else bias, -math.inf).to(like.dtype)
+    lead = (1,) * (4 - values.dim()) + tuple(values.shape[:-2])
+    return values.expand(*lead[-2:], *size)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Call:
+    """One call of attention, checked and complete."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rule: Rule
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    seed: Tensor | None = None
+    wants: Wants | None = None
+    transformed: bool = False
+    """Whether a tensor of the call is being carried through a `torch.func` transform."""
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of the call."""
+        given = (self.q, self.k, self.v, self.sinks)
+        return [t for t in given if t is not None] + self.rule.tensors()
+
+    def seeded(self) -> Call:
+        """The same with a seed for its dropout, drawn now when none was given."""
+        if self.dropout == 0.0 or self.seed is not None:
+            return self
+        return replace(self, seed=draw_seed(self.q.device))
+
+    def needs_grad(self) -> bool:
+        """Whether a gradient may be asked of some tensor of the call."""
+        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
+
+    def is_unreadable(self) -> bool:
+        """Whether values cannot be looked at now."""
+        return torch.compiler.is_compiling() or self.transformed
+
+    def has_tangent(self) -> bool:
+        """Whether a forward-mode derivative is, or may be, taken through the call.
+
+        Below a reverse-mode transform (a Hessian) tangents do not show, so any transformed tensor
+        counts.
+        """
+        if torch.compiler.is_compiling() or not takes_tangents():
+            return False
+        return any(
+            t.is_floating_point()
+            and (is_transformed(t) or forward_ad.unpack_dual(t).tangent is not None)  # type: ignore[no-untyped-call]
+            for t in self.tensors()
+        )
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
+) -> Call:
+    """Check everything and gather it into a call."""
+    q, k, v = under_autocast(q, k, v)
+    shape = check_inputs(q, k, v)
+    mask, bias = as_mask(mask), as_bias(bias)
+    if mask is not None:
+        mask.check(shape)
+        # One query on the last key sees all of them: so every step of generation is a plain call.
+        if mask.hides_nothing(shape):
+            mask = None
+    if bias is not None:
+        bias.check(shape)
+    rule = Rule(
+        shape=shape,
+        scale=check_number("scale", scale) if scale is not None else None,
+        mask=mask,
+        bias=bias,
+        softcap=check_number("softcap", softcap, positive=True) if softcap is not None else None,
+    ).on(q.device)
+    if sinks is not None:
+        check_shapes({"q": (q, "B H T D"), "sinks": (sinks, "H")})
+        check_float("sinks", sinks)
+    dropout = check_probability("dropout", dropout)
+    drawn = as_seed(seed, q.device) if dropout > 0.0 and seed is not None else None
+    call = Call(q=q, k=k, v=v, rule=rule, sinks=sinks, dropout=dropout, seed=drawn)
+    if is_transforming() and any(is_transformed(t) for t in call.tensors()):
+        return replace(call, transformed=True)
+    return call
+
+
+def as_mask(mask: Mask | Tensor | None) -> Mask | None:
+    """A mask as given, or a bool tensor as one."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Bias):
+        raise TypeError(f"{type(mask).__name__} is a bias: pass it as bias=, not mask=")
+    return Dense(mask)
+
+
+def as_bias(bias: Bias | Tensor | None) -> Bias | None:
+    """A bias as given, or a float tensor as one."""
+    if bias is None or isinstance(bias, Bias):
+        return bias
+    if isinstance(bias, Mask):
+        raise TypeError(f"{type(bias).__name__} is a mask: pass it as mask=, not bias=")
+    return DenseBias(bias)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Shape:
+    """The sizes of a call whose tensors fit each other; else an error that says what does not."""
+    fits = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not fits or q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        check_shapes({"q": (q, "B H T D"), "k": (k, "B G S D"), "v": (v, "B G S E")})
+    (B, H, T, D), (b, G, S, d), of_v = q.shape, k.shape, v.shape
+    if b != B or d != D or of_v[0] != B or of_v[1] != G or of_v[2] != S:
+        check_shapes({"q": (q, "B H T D"), "k": (k, "B G S D"), "v": (v, "B G S E")})
+    check_float("q", q)
+    dtype, device = q.dtype, q.device
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != dtype or x.device != device:
+            raise TypeError(
+                f"q, k and v must have one type and one device: q is {dtype} on {device}, "
+                f"{name} is {x.dtype} on {x.device}"
+            )
+    if (G == 0) != (H == 0) or (G and H % G):
+        raise ValueError(f"the query heads H={H} must be a multiple of the key heads G={G}")
+    return Shape(B, H, T, S)
+
+
+def check_number(name: str, value: float, positive: bool = False) -> float:
+    """A finite number, above zero where asked."""
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a number, got a tensor; a learned {name} is multiplied into q instead"
+        )
+    number = float(value)
+    if not math.isfinite(number) or (positive and number <= 0):
+        raise ValueError(
+            f"{name} must be a finite number{' above 0' if positive else ''}, got {value}"
+        )
+    return number
+
+
+def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Inside autocast inputs take its type, as torch's own attention does; float64 stays."""
+    if not isinstance(q, Tensor) or not is_autocast(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    if any(x.dtype == torch.float64 for x in (q, k, v)):
+        return q, k, v
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Autocast has had its say at the door; inside, types are chosen with care and must stay."""
+    if is_autocast(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def is_autocast(device_type: str) -> bool:
+    """Whether autocast is on; the meta device has none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def score_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which scores and softmax run: float64 stays, all others use float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,99 @@
+"""Our kernels as a backend: what they refuse, the output of one query a row, looking at weights.
+
+Looking is for any number of queries and gives no output; where one is wanted too, it comes from the
+backend that the same call without looking has.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from regard._check import is_empty
+from regard.ops.call import Call
+from regard.ops.kernels.inputs import find_bounds
+from regard.ops.sdpa import refuse_fused
+from regard.ops.shape import Shape
+from regard.ops.wants import Wants
+
+WIDEST = 256
+"""The widest head our kernels take."""
+LITTLE = 2**16
+"""Weights below which tiles look at them, where nothing has to be compiled first."""
+
+
+def refuse(call: Call) -> str | None:
+    """All but one query a row, or looking at the weights of any; no gradients, on a GPU."""
+    reason = _refuse_one_query(call) if call.wants is None else _refuse_looking(call, call.wants)
+    if reason is not None:
+        return reason
+    reason = refuse_tensors(call.q, max(call.q.shape[3], call.v.shape[3]))
+    if reason is not None:
+        return reason
+    if call.needs_grad():
+        return "our kernels have no backward pass so far"
+    if call.transformed:
+        return "our kernels do not run inside torch.func transforms"
+    if is_empty(call.q, call.k) or (call.wants is None and is_empty(call.v)):
+        return "our kernels are not asked for empty inputs"
+    return None
+
+
+def refuse_tensors(q: Tensor, width: int) -> str | None:
+    """What none of our kernels takes, whatever it is asked for; width: the widest of the heads."""
+    if q.device.type != "cuda":
+        return f"our kernels run on a GPU, and q is on {q.device.type}"
+    if q.dtype == torch.float64:
+        return "our kernels compute scores in float32, which float64 does not allow"
+    if width > WIDEST:
+        return f"our kernels take head widths up to {WIDEST}"
+    # A graph for a GPU is compiled by triton itself, so there the question does not arise.
+    if not torch.compiler.is_compiling() and not has_triton():
+        return "the package triton is not installed"
+    return None
+
+
+def _refuse_one_query(call: Call) -> str | None:
+    """What the kernel for one query a row does not do."""
+    reason = refuse_fused(call)
+    if reason is not None:
+        return reason
+    if call.dropout > 0.0:
+        return "our kernel for one query has no dropout"
+    if call.rule.shape.T != 1:
+        # Naming how many there are would tie a graph that is being traced to this one length.
+        return "our kernel is for one query a row so far"
+    return None
+
+
+def _refuse_looking(call: Call, wants: Wants) -> str | None:
+    """What the kernels that look at weights do not tell."""
+    if wants.weights:
+        return "it never builds the T × S matrix that `weights` asks for; reference does"
+    if wants.mass is not None:
+        return "our kernels do not tell the mass on given keys; blockwise does"
+    if call.dropout > 0.0:
+        return "our kernels that look at weights have no dropout; blockwise has"
+    if call.rule.bias is not None:
+        return "our kernels that look at weights have no bias; blockwise has"
+    if call.is_unreadable():
+        return "it is not run inside compiled graphs and torch.func, where blockwise is"
+    if find_bounds(call.rule, call.q.device) is None:
+        return "our kernels that look at weights need a mask in which each row sees one interval"
+    if call.has_tangent():
+        return "it has no forward-mode derivative; reference has"
+    return None
+
+
+def is_little(shape: Shape) -> bool:
+    """Whether there are so few weights that compiling kernels to look at them takes longer."""
+    return shape.B * shape.H * shape.T * shape.S < LITTLE
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the package triton is there."""
+    return importlib.util.find_spec("triton") is not None
