@@ -25,7 +25,6 @@ from regard.lens.lazy_weights import Array
 from regard.lens.measure import positions_under
 from regard.ops import Bias
 from regard.ops.bias import BiasAt
-from regard.ops.call import as_bias
 from regard.ops.shape import Tile
 
 MOST = 1 << 24
@@ -47,7 +46,7 @@ class Written:
 
 
 class RelativeBook:
-    """A relative bias of ours: the positions of all calls, and the bias that tells the numbers."""
+    """A relative bias of ours: the positions of all calls, and the bias that has the numbers."""
 
     def __init__(self) -> None:
         self.bias: Bias | None = None
@@ -212,30 +211,28 @@ class Biases:
 
     def add(self, call: Call, offset: int, own_t: Array) -> None:
         """One more call; `TooLarge` where it cannot be written down."""
-        bias = as_bias(call.bias)
-        parts = [] if bias is None else bias.leaf_terms()
+        parts = [] if call.bias is None else call.bias.leaf_terms()
         while len(self.books) < len(parts):
-            dense = not _is_relative(parts[len(self.books)])
-            if self.calls and not dense:
-                raise TooLarge
-            made: Book = DenseBook() if dense else RelativeBook()
-            if isinstance(made, DenseBook) and self.calls:
-                made.n_queries, made.n_keys = int(own_t[0]), int(own_t[0])
-            self.books.append(made)
+            if _is_relative(parts[len(self.books)]):
+                if self.calls:
+                    raise TooLarge
+                self.books.append(RelativeBook())
+            else:
+                before = int(own_t[0]) if self.calls else 0
+                self.books.append(DenseBook(n_queries=before, n_keys=before))
         for number, book in enumerate(self.books):
             part = parts[number] if number < len(parts) else None
-            if isinstance(book, RelativeBook):
-                if part is None or not _is_relative(part):
-                    raise TooLarge
-                book.add(part, call, offset)
-            else:
-                if part is not None and _is_relative(part):
-                    raise TooLarge
+            if isinstance(book, DenseBook) == (part is not None and _is_relative(part)):
+                raise TooLarge
+            if isinstance(book, DenseBook):
                 book.add(_dense(part, call), offset, own_t)
+            else:
+                assert part is not None
+                book.add(part, call, offset)
         self.calls += 1
 
     def write(self) -> list[Written]:
-        return [made for made in (book.write() for book in self.books) if made is not None]
+        return [written for book in self.books if (written := book.write()) is not None]
 
 
 def _is_relative(bias: Bias) -> bool:

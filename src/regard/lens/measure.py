@@ -1,9 +1,9 @@
-"""What is told about one call: `Wants` by `observe`, single weights, and the runs that rows see.
+"""What is measured of one call: `Wants` by `observe`, single weights, and the runs that rows see.
 
 All of it in O(T + S) memory: `measure` asks `regard.observe`, which works in tiles, on the device
 where q and k are. `spot_weights` makes chosen weights alone, each from one query, one key and the
-log-sum of its row; what heads do is summed up from these (`heads.py`). `find_runs` writes a mask
-down as runs of neighbouring keys, which any mask is made of, in pieces of bounded memory.
+logsumexp of its row; what heads do is summed up from these (`head_scores.py`). `find_runs` writes a
+mask down as runs of neighbouring keys, which any mask is made of, in pieces of bounded memory.
 
 Letters: B batch (here 1), T queries, S keys, H query heads, G key heads, D head width; P pairs.
 """

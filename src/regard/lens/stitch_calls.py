@@ -337,9 +337,9 @@ def cut_keys(call: Call, first: int, last: int, offset: int, runs: FoundRuns | N
     return Fit(call.with_keys(slice(first, last)), offset, runs)
 
 
-def key_positions(mask: Mask | Tensor | None) -> Tensor | None:
+def key_positions(mask: Mask | None) -> Tensor | None:
     """The positions that a mask gives to keys, (S,), where it does."""
-    leaves = mask.leaf_terms() if isinstance(mask, Mask) else []
+    leaves = [] if mask is None else mask.leaf_terms()
     given = (leaf.keys for leaf in leaves if isinstance(leaf, At) and leaf.keys is not None)
     keys = next(given, None)
     return None if keys is None else keys.reshape(-1, keys.shape[-1])[0]

@@ -25,7 +25,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 from torch import nn
 
-from regard.lens.hooks.regard import own_door
+from regard.lens.hooks.regard import hook_regard
 from regard.lens.hooks.torch_function import hook_torch_functions
 from regard.lens.hooks.torch_nn import hook_torch_nn
 from regard.lens.hooks.transformers import hook_transformers
@@ -67,7 +67,7 @@ def watch(
     recorder.progress = progress
     with closing(recorder.copier), ExitStack() as hooks:
         hooks.enter_context(recorder.follow())
-        for hook in (own_door, hook_transformers, hook_torch_nn, hook_torch_functions):
+        for hook in (hook_regard, hook_transformers, hook_torch_nn, hook_torch_functions):
             hooks.enter_context(hook(recorder))
         yield record
     record._fill(*recorder.finish())
