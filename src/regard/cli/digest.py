@@ -55,8 +55,7 @@ def write_digest(record: Record, console: Console, word: str | None = None) -> N
         f"{len(record.places)} attention layers, {n_heads} heads"
     )
     say("\nWhat heads look at most (layer.head and the mean weight there)")
-    for told in tell_heads(record):
-        say(told)
+    say("\n".join(tell_heads(record)))
     own, source = words_of(record)
     short = max(len(own), len(source)) <= MOST_WORDS
     aligned = find_alignment(record) if short else None

@@ -8,8 +8,7 @@ what it took to standard error. Without --model the embedded language model writ
 Left out: talking in turns; --chat puts one message.
 """
 
-# No `from __future__ import annotations` here: typer reads the annotations of the function that is
-# defined inside `add_generate`, and could not resolve them from strings.
+# No `from __future__ import annotations` here: see `cli/__init__.py`.
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,48 +101,38 @@ def sum_up(pieces: "Stream[str]") -> str:
 
 def add_generate(app: "typer.Typer") -> None:
     """`regard generate`, whose options are the fields of `GenerationConfig`."""
-    import typer
     from rich.console import Console
+    from typer import Argument, Context, Option
 
     @app.command("generate", help=GENERATE_HELP)
     def generate_command(
-        context: typer.Context,
-        prompt: Annotated[list[str], typer.Argument(help='The text; "-" reads standard input.')],
+        context: Context,
+        prompt: Annotated[list[str], Argument(help='The text; "-" reads standard input.')],
         model: Annotated[
-            str, typer.Option("--model", "-m", help="Folder, GGUF file or hub name.")
+            str, Option("--model", "-m", help="Folder, GGUF file or hub name.")
         ] = DEFAULT_MODEL,
-        max_new_tokens: Annotated[int, typer.Option(help="Write at most so many tokens.")] = 128,
-        temperature: Annotated[
-            float | None, typer.Option(help="Above 0: draw; higher is wilder.")
-        ] = None,
-        top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest.")] = None,
+        max_new_tokens: Annotated[int, Option(help="Write at most so many tokens.")] = 128,
+        temperature: Annotated[float | None, Option(help="Above 0: draw; more is wilder.")] = None,
+        top_k: Annotated[int | None, Option(help="Draw among the k likeliest.")] = None,
         top_p: Annotated[
-            float | None, typer.Option(help="Draw among the likeliest with this share in sum.")
+            float | None, Option(help="Draw among the likeliest with this share in sum.")
         ] = None,
         min_p: Annotated[
-            float | None, typer.Option(help="Draw among those with this part of the likeliest's.")
+            float | None, Option(help="Draw among those with this part of the likeliest's.")
         ] = None,
         repetition_penalty: Annotated[
-            float, typer.Option(help="Above 1: what was said becomes less likely.")
+            float, Option(help="Above 1: what was said becomes less likely.")
         ] = 1.0,
-        num_beams: Annotated[
-            int, typer.Option("--beams", help="Above 1: search so many texts at once.")
-        ] = 1,
-        length_penalty: Annotated[
-            float, typer.Option(help="Of beams: above 0 favours longer texts.")
-        ] = 1.0,
-        stop: Annotated[
-            list[str] | None, typer.Option(help="End before this text; may be given again.")
-        ] = None,
-        seed: Annotated[int | None, typer.Option(help="The same seed, the same draws.")] = None,
-        chat: Annotated[bool, typer.Option("--chat", help="Put it as a user's message.")] = False,
+        num_beams: Annotated[int, Option("--beams", help="Above 1: search so many at once.")] = 1,
+        length_penalty: Annotated[float, Option(help="Of beams: above 0 favours length.")] = 1.0,
+        stop: Annotated[list[str] | None, Option(help="End before this; may be repeated.")] = None,
+        seed: Annotated[int | None, Option(help="The same seed, the same draws.")] = None,
+        chat: Annotated[bool, Option("--chat", help="Put it as a user's message.")] = False,
         compiled: Annotated[
-            bool, typer.Option("--compile", help="Compile the step: slow start, then fast.")
+            bool, Option("--compile", help="Compile the step: slow start, then fast.")
         ] = False,
-        dtype: Annotated[
-            str | None, typer.Option(help="float32, bfloat16 or float16; else as stored.")
-        ] = None,
-        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
+        dtype: Annotated[str | None, Option(help="float32, bfloat16, float16; else as is.")] = None,
+        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
         options = {name: context.params[name] for name in context.params if name not in OWN}

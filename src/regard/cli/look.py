@@ -8,8 +8,7 @@ How: the model reads the text once while it is watched (`_look.py`); a digest go
 Left out: several texts at once; two records are compared with `regard view one two`.
 """
 
-# No `from __future__ import annotations` here: typer reads the annotations of the function that is
-# defined inside `add_look`, and could not resolve them from strings.
+# No `from __future__ import annotations` here: see `cli/__init__.py`.
 import os
 import tempfile
 import webbrowser
@@ -125,33 +124,29 @@ def find_place(record: "Record", layer: int | None, head: int | None) -> int | N
     for number, place in enumerate(record.places):
         if place.layer == layer:
             if head is not None and not 0 <= head < place.n_heads:
-                raise ValueError(
-                    f"--head is {head}; layer {layer} has heads 0 to {place.n_heads - 1}"
-                )
+                raise ValueError(f"--head is {head}; layer {layer} has 0 to {place.n_heads - 1}")
             return number
     raise ValueError(f"--layer is {layer}; the model has layers 0 to {record.places[-1].layer}")
 
 
 def add_look(app: "typer.Typer") -> None:
-    import typer
     from rich.console import Console
+    from typer import Argument, Option
 
     @app.command("look", help=LOOK_HELP)
     def look_command(
-        text: Annotated[list[str], typer.Argument(help='The text, a file, or "-".')],
+        text: Annotated[list[str], Argument(help='The text, a file, or "-".')],
         model: Annotated[
-            str, typer.Option("--model", "-m", help="Folder, GGUF file or hub name.")
+            str, Option("--model", "-m", help="Folder, GGUF file or hub name.")
         ] = DEFAULT_MODEL,
-        token: Annotated[str | None, typer.Option(help="The word to ask about.")] = None,
-        layer: Annotated[int | None, typer.Option(help="For --png: this layer alone.")] = None,
-        head: Annotated[int | None, typer.Option(help="For --png: this head of it.")] = None,
-        html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
-        png: Annotated[Path | None, typer.Option(help="Draw to .png, .svg or .pdf.")] = None,
-        serve: Annotated[
-            bool, typer.Option("--serve", help="Serve the page to a browser.")
-        ] = False,
-        save: Annotated[Path | None, typer.Option(help="Keep the record (.regard).")] = None,
-        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
+        token: Annotated[str | None, Option(help="The word to ask about.")] = None,
+        layer: Annotated[int | None, Option(help="For --png: this layer alone.")] = None,
+        head: Annotated[int | None, Option(help="For --png: this head of it.")] = None,
+        html: Annotated[Path | None, Option(help="Write the page to this file.")] = None,
+        png: Annotated[Path | None, Option(help="Draw to .png, .svg or .pdf.")] = None,
+        serve: Annotated[bool, Option("--serve", help="Serve the page to a browser.")] = False,
+        save: Annotated[Path | None, Option(help="Keep the record (.regard).")] = None,
+        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
         with refusing(notes):

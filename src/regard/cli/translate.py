@@ -10,8 +10,7 @@ standard error, and on the way how far it is.
 Left out: choosing among several translations.
 """
 
-# No `from __future__ import annotations` here: typer reads the annotations of the function that is
-# defined inside `add_translate`, and could not resolve them from strings.
+# No `from __future__ import annotations` here: see `cli/__init__.py`.
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -176,31 +175,23 @@ def look_at(record: "Record", notes: "Console", html: Path | None) -> None:
 
 
 def add_translate(app: "typer.Typer") -> None:
-    import typer
     from rich.console import Console
+    from typer import Argument, Option
 
     @app.command("translate", help=TRANSLATE_HELP)
     def translate_command(
         text: Annotated[
-            list[str] | None, typer.Argument(help='The text; "-" reads lines of standard input.')
+            list[str] | None, Argument(help='The text; "-" reads lines of standard input.')
         ] = None,
-        to: Annotated[str | None, typer.Option(help="ja or en; else told by the script.")] = None,
+        to: Annotated[str | None, Option(help="ja or en; else told by the script.")] = None,
         model: Annotated[
-            str, typer.Option("--model", "-m", help="Folder or hub name of an encoder–decoder.")
+            str, Option("--model", "-m", help="Folder or hub name of an encoder–decoder.")
         ] = DEFAULT_MODEL,
-        beams: Annotated[
-            int, typer.Option(help="Search so many translations at once; 1 is greedy.")
-        ] = 5,
-        from_file: Annotated[
-            Path | None, typer.Option(help="Translate the lines of this file.")
-        ] = None,
-        look: Annotated[
-            bool, typer.Option("--look", help="Show which word looks at which; of one sentence.")
-        ] = False,
-        html: Annotated[
-            Path | None, typer.Option(help="With --look: write the page to this file.")
-        ] = None,
-        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
+        beams: Annotated[int, Option(help="Search so many at once; 1 is greedy.")] = 5,
+        from_file: Annotated[Path | None, Option(help="Translate the lines of this file.")] = None,
+        look: Annotated[bool, Option("--look", help="Show which word looks at which.")] = False,
+        html: Annotated[Path | None, Option(help="With --look: write the page here.")] = None,
+        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
         with refusing(notes):
@@ -213,9 +204,7 @@ def add_translate(app: "typer.Typer") -> None:
                 translate_lines(loaded, lines, Console(), notes, to, beams)
                 return
             if not whole.strip():
-                raise ValueError(
-                    'the text is empty; try: regard translate "The cat sat on the mat."'
-                )
+                raise ValueError('the text is empty; try: regard translate "The cat sat."')
             loaded = load_model(model, notes, device=device)
             with few_threads(len(whole) < SHORT and is_small(loaded)):
                 translation = translate_text(loaded, whole, Console(), notes, to, beams)

@@ -1,7 +1,6 @@
 """`regard view`: open a record again, or two beside each other; the model need not be there."""
 
-# No `from __future__ import annotations` here: typer reads the annotations of the function that is
-# defined inside `add_view`, and could not resolve them from strings.
+# No `from __future__ import annotations` here: see `cli/__init__.py`.
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,14 +38,14 @@ def check_whole(record: "Record") -> "Record":
 
 
 def add_view(app: "typer.Typer") -> None:
-    import typer
     from rich.console import Console
+    from typer import Argument, Option
 
     @app.command("view", help=VIEW_HELP)
     def view_command(
-        records: Annotated[list[Path], typer.Argument(help="One .regard file, or two.")],
-        html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
-        token: Annotated[str | None, typer.Option(help="The word to ask about.")] = None,
+        records: Annotated[list[Path], Argument(help="One .regard file, or two.")],
+        html: Annotated[Path | None, Option(help="Write the page to this file.")] = None,
+        token: Annotated[str | None, Option(help="The word to ask about.")] = None,
     ) -> None:
         from regard import view
         from regard.lens.record import Record

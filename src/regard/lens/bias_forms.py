@@ -93,12 +93,9 @@ class Lookup:
     def take(self, values_hts: Array, index_ts: Array) -> Lookup | None:
         """With these numbers too, NaN where nothing is seen; None where they contradict."""
         width = self.table.shape[1]
-        ends = (
-            index_ts.min(),
-            index_ts.max(),
-            *([self.lowest, self.lowest + width - 1] * bool(width)),
-        )
-        lowest, highest = int(min(ends)), int(max(ends))
+        lowest, highest = int(index_ts.min()), int(index_ts.max())
+        if width:
+            lowest, highest = min(lowest, self.lowest), max(highest, self.lowest + width - 1)
         heads = max(len(values_hts), len(self.table))
         table = np.full((heads, highest - lowest + 1), np.nan, np.float32)
         if width:
@@ -113,9 +110,8 @@ class Lookup:
         return Lookup(table, lowest)
 
     def at(self, index_ts: Array) -> Array:
-        return without_nan(self.table)[
-            :, np.clip(index_ts - self.lowest, 0, self.table.shape[1] - 1)
-        ]
+        at = np.clip(index_ts - self.lowest, 0, self.table.shape[1] - 1)
+        return without_nan(self.table)[:, at]
 
 
 def without_nan(values: Array) -> Array:

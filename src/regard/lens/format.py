@@ -100,9 +100,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], File]:
     os.stat(path)  # a missing file is a FileNotFoundError, not a bad record
     header = read_header(path, BadRecord)
     if set(header.metadata) != {"regard", "regard.crc"}:
-        raise BadRecord(
-            f"{path.name} is not a good record: it is a safetensors file, but no record"
-        )
+        raise BadRecord(f"{path.name} is a safetensors file, but no record")
     text, where = header.metadata["regard"].encode(), f"the description of {path.name}"
     check_crc(text, header.metadata["regard.crc"], where, BadRecord)
     about = parse_json(text, where, BadRecord, MAX_VALUES)

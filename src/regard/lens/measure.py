@@ -78,7 +78,7 @@ class NamedKeys:
     _there: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Tensor:
-        """The keys on a device, brought there once, and without waiting for it."""
+        """The keys on a device, copied there once from pinned memory, without waiting for it."""
         if device not in self._there:
             self._there[device] = self.keys_nt.pin_memory().to(device, non_blocking=True)
         return self._there[device]

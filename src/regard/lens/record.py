@@ -145,9 +145,7 @@ class Record:
         """
         own = self._ids_of(self.places[-1].n_queries, range(len(self.places) - 1, -1, -1))
         if own is None:
-            raise ValueError(
-                "the model was not seen reading tokens; record.describe(tokens=...) names them"
-            )
+            raise ValueError("no tokens were seen; record.describe(tokens=...) names them")
         labels = label(tokenizer, own.tolist())
         self.describe(text=labels.text, tokens=labels.tokens, spans=labels.spans)
         cross = next((place for place in self.places if place.kind == "cross"), None)
@@ -387,11 +385,7 @@ class Record:
             return np.asarray(down @ (whole[head, t0:t1, s0:s1] @ across.T), np.float32)
         why = f"{here.name} kept statistics only"
         if grid is not None and window == (0, here.n_queries, 0, here.n_keys):
-            if (
-                size[0] <= grid[0]
-                and size[1] <= grid[1]
-                and not grid[0] % size[0] + grid[1] % size[1]
-            ):
+            if not grid[0] % size[0] and not grid[1] % size[1]:
                 picture = np.asarray(self._arrays.get(place, "map")[head])
                 cells = picture.reshape(size[0], -1, size[1], grid[1] // size[1])
                 return np.asarray(cells.mean((1, 3)), np.float32)

@@ -90,15 +90,14 @@ class Take:
         if not self.calls:
             # Slots of a fixed cache that nothing was written to yet.
             cached = not self.cross and S > T and call.follows_keys
-            filled = max(T, reach) if cached else S
-            return cut_keys(call, 0, filled, 0, runs)
+            return first_keys(call, max(T, reach) if cached else S, runs)
         prints, known = fingerprints(call.k[0]), self.prints
         if known is None or known.device != prints.device:
             return None
         if self.cross:
             return Fit(call, 0, runs) if torch.equal(prints, known) else None
         if S >= N + T and reach > N and torch.equal(prints[:N], known):
-            return cut_keys(call, 0, N + T, 0, runs) if reach <= N + T else None
+            return first_keys(call, N + T, runs) if reach <= N + T else None
         back = S - T
         if 0 < back < N and torch.equal(prints[:back], known[N - back :]):
             return Fit(call, N - back, runs)
@@ -213,13 +212,10 @@ class Take:
             value = getattr(seen, name)
             if value is not None:
                 new[name] = value[0]
-        for weights, keys, peaks in (
-            ("peak", "peak_key", seen.peak),
-            ("top_weights", "top_keys", seen.top),
-        ):
+        found = (("peak", "peak_key", seen.peak), ("top_weights", "top_keys", seen.top))
+        for weights, keys, peaks in found:
             if peaks is not None:
-                at = peaks.key[0]
-                new[weights] = peaks.weight[0]
+                at, new[weights] = peaks.key[0], peaks.weight[0]
                 new[keys] = (torch.where(at >= 0, at + offset, at) if offset else at).int()
         for name, values in new.items():
             self.rows.setdefault(name, []).append(values)
@@ -325,16 +321,16 @@ class Take:
         return {"first": starts.numpy(), "pairs": pairs_all.numpy()}
 
 
-def cut_keys(call: Call, first: int, last: int, offset: int, runs: FoundRuns | None) -> Fit:
-    """The call with some of its keys, of which no others are seen."""
-    if (first, last) == (0, call.shape.S):
-        return Fit(call, offset, runs)
+def first_keys(call: Call, n: int, runs: FoundRuns | None) -> Fit:
+    """The call with its first n keys, of which no others are seen."""
+    if n == call.shape.S:
+        return Fit(call, 0, runs)
     if not call.follows_keys:
         raise ValueError(
             f"{call.name} has keys that no query sees, under a rule that counts from the last key; "
             "this cache cannot be recorded"
         )
-    return Fit(call.with_keys(slice(first, last)), offset, runs)
+    return Fit(call.with_keys(slice(0, n)), 0, runs)
 
 
 def key_positions(mask: Mask | None) -> Tensor | None:

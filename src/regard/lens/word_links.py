@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from regard.lens.lazy_weights import Array
-from regard.lens.record import Record
+from regard.lens.record import Record, is_separator
 
 MOST_WORDS = 400
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
@@ -99,12 +99,8 @@ def words_of(record: Record) -> tuple[list[Word], list[Word]]:
     own = find_words(record.text, record.tokens, spans)
     if record.source_tokens is None:
         return own, own
-    there = []
-    for n, token in enumerate(record.source_tokens):
-        special = token.startswith("<") and token.endswith(">")
-        marked = special or not any(sign.isalnum() for sign in token)
-        there.append(Word(token.strip() or token, (n,), marked))
-    return own, there
+    there = enumerate(record.source_tokens)
+    return own, [Word(label.strip() or label, (n,), is_separator(label)) for n, label in there]
 
 
 def reads_source(record: Record, place: int) -> bool:

@@ -83,9 +83,7 @@ def _make_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "pictures need the matplotlib package: pip install 'regard[view]'"
-        ) from error
+        raise ImportError("pictures need matplotlib: pip install 'regard[view]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     # Notebooks ask for this name; without pyplot nobody else has told them how to show a figure.

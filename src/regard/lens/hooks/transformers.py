@@ -38,6 +38,7 @@ from regard.ops import Bias, Causal, Dense, DenseBias, Mask, Window
 if TYPE_CHECKING:
     from regard.lens.recorder import Recorder
 
+Attend = Callable[..., Any]
 # Read once: it takes longer than all else that reading a call needs.
 signature_of = functools.lru_cache(maxsize=16)(inspect.signature)
 
@@ -94,9 +95,7 @@ def recording(recorder: Recorder, function: Any) -> Any:
     return record
 
 
-def arguments(
-    function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-) -> dict[str, Any]:
+def arguments(function: Attend, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """All arguments by name, those that a function takes as further ones too."""
     signature = signature_of(function)
     given = dict(signature.bind(module, *args, **kwargs).arguments)
@@ -106,9 +105,7 @@ def arguments(
     return given
 
 
-def read_call(
-    name: str, module: nn.Module, function: Callable[..., Any], given: dict[str, Any]
-) -> Call:
+def read_call(name: str, module: nn.Module, function: Attend, given: dict[str, Any]) -> Call:
     if given.get("cu_seq_lens_q") is not None or given.get("cache") is not None:
         raise ValueError(
             f"{name} attends over texts packed without padding or over a paged cache, which cannot "
@@ -130,7 +127,7 @@ def read_call(
     )
 
 
-def implementation(function: Callable[..., Any]) -> str:
+def implementation(function: Attend) -> str:
     """Which of the interface's kinds a function is, by its name."""
     named = getattr(function, "__name__", "")
     return next((kind for kind in ("flex", "sdpa", "flash", "paged") if kind in named), "eager")
