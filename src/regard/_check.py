@@ -84,7 +84,7 @@ def is_empty(*tensors: Tensor) -> bool:
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return any(statically_known_true(t.numel() == 0) for t in tensors)
-    return any(t.numel() == 0 for t in tensors)
+    return 0 in [t.numel() for t in tensors]
 
 
 def is_one(size: int) -> bool:
@@ -102,8 +102,8 @@ def readable(*tensors: Tensor | None) -> bool:
         return False
     inside = is_transforming()
     for t in tensors:
-        if t is None:
+        if t is None or (type(t) is Tensor and not inside and not t.is_meta):
             continue
-        if t.is_meta or is_fake(t) or (inside and is_transformed(t)):
+        if t.is_meta or is_fake(t) or is_transformed(t):
             return False
     return True

@@ -35,9 +35,10 @@ def register_pytree(kind: type[Any], flatten: Callable[..., Any], unflatten: Any
 
 def is_transforming() -> bool:
     """Whether a `torch.func` transform is under way; the compiler handles those of its own."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return False
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    return inside and not torch.compiler.is_compiling()
 
 
 def is_transformed(tensor: Tensor) -> bool:

@@ -17,7 +17,6 @@ Letters: B batch, H heads, T queries, S keys. Positions as in `mask.py`.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -49,11 +48,11 @@ class Bias(Term):
     def positional(self) -> bool:  # type: ignore[override]
         return self.relative
 
-    @abstractmethod
     def add(
         self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
     ) -> Tensor:
         """The number added for the query at position i and the key at position j (broadcast)."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it adds")
 
     def leaves(self) -> list[Tensor]:
         """The float tensors the bias holds, to which gradients may flow."""

@@ -22,92 +22,77 @@ from regard.ops.pack import Form, Packed, pack, spell, unpack
 from regard.ops.shape import Shape
 
 
-def shape_of(q_bhtd: Tensor, k_bgsd: Tensor) -> Shape:
-    """The sizes of a call."""
-    return Shape(q_bhtd.shape[0], q_bhtd.shape[1], q_bhtd.shape[2], k_bgsd.shape[2])
+class Flat(NamedTuple):
+    """A call taken apart as far as autograd and compilers ask for it."""
+
+    form: Form | str
+    tensors: list[Tensor]
+    ints: list[int]
+    floats: list[float]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    dropout: float
+    seed: Tensor | None
+
+    def call(self) -> Call:
+        """The call."""
+        (B, H, T, _), S = self.q.shape, self.k.shape[2]
+        rule = unpack(Packed(*self[:4]), Shape(B, H, T, S))
+        return Call(
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            rule=rule,
+            sinks=self.sinks,
+            dropout=self.dropout,
+            seed=self.seed,
+        )
 
 
-def _forward(
-    form: Form | str,
-    tensors: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    dropout: float,
-    seed: Tensor | None,
-    asked: list[bool],
-    mass: Tensor | None,
-) -> list[Tensor]:
-    rule = unpack(Packed(form, tensors, ints, floats), shape_of(q, k))
-    call = Call(q=q, k=k, v=v, rule=rule, sinks=sinks, dropout=dropout, seed=seed)
-    return list(first_pass(call, Ask(*asked), mass))
+def _forward(*args: Any) -> list[Tensor]:
+    *flat, asked, mass = args
+    return list(first_pass(Flat(*flat).call(), Ask(*asked), mass))
 
 
-def _backward(
-    form: Form | str,
-    tensors: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    inputs: list[Tensor],
-    sinks: Tensor | None,
-    dropout: float,
-    seed: Tensor | None,
-    rows: list[Tensor],
-    given: list[Tensor | None],
-    wants_bias: bool,
-) -> list[Tensor]:
-    q, k, v = inputs
-    rule = unpack(Packed(form, tensors, ints, floats), shape_of(q, k))
-    call = Call(q=q, k=k, v=v, rule=rule, sinks=sinks, dropout=dropout, seed=seed)
-    grads = backward_pass(call, Rows(*rows), Given(*given), wants_bias)
+def _backward(*args: Any) -> list[Tensor]:
+    *flat, rows, given, wants_bias = args
+    grads = backward_pass(Flat(*flat).call(), Rows(*rows), Given(*given), wants_bias)
     return [grads.q, grads.k, grads.v, grads.sinks, *grads.leaves]
 
 
-_RULE = "str form, Tensor[] tensors, SymInt[] ints, float[] floats"
+_CALL = (
+    "str form, Tensor[] tensors, SymInt[] ints, float[] floats, Tensor q, Tensor k, Tensor v, "
+    "Tensor? sinks, float dropout, Tensor? seed"
+)
 _forward_op = torch.library.custom_op(
     "regard::blockwise",
     _forward,
     mutates_args=(),
-    schema=f"({_RULE}, Tensor q, Tensor k, Tensor v, Tensor? sinks, float dropout, Tensor? seed, "
-    "bool[] asked, Tensor? mass) -> Tensor[]",
+    schema=f"({_CALL}, bool[] asked, Tensor? mass) -> Tensor[]",
 )
 _backward_op = torch.library.custom_op(
     "regard::blockwise_backward",
     _backward,
     mutates_args=(),
-    schema=f"({_RULE}, Tensor[] inputs, Tensor? sinks, float dropout, Tensor? seed, Tensor[] rows, "
-    "Tensor?[] given, bool wants_bias) -> Tensor[]",
+    schema=f"({_CALL}, Tensor[] rows, Tensor?[] given, bool wants_bias) -> Tensor[]",
 )
 
 
 @_forward_op.register_fake
-def _(
-    form: str,
-    tensors: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    dropout: float,
-    seed: Tensor | None,
-    asked: list[bool],
-    mass: Tensor | None,
-) -> list[Tensor]:
-    B, H, T, _D = q.shape
-    row = q.new_empty((B, H, T), dtype=score_dtype(q.dtype))
+def _(*args: Any) -> list[Tensor]:
+    *taken, asked, mass = args
+    flat, ask = Flat(*taken), Ask(*asked)
+    B, H, T, _D = flat.q.shape
+    row = flat.q.new_empty((B, H, T), dtype=score_dtype(flat.q.dtype))
 
     def answer(yes: bool, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(row, dtype=dtype) if yes else row.new_empty(0, dtype=dtype)
 
-    ask = Ask(*asked)
     return list(
         Rows(
-            output=q.new_empty((B, H, T, v.shape[3])),
+            output=flat.q.new_empty((B, H, T, flat.v.shape[3])),
             lse=torch.empty_like(row),
             total=torch.empty_like(row),
             entropy=answer(ask.entropy, row.dtype),
@@ -122,23 +107,12 @@ def _(
 
 
 @_backward_op.register_fake
-def _(
-    form: str,
-    tensors: list[Tensor],
-    ints: list[int],
-    floats: list[float],
-    inputs: list[Tensor],
-    sinks: Tensor | None,
-    dropout: float,
-    seed: Tensor | None,
-    rows: list[Tensor],
-    given: list[Tensor | None],
-    wants_bias: bool,
-) -> list[Tensor]:
-    rule = unpack(Packed(form, tensors, ints, floats), shape_of(inputs[0], inputs[1]))
-    leaves = rule.bias_leaves() if wants_bias else []
-    some = inputs[0].new_empty(0) if sinks is None else sinks
-    return [x.new_empty(x.shape) for x in (*inputs, some, *leaves)]
+def _(*args: Any) -> list[Tensor]:
+    *flat, _rows, _given, wants_bias = args
+    call = Flat(*flat).call()
+    leaves = call.rule.bias_leaves() if wants_bias else []
+    sinks = call.q.new_empty(0) if call.sinks is None else call.sinks
+    return [x.new_empty(x.shape) for x in (call.q, call.k, call.v, sinks, *leaves)]
 
 
 class _Fixed(NamedTuple):
@@ -188,7 +162,7 @@ class _Blockwise(torch.autograd.Function):
         rows = [output, lse, total, entropy, *[lse] * 6]
         run = _backward_op if torch.compiler.is_compiling() else _backward
         rule = (fixed.form, tensors, list(fixed.ints), list(fixed.floats))
-        found = run(*rule, [q, k, v], sinks, fixed.dropout, seed, rows, given, wants_bias)
+        found = run(*rule, q, k, v, sinks, fixed.dropout, seed, rows, given, wants_bias)
         result: list[Tensor | None] = [None] * (7 + len(tensors))
         result[1:4] = found[:3]
         result[4] = found[3] if sinks is not None else None

@@ -150,7 +150,7 @@ class Call:
         Below a reverse-mode transform (a Hessian) tangents do not show, so any transformed tensor
         counts.
         """
-        if torch.compiler.is_compiling() or not takes_tangents():
+        if not takes_tangents() or torch.compiler.is_compiling():
             return False
         return any(
             t.is_floating_point()

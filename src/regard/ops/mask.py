@@ -21,7 +21,6 @@ concerns the tensors it holds is in `term.py`. Left out: masks that depend on th
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,9 +65,9 @@ class Mask(Term):
     sees_itself = False
     """Whether every query that sits on a key may look at that key, at any shape."""
 
-    @abstractmethod
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
         """Whether the query at position i may look at the key at position j (broadcast)."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what it allows")
 
     def bounds(self, box: Box) -> Bounds:
         """What is known of each tile without looking into it; knowing nothing is always right."""

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard._check import FLOAT_TYPES, is_empty, is_one, readable
 from regard._torch import is_transforming, takes_tangents
+from regard.ops.bias import Bias
 from regard.ops.call import Call, Rule
 from regard.ops.flash_cpu import attend_on_cpu, in_rows
 from regard.ops.mask import Mask
@@ -109,12 +110,9 @@ def refuse(call: Call) -> str | None:
     if call.dropout >= 1.0:
         return "torch's fused kernels cannot drop every weight"
     if rule.bias is not None:
-        if any(leaf.requires_grad for leaf in rule.bias_leaves()):
+        if any([leaf.requires_grad for leaf in rule.bias_leaves()]):
             return "torch's fused kernels give no gradient to the bias"
-        by_place = (part for part in rule.bias.leaf_terms() if not isinstance(part, Placed))
-        given_whole = (part for part in by_place if not part.relative)
-        wide = any(leaf.dtype != torch.float16 for part in given_whole for leaf in part.leaves())
-        if call.q.dtype == torch.float16 and wide:
+        if call.q.dtype == torch.float16 and is_wide(rule.bias):
             return "the kernel adds a bias in float16, whose range a wider bias may leave"
     if call.transformed:
         return "torch's fused kernels do not run inside torch.func transforms"
@@ -124,6 +122,13 @@ def refuse(call: Call) -> str | None:
     if rendered and rule.shape.T * rule.shape.S > MASK_ENTRIES:
         return f"torch's fused kernels would need a rendered mask of over {MASK_ENTRIES:,}"
     return None
+
+
+def is_wide(bias: Bias) -> bool:
+    """Whether a bias is given number by number, in a type of a wider range than float16's."""
+    by_slot = (part for part in bias.leaf_terms() if not isinstance(part, Placed))
+    given = (leaf for part in by_slot if not part.relative for leaf in part.leaves())
+    return any(leaf.dtype != torch.float16 for leaf in given)
 
 
 def refuse_fused(call: Call) -> str | None:

@@ -14,7 +14,6 @@ Letters: B batch, H heads, T queries, S keys.
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -97,7 +96,7 @@ def _unflatten(kind: type[Term], children: Sequence[Any], rest: tuple[Any, ...])
     return term
 
 
-class Term(ABC):
+class Term:
     """A mask or a bias."""
 
     axes: ClassVar[Mapping[str, str]] = {}

@@ -15,7 +15,7 @@ Letters: B batch, S keys, H query heads, G key heads, D head width, E value widt
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,17 +108,5 @@ _decode_op = torch.library.custom_op(
 
 
 @_decode_op.register_fake
-def _(
-    q_bhd: Tensor,
-    k_bgsd: Tensor,
-    v_bgse: Tensor,
-    query: Tensor | None,
-    keys: Tensor | None,
-    added: Tensor | None,
-    sinks_h: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-) -> Tensor:
+def _(q_bhd: Tensor, k_bgsd: Tensor, v_bgse: Tensor, *args: Any) -> Tensor:
     return q_bhd.new_empty(*q_bhd.shape[:2], v_bgse.shape[3])

@@ -1,0 +1,50 @@
+"""docs/architecture.md is about the code that is there: its table of rooms, its files and names."""
+
+import ast
+import re
+from pathlib import Path
+
+from test_imports import PACKAGE, ROOT, UPSTREAM
+
+TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+FILE = re.compile(r"(?<![\w/.])((?:[a-z_]+/)*[a-z_]+\.py)(?:`?: ((?:`?[A-Za-z_]+`?(?:, )?)+))?")
+
+
+def named_files() -> dict[str, set[str]]:
+    """Every file of the package that the page names, with what it is said to define."""
+    found: dict[str, set[str]] = {}
+    for path, names in FILE.findall(TEXT):
+        if path.startswith("tests/"):
+            continue
+        found.setdefault(path, set()).update(re.findall(r"[A-Za-z_]+", names))
+    return found
+
+
+def defined_in(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+    }
+
+
+def test_the_table_of_rooms_is_the_rule_that_imports_are_held_to() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|(.*?)\| ", TEXT, flags=re.M)
+    assert {room: tuple(re.findall(r"`(\w+)`", upper)) for room, upper in rows} == UPSTREAM
+
+
+def test_every_file_that_the_page_names_is_there() -> None:
+    missing = [path for path in named_files() if not (PACKAGE / path).is_file()]
+    assert not missing, missing
+
+
+def test_every_name_stands_in_the_file_that_the_page_gives_it_to() -> None:
+    files = named_files()
+    assert sum(map(len, files.values())) > 25, "the pattern finds the names"
+    wrong = {
+        path: names - defined_in(PACKAGE / path)
+        for path, names in files.items()
+        if (PACKAGE / path).is_file() and names - defined_in(PACKAGE / path)
+    }
+    assert not wrong, wrong
