@@ -31,6 +31,7 @@ def make_place(
         n_queries=n_queries,
         n_keys=n_keys,
         causal=causal,
+        heads=tuple(range(n_heads)),
     )
 
 

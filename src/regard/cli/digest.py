@@ -97,10 +97,9 @@ def tell_heads(record: Record) -> list[str]:
 def head_name(record: Record, place: int, head: int) -> str:
     """layer.head, and which kind of attention where there are several."""
     here = record.places[place]
-    number = here.heads[head] if here.heads else head
     several = len({each.kind for each in record.places}) > 1
     stack = "encoder " if here.stack == "encoder" and several else ""
-    return f"{stack}{'cross ' if here.kind == 'cross' else ''}{here.layer}.{number}"
+    return f"{stack}{'cross ' if here.kind == 'cross' else ''}{here.layer}.{here.heads[head]}"
 
 
 def pick_links(links: Sequence[Link]) -> list[Link]:

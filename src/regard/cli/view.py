@@ -11,8 +11,6 @@ from regard.cli.progress import working
 if TYPE_CHECKING:
     import typer
 
-    from regard.lens.record import Record
-
 VIEW_HELP = """Open a record that `regard look --save` or record.save() wrote; two are compared.
 
   regard view run.regard
@@ -22,19 +20,6 @@ VIEW_HELP = """Open a record that `regard look --save` or record.save() wrote; t
 A page opens in the browser, answered from this machine alone until Ctrl-C. --html writes it to a
 file in its place, as far as that holds the weights.
 """
-
-
-def check_whole(record: "Record") -> "Record":
-    """Use every array once: a file that is not good is refused before any of it is shown."""
-    for number, place in enumerate(record.places):
-        record.ids(number)
-        record.statistics(number)
-        if place.exact_zoom:
-            record.weight(number, 0, 0, 0)
-        else:
-            record.grid(number)
-    record.heads()
-    return record
 
 
 def add_view(app: "typer.Typer") -> None:
@@ -55,7 +40,7 @@ def add_view(app: "typer.Typer") -> None:
             if len(records) > 2:
                 raise ValueError(f"{len(records)} records were given; expected one, or two")
             with working(notes, "opening the record"):
-                opened = [check_whole(Record.open(path)) for path in records]
+                opened = [Record.open(path).check() for path in records]
             other = opened[1] if len(opened) == 2 else None
             write_digest(opened[0], Console(), token)
             if html is not None:

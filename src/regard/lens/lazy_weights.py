@@ -5,10 +5,10 @@ With q, k, the rule and the log-sum of each row a weight is
     exp(softcap(scale · q·k) + biases - lse), where the row's runs allow a look, else 0
 
 so any part of the matrix is made when it is asked for, in pieces of bounded memory. The rule is
-kept in four plain forms, into which every mask and bias of a call is turned exactly:
+kept in three plain forms, into which every mask and bias of a call is turned exactly:
 - `Runs`: each row sees a few runs of neighbouring keys (causal, windows, padding, documents);
 - `Relative`: a number for each head and each difference of two positions (ALiBi, T5);
-- `Column`: a number for each head and key (BLOOM); `Whole`: a number for each pair.
+- `Whole`: a number for each head and pair, or for each head and key (BLOOM).
 
 Maps are exact at every zoom. A cell is the mean of all weights in it. Where cells are whole
 multiples of the cells of `Base` (exact means, made when the model ran) and lie on its grid, a cell
@@ -108,24 +108,15 @@ class Relative:
 
 
 @dataclass(frozen=True, eq=False)
-class Column:
-    """values[head, s]: the same for every query."""
-
-    values: Array
-
-    def at(self, head: int, window: Window) -> Array:
-        return np.asarray(self.values[_one(self.values, head), window[2] : window[3]])[None]
-
-
-@dataclass(frozen=True, eq=False)
 class Whole:
-    """values[head, t, s]."""
+    """values[head, t, s]; one row for all queries is a column."""
 
     values: Array
 
     def at(self, head: int, window: Window) -> Array:
         t0, t1, s0, s1 = window
-        return np.asarray(self.values[_one(self.values, head), t0:t1, s0:s1])
+        rows = slice(t0, t1) if self.values.shape[1] > 1 else slice(None)
+        return np.asarray(self.values[_one(self.values, head), rows, s0:s1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,6 +82,14 @@ class Record:
         about, arrays = files.read(path)
         return Record(read_description(about), arrays)
 
+    def check(self) -> Record:
+        """Look at every array now, not when it is first used: what is wrong is a `BadRecord`."""
+        self._arrays.all()
+        for number, place in enumerate(self.places):
+            if place.exact_zoom:
+                self.weight(number, 0, 0, 0)
+        return self
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file, whole or not at all; what `open` would refuse is not written."""
         arrays, about = self._arrays.all(), self._about.to_json()

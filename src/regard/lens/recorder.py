@@ -19,9 +19,10 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn, overrides
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from regard._torch import without_mode
 from regard.lens.captured_call import Call
 from regard.lens.device_to_host import HostCopier
 from regard.lens.lazy_weights import Array
@@ -261,28 +262,6 @@ class Recorder:
             seen.rules.append(rule)
             arrays.update({f"{number}.{name}": array for name, array in found.items()})
         return seen, arrays
-
-
-@contextmanager
-def without_mode(mode: TorchFunctionMode | None) -> Iterator[None]:
-    """Take one torch-function mode away; modes that others put on above it stay."""
-    stack: Any = overrides._get_current_function_mode_stack
-    pop: Any = overrides._pop_mode
-    push: Any = overrides._push_mode
-    if mode is None or mode not in stack():
-        yield
-        return
-    depth = stack().index(mode)
-    above = [pop() for _ in stack()[depth:]]
-    for other in reversed(above[:-1]):
-        push(other)
-    try:
-        yield
-    finally:
-        above = [pop() for _ in stack()[depth:]]
-        push(mode)
-        for other in reversed(above):
-            push(other)
 
 
 def layer_of(name: str) -> int | None:

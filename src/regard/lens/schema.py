@@ -23,7 +23,6 @@ from regard.lens.lazy_weights import (
     Array,
     BadRecord,
     Base,
-    Column,
     Kept,
     Relative,
     Runs,
@@ -371,7 +370,7 @@ def make_kept(about: Description, arrays: CheckedArrays, place: int) -> Kept:
 def read_bias(arrays: CheckedArrays, place: int, number: int, bias: dict[str, Any]) -> Added:
     start = f"bias{number}"
     if bias["kind"] == "column":
-        return Column(arrays.get(place, f"{start}.column"))
+        return Whole(arrays.get(place, f"{start}.column")[:, None])
     if bias["kind"] == "whole":
         return Whole(arrays.get(place, f"{start}.whole"))
     table = arrays.get(place, f"{start}.table")

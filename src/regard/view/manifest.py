@@ -76,7 +76,7 @@ def _tell_place(record: Record, number: int) -> dict[str, Any]:
     return {
         "name": cut(place.name, NAME_LENGTH),
         **{name: getattr(place, name) for name in plain},
-        "heads": list(place.heads or range(place.n_heads)),
+        "heads": list(place.heads),
         "grid": record.grid(number),
         "queries": queries,
         "keys": keys,

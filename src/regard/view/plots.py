@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from regard._files import replace_file
-from regard.lens.record import Place, Record
+from regard.lens.record import Record
 from regard.view.manifest import BadView, Floats, cut, make_manifest
 
 if TYPE_CHECKING:
@@ -117,17 +117,13 @@ def _plot_head(record: Record, place: int, head: int, title: str | None) -> Figu
     shown = _draw(axes, weights, extent)
     _label_axis(axes, "x", columns, width / max(1, here.n_keys))
     _label_axis(axes, "y", rows, height / max(1, here.n_queries))
-    name = title if title is not None else f"{cut(here.name, 60)} · head {_number(here, head)}"
+    name = title if title is not None else f"{cut(here.name, 60)} · head {here.heads[head]}"
     axes.set_title(printable(name, 90), fontsize=9, color=INK, loc="left", pad=8)
     beyond = "max" if np.nanmax(weights, initial=0.0) > top_of(weights) else "neither"
     bar = figure.colorbar(shown, ax=axes, shrink=0.6, aspect=28, pad=0.02, extend=beyond)
     bar.ax.tick_params(labelsize=7, color=PALE, labelcolor=PALE, length=2)
     bar.outline.set_visible(False)  # type: ignore[operator, unused-ignore]
     return figure
-
-
-def _number(place: Place, head: int) -> int:
-    return place.heads[head] if place.heads else head
 
 
 def _draw(axes: Axes, weights: Floats, extent: tuple[float, float, float, float]) -> Any:
@@ -230,7 +226,7 @@ def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
             axes.set_xticks([])
             axes.set_yticks([])
             axes.set_box_aspect(1)
-            axes.set_title(f"{here.layer}·{_number(here, head)}", fontsize=5.5, color=PALE, pad=2)
+            axes.set_title(f"{here.layer}·{here.heads[head]}", fontsize=5.5, color=PALE, pad=2)
     return figure
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard._torch import indexing_by_vmap
 from regard.ops import Dense, Mask
 from regard.ops.call import score_dtype
 
@@ -61,10 +62,7 @@ def ask(function: Function, sizes: Any, device: torch.device, dtype: torch.dtype
     b, h, s = (torch.arange(n, device=device) for n in (B, H, S))
     values = torch.empty(B, H, T, S, dtype=dtype, device=device)
     step = max(PIECE // max(B * H * S, 1), 1)
-    # FlexAttention lets functions index tensors by indices, which vmap alone refuses.
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    with TransformGetItemToIndex():
+    with indexing_by_vmap():
         for t0 in range(0, T, step):
             t = torch.arange(t0, min(t0 + step, T), device=device)
             values[:, :, t0 : t0 + step] = over(b, h, t, s).to(dtype)

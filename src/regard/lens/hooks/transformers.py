@@ -88,21 +88,13 @@ def recording(recorder: Recorder, function: Any) -> Any:
         name = recorder.name_of(module)
         if name is None or recorder.busy:
             return function(module, *args, **kwargs)
-        call = read_call(name, module, function, arguments(function, module, args, kwargs))
+        bound = signature_of(function).bind(module, *args, **kwargs)
+        # Those that the function takes as further ones too.
+        call = read_call(name, module, function, {**bound.arguments, **bound.kwargs})
         return recorder.run(call, function, module, *args, **kwargs)
 
     record._recorder = recorder  # type: ignore[attr-defined]
     return record
-
-
-def arguments(function: Attend, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """All arguments by name, those that a function takes as further ones too."""
-    signature = signature_of(function)
-    given = dict(signature.bind(module, *args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            given |= given.pop(name, {})
-    return given
 
 
 def read_call(name: str, module: nn.Module, function: Attend, given: dict[str, Any]) -> Call:
