@@ -86,6 +86,7 @@ def show_page(
     record: "Record",
     notes: "Console",
     *,
+    other: "Record | None" = None,
     html: Path | None = None,
     png: Path | None = None,
     serve: bool = False,
@@ -101,10 +102,11 @@ def show_page(
         write_line(notes, f"picture: {make_printable(str(png), notes.encoding)}")
     if html is not None:
         with working(notes, "writing the page"):
-            view.write_page(html, record)
+            view.write_page(html, record, other)
         write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
     if serve or (png is None and html is None and len(record.tokens) > LONG):
-        server = view.serve(record, open_browser=notes.is_terminal)
+        with working(notes, "making the manifest"):
+            server = view.serve(record, other, open_browser=notes.is_terminal)
         write_line(notes, f"page: {server.url} (Ctrl-C ends it)")
         server.wait()
     elif png is None and html is None:
@@ -124,7 +126,7 @@ def find_place(record: "Record", layer: int | None, head: int | None) -> int | N
     for number, place in enumerate(record.places):
         if place.layer == layer:
             if head is not None and not 0 <= head < place.n_heads:
-                raise ValueError(f"--head is {head}; layer {layer} has 0 to {place.n_heads - 1}")
+                raise ValueError(f"--head is {head}, of heads 0 to {place.n_heads - 1}")
             return number
     raise ValueError(f"--layer is {layer}; the model has layers 0 to {record.places[-1].layer}")
 

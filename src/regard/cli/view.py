@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from regard.cli.digest import write_digest
-from regard.cli.printing import make_printable, refusing, write_line
+from regard.cli.look import show_page
+from regard.cli.printing import refusing
 from regard.cli.progress import working
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ def add_view(app: "typer.Typer") -> None:
         html: Annotated[Path | None, Option(help="Write the page to this file.")] = None,
         token: Annotated[str | None, Option(help="The word to ask about.")] = None,
     ) -> None:
-        from regard import view
         from regard.lens.record import Record
 
         notes = Console(stderr=True)
@@ -43,12 +43,4 @@ def add_view(app: "typer.Typer") -> None:
                 opened = [Record.open(path).check() for path in records]
             other = opened[1] if len(opened) == 2 else None
             write_digest(opened[0], Console(), token)
-            if html is not None:
-                with working(notes, "writing the page"):
-                    view.write_page(html, opened[0], other)
-                write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
-                return
-            with working(notes, "making the manifest"):
-                server = view.serve(opened[0], other, open_browser=notes.is_terminal)
-            write_line(notes, f"page: {server.url} (Ctrl-C ends it)")
-            server.wait()
+            show_page(opened[0], notes, other=other, html=html, serve=html is None)

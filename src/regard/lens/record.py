@@ -153,7 +153,9 @@ class Record:
         """
         own = self._ids_of(self.places[-1].n_queries, range(len(self.places) - 1, -1, -1))
         if own is None:
-            raise ValueError("no tokens were seen; record.describe(tokens=...) names them")
+            raise ValueError(
+                "the model was not seen reading tokens; record.describe(tokens=...) names them"
+            )
         labels = label(tokenizer, own.tolist())
         self.describe(text=labels.text, tokens=labels.tokens, spans=labels.spans)
         cross = next((place for place in self.places if place.kind == "cross"), None)
