@@ -28,7 +28,6 @@ from regard.training.config import TrainConfig, split_settings
         ("clip", 0.0, "clip"),
         ("warmup", -1, "warmup"),
         ("seed", -1, "seed"),
-        ("guide", -0.1, "guide"),
         ("weight_decay", -0.1, "weight_decay"),
         ("beta1", 1.1, "beta1"),
         ("beta2", -0.1, "beta2"),

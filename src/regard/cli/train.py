@@ -122,9 +122,6 @@ def add_train(app: "typer.Typer") -> None:
         device: Device = None,
         test: Test = None,
         test_target: Annotated[Path | None, typer.Option(help="Their targets.")] = None,
-        lexicon: Annotated[
-            Path | None, typer.Option(help="Word pairs (TSV), to score the alignment with.")
-        ] = None,
         data_parallel: Data_n = 1,
         tensor_parallel: Tensor_n = 1,
     ) -> None:
@@ -138,7 +135,7 @@ def add_train(app: "typer.Typer") -> None:
                 recipe=recipe or "translate-small",
                 kind="translate",
                 files=files | {"tokenizer": tokenizer, "languages": names},
-                tests={"files": tuple(test or ()), "target": test_target, "lexicon": lexicon},
+                tests={"files": tuple(test or ()), "target": test_target},
                 layout=(data_parallel, tensor_parallel, 1),
                 out=out,
                 size=size,
@@ -187,12 +184,12 @@ def start(asked: Asked) -> None:
 
 
 def launch(asked: Asked) -> dict[str, Any]:
-    """Make the recipe and the fleet, and run."""
+    """Make the recipe and the mesh, and run."""
     import torch
 
     from regard.models.weights import find_device
     from regard.training.config import split_settings
-    from regard.training.parallel import Fleet, Layout
+    from regard.training.parallel import Layout, Mesh
     from regard.training.prepare import Files
     from regard.training.recipes import named_recipe, sized
     from regard.training.run import Tests, old_recipe, run
@@ -210,16 +207,16 @@ def launch(asked: Asked) -> dict[str, Any]:
     data, tensor, context = asked.layout
     wanted = Layout(data=data, tensor=tensor, context=context)
     try:
-        fleet = Fleet.alone(find_device(where)) if wanted.size == 1 else Fleet.launch(wanted, where)
+        mesh = Mesh.alone(find_device(where)) if wanted.size == 1 else Mesh.launch(wanted, where)
     except RuntimeError as wrong:
         raise ValueError(str(wrong)) from wrong
-    with fleet:
+    with mesh:
         return run(
             Files(**asked.files),
             recipe,
             asked.out,
             tests=Tests(**asked.tests),
-            fleet=fleet,
+            mesh=mesh,
             resume=asked.resume,
             tensorboard=asked.tensorboard,
         )

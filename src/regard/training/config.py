@@ -35,7 +35,6 @@ class TrainConfig:
     one. `minutes`: stop after so long, whatever the step. `precision` "bfloat16" is autocast.
     `compiled`: by torch.compile, for which the first step waits; the others then take less.
     `recompute`: keep no activations inside blocks, and compute them again in the backward pass.
-    `guide`: weight of the alignment term, for translation.
     """
 
     steps: int
@@ -60,7 +59,6 @@ class TrainConfig:
     keep: int = 2
     patience: int | None = None
     minutes: float | None = None
-    guide: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -68,8 +66,8 @@ class TrainConfig:
             check_count(name, getattr(self, name))
         for name in ("lr", "eps", "clip"):
             check_number(name, getattr(self, name), above=0)
-        if self.warmup < 0 or self.seed < 0 or self.guide < 0 or self.weight_decay < 0:
-            raise ValueError("warmup, seed, guide and weight_decay are 0 or more")
+        if self.warmup < 0 or self.seed < 0 or self.weight_decay < 0:
+            raise ValueError("warmup, seed and weight_decay are 0 or more")
         for name in ("beta1", "beta2", "smoothing", "end_share"):
             check_probability(name, getattr(self, name))
         check_choice("schedule", self.schedule, get_args(Schedule))

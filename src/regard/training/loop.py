@@ -38,7 +38,7 @@ from regard.training.data.packing import NOTHING
 from regard.training.loss import plain_loss, summed_loss
 from regard.training.mfu import count_flops, peak_flops
 from regard.training.optim import Average, make_optimizers, rate_share, set_rate
-from regard.training.parallel import Fleet
+from regard.training.parallel import Mesh
 from regard.training.runlog import EvalReport, StepReport
 from regard.training.snapshot import Snapshot, load_best, load_latest, save_snapshot
 from regard.training.tasks import Task
@@ -114,7 +114,7 @@ def train(
     config: TrainConfig,
     folder: Path,
     *,
-    fleet: Fleet | None = None,
+    mesh: Mesh | None = None,
     resume: bool = False,
     listener: Listener | None = None,
     judge: Judge | None = None,
@@ -125,7 +125,7 @@ def train(
     several ranks, load the snapshot. judge: scores of a model beside its loss, such as BLEU; then
     the first of them, the higher the better, says which evaluation is the best.
     """
-    run = Run(model, task, config, folder, fleet or Fleet.alone(), listener or Silence(), judge)
+    run = Run(model, task, config, folder, mesh or Mesh.alone(), listener or Silence(), judge)
     latest = load_latest(folder)
     if latest is not None and not resume:
         raise FileExistsError(
@@ -151,23 +151,23 @@ class Run:
         task: Task,
         config: TrainConfig,
         folder: Path,
-        fleet: Fleet,
+        mesh: Mesh,
         listener: Listener,
         judge: Judge | None,
     ) -> None:
-        if fleet.size > 1 and (config.average is not None or judge is not None or config.guide):
+        if mesh.size > 1 and (config.average is not None or judge is not None):
             raise ValueError(
-                "average, guide and scores beside the loss are for one device; train without them "
-                "on several, and score the model that comes of it"
+                "average and scores beside the loss are for one device; train without them on "
+                "several, and score the model that comes of it"
             )
         if model.head is None:
             raise ValueError("a model without a head scores no tokens; train one that has one")
         self.model, self.task, self.config, self.folder = model, task, config, folder
-        self.fleet, self.listener, self.judge = fleet, listener, judge
-        self.flops, self.peak = count_flops(model), peak_flops(fleet.device)
-        model.to(fleet.device)
-        fleet.prepare(model)
-        self.optimizers = make_optimizers(model, config, fleet)
+        self.mesh, self.listener, self.judge = mesh, listener, judge
+        self.flops, self.peak = count_flops(model), peak_flops(mesh.device)
+        model.to(mesh.device)
+        mesh.prepare(model)
+        self.optimizers = make_optimizers(model, config, mesh)
         self.average = None if config.average is None else Average(model, config.average)
         self.vectors: Callable[..., Tensor] = task.vectors
         if config.compiled:
@@ -180,7 +180,7 @@ class Run:
     def go_on(self, fetch: Callable[[int], Ready], asked_to_stop: Callable[[], bool]) -> str:
         """Step after step, until the last, or a reason to stop."""
         config, progress = self.config, self.progress
-        every = 1 if self.fleet.device.type == "cpu" else READ_EVERY
+        every = 1 if self.mesh.device.type == "cpu" else READ_EVERY
         began = self._read_at = time.perf_counter()
         limit = math.inf if config.minutes is None else began + 60.0 * config.minutes
         if progress.owed and self.evaluate():
@@ -188,9 +188,9 @@ class Run:
         while progress.step < config.steps and not self.is_tired():
             self.step(fetch(progress.step))
             progress.step += 1
-            late = self.fleet.any(time.perf_counter() > limit)
+            late = self.mesh.any(time.perf_counter() > limit)
             last = progress.step == config.steps or late
-            stop = self.fleet.any(asked_to_stop())
+            stop = self.mesh.any(asked_to_stop())
             due_eval = progress.step % config.eval_every == 0 or last
             due_save = progress.step % config.save_every == 0 or last or stop
             if due_eval or due_save or progress.step % every == 0:
@@ -222,48 +222,50 @@ class Run:
         config, step = self.config, self.progress.step
         rate = config.lr * rate_share(config, step)
         set_rate(self.optimizers, rate)
-        torch.manual_seed(mix(config.seed, step, self.fleet.part))
+        torch.manual_seed(mix(config.seed, step, self.mesh.part))
         total: Tensor | None = None
         for batch in ready.batches:
             own = {
-                name: x.to(self.fleet.device, non_blocking=True)
-                for name, x in self.fleet.cut(batch).items()
+                name: x.to(self.mesh.device, non_blocking=True)
+                for name, x in self.mesh.cut(batch).items()
             }
             loss = self.loss(own) / ready.n_tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
-        norm = self.fleet.clip(self.model, config.clip)
+        norm = self.mesh.clip(self.model, config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.follow(self.model, step)
-        self.progress.pending.append((step + 1, self.fleet.total(total), norm, ready.n_tokens))
+        self.progress.pending.append((step + 1, self.mesh.total(total), norm, ready.n_tokens))
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The sum over the batch's tokens, with gradients."""
         model, config, targets = self.model, self.config, batch[self.task.targets]
         with self.autocast():
-            guide = self.task.guide(model, batch) if config.guide and model.training else None
-            with guide or nullcontext():
+            auxiliary = self.task.auxiliary_loss(model, batch) if model.training else None
+            if auxiliary is not None and self.mesh.size > 1:
+                raise ValueError("an auxiliary loss is for one device; train without it on several")
+            with auxiliary or nullcontext():
                 x_btc = self.vectors(model, batch)
             smoothing = config.smoothing if model.training else 0.0
             assert model.head is not None
-            if self.fleet.size > 1:
+            if self.mesh.size > 1:
                 # Weights that are spread over ranks are whole only inside torch's own layers.
                 loss = plain_loss(model.head(x_btc), targets, smoothing)
             else:
                 loss = summed_loss(model.head, x_btc, targets, smoothing)
-        if guide is not None:
-            loss = loss + config.guide * guide.loss() * (targets != NOTHING).sum()
+        if auxiliary is not None:
+            loss = loss + auxiliary.loss() * (targets != NOTHING).sum()
         return loss
 
     def autocast(self) -> Any:
         """bfloat16 where the config says so."""
         if self.config.precision == "float32":
             return nullcontext()
-        return torch.autocast(self.fleet.device.type, torch.bfloat16)
+        return torch.autocast(self.mesh.device.type, torch.bfloat16)
 
     def read_losses(self) -> None:
         """Look at the losses since the last time, and tell them."""
@@ -276,11 +278,11 @@ class Run:
         seconds = (now - self._read_at) / len(read)
         self._read_at = now
         memory = None
-        if self.fleet.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(self.fleet.device)
+        if self.mesh.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self.mesh.device)
         for (step, _, _, n_tokens), (loss, norm) in zip(pending, read, strict=True):
             rate = self.config.lr * rate_share(self.config, step - 1)
-            speed = self.flops * n_tokens / seconds / self.fleet.size
+            speed = self.flops * n_tokens / seconds / self.mesh.size
             report = StepReport(
                 step=step,
                 loss=loss,
@@ -340,8 +342,8 @@ class Run:
         with torch.no_grad():
             for batch in self.task.held_out():
                 n_tokens += int((batch[self.task.targets] != NOTHING).sum())
-                own = {name: x.to(self.fleet.device) for name, x in self.fleet.cut(batch).items()}
-                total += self.fleet.total(self.loss(own).detach()).double().cpu()
+                own = {name: x.to(self.mesh.device) for name, x in self.mesh.cut(batch).items()}
+                total += self.mesh.total(self.loss(own).detach()).double().cpu()
         return float(total) / max(n_tokens, 1), n_tokens
 
     @contextmanager
@@ -359,7 +361,7 @@ class Run:
 
     def save(self, best: bool) -> None:
         """Everything that a run needs to go on."""
-        tensors = self.fleet.state(self.model, self.optimizers)
+        tensors = self.mesh.state(self.model, self.optimizers)
         if tensors is None:
             return
         if self.average is not None:
@@ -393,7 +395,7 @@ class Run:
             self.listener.note(f"this run goes on with other settings: {said}")
         for said in snapshot.passed_over:
             self.listener.note(said)
-        self.fleet.restore(self.model, self.optimizers, snapshot.tensors)
+        self.mesh.restore(self.model, self.optimizers, snapshot.tensors)
         if self.average is not None:
             for name, tensor in self.average.weights.items():
                 tensor.copy_(snapshot.tensors[f"average/{name}"])
@@ -413,7 +415,7 @@ class Run:
         best = load_best(self.folder)
         if best is not None:
             weights = {n: x for n, x in best.tensors.items() if n.startswith("model/")}
-            self.fleet.restore(self.model, (), weights)
+            self.mesh.restore(self.model, (), weights)
             if self.average is not None:
                 kept = {name: best.tensors[f"average/{name}"] for name in self.average.weights}
                 self.average.put(self.model, kept)
@@ -453,7 +455,7 @@ class Run:
         first = step * self.config.accumulate
         batches = [self.task.batch(first + i) for i in range(self.config.accumulate)]
         n_tokens = sum(int((batch[self.task.targets] != NOTHING).sum()) for batch in batches)
-        if self.fleet.device.type == "cuda":
+        if self.mesh.device.type == "cuda":
             batches = [{n: x.pin_memory() for n, x in batch.items()} for batch in batches]
         return Ready(batches, max(n_tokens, 1))
 

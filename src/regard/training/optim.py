@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.training.config import TrainConfig
-from regard.training.parallel import Fleet
+from regard.training.parallel import Mesh
 
 
 def rate_share(config: TrainConfig, step: int) -> float:
@@ -45,7 +45,7 @@ def rate_share(config: TrainConfig, step: int) -> float:
 
 
 def make_optimizers(
-    model: nn.Module, config: TrainConfig, fleet: Fleet
+    model: nn.Module, config: TrainConfig, mesh: Mesh
 ) -> list[torch.optim.Optimizer]:
     """One optimizer, or Muon and the one beside it."""
     learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -55,7 +55,7 @@ def make_optimizers(
     groups: list[dict[str, Any]] = [
         {"params": group, "weight_decay": config.weight_decay if decays else 0.0}
         for decays in (True, False)
-        for group in fleet.groups(p for _, p in rest if (p.dim() >= 2) == decays)
+        for group in mesh.groups(p for _, p in rest if (p.dim() >= 2) == decays)
     ]
     made: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(

@@ -30,7 +30,6 @@ class Recipe:
 
     `cutting` is the kind of tokenizer that is trained: see `data.vocabulary`. `documents`: whether
     tokens see their own document alone. `both_ways`: each pair is learned in both directions.
-    `guide_layer` and `guide_heads`: which decoder heads the alignment term tells where to look.
     `judge`: sentences of the held-out pairs that each evaluation translates, to compare by BLEU.
     """
 
@@ -45,8 +44,6 @@ class Recipe:
     max_tokens: int = 4096
     max_len: int = 128
     both_ways: bool = False
-    guide_layer: int = 0
-    guide_heads: int = 0
     judge: int = 0
     tokenize: str = "13a"
 
@@ -111,6 +108,8 @@ def as_json(word: str) -> Any:
 
 def named_recipe(name: str) -> Recipe:
     """The recipe of that name."""
+    if name == "embedded-translate":
+        raise ValueError("embedded-translate is a command of its own: examples/translate_aligned")
     if name not in RECIPES:
         raise ValueError(f"no recipe is named {name!r}; there are {', '.join(RECIPES)}")
     return RECIPES[name]()
@@ -279,36 +278,6 @@ def paper(before: bool) -> Recipe:
     return replace(recipe, model=model, train=train, judge=0)
 
 
-def embedded_translation() -> Recipe:
-    """The model that ships as embedded:translate."""
-    return Recipe(
-        task="translate",
-        model=original(256, (4, 3), 8, 1024)
-        | {"normalize_before": True, "dropout": 0.3, "attention_dropout": 0.1},
-        train=TrainConfig(
-            steps=9000,
-            lr=2e-3,
-            warmup=800,
-            beta2=0.98,
-            smoothing=0.1,
-            weight_decay=0.01,
-            average=0.999,
-            guide=0.1,
-            eval_every=1000,
-            save_every=3000,
-            precision="bfloat16",
-        ),
-        vocab_size=8000,
-        cutting="scripts",
-        max_tokens=12000,
-        both_ways=True,
-        guide_layer=1,
-        guide_heads=2,
-        judge=500,
-        tokenize="char",
-    )
-
-
 def embedded_lm() -> Recipe:
     """The model that ships as embedded:lm."""
     return Recipe(
@@ -339,6 +308,5 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "multi30k": multi30k,
     "paper": lambda: paper(False),
     "paper-pre-norm": lambda: paper(True),
-    "embedded-translate": embedded_translation,
     "embedded-lm": embedded_lm,
 }

@@ -18,7 +18,6 @@ Left out: packing and batches (`packing.py`, `pairs.py`), appending, several wri
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -254,13 +253,12 @@ def _encode(
     if not texts:
         raise BadData(f"{file}: there are no texts to encode; expected at least one")
     fingerprint = _fingerprint(texts, tokenizer, around)
-    with contextlib.suppress(FileNotFoundError):
-        found = _reuse(file, fingerprint)
-        if found is not None:
-            if progress is not None:
-                total = sum(map(len, texts))
-                progress(total, total)
-            return found
+    found = reuse_tokens(file, fingerprint)
+    if found is not None:
+        if progress is not None:
+            total = sum(map(len, texts))
+            progress(total, total)
+        return found
     before, after = (np.array(ids, np.int64) for ids in around)
     rows = (np.concatenate((before, ids, after)) for ids in _rows(texts, tokenizer, progress))
     return write_tokens(file, rows, vocab_size=tokenizer.vocab_size, fingerprint=fingerprint)
@@ -278,12 +276,14 @@ def _fingerprint(
     return digest.hexdigest()
 
 
-def _reuse(file: Path, fingerprint: str) -> TokenFile | None:
+def reuse_tokens(file: Path, fingerprint: str) -> TokenFile | None:
     """What lies there, if it is whole and made from the same. A stranger's file is left alone."""
-    if file.stat().st_size:
-        with file.open("rb") as source:
-            if source.read(len(MAGIC)) != MAGIC:
-                raise BadData(f"{file}: is there, and is no file of token ids; name another place")
+    if not file.exists():
+        return None
+    with file.open("rb") as source:
+        magic = source.read(len(MAGIC))
+    if magic and magic != MAGIC:
+        raise BadData(f"{file}: is there, and is no file of token ids; name another place")
     try:
         found = TokenFile.open(file)
     except BadData:

@@ -2,8 +2,8 @@
 
 Why: a training loop should read the same on one device and on many.
 
-How: `Fleet.alone(device)` is one process, in which every method does the least there is to do;
-`Fleet.launch(layout)` joins the processes that torchrun started. Ranks lie as (data, context,
+How: `Mesh.alone(device)` is one process, in which every method does the least there is to do;
+`Mesh.launch(layout)` joins the processes that torchrun started. Ranks lie as (data, context,
 tensor), tensor ranks next to each other, since they talk the most. Every rank makes the same global
 batch from seed and step, and cuts its part (`cut`); it divides the sum of its losses by the tokens
 of the global batch, so gradients are summed over ranks, never averaged, and `total` of the ranks'
@@ -79,7 +79,7 @@ class _Ties:
 
 
 @final
-class Fleet:
+class Mesh:
     """All processes, seen from one of them. Made by `alone` or `launch`."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, ties: _Ties | None) -> None:
@@ -87,12 +87,12 @@ class Fleet:
         self._ties = ties
 
     @staticmethod
-    def alone(device: torch.device | str = "cpu") -> Fleet:
+    def alone(device: torch.device | str = "cpu") -> Mesh:
         """One process on one device."""
-        return Fleet(Layout(), 0, torch.device(device), None)
+        return Mesh(Layout(), 0, torch.device(device), None)
 
     @staticmethod
-    def launch(layout: Layout, device_type: str = "cpu") -> Fleet:
+    def launch(layout: Layout, device_type: str = "cpu") -> Mesh:
         """This process among those that torchrun started; gloo on "cpu", NCCL on "cuda".
 
         A process group that is open already is used, and left open by `close`.
@@ -105,7 +105,7 @@ class Fleet:
             device = torch.device("cuda", find_gpu(int(os.environ["LOCAL_RANK"])))
             torch.cuda.set_device(device)
         if size == 1:
-            return Fleet(layout, rank, device, None)
+            return Mesh(layout, rank, device, None)
         owned = not dist.is_initialized()
         if owned:
             dist.init_process_group(BACKENDS[device_type])
@@ -119,7 +119,7 @@ class Fleet:
             names = ("data", "context", "tensor")
             cuts = init_device_mesh(device_type, shape, mesh_dim_names=names)["context"]
             parts = Parts(cuts.get_group(), cuts.get_local_rank(), layout.context)
-        return Fleet(layout, rank, device, _Ties(mesh, parts, owned))
+        return Mesh(layout, rank, device, _Ties(mesh, parts, owned))
 
     @property
     def size(self) -> int:
@@ -254,7 +254,7 @@ class Fleet:
             dist.destroy_process_group()
         self._ties = None
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> Mesh:
         return self
 
     def __exit__(self, *_: object) -> None:

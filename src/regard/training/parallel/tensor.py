@@ -10,7 +10,7 @@ unchanged on fewer.
 
 Left out: what holds a number for each head (sinks, ALiBi's slopes, T5's table) or is shared between
 heads (norms of q and k): a rank would need its share of it, or the others' gradients. They are
-refused. Dropout of the residual stream must fall alike on all tensor ranks: seed by `Fleet.part`.
+refused. Dropout of the residual stream must fall alike on all tensor ranks: seed by `Mesh.part`.
 """
 
 from __future__ import annotations
