@@ -233,7 +233,6 @@ def test_a_tokenizer_that_was_saved_by_halves_does_not_count(
     whole, _ = prepare_quietly(files, LM, tmp_path / "whole")
 
     def save_half(self: Tokenizer, folder: Path) -> None:
-        folder.mkdir(parents=True)
         (folder / "tokenizer.json").write_text(self.texts["tokenizer.json"])
         raise KeyboardInterrupt
 

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +94,8 @@ def test_a_run_leaves_a_model_a_report_and_what_it_needs_to_go_on(
     assert [report.step for report in log.evaluations] == [2, 4]
     assert any("tokens in 114 documents" in note for _, note in log.notes)
     assert (out / "training" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not [path for path in out.rglob("*") if path.name.startswith(".")]
+    hidden = [path.name for path in out.rglob("*") if path.name.startswith(".")]
+    assert hidden == [".regard-lock"]
 
 
 def test_the_model_that_is_given_out_is_the_best(
@@ -255,6 +258,48 @@ def test_judging_needs_pairs_to_judge_by(pairs: Path, tmp_path: Path) -> None:
 
 
 # ---- Several processes
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize("how", [[], ["--resume"]], ids=["new", "resumed"])
+def test_a_second_process_is_refused_at_once_and_touches_nothing(
+    text: Path, tmp_path: Path, how: list[str]
+) -> None:
+    """The first one is held still meanwhile, so that every byte of its files can be compared."""
+    out = tmp_path / "run"
+    model = ["model.hidden_size=12", "model.num_hidden_layers=1", "model.num_attention_heads=3"]
+    model += ["model.num_key_value_heads=1", "model.intermediate_size=17", "vocab_size=300"]
+    given = [word for setting in (*model, "context=16", "rows=4") for word in ("--set", setting)]
+    command = [sys.executable, "-m", "regard", "train", "lm", str(text), "--out", str(out), *given]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    told = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    first = subprocess.Popen([*command, "--device", "cpu", "--set", "steps=50"], **told)  # type: ignore[call-overload]
+    try:
+        # A resumed run is refused by its lock alone, a new one also once there are snapshots.
+        sign = out / "training" / ("log.jsonl" if how else "recipe.json")
+        while first.poll() is None and not sign.exists():
+            time.sleep(0.002)
+        first.send_signal(signal.SIGSTOP)
+        before = files_in(out)
+        assert "training/recipe.json" in before and "report.json" not in before
+        other = [*command, "--device", "cpu", "--set", "steps=3", "--set", "lr=0.5", *how]
+        second = subprocess.run(other, env=environment, capture_output=True, text=True, timeout=120)
+        assert files_in(out) == before
+        assert second.returncode == 2
+        assert "is being written by another process" in second.stderr and second.stdout == ""
+    finally:
+        first.send_signal(signal.SIGCONT)
+        _, errors = first.communicate()
+    assert first.returncode == 0, errors[-3000:]
+    recipe = old_recipe(out)
+    assert recipe is not None and recipe.train.steps == 50 and recipe.train.lr != 0.5
+    assert [step.step for step in read_log(out / "training").steps] == list(range(1, 51))
+    # The lock goes with the process: the folder can be trained on.
+    assert run(Files(data=text), recipe, out, resume=True)["steps"] == 50
 
 
 def test_two_processes_write_one_folder_with_the_same_losses(text: Path, tmp_path: Path) -> None:

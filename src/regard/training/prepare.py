@@ -13,14 +13,13 @@ else the last twentieth of all documents or pairs), never a part that is trained
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from regard._files import replace_folder
 from regard.models import Transformer
 from regard.models.families import config_of
 from regard.tokens import Tokenizer
@@ -246,11 +245,8 @@ def find_tokenizer(
     if recipe.cutting != "characters":
         say_notices(vocabulary_notices(tokenizer, recipe.vocab_size), say)
     # Several files, of which a kill must not leave some: they appear together.
-    beside = kept.with_name(".tokenizer.partial")
-    for stale in (beside, kept):
-        shutil.rmtree(stale, ignore_errors=True)
-    tokenizer.save(beside)
-    os.replace(beside, kept)
+    with replace_folder(kept) as beside:
+        tokenizer.save(beside)
     return tokenizer
 
 

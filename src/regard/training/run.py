@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from regard._files import lock_folder, read_json, remove_leftovers, replace_file
 from regard.models import Transformer, count_parameters, save
 from regard.tokens import Tokenizer
 from regard.training.bleu import score, translate_rows
@@ -33,7 +33,7 @@ from regard.training.config import TrainConfig
 from regard.training.data.packing import NOTHING
 from regard.training.data.reading import read_documents, read_pairs
 from regard.training.data.store import encode_documents
-from regard.training.loop import Judge, Result, Silence, train
+from regard.training.loop import Judge, Listener, Result, Silence, train
 from regard.training.loss import summed_loss
 from regard.training.monitor import Monitor
 from regard.training.parallel import Mesh
@@ -44,6 +44,7 @@ from regard.training.snapshot import list_snapshots, load_latest
 from regard.training.tasks import LanguageTask
 
 RECIPE = "recipe.json"
+MAX_RECIPE_BYTES = 10_000_000
 Adapt = Callable[[Prepared, Path, Say], Prepared]
 
 
@@ -66,28 +67,32 @@ def run(
     tensorboard: bool = False,
     adapt: Adapt | None = None,
 ) -> dict[str, Any]:
-    """Train as the recipe says, write the model to `out`, and give the report."""
+    """Train as the recipe says, write the model to `out`, and give the report.
+
+    One process at a time may train into a folder; a second one gets a BlockingIOError at once.
+    """
     mesh = mesh or Mesh.alone()
     folder = out / "training"
     began = time.perf_counter()
     notes: list[str] = []
-    if mesh.is_main:
-        open_folder(folder, recipe, resume)
-    else:
-        mesh.any(False)  # the main rank's files are there when it answers
-    prepared = prepare(files, recipe, folder, notes.append)
-    if adapt is not None:
-        prepared = adapt(prepared, folder, notes.append)
-    if mesh.is_main:
-        mesh.any(False)
-    ready = time.perf_counter()
-    start = find_start(folder / "snapshots") if resume else 0
-    total = max(recipe.train.steps, start)
-    with (
-        Monitor(folder, total=total, start=start, tensorboard=tensorboard)
-        if mesh.is_main
-        else nullcontext(Silence())
-    ) as monitor:
+    with ExitStack() as stack:
+        if mesh.is_main:
+            stack.enter_context(lock_folder(out))
+            open_folder(folder, recipe, resume)
+        else:
+            mesh.any(False)  # the main rank's files are there when it answers
+        prepared = prepare(files, recipe, folder, notes.append)
+        if adapt is not None:
+            prepared = adapt(prepared, folder, notes.append)
+        if mesh.is_main:
+            mesh.any(False)
+        ready = time.perf_counter()
+        start = find_start(folder / "snapshots") if resume else 0
+        total = max(recipe.train.steps, start)
+        monitor: Listener = Silence()
+        if mesh.is_main:
+            opened = Monitor(folder, total=total, start=start, tensorboard=tensorboard)
+            monitor = stack.enter_context(opened)
         for note in notes:
             monitor.note(note)
         result = train(
@@ -125,6 +130,8 @@ def open_folder(folder: Path, recipe: Recipe, resume: bool) -> None:
     if not resume:
         shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
+    for written in (folder.parent, folder):
+        remove_leftovers(written)
     write_json(folder / RECIPE, asdict(recipe))
 
 
@@ -146,7 +153,7 @@ def old_recipe(out: Path) -> Recipe | None:
     path = out / "training" / RECIPE
     if not path.is_file():
         return None
-    fields = json.loads(path.read_text(encoding="utf-8"))
+    fields = read_json(path, MAX_RECIPE_BYTES, ValueError)
     # Runs of older versions name these; guiding heads is an example now.
     weight, heads = fields["train"].pop("guide", 0), fields.pop("guide_heads", 0)
     fields.pop("guide_layer", None)
@@ -159,10 +166,10 @@ def old_recipe(out: Path) -> Recipe | None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write beside, then rename."""
-    beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    """JSON, whole or not at all."""
+    with replace_file(path) as file:
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        file.write(text.encode("utf-8"))
 
 
 def find_start(snapshots: Path) -> int:

@@ -22,10 +22,9 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
-from regard.models.header import spell_path
-from regard.models.save_folder import replace_file
+from regard._files import replace_file, spell_path
 
 LOG = "log.jsonl"
 
@@ -196,11 +195,8 @@ def _cut_back(path: Path, start: int) -> dict[str, Any] | None:
         elif line.kind == "eval":
             evaluation = {k: x for k, x in line.fields.items() if k not in ("kind", "time")}
     if len(kept) < n_lines:
-
-        def write(file: BinaryIO) -> None:
+        with replace_file(path) as file:
             file.writelines(kept)
-
-        replace_file(path, write)
     return evaluation
 
 

@@ -16,9 +16,9 @@ old snapshots go, oldest first, never the best one. So at each moment the last w
 there, and `best.json` names a file that is there. Tensors are hashed while they are written, one
 at a time; no second copy of the state is made.
 
-Left out: two runs in one folder. Snapshots of later steps than the one saved (a run that went
-back by hand) are neither counted nor removed, and `load_latest` would choose them: move them away
-when going back. If a run saves the best one's step again, the new file takes its place.
+Left out: snapshots of later steps than the one saved (a run that went back by hand) are neither
+counted nor removed, and `load_latest` would choose them: move them away when going back. If a run
+saves the best one's step again, the new file takes its place.
 """
 
 from __future__ import annotations
@@ -37,29 +37,28 @@ from typing import Any, BinaryIO, final
 import torch
 from torch import Tensor
 
-from regard.models.header import (
-    DTYPES,
+from regard._files import (
     MAX_HEADER_BYTES,
-    BadCheckpoint,
-    Entry,
-    Stamp,
-    parse_object,
+    Header,
+    open_file,
+    parse_json,
+    read_bytes,
     read_header,
-    read_small,
-    spell,
-    spell_path,
-)
-from regard.models.save_folder import (
-    check_tensor,
-    make_header,
     remove_leftovers,
     replace_file,
+    spell,
+    spell_path,
+    stamp_of,
     sync_folder,
-    to_bytes,
 )
+from regard.models.header import DTYPES
+from regard.models.save_folder import check_tensor, make_header, to_bytes
 
 VERSION = 1
 BEST = "best.json"
+ODD_TYPES = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)} - set(
+    DTYPES.values()
+)
 
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _OPENING = b'{"__metadata__":{"header_sha256":"'
@@ -130,21 +129,21 @@ def save_snapshot(
     folder = Path(os.fsdecode(root))
     path = folder / f"step-{step:08d}.safetensors"
 
-    def write(file: BinaryIO) -> None:
-        file.write(header)
-        metadata["data_sha256"] = _write_data(file, stored, order)
-        summed, _ = make_header(stored, metadata)
-        file.seek(0)
-        file.write(_put_sum(summed, _header_sum(summed)))
-
     with _disk_errors(path, len(header) + int(metadata["data_bytes"])):
-        _make_folder(folder)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
         remove_leftovers(folder)
-        replace_file(path, write)
+        with replace_file(path) as file:
+            file.write(header)
+            metadata["data_sha256"] = _write_data(file, stored, order)
+            summed, _ = make_header(stored, metadata)
+            file.seek(0)
+            file.write(_put_sum(summed, _header_sum(summed)))
     if best:
         line = _best_line(path.name)
-        with _disk_errors(folder / BEST, len(line)):
-            replace_file(folder / BEST, lambda file: _write_all(file, line))
+        with _disk_errors(folder / BEST, len(line)), replace_file(folder / BEST) as file:
+            file.write(line)
     _remove_old(folder, step, keep)
     return path
 
@@ -152,29 +151,19 @@ def save_snapshot(
 def _to_storable(
     tensors: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:
-    """The tensors, with types that header readers do not know as bytes; and what those really are.
+    """The tensors, with types that safetensors does not know as bytes; and what those really are.
 
     Such are complex128 and the 8-bit floats.
     """
     stored: dict[str, Tensor] = {}
     odd: dict[str, tuple[str, list[int]]] = {}
     for name, tensor in tensors.items():
-        if _is_odd(tensor):
+        if isinstance(tensor, Tensor) and tensor.dtype in ODD_TYPES and not tensor.is_meta:
             odd[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
             tensor = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
         check_tensor(name, tensor)
         stored[name] = tensor
     return stored, odd
-
-
-def _is_odd(tensor: object) -> bool:
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.dtype not in DTYPES.values()
-        and tensor.layout == torch.strided
-        and not tensor.is_meta
-        and not tensor.is_quantized
-    )
 
 
 def _to_json(facts: Mapping[str, Any]) -> str:
@@ -184,7 +173,7 @@ def _to_json(facts: Mapping[str, Any]) -> str:
     _check_keys(facts, "facts")
     try:
         text = json.dumps(dict(facts), allow_nan=False, separators=(",", ":"))
-        parse_object(text.encode("utf-8"), "facts")
+        parse_json(text.encode("utf-8"), "facts", ValueError)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"facts cannot be written as plain JSON: {error}; give strings, finite numbers, "
@@ -205,25 +194,14 @@ def _check_keys(value: object, where: str) -> None:
             _check_keys(item, f"{where}[{number}]")
 
 
-def _make_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
-
-
 def _write_data(file: BinaryIO, tensors: Mapping[str, Tensor], order: list[str]) -> str:
     """Write the tensors' bytes in this order; give their sum."""
     total = hashlib.sha256()
     for name in order:
         data = to_bytes(tensors[name]).data
         for start in range(0, len(data), _CHUNK):
-            piece = data[start : start + _CHUNK]
-            total.update(piece)
-            file.write(piece)
+            total.update(data[start : start + _CHUNK])
+            file.write(data[start : start + _CHUNK])
     return total.hexdigest()
 
 
@@ -241,13 +219,13 @@ def _disk_errors(path: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = SnapshotNotSaved(
+        refusal = SnapshotNotSaved(
             f"{spell_path(path)} could not be written: {error.strerror or error}. It takes "
             f"{needed:,} bytes{_tell_free(path.parent)}. What was saved before is untouched; make "
             "room (or give another folder) and resume"
         )
-        told.errno, told.strerror, told.filename = error.errno, error.strerror, str(path)
-        raise told from error
+        refusal.errno, refusal.strerror, refusal.filename = error.errno, error.strerror, str(path)
+        raise refusal from error
 
 
 def _tell_free(folder: Path) -> str:
@@ -284,11 +262,8 @@ def _read_best(folder: Path) -> str | None:
     path = folder / BEST
     if not os.path.lexists(path):
         return None
-    try:
-        data = read_small(path, 1000)
-        name = parse_object(data, spell_path(path)).get("file")
-    except (BadCheckpoint, OSError) as error:
-        raise BadSnapshot(f"{spell_path(path)} cannot be read: {error}") from error
+    data = read_bytes(path, 1000, BadSnapshot)
+    name = parse_json(data, spell_path(path), BadSnapshot).get("file")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or _best_line(name) != data:
         raise BadSnapshot(
             f"{spell_path(path)} is damaged: it has {spell(data)}, and does not match its own "
@@ -348,32 +323,28 @@ def load_latest(root: str | os.PathLike[str]) -> Snapshot | None:
 def load_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     """Read one snapshot into CPU memory, every byte of it checked."""
     path = Path(os.fsdecode(path))
+    where = spell_path(path)
     if not path.is_file():
-        raise BadSnapshot(f"{spell_path(path)} is not there, or is not a file")
-    try:
-        with path.open("rb") as file:
-            length, metadata = _read_head(file, path)
-            entries, stamp = read_header(path)
-            if stamp != Stamp.of(os.fstat(file.fileno())):
-                raise BadSnapshot(f"{spell_path(path)} was replaced while it was read; try again")
-            file.seek(8 + length)
-            tensors = _read_data(file, path, entries, metadata["data_sha256"])
-        facts = parse_object(metadata["facts"].encode("utf-8"), f"{spell_path(path)}: facts")
-        odd = parse_object(metadata["odd_types"].encode("utf-8"), f"{spell_path(path)}: odd_types")
-    except BadCheckpoint as error:
-        raise BadSnapshot(str(error)) from error
-    except OSError as error:
-        raise BadSnapshot(
-            f"{spell_path(path)} cannot be read: {error.strerror or error}"
-        ) from error
+        raise BadSnapshot(f"{where} is not there, or is not a file")
+    with open_file(path, BadSnapshot) as file:
+        status = os.fstat(file.fileno())
+        _check_sum(file, where, status.st_size)
+    header = read_header(path, BadSnapshot, framework="pt")
+    if header.stamp != stamp_of(status):
+        raise BadSnapshot(f"{where} was replaced while it was read; try again")
+    metadata = header.metadata
+    if _step_of(path) not in (-1, int(metadata["step"])):
+        raise BadSnapshot(f"{where} is of step {metadata['step']}; give it back its name")
+    tensors = _read_data(header, where)
+    facts = parse_json(metadata["facts"].encode("utf-8"), f"{where}: facts", BadSnapshot)
+    odd = parse_json(metadata["odd_types"].encode("utf-8"), f"{where}: odd_types", BadSnapshot)
     for name, (word, shape) in odd.items():
         tensors[name] = tensors[name].view(getattr(torch, word)).reshape(shape)
     return Snapshot(path, int(metadata["step"]), tensors, facts)
 
 
-def _read_head(file: BinaryIO, path: Path) -> tuple[int, dict[str, str]]:
-    """The header's length and metadata, once its sum, the version and the file's size are right."""
-    where, size = spell_path(path), os.fstat(file.fileno()).st_size
+def _check_sum(file: BinaryIO, where: str, size: int) -> None:
+    """Judge a header by its checksum, then the version, then the size that it promises."""
     first = file.read(_SUM_AT.stop)
     if len(first) < _SUM_AT.stop:
         raise BadSnapshot(f"{where} is cut short: it has {size} bytes, less than any snapshot")
@@ -388,7 +359,7 @@ def _read_head(file: BinaryIO, path: Path) -> tuple[int, dict[str, str]]:
         )
     if _header_sum(head).encode("ascii") != first[_SUM_AT]:
         raise BadSnapshot(f"{where} is damaged: its header does not match its checksum")
-    metadata: dict[str, str] = parse_object(head[8:], f"the header of {where}")["__metadata__"]
+    metadata = parse_json(head[8:], f"the header of {where}", BadSnapshot)["__metadata__"]
     if metadata.get("snapshot") != str(VERSION):
         raise BadSnapshot(
             f"{where} is of the format {spell(metadata.get('snapshot'))}; this version of regard "
@@ -398,28 +369,17 @@ def _read_head(file: BinaryIO, path: Path) -> tuple[int, dict[str, str]]:
     if size != expected:
         word = "cut short" if size < expected else "damaged"
         raise BadSnapshot(f"{where} is {word}: it has {size:,} bytes, {expected:,} were written")
-    if _step_of(path) not in (-1, int(metadata["step"])):
-        raise BadSnapshot(f"{where} is of step {metadata['step']}; give it back its name")
-    return length, metadata
 
 
-def _read_data(
-    file: BinaryIO, path: Path, entries: Mapping[str, Entry], expected: str
-) -> dict[str, Tensor]:
-    """Read each tensor into memory of its own; the sum is taken on the way."""
+def _read_data(header: Header, where: str) -> dict[str, Tensor]:
+    """Each tensor in memory of its own, and their sum, which is of the bytes before the copy."""
     total = hashlib.sha256()
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    entries = header.entries
     for name in sorted(entries, key=lambda name: (entries[name].start, entries[name].end)):
-        tensor = torch.empty(entries[name].shape, dtype=entries[name].dtype)
-        data = to_bytes(tensor).data
-        for start in range(0, len(data), _CHUNK):
-            piece = data[start : start + _CHUNK]
-            if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
-                raise BadSnapshot(f"{spell_path(path)} became shorter while it was read")
-            total.update(piece)
-        found[name] = tensor
-    if total.hexdigest() != expected:
-        raise BadSnapshot(
-            f"{spell_path(path)} is damaged: its tensors' bytes do not match their checksum"
-        )
-    return {name: found[name] for name in entries}
+        mapped = header.handle.get_tensor(name)
+        total.update(to_bytes(mapped).data)
+        tensors[name] = mapped.clone()
+    if total.hexdigest() != header.metadata["data_sha256"]:
+        raise BadSnapshot(f"{where} is damaged: its tensors' bytes do not match their checksum")
+    return {name: tensors[name] for name in entries}

@@ -107,7 +107,7 @@ def test_another_version_and_a_strangers_file_are_named(tmp_path: Path) -> None:
     path.write_text("Dear diary")
     with pytest.raises(BadData, match="is no file of token ids"):
         TokenFile.open(path)
-    with pytest.raises(BadData, match="cannot be read"):
+    with pytest.raises(BadData, match="is missing"):
         TokenFile.open(tmp_path / "none")
 
 

@@ -30,6 +30,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from regard._files import open_file, parse_json, replace_file
 from regard.tokens import Tokenizer
 from regard.training.data.reading import BadData
 from regard.training.data.vocabulary import backend_module, one_thread
@@ -119,41 +120,34 @@ def write_tokens(
     file = Path(path)
     dtype = np.dtype(np.uint16 if vocab_size <= SMALL else np.uint32)
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}.partial")
     digest = hashlib.sha256()
-    try:
-        with beside.open("wb") as out:
-            out.write(b"\0" * HEADER)
+    with replace_file(file) as out:
+        out.write(b"\0" * HEADER)
 
-            def put(data: bytes) -> None:
-                digest.update(data)
-                out.write(data)
+        def put(data: bytes) -> None:
+            digest.update(data)
+            out.write(data)
 
-            bounds = [0]
-            for document in documents:
-                ids = _as_ids(document, vocab_size, len(bounds) - 1)
-                put(ids.astype(dtype).tobytes())
-                bounds.append(bounds[-1] + len(ids))
-            used = bounds[-1] * dtype.itemsize
-            put(b"\0" * (_padded(used) - used))
-            put(np.array(bounds, np.int64).tobytes())
-            header = {
-                "version": VERSION,
-                "vocab_size": vocab_size,
-                "n_tokens": bounds[-1],
-                "n_documents": len(bounds) - 1,
-                "fingerprint": fingerprint,
-            }
-            text = json.dumps(header | {"checksum": _seal(digest, header)}).encode()
-            if len(text) > HEADER - len(MAGIC):
-                raise ValueError(f"the fingerprint has {len(fingerprint):,} characters; too many")
-            out.seek(0)
-            out.write((MAGIC + text).ljust(HEADER))
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(beside, file)
-    finally:
-        beside.unlink(missing_ok=True)
+        bounds = [0]
+        for document in documents:
+            ids = _as_ids(document, vocab_size, len(bounds) - 1)
+            put(ids.astype(dtype).tobytes())
+            bounds.append(bounds[-1] + len(ids))
+        used = bounds[-1] * dtype.itemsize
+        put(b"\0" * (_padded(used) - used))
+        put(np.array(bounds, np.int64).tobytes())
+        header = {
+            "version": VERSION,
+            "vocab_size": vocab_size,
+            "n_tokens": bounds[-1],
+            "n_documents": len(bounds) - 1,
+            "fingerprint": fingerprint,
+        }
+        text = json.dumps(header | {"checksum": _seal(digest, header)}).encode()
+        if len(text) > HEADER - len(MAGIC):
+            raise ValueError(f"the fingerprint has {len(fingerprint):,} characters; too many")
+        out.seek(0)
+        out.write((MAGIC + text).ljust(HEADER))
     return TokenFile.open(file)
 
 
@@ -203,19 +197,16 @@ def _seal(digest: Any, header: dict[str, Any]) -> str:
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as source:
-            start = source.read(HEADER)
-    except OSError as error:
-        raise BadData(f"{file}: cannot be read ({error.strerror}); check the path") from error
+    with open_file(file, BadData) as source:
+        start = source.read(HEADER)
     if not start.startswith(MAGIC):
         raise BadData(f"{file}: is no file of token ids; name another one")
     try:
-        header: dict[str, Any] = json.loads(start[len(MAGIC) :])
+        header = parse_json(start[len(MAGIC) :], "it", ValueError)
     except ValueError as error:
         raise BadData(f"{file}: its header is damaged ({error}); {_AGAIN}") from error
-    version = header.get("version") if isinstance(header, dict) else None
-    if version != VERSION:
+    if header.get("version") != VERSION:
+        version = header.get("version")
         raise BadData(f"{file}: is of version {version!r}, expected {VERSION}; {_AGAIN}")
     kinds = {"vocab_size": int, "n_tokens": int, "n_documents": int}
     for name, kind in {**kinds, "fingerprint": str, "checksum": str}.items():
