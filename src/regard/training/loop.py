@@ -20,13 +20,12 @@ import math
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -58,9 +57,7 @@ class Listener(Protocol):
     """Who is told how it goes; a `Monitor`, for one."""
 
     def step(self, report: StepReport) -> None: ...
-
     def evaluated(self, report: EvalReport) -> None: ...
-
     def note(self, text: str) -> None: ...
 
 
@@ -68,14 +65,9 @@ class Listener(Protocol):
 class Silence:
     """A listener that says nothing."""
 
-    def step(self, report: StepReport) -> None:
-        pass
-
-    def evaluated(self, report: EvalReport) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
+    def step(self, report: StepReport) -> None: ...
+    def evaluated(self, report: EvalReport) -> None: ...
+    def note(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +80,19 @@ class Result:
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
+class StepBatches:
     """The batches of one step, and how many tokens of all ranks they ask for."""
 
     batches: list[dict[str, Tensor]]
+    n_tokens: int
+
+
+class Pending(NamedTuple):
+    """A step whose loss has not been read from the device yet."""
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
     n_tokens: int
 
 
@@ -105,7 +106,7 @@ class Progress:
     waited: int = 0
     owed: bool = False
     """Whether a stop came before the evaluation that was due."""
-    pending: deque[tuple[int, Tensor, Tensor, int]] = field(default_factory=deque)
+    pending: list[Pending] = field(default_factory=list)
 
 
 def train(
@@ -177,34 +178,32 @@ class Run:
 
     # ---- A step
 
-    def go_on(self, fetch: Callable[[int], Ready], asked_to_stop: Callable[[], bool]) -> str:
+    def go_on(self, fetch: Callable[[int], StepBatches], asked_to_stop: Callable[[], bool]) -> str:
         """Step after step, until the last, or a reason to stop."""
         config, progress = self.config, self.progress
-        every = 1 if self.mesh.device.type == "cpu" else READ_EVERY
-        began = self._read_at = time.perf_counter()
-        limit = math.inf if config.minutes is None else began + 60.0 * config.minutes
+        read_every = 1 if self.mesh.device.type == "cpu" else READ_EVERY
+        self._read_at = time.perf_counter()
+        limit = self._read_at + 60.0 * (math.inf if config.minutes is None else config.minutes)
         if progress.owed and self.evaluate():
             self.save(True)
         while progress.step < config.steps and not self.is_tired():
             self.step(fetch(progress.step))
             progress.step += 1
             late = self.mesh.any(time.perf_counter() > limit)
-            last = progress.step == config.steps or late
             stop = self.mesh.any(asked_to_stop())
+            last = progress.step == config.steps or late
             due_eval = progress.step % config.eval_every == 0 or last
             due_save = progress.step % config.save_every == 0 or last or stop
-            if due_eval or due_save or progress.step % every == 0:
+            if due_eval or due_save or progress.step % read_every == 0:
                 self.read_losses()
             progress.owed = due_eval and stop
             best = self.evaluate() if due_eval and not stop else False
             if due_save or best or self.is_tired():
                 self.save(best)
-            if stop:
-                self.listener.note(f"stopped after {progress.step} steps; all is saved")
-                return "interrupted"
-            if late:
-                self.listener.note(f"stopped after {progress.step} steps: the time is over")
-                return "time"
+            if stop or late:
+                why = "; all is saved" if stop else ": the time is over"
+                self.listener.note(f"stopped after {progress.step} steps{why}")
+                return "interrupted" if stop else "time"
         if progress.step == config.steps or not self.is_tired():
             return "done"
         self.listener.note(
@@ -217,29 +216,29 @@ class Run:
         """Whether too many evaluations in a row were no better."""
         return self.progress.waited >= (self.config.patience or math.inf)
 
-    def step(self, ready: Ready) -> None:
+    def step(self, ready: StepBatches) -> None:
         """One change of the weights."""
         config, step = self.config, self.progress.step
-        rate = config.lr * rate_share(config, step)
-        set_rate(self.optimizers, rate)
+        set_rate(self.optimizers, config.lr * rate_share(config, step))
         torch.manual_seed(mix(config.seed, step, self.mesh.part))
-        total: Tensor | None = None
+        total = torch.zeros((), device=self.mesh.device)
         for batch in ready.batches:
-            own = {
-                name: x.to(self.mesh.device, non_blocking=True)
-                for name, x in self.mesh.cut(batch).items()
-            }
-            loss = self.loss(own) / ready.n_tokens
+            loss = self.loss(self.on_device(batch)) / ready.n_tokens
             loss.backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
+            total = total + loss.detach()
         norm = self.mesh.clip(self.model, config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.follow(self.model, step)
-        self.progress.pending.append((step + 1, self.mesh.total(total), norm, ready.n_tokens))
+        total = self.mesh.total(total)
+        self.progress.pending.append(Pending(step + 1, total, norm, ready.n_tokens))
+
+    def on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of a batch, on its device."""
+        device = self.mesh.device
+        return {name: x.to(device, non_blocking=True) for name, x in self.mesh.cut(batch).items()}
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The sum over the batch's tokens, with gradients."""
@@ -269,36 +268,33 @@ class Run:
 
     def read_losses(self) -> None:
         """Look at the losses since the last time, and tell them."""
-        pending = self.progress.pending
+        pending, self.progress.pending = self.progress.pending, []
         if not pending:
             return
-        figures = torch.stack([torch.stack((loss, norm.to(loss))) for _, loss, norm, _ in pending])
-        read = figures.tolist()
+        figures = torch.stack([torch.stack((p.loss, p.grad_norm.to(p.loss))) for p in pending])
+        numbers = figures.tolist()
         now = time.perf_counter()
-        seconds = (now - self._read_at) / len(read)
+        seconds = (now - self._read_at) / len(pending)
         self._read_at = now
-        memory = None
-        if self.mesh.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(self.mesh.device)
-        for (step, _, _, n_tokens), (loss, norm) in zip(pending, read, strict=True):
-            rate = self.config.lr * rate_share(self.config, step - 1)
-            speed = self.flops * n_tokens / seconds / self.mesh.size
+        device, memory = self.mesh.device, None
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(device)
+        for (step, _, _, n_tokens), (loss, norm) in zip(pending, numbers, strict=True):
+            flops = self.flops * n_tokens / seconds / self.mesh.size
             report = StepReport(
                 step=step,
                 loss=loss,
-                lr=rate,
+                lr=self.config.lr * rate_share(self.config, step - 1),
                 grad_norm=norm,
                 tokens=n_tokens,
                 seconds=seconds,
-                mfu=None if self.peak is None else speed / self.peak,
+                mfu=None if self.peak is None else flops / self.peak,
                 memory=memory,
             )
             self.listener.step(report)
             if not math.isfinite(loss) or not math.isfinite(norm):
-                pending.clear()
                 said = f"the loss is {loss} and the norm of the gradient {norm}"
                 raise Diverged(self._tell_divergence(step, said))
-        pending.clear()
 
     def _tell_divergence(self, step: int, said: str) -> str:
         left = load_latest(self.folder)
@@ -342,8 +338,8 @@ class Run:
         with torch.no_grad():
             for batch in self.task.held_out():
                 n_tokens += int((batch[self.task.targets] != NOTHING).sum())
-                own = {name: x.to(self.mesh.device) for name, x in self.mesh.cut(batch).items()}
-                total += self.mesh.total(self.loss(own).detach()).double().cpu()
+                loss = self.loss(self.on_device(batch)).detach()
+                total += self.mesh.total(loss).double().cpu()
         return float(total) / max(n_tokens, 1), n_tokens
 
     @contextmanager
@@ -433,31 +429,31 @@ class Run:
             yield
 
     @contextmanager
-    def fetching(self) -> Iterator[Callable[[int], Ready]]:
+    def fetching(self) -> Iterator[Callable[[int], StepBatches]]:
         """A function from a step to its batches, which are made ahead by a thread."""
-        made: dict[int, Future[Ready]] = {}
+        futures: dict[int, Future[StepBatches]] = {}
         with ThreadPoolExecutor(1) as maker:
 
-            def fetch(step: int) -> Ready:
+            def fetch(step: int) -> StepBatches:
                 for ahead in range(step, min(step + AHEAD, self.config.steps)):
-                    if ahead not in made:
-                        made[ahead] = maker.submit(self.make_ready, ahead)
-                return made.pop(step).result()
+                    if ahead not in futures:
+                        futures[ahead] = maker.submit(self.make_ready, ahead)
+                return futures.pop(step).result()
 
             try:
                 yield fetch
             finally:
-                for future in made.values():
+                for future in futures.values():
                     future.cancel()
 
-    def make_ready(self, step: int) -> Ready:
+    def make_ready(self, step: int) -> StepBatches:
         """The batches of a step."""
         first = step * self.config.accumulate
         batches = [self.task.batch(first + i) for i in range(self.config.accumulate)]
         n_tokens = sum(int((batch[self.task.targets] != NOTHING).sum()) for batch in batches)
         if self.mesh.device.type == "cuda":
             batches = [{n: x.pin_memory() for n, x in batch.items()} for batch in batches]
-        return Ready(batches, max(n_tokens, 1))
+        return StepBatches(batches, max(n_tokens, 1))
 
     @contextmanager
     def interruptible(self) -> Iterator[Callable[[], bool]]:
