@@ -320,18 +320,9 @@ def test_two_processes_write_one_folder_with_the_same_losses(text: Path, tmp_pat
     )
     assert many.returncode == 0, many.stderr[-3000:]
     assert many.stdout.count("step 2  eval loss") == 1  # one process speaks for all
-    from regard.cli.train import Asked, launch
+    from regard.cli.train import TextOptions, launch
 
-    launch(
-        Asked(
-            recipe="lm-small",
-            kind="lm",
-            files={"data": text},
-            out=tmp_path / "one",
-            settings=settings,
-            device="cpu",
-        )
-    )
+    launch(TextOptions(data=text, out=tmp_path / "one", settings=settings, device="cpu"))
     logs = [read_log(tmp_path / name / "training") for name in ("one", "two")]
     assert [s.step for s in logs[1].steps] == [1, 2, 3, 4]
     losses = [[s.loss for s in log.steps] for log in logs]

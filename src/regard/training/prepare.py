@@ -101,8 +101,9 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepar
     else:
         ids, hide = {"eos_token_id": eos, "bos_token_id": eos}, None
     model = build(recipe, tokenizer, ids)
+    text = pack(stores[0], recipe)
     valid = pack(stores[1], recipe, shorten=True) if len(stores) > 1 else None
-    return Prepared(model, LanguageTask(pack(stores[0], recipe), valid, hide), tokenizer)
+    return Prepared(model, LanguageTask(text, valid, hide), tokenizer)
 
 
 def pack(tokens: TokenFile, recipe: Recipe, *, shorten: bool = False) -> PackedText:

@@ -32,7 +32,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, BinaryIO, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -56,10 +56,6 @@ from regard.models.save_folder import check_tensor, make_header, to_bytes
 
 VERSION = 1
 BEST = "best.json"
-ODD_TYPES = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)} - set(
-    DTYPES.values()
-)
-
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _OPENING = b'{"__metadata__":{"header_sha256":"'
 _SUM_AT = slice(8 + len(_OPENING), 8 + len(_OPENING) + 64)
@@ -128,7 +124,6 @@ def save_snapshot(
     header, order = make_header(stored, metadata)
     folder = Path(os.fsdecode(root))
     path = folder / f"step-{step:08d}.safetensors"
-
     with _disk_errors(path, len(header) + int(metadata["data_bytes"])):
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
@@ -148,18 +143,20 @@ def save_snapshot(
     return path
 
 
-def _to_storable(
-    tensors: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:
-    """The tensors, with types that safetensors does not know as bytes; and what those really are.
+class _OddType(NamedTuple):
+    """What a tensor is that is stored as bytes: complex128 or an 8-bit float."""
 
-    Such are complex128 and the 8-bit floats.
-    """
+    dtype: str
+    shape: list[int]
+
+
+def _to_storable(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, _OddType]]:
+    """The tensors, with types that safetensors may not know as bytes; and what those really are."""
     stored: dict[str, Tensor] = {}
-    odd: dict[str, tuple[str, list[int]]] = {}
+    odd: dict[str, _OddType] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.dtype in ODD_TYPES and not tensor.is_meta:
-            odd[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        if isinstance(tensor, Tensor) and tensor.dtype not in DTYPES.values():
+            odd[name] = _OddType(str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
             tensor = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
         check_tensor(name, tensor)
         stored[name] = tensor
@@ -189,7 +186,7 @@ def _check_keys(value: object, where: str) -> None:
             if not isinstance(key, str):
                 raise ValueError(f"{where} has the key {spell(key)}; JSON has only strings as keys")
             _check_keys(item, f"{where}[{spell(key)}]")
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             _check_keys(item, f"{where}[{number}]")
 
@@ -216,25 +213,20 @@ def _put_sum(head: bytes, digits: str) -> bytes:
 @contextlib.contextmanager
 def _disk_errors(path: Path, needed: int) -> Iterator[None]:
     """Say what a refusing disk refused, and that nothing older was lost."""
+    free = ""
     try:
         yield
     except OSError as error:
+        with contextlib.suppress(OSError):
+            parent = next(folder for folder in path.parents if folder.exists())
+            free = f"; {shutil.disk_usage(parent).free:,} are free there"
         refusal = SnapshotNotSaved(
             f"{spell_path(path)} could not be written: {error.strerror or error}. It takes "
-            f"{needed:,} bytes{_tell_free(path.parent)}. What was saved before is untouched; make "
-            "room (or give another folder) and resume"
+            f"{needed:,} bytes{free}. What was saved before is untouched; make room (or give "
+            "another folder) and resume"
         )
         refusal.errno, refusal.strerror, refusal.filename = error.errno, error.strerror, str(path)
         raise refusal from error
-
-
-def _tell_free(folder: Path) -> str:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return f"; {shutil.disk_usage(folder).free:,} are free there"
-    except OSError:
-        return ""
 
 
 def _remove_old(folder: Path, step: int, keep: int) -> None:
@@ -254,8 +246,8 @@ def _remove_old(folder: Path, step: int, keep: int) -> None:
 
 def _best_line(name: str) -> bytes:
     """The whole of `best.json`; its sum tells a damaged name from one that was meant."""
-    said = {"file": name, "sha256": hashlib.sha256(name.encode("utf-8")).hexdigest()}
-    return (json.dumps(said) + "\n").encode("utf-8")
+    fields = {"file": name, "sha256": hashlib.sha256(name.encode("utf-8")).hexdigest()}
+    return (json.dumps(fields) + "\n").encode("utf-8")
 
 
 def _read_best(folder: Path) -> str | None:
@@ -285,9 +277,7 @@ def load_best(root: str | os.PathLike[str]) -> Snapshot | None:
 def _step_of(path: Path) -> int:
     """The step that the file's name tells; -1 for any other file."""
     match = _NAME.fullmatch(path.name)
-    if match is None:
-        return -1
-    step = int(match[1])
+    step = -1 if match is None else int(match[1])
     return step if path.name == f"step-{step:08d}.safetensors" else -1
 
 
@@ -353,10 +343,8 @@ def _check_sum(file: BinaryIO, where: str, size: int) -> None:
         raise BadSnapshot(f"{where} is not a snapshot, or its first bytes are damaged")
     head = first + file.read(max(0, 8 + length - len(first)))
     if len(head) != 8 + length:
-        raise BadSnapshot(
-            f"{where} is cut short or its first bytes are damaged: its header should have "
-            f"{length} bytes, {max(0, size - 8)} are there"
-        )
+        missing = f"its header should have {length} bytes, {max(0, size - 8)} are there"
+        raise BadSnapshot(f"{where} is cut short or its first bytes are damaged: {missing}")
     if _header_sum(head).encode("ascii") != first[_SUM_AT]:
         raise BadSnapshot(f"{where} is damaged: its header does not match its checksum")
     metadata = parse_json(head[8:], f"the header of {where}", BadSnapshot)["__metadata__"]
