@@ -13,14 +13,14 @@ from torch import Tensor
 
 from regard.models import Transformer, config_of
 from regard.training.config import TrainConfig
-from regard.training.data.packing import PackedText
+from regard.training.data.packing import MaskedTokens, PackedText
 from regard.training.data.pairs import PairedText
 from regard.training.data.store import write_tokens
 from regard.training.init import start
 from regard.training.loop import Result, train
 from regard.training.runlog import EvalReport, StepReport
 from regard.training.snapshot import load_latest
-from regard.training.tasks import LanguageTask, MaskedTokens, Task, TranslationTask
+from regard.training.tasks import LanguageTask, Task, TranslationTask
 
 VOCAB = 53
 PAD, BOS, EOS, MASK = 0, 1, 2, 3

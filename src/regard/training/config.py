@@ -5,7 +5,7 @@ is checked when it is made, and is saved beside the run.
 
 How: plain numbers and words. `with_settings` changes fields by the words of a command line
 ("lr=0.002"), each read as the type of its field. What the model is, and which data it reads, is
-told elsewhere.
+elsewhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from regard._check import check_probability
@@ -82,12 +82,7 @@ class TrainConfig:
         if self.schedule == "inverse_sqrt" and self.warmup == 0:
             raise ValueError("the inverse_sqrt schedule falls from the end of its warmup: above 0")
 
-    def told(self) -> dict[str, Any]:
-        """All fields, as JSON holds them."""
-        return asdict(self)
-
     def with_settings(self, settings: Mapping[str, str]) -> TrainConfig:
-        """The config with fields changed as a command line words them."""
         kinds = typing.get_type_hints(TrainConfig)
         return replace(self, **{name: read(name, word, kinds) for name, word in settings.items()})
 

@@ -213,11 +213,9 @@ class Run:
         return "patience"
 
     def is_tired(self) -> bool:
-        """Whether too many evaluations in a row were no better."""
         return self.progress.waited >= (self.config.patience or math.inf)
 
     def step(self, ready: StepBatches) -> None:
-        """One change of the weights."""
         config, step = self.config, self.progress.step
         set_rate(self.optimizers, config.lr * rate_share(config, step))
         torch.manual_seed(mix(config.seed, step, self.mesh.part))
@@ -261,7 +259,6 @@ class Run:
         return loss
 
     def autocast(self) -> Any:
-        """bfloat16 where the config says so."""
         if self.config.precision == "float32":
             return nullcontext()
         return torch.autocast(self.mesh.device.type, torch.bfloat16)
@@ -367,7 +364,7 @@ class Run:
         if not all(bool(x.isfinite().all()) for x in tensors.values()):
             raise Diverged(self._tell_divergence(progress.step, "not all weights are finite"))
         facts = {
-            "config": self.config.told(),
+            "config": asdict(self.config),
             "data": self.task.fingerprint,
             "best": None if progress.best is None else asdict(progress.best),
             "waited": progress.waited,
@@ -376,7 +373,6 @@ class Run:
         save_snapshot(self.folder, progress.step, tensors, facts, keep=self.config.keep, best=best)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go on where the snapshot was taken."""
         facts = snapshot.facts
         if facts["data"] != self.task.fingerprint:
             raise ValueError(
@@ -384,10 +380,10 @@ class Run:
                 "given now; resume with the same files, or train into another folder"
             )
         free = {"steps", "save_every", "keep", "eval_every", "patience", "minutes"}
-        told, now = facts["config"], self.config.told()
-        changed = [n for n in now if n not in free and told.get(n, now[n]) != now[n]]
+        old, now = facts["config"], asdict(self.config)
+        changed = [n for n in now if n not in free and old.get(n, now[n]) != now[n]]
         if changed:
-            said = ", ".join(f"{name} was {told[name]}, is {now[name]}" for name in changed)
+            said = ", ".join(f"{name} was {old[name]}, is {now[name]}" for name in changed)
             self.listener.note(f"this run goes on with other settings: {said}")
         for said in snapshot.passed_over:
             self.listener.note(said)
@@ -423,7 +419,6 @@ class Run:
 
     @contextmanager
     def set_up(self) -> Iterator[None]:
-        """The model in training mode."""
         self.model.train()
         with recomputing(self.model) if self.config.recompute else nullcontext():
             yield
@@ -447,7 +442,6 @@ class Run:
                     future.cancel()
 
     def make_ready(self, step: int) -> StepBatches:
-        """The batches of a step."""
         first = step * self.config.accumulate
         batches = [self.task.batch(first + i) for i in range(self.config.accumulate)]
         n_tokens = sum(int((batch[self.task.targets] != NOTHING).sum()) for batch in batches)

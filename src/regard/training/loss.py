@@ -66,20 +66,18 @@ def summed_loss(head: Head, x_btc: Tensor, targets_bt: Tensor, smoothing: float 
         x_nc, weight = x_nc.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(x_nc.device.type, enabled=False):
-        lack = -weight.shape[0] % EVEN
+        n_real = weight.shape[0]
+        lack = -n_real % EVEN
         if x_nc.is_cuda and x_nc.dtype != torch.float32 and lack:
-            n_real = weight.shape[0]
             weight = F.pad(weight, (0, 0, 0, lack))
             bias = None if bias is None else F.pad(bias, (0, lack))
-        else:
-            n_real = weight.shape[0]
         # Asked here: inside a Function gradients are off, and what its inputs need says nothing.
         given = [x for x in (x_nc, weight, bias) if x is not None]
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        made: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
+        total: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
             x_nc, weight, bias, targets_bt.flatten(), smoothing, n_real, learns
         )
-    return made
+    return total
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -23,7 +23,7 @@ from regard._files import replace_folder
 from regard.models import Transformer
 from regard.models.families import config_of
 from regard.tokens import Tokenizer
-from regard.training.data.packing import PackedText
+from regard.training.data.packing import MaskedTokens, PackedText
 from regard.training.data.pairs import PairedText
 from regard.training.data.reading import BadData, Notice, read_documents, read_pairs
 from regard.training.data.store import (
@@ -36,7 +36,7 @@ from regard.training.data.store import (
 from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
 from regard.training.init import start
 from regard.training.recipes import Recipe
-from regard.training.tasks import LanguageTask, MaskedTokens, Task, TranslationTask
+from regard.training.tasks import LanguageTask, Task, TranslationTask
 
 END, PAD, START, MASK = "<|endoftext|>", "<pad>", "<s>", "<mask>"
 HELD_OUT = 0.05
@@ -119,7 +119,6 @@ def pack(tokens: TokenFile, recipe: Recipe, *, shorten: bool = False) -> PackedT
 
 
 def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepared:
-    """For translation."""
     sides = read_sides(files.data, files.target, say)
     if files.valid is not None:
         held = read_sides(files.valid, files.valid_target, say)
@@ -181,14 +180,12 @@ class Sides(NamedTuple):
 
 
 def read_texts(path: Path, separator: str, say: Say) -> list[str]:
-    """The documents of a file, its notices told."""
     found = read_documents(path, separator=separator)
     say_notices(found.notices, say)
     return found.texts
 
 
 def read_sides(path: Path, target: Path | None, say: Say) -> Sides:
-    """The pairs of a file, or of two."""
     found = read_pairs(path, target_path=target)
     say_notices(found.notices, say)
     return Sides(found.sources, found.targets)
@@ -252,7 +249,6 @@ def find_tokenizer(
 
 
 def one_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a special token that training needs."""
     try:
         return tokenizer.id(token)
     except ValueError:
@@ -287,7 +283,6 @@ def side_file(folder: Path, name: str, side: int, kind: str = "plain") -> Path:
 
 
 def joined(path: Path, one: TokenFile, other: TokenFile) -> TokenFile:
-    """The rows of one file, then those of another."""
     fingerprint = f"{one.fingerprint}+{other.fingerprint}"
     found = reuse_tokens(path, fingerprint)
     if found is not None:

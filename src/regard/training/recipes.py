@@ -103,7 +103,6 @@ def as_json(word: str) -> Any:
 
 
 def named_recipe(name: str) -> Recipe:
-    """The recipe of that name."""
     if name == "embedded-translate":
         raise ValueError("embedded-translate is a command of its own: examples/translate_aligned")
     if name not in RECIPES:

@@ -173,7 +173,6 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def find_start(snapshots: Path) -> int:
-    """After how many steps a run goes on."""
     latest = load_latest(snapshots)
     return 0 if latest is None else latest.step
 
@@ -229,7 +228,6 @@ def source_rows(
 def run_tests(
     tests: Tests, files: Files, recipe: Recipe, prepared: Prepared, folder: Path
 ) -> dict[str, Any]:
-    """The figures of each test."""
     if recipe.task != "translate":
         return {
             path.name: score_text(path, files, recipe, prepared, folder) for path in tests.files

@@ -192,7 +192,6 @@ def _check_keys(value: object, where: str) -> None:
 
 
 def _write_data(file: BinaryIO, tensors: Mapping[str, Tensor], order: list[str]) -> str:
-    """Write the tensors' bytes in this order; give their sum."""
     total = hashlib.sha256()
     for name in order:
         data = to_bytes(tensors[name]).data

@@ -14,15 +14,14 @@ Letters: B rows, T tokens, S tokens of the source, C model width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Protocol, final
 
 from torch import Tensor
 
 from regard.models import Transformer
 from regard.ops import Documents
-from regard.training.data.packing import PackedText, TextBatch, mask_tokens
+from regard.training.data.packing import MaskedTokens, PackedText, TextBatch, mask_tokens
 from regard.training.data.pairs import PairBatch, PairedText
 
 Batch = Mapping[str, Tensor]
@@ -68,18 +67,6 @@ class Task(Protocol):
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class MaskedTokens:
-    """How masked language modelling hides tokens."""
-
-    mask_id: int
-    vocab_size: int
-    special: Sequence[int]
-    seed: int
-    share: float = 0.15
-
-
-@final
 class LanguageTask:
     """To go on with a text; or, with `masked`, to fill its gaps."""
 
@@ -111,18 +98,7 @@ class LanguageTask:
         return None
 
     def _hide(self, batch: TextBatch, number: int) -> TextBatch:
-        how = self.masked
-        if how is None:
-            return batch
-        return mask_tokens(
-            batch,
-            mask_id=how.mask_id,
-            vocab_size=how.vocab_size,
-            special=how.special,
-            share=how.share,
-            seed=how.seed,
-            step=number,
-        )
+        return batch if self.masked is None else mask_tokens(batch, self.masked, number)
 
 
 @final
@@ -156,7 +132,6 @@ class TranslationTask:
 
 
 def text_dict(batch: TextBatch) -> dict[str, Tensor]:
-    """The tensors of a batch that are there."""
     tensors = {"ids": batch.ids, "targets": batch.targets}
     if batch.documents is not None and batch.positions is not None:
         tensors |= {"documents": batch.documents, "positions": batch.positions}
@@ -164,7 +139,6 @@ def text_dict(batch: TextBatch) -> dict[str, Tensor]:
 
 
 def pair_dict(batch: PairBatch) -> dict[str, Tensor]:
-    """The tensors of a batch of pairs."""
     return {
         "source": batch.source,
         "source_real": batch.source_real,

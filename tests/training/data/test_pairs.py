@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from regard.training.data import (
-    NOTHING,
-    BadData,
-    PairBatch,
-    PairedText,
-    TokenFile,
-    write_tokens,
-)
+from regard.training.data.packing import NOTHING
+from regard.training.data.pairs import PairBatch, PairedText
+from regard.training.data.reading import BadData
+from regard.training.data.store import TokenFile, write_tokens
 
 V = 101
 ROLES: dict[str, Any] = {"bos": 1, "eos": 2, "pad": 0, "seed": 7}

@@ -14,15 +14,10 @@ import pytest
 
 import regard
 from regard.tokens import Tokenizer
-from regard.training.data import (
-    BadData,
-    TokenFile,
-    encode_documents,
-    encode_pairs_side,
-    store,
-    train_tokenizer,
-    write_tokens,
-)
+from regard.training.data import store
+from regard.training.data.reading import BadData
+from regard.training.data.store import TokenFile, encode_documents, encode_pairs_side, write_tokens
+from regard.training.data.vocabulary import train_tokenizer
 
 DOCUMENTS = [[3, 1, 4], [], [1, 5, 9, 2, 6], [5]]
 TEXTS = ["Two birds in a tree.\nOne bird.", "A tree <|endoftext|> no end", "", "Ünï çødé 猫"]
@@ -227,7 +222,8 @@ def test_no_texts_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 FORK = """
 import os, sys
-from regard.training.data import encode_documents, train_tokenizer
+from regard.training.data.store import encode_documents
+from regard.training.data.vocabulary import train_tokenizer
 def count_threads():
     return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
 texts = ["some text here", "and more of it"] * 50

@@ -16,7 +16,8 @@ from tokenmakers import TEXTS
 
 import regard
 from regard.tokens import Tokenizer
-from regard.training.data import BadData, train_tokenizer, vocabulary_notices
+from regard.training.data.reading import BadData
+from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
 
 PAIRS = [
     "Tom has helped me many times. I don't know what's going on, Tom.",

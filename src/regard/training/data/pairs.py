@@ -108,8 +108,8 @@ class PairedText:
             lost = len(lengths) - len(keep)
             if lost:
                 words = "pair was" if lost == 1 else "pairs were"
-                told = f"{lost:,} {words} longer than {max_len:,} tokens and left out"
-                self.notices = (Notice(told, lost),)
+                text = f"{lost:,} {words} longer than {max_len:,} tokens and left out"
+                self.notices = (Notice(text, lost),)
         if not len(keep):
             raise BadData(f"{sources.path}: no pair is left of {len(lengths):,}; expected some")
         self._keep = keep
@@ -129,7 +129,6 @@ class PairedText:
 
     @property
     def n_batches(self) -> int:
-        """Batches of an epoch."""
         return len(self._ends)
 
     def batch(self, step: int) -> PairBatch:
@@ -242,8 +241,7 @@ def _gather(side: TokenFile, rows: Int, width: int, pad: int) -> tuple[Int, Int]
     """The sentences as rows of one width, padded on the right, and how long each is."""
     spans = _spans(side, rows)
     lengths = spans[:, 1] - spans[:, 0]
-    made = np.full((len(rows), width), pad, np.int64)
+    padded = np.full((len(rows), width), pad, np.int64)
     real = np.arange(width) < lengths[:, None]
-    places = (spans[:, :1] + np.arange(width))[real]
-    made[real] = side.ids[places]
-    return made, lengths
+    padded[real] = side.ids[(spans[:, :1] + np.arange(width))[real]]
+    return padded, lengths

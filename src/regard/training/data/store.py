@@ -22,10 +22,11 @@ import hashlib
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -59,11 +60,8 @@ class TokenFile:
     def __init__(
         self, path: Path, ids: Ids, bounds: Bounds, *, vocab_size: int, fingerprint: str
     ) -> None:
-        self.path = path
-        self.ids = ids
-        self.bounds = bounds
-        self.vocab_size = vocab_size
-        self.fingerprint = fingerprint
+        self.path, self.ids, self.bounds = path, ids, bounds
+        self.vocab_size, self.fingerprint = vocab_size, fingerprint
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> TokenFile:
@@ -78,22 +76,17 @@ class TokenFile:
             raise BadData(f"{file}: has {there:,} bytes, its header tells of {size:,}; {_AGAIN}")
         whole = np.memmap(file, np.uint8, mode="r")
         body = whole[HEADER:]
-        told = header.pop("checksum")
+        expected = header.pop("checksum")
         digest = hashlib.sha256(np.ascontiguousarray(body).data)
-        if _seal(digest, header) != told:
+        if _seal(digest, header) != expected:
             raise BadData(f"{file}: is damaged (its checksum does not fit); {_AGAIN}")
         # Plain arrays over the mapping: the class for mapped ones makes each access slower.
         ids = np.asarray(body[: n_tokens * dtype.itemsize]).view(dtype)
         bounds = np.asarray(body[start:]).view(np.int64)
         if bounds[0] != 0 or bounds[-1] != n_tokens or (np.diff(bounds) < 0).any():
             raise BadData(f"{file}: the bounds of its documents do not fit its ids; {_AGAIN}")
-        return TokenFile(
-            file,
-            ids,
-            bounds,
-            vocab_size=header["vocab_size"],
-            fingerprint=header["fingerprint"],
-        )
+        sizes = {name: header[name] for name in ("vocab_size", "fingerprint")}
+        return TokenFile(file, ids, bounds, **sizes)
 
     @property
     def n_tokens(self) -> int:
@@ -258,8 +251,9 @@ def _encode(
 def _fingerprint(
     texts: Sequence[str], tokenizer: Tokenizer, around: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> str:
-    told = [VERSION, tokenizer.texts["tokenizer.json"], [list(map(int, ids)) for ids in around]]
-    digest = hashlib.sha256(json.dumps(told).encode())
+    ends = [list(map(int, ids)) for ids in around]
+    how = json.dumps([VERSION, tokenizer.texts["tokenizer.json"], ends])
+    digest = hashlib.sha256(how.encode())
     for text in texts:
         data = text.encode("utf-8")
         digest.update(len(data).to_bytes(8, "little"))
@@ -282,27 +276,31 @@ def reuse_tokens(file: Path, fingerprint: str) -> TokenFile | None:
     return found if found.fingerprint == fingerprint else None
 
 
+class _Piece(NamedTuple):
+    """A stretch of a text, in one go through the tokenizer."""
+
+    number: int
+    text: str
+    is_last: bool
+
+
 def _rows(
     texts: Sequence[str], tokenizer: Tokenizer, progress: Progress | None
 ) -> Iterator[npt.NDArray[np.int64]]:
     """The ids of each text, in order. Two threads encode while the last chunk is written."""
-    told = tokenizer.texts["tokenizer.json"]
-    backend = backend_module().Tokenizer.from_str(told)
+    backend = backend_module().Tokenizer.from_str(tokenizer.texts["tokenizer.json"])
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
     total, done = sum(map(len, texts)), 0
     parts: list[npt.NDArray[np.int64]] = []
-
-    def encode(chunk: list[tuple[int, str, bool]]) -> list[npt.NDArray[np.int64]]:
-        return _encode_chunk(backend, chunk)
-
+    chunks = _chunks(texts, _may_cut(tokenizer.texts["tokenizer.json"]))
     with one_thread(), ThreadPoolExecutor(2) as pool:
-        for chunk, made in _ahead(pool, encode, _chunks(texts, _may_cut(told))):
-            for (_, text, is_last), ids in zip(chunk, made, strict=True):
-                done += len(text)
+        for chunk, encoded in _ahead(pool, backend, chunks):
+            for piece, ids in zip(chunk, encoded, strict=True):
+                done += len(piece.text)
                 parts.append(ids)
-                if is_last:
+                if piece.is_last:
                     yield np.concatenate(parts)
                     parts = []
             if progress is not None:
@@ -310,68 +308,66 @@ def _rows(
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any]
-) -> Iterator[tuple[Any, Any]]:
-    """Each item and what `work` makes of it, in order, with only a few under way at a time."""
-    waiting: list[tuple[Any, Future[Any]]] = []
-    for item in items:
-        waiting.append((item, pool.submit(work, item)))
+    pool: ThreadPoolExecutor, backend: Any, chunks: Iterable[list[_Piece]]
+) -> Iterator[tuple[list[_Piece], list[npt.NDArray[np.int64]]]]:
+    """Each chunk and its ids, in order, with only a few under way at a time."""
+    waiting: deque[tuple[list[_Piece], Future[list[npt.NDArray[np.int64]]]]] = deque()
+    for chunk in chunks:
+        waiting.append((chunk, pool.submit(_encode_chunk, backend, chunk)))
         if len(waiting) > 3:
-            first, future = waiting.pop(0)
+            first, future = waiting.popleft()
             yield first, future.result()
     for first, future in waiting:
         yield first, future.result()
 
 
-def _encode_chunk(backend: Any, chunk: list[tuple[int, str, bool]]) -> list[npt.NDArray[np.int64]]:
+def _encode_chunk(backend: Any, chunk: list[_Piece]) -> list[npt.NDArray[np.int64]]:
     try:
-        made = backend.encode_batch_fast([text for _, text, _ in chunk], add_special_tokens=False)
+        found = backend.encode_batch_fast([p.text for p in chunk], add_special_tokens=False)
     except Exception as error:  # the backend raises nothing more exact
-        for number, text, _ in chunk:
-            for letter in sorted(set(text)):
+        for piece in chunk:
+            for letter in sorted(set(piece.text)):
                 try:
                     backend.encode(letter, add_special_tokens=False)
                 except Exception:
                     raise BadData(
-                        f"text {number} has the character {letter!r}, which the vocabulary does "
-                        "not have; take it out, or train a vocabulary that has it (kind='bpe' has "
-                        "every character)"
+                        f"text {piece.number} has the character {letter!r}, which the vocabulary "
+                        "does not have; take it out, or train a vocabulary that has it (kind='bpe' "
+                        "has every character)"
                     ) from error
-        raise BadData(f"texts {chunk[0][0]} to {chunk[-1][0]}: {error}; see them") from error
-    return [np.array(encoding.ids, np.int64) for encoding in made]
+        raise BadData(
+            f"texts {chunk[0].number} to {chunk[-1].number}: {error}; see them"
+        ) from error
+    return [np.array(encoding.ids, np.int64) for encoding in found]
 
 
-def _may_cut(told: str) -> bool:
+def _may_cut(tokenizer_json: str) -> bool:
     """Whether a text may be cut at a space between words without changing its ids."""
-    plan = json.loads(told)
+    plan = json.loads(tokenizer_json)
     rule = plan.get("pre_tokenizer") or {}
-    byte_level = rule.get("type") == "ByteLevel" and not rule.get("add_prefix_space", True)
-    by_letter = plan["model"].get("type") == "WordLevel" and rule.get("pattern") == {
-        "Regex": r"[\s\S]"
-    }
-    return (
-        plan.get("normalizer") is None and (byte_level and rule.get("use_regex", True)) | by_letter
-    )
+    is_bytes = rule.get("type") == "ByteLevel" and not rule.get("add_prefix_space", True)
+    is_letters = plan["model"].get("type") == "WordLevel"
+    is_letters = is_letters and rule.get("pattern") == {"Regex": r"[\s\S]"}
+    may_cut = is_letters or (is_bytes and rule.get("use_regex", True))
+    return plan.get("normalizer") is None and bool(may_cut)
 
 
-def _chunks(texts: Sequence[str], may_cut: bool) -> Iterator[list[tuple[int, str, bool]]]:
-    """Number of the text, a piece of it, and whether it is the last; about CHUNK characters."""
-    chunk: list[tuple[int, str, bool]] = []
+def _chunks(texts: Sequence[str], may_cut: bool) -> Iterator[list[_Piece]]:
+    """The texts in chunks of about CHUNK characters."""
+    chunk: list[_Piece] = []
     size = 0
     for number, text in enumerate(texts):
-        start = 0
-        while True:
-            seam = None
-            if may_cut and len(text) - start > CHUNK:
-                seam = _SEAM.search(text, start + CHUNK)
+        start, is_last = 0, False
+        while not is_last:
+            is_long = may_cut and len(text) - start > CHUNK
+            seam = _SEAM.search(text, start + CHUNK) if is_long else None
             end = len(text) if seam is None else seam.start()
-            chunk.append((number, text[start:end], end == len(text)))
+            is_last = end == len(text)
+            chunk.append(_Piece(number, text[start:end], is_last))
             size += end - start
             if size >= CHUNK:
                 yield chunk
                 chunk, size = [], 0
             start = end
-            if end == len(text):
-                break
     if chunk:
         yield chunk

@@ -29,6 +29,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal
 
 from regard.tokens import Tokenizer
@@ -85,31 +86,26 @@ def train_tokenizer(
     _check(vocab_size, kind, special, roles, scripts)
     kept = _checked(texts)
     if kind == "characters":
-        told = _characters(kept, vocab_size, special)
+        plan = _characters(kept, vocab_size, special)
     elif scripts:
-        told = _by_script(kept, vocab_size, special)
+        plan = _by_script(kept, vocab_size, special)
     else:
-        told = _by_byte(kept, vocab_size, special, words=kind == "words")
+        plan = _by_byte(kept, vocab_size, special, words=kind == "words")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
     config |= {f"{role}_token": token for role, token in roles.items() if token is not None}
-    return Tokenizer.from_parts(json.dumps(told, ensure_ascii=False), config)
+    return Tokenizer.from_parts(json.dumps(plan, ensure_ascii=False), config)
 
 
 def vocabulary_notices(tokenizer: Tokenizer, vocab_size: int) -> tuple[Notice, ...]:
     """A word where a trained vocabulary is smaller than the one asked for."""
-    made = tokenizer.vocab_size
-    if made >= vocab_size:
+    size = tokenizer.vocab_size
+    if size >= vocab_size:
         return ()
-    return (
-        Notice(
-            f"the vocabulary has {made:,} tokens, not the {vocab_size:,} asked for: the texts "
-            "support no more",
-            made,
-        ),
-    )
+    text = f"the vocabulary has {size:,} tokens, not the {vocab_size:,} asked for: the texts "
+    return (Notice(f"{text}support no more", size),)
 
 
 @contextmanager
@@ -199,8 +195,8 @@ def _train(backend: Any, texts: Iterable[str], **how: Any) -> dict[str, Any]:
     trainer = backend_module().trainers.BpeTrainer(show_progress=False, min_frequency=2, **how)
     with one_thread():
         backend.train_from_iterator(_pieces(texts), trainer)
-    told: dict[str, Any] = json.loads(backend.to_str())
-    return told
+    plan: dict[str, Any] = json.loads(backend.to_str())
+    return plan
 
 
 def _by_byte(
@@ -232,52 +228,48 @@ def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dic
     """Trained on characters; then the bytes are put into the vocabulary, before the characters."""
     hf = backend_module()
     before, after = hf.pre_tokenizers, hf.decoders
-    room = vocab_size - N_BYTES - len(special)
-    if room < 2:
+    n_free = vocab_size - N_BYTES - len(special)
+    if n_free < 2:
         raise BadData(
             f"vocab_size is {vocab_size}, but {N_BYTES} bytes and {len(special)} special tokens "
             "leave no room for characters; ask for more"
         )
-    alphabet = _alphabet(texts, room // 2)
+    alphabet = _alphabet(texts, n_free // 2)
     backend = hf.Tokenizer(hf.models.BPE())
     backend.normalizer = hf.normalizers.Replace(hf.Regex(_STARTS), " ")
     backend.pre_tokenizer = before.Split(hf.Regex(_SCRIPTS), "isolated")
     steps = [after.ByteFallback(), after.Fuse(), after.Strip(" ", 1, 0)]
     backend.decoder = after.Sequence(steps)
-    told = _train(
+    plan = _train(
         backend,
         texts,
-        vocab_size=room,
+        vocab_size=n_free,
         initial_alphabet=alphabet,
         limit_alphabet=len(alphabet),
     )
-    model = told["model"]
+    model = plan["model"]
     learned = sorted(model["vocab"], key=model["vocab"].__getitem__)
     names = [*special, *(f"<0x{byte:02X}>" for byte in range(N_BYTES)), *learned]
     model["vocab"] = {name: at for at, name in enumerate(names)}
     if len(model["vocab"]) != len(names):
         raise BadData("a special token has the name of a byte or of a learned piece; rename it")
     model["byte_fallback"] = True
-    told["added_tokens"] = _added(special)
-    return told
+    plan["added_tokens"] = _added(special)
+    return plan
 
 
-def _alphabet(texts: list[str], room: int) -> list[str]:
+def _alphabet(texts: list[str], limit: int) -> list[str]:
     """The characters with a token of their own: the most frequent, but none that is rare."""
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(text)
+    counts = Counter(chain.from_iterable(texts))
     counts[" "] += RARE  # it may stand in front of every text
     often = [letter for letter, count in counts.items() if count >= RARE]
     often.sort(key=lambda letter: (-counts[letter], letter))
-    return sorted(often[:room])
+    return sorted(often[:limit])
 
 
 def _characters(texts: list[str], vocab_size: int, special: Sequence[str]) -> dict[str, Any]:
     hf = backend_module()
-    letters: set[str] = set()
-    for text in texts:
-        letters.update(text)
+    letters = set().union(*texts)
     names = [*special, *sorted(letters - set(special))]
     if len(names) > vocab_size:
         raise BadData(
@@ -289,9 +281,9 @@ def _characters(texts: list[str], vocab_size: int, special: Sequence[str]) -> di
     backend = hf.Tokenizer(hf.models.WordLevel(vocabulary, unk_token="<none>"))
     backend.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex(r"[\s\S]"), "isolated")
     backend.decoder = hf.decoders.Fuse()
-    told: dict[str, Any] = json.loads(backend.to_str())
-    told["added_tokens"] = _added(special)
-    return told
+    plan: dict[str, Any] = json.loads(backend.to_str())
+    plan["added_tokens"] = _added(special)
+    return plan
 
 
 def _added(special: Sequence[str]) -> list[dict[str, Any]]:

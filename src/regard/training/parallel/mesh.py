@@ -18,7 +18,7 @@ Left out: generation on a prepared model (load the state into a model of its own
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -88,7 +88,6 @@ class Mesh:
 
     @staticmethod
     def alone(device: torch.device | str = "cpu") -> Mesh:
-        """One process on one device."""
         return Mesh(Layout(), 0, torch.device(device), None)
 
     @staticmethod
@@ -182,7 +181,7 @@ class Mesh:
         if self._ties is None:
             return dict(batch)
         data, context = divmod(self.part, layout.context)
-        made = {}
+        own = {}
         for name, tensor in batch.items():
             rows = tensor.tensor_split(layout.data)[data]
             if not len(rows):
@@ -191,16 +190,16 @@ class Mesh:
                     rows = torch.full_like(rows, NOTHING)
             if layout.context > 1:
                 rows = cut_row(name, rows, layout.context)[context]
-            made[name] = rows
-        return made
+            own[name] = rows
+        return own
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over the ranks that read different tokens, the same on every rank."""
         if self._ties is None or self.layout.size == self.layout.tensor:
             return x.detach()
-        made = x.detach().to(self.device, copy=True)
-        dist.all_reduce(made, group=self._ties.mesh.get_group("parts"))
-        return made.to(x.device)
+        total = x.detach().to(self.device, copy=True)
+        dist.all_reduce(total, group=self._ties.mesh.get_group("parts"))
+        return total.to(x.device)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says yes: a stop that reached one process reaches all."""
@@ -215,11 +214,11 @@ class Mesh:
 
         Give an optimizer a group of its own for each list.
         """
-        made: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
         for parameter in parameters:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            made.setdefault(mesh, []).append(parameter)
-        return list(made.values())
+            groups.setdefault(mesh, []).append(parameter)
+        return list(groups.values())
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale gradients to a norm of at most `max_norm` over the whole model; the norm before.
@@ -318,10 +317,10 @@ def shard(model: Transformer, mesh: DeviceMesh, compute: torch.dtype | None) -> 
             module.set_gradient_divide_factor(1.0)
             # A sum that is a sum: gloo has no product-and-sum in one.
             module.set_force_sum_reduction_for_comms(True)
-    open_doors(model)
+    gather_around_methods(model)
 
 
-def open_doors(model: Transformer) -> None:
+def gather_around_methods(model: Transformer) -> None:
     """Let `run` and `encode` be called by themselves, as `forward` can be.
 
     FSDP2 gathers weights around `forward` alone, and can be asked to do so around other methods;
@@ -331,15 +330,10 @@ def open_doors(model: Transformer) -> None:
     model.register_forward_pre_hook(lambda module, _: within.append(module))
     model.register_forward_hook(lambda *_: within.clear(), always_call=True)
 
-    def open_door(name: str) -> None:
-        plain = getattr(model, name)
-        register_fsdp_forward_method(model, name)
-        gathering = getattr(model, name)
-
-        def call(*given: Any, **named: Any) -> Any:
-            return (plain if within else gathering)(*given, **named)
-
-        setattr(model, name, call)
+    def wrap(plain: Callable[..., Any], gathering: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: (plain if within else gathering)(*args, **named)
 
     for name in ("run", "encode"):
-        open_door(name)
+        plain = getattr(model, name)
+        register_fsdp_forward_method(model, name)
+        setattr(model, name, wrap(plain, getattr(model, name)))

@@ -117,7 +117,6 @@ def own_shard(like: Tensor, whole: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The plain tensor that this rank holds, sharing its memory."""
     shard: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return shard
 
@@ -167,7 +166,6 @@ def put_back(
 def split_states(
     tensors: Mapping[str, Tensor], held: Mapping[str, object]
 ) -> dict[str, dict[str, Tensor]]:
-    """Optimizer state by the name of its parameter."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if key.startswith(OPTIM):
