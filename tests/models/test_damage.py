@@ -117,13 +117,13 @@ def pickle_renamed(root: Path) -> None:
 
 
 WEIGHTS: dict[str, tuple[Damage, tuple[str, ...]]] = {
-    "no bytes": (cut(0), (FILE, "0 bytes", "download it again")),
-    "torn in the header": (cut(99), (FILE, "91 follow", "download it again")),
-    "torn at the end": (cut_end, (FILE, "is torn", "download it again")),
-    "huge header": (claim(2**40), (FILE, "1099511627776 bytes", "at most 100000000")),
-    "largest header": (claim(2**64 - 1), (FILE, "18446744073709551615", "damaged")),
-    "header beyond the end": (claim(10**7), (FILE, "10000000 bytes", "download it again")),
-    "short header": (claim(64), (FILE, "is not JSON", "download it again")),
+    "no bytes": (cut(0), (FILE, "is torn", "get it again")),
+    "torn in the header": (cut(99), (FILE, "91 follow", "get it again")),
+    "torn at the end": (cut_end, (FILE, "is torn or damaged", "get it again")),
+    "huge header": (claim(2**40), (FILE, "1099511627776 bytes", "100000000 are allowed")),
+    "largest header": (claim(2**64 - 1), (FILE, "18446744073709551615", "torn")),
+    "header beyond the end": (claim(10**7), (FILE, "10000000 bytes", "get it again")),
+    "short header": (claim(64), (FILE, "is not JSON", "get it again")),
     "wrong shape": (
         tensors(lambda found: found.update({PROJECTION: torch.zeros(20, 29)})),
         (PROJECTION, "[20, 29]", "[20, 28]", "different models"),

@@ -22,9 +22,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from regard._files import spell
 from regard.models.gguf_header import Metadata
-from regard.models.header import spell
-from regard.models.hf_folder import BadCheckpoint
+from regard.models.header import BadCheckpoint
 from regard.tokens import Tokenizer
 
 KEY = "tokenizer.ggml"

@@ -31,8 +31,8 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
-from regard.models.header import BadCheckpoint, spell, spell_path
-from regard.models.hf_folder import Folder, Stored
+from regard._files import spell, spell_path
+from regard.models.hf_folder import BadCheckpoint, Folder, Stored
 
 KEY = "quantization_config"
 KIND = "regard-int8-rows"

@@ -23,45 +23,47 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from regard.models.header import (
-    DTYPES,
-    MAX_CONFIG_BYTES,
+from regard._files import (
+    MARK,
     MAX_HEADER_BYTES,
-    BadCheckpoint,
     is_text,
-    parse_object,
-    read_small,
+    parse_json,
+    read_json,
+    remove_leftovers,
+    replace_file,
     spell,
     spell_path,
+    sync_folder,
 )
+from regard._files import make_header as pack_header
+from regard.models.header import DTYPES, MAX_CONFIG_BYTES, BadCheckpoint
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MARK = ".regard-"
 PENDING = MARK + "pending.json"
 MAX_NAME_BYTES = 200  # file systems end at 255; the temporary name is longer than the plain one
 
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
-_ALONE = MARK + "new-"  # a file that replaces one other, and is no part of a model folder's write
 _LEFTOVER = re.compile(re.escape(MARK) + "[0-9a-f]{16}-")
 _DTYPE_WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 
-def is_plain_name(name: str) -> bool:
+def is_plain_name(name: object) -> bool:
     """Whether this names a file in the folder itself on every system, and nothing else."""
     return (
-        is_text(name)
+        isinstance(name, str)
+        and is_text(name)
         and 0 < len(name.encode("utf-8")) <= MAX_NAME_BYTES
         and name.isprintable()
         and not set(name) & set('/\\:*?"<>|')
@@ -93,20 +95,20 @@ class View:
         path = root / PENDING
         if not os.path.lexists(path):
             return View(root)
-        said = parse_object(read_small(path, MAX_HEADER_BYTES), spell_path(path))
-        tag, files, stale = said.get("tag"), said.get("files"), said.get("stale")
+        pending = read_json(path, MAX_HEADER_BYTES, BadCheckpoint)
+        tag, files, stale = (pending.get(key) for key in ("tag", "files", "stale"))
         if (
             not isinstance(tag, str)
             or re.fullmatch("[0-9a-f]{16}", tag) is None
             or not isinstance(files, list)
-            or not all(isinstance(name, str) and is_plain_name(name) for name in files)
+            or not all(map(is_plain_name, files))
             or not isinstance(stale, list)
             or not all(isinstance(name, str) and _is_ours(name) for name in stale)
             or set(files) & set(stale)
         ):
             raise BadCheckpoint(
                 f"{spell_path(path)} should tell of a write that was cut short (tag, files and "
-                f"stale), but has {spell(said)}; save the model again into a new folder"
+                f"stale), but has {spell(pending)}; save the model again into a new folder"
             )
         return View(root, tag, tuple(files), tuple(stale))
 
@@ -139,54 +141,11 @@ class View:
         for name in os.listdir(self.root):
             if _LEFTOVER.match(name):
                 os.unlink(self.root / name)
+        remove_leftovers(self.root)
         sync_folder(self.root)
-
-    def is_committed(self) -> bool:
-        """Whether the rename that makes this view count has happened."""
-        return os.path.lexists(self.root / PENDING)
-
-
-def sync_folder(root: Path) -> None:
-    """Bring the folder's names to the disk, on systems where a folder can be opened for that."""
-    if os.name != "posix":
-        return
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ---- Writing
-
-
-def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Put one file in place whole: whatever happens, readers find the old one or the new one.
-
-    `write` fills a file beside it, which is brought to the disk and then renamed. An error in it
-    passes through and takes the new file along. What a kill leaves behind has a name that no
-    reader looks at; `remove_leftovers` clears it away.
-    """
-    waiting = path.with_name(f"{_ALONE}{secrets.token_hex(8)}-{path.name}")
-    try:
-        with waiting.open("xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(waiting, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(waiting)
-        raise
-    sync_folder(path.parent)
-
-
-def remove_leftovers(root: Path) -> None:
-    """Remove what killed calls of `replace_file` left; nobody else may be writing there now."""
-    for name in os.listdir(root):
-        if name.startswith(_ALONE):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(root / name)
 
 
 def write_folder(
@@ -229,14 +188,14 @@ def write_folder(
     try:
         for name, content in contents.items():
             _write_file(view.beside(name), content)
-        said = {"tag": view.tag, "files": view.files, "stale": view.stale}
-        _write_file(view.beside(PENDING), json.dumps(said).encode("utf-8"))
         sync_folder(root)
-        os.replace(view.beside(PENDING), root / PENDING)
+        pending = {"tag": view.tag, "files": view.files, "stale": view.stale}
+        with replace_file(root / PENDING) as file:
+            file.write(json.dumps(pending).encode("utf-8"))
     except BaseException:
         # An interrupt may arrive after the rename: from there on the files are the checkpoint.
-        if not view.is_committed():
-            for name in (*contents, PENDING):
+        if not os.path.lexists(root / PENDING):
+            for name in contents:
                 with contextlib.suppress(OSError):
                     os.unlink(view.beside(name))
         raise
@@ -253,7 +212,7 @@ def _to_json(value: Mapping[str, Any], name: str) -> bytes:
         raise ValueError(f"config cannot be written as {name}: {error}") from error
     if len(data) > MAX_CONFIG_BYTES:
         raise ValueError(f"config takes {len(data)} bytes as {name}; at most {MAX_CONFIG_BYTES}")
-    parse_object(data, f"{name} made of the given config")
+    parse_json(data, f"{name} made of the given config", BadCheckpoint)
     return data
 
 
@@ -324,22 +283,11 @@ def make_header(
     The header opens with the metadata, in the mapping's order.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    starts, reached = {}, 0
-    for name in order:
-        starts[name] = reached
-        reached += tensors[name].nbytes
-    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": _DTYPE_WORDS[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [starts[name], starts[name] + tensor.nbytes],
-        }
-    data = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    data += b" " * (-len(data) % 8)
-    if len(data) > MAX_HEADER_BYTES:
-        raise ValueError(f"the names of the tensors take {len(data)} bytes, more than any reads")
-    return len(data).to_bytes(8, "little") + data, order
+    described = {
+        name: (_DTYPE_WORDS[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in tensors.items()
+    }
+    return pack_header(described, metadata or {"format": "pt"}, order=order), order
 
 
 def _write_file(path: Path, content: bytes | Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ tokens and chat templates are plain data, checked against the vocabulary. A stre
 soon as it is certain (`stream.py`), a chat template runs in a sandbox (`chat.py`), and saving
 writes the very files that were read (`files.py`).
 
-Everything is lists of plain numbers: no torch, no numpy.
+Everything is lists of plain numbers, without torch.
 
 Left out: pairs of texts, training a tokenizer, adding tokens, and `clean_up_tokenization_spaces`,
 which rewrites decoded text after the tokenizer's own decoder is done.
@@ -104,7 +104,7 @@ class Tokenizer:
 
     def __init__(self, texts: Mapping[str, str], origin: str) -> None:
         """`texts`: file name -> content, as `load` reads them; `origin` stands in errors."""
-        told = files.parse(texts, files.TOKENIZER, origin)
+        described = files.parse(texts, files.TOKENIZER, origin)
         named = files.special_tokens(texts, origin)
         self._texts = dict(texts)
         self._origin = origin
@@ -118,7 +118,7 @@ class Tokenizer:
             self._backend.no_padding()
         self._ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         self._pieces = {number: piece for piece, number in self._ids.items()}
-        self._check_vocabulary(told)
+        self._check_vocabulary(described)
         self.special = self._mark_special(named)
         self._skipped = frozenset(self.special.all)
         # As the backend understood it, which reads what the file says with some goodwill.
@@ -298,23 +298,23 @@ class Tokenizer:
                 found = [self._backend.encode(texts[0], add_special_tokens=special)]
             else:
                 found = self._backend.encode_batch(texts, add_special_tokens=special)
-        return [self._record(text, made) for text, made in zip(texts, found, strict=True)]
+        return [self._to_encoding(text, given) for text, given in zip(texts, found, strict=True)]
 
-    def _record(self, text: str, made: tokenizers.Encoding) -> Encoding:
-        tokens, offsets = made.tokens, made.offsets
+    def _to_encoding(self, text: str, given: tokenizers.Encoding) -> Encoding:
+        ids, tokens, offsets = given.ids, given.tokens, given.offsets
         mask = [
             bool(added) or (number in self._skipped and text[start:end].strip() == token)
             for added, number, token, (start, end) in zip(
-                made.special_tokens_mask, made.ids, tokens, offsets, strict=True
+                given.special_tokens_mask, ids, tokens, offsets, strict=True
             )
         ]
         return Encoding(
             text=text,
-            ids=made.ids,
+            ids=ids,
             tokens=tokens,
             offsets=offsets,
             special_mask=mask,
-            words=made.word_ids,
+            words=given.word_ids,
         )
 
     def _decode(self, ids: list[int], skip_special: bool) -> str:
@@ -337,7 +337,7 @@ class Tokenizer:
                 )
         return numbers
 
-    def _check_vocabulary(self, told: Mapping[str, Any]) -> None:
+    def _check_vocabulary(self, described: Mapping[str, Any]) -> None:
         """The backend renumbers added tokens without a word, and lets two tokens share an id."""
         where = f"{self._origin}: {files.TOKENIZER}"
         if len(self._pieces) != len(self._ids):
@@ -347,7 +347,7 @@ class Tokenizer:
                 f"{where} gives {twice!r} and {other!r} the same id {self._ids[twice]}; "
                 f"{files.ANOTHER_COPY}"
             )
-        for entry in told.get("added_tokens") or ():
+        for entry in described.get("added_tokens") or ():
             wanted, got = entry["id"], self._ids.get(entry["content"])
             if wanted != got:
                 raise ValueError(

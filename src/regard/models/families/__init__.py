@@ -28,36 +28,14 @@ from regard.models.families import (
     roberta,
     t5,
 )
-from regard.models.family import ConfigReader, Family
-from regard.models.hf_folder import BadCheckpoint
+from regard.models.family import HEADS, ConfigReader, Family
+from regard.models.header import BadCheckpoint
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY
-    for module in (
-        gpt2,
-        gpt3,
-        llama,
-        mistral,
-        qwen2,
-        qwen3,
-        gemma,
-        gemma2,
-        gemma3,
-        gpt_neox,
-        gptj,
-        opt,
-        bloom,
-        palm,
-        bert,
-        roberta,
-        t5,
-        bart,
-        marian,
-        original,
-    )
-}
+MODULES = [gpt2, gpt3, llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gpt_neox, gptj, opt]
+MODULES += [bloom, palm, bert, roberta, t5, bart, marian, original]
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 MAX_PARAMETERS = 2**50  # a thousand times the largest model; more overflows torch's sizes
-BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
+BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.types}
 
 
 class UnknownFamily(BadCheckpoint):
@@ -85,12 +63,12 @@ def config_of(source: Mapping[str, Any]) -> ModelConfig:
             "program. Load the unquantised model, or its GGUF file"
         )
     try:
-        config = family.config_from(source)
+        config = family.config_from(ConfigReader(source))
     except BadCheckpoint:
         raise
     except (ValueError, TypeError, OverflowError) as wrong:
         raise BadCheckpoint(f"config.json makes no {family.name} model: {wrong}") from None
-    ConfigReader(source).expect_head()
+    ConfigReader(source).expect_class(*HEADS)
     n_parameters = count_parameters(config)
     if n_parameters > MAX_PARAMETERS:
         raise BadCheckpoint(
