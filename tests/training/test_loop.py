@@ -201,6 +201,46 @@ def test_one_graph_is_compiled_for_pairs_of_all_lengths(
     assert counting.frame_count == 2
 
 
+class Nudged:
+    """A task with an auxiliary loss: the weight of the output table, three times, each step."""
+
+    targets, one_size = "targets", True
+
+    def __init__(self, task: LanguageTask) -> None:
+        self.task, self.entered = task, 0
+        self.fingerprint, self.batch = task.fingerprint, task.batch
+        self.held_out, self.vectors = task.held_out, task.vectors
+
+    def auxiliary_loss(self, model: Transformer, batch: Any) -> Nudged:
+        self.weight = next(model.parameters())
+        return self
+
+    def __enter__(self) -> Nudged:
+        self.entered += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.entered += 1
+
+    def loss(self) -> Tensor:
+        assert self.entered % 2 == 0  # asked after the forward pass
+        return 3.0 + self.weight.square().mean()
+
+
+def test_an_auxiliary_loss_is_learned_from_and_left_out_of_evaluation(tmp_path: Path) -> None:
+    config = replace(PLAIN, eval_every=1, steps=2, clip=1e9, optimizer="adamw", lr=1e-9)
+    task = text_task(tmp_path / "data")
+    nudged = Nudged(task)
+    plain = Outcome("lm", tmp_path / "0", config, task=task)
+    with_term = Outcome("lm", tmp_path / "1", config, task=nudged)  # type: ignore[arg-type]
+    term = 3.0 + float(next(plain.model.parameters()).detach().square().mean())
+    assert with_term.ear.losses[0] == pytest.approx(plain.ear.losses[0] + term, rel=1e-5)
+    assert with_term.ear.steps[0].grad_norm != plain.ear.steps[0].grad_norm
+    first = [run.ear.evaluations[0].loss for run in (plain, with_term)]
+    assert first[1] == pytest.approx(first[0], rel=1e-5)
+    assert nudged.entered == 4  # two steps, no evaluation
+
+
 def test_smoothing_is_left_out_of_evaluation(tmp_path: Path) -> None:
     config = replace(PLAIN, steps=1, lr=1e-9, eval_every=1)
     plain, smooth = (

@@ -22,11 +22,12 @@ from tiny_runs import Judged
 from regard.models import load
 from regard.training import run as run_module
 from regard.training.config import TrainConfig
-from regard.training.prepare import Files
+from regard.training.prepare import Files, Prepared, Say
 from regard.training.recipes import Recipe, llama, original
 from regard.training.run import old_recipe, run, write_json
 from regard.training.runlog import read_log
 from regard.training.snapshot import list_snapshots
+from regard.training.tasks import LanguageTask
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = TrainConfig(steps=4, lr=1e-2, warmup=1, eval_every=2, save_every=2)
@@ -96,6 +97,18 @@ def test_a_run_leaves_a_model_a_report_and_what_it_needs_to_go_on(
     assert (out / "training" / "loss.png").read_bytes().startswith(b"\x89PNG")
     hidden = [path.name for path in out.rglob("*") if path.name.startswith(".")]
     assert hidden == [".regard-lock"]
+
+
+def test_what_was_prepared_can_be_adapted_before_the_first_step(text: Path, tmp_path: Path) -> None:
+    def adapt(prepared: Prepared, folder: Path, say: Say) -> Prepared:
+        assert folder == tmp_path / "run" / "training" and (folder / "train.tokens").is_file()
+        say("no evaluation, please")
+        assert isinstance(prepared.task, LanguageTask)
+        return replace(prepared, task=LanguageTask(prepared.task.text, None))
+
+    assert run(Files(data=text), LM, tmp_path / "run", adapt=adapt)["best"] is None
+    log = read_log(tmp_path / "run" / "training")
+    assert log.evaluations == [] and (0, "no evaluation, please") in log.notes
 
 
 def test_the_model_that_is_given_out_is_the_best(

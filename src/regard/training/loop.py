@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from regard.models import Transformer
-from regard.training.checkpointing import recomputing
+from regard.training.checkpointing import checkpointed
 from regard.training.config import TrainConfig
 from regard.training.data.packing import NOTHING
 from regard.training.loss import plain_loss, summed_loss
@@ -420,7 +420,7 @@ class Run:
     @contextmanager
     def set_up(self) -> Iterator[None]:
         self.model.train()
-        with recomputing(self.model) if self.config.recompute else nullcontext():
+        with checkpointed(self.model) if self.config.recompute else nullcontext():
             yield
 
     @contextmanager

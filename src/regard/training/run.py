@@ -105,9 +105,8 @@ def run(
             listener=monitor,
             judge=make_judge(files, recipe, prepared) if recipe.judge else None,
         )
-        report = make_report(recipe, prepared, result, mesh)
-        report["seconds_preparing"] = round(ready - began, 1)
-        report["seconds_training"] = round(time.perf_counter() - ready, 1)
+        times = {"preparing": ready - began, "training": time.perf_counter() - ready}
+        report = make_report(recipe, prepared, result, mesh, times)
         whole = whole_model(prepared.model, mesh)
         if result.reason != "interrupted" and whole is not None:
             save(whole, out)
@@ -177,8 +176,14 @@ def find_start(snapshots: Path) -> int:
     return 0 if latest is None else latest.step
 
 
-def make_report(recipe: Recipe, prepared: Prepared, result: Result, mesh: Mesh) -> dict[str, Any]:
-    """What was trained, on what, and how well."""
+def make_report(
+    recipe: Recipe,
+    prepared: Prepared,
+    result: Result,
+    mesh: Mesh,
+    times: Mapping[str, float],
+) -> dict[str, Any]:
+    """What was trained, on what, for how long, and how well."""
     device = platform.processor() or platform.machine()
     if mesh.device.type == "cuda":
         device = torch.cuda.get_device_name(mesh.device)
@@ -188,6 +193,7 @@ def make_report(recipe: Recipe, prepared: Prepared, result: Result, mesh: Mesh) 
         "n_parameters": count_parameters(prepared.model.config),
         "vocab_size": prepared.tokenizer.vocab_size,
         "best": None if result.best is None else asdict(result.best),
+        **{f"seconds_{name}": round(seconds, 1) for name, seconds in times.items()},
         "device": device,
         "processes": mesh.size,
         "versions": {name: metadata.version(name) for name in ("torch", "numpy")},
