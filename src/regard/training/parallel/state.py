@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -200,36 +200,20 @@ def make_state(optimizer: Optimizer, weight: Tensor, word: str, whole: Tensor) -
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients so that their norm over all ranks is at most `max_norm`; that norm.
 
-    What is cut over an axis of the mesh is summed over it; what is whole on all ranks counts once.
+    What is sharded over an axis of the mesh is summed over it; what is whole counts once.
     """
     reshard(model)
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     if not grads:
         return torch.zeros(())
-    parts = [local(grad) for grad in grads]
-    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
-    norms = torch._foreach_norm(parts, 2.0, wide)
-    sums: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for grad, norm in zip(grads, norms, strict=True):
-        sums.setdefault(cut_over(grad), []).append(norm.square())
-    total = torch.zeros((), device=parts[0].device, dtype=wide)
-    for groups, squares in sums.items():
-        square = torch.stack(squares).sum()
-        for group in groups:
-            dist.all_reduce(square, group=group)
-        total += square
-    norm = total.sqrt()
-    torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for grad in grads:
+        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(grad)
+    norms = [nn.utils.get_total_norm(group) for group in by_mesh.values()]
+    norm: Tensor = torch.stack(
+        [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
+    ).norm()
+    shards = [local(grad) for grad in grads]
+    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
-
-
-def cut_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks that hold different pieces of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    mesh = tensor.device_mesh
-    return tuple(
-        mesh.get_group(axis)
-        for axis, placement in enumerate(tensor.placements)
-        if not placement.is_replicate()
-    )
