@@ -28,8 +28,7 @@ from regard.training.data.pairs import PairedText
 from regard.training.data.reading import BadData, Notice, read_documents, read_pairs
 from regard.training.data.store import (
     TokenFile,
-    encode_documents,
-    encode_pairs_side,
+    encode_texts,
     reuse_tokens,
     write_tokens,
 )
@@ -87,9 +86,9 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepar
     words = {"special": (END, PAD, MASK), "pad": PAD} if masked else {"special": (END,)}
     tokenizer = find_tokenizer(files, recipe, folder, corpus, words, say)
     eos = tokenizer.special.eos
-    single = len(texts) == 1 and len(held) <= 1
+    after = end_of_text(tokenizer, single=len(texts) == 1 and len(held) <= 1)
     stores = [
-        encode_documents(some, tokenizer, folder / f"{name}.tokens", eos=None if single else eos)
+        encode_texts(some, tokenizer, folder / f"{name}.tokens", after=after)
         for name, some in (("train", texts), ("valid", held))
         if some
     ]
@@ -248,6 +247,12 @@ def find_tokenizer(
     return tokenizer
 
 
+def end_of_text(tokenizer: Tokenizer, *, single: bool) -> tuple[int, ...]:
+    """What stands behind each document; nothing, if there is a single one."""
+    eos = tokenizer.special.eos
+    return () if single or eos is None else (eos,)
+
+
 def one_id(tokenizer: Tokenizer, token: str) -> int:
     try:
         return tokenizer.id(token)
@@ -265,7 +270,7 @@ def encode_sides(
 
     def encode(side: int, prefix: Sequence[int] = ()) -> TokenFile:
         path = side_file(folder, name, side, "named" if prefix else "plain")
-        return encode_pairs_side(sides[side], tokenizer, path, prefix)
+        return encode_texts(sides[side], tokenizer, path, before=prefix)
 
     sources, targets = encode(0), encode(1)
     if not prefixes:

@@ -32,13 +32,13 @@ from regard.training.bleu import score, translate_rows
 from regard.training.config import TrainConfig
 from regard.training.data.packing import NOTHING
 from regard.training.data.reading import read_documents, read_pairs
-from regard.training.data.store import encode_documents
+from regard.training.data.store import encode_texts
 from regard.training.loop import Judge, Listener, Result, Silence, train
 from regard.training.loss import summed_loss
 from regard.training.monitor import Monitor
 from regard.training.parallel import Mesh
 from regard.training.plotting import plot_losses
-from regard.training.prepare import END, Files, Prepared, Say, one_id, pack, prepare
+from regard.training.prepare import END, Files, Prepared, Say, end_of_text, one_id, pack, prepare
 from regard.training.recipes import Recipe
 from regard.training.snapshot import list_snapshots, load_latest
 from regard.training.tasks import LanguageTask
@@ -266,8 +266,8 @@ def score_text(
     assert isinstance(task, LanguageTask) and model.head is not None
     texts = read_documents(path, separator=files.separator).texts
     n_bytes = sum(len(text.encode()) for text in texts)
-    eos = None if len(texts) == 1 else prepared.tokenizer.special.eos
-    tokens = encode_documents(texts, prepared.tokenizer, folder / f"{path.name}.tokens", eos=eos)
+    after = end_of_text(prepared.tokenizer, single=len(texts) == 1)
+    tokens = encode_texts(texts, prepared.tokenizer, folder / f"{path.name}.tokens", after=after)
     packed = pack(tokens, recipe, shorten=True)
     device = next(model.parameters()).device
     total, n_tokens = 0.0, 0

@@ -7,8 +7,8 @@ How: one file. A header of 4096 bytes (magic, then JSON padded with spaces), the
 where the vocabulary allows, else four), zeros up to a multiple of eight, and the bounds: document d
 is `ids[bounds[d] : bounds[d + 1]]`. The header tells sizes, the fingerprint of what was encoded and
 a checksum of everything else. A file is written beside its place and renamed, so that a half one is
-never seen under its name. `encode_documents` and `encode_pairs_side` write such a file, or open the
-one that is there if it was made from the same texts by the same tokenizer.
+never seen under its name. `encode_texts` writes such a file, or opens the one that is there if it
+was made from the same texts by the same tokenizer.
 
 Texts are read as plain text: where one holds the name of a special token, it is spelled out, so
 that data cannot end a document or pass for padding.
@@ -23,7 +23,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -38,7 +38,6 @@ from regard.training.data.vocabulary import backend_module, one_thread
 
 Ids = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Bounds = npt.NDArray[np.int64]
-Progress = Callable[[int, int], None]
 
 MAGIC = b"regardt\n"
 VERSION = 1
@@ -144,36 +143,30 @@ def write_tokens(
     return TokenFile.open(file)
 
 
-def encode_documents(
+def encode_texts(
     texts: Sequence[str],
     tokenizer: Tokenizer,
     path: str | os.PathLike[str],
     *,
-    eos: int | None,
-    progress: Progress | None = None,
+    before: Sequence[int] = (),
+    after: Sequence[int] = (),
 ) -> TokenFile:
-    """The texts as ids in the file at `path`, each followed by `eos`, if there is one.
+    """The texts as ids in the file at `path`, each between the ids `before` and `after`.
 
-    A file that is there already is used if it was made from the same. `progress` is called with the
-    characters done and all of them.
+    A file that is there already is used if it was made from the same.
     """
-    after = () if eos is None else (eos,)
-    return _encode(texts, tokenizer, Path(path), ((), after), progress)
-
-
-def encode_pairs_side(
-    texts: Sequence[str],
-    tokenizer: Tokenizer,
-    path: str | os.PathLike[str],
-    prefix: Sequence[int] = (),
-    *,
-    progress: Progress | None = None,
-) -> TokenFile:
-    """One side of sentence pairs as ids, each after `prefix` (which may name a language).
-
-    No start, no end: `PairedText` adds these. Otherwise as `encode_documents`.
-    """
-    return _encode(texts, tokenizer, Path(path), (tuple(prefix), ()), progress)
+    file = Path(path)
+    if isinstance(texts, str):
+        raise TypeError("texts is one text, expected a list of them")
+    if not texts:
+        raise BadData(f"{file}: there are no texts to encode; expected at least one")
+    fingerprint = _fingerprint(texts, tokenizer, [list(map(int, ids)) for ids in (before, after)])
+    found = reuse_tokens(file, fingerprint)
+    if found is not None:
+        return found
+    first, last = np.array(before, np.int64), np.array(after, np.int64)
+    rows = (np.concatenate((first, ids, last)) for ids in _rows(texts, tokenizer))
+    return write_tokens(file, rows, vocab_size=tokenizer.vocab_size, fingerprint=fingerprint)
 
 
 # ---- The file
@@ -225,34 +218,8 @@ def _as_ids(
 # ---- Encoding
 
 
-def _encode(
-    texts: Sequence[str],
-    tokenizer: Tokenizer,
-    file: Path,
-    around: tuple[tuple[int, ...], tuple[int, ...]],
-    progress: Progress | None,
-) -> TokenFile:
-    if isinstance(texts, str):
-        raise TypeError("texts is one text, expected a list of them")
-    if not texts:
-        raise BadData(f"{file}: there are no texts to encode; expected at least one")
-    fingerprint = _fingerprint(texts, tokenizer, around)
-    found = reuse_tokens(file, fingerprint)
-    if found is not None:
-        if progress is not None:
-            total = sum(map(len, texts))
-            progress(total, total)
-        return found
-    before, after = (np.array(ids, np.int64) for ids in around)
-    rows = (np.concatenate((before, ids, after)) for ids in _rows(texts, tokenizer, progress))
-    return write_tokens(file, rows, vocab_size=tokenizer.vocab_size, fingerprint=fingerprint)
-
-
-def _fingerprint(
-    texts: Sequence[str], tokenizer: Tokenizer, around: tuple[tuple[int, ...], tuple[int, ...]]
-) -> str:
-    ends = [list(map(int, ids)) for ids in around]
-    how = json.dumps([VERSION, tokenizer.texts["tokenizer.json"], ends])
+def _fingerprint(texts: Sequence[str], tokenizer: Tokenizer, around: list[list[int]]) -> str:
+    how = json.dumps([VERSION, tokenizer.texts["tokenizer.json"], around])
     digest = hashlib.sha256(how.encode())
     for text in texts:
         data = text.encode("utf-8")
@@ -284,27 +251,21 @@ class _Piece(NamedTuple):
     is_last: bool
 
 
-def _rows(
-    texts: Sequence[str], tokenizer: Tokenizer, progress: Progress | None
-) -> Iterator[npt.NDArray[np.int64]]:
+def _rows(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int64]]:
     """The ids of each text, in order. Two threads encode while the last chunk is written."""
     backend = backend_module().Tokenizer.from_str(tokenizer.texts["tokenizer.json"])
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
-    total, done = sum(map(len, texts)), 0
     parts: list[npt.NDArray[np.int64]] = []
     chunks = _chunks(texts, _may_cut(tokenizer.texts["tokenizer.json"]))
     with one_thread(), ThreadPoolExecutor(2) as pool:
         for chunk, encoded in _ahead(pool, backend, chunks):
             for piece, ids in zip(chunk, encoded, strict=True):
-                done += len(piece.text)
                 parts.append(ids)
                 if piece.is_last:
                     yield np.concatenate(parts)
                     parts = []
-            if progress is not None:
-                progress(done, total)
 
 
 def _ahead(
