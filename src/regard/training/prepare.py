@@ -26,12 +26,7 @@ from regard.tokens import Tokenizer
 from regard.training.data.packing import MaskedTokens, PackedText
 from regard.training.data.pairs import PairedText
 from regard.training.data.reading import BadData, Notice, read_documents, read_pairs
-from regard.training.data.store import (
-    TokenFile,
-    encode_texts,
-    reuse_tokens,
-    write_tokens,
-)
+from regard.training.data.store import TokenFile, encode_texts, reuse_tokens, write_tokens
 from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
 from regard.training.init import start
 from regard.training.recipes import Recipe

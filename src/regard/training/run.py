@@ -177,11 +177,7 @@ def find_start(snapshots: Path) -> int:
 
 
 def make_report(
-    recipe: Recipe,
-    prepared: Prepared,
-    result: Result,
-    mesh: Mesh,
-    times: Mapping[str, float],
+    recipe: Recipe, prepared: Prepared, result: Result, mesh: Mesh, times: Mapping[str, float]
 ) -> dict[str, Any]:
     """What was trained, on what, for how long, and how well."""
     device = platform.processor() or platform.machine()

@@ -138,11 +138,7 @@ def backend_module() -> Any:
 
 
 def _check(
-    vocab_size: int,
-    kind: str,
-    special: Sequence[str],
-    roles: dict[str, str | None],
-    scripts: bool,
+    vocab_size: int, kind: str, special: Sequence[str], roles: dict[str, str | None], scripts: bool
 ) -> None:
     if isinstance(special, str):
         raise TypeError(f"special is one text, {special!r}; expected a list of token names")
@@ -241,11 +237,7 @@ def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dic
     steps = [after.ByteFallback(), after.Fuse(), after.Strip(" ", 1, 0)]
     backend.decoder = after.Sequence(steps)
     plan = _train(
-        backend,
-        texts,
-        vocab_size=n_free,
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
+        backend, texts, vocab_size=n_free, initial_alphabet=alphabet, limit_alphabet=len(alphabet)
     )
     model = plan["model"]
     learned = sorted(model["vocab"], key=model["vocab"].__getitem__)
