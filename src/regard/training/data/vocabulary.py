@@ -111,7 +111,7 @@ def vocabulary_notices(tokenizer: Tokenizer, vocab_size: int) -> tuple[Notice, .
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Keeps `tokenizers` from starting threads: it warns, and may hang, when a process that did
-    is forked later. Its calls let go of Python's lock, so that threads of ours serve as well."""
+    is forked later. Its calls release the GIL, so that threads of ours serve as well."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -134,7 +134,7 @@ def backend_module() -> Any:
     return tokenizers
 
 
-# ---- At the door
+# ---- Checks
 
 
 def _check(
