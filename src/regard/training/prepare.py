@@ -229,8 +229,7 @@ def find_tokenizer(
     tokenizer = train_tokenizer(
         texts,
         recipe.vocab_size,
-        kind="bpe" if recipe.cutting == "scripts" else recipe.cutting,
-        scripts=recipe.cutting == "scripts",
+        kind=recipe.cutting,
         eos=END,
         **words,
     )

@@ -18,10 +18,10 @@ from typing import Any, Literal, get_args
 from regard.models.families import FAMILIES, config_of
 from regard.positions.frequencies import check_choice, check_count
 from regard.training.config import TrainConfig, read, split_settings
+from regard.training.data.vocabulary import Kind
 
 ROTARY = ("rope_theta", "partial_rotary_factor")
 TaskKind = Literal["lm", "masked", "translate"]
-Cutting = Literal["bpe", "scripts", "words", "characters"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Recipe:
     model: Mapping[str, Any]
     train: TrainConfig
     vocab_size: int = 8192
-    cutting: Cutting = "bpe"
+    cutting: Kind = "bpe"
     context: int = 512
     rows: int = 16
     documents: bool = True
@@ -49,7 +49,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_choice("task", self.task, get_args(TaskKind))
-        check_choice("cutting", self.cutting, get_args(Cutting))
+        check_choice("cutting", self.cutting, get_args(Kind))
         for name in ("vocab_size", "context", "rows", "max_tokens", "max_len"):
             check_count(name, getattr(self, name))
 

@@ -7,7 +7,7 @@ How: the `tokenizers` package counts and merges; what is decided here is where m
 that `decode(encode(text))` is the text, whatever it holds:
 
 - "bpe": bytes, merged within what GPT-2's rule takes for words. Every text has ids.
-- "bpe" with `scripts`: characters, merged within one script, so that a Japanese word never hangs
+- "scripts": characters, merged within one script, so that a Japanese word never hangs
   together with its particle or its full stop. Rare characters are spelled in bytes. Where a text
   starts with neither Han nor kana, it gets a space in front, which the decoder takes away: so
   "Tom" is the same token at the start of a sentence as within.
@@ -30,12 +30,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from regard.positions.frequencies import check_choice
 from regard.tokens import Tokenizer
 from regard.training.data.reading import BadData, Notice
 
-Kind = Literal["bpe", "words", "characters"]
+Kind = Literal["bpe", "scripts", "words", "characters"]
 
 N_BYTES = 256
 LONGEST_RUN = 1_000
@@ -75,19 +76,18 @@ def train_tokenizer(
     bos: str | None = None,
     eos: str | None = "<|endoftext|>",
     pad: str | None = None,
-    scripts: bool = False,
 ) -> Tokenizer:
     """A tokenizer with at most `vocab_size` tokens, `special` ones first, made from the texts.
 
-    `bos`, `eos` and `pad` name some of `special`. `scripts` keeps writing systems apart, for
-    Japanese. Texts may hold too little for so many tokens: see `vocabulary_notices`.
+    `bos`, `eos` and `pad` name some of `special`. Texts may hold too little for so many tokens: see
+    `vocabulary_notices`.
     """
     roles = {"bos": bos, "eos": eos, "pad": pad}
-    _check(vocab_size, kind, special, roles, scripts)
+    _check(vocab_size, kind, special, roles)
     kept = _checked(texts)
     if kind == "characters":
         plan = _characters(kept, vocab_size, special)
-    elif scripts:
+    elif kind == "scripts":
         plan = _by_script(kept, vocab_size, special)
     else:
         plan = _by_byte(kept, vocab_size, special, words=kind == "words")
@@ -138,16 +138,13 @@ def backend_module() -> Any:
 
 
 def _check(
-    vocab_size: int, kind: str, special: Sequence[str], roles: dict[str, str | None], scripts: bool
+    vocab_size: int, kind: str, special: Sequence[str], roles: dict[str, str | None]
 ) -> None:
     if isinstance(special, str):
         raise TypeError(f"special is one text, {special!r}; expected a list of token names")
     if type(vocab_size) is not int or vocab_size < 1:
         raise ValueError(f"vocab_size is {vocab_size!r}, expected a whole number of tokens")
-    if kind not in ("bpe", "words", "characters"):
-        raise ValueError(f"kind is {kind!r}, expected 'bpe', 'words' or 'characters'")
-    if scripts and kind != "bpe":
-        raise ValueError(f"scripts keeps the pieces of kind='bpe' apart; kind={kind!r} has none")
+    check_choice("kind", kind, get_args(Kind))
     if len(set(special)) != len(special) or not all(special):
         raise ValueError(f"special tokens are {list(special)}; expected distinct, non-empty texts")
     for role, token in roles.items():

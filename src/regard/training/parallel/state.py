@@ -13,6 +13,7 @@ Left out: learning rates and other numbers of an optimizer's groups, which belon
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +49,17 @@ def plain_name(name: str) -> str:
     return name
 
 
-def held_states(
-    weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
-) -> dict[str, tuple[Tensor, Optimizer]]:
+class Held(NamedTuple):
+    """A parameter and the optimizer that moves it."""
+
+    weight: Tensor
+    optimizer: Optimizer
+
+
+def held_states(weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Held]:
     """For each name, the parameter and the optimizer that moves it."""
     names = {id(weight): name for name, weight in weights.items()}
-    held: dict[str, tuple[Tensor, Optimizer]] = {}
+    held: dict[str, Held] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for weight in group["params"]:
@@ -66,7 +72,7 @@ def held_states(
                     )
                 if name in held:
                     raise ValueError(f"two optimizers, or two groups of one, hold {name}")
-                held[name] = (weight, optimizer)
+                held[name] = Held(weight, optimizer)
     return held
 
 
@@ -140,11 +146,8 @@ def put_back(
     held = held_states(weights, optimizers)
     states = split_states(tensors, held)
     missing = [name for name in weights if MODEL + name not in tensors]
-    strange = [
-        name
-        for name in tensors
-        if name.startswith(MODEL) and name.removeprefix(MODEL) not in weights
-    ]
+    given = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
+    strange = [name for name in given if name not in weights]
     if missing or strange:
         raise ValueError(
             f"the tensors are of another model: {len(missing)} weights are missing"
@@ -154,10 +157,10 @@ def put_back(
         fill(weight, name, tensors[MODEL + name])
     for name, (weight, optimizer) in held.items():
         state = optimizer.state[weight]
-        given = states.get(name, {})
-        for word in set(state) - set(given):
+        words = states.get(name, {})
+        for word in set(state) - set(words):
             del state[word]
-        for word, whole in given.items():
+        for word, whole in words.items():
             if not isinstance(state.get(word), Tensor):
                 state[word] = make_state(optimizer, weight, word, whole)
             fill(state[word], f"{word} of {name}", whole)
