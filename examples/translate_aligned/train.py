@@ -11,7 +11,6 @@ token to those it was aligned with. `--lexicon` counts at the end how often they
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from regard.training.data.store import TokenFile
 from regard.training.parallel import Mesh
 from regard.training.prepare import Files, Prepared, one_id, side_file
 from regard.training.recipes import Recipe, original
-from regard.training.run import Tests, run
+from regard.training.run import Tests, run, write_json
 from regard.training.tasks import TranslationTask
 
 
@@ -93,8 +92,7 @@ def train_aligned(
     report = run(files, recipe, out, tests=tests, mesh=mesh, resume=resume, adapt=adapt)
     if lexicon is not None and tests is not None and report["ended"] != "interrupted":
         report["tests"]["alignment"] = score(lexicon, tests, files, recipe, out, guidance)
-        text = json.dumps(report, indent=2, ensure_ascii=False)
-        (out / "report.json").write_text(text + "\n", encoding="utf-8")
+        write_json(out / "report.json", report)
     return report
 
 
