@@ -328,8 +328,8 @@ def check_copy(
         original = next((full for full in expected if original.endswith(f".{full}")), original)
     if not are_equal(checkpoint, name, original):
         raise BadCheckpoint(
-            f"{checkpoint.path}: config.json says that {name} is the same as {original}, but they "
-            "differ in the file; set tie_word_embeddings to false there if both are meant"
+            f"{checkpoint.path}: config.json says that {name} is the same as {original}, but the "
+            "file has two different tensors; set tie_word_embeddings to false if both are meant"
         )
 
 
