@@ -146,7 +146,7 @@ def test_look_reads_files_and_standard_input(
     assert run(capsys, "look", str(file), *quiet)[1] == straight, "with a byte order mark"
     file.write_bytes(SENTENCE.encode() + b"\xff")
     code, _, err = run(capsys, "look", str(file), *quiet)
-    assert code == 2 and f"{file} is no text in UTF-8 (byte {len(SENTENCE)})" in err
+    assert code == 2 and f"{file}, line 1: byte 0xff is not UTF-8" in err
     monkeypatch.setattr("sys.stdin", io.StringIO(SENTENCE))
     assert run(capsys, "look", "-", *quiet)[1] == straight
 

@@ -12,23 +12,27 @@ from typing import Any
 
 import numpy as np
 
+from regard.lens.record import Place
+
 HABITS = ("previous", "first", "induction", "local", "broad", "same", "separator", "next")
 SCORES = ("previous", "next", "same", "induction", "first", "separator", "local", "broad")
 SENTENCE = "The animal didn't cross the street because it was too tired ."
 ENGLISH = SENTENCE.split()
 
 
-@dataclass(frozen=True)
-class FakePlace:
-    name: str
-    layer: int
-    kind: str
-    n_heads: int
-    n_queries: int
-    n_keys: int
-    causal: bool
-    exact_zoom: bool = True
-    heads: tuple[int, ...] = ()
+def make_place(
+    name: str, layer: int, kind: str, n_heads: int, n_queries: int, n_keys: int, causal: bool
+) -> Place:
+    return Place(
+        name=name,
+        layer=layer,
+        kind=kind,
+        n_heads=n_heads,
+        n_queries=n_queries,
+        n_keys=n_keys,
+        causal=causal,
+        heads=tuple(range(n_heads)),
+    )
 
 
 @dataclass
@@ -102,6 +106,12 @@ class FakeRecord:
         ]
         return np.array([[cell.mean() for cell in row] for row in rows], dtype=np.float32)
 
+    def grid(self, place: int) -> tuple[int, int] | None:
+        return self.places[place].n_queries, self.places[place].n_keys
+
+    def has_weights(self, place: int) -> bool:
+        return self.places[place].exact_zoom
+
     def rows(self, place: int, head: int, query: int) -> np.ndarray:
         return self.weights(place, head, query, query + 1)[0]
 
@@ -147,7 +157,7 @@ def decoder(
     tokens = list(ENGLISH) if tokens is None else tokens
     text, spans = spread(tokens)
     places = [
-        FakePlace(f"layers.{n}.attn", n, "self", n_heads, len(tokens), len(tokens), True)
+        make_place(f"layers.{n}.attn", n, "self", n_heads, len(tokens), len(tokens), True)
         for n in range(layers)
     ]
     fields = {"text": text, "spans": spans, "model": "fake:lm", **fields}
@@ -159,10 +169,10 @@ def translator() -> FakeRecord:
     source = ["<en>", "The", "cat", "sat", "on", "the", "mat", ".", "</s>"]
     target = ["<s>", "猫", "は", "マット", "の", "上", "に", "座っ", "た", "。"]
     t, s = len(target), len(source)
-    places = [FakePlace(f"encoder.layers.{n}.attn", n, "self", 4, s, s, False) for n in range(2)]
+    places = [make_place(f"encoder.layers.{n}.attn", n, "self", 4, s, s, False) for n in range(2)]
     for n in range(2):
-        places.append(FakePlace(f"decoder.layers.{n}.self_attn", n, "self", 4, t, t, True))
-        places.append(FakePlace(f"decoder.layers.{n}.cross_attn", n, "cross", 4, t, s, False))
+        places.append(make_place(f"decoder.layers.{n}.self_attn", n, "self", 4, t, t, True))
+        places.append(make_place(f"decoder.layers.{n}.cross_attn", n, "cross", 4, t, s, False))
     text, spans = spread(target, "")
     return FakeRecord(
         tokens=target,
@@ -192,6 +202,7 @@ def coarse(n: int = 1000) -> FakeRecord:
         raise ValueError("kept statistics only")
 
     made.statistics = lambda place: {"received": np.ones((2, n))}  # type: ignore[method-assign]
+    made.grid = lambda place: (128, 128)  # type: ignore[method-assign]
     made.map, made.rows, made.column = picture, refuse, refuse  # type: ignore[method-assign]
     return made
 

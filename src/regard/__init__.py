@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from regard.lens.viewers import VIEWERS
+
 if TYPE_CHECKING:
     from regard import nn
     from regard._look import look
@@ -119,3 +121,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _view(name: str) -> Any:
+    """A function of the view that loads it when it is first called."""
+    return lambda *args, **kwargs: getattr(importlib.import_module("regard.view"), name)(
+        *args, **kwargs
+    )
+
+
+VIEWERS.update({name: _view(name) for name in ("plot", "write_page", "make_widget")})

@@ -239,9 +239,9 @@ def read_header(
             raise error(f"{where} changed while it was opened; open it again")
     entries = {}
     for name, entry in described.items():
-        # safetensors takes the fields in a list too. Empty axes count as 1, so that a 0 cannot hide
-        # sizes whose strides would overflow; torch's elementwise operations end at 64 axes.
-        shape = entry["shape"] if isinstance(entry, dict) else None
+        # safetensors takes the fields in a list too, and others beside them. Empty axes count as 1,
+        # so that a 0 cannot hide sizes whose strides would overflow; torch ends at 64 axes.
+        shape = entry["shape"] if isinstance(entry, dict) and len(entry) == 3 else None
         if shape is None or len(shape) > 64 or math.prod(size or 1 for size in shape) >= 2**60:
             raise error(f"{where}: tensor {spell(name)} is {spell(entry)}, which no tensor can be")
         entries[name] = Entry(entry["dtype"], tuple(shape), *entry["data_offsets"])

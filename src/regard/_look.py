@@ -15,8 +15,8 @@ Left out: models that are not regard's, which `regard.watch` watches where they 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "embedded:lm"
 Showing: TypeAlias = "Callable[[int, int | None], AbstractContextManager[Progress | None]]"
-"""Called with how many tokens will be read, and at how many places where that is known; the reading
-is done in the block that it gives, which may hold what `watch` shall tell its progress."""
+"""Called with how many tokens will be read, and at how many places where that is known; gives the
+block to read in, and in it what `watch` takes as its progress."""
 
 
 def look(
@@ -141,57 +141,53 @@ def name_tokens(text: str, pieces: list[str], spans: list[tuple[int, int]]) -> l
 
 def see(subject: Subject, text: str, progress: Showing | None = None) -> Record:
     """What the heads of a model do while it reads the text."""
-    import torch
-
-    from regard.lens.watch import watch
-
-    said = subject.read(text)
-    device = next(subject.module.parameters()).device
-    around = nullcontext() if progress is None else progress(len(said.ids), subject.n_layers)
-    with (
-        around as tell,
-        torch.no_grad(),
-        watch(subject.module, keep="qk", progress=tell) as record,
-    ):
-        subject.run(torch.tensor([said.ids], device=device))
-    return record.describe(text=text, tokens=said.labels, spans=said.spans, model=subject.name)
+    read = subject.read(text)
+    with _watching(subject.module, len(read.ids), subject.n_layers, progress) as (record, batch):
+        subject.run(batch(read.ids))
+    return record.describe(text=text, tokens=read.labels, spans=read.spans, model=subject.name)
 
 
 def see_translation(
     model: Transformer,
     name: str,
     text: str,
-    made: str,
+    translation: str,
     to: str | None,
     progress: Showing | None = None,
 ) -> Record:
-    """What the heads do while the model reads a text and writes what it made of it."""
-    import torch
-
+    """What the heads do while the model reads a text and writes its translation."""
     from regard.generation.translation import Reader, choose
-    from regard.lens.watch import watch
 
     reader = Reader(model, split=False)
     source = reader.encode(text, choose(model, text, to, None))
     tokenizer, start = reader.tokenizer, model.config.tokens.decoder_start
     if start is None:
         raise ValueError(f"{name} names no token to start with (decoder_start_token_id)")
-    said = tokenizer.encode(made, special=False)
-    device = next(model.parameters()).device
-    n_tokens = len(source) + len(said.ids)
+    target = tokenizer.encode(translation, special=False)
+    n_tokens = len(source) + len(target.ids)
     n_places = len(model.config.encoder) + 2 * len(model.config.decoder)
-    around = nullcontext() if progress is None else progress(n_tokens, n_places)
-    with around as tell, torch.no_grad(), watch(model, keep="qk", progress=tell) as record:
-        model(
-            torch.tensor([[start, *said.ids]], device=device),
-            source=torch.tensor([source], device=device),
-        )
-    labels = [tokenizer.token(start), *(made[a:z] for a, z in said.offsets)]
+    with _watching(model, n_tokens, n_places, progress) as (record, batch):
+        model(batch([start, *target.ids]), source=batch(source))
     return record.describe(
-        text=made,
-        tokens=labels,
-        spans=[(0, 0), *said.offsets],
+        text=translation,
+        tokens=[tokenizer.token(start), *(translation[a:z] for a, z in target.offsets)],
+        spans=[(0, 0), *target.offsets],
         source_text=text,
         source_tokens=[tokenizer.decode([at], skip_special=False) for at in source],
         model=name,
     )
+
+
+@contextmanager
+def _watching(
+    module: nn.Module, n_tokens: int, n_places: int | None, progress: Showing | None
+) -> Iterator[tuple[Record, Callable[[list[int]], Tensor]]]:
+    """The record that is being made, and what makes ids into a batch of one."""
+    import torch
+
+    from regard.lens.watch import watch
+
+    device = next(module.parameters()).device
+    around = nullcontext() if progress is None else progress(n_tokens, n_places)
+    with around as tell, torch.no_grad(), watch(module, keep="qk", progress=tell) as record:
+        yield record, lambda ids: torch.tensor([ids], device=device)

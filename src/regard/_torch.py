@@ -11,17 +11,21 @@ Seen in torch 2.11 and 2.13:
 - `torch._subclasses.FakeTensor`: tensors without data, in tracing.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward: the CPU's kernel,
   with its logsumexp. It takes rows of stride 1 for granted.
+- `torch.overrides._get_current_function_mode_stack`, `_pop_mode`, `_push_mode`: taking a mode away.
+- `torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex`: indices under vmap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -59,3 +63,32 @@ def takes_tangents() -> bool:
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no data, as in tracing."""
     return type(tensor) is not Tensor and isinstance(tensor, FakeTensor)
+
+
+@contextmanager
+def without_mode(mode: TorchFunctionMode | None) -> Iterator[None]:
+    """Take one torch-function mode away; modes that others put on above it stay."""
+    stack: Any = overrides._get_current_function_mode_stack
+    pop: Any = overrides._pop_mode
+    push: Any = overrides._push_mode
+    if mode is None or mode not in stack():
+        yield
+        return
+    depth = stack().index(mode)
+    above = [pop() for _ in stack()[depth:]]
+    for other in reversed(above[:-1]):
+        push(other)
+    try:
+        yield
+    finally:
+        above = [pop() for _ in stack()[depth:]]
+        push(mode)
+        for other in reversed(above):
+            push(other)
+
+
+def indexing_by_vmap() -> AbstractContextManager[Any]:
+    """In which functions under vmap may index tensors by their indices, as FlexAttention lets."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()

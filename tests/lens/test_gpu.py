@@ -92,10 +92,10 @@ def test_both_tell_the_same(
 
 
 @pytest.mark.parametrize("backlog", [1, 2**27])
-def test_what_is_brought_is_what_was_there(backlog: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_is_what_was_there(backlog: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_to_host, "PIECE", 2**16 + 1)
     monkeypatch.setattr(device_to_host, "BACKLOG", backlog)
-    with closing(device_to_host.Bringer()) as bringer:
+    with closing(device_to_host.HostCopier()) as copier:
         values = {
             "bytes": torch.randint(0, 255, (3, 77777), device="cuda", dtype=torch.uint8),
             "halves": torch.randn(5, 7, device="cuda", dtype=torch.bfloat16),
@@ -104,11 +104,11 @@ def test_what_is_brought_is_what_was_there(backlog: int, monkeypatch: pytest.Mon
             "keys": torch.randint(0, 2**40, (4, 9), device="cuda").T,
         }
         known = {name: x.cpu() for name, x in values.items()}
-        all_of_it = bringer.bring(values)
-        each = [bringer.bring({name: x}) for name, x in values.items()]
+        all_of_it = copier.copy(values)
+        each = [copier.copy({name: x}) for name, x in values.items()]
         for x in values.values():
             x.zero_()
-    for coming in (all_of_it, *each):
-        for name, x in coming.result().items():
+    for copy in (all_of_it, *each):
+        for name, x in copy.result().items():
             assert torch.equal(x, known[name])
     assert all_of_it.result().keys() == known.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -198,9 +199,30 @@ def test_a_header_that_is_none(name: str, tmp_path: Path) -> None:
     refused(tmp_path / "x.regard", struct.pack("<Q", len(text)) + text)
 
 
-def test_depth_is_counted_outside_strings() -> None:
-    assert files.depth_of(b'[[{"a": "[[[\\"[[\\\\"}, []]]') == 3
-    assert files.depth_of(b"") == 0 and files.depth_of(b'"[["') == 0
+def test_a_description_is_counted_before_it_is_parsed(
+    good: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.regard"
+    path.write_bytes(good)
+    monkeypatch.setattr(files, "MAX_VALUES", 50)
+    monkeypatch.setattr("json.loads", parse_only_headers)
+    with pytest.raises(BadRecord, match="too many values; expected at most 50"):
+        Record.open(path)
+
+
+def parse_only_headers(text: str, **hooks: Any) -> Any:
+    assert text.startswith('{"__metadata__"'), "the description was parsed"
+    return json.JSONDecoder(**hooks).decode(text)
+
+
+def test_a_checksum_is_judged_before_what_it_covers_is_parsed(good: bytes, tmp_path: Path) -> None:
+    header, _, arrays = parts(good)
+    data = join(header, "{", arrays)
+    crc = header["__metadata__"]["regard.crc"].encode()
+    path = tmp_path / "x.regard"
+    path.write_bytes(data.replace(crc, b"00000000"))
+    with pytest.raises(BadRecord, match="does not match its checksum"):
+        Record.open(path)
 
 
 def test_a_header_that_claims_the_world(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_relative_biases_take_little_room() -> None:
     q, k = draw(13, 13)
     gap = -(torch.arange(13)[:, None] - torch.arange(13)).abs()
     record = record_of(q, k, bias=torch.tensor([0.5, 0.25, 0.125])[:, None, None] * gap)
-    assert record._told.rules[0]["biases"] == [{"kind": "relative", "lowest": -12}]
+    assert record._about.rules[0]["biases"] == [{"kind": "relative", "lowest": -12}]
     assert record._arrays.get(0, "bias0.table").shape == (3, 25)
 
 
@@ -225,6 +225,36 @@ def test_statistics_alone_answer_what_they_can() -> None:
         with pytest.raises(ValueError, match='keep="qk"'):
             ask()
     assert np.isnan(record.pairs([(3, 1)])).all()
+
+
+@pytest.mark.parametrize("cells", [(64, 32), (37, 11), (201, 201), None])
+def test_the_grid_is_that_of_the_picture_that_was_kept(cells: tuple[int, int] | None) -> None:
+    q, k = draw(201, 201)
+    model = Attends()
+    with torch.no_grad(), watch(model, Wants(map=cells, entropy=True)) as record:
+        model(q, k, mask=Causal())
+    assert record.grid(0) == (cells or (128, 128))
+    assert record.has_weights(0) == (cells == (201, 201))
+    assert record.map(0, 1, size=record.grid(0)).shape == record.grid(0)
+    exact = record_of(q, k, "qk")
+    assert (exact.grid(0), exact.has_weights(0)) == ((201, 201), True)
+
+
+@pytest.mark.parametrize(
+    ("name", "stack"),
+    [
+        ("encoder.layers.0.attn", "encoder"),
+        ("model.decoder.layers.3.encoder_attn", "decoder"),
+        ("decoder.bert.encoder.layer.1.attention.self", "decoder"),
+        ("text_encoder.block.2.SelfAttention", "encoder"),
+        ("layers.5.attn", ""),
+    ],
+)
+def test_the_name_of_a_place_tells_its_stack(name: str, stack: str) -> None:
+    assert (
+        Place(name=name, layer=0, kind="self", n_heads=1, n_queries=1, n_keys=1, causal=True).stack
+        == stack
+    )
 
 
 def test_a_bias_too_large_to_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +396,9 @@ def test_what_could_not_be_opened_again_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "x.regard"
     record = handmade()
     record.tokens[1] = "x" * 4097  # past the door that cuts
-    with pytest.raises(ValueError, match=r"tokens\[1\] has 4,097 characters; at most 4,096"):
+    with pytest.raises(
+        ValueError, match=r"tokens of the description .* each a text of up to 4,096"
+    ):
         record.save(path)
     record = handmade().describe(text="a")
     with pytest.raises(ValueError, match=r"a span lies outside the text; record\.describe\("):

@@ -12,10 +12,10 @@ import regard
 from regard.lens.watch import watch
 from regard.lens.word_links import (
     Word,
+    all_links,
     find_alignment,
     find_links,
     find_words,
-    heads_between,
     links_of_word,
     sum_words,
     telling_of,
@@ -76,7 +76,8 @@ def test_a_head_of_habit_tells_nothing_and_a_head_that_links_is_found() -> None:
     place = {word.text: number for number, word in enumerate(own)}
     best = find_links(record)[0]
     assert (best.query, best.key, best.head) == (place["it"], place["animal"], 2)
-    ranked = heads_between(record, place["it"], place["animal"])
+    links = all_links(record, own, own, query=place["it"], key=place["animal"])
+    ranked = sorted(links, key=lambda link: -link.telling)
     assert next(link.head for link in ranked) == 2
     assert ranked[0].telling > 0.5 > 0.1 > ranked[1].telling
     at = links_of_word(record, own, place["animal"], looking=False, telling=True)

@@ -54,50 +54,41 @@ def write_digest(record: Record, console: Console, word: str | None = None) -> N
         f"{make_printable(record.model, console.encoding)}: {len(record.tokens):,} tokens, "
         f"{len(record.places)} attention layers, {n_heads} heads"
     )
-    say()
-    say("What heads look at most (layer.head and the mean weight there)")
-    for told in tell_heads(record):
-        say(told)
+    say("\nWhat heads look at most (layer.head and the mean weight there)")
+    say("\n".join(tell_heads(record)))
     own, source = words_of(record)
     short = max(len(own), len(source)) <= MOST_WORDS
     aligned = find_alignment(record) if short else None
+    links: list[Link] = []
     if aligned is not None:
-        say()
-        firmest = head_name(record, aligned.place, aligned.head)
-        say(f"Which word looks at which of the source, in the firmest head, {firmest}")
-        for query, key, weight in aligned.pairs:
-            said = f"{own[query].text} → {source[key].text}"
-            link = Link(query, key, aligned.place, aligned.head, weight, weight)
-            say(draw_line(console, said, link, record))
-        return
-    if short:
-        links = pick_links(find_links(record), N_LINKS)
-        if links:
-            say()
-            say("The most telling looks from word to word")
-        for link in links:
-            keys = source if record.places[link.place].kind == "cross" else own
-            said = f"{own[link.query].text} → {keys[link.key].text}"
-            say(draw_line(console, said, link, record))
-    chosen = choose_word(own, word)
-    if chosen is None:
-        return
-    for line in tell_word(record, console, own, chosen, short):
-        say(line)
+        at = aligned.place, aligned.head
+        title = "Which word looks at which of the source, in the firmest head, "
+        title += head_name(record, *at)
+        links = [Link(query, key, *at, weight, weight) for query, key, weight in aligned.pairs]
+    elif short:
+        title, links = "The most telling looks from word to word", pick_links(find_links(record))
+    if links:
+        say(f"\n{title}")
+    for link in links:
+        keys = source if record.places[link.place].kind == "cross" else own
+        words = f"{own[link.query].text} → {keys[link.key].text}"
+        say(draw_line(console, words, link, record))
+    chosen = choose_word(own, word) if aligned is None else None
+    if chosen is not None:
+        for line in tell_word(record, console, own, chosen, short):
+            say(line)
 
 
 def tell_heads(record: Record) -> list[str]:
     """A line for each kind of head there is."""
     lines = []
     for name, values in record.heads().items():
-        if name not in KINDS or np.isnan(values).all():
+        if name not in KINDS:
             continue
-        order = np.argsort(-np.nan_to_num(values, nan=-1.0), axis=None)[:N_HEADS]
-        best = [
-            f"{head_name(record, place, head)} {values[place, head]:.2f}"
-            for place, head in zip(*np.unravel_index(order, values.shape), strict=True)
-            if values[place, head] >= LEAST
-        ]
+        # A head without this score has NaN, which is not above anything: it is left out.
+        found = [(values[place, head], place, head) for place, head in np.argwhere(values >= LEAST)]
+        found.sort(key=lambda each: -each[0])
+        best = [f"{head_name(record, *at)} {value:.2f}" for value, *at in found[:N_HEADS]]
         if best:
             lines.append(f"  {KINDS[name]:<31} {'   '.join(best)}")
     return lines or ["  nothing that has a name"]
@@ -106,21 +97,18 @@ def tell_heads(record: Record) -> list[str]:
 def head_name(record: Record, place: int, head: int) -> str:
     """layer.head, and which kind of attention where there are several."""
     here = record.places[place]
-    number = here.heads[head] if here.heads else head
     several = len({each.kind for each in record.places}) > 1
-    stack = "encoder " if "encoder" in here.name.split(".")[0] and several else ""
-    return f"{stack}{'cross ' if here.kind == 'cross' else ''}{here.layer}.{number}"
+    stack = "encoder " if here.stack == "encoder" and several else ""
+    return f"{stack}{'cross ' if here.kind == 'cross' else ''}{here.layer}.{here.heads[head]}"
 
 
-def pick_links(links: Sequence[Link], n: int) -> list[Link]:
+def pick_links(links: Sequence[Link]) -> list[Link]:
     """The most telling ones, each word looking twice at most, so that one word is not all."""
-    taken: dict[int, int] = {}
     picked: list[Link] = []
     for link in links:
-        if taken.get(link.query, 0) < 2 and len(picked) < n:
-            taken[link.query] = taken.get(link.query, 0) + 1
+        if sum(other.query == link.query for other in picked) < 2:
             picked.append(link)
-    return picked
+    return picked[:N_LINKS]
 
 
 def choose_word(words: Sequence[Word], asked: str | None) -> int | None:
@@ -144,7 +132,6 @@ def choose_word(words: Sequence[Word], asked: str | None) -> int | None:
 def tell_word(
     record: Record, console: Console, own: Sequence[Word], chosen: int, short: bool
 ) -> list[Text | str]:
-    """What the word looks at, and who looks at it."""
     from regard.lens.word_links import links_of_word
 
     said = own[chosen].text

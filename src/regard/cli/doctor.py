@@ -1,6 +1,6 @@
 """`regard doctor`: what this machine has, and which backends answer on it."""
 
-# No `from __future__ import annotations` here: see `look.py`.
+# No `from __future__ import annotations` here: see `cli/__init__.py`.
 import platform
 from functools import partial
 from importlib import metadata
@@ -58,7 +58,6 @@ def doctor(console: "Console") -> None:
 
 
 def add_doctor(app: "typer.Typer") -> None:
-    """`regard doctor`."""
     from rich.console import Console
 
     @app.command("doctor", help=DOCTOR_HELP)

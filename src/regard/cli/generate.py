@@ -8,15 +8,12 @@ what it took to standard error. Without --model the embedded language model writ
 Left out: talking in turns; --chat puts one message.
 """
 
-# No `from __future__ import annotations` here: typer reads the annotations of the function that is
-# defined inside `add_generate`, and could not resolve them from strings.
-import sys
+# No `from __future__ import annotations` here: see `cli/__init__.py`.
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from regard.cli.loading import few_threads, is_small, load_model
-from regard.cli.printing import make_printable, refusing, write_line
+from regard.cli.printing import make_printable, read_utf8, refusing, write_line
 
 if TYPE_CHECKING:
     import typer
@@ -27,6 +24,8 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "embedded:lm"
 LIVELY = {"temperature": 0.8, "top_p": 0.9, "seed": 0}
 """How the small model writes unless told: its likeliest text goes round in circles."""
+OWN = ("prompt", "model")
+"""What is no keyword of `write_text`: all other options go on under their own names."""
 GENERATE_HELP = """Let a model go on with a text, and show it as it is written.
 
 Examples:
@@ -74,8 +73,7 @@ def write_text(
         prompt = model.tokenizer.apply_chat([{"role": "user", "content": prompt}])
 
     def show(piece: str) -> None:
-        text = make_printable(piece, console.encoding, kept="\n\t")
-        console.file.write(text)
+        console.file.write(make_printable(piece, console.encoding, kept="\n\t"))
         console.file.flush()
 
     with few_threads(is_small(model)):
@@ -90,90 +88,59 @@ def write_text(
                     show(piece)
             finally:
                 show("\n")
-                write_line(notes, tell(pieces))
+                write_line(notes, sum_up(pieces))
 
 
-def tell(pieces: "Stream[str]") -> str:
-    """What a stream took, in words."""
-    after = max(pieces.n_new - 1, 0) / pieces.decode_seconds if pieces.n_new > 1 else 0.0
+def sum_up(pieces: "Stream[str]") -> str:
+    speed = max(pieces.n_new - 1, 0) / pieces.decode_seconds if pieces.n_new > 1 else 0.0
     return (
-        f"{pieces.n_prompt} tokens read in {pieces.prefill_seconds:.2f} s, "
-        f"{pieces.n_new} written, {after:.1f} tokens/s; "
-        f"ended by {pieces.reason or 'interruption'}"
+        f"{pieces.n_prompt} tokens read in {pieces.prefill_seconds:.2f} s, {pieces.n_new} written, "
+        f"{speed:.1f} tokens/s; ended by {pieces.reason or 'interruption'}"
     )
-
-
-def read_prompt(words: Sequence[str]) -> str:
-    """The words of the command line as one text; "-" is standard input."""
-    text = sys.stdin.read() if list(words) == ["-"] else " ".join(words)
-    if not text.strip():
-        raise ValueError('the prompt is empty; try: regard generate "Once upon a time"')
-    return text
 
 
 def add_generate(app: "typer.Typer") -> None:
     """`regard generate`, whose options are the fields of `GenerationConfig`."""
-    import typer
     from rich.console import Console
+    from typer import Argument, Context, Option
 
     @app.command("generate", help=GENERATE_HELP)
     def generate_command(
-        prompt: Annotated[
-            list[str], typer.Argument(help='The text to go on with; "-" reads standard input.')
-        ],
+        context: Context,
+        prompt: Annotated[list[str], Argument(help='The text; "-" reads standard input.')],
         model: Annotated[
-            str, typer.Option("--model", "-m", help="Folder, GGUF file or hub name.")
+            str, Option("--model", "-m", help="Folder, GGUF file or hub name.")
         ] = DEFAULT_MODEL,
-        max_new_tokens: Annotated[int, typer.Option(help="Write at most so many tokens.")] = 128,
-        temperature: Annotated[
-            float | None, typer.Option(help="Above 0: draw tokens; higher is wilder.")
-        ] = None,
-        top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest.")] = None,
+        max_new_tokens: Annotated[int, Option(help="Write at most so many tokens.")] = 128,
+        temperature: Annotated[float | None, Option(help="Above 0: draw; more is wilder.")] = None,
+        top_k: Annotated[int | None, Option(help="Draw among the k likeliest.")] = None,
         top_p: Annotated[
-            float | None, typer.Option(help="Draw among the likeliest with this share in sum.")
+            float | None, Option(help="Draw among the likeliest with this share in sum.")
         ] = None,
         min_p: Annotated[
-            float | None, typer.Option(help="Draw among those with this part of the likeliest's.")
+            float | None, Option(help="Draw among those with this part of the likeliest's.")
         ] = None,
         repetition_penalty: Annotated[
-            float, typer.Option(help="Above 1: what was said becomes less likely.")
+            float, Option(help="Above 1: what was said becomes less likely.")
         ] = 1.0,
-        beams: Annotated[int, typer.Option(help="Above 1: search so many texts at once.")] = 1,
-        length_penalty: Annotated[
-            float, typer.Option(help="Of beams: above 0 favours longer texts.")
-        ] = 1.0,
-        stop: Annotated[
-            list[str] | None, typer.Option(help="End before this text; may be given again.")
-        ] = None,
-        seed: Annotated[int | None, typer.Option(help="The same seed, the same draws.")] = None,
-        chat: Annotated[bool, typer.Option("--chat", help="Put it as a user's message.")] = False,
-        compile_step: Annotated[
-            bool, typer.Option("--compile", help="Compile the step: slow start, then fast.")
+        num_beams: Annotated[int, Option("--beams", help="Above 1: search so many at once.")] = 1,
+        length_penalty: Annotated[float, Option(help="Of beams: above 0 favours length.")] = 1.0,
+        stop: Annotated[list[str] | None, Option(help="End before this; may be repeated.")] = None,
+        seed: Annotated[int | None, Option(help="The same seed, the same draws.")] = None,
+        chat: Annotated[bool, Option("--chat", help="Put it as a user's message.")] = False,
+        compiled: Annotated[
+            bool, Option("--compile", help="Compile the step: slow start, then fast.")
         ] = False,
-        dtype: Annotated[
-            str | None, typer.Option(help="float32, bfloat16 or float16; else as stored.")
-        ] = None,
-        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
+        dtype: Annotated[str | None, Option(help="float32, bfloat16, float16; else as is.")] = None,
+        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
-        options: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "num_beams": beams,
-            "length_penalty": length_penalty,
-            "stop": stop or (),
-            "seed": seed,
-            "compiled": compile_step,
-        }
+        options = {name: context.params[name] for name in context.params if name not in OWN}
         with refusing(notes):
-            text = read_prompt(prompt)
-            untold = temperature is None and top_k is None and top_p is None and min_p is None
-            if model == DEFAULT_MODEL and untold and beams == 1:
+            text = read_utf8(None) if prompt == ["-"] else " ".join(prompt)
+            if not text.strip():
+                raise ValueError('the prompt is empty; try: regard generate "Once upon a time"')
+            plain = temperature is None and top_k is None and top_p is None and min_p is None
+            if model == DEFAULT_MODEL and plain and num_beams == 1:
                 options |= LIVELY | ({} if seed is None else {"seed": seed})
-            write_text(
-                model, text, Console(), notes, chat=chat, dtype=dtype, device=device, **options
-            )
+            write_text(model, text, Console(), notes, **options | {"stop": stop or ()})

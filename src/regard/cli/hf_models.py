@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from regard.models.families import UnknownFamily
 
 # All that the package raises where a folder or a text does not suit it; there is no base of them.
-FAULTS = (ValueError, OSError, ImportError, RuntimeError, LookupError, TypeError, AttributeError)
-ATTENTION = ("sdpa", "eager")
-"""Ways of attending, the first one that the architecture supports is taken."""
+RUN_FAULTS = (RuntimeError, LookupError, TypeError, AttributeError)
+FAULTS = (ValueError, OSError, ImportError, *RUN_FAULTS)
 ADAPTER = "adapter_config.json"
 TOKENIZER_FILES = ["*.model", "*.txt"]
 """What tokenizers are made from where there is no tokenizer.json, beside what `load` fetches."""
+NO_TOKENIZER = "expected tokenizer.json beside its weights, without which it cannot read a text"
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing is fetched, and no code of a folder runs."""
 
 
 def foreign_subject(name: str, unknown: UnknownFamily, *, device: str) -> Subject:
@@ -44,26 +46,28 @@ def foreign_subject(name: str, unknown: UnknownFamily, *, device: str) -> Subjec
     with quiet(transformers):
         folder = find_folder(name)
         config = read_config(transformers, name, folder, unknown)
-        tokenizer = load_tokenizer(transformers, name, folder)
+        with refusing_as(f"{name} has no tokenizer that transformers can open; {NO_TOKENIZER}"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
         model = load_weights(transformers, name, folder, config).to(device)
-    text_config = config.get_text_config()
 
     def encode(text: str) -> Said:
         with quiet(transformers):
             return encode_text(tokenizer, text)
 
     def run(ids_bt: Tensor) -> object:
-        with quiet(transformers):
-            return run_model(model, name, ids_bt)
+        what = f"{name} ({type(model).__name__}) on {ids_bt.shape[1]:,} tokens"
+        with quiet(transformers), refusing_as(f"transformers cannot run {what}", RUN_FAULTS):
+            return model(input_ids=ids_bt)
 
-    return Subject(
-        name=name,
-        module=model,
-        max_len=positive(text_config, "max_position_embeddings"),
-        n_layers=positive(text_config, "num_hidden_layers"),
-        encode=encode,
-        run=run,
+    text_config = config.get_text_config()
+    max_len, n_layers = (
+        value if isinstance(value, int) and value > 0 else None
+        for value in (
+            getattr(text_config, "max_position_embeddings", None),
+            getattr(text_config, "num_hidden_layers", None),
+        )
     )
+    return Subject(name, model, max_len, n_layers, encode, run)
 
 
 def tell_package(subject: Subject) -> str:
@@ -91,9 +95,7 @@ def find_folder(name: str) -> Path:
     """The folder of a name, as `load` finds it; with the files of older tokenizers."""
     from regard.models.hub import fetch_folder
 
-    folder = Path(name)
-    if not os.path.exists(folder):
-        folder = fetch_folder(name, None, TOKENIZER_FILES)
+    folder = Path(name) if os.path.exists(name) else fetch_folder(name, None, TOKENIZER_FILES)
     if (folder / ADAPTER).exists():
         raise ValueError(
             f"{name} holds an adapter ({ADAPTER}) beside its model; merge it with the library that "
@@ -104,13 +106,9 @@ def find_folder(name: str) -> Path:
 
 def read_config(transformers: Any, name: str, folder: Path, unknown: UnknownFamily) -> Any:
     """The config, where the package knows the architecture and it reads one text."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, **local())
-    except FAULTS as wrong:
-        raise ValueError(
-            f"{name}: {unknown}. Nor can transformers {transformers.__version__} read it "
-            f"({one_line(wrong)})"
-        ) from None
+    version = transformers.__version__
+    with refusing_as(f"{name}: {unknown}. Nor can transformers {version} read it"):
+        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     if config.is_encoder_decoder:
         raise ValueError(
             f"{name} is an encoder–decoder ({config.model_type}), which reads one text and writes "
@@ -119,36 +117,21 @@ def read_config(transformers: Any, name: str, folder: Path, unknown: UnknownFami
     return config
 
 
-def load_tokenizer(transformers: Any, name: str, folder: Path) -> Any:
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, **local())
-    except FAULTS as wrong:
-        raise ValueError(
-            f"{name} has no tokenizer that transformers can open, so it cannot read a text "
-            f"({one_line(wrong)}); expected tokenizer.json beside its weights"
-        ) from None
-
-
 def load_weights(transformers: Any, name: str, folder: Path, config: Any) -> Any:
     """The model without its head, which no attention depends on."""
-    for way in ATTENTION:
+    options = {"config": config, "use_safetensors": True, "dtype": "auto", **LOCAL}
+
+    def load(attention: str) -> Any:
+        return transformers.AutoModel.from_pretrained(
+            folder, attn_implementation=attention, output_loading_info=True, **options
+        )
+
+    with refusing_as(f"transformers cannot load {name}"):
         try:
-            model, told = transformers.AutoModel.from_pretrained(
-                folder,
-                config=config,
-                attn_implementation=way,
-                use_safetensors=True,
-                dtype="auto",
-                output_loading_info=True,
-                **local(),
-            )
-            break
-        except FAULTS as wrong:
-            # An architecture without the first way says so by a ValueError, before it loads.
-            if way != ATTENTION[-1] and isinstance(wrong, ValueError):
-                continue
-            raise ValueError(f"transformers cannot load {name}: {one_line(wrong)}") from None
-    missing = sorted(key for key in told["missing_keys"] if "pooler" not in key.split("."))
+            model, loaded = load("sdpa")
+        except ValueError:  # how an architecture without it says so, before it loads
+            model, loaded = load("eager")
+    missing = sorted(key for key in loaded["missing_keys"] if "pooler" not in key.split("."))
     if missing:
         raise ValueError(
             f"{name} lacks {len(missing)} of the tensors that its config.json asks for "
@@ -172,29 +155,14 @@ def encode_text(tokenizer: Any, text: str) -> Said:
     return Said(ids, name_tokens(text, pieces, spans), spans)
 
 
-def run_model(model: Any, name: str, ids_bt: Tensor) -> object:
+@contextmanager
+def refusing_as(what: str, faults: tuple[type[Exception], ...] = FAULTS) -> Iterator[None]:
+    """Whatever the package raises, as one ValueError that says what could not be done."""
     try:
-        return model(input_ids=ids_bt)
-    except (TypeError, RuntimeError, LookupError, AttributeError) as wrong:
-        raise ValueError(
-            f"transformers cannot run {name} ({type(model).__name__}) on {ids_bt.shape[1]:,} "
-            f"tokens: {one_line(wrong)}"
-        ) from wrong
-
-
-def local() -> dict[str, Any]:
-    """Nothing is fetched, and no code of a folder runs."""
-    return {"local_files_only": True, "trust_remote_code": False}
-
-
-def positive(config: Any, field: str) -> int | None:
-    """A count of the config, where it has one."""
-    value = getattr(config, field, None)
-    return value if isinstance(value, int) and value > 0 else None
-
-
-def one_line(wrong: Exception) -> str:
-    return f"{type(wrong).__name__}: {' '.join(str(wrong).split())[:300]}"
+        yield
+    except faults as wrong:
+        said = " ".join(str(wrong).split())[:300]
+        raise ValueError(f"{what}: {type(wrong).__name__}: {said}") from wrong
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The model that a command was told to use, on the device it was told or the best there is.
+"""The model that a command shall use, on the device that was named or the best there is.
 
 Why: several commands start with it, and a small model must answer at once.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from regard._look import Subject, own_subject
@@ -33,7 +33,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def load_model(
     name: str, notes: Console, *, dtype: str | None = None, device: str | None = None
 ) -> Transformer:
-    """Load the model; a terminal is told that it takes a moment."""
+    """Load the model; a terminal says that it takes a moment."""
     import torch
 
     from regard.models import load
@@ -41,14 +41,13 @@ def load_model(
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; expected {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
-    told = f"loading {make_printable(name, notes.encoding)}"
-    with working(notes, told), few_threads(is_embedded(name)):
-        kind = None if dtype is None else getattr(torch, dtype)
+    kind = None if dtype is None else getattr(torch, dtype)
+    with loading(name, notes), few_threads(is_embedded(name)):
         return load(name, dtype=kind, device=pick_device(device))
 
 
 def load_subject(name: str, notes: Console, *, device: str | None = None) -> Subject:
-    """A model to be watched: ours, or one of `transformers`, of which the notes are told."""
+    """A model to be watched: ours, or one of `transformers`, which is noted."""
     from regard.models.families import UnknownFamily
 
     try:
@@ -56,10 +55,14 @@ def load_subject(name: str, notes: Console, *, device: str | None = None) -> Sub
     except UnknownFamily as unknown:
         from regard.cli.hf_models import foreign_subject, tell_package
 
-        with working(notes, f"loading {make_printable(name, notes.encoding)}"):
+        with loading(name, notes):
             subject = foreign_subject(name, unknown, device=pick_device(device))
         write_line(notes, tell_package(subject))
         return subject
+
+
+def loading(name: str, notes: Console) -> AbstractContextManager[object]:
+    return working(notes, f"loading {make_printable(name, notes.encoding)}")
 
 
 def pick_device(asked: str | None) -> str:

@@ -8,10 +8,8 @@ How: the model reads the text once while it is watched (`_look.py`); a digest go
 Left out: several texts at once; two records are compared with `regard view one two`.
 """
 
-# No `from __future__ import annotations` here: typer reads the annotations of the function that is
-# defined inside `add_look`, and could not resolve them from strings.
+# No `from __future__ import annotations` here: see `cli/__init__.py`.
 import os
-import sys
 import tempfile
 import webbrowser
 from collections.abc import Iterator, Sequence
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 from regard._look import DEFAULT_MODEL, Subject, see
 from regard.cli.digest import write_digest
 from regard.cli.loading import few_threads, is_small, load_subject
-from regard.cli.printing import make_printable, refusing, write_line
+from regard.cli.printing import make_printable, read_utf8, refusing, write_line
 from regard.cli.progress import MANY, showing, working
 
 if TYPE_CHECKING:
@@ -62,15 +60,9 @@ weight. --html writes it to a file, --png draws a picture, --serve answers a bro
 def read_text(words: Sequence[str]) -> str:
     """The words of the command line; or what is in the file, or on standard input, they name."""
     if list(words) == ["-"]:
-        text = sys.stdin.read()
+        text = read_utf8(None)
     elif len(words) == 1 and os.path.isfile(words[0]):  # Path's raises where a name is too long
-        try:
-            text = Path(words[0]).read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as wrong:
-            raise ValueError(
-                f"{words[0]} is no text in UTF-8 (byte {wrong.start:,}); convert it, for example "
-                "with iconv -f SHIFT_JIS -t UTF-8"
-            ) from None
+        text = read_utf8(Path(words[0]))
     else:
         text = " ".join(words)
     if not text.strip():
@@ -94,11 +86,12 @@ def show_page(
     record: "Record",
     notes: "Console",
     *,
-    html: Path | None,
-    png: Path | None,
-    serve: bool,
-    place: int | None,
-    head: int | None,
+    other: "Record | None" = None,
+    html: Path | None = None,
+    png: Path | None = None,
+    serve: bool = False,
+    place: int | None = None,
+    head: int | None = None,
 ) -> None:
     """Write or open what was asked for; unasked, a page in the browser of a terminal's user."""
     from regard import view
@@ -109,10 +102,11 @@ def show_page(
         write_line(notes, f"picture: {make_printable(str(png), notes.encoding)}")
     if html is not None:
         with working(notes, "writing the page"):
-            view.write_page(html, record)
+            view.write_page(html, record, other)
         write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
     if serve or (png is None and html is None and len(record.tokens) > LONG):
-        server = view.serve(record, open_browser=notes.is_terminal)
+        with working(notes, "making the manifest"):
+            server = view.serve(record, other, open_browser=notes.is_terminal)
         write_line(notes, f"page: {server.url} (Ctrl-C ends it)")
         server.wait()
     elif png is None and html is None:
@@ -132,34 +126,29 @@ def find_place(record: "Record", layer: int | None, head: int | None) -> int | N
     for number, place in enumerate(record.places):
         if place.layer == layer:
             if head is not None and not 0 <= head < place.n_heads:
-                raise ValueError(
-                    f"--head is {head}; layer {layer} has heads 0 to {place.n_heads - 1}"
-                )
+                raise ValueError(f"--head is {head}, of heads 0 to {place.n_heads - 1}")
             return number
     raise ValueError(f"--layer is {layer}; the model has layers 0 to {record.places[-1].layer}")
 
 
 def add_look(app: "typer.Typer") -> None:
-    """`regard look`."""
-    import typer
     from rich.console import Console
+    from typer import Argument, Option
 
     @app.command("look", help=LOOK_HELP)
     def look_command(
-        text: Annotated[list[str], typer.Argument(help='The text, a file, or "-".')],
+        text: Annotated[list[str], Argument(help='The text, a file, or "-".')],
         model: Annotated[
-            str, typer.Option("--model", "-m", help="Folder, GGUF file or hub name.")
+            str, Option("--model", "-m", help="Folder, GGUF file or hub name.")
         ] = DEFAULT_MODEL,
-        token: Annotated[str | None, typer.Option(help="The word to ask about.")] = None,
-        layer: Annotated[int | None, typer.Option(help="For --png: this layer alone.")] = None,
-        head: Annotated[int | None, typer.Option(help="For --png: this head of it.")] = None,
-        html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
-        png: Annotated[Path | None, typer.Option(help="Draw to .png, .svg or .pdf.")] = None,
-        serve: Annotated[
-            bool, typer.Option("--serve", help="Serve the page to a browser.")
-        ] = False,
-        save: Annotated[Path | None, typer.Option(help="Keep the record (.regard).")] = None,
-        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
+        token: Annotated[str | None, Option(help="The word to ask about.")] = None,
+        layer: Annotated[int | None, Option(help="For --png: this layer alone.")] = None,
+        head: Annotated[int | None, Option(help="For --png: this head of it.")] = None,
+        html: Annotated[Path | None, Option(help="Write the page to this file.")] = None,
+        png: Annotated[Path | None, Option(help="Draw to .png, .svg or .pdf.")] = None,
+        serve: Annotated[bool, Option("--serve", help="Serve the page to a browser.")] = False,
+        save: Annotated[Path | None, Option(help="Keep the record (.regard).")] = None,
+        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
         with refusing(notes):

@@ -4,8 +4,8 @@ Why: what a user types and what a model writes may hold codes that steer the ter
 order of letters round, or hide.
 
 How: `make_printable` spells such characters out; `write_line` hands a line to rich as plain text;
-`refusing` turns an error at the library's door into one such line. Each command makes every word
-of a user or a model printable first.
+`refusing` turns an error of the library into one such line; `read_utf8` reads what is given. Each
+command makes every word of a user or a model printable first.
 
 Left out: right-to-left scripts are printed as they are; only the marks that change order are
 spelled.
@@ -13,8 +13,11 @@ spelled.
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,6 +47,24 @@ def write_line(console: Console, line: Text | str = "") -> None:
     from rich.text import Text
 
     console.print(line if isinstance(line, Text) else Text(line), soft_wrap=True)
+
+
+def read_utf8(path: Path | None) -> str:
+    """The text of a file, or of standard input, which must be UTF-8."""
+    if path is not None:
+        data, where = path.read_bytes(), str(path)
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        data, where = sys.stdin.buffer.read(), "standard input"
+    else:  # a stand-in that has text already
+        return sys.stdin.read()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as wrong:
+        line = data.count(b"\n", 0, wrong.start) + 1
+        raise ValueError(
+            f"{where}, line {line}: byte {data[wrong.start]:#04x} is not UTF-8; convert the text, "
+            "for example with iconv -f SHIFT_JIS -t UTF-8"
+        ) from None
 
 
 @contextmanager

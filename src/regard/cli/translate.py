@@ -10,23 +10,23 @@ standard error, and on the way how far it is.
 Left out: choosing among several translations.
 """
 
-# No `from __future__ import annotations` here: typer reads the annotations of the function that is
-# defined inside `add_translate`, and could not resolve them from strings.
-import io
-import sys
+# No `from __future__ import annotations` here: see `cli/__init__.py`.
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, final
 
+from regard._look import see_translation
 from regard.cli.loading import few_threads, is_small, load_model
-from regard.cli.printing import make_printable, refusing, write_line
+from regard.cli.printing import make_printable, read_utf8, refusing, write_line
+from regard.cli.progress import showing
 
 if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
+    from regard.lens.record import Record
     from regard.models import Transformer
 
 DEFAULT_MODEL = "embedded:translate"
@@ -84,15 +84,13 @@ class Counter:
         if self._n_lines is not None:
             reached, end, what = self._lines + self._part * done / total, self._n_lines, "lines"
         now = time.perf_counter()
-        if reached >= end or now - self._said < NEWS_SECONDS:
-            return
-        self._said, spent = now, now - self._start
-        left = spent * (end / reached - 1)
-        far = f"{int(reached):,} of {end:,} {what} in {spent:.0f} s"
-        write_line(self._notes, f"{far}, about {left:.0f} s left")
+        if reached < end and now - self._said >= NEWS_SECONDS:
+            self._said, spent = now, now - self._start
+            far = f"{int(reached):,} of {end:,} {what} in {spent:.0f} s"
+            left = spent * (end / reached - 1)
+            write_line(self._notes, f"{far}, about {left:.0f} s left")
 
     def close(self, beams: int) -> None:
-        """Say what it took."""
         spent = time.perf_counter() - self._start
         counted = f"{self._sentences:,} sentence" + ("" if self._sentences == 1 else "s")
         searched = f"{beams} beams" if beams > 1 else "greedy"
@@ -109,7 +107,6 @@ def translate_text(
     text: str,
     console: "Console",
     notes: "Console",
-    *,
     to: str | None,
     beams: int,
 ) -> str:
@@ -118,12 +115,12 @@ def translate_text(
     from regard.generation.sentences import find_language
 
     counter = Counter(notes)
-    made = translate(model, text, to, beams=beams, progress=counter)
-    show(made, console)
+    translation = translate(model, text, to, beams=beams, progress=counter)
+    show(translation, console)
     if to is not None and to == find_language(text):
         write_line(notes, f"The text looks like {to} already; it was translated as --to asked.")
     counter.close(beams)
-    return made
+    return translation
 
 
 def translate_lines(
@@ -131,7 +128,6 @@ def translate_lines(
     lines: Sequence[str],
     console: "Console",
     notes: "Console",
-    *,
     to: str | None,
     beams: int,
 ) -> None:
@@ -149,106 +145,70 @@ def translate_lines(
         texts = [line for line in part if has_letters(line)]
         counter.begin(first, len(part))
         try:
-            made = iter(translate(model, texts, to, beams=beams, progress=counter))
+            translated = iter(translate(model, texts, to, beams=beams, progress=counter))
         except ValueError as refusal:
             raise ValueError(f"in lines {first + 1} to {first + len(part)}: {refusal}") from None
         for line in part:
-            show(next(made) if has_letters(line) else line, console)
+            show(next(translated) if has_letters(line) else line, console)
     counter.close(beams)
 
 
 def read_lines(path: Path | None) -> list[str]:
-    """The lines of a file, or of standard input, which must be UTF-8."""
-    if path is not None:
-        data, where = path.read_bytes(), str(path)
-    elif isinstance(sys.stdin, io.TextIOWrapper):
-        data, where = sys.stdin.buffer.read(), "standard input"
-    else:  # a stand-in that has text already
-        data, where = sys.stdin.read().encode("utf-8", "surrogatepass"), "standard input"
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as wrong:
-        line = data.count(b"\n", 0, wrong.start) + 1
-        raise ValueError(
-            f"{where}, line {line}: byte {data[wrong.start]:#04x} is not UTF-8; convert the text, "
-            "for example with iconv -f SHIFT_JIS -t UTF-8"
-        ) from None
+    text, where = read_utf8(path), "standard input" if path is None else str(path)
     lines = text.removesuffix("\n").split("\n")
     if not text.strip():
         raise ValueError(f"{where} is empty; expected one sentence a line")
     return [line.removesuffix("\r") for line in lines]
 
 
-def look_at(
-    loaded: "Transformer",
-    name: str,
-    text: str,
-    made: str,
-    to: str | None,
-    notes: "Console",
-    html: Path | None,
-) -> None:
+def look_at(record: "Record", notes: "Console", html: Path | None) -> None:
     """Show what the translator's heads did, in the terminal and as a page."""
     from rich.console import Console
 
-    from regard._look import see_translation
     from regard.cli.digest import write_digest
     from regard.cli.look import show_page
-    from regard.cli.progress import showing
 
-    record = see_translation(loaded, name, text, made, to, partial(showing, notes, again=True))
     console = Console()
     write_line(console)
     write_digest(record, console)
-    show_page(record, notes, html=html, png=None, serve=False, place=None, head=None)
+    show_page(record, notes, html=html)
 
 
 def add_translate(app: "typer.Typer") -> None:
-    """`regard translate`."""
-    import typer
     from rich.console import Console
+    from typer import Argument, Option
 
     @app.command("translate", help=TRANSLATE_HELP)
     def translate_command(
         text: Annotated[
-            list[str] | None, typer.Argument(help='The text; "-" reads lines of standard input.')
+            list[str] | None, Argument(help='The text; "-" reads lines of standard input.')
         ] = None,
-        to: Annotated[
-            str | None, typer.Option("--to", help="ja or en; else told by the script.")
-        ] = None,
+        to: Annotated[str | None, Option(help="ja or en; else told by the script.")] = None,
         model: Annotated[
-            str, typer.Option("--model", "-m", help="Folder or hub name of an encoder–decoder.")
+            str, Option("--model", "-m", help="Folder or hub name of an encoder–decoder.")
         ] = DEFAULT_MODEL,
-        beams: Annotated[
-            int, typer.Option(help="Search so many translations at once; 1 is greedy.")
-        ] = 5,
-        from_file: Annotated[
-            Path | None, typer.Option("--from-file", help="Translate the lines of this file.")
-        ] = None,
-        look: Annotated[
-            bool, typer.Option("--look", help="Show which word looks at which; of one sentence.")
-        ] = False,
-        html: Annotated[
-            Path | None, typer.Option(help="With --look: write the page to this file.")
-        ] = None,
-        device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")] = None,
+        beams: Annotated[int, Option(help="Search so many at once; 1 is greedy.")] = 5,
+        from_file: Annotated[Path | None, Option(help="Translate the lines of this file.")] = None,
+        look: Annotated[bool, Option("--look", help="Show which word looks at which.")] = False,
+        html: Annotated[Path | None, Option(help="With --look: write the page here.")] = None,
+        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
         with refusing(notes):
-            lines, whole = None, " ".join(text or ())
+            whole = " ".join(text or ())
             if from_file is not None and text:
                 raise ValueError("give a text or --from-file, not both")
             if from_file is not None or text == ["-"]:
                 lines = read_lines(from_file)
-            elif not whole.strip():
-                raise ValueError(
-                    'the text is empty; try: regard translate "The cat sat on the mat."'
-                )
+                loaded = load_model(model, notes, device=device)
+                translate_lines(loaded, lines, Console(), notes, to, beams)
+                return
+            if not whole.strip():
+                raise ValueError('the text is empty; try: regard translate "The cat sat."')
             loaded = load_model(model, notes, device=device)
-            if lines is None:
-                with few_threads(len(whole) < SHORT and is_small(loaded)):
-                    made = translate_text(loaded, whole, Console(), notes, to=to, beams=beams)
-                    if look:
-                        look_at(loaded, model, whole, made, to, notes, html)
-            else:
-                translate_lines(loaded, lines, Console(), notes, to=to, beams=beams)
+            with few_threads(len(whole) < SHORT and is_small(loaded)):
+                translation = translate_text(loaded, whole, Console(), notes, to, beams)
+                if look:
+                    progress = partial(showing, notes, again=True)
+                    seen = see_translation(loaded, model, whole, translation, to, progress)
+                    look_at(seen, notes, html)

@@ -1,18 +1,16 @@
 """`regard view`: open a record again, or two beside each other; the model need not be there."""
 
-# No `from __future__ import annotations` here: typer reads the annotations of the function that is
-# defined inside `add_view`, and could not resolve them from strings.
+# No `from __future__ import annotations` here: see `cli/__init__.py`.
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from regard.cli.digest import write_digest
-from regard.cli.printing import make_printable, refusing, write_line
+from regard.cli.look import show_page
+from regard.cli.printing import refusing
 from regard.cli.progress import working
 
 if TYPE_CHECKING:
     import typer
-
-    from regard.lens.record import Record
 
 VIEW_HELP = """Open a record that `regard look --save` or record.save() wrote; two are compared.
 
@@ -25,33 +23,16 @@ file in its place, as far as that holds the weights.
 """
 
 
-def check_whole(record: "Record") -> "Record":
-    """Use every array once: a file that is not good is refused before any of it is shown."""
-    from regard.view.manifest import grid_of
-
-    for number, place in enumerate(record.places):
-        record.ids(number)
-        record.statistics(number)
-        if place.exact_zoom:
-            record.weight(number, 0, 0, 0)
-        else:
-            grid_of(record, number)
-    record.heads()
-    return record
-
-
 def add_view(app: "typer.Typer") -> None:
-    """`regard view`."""
-    import typer
     from rich.console import Console
+    from typer import Argument, Option
 
     @app.command("view", help=VIEW_HELP)
     def view_command(
-        records: Annotated[list[Path], typer.Argument(help="One .regard file, or two.")],
-        html: Annotated[Path | None, typer.Option(help="Write the page to this file.")] = None,
-        token: Annotated[str | None, typer.Option(help="The word to ask about.")] = None,
+        records: Annotated[list[Path], Argument(help="One .regard file, or two.")],
+        html: Annotated[Path | None, Option(help="Write the page to this file.")] = None,
+        token: Annotated[str | None, Option(help="The word to ask about.")] = None,
     ) -> None:
-        from regard import view
         from regard.lens.record import Record
 
         notes = Console(stderr=True)
@@ -59,15 +40,7 @@ def add_view(app: "typer.Typer") -> None:
             if len(records) > 2:
                 raise ValueError(f"{len(records)} records were given; expected one, or two")
             with working(notes, "opening the record"):
-                opened = [check_whole(Record.open(path)) for path in records]
+                opened = [Record.open(path).check() for path in records]
             other = opened[1] if len(opened) == 2 else None
             write_digest(opened[0], Console(), token)
-            if html is not None:
-                with working(notes, "writing the page"):
-                    view.write_page(html, opened[0], other)
-                write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
-                return
-            with working(notes, "making the outline"):
-                server = view.serve(opened[0], other, open_browser=notes.is_terminal)
-            write_line(notes, f"page: {server.url} (Ctrl-C ends it)")
-            server.wait()
+            show_page(opened[0], notes, other=other, html=html, serve=html is None)

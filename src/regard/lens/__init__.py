@@ -10,20 +10,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regard.lens.lazy_weights import BadRecord
-    from regard.lens.record import Comparison, Place, Record
+    from regard.lens.lazy_weights import BadRecord as BadRecord
+    from regard.lens.record import Comparison as Comparison
+    from regard.lens.record import Place as Place
+    from regard.lens.record import Record as Record
 
-_HOME = {
-    "BadRecord": "regard.lens.lazy_weights",
-    "Comparison": "regard.lens.record",
-    "Place": "regard.lens.record",
-    "Record": "regard.lens.record",
+_HOMES = {
+    "BadRecord": "lazy_weights",
+    "Comparison": "record",
+    "Place": "record",
+    "Record": "record",
 }
-
-__all__ = ["BadRecord", "Comparison", "Place", "Record"]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"regard.lens.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'regard.lens' has no attribute {name!r}")

@@ -25,7 +25,6 @@ from regard.lens.lazy_weights import Array
 from regard.lens.measure import positions_under
 from regard.ops import Bias
 from regard.ops.bias import BiasAt
-from regard.ops.call import as_bias
 from regard.ops.shape import Tile
 
 MOST = 1 << 24
@@ -47,7 +46,7 @@ class Written:
 
 
 class RelativeBook:
-    """A relative bias of ours: the positions of all calls, and the bias that tells the numbers."""
+    """A relative bias of ours: the positions of all calls, and the bias that has the numbers."""
 
     def __init__(self) -> None:
         self.bias: Bias | None = None
@@ -85,116 +84,114 @@ class RelativeBook:
 
 
 @dataclass
+class Lookup:
+    """Numbers by head and index, the first of which is `lowest`; NaN where none is known yet."""
+
+    table: Array = field(default_factory=lambda: np.zeros((1, 0), np.float32))
+    lowest: int = 0
+
+    def take(self, values_hts: Array, index_ts: Array) -> Lookup | None:
+        """With these numbers too, NaN where nothing is seen; None where they contradict."""
+        width = self.table.shape[1]
+        lowest, highest = int(index_ts.min()), int(index_ts.max())
+        if width:
+            lowest, highest = min(lowest, self.lowest), max(highest, self.lowest + width - 1)
+        heads = max(len(values_hts), len(self.table))
+        table = np.full((heads, highest - lowest + 1), np.nan, np.float32)
+        if width:
+            table[:, self.lowest - lowest :][:, :width] = self.table
+        at = index_ts - lowest
+        for head, row in enumerate(np.broadcast_to(values_hts, (heads, *index_ts.shape))):
+            known = ~np.isnan(row)
+            free = known & np.isnan(table[head][at])
+            table[head][at[free]] = row[free]
+            if not np.array_equal(table[head][at[known]], row[known]):
+                return None
+        return Lookup(table, lowest)
+
+    def at(self, index_ts: Array) -> Array:
+        at = np.clip(index_ts - self.lowest, 0, self.table.shape[1] - 1)
+        return without_nan(self.table)[:, at]
+
+
+def without_nan(values: Array) -> Array:
+    """NaN is where nothing is seen, so that any number does; 0 is written."""
+    return np.where(np.isnan(values), np.float32(0), values)
+
+
+@dataclass
 class DenseBook:
     """A dense bias, in the plainest form that has fitted so far: zero, column, relative, whole."""
 
     form: str = "zero"
-    column: Array = field(default_factory=lambda: np.zeros((1, 0), np.float32))
-    table: Array = field(default_factory=lambda: np.zeros((1, 0), np.float32))
-    lowest: int = 0
+    lookup: Lookup = field(default_factory=Lookup)
     whole: list[Array] = field(default_factory=list)
     n_queries: int = 0
     n_keys: int = 0
 
     def add(self, values_hts: Array, offset: int, own_t: Array) -> None:
         """Numbers (1 or H, T, S), NaN where nothing is seen; own_t: each query's own key."""
-        T, S = values_hts.shape[1:]
-        first_call, n_keys = not self.n_queries, max(self.n_keys, offset + S)
-        known = ~np.isnan(values_hts)
-        plain = not np.any(values_hts[known])
-        if self.form == "zero" and plain:
-            pass
-        elif first_call or self.form == "column":
-            if not self._take_column(values_hts, offset, n_keys):
-                if first_call and self._take_table(values_hts, offset, own_t):
-                    self.form = "relative"
-                else:
-                    self._go_whole(values_hts, offset, n_keys)
-        elif self.form == "relative":
-            if not self._take_table(values_hts, offset, own_t):
+        n_keys = max(self.n_keys, offset + values_hts.shape[2])
+        if self.form != "zero" or np.any(values_hts[~np.isnan(values_hts)]):
+            for form in (self.form,) if self.n_queries else ("column", "relative"):
+                found = self._look_up(form, values_hts, offset, own_t)
+                if found is not None:
+                    self.form, self.lookup = form, found
+                    break
+            else:
                 self._go_whole(values_hts, offset, n_keys)
-        else:
-            self._go_whole(values_hts, offset, n_keys)
-        self.n_queries, self.n_keys = self.n_queries + T, n_keys
+        self.n_queries, self.n_keys = self.n_queries + values_hts.shape[1], n_keys
 
-    def _take_column(self, values: Array, offset: int, n_keys: int) -> bool:
-        known = ~np.isnan(values)
-        column = np.full((max(len(values), len(self.column)), n_keys), np.nan, np.float32)
-        column[:, : self.column.shape[1]] = self.column
-        part = column[:, offset : offset + values.shape[2]]
-        new = np.where(known, values, -np.inf).max(1)
-        part[:] = np.where(np.isnan(part) & np.isfinite(new), new, part)
-        if not np.all((values == part[:, None]) | ~known):
-            return False
-        self.form, self.column = "column", column
-        return True
-
-    def _take_table(self, values: Array, offset: int, own_t: Array) -> bool:
-        T, S = values.shape[1:]
-        gaps = (np.arange(S) + offset)[None] - own_t[:, None]
-        lowest, highest = int(gaps.min()), int(gaps.max())
-        if self.table.shape[1]:
-            lowest = min(lowest, self.lowest)
-            highest = max(highest, self.lowest + self.table.shape[1] - 1)
-        table = np.full((max(len(values), len(self.table)), highest - lowest + 1), np.nan)
-        table = table.astype(np.float32)
-        if self.table.shape[1]:
-            at = self.lowest - lowest
-            table[:, at : at + self.table.shape[1]] = self.table
-        place = gaps - lowest
-        for head, row in enumerate(np.broadcast_to(values, (len(table), T, S))):
-            known = ~np.isnan(row)
-            free = known & np.isnan(table[head][place])
-            table[head][place[free]] = row[free]
-            if not np.array_equal(table[head][place[known]], row[known]):
-                return False
-        self.table, self.lowest = table, lowest
-        return True
+    def _look_up(self, form: str, values: Array, offset: int, own_t: Array) -> Lookup | None:
+        keys = np.arange(values.shape[2])[None] + offset
+        if form == "relative":
+            return self.lookup.take(values, keys - own_t[:, None])
+        if form == "column":
+            known = ~np.isnan(values)
+            column = np.where(known, values, -np.inf).max(1, keepdims=True)
+            if np.all((values == column) | ~known):
+                return self.lookup.take(np.where(np.isneginf(column), np.nan, column), keys)
+        return None
 
     def _go_whole(self, values: Array, offset: int, n_keys: int) -> None:
-        heads = max(len(values), len(self.column), len(self.table), *(map(len, self.whole)), 1)
+        heads = max(len(values), len(self.lookup.table), *map(len, self.whole))
         if heads * (self.n_queries + values.shape[1]) * n_keys > MOST:
             raise TooLarge
         if self.form != "whole":
             self.whole = [self._so_far(heads)]
             self.form = "whole"
         wide = np.zeros((heads, values.shape[1], n_keys), np.float32)
-        wide[:, :, offset : offset + values.shape[2]] = np.nan_to_num(values)
+        wide[:, :, offset : offset + values.shape[2]] = without_nan(values)
         self.whole.append(wide)
 
     def _so_far(self, heads: int) -> Array:
         """What was seen before, weight by weight."""
+        keys = np.arange(self.n_keys)[None]
         if self.form == "column":
-            row = np.nan_to_num(self.column)[:, None]
-            return np.broadcast_to(row, (len(row), self.n_queries, row.shape[2])).copy()
+            return self.lookup.at(np.repeat(keys, self.n_queries, 0))
         if self.form == "relative":
-            own = np.arange(self.n_queries)[:, None] + (self.n_keys - self.n_queries)
-            place = np.arange(self.n_keys)[None] - own - self.lowest
-            return np.nan_to_num(self.table)[:, np.clip(place, 0, self.table.shape[1] - 1)]
+            return self.lookup.at(keys - self._own()[:, None])
         return np.zeros((heads, self.n_queries, self.n_keys), np.float32)
+
+    def _own(self) -> Array:
+        return np.arange(self.n_queries) + (self.n_keys - self.n_queries)
 
     def write(self) -> Written | None:
         """The bias in its form, or nothing where it was zero."""
+        keys = np.arange(self.n_keys, dtype=np.int32)
         if self.form == "zero":
             return None
         if self.form == "column":
-            column = np.zeros((len(self.column), self.n_keys), np.float32)
-            column[:, : self.column.shape[1]] = np.nan_to_num(self.column)
-            return Written("column", {"column": column})
+            return Written("column", {"column": self.lookup.at(keys)})
         if self.form == "relative":
-            own = np.arange(self.n_queries) + (self.n_keys - self.n_queries)
-            arrays = {
-                "table": np.nan_to_num(self.table),
-                "queries_at": own.astype(np.int32),
-                "keys_at": np.arange(self.n_keys, dtype=np.int32),
-            }
-            return Written("relative", arrays, self.lowest)
-        heads = max(map(len, self.whole))
-        whole = np.zeros((heads, self.n_queries, self.n_keys), np.float32)
-        at = 0
+            table, own = without_nan(self.lookup.table), self._own().astype(np.int32)
+            arrays = {"table": table, "queries_at": own, "keys_at": keys}
+            return Written("relative", arrays, self.lookup.lowest)
+        whole = np.zeros((max(map(len, self.whole)), self.n_queries, self.n_keys), np.float32)
+        row = 0
         for part in self.whole:
-            whole[:, at : at + part.shape[1], : part.shape[2]] = part
-            at += part.shape[1]
+            whole[:, row : row + part.shape[1], : part.shape[2]] = part
+            row += part.shape[1]
         return Written("whole", {"whole": whole})
 
 
@@ -210,30 +207,28 @@ class Biases:
 
     def add(self, call: Call, offset: int, own_t: Array) -> None:
         """One more call; `TooLarge` where it cannot be written down."""
-        bias = as_bias(call.bias)
-        parts = [] if bias is None else bias.leaf_terms()
+        parts = [] if call.bias is None else call.bias.leaf_terms()
         while len(self.books) < len(parts):
-            dense = not _is_relative(parts[len(self.books)])
-            if self.calls and not dense:
-                raise TooLarge
-            made: Book = DenseBook() if dense else RelativeBook()
-            if isinstance(made, DenseBook) and self.calls:
-                made.n_queries, made.n_keys = int(own_t[0]), int(own_t[0])
-            self.books.append(made)
+            if _is_relative(parts[len(self.books)]):
+                if self.calls:
+                    raise TooLarge
+                self.books.append(RelativeBook())
+            else:
+                before = int(own_t[0]) if self.calls else 0
+                self.books.append(DenseBook(n_queries=before, n_keys=before))
         for number, book in enumerate(self.books):
             part = parts[number] if number < len(parts) else None
-            if isinstance(book, RelativeBook):
-                if part is None or not _is_relative(part):
-                    raise TooLarge
-                book.add(part, call, offset)
-            else:
-                if part is not None and _is_relative(part):
-                    raise TooLarge
+            if isinstance(book, DenseBook) == (part is not None and _is_relative(part)):
+                raise TooLarge
+            if isinstance(book, DenseBook):
                 book.add(_dense(part, call), offset, own_t)
+            else:
+                assert part is not None
+                book.add(part, call, offset)
         self.calls += 1
 
     def write(self) -> list[Written]:
-        return [made for made in (book.write() for book in self.books) if made is not None]
+        return [written for book in self.books if (written := book.write()) is not None]
 
 
 def _is_relative(bias: Bias) -> bool:

@@ -1,12 +1,12 @@
-"""Results brought from a GPU to the host while the model goes on.
+"""Copies of results from a GPU to the host while the model goes on, through pinned memory.
 
 Why: maps of 256 × 256 cells of 512 heads are 134 MB. Memory that nobody has written to yet is slow
 to write to, and `tensor.cpu()` lets the model wait for it: longer than the measuring itself takes.
 
-How: what a call gave is laid end to end. The device copies it into memory that keeps its place, in
-the order of its own work, so that a cache may overwrite afterwards what was brought. A thread moves
-it on into plain memory, and torch takes the staging memory back. The thread is asked once a call,
-since whenever it wakes, the one that runs the model has to wait for Python.
+How: what a call gave is laid end to end and copied into pinned staging buffers, in the order of the
+device's own work, so that a cache may overwrite afterwards what was copied. A thread moves it on
+into plain memory, and torch takes the staging buffers back. The thread is asked once a call, since
+whenever it wakes, it takes the GIL from the thread that runs the model.
 
 Small results are not worth it.
 """
@@ -21,65 +21,64 @@ import torch
 from torch import Tensor
 
 LARGE = 2**18
-"""Bytes from which a result is brought by the thread."""
+"""Bytes from which a result is copied by the thread."""
 PIECE = 2**25
 """Bytes that are staged together."""
 BACKLOG = 2**27
-"""Bytes that may be on their way; who brings more waits for those before."""
+"""Bytes that may be under way; who copies more waits for those before."""
 
-Coming: TypeAlias = Future[dict[str, Tensor]]
+HostCopy: TypeAlias = Future[dict[str, Tensor]]
 
 
 def is_large(values: Tensor) -> bool:
-    """Whether a tensor is on a GPU, and large enough to be brought while others are computed."""
+    """Whether a tensor is on a GPU, and large enough to be copied while others are computed."""
     return values.is_cuda and values.nbytes >= LARGE
 
 
-class Bringer:
-    """Brings tensors to the CPU; `close` it at the end."""
+class HostCopier:
+    """Copies tensors to the CPU; `close` it at the end."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()
         self._under_way = 0
 
-    def bring(self, values: dict[str, Tensor]) -> Coming:
+    def copy(self, values: dict[str, Tensor]) -> HostCopy:
         """What some tensors hold now, as soon as all have arrived."""
         if not any(is_large(x) for x in values.values()):
-            here: Coming = Future()
+            here: HostCopy = Future()
             here.set_result({name: x.to("cpu", copy=True) for name, x in values.items()})
             return here
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "regard-bringing")
+            self._thread = ThreadPoolExecutor(1, "regard-device-to-host")
         # The widest types first, so that each begins at a multiple of its size.
         order = sorted(values, key=lambda name: -values[name].element_size())
         flat = [values[name].reshape(-1).view(torch.uint8) for name in order]
         joint = flat[0] if len(flat) == 1 else torch.cat(flat)
-        landed = torch.empty(len(joint), dtype=torch.uint8)
-        parts = zip(order, torch.split(landed, [len(x) for x in flat]), strict=True)
-        made = {name: x.view(values[name].dtype).view(values[name].shape) for name, x in parts}
-        for piece, there in zip(torch.split(joint, PIECE), torch.split(landed, PIECE), strict=True):
-            self._wait_for_room(len(piece))
+        host = torch.empty(len(joint), dtype=torch.uint8)
+        parts = zip(order, torch.split(host, [len(x) for x in flat]), strict=True)
+        copies = {name: x.view(values[name].dtype).view(values[name].shape) for name, x in parts}
+        for piece, there in zip(torch.split(joint, PIECE), torch.split(host, PIECE), strict=True):
+            self._wait_for_backlog(len(piece))
             staged = torch.empty(len(piece), dtype=torch.uint8, pin_memory=True)
             staged.copy_(piece, non_blocking=True)
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(torch.cuda.current_stream(piece.device))
-            coming = self._thread.submit(self._land, staged, done, there, made)
-        return coming
+            arriving = self._thread.submit(self._land, staged, done, there, copies)
+        return arriving
 
     def close(self) -> None:
-        """Wait for what is under way, and end the thread."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
 
-    def _wait_for_room(self, size: int) -> None:
+    def _wait_for_backlog(self, size: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way or self._under_way + size <= BACKLOG)
             self._under_way += size
 
     def _land(
-        self, staged: Tensor, done: torch.cuda.Event, there: Tensor, made: dict[str, Tensor]
+        self, staged: Tensor, done: torch.cuda.Event, there: Tensor, copies: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         try:
             done.synchronize()
@@ -88,4 +87,4 @@ class Bringer:
             with self._changed:
                 self._under_way -= len(staged)
                 self._changed.notify()
-        return made
+        return copies

@@ -43,7 +43,7 @@ def sum_spots(
     """Sums of single weights and how many there are, each (scores, H), for the scores of `SPOTS`.
 
     real_t: the queries that count. first: the first key that is seen. ids_s: the tokens at the
-    keys, with which induction is told.
+    keys, by which induction is found.
     """
     T, S = call.shape.T, call.shape.S
     tokens = b""

@@ -5,10 +5,10 @@ With q, k, the rule and the log-sum of each row a weight is
     exp(softcap(scale · q·k) + biases - lse), where the row's runs allow a look, else 0
 
 so any part of the matrix is made when it is asked for, in pieces of bounded memory. The rule is
-kept in four plain forms, into which every mask and bias of a call is turned exactly:
+kept in three plain forms, into which every mask and bias of a call is turned exactly:
 - `Runs`: each row sees a few runs of neighbouring keys (causal, windows, padding, documents);
 - `Relative`: a number for each head and each difference of two positions (ALiBi, T5);
-- `Column`: a number for each head and key (BLOOM); `Whole`: a number for each pair.
+- `Whole`: a number for each head and pair, or for each head and key (BLOOM).
 
 Maps are exact at every zoom. A cell is the mean of all weights in it. Where cells are whole
 multiples of the cells of `Base` (exact means, made when the model ran) and lie on its grid, a cell
@@ -108,24 +108,15 @@ class Relative:
 
 
 @dataclass(frozen=True, eq=False)
-class Column:
-    """values[head, s]: the same for every query."""
-
-    values: Array
-
-    def at(self, head: int, window: Window) -> Array:
-        return np.asarray(self.values[_one(self.values, head), window[2] : window[3]])[None]
-
-
-@dataclass(frozen=True, eq=False)
 class Whole:
-    """values[head, t, s]."""
+    """values[head, t, s]; one row for all queries is a column."""
 
     values: Array
 
     def at(self, head: int, window: Window) -> Array:
         t0, t1, s0, s1 = window
-        return np.asarray(self.values[_one(self.values, head), t0:t1, s0:s1])
+        rows = slice(t0, t1) if self.values.shape[1] > 1 else slice(None)
+        return np.asarray(self.values[_one(self.values, head), rows, s0:s1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +143,6 @@ class Kept:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """T and S."""
         return self.q_htd.shape[1], self.k_gsd.shape[1]
 
     def piece(self, head: int, window: Window) -> Array:
@@ -202,63 +192,51 @@ class Kept:
                 inside = (a, z, b, min(b + width, right))
                 yield inside, self.piece(head, inside)
 
-    def row(self, head: int, query: int) -> Array:
-        """The weights of one query on every key, (S,)."""
-        found = np.zeros(self.sizes[1], np.float32)
-        for (_, _, s0, s1), part in self.pieces(head, (query, query + 1, 0, self.sizes[1])):
-            found[s0:s1] = part[0]
-        return found
-
-    def column(self, head: int, key: int) -> Array:
-        """The weights of every query on one key, (T,)."""
-        found = np.zeros(self.sizes[0], np.float32)
-        for (t0, t1, _, _), part in self.pieces(head, (0, self.sizes[0], key, key + 1)):
-            found[t0:t1] = part[:, 0]
+    def part(self, head: int, window: Window) -> Array:
+        """All weights of a window, (t, s)."""
+        t0, t1, s0, s1 = window
+        found = np.zeros((t1 - t0, s1 - s0), np.float32)
+        for (a, z, b, y), part in self.pieces(head, window):
+            found[a - t0 : z - t0, b - s0 : y - s0] = part
         return found
 
     def map(self, head: int, window: Window, size: tuple[int, int]) -> Array:
         """The mean weight in each of size[0] × size[1] equal cells of a window, float32."""
+        rows, columns = self._on_base(window, size)
+        if not rows or not columns:
+            return self._direct(head, window, size)
+        # Whole base cells first, then what lies right of them, then what lies below.
         t0, t1, s0, s1 = window
         height, width = size
+        t_in, s_in = t0 + rows * ((t1 - t0) // height), s0 + columns * ((s1 - s0) // width)
         cells = np.zeros(size, np.float32)
-        inside = self._on_base(window, size)
-        if inside is not None and min(inside) > 0 and self.base is not None:
-            rows, columns = inside
-            cells[:rows, :columns] = self._from_base(head, window, size, inside)
-            t_in = t0 + rows * ((t1 - t0) // height)
-            s_in = s0 + columns * ((s1 - s0) // width)
-            if columns < width:
-                beside = self._direct(head, (t0, t_in, s_in, s1), (rows, width - columns))
-                cells[:rows, columns:] = beside
-            if rows < height:
-                cells[rows:] = self._direct(head, (t_in, t1, s0, s1), (height - rows, width))
-            return cells
-        return self._direct(head, window, size)
+        cells[:rows, :columns] = self._from_base(head, (t0, t_in, s0, s_in), (rows, columns))
+        if columns < width:
+            beside = self._direct(head, (t0, t_in, s_in, s1), (rows, width - columns))
+            cells[:rows, columns:] = beside
+        if rows < height:
+            cells[rows:] = self._direct(head, (t_in, t1, s0, s1), (height - rows, width))
+        return cells
 
-    def _on_base(self, window: Window, size: tuple[int, int]) -> tuple[int, int] | None:
-        """How many rows and columns of cells are whole base cells, if the grids agree."""
+    def _on_base(self, window: Window, size: tuple[int, int]) -> tuple[int, int]:
+        """How many rows and columns of cells are whole base cells; none unless the grids agree."""
         if self.base is None:
-            return None
+            return 0, 0
         counts = []
         for axis in (0, 1):
             first, last = window[2 * axis], window[2 * axis + 1]
             step, rest = divmod(last - first, size[axis])
             if rest or first % self.base.cell or step % self.base.cell:
-                return None
+                return 0, 0
             covered = self.base.means.shape[axis + 1] * self.base.cell
             counts.append(min(max((covered - first) // step, 0), size[axis]))
         return counts[0], counts[1]
 
-    def _from_base(
-        self, head: int, window: Window, size: tuple[int, int], inside: tuple[int, int]
-    ) -> Array:
+    def _from_base(self, head: int, window: Window, size: tuple[int, int]) -> Array:
         assert self.base is not None
-        cell = self.base.cell
-        down, across = ((window[2 * x + 1] - window[2 * x]) // size[x] // cell for x in (0, 1))
-        t, s = window[0] // cell, window[2] // cell
-        rows, columns = inside
-        part = self.base.means[head, t : t + rows * down, s : s + columns * across]
-        fine = np.asarray(part, np.float32).reshape(rows, down, columns, across)
+        t0, t1, s0, s1 = (edge // self.base.cell for edge in window)
+        part = np.asarray(self.base.means[head, t0:t1, s0:s1], np.float32)
+        fine = part.reshape(size[0], -1, size[1], (s1 - s0) // size[1])
         return np.asarray(fine.mean((1, 3), dtype=np.float64))
 
     def _direct(self, head: int, window: Window, size: tuple[int, int]) -> Array:
@@ -277,13 +255,12 @@ def shares(cells: int, window: tuple[int, int], part: tuple[int, int]) -> tuple[
     Cell x of the window a..z covers a + x · (z - a) / cells onwards. Overlaps are counted in whole
     units of 1 / cells, so that they are exact at any size.
     """
-    (first, last), span = window, window[1] - window[0]
+    first, span = window[0], window[1] - window[0]
     begin = (part[0] - first) * cells // span
     end = -((first - part[1]) * cells // span)
     x = np.arange(begin, end, dtype=np.int64)[:, None] * span
     n = (np.arange(part[0], part[1], dtype=np.int64) - first) * cells
     shared = np.minimum(x + span, n + cells) - np.maximum(x, n)
-    assert last > first
     return begin, (np.maximum(shared, 0) / span).astype(np.float32)
 
 

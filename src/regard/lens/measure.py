@@ -1,9 +1,9 @@
-"""What is told about one call: `Wants` by `observe`, single weights, and the runs that rows see.
+"""What is measured of one call: `Wants` by `observe`, single weights, and the runs that rows see.
 
 All of it in O(T + S) memory: `measure` asks `regard.observe`, which works in tiles, on the device
 where q and k are. `spot_weights` makes chosen weights alone, each from one query, one key and the
-log-sum of its row; what heads do is summed up from these (`heads.py`). `find_runs` writes a mask
-down as runs of neighbouring keys, which any mask is made of, in pieces of bounded memory.
+logsumexp of its row; what heads do is summed up from these (`head_scores.py`). `find_runs` writes a
+mask down as runs of neighbouring keys, which any mask is made of, in pieces of bounded memory.
 
 Letters: B batch (here 1), T queries, S keys, H query heads, G key heads, D head width; P pairs.
 """
@@ -35,7 +35,6 @@ MOST_RUNS = 1 << 23
 
 
 def measure(call: Call, wants: Wants) -> Observation:
-    """What is wanted about a call."""
     return observe(
         call.q,
         call.k,
@@ -79,7 +78,7 @@ class NamedKeys:
     _there: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Tensor:
-        """The keys on a device, brought there once, and without waiting for it."""
+        """The keys on a device, copied there once from pinned memory, without waiting for it."""
         if device not in self._there:
             self._there[device] = self.keys_nt.pin_memory().to(device, non_blocking=True)
         return self._there[device]

@@ -7,21 +7,20 @@ at), and places in the order in which they were called: name, layer, kind, sizes
 exact_zoom, and a rule: scale, softcap, the key head of each head, biases, and the cell of `base`.
 Arrays of place p are named `p.<name>`. By head and query: entropy, peak, peak_key, distance, mass,
 top_weights, top_keys; by head and key: received, seen_by; by score and head: spots, counts (see
-`heads`); by query: ids, real (0 sees nothing, 1 padding, 2 counts); and map. Where kept is "qk": q
-(H,T,D) and k (G,S,D) in the model's type (bfloat16 as its bits), lse, the runs of keys that rows
-see (first, pairs), biasN.*, and where maps are large base, exact means of square cells.
+`head_scores.py`); by query: ids, real (0 sees nothing, 1 padding, 2 counts); and map. Where kept is
+"qk": q (H,T,D) and k (G,S,D) in the model's type (bfloat16 as its bits), lse, the runs of keys that
+rows see (first, pairs), biasN.*, and where maps are large base, exact means of square cells.
 
-Any part of a map is made when asked for, exactly (`kept.py` says how), with numpy alone. A record
-of statistics has its map at one resolution only, and says so when more is asked.
+Any part of a map is made when asked for, exactly (`lazy_weights.py` says how), with numpy alone. A
+record of statistics has its map at one resolution only, and says so when more is asked.
 
 Letters: H heads, T queries, S keys.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -33,74 +32,93 @@ from regard.lens.schema import (
     MAX_LABEL,
     SPOTS,
     STATISTICS,
+    CheckedArrays,
     Description,
     Place,
-    Shelf,
     make_kept,
     read_description,
 )
 from regard.lens.token_labels import label
+from regard.lens.viewers import VIEWERS
 
 __all__ = ["Comparison", "Place", "Record"]
 
 SCORES = (*SPOTS, "separator", "local", "broad")
 ROLLOUT_TOKENS = 2048
-_VIEW = "regard.view"
+
+
+def _described(name: str) -> Any:
+    """A property that reads a field of the record's description."""
+    return property(lambda record: getattr(record._about, name))
 
 
 @final
 class Record:
     """What was seen. `watch` makes one, `Record.open` reads one; numbers count from 0.
 
-    `place` is a number in `places`, `head` one of the heads that were recorded there.
+    `place` is a number in `places`, `head` one of the heads that were recorded there. `tokens` are
+    labels, or numbers where none were given; `kept` is "statistics" or "qk".
     """
 
-    def __init__(self, told: Description, arrays: Mapping[str, Array]) -> None:
-        self._told = told
-        self._shelf: Shelf | None = Shelf(told, arrays) if told.places else None
-        self._kept: dict[int, Kept] = {}
+    text: str = _described("text")
+    tokens: list[str] = _described("tokens")
+    spans: list[tuple[int, int]] | None = _described("spans")
+    source_text: str | None = _described("source_text")
+    source_tokens: list[str] | None = _described("source_tokens")
+    model: str = _described("model")
+    created: str = _described("created")
+    version: int = _described("version")
+    kept: str = _described("kept")
+    places: list[Place] = _described("places")
+
+    def __init__(self, about: Description, arrays: Mapping[str, Array]) -> None:
+        self._about = about
+        self._checked = CheckedArrays(about, arrays) if about.places else None
+        self._weights_of: dict[int, Kept] = {}
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Record:
         """Read a file; `BadRecord` says what is wrong with it."""
-        told, arrays = files.read(path)
-        return Record(read_description(told), arrays)
+        about, arrays = files.read(path)
+        return Record(read_description(about), arrays)
+
+    def check(self) -> Record:
+        """Look at every array now, not when it is first used: what is wrong is a `BadRecord`."""
+        self._arrays.all()
+        for number, place in enumerate(self.places):
+            if place.exact_zoom:
+                self.weight(number, 0, 0, 0)
+        return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file, whole or not at all; what `open` would refuse is not written."""
-        for place in range(len(self.places)):
-            for name in self._arrays.names(place):
-                self._arrays.get(place, name)
-        told = self._told.to_json()
+        arrays, about = self._arrays.all(), self._about.to_json()
         try:
-            read_description(told)
+            read_description(about)
         except BadRecord as wrong:
             raise ValueError(
                 f"{os.fspath(path)} was not written, as it could not be opened again: {wrong}; "
                 "record.describe(text=..., tokens=..., spans=...) says anew what was read"
             ) from None
-        files.write(path, told, self._arrays.all())
+        files.write(path, about, arrays)
 
     @property
-    def _arrays(self) -> Shelf:
-        if self._shelf is None:
+    def _arrays(self) -> CheckedArrays:
+        if self._checked is None:
             raise RuntimeError(
                 "the record is still being made: it can be asked when the `with watch(...)` block "
                 "has ended"
             )
-        return self._shelf
+        return self._checked
 
-    def _fill(self, told: Description, arrays: Mapping[str, Array]) -> None:
+    def _fill(self, seen: Description, arrays: Mapping[str, Array]) -> None:
         """Take what was seen, at the end of a block; what was described before stays."""
-        self._told.places, self._told.rules, self._told.kept = told.places, told.rules, told.kept
-        self._told.model = self._told.model or told.model
-        self._told.created = told.created
-        longest = max(place.n_queries for place in told.places)
-        if not self._told.tokens:
-            self._told.tokens = told.tokens or [str(n) for n in range(longest)]
-        if self._told.source_tokens is None:
-            self._told.source_tokens = told.source_tokens
-        self._shelf = Shelf(self._told, arrays)
+        about = self._about
+        about.places, about.rules, about.kept = seen.places, seen.rules, seen.kept
+        about.model, about.created = about.model or seen.model, seen.created
+        longest = max(place.n_queries for place in seen.places)
+        about.tokens = about.tokens or seen.tokens or [str(n) for n in range(longest)]
+        self._checked = CheckedArrays(about, arrays)
 
     def describe(
         self,
@@ -117,14 +135,14 @@ class Record:
         Tokens and the model have names of at most 4,096 characters; a longer one is cut, and ends
         in "…". The text and the spans have all of it.
         """
-        told = self._told
-        told.text = told.text if text is None else clean(text)
-        told.tokens = told.tokens if tokens is None else [clean_label(token) for token in tokens]
-        told.spans = told.spans if spans is None else [(int(a), int(z)) for a, z in spans]
-        told.source_text = told.source_text if source_text is None else clean(source_text)
+        about = self._about
+        about.text = about.text if text is None else clean(text)
+        about.tokens = about.tokens if tokens is None else [clean_label(label) for label in tokens]
+        about.spans = about.spans if spans is None else [(int(a), int(z)) for a, z in spans]
+        about.source_text = about.source_text if source_text is None else clean(source_text)
         if source_tokens is not None:
-            told.source_tokens = [clean_label(token) for token in source_tokens]
-        told.model = told.model if model is None else clean_label(model)
+            about.source_tokens = [clean_label(label) for label in source_tokens]
+        about.model = about.model if model is None else clean_label(model)
         return self
 
     def read(self, tokenizer: Any) -> Record:
@@ -133,77 +151,34 @@ class Record:
         The text is what the queries of the last place are; the source, for cross-attention, what
         its keys are.
         """
-        last = self.places[-1]
-        source = next((p for p in self.places if p.kind == "cross"), None)
-        own = self._ids_of(last.n_queries, backwards=True)
+        own = self._ids_of(self.places[-1].n_queries, range(len(self.places) - 1, -1, -1))
         if own is None:
             raise ValueError(
                 "the model was not seen reading tokens; record.describe(tokens=...) names them"
             )
-        said = label(tokenizer, own.tolist())
-        self.describe(text=said.text, tokens=said.tokens, spans=said.spans)
-        found = None if source is None else self._ids_of(source.n_keys, backwards=False)
-        if found is not None:
-            said = label(tokenizer, found.tolist())
-            self.describe(source_text=said.text, source_tokens=said.tokens)
+        labels = label(tokenizer, own.tolist())
+        self.describe(text=labels.text, tokens=labels.tokens, spans=labels.spans)
+        cross = next((place for place in self.places if place.kind == "cross"), None)
+        source = None if cross is None else self._ids_of(cross.n_keys, range(len(self.places)))
+        if source is not None:
+            labels = label(tokenizer, source.tolist())
+            self.describe(source_text=labels.text, source_tokens=labels.tokens)
         return self
 
-    def _ids_of(self, n_queries: int, backwards: bool) -> Array | None:
-        """The tokens of the first or last self-attention over so many."""
-        places = list(enumerate(self.places))
-        for number, place in reversed(places) if backwards else places:
-            if place.kind == "self" and place.n_queries == n_queries:
+    def _ids_of(self, n_queries: int, places: Iterable[int]) -> Array | None:
+        """The tokens of the first of these that is self-attention over so many."""
+        for number in places:
+            here = self.places[number]
+            if here.kind == "self" and here.n_queries == n_queries:
                 return self.ids(number)
         return None
 
-    @property
-    def text(self) -> str:
-        return self._told.text
-
-    @property
-    def tokens(self) -> list[str]:
-        """The labels of the tokens; their numbers where none were given."""
-        return self._told.tokens
-
-    @property
-    def spans(self) -> list[tuple[int, int]] | None:
-        return self._told.spans
-
-    @property
-    def source_text(self) -> str | None:
-        return self._told.source_text
-
-    @property
-    def source_tokens(self) -> list[str] | None:
-        return self._told.source_tokens
-
-    @property
-    def model(self) -> str:
-        return self._told.model
-
-    @property
-    def created(self) -> str:
-        return self._told.created
-
-    @property
-    def version(self) -> int:
-        return self._told.version
-
-    @property
-    def kept(self) -> str:
-        """ "statistics" or "qk"."""
-        return self._told.kept
-
-    @property
-    def places(self) -> list[Place]:
-        return self._told.places
-
     def find(self, name: str) -> int:
         """The number of the place with this dotted name."""
-        for number, place in enumerate(self.places):
-            if place.name == name:
-                return number
-        raise KeyError(f"no place is named {name!r}; there are {[p.name for p in self.places]}")
+        names = [place.name for place in self.places]
+        if name not in names:
+            raise KeyError(f"no place is named {name!r}; there are {names}")
+        return names.index(name)
 
     def ids(self, place: int = 0) -> Array | None:
         """The token ids of a place's queries, where the model read any."""
@@ -213,8 +188,8 @@ class Record:
     def statistics(self, place: int) -> dict[str, Array]:
         """What was measured at a place, by name; by head and query, received by head and key."""
         self._check_place(place)
-        shelf = self._arrays
-        return {name: shelf.get(place, name) for name in STATISTICS if shelf.has(place, name)}
+        arrays = self._arrays
+        return {name: arrays.get(place, name) for name in STATISTICS if arrays.has(place, name)}
 
     def received(self, place: int) -> Array:
         """What each key gets from all queries together, (H, S)."""
@@ -229,35 +204,37 @@ class Record:
         on all tokens without letters or digits; local is the mean distance |Σ (i-j) w| in tokens;
         broad is the mean entropy in nats.
         """
-        wide = max(place.n_heads for place in self.places)
-        found = {name: np.full((len(self.places), wide), np.nan) for name in SCORES}
+        found = {name: self._no_numbers() for name in SCORES}
         for number, place in enumerate(self.places):
             for name, values in self._heads_of(number).items():
                 found[name][number, : place.n_heads] = values
         return found
 
+    def _no_numbers(self) -> Array:
+        """NaN for each place and head; it stays where a place has no such head."""
+        return np.full((len(self.places), max(place.n_heads for place in self.places)), np.nan)
+
     def _heads_of(self, place: int) -> dict[str, Array]:
-        shelf, here = self._arrays, self.places[place]
+        arrays, here = self._arrays, self.places[place]
         found: dict[str, Array] = {}
-        if shelf.has(place, "spots"):
-            sums, counts = shelf.get(place, "spots"), shelf.get(place, "counts")
-            with np.errstate(all="ignore"):
-                means = np.where(counts > 0, sums / counts, np.nan)
+        if arrays.has(place, "spots"):
+            sums, counts = arrays.get(place, "spots"), arrays.get(place, "counts")
+            means = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
             found.update(zip(SPOTS, means, strict=True))
-        real, sees = np.ones(here.n_queries, np.bool_), np.ones(here.n_queries, np.bool_)
-        if shelf.has(place, "real"):
-            kinds = np.asarray(shelf.get(place, "real"))
-            real, sees = kinds == 2, kinds > 0
-        if shelf.has(place, "distance") and real.any():
-            found["local"] = np.abs(shelf.get(place, "distance"))[:, real].mean(1)
-        if shelf.has(place, "entropy") and real.any():
-            found["broad"] = np.asarray(shelf.get(place, "entropy"))[:, real].mean(1)
+        # 0 sees nothing, 1 is padding, 2 counts.
+        real = np.full(here.n_queries, 2)
+        if arrays.has(place, "real"):
+            real = np.asarray(arrays.get(place, "real"))
+        for name, of in (("local", "distance"), ("broad", "entropy")):
+            if arrays.has(place, of) and (real == 2).any():
+                values = np.asarray(arrays.get(place, of))[:, real == 2]
+                found[name] = (np.abs(values) if name == "local" else values).mean(1)
         labels = self.tokens if here.kind == "self" else self.source_tokens
-        if shelf.has(place, "received") and labels is not None and len(labels) == here.n_keys:
+        if arrays.has(place, "received") and labels is not None and len(labels) == here.n_keys:
             marks = np.array([is_separator(label) for label in labels])
-            if marks.any() and sees.any():
-                received = np.asarray(shelf.get(place, "received"))
-                found["separator"] = received[:, marks].sum(1) / sees.sum()
+            if marks.any() and real.any():
+                received = np.asarray(arrays.get(place, "received"))
+                found["separator"] = received[:, marks].sum(1) / (real > 0).sum()
         return found
 
     def pairs(self, relations: Sequence[tuple[int, int]]) -> Array:
@@ -267,15 +244,29 @@ class Record:
         """
         if not relations:
             raise ValueError("relations must name at least one pair (query, key)")
-        wide = max(place.n_heads for place in self.places)
-        found = np.full((len(self.places), wide), np.nan)
+        found = self._no_numbers()
         for number, here in enumerate(self.places):
             fits = all(0 <= t < here.n_queries and 0 <= s < here.n_keys for t, s in relations)
-            if fits and (here.exact_zoom or self._whole(number) is not None):
+            if fits and self.has_weights(number):
                 for head in range(here.n_heads):
                     weights = [self.weight(number, head, t, s) for t, s in relations]
                     found[number, head] = float(np.mean(weights))
         return found
+
+    def grid(self, place: int) -> tuple[int, int] | None:
+        """How finely the map is known: (T, S), or the cells of the only picture, or not at all."""
+        here = self._check_place(place)
+        if here.exact_zoom:
+            return here.n_queries, here.n_keys
+        if not self._arrays.has(place, "map"):
+            return None
+        _, height, width = self._arrays.get(place, "map").shape
+        return height, width
+
+    def has_weights(self, place: int) -> bool:
+        """Whether single weights can be had there, not only a picture of the whole."""
+        here = self.places[place]
+        return self.grid(place) == (here.n_queries, here.n_keys)
 
     def map(
         self,
@@ -309,19 +300,19 @@ class Record:
         """What one query looks at, (S,)."""
         here = self._check_place(place, head)
         check_index("query", query, here.n_queries)
-        if here.exact_zoom:
-            return self._weights(place).row(head, query)
-        window = (query, query + 1, 0, here.n_keys)
-        return np.asarray(self._pictured(place, head, window, (1, here.n_keys))[0])
+        return np.asarray(self._all_of(place, head, (query, query + 1, 0, here.n_keys))[0])
 
     def column(self, place: int, head: int, key: int) -> Array:
         """Who looks at one key, (T,)."""
         here = self._check_place(place, head)
         check_index("key", key, here.n_keys)
-        if here.exact_zoom:
-            return self._weights(place).column(head, key)
-        window = (0, here.n_queries, key, key + 1)
-        return np.asarray(self._pictured(place, head, window, (here.n_queries, 1))[:, 0])
+        return np.asarray(self._all_of(place, head, (0, here.n_queries, key, key + 1))[:, 0])
+
+    def _all_of(self, place: int, head: int, window: Window) -> Array:
+        if self.places[place].exact_zoom:
+            return self._weights(place).part(head, window)
+        t0, t1, s0, s1 = window
+        return self._pictured(place, head, window, (t1 - t0, s1 - s0))
 
     def weight(self, place: int, head: int, t: int, s: int) -> float:
         """How much query t looks at key s."""
@@ -330,10 +321,14 @@ class Record:
     def rollout(self) -> Array:
         """Attention rollout, (N, N): how much each last state draws on each token, by way of all
         layers. A layer is half the mean of its heads and half itself, rows made to sum to 1; the
-        layers are multiplied. Self-attention of one stack, of at most 2,048 tokens.
+        layers are multiplied. Self-attention of the last stack, of at most 2,048 tokens.
         """
-        stack = self._stack()
-        n = self.places[stack[0]].n_queries
+        own = [(n, place) for n, place in enumerate(self.places) if place.kind == "self"]
+        stack = [n for n, place in own if _stem(place.name) == _stem(own[-1][1].name)]
+        sizes = {size for n in stack for size in (self.places[n].n_queries, self.places[n].n_keys)}
+        if len(sizes) != 1:
+            raise ValueError("rollout needs self-attention with as many queries as keys throughout")
+        n = sizes.pop()
         if n > ROLLOUT_TOKENS:
             raise ValueError(
                 f"rollout multiplies whole matrices, and these are {n:,} × {n:,}; it is for texts "
@@ -347,15 +342,6 @@ class Record:
             total = (layer / layer.sum(1, keepdims=True)) @ total
         return np.asarray(total)
 
-    def _stack(self) -> list[int]:
-        """The self-attention places of the last stack: a decoder's, if there is one."""
-        own = [n for n, place in enumerate(self.places) if place.kind == "self"]
-        last = [n for n in own if _stem(self.places[n].name) == _stem(self.places[own[-1]].name)]
-        sizes = {(self.places[n].n_queries, self.places[n].n_keys) for n in last}
-        if len(sizes) != 1 or len(set(sizes.pop())) != 1:
-            raise ValueError("rollout needs self-attention with as many queries as keys throughout")
-        return last
-
     def compare(self, other: Record) -> Comparison:
         """The other record less this one, head by head; both must have the same places."""
         here = [(place.kind, place.n_heads) for place in self.places]
@@ -367,29 +353,25 @@ class Record:
             )
         mine, theirs = self.heads(), other.heads()
         scores = {name: theirs[name] - mine[name] for name in mine}
-        statistics: list[dict[str, Array]] = []
+        statistics = []
         for place in range(len(here)):
             one, two = self.statistics(place), other.statistics(place)
-            statistics.append(
-                {
-                    name: np.asarray(two[name], np.float64) - np.asarray(one[name], np.float64)
-                    for name in one
-                    if name in two and one[name].shape == two[name].shape and "key" not in name
-                }
-            )
+            names = [name for name in one if name in two and "key" not in name]
+            same = [name for name in names if one[name].shape == two[name].shape]
+            statistics.append({name: two[name].astype(np.float64) - one[name] for name in same})
         return Comparison(scores, statistics, self.tokens == other.tokens)
 
     def plot(self, *args: Any, **kwargs: Any) -> Any:
-        """A picture for paper, by `regard.view.plots`."""
-        return _view("plot")(self, *args, **kwargs)
+        """A picture for paper, by `regard.view.plot`."""
+        return VIEWERS["plot"](self, *args, **kwargs)
 
     def html(self, path: str | os.PathLike[str], **kwargs: Any) -> Any:
         """Write a page that opens offline, by `regard.view.write_page`."""
-        return _view("write_page")(path, self, **kwargs)
+        return VIEWERS["write_page"](path, self, **kwargs)
 
     def show(self, **kwargs: Any) -> Any:
         """The picture in a notebook, by `regard.view.make_widget`."""
-        return _view("make_widget")(self, **kwargs)
+        return VIEWERS["make_widget"](self, **kwargs)
 
     def _check_place(self, place: int, head: int = 0) -> Place:
         assert self._arrays is not None
@@ -398,42 +380,32 @@ class Record:
         return self.places[place]
 
     def _weights(self, place: int) -> Kept:
-        if place not in self._kept:
-            self._kept[place] = make_kept(self._told, self._arrays, place)
-        return self._kept[place]
-
-    def _whole(self, place: int) -> Array | None:
-        """The whole map, where a record of statistics has it weight by weight."""
-        here = self.places[place]
-        if not self._arrays.has(place, "map"):
-            return None
-        stored = self._arrays.get(place, "map")
-        return stored if stored.shape[1:] == (here.n_queries, here.n_keys) else None
+        if place not in self._weights_of:
+            self._weights_of[place] = make_kept(self._about, self._arrays, place)
+        return self._weights_of[place]
 
     def _pictured(self, place: int, head: int, window: Window, size: tuple[int, int]) -> Array:
         """The answer of a place whose weights cannot be made again."""
-        here, whole = self.places[place], self._whole(place)
+        here, grid = self.places[place], self.grid(place)
         t0, t1, s0, s1 = window
-        if whole is not None:
+        if self.has_weights(place):
+            whole = self._arrays.get(place, "map")
             _, down = shares(size[0], (t0, t1), (t0, t1))
             _, across = shares(size[1], (s0, s1), (s0, s1))
             return np.asarray(down @ (whole[head, t0:t1, s0:s1] @ across.T), np.float32)
         why = f"{here.name} kept statistics only"
-        if self._arrays.has(place, "map") and window == (0, here.n_queries, 0, here.n_keys):
-            stored = np.asarray(self._arrays.get(place, "map")[head])
-            (down, rest), (across, left) = (
-                divmod(x, y) for x, y in zip(stored.shape, size, strict=True)
-            )
-            if down and across and not rest and not left:
-                cells = stored.reshape(size[0], down, size[1], across)
+        if grid is not None and window == (0, here.n_queries, 0, here.n_keys):
+            if not grid[0] % size[0] and not grid[1] % size[1]:
+                picture = np.asarray(self._arrays.get(place, "map")[head])
+                cells = picture.reshape(size[0], -1, size[1], grid[1] // size[1])
                 return np.asarray(cells.mean((1, 3)), np.float32)
-            why += f", with a map of {stored.shape[0]} × {stored.shape[1]} cells"
+            why += f", with a map of {grid[0]} × {grid[1]} cells"
         raise ValueError(
             f'{why}; record with watch(model, keep="qk") to see every part of the map and weights'
         )
 
     def __repr__(self) -> str:
-        if self._shelf is None:
+        if self._checked is None:
             return "Record(in the making)"
         return f"Record({self.model!r}, {len(self.tokens)} tokens, {len(self.places)} places)"
 
@@ -453,9 +425,10 @@ class Comparison:
     def largest(self, score: str, n: int = 10) -> list[tuple[int, int, float]]:
         """The n heads that differ most in a score: (place, head, difference)."""
         gaps = self.heads[score]
-        order = np.argsort(-np.nan_to_num(np.abs(gaps), nan=-1.0), axis=None, kind="stable")
-        found = [tuple(np.unravel_index(at, gaps.shape)) for at in order[:n]]
-        return [(int(p), int(h), float(gaps[p, h])) for p, h in found if np.isfinite(gaps[p, h])]
+        # NaN is a head without this score: such heads are left out, not ranked.
+        known = np.argwhere(np.isfinite(gaps)).tolist()
+        found = [(place, head, float(gaps[place, head])) for place, head in known]
+        return sorted(found, key=lambda each: -abs(each[2]))[:n]
 
 
 def is_separator(label: str) -> bool:
@@ -484,8 +457,3 @@ def check_index(what: str, value: int, count: int) -> None:
 def _stem(name: str) -> str:
     """A place's name without its numbers: the same for all layers of a stack."""
     return ".".join(part for part in name.split(".") if not part.isdecimal()).partition("@")[0]
-
-
-def _view(name: str) -> Any:
-    """A function of the view, which is loaded only here; the lens works without it."""
-    return getattr(importlib.import_module(_VIEW), name)

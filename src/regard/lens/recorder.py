@@ -1,7 +1,8 @@
-"""What a model's attention is called with, put in order: the recorder, to which doors bring calls.
+"""What a model's attention is called with, put in order: the recorder, to which hooks give calls.
 
 How: it knows the modules of the model and which of them is running, by hooks that belong to no
-module. A call goes to the take of its place that it continues, or opens a new one (`taking.py`).
+module. A call goes to the take of its place that it continues, or opens a new one
+(`stitch_calls.py`).
 
 Letters: B batch, T queries, S keys, H heads.
 """
@@ -9,19 +10,21 @@ Letters: B batch, T queries, S keys, H heads.
 from __future__ import annotations
 
 import datetime
+import itertools
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn, overrides
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from regard._torch import without_mode
 from regard.lens.captured_call import Call
-from regard.lens.device_to_host import Bringer
+from regard.lens.device_to_host import HostCopier
 from regard.lens.lazy_weights import Array
 from regard.lens.measure import FoundRuns, find_runs
 from regard.lens.schema import Description
@@ -31,15 +34,23 @@ from regard.ops.call import Rule, under_autocast
 from regard.ops.pack import pack
 
 MOST_TAKES = 256
-"""Places that one module may become; a training loop is no place to watch."""
+"""Places that one module may become; a training loop is not to be watched."""
 CROSS = re.compile(r"cross|encoder_attn|EncDec|enc_dec|multihead_attn|encoder_decoder", re.I)
 NO_WORDS = re.compile(r"pos|type|seg|rel|bias|wpe|dist|time|layer_norm", re.I)
 Progress: TypeAlias = Callable[[str, int], None]
-"""Told the place that was just recorded, and how many calls have been so far."""
+"""Called with the place that was just recorded, and how many calls have been so far."""
+
+
+class Running(threading.local):
+    """What runs in a thread: modules, outermost first, and how many hooks are handling a call."""
+
+    def __init__(self) -> None:
+        self.stack: list[nn.Module] = []
+        self.hooks = 0
 
 
 class Recorder:
-    """Where doors bring their calls; knows the model's modules and which of them is running."""
+    """Where hooks give their calls; knows the model's modules and which of them is running."""
 
     def __init__(
         self,
@@ -57,40 +68,35 @@ class Recorder:
         self.names = {id(module): name or kind for name, module in model.named_modules()}
         self.takes: dict[str, list[Take]] = {}
         self.order: list[Take] = []
-        self.bringer = Bringer()
-        self.running = threading.local()
+        self.copier = HostCopier()
+        self.running = Running()
         self.ids_bt: Tensor | None = None
         self.progress: Progress | None = None
         self.n_calls = 0
-        self.tap: TorchFunctionMode | None = None
+        self.mode: TorchFunctionMode | None = None
         self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
         self._passed_over: set[str] = set()
         self._words = _word_tables(model)
 
     def stack(self) -> list[nn.Module]:
-        """The modules that are running in this thread, outermost first."""
-        found: list[nn.Module] = self.running.__dict__.setdefault("stack", [])
-        return found
+        return self.running.stack
 
     @property
     def busy(self) -> bool:
-        """Whether a door is handling a call, whose inner calls are its own affair."""
-        return bool(self.running.__dict__.get("busy", 0))
+        """Whether a hook is handling a call, whose inner calls are its own affair."""
+        return self.running.hooks > 0
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """What happens inside is part of a call that was seen already."""
-        self.running.__dict__["busy"] = self.running.__dict__.get("busy", 0) + 1
+        self.running.hooks += 1
         try:
             yield
         finally:
-            self.running.__dict__["busy"] -= 1
+            self.running.hooks -= 1
 
-    @contextmanager
-    def untapped(self) -> Iterator[None]:
-        """Take the tap off torch's functions for a while."""
-        with without_mode(self.tap):
-            yield
+    def unseen(self) -> AbstractContextManager[None]:
+        return without_mode(self.mode)
 
     @contextmanager
     def follow(self) -> Iterator[None]:
@@ -101,31 +107,28 @@ class Recorder:
         """
 
         def enter(module: nn.Module, args: Any) -> None:
-            if id(module) in self.names:
-                self.stack().append(module)
-                if id(module) in self._words and args and isinstance(args[0], Tensor):
-                    ids = args[0]
-                    if ids.dim() == 2 and not ids.is_floating_point():
-                        # Once for all layers, and before any of them keeps the device busy.
-                        self.ids_bt = ids.detach().cpu()
+            if id(module) not in self.names:
+                return
+            self.stack().append(module)
+            ids = args[0] if args and id(module) in self._words else None
+            if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+                # Once for all layers, and before any of them keeps the device busy.
+                self.ids_bt = ids.detach().cpu()
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             stack = self.stack()
             if id(module) in self.names and module in stack:
-                while stack.pop() is not module:
-                    pass
+                del stack[len(stack) - 1 - stack[::-1].index(module) :]
 
         hooks = torch.nn.modules.module
-        handles = [
+        with (
             hooks.register_module_forward_pre_hook(enter),
             hooks.register_module_forward_hook(leave, always_call=True),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.stack().clear()
+        ):
+            try:
+                yield
+            finally:
+                self.stack().clear()
 
     def name_of(self, module: nn.Module | None = None) -> str | None:
         """The dotted name of a module, or of the one that is running; None if it is not ours."""
@@ -135,26 +138,28 @@ class Recorder:
         return self.names.get(id(module))
 
     def wanted(self, name: str) -> bool:
-        """Whether a place is among the layers that were asked for."""
         self._passed_over.add(name)
         if self.layers is None:
             return True
-        number = layer_of(name)
-        return any(
-            layer == number if isinstance(layer, int) else _inside(name, layer)
-            for layer in self.layers
-        )
+        # "" is around everything, and "a" around "a.b".
+        around = {layer_of(name), "", *itertools.accumulate(name.split("."), "{}.{}".format)}
+        return not around.isdisjoint(self.layers)
+
+    def run(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record a call, and then let the function do what it does, unwatched."""
+        self.take(call)
+        with self.alone():
+            return function(*args, **kwargs)
 
     @torch.no_grad()
     def take(self, call: Call) -> None:
-        """Record one call."""
         if not self.wanted(call.name):
             return
         q, k, _ = under_autocast(call.q, call.k, call.k)
         dtype = torch.promote_types(q.dtype, k.dtype)
         call = replace(call, q=q.to(dtype), k=k.to(dtype))
-        # Measuring is made of torch's functions too, none of which the tap needs to look at.
-        with self.alone(), self.untapped(), torch.autocast(call.q.device.type, enabled=False):
+        # Measuring is made of torch's functions too, none of which our mode needs to look at.
+        with self.alone(), self.unseen(), torch.autocast(call.q.device.type, enabled=False):
             self._take(call)
             self.n_calls += 1
             if self.progress is not None:
@@ -188,7 +193,7 @@ class Recorder:
                 return
             if take.grows(call, ids):
                 # The same text, read anew and farther: generation without a cache.
-                fresh = take.restart()
+                fresh = replace(take)
                 takes[takes.index(take)] = self.order[self.order.index(take)] = fresh
                 self._start(fresh, call, runs, ids)
                 return
@@ -198,13 +203,14 @@ class Recorder:
                 "other; a block records one text, and what is written after it"
             )
         take = Take(
-            self._new_name(call.name),
-            layer_of(call.name) or 0,
-            self.wants,
-            self.keep,
-            self.bringer,
+            name=f"{call.name}@{len(takes) + 1}" if takes else call.name,
+            layer=layer_of(call.name) or 0,
+            wants=self.wants,
+            keep=self.keep,
+            copier=self.copier,
+            cross=is_cross(call),
+            heads=self.heads or (),
         )
-        take.cross, take.heads = self._is_cross(call), self.heads or ()
         takes.append(take)
         self.order.append(take)
         self._start(take, call, runs, ids)
@@ -213,17 +219,6 @@ class Recorder:
         fit = take.fit(call, runs)
         assert fit is not None, "the first call of a take always fits"
         take.add(fit, ids)
-
-    def _new_name(self, name: str) -> str:
-        count = len(self.takes[name]) + 1
-        return name if count == 1 else f"{name}@{count}"
-
-    def _is_cross(self, call: Call) -> bool:
-        if call.cross is not None:
-            return call.cross
-        if CROSS.search(call.name.rpartition(".")[2]) or CROSS.search(call.name):
-            return not re.search(r"self", call.name.rpartition(".")[2], re.I)
-        return False
 
     def _ids(self, B: int, row: int, T: int) -> Tensor | None:
         """The tokens of the queries, where as many were read last as there are queries."""
@@ -239,7 +234,7 @@ class Recorder:
         if key not in self._runs:
             if len(self._runs) > 16:
                 self._runs.pop(next(iter(self._runs)))
-            # Held with its tensors, so that no other tensor can take their place in memory.
+            # Held with its tensors, so that no other tensor can have their addresses.
             self._runs[key] = (rule, find_runs(rule))
         return self._runs[key][1]
 
@@ -256,36 +251,17 @@ class Recorder:
                 f"no attention was seen in {kind}: either it was not called in the block, or it "
                 "attends in a way that cannot be watched (compiled code, or a kernel of its own)"
             )
-        told, arrays = Description(kept=self.keep, model=_model_name(self.model)), {}
-        told.created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        config = getattr(self.model, "config", None)
+        name = getattr(config, "_name_or_path", None) or getattr(config, "name", None)
+        model = name if isinstance(name, str) and name else kind
+        seen, arrays = Description(kept=self.keep, model=model), {}
+        seen.created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         for number, take in enumerate(self.order):
             place, rule, found = take.finish()
-            told.places.append(place)
-            told.rules.append(rule)
+            seen.places.append(place)
+            seen.rules.append(rule)
             arrays.update({f"{number}.{name}": array for name, array in found.items()})
-        return told, arrays
-
-
-@contextmanager
-def without_mode(mode: TorchFunctionMode | None) -> Iterator[None]:
-    """Take one torch-function mode away; modes that others put on above it stay."""
-    stack: Any = overrides._get_current_function_mode_stack
-    pop: Any = overrides._pop_mode
-    push: Any = overrides._push_mode
-    if mode is None or mode not in stack():
-        yield
-        return
-    depth = stack().index(mode)
-    above = [pop() for _ in stack()[depth:]]
-    for other in reversed(above[:-1]):
-        push(other)
-    try:
-        yield
-    finally:
-        above = [pop() for _ in stack()[depth:]]
-        push(mode)
-        for other in reversed(above):
-            push(other)
+        return seen, arrays
 
 
 def layer_of(name: str) -> int | None:
@@ -293,8 +269,12 @@ def layer_of(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
-def _inside(name: str, around: str) -> bool:
-    return name == around or name.startswith(f"{around}.") or around == ""
+def is_cross(call: Call) -> bool:
+    """Whether a call looks at another text: as its hook says, else by the place's name."""
+    if call.cross is not None:
+        return call.cross
+    own = "self" in call.name.rpartition(".")[2].lower()
+    return CROSS.search(call.name) is not None and not own
 
 
 def _rule_key(rule: Rule) -> Any:
@@ -313,16 +293,9 @@ def _age(tensor: Tensor) -> Any:
 
 
 def _word_tables(model: nn.Module) -> set[int]:
-    """The embeddings that read tokens, as far as their names and sizes tell."""
-    tables = {
-        name: module
+    """The embeddings that read tokens, as far as their names tell."""
+    return {
+        id(module)
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and not NO_WORDS.search(name.rpartition(".")[2])
     }
-    return {id(module) for module in tables.values()}
-
-
-def _model_name(model: nn.Module) -> str:
-    config = getattr(model, "config", None)
-    name = getattr(config, "_name_or_path", None) or getattr(config, "name", None)
-    return str(name) if isinstance(name, str) and name else type(model).__name__

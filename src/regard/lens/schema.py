@@ -11,7 +11,7 @@ Letters: H heads, G key heads, T queries, S keys, D head width; see `record.py` 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -23,7 +23,6 @@ from regard.lens.lazy_weights import (
     Array,
     BadRecord,
     Base,
-    Column,
     Kept,
     Relative,
     Runs,
@@ -35,7 +34,6 @@ MAX_TEXT = 1 << 26
 MAX_LABEL = 4096
 MAX_PLACES = 4096
 MAX_HEADS = 4096
-KINDS = ("self", "cross")
 FLOATS = ("F32", "F64")
 SPOTS = ("previous", "next", "same", "induction", "first")
 """The scores that are sums over single pairs, in the order of the rows of `spots`."""
@@ -59,6 +57,15 @@ class Place:
     heads: tuple[int, ...] = ()
     exact_zoom: bool = True
 
+    @property
+    def stack(self) -> str:
+        """ "encoder", "decoder" or "", by the dotted name: the one rule that all tell it by.
+
+        An `encoder_attn` is the decoder's look at the encoder; so is an encoder in a decoder.
+        """
+        name = self.name.lower()
+        return next((stack for stack in ("decoder", "encoder") if stack in name), "")
+
 
 @dataclass(kw_only=True)
 class Description:
@@ -78,165 +85,142 @@ class Description:
 
     def to_json(self) -> dict[str, Any]:
         """The description as plain values, as `read_description` takes them."""
-        made = {name: value for name, value in vars(self).items() if name not in ("rules",)}
-        made["spans"] = None if self.spans is None else [list(span) for span in self.spans]
-        made["places"] = [
+        plain = {name: value for name, value in vars(self).items() if name != "rules"}
+        plain["spans"] = None if self.spans is None else [list(span) for span in self.spans]
+        plain["places"] = [
             {**vars(place), "heads": list(place.heads), "rule": rule}
             for place, rule in zip(self.places, self.rules, strict=True)
         ]
-        return made
+        return plain
 
 
 def refuse(why: str) -> NoReturn:
     raise BadRecord(f"not a good record: {why}")
 
 
-def read_description(told: dict[str, Any]) -> Description:
+@dataclass(frozen=True)
+class Is:
+    """What a value of the description must be: a test of it, and the same in words."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+    def or_none(self) -> Is:
+        return Is(lambda x: x is None or self.fits(x), f"{self.words}, or null")
+
+
+def text(longest: int) -> Is:
+    return Is(lambda x: isinstance(x, str) and len(x) <= longest, f"a text of up to {longest:,}")
+
+
+def whole(low: int, high: int) -> Is:
+    return Is(lambda x: type(x) is int and low <= x <= high, f"a whole number, {low} to {high:,}")
+
+
+def number(low: float) -> Is:
+    return Is(lambda x: type(x) in (int, float) and low < x < 1e30, f"a number above {low:g}")
+
+
+def one_of(*values: Any) -> Is:
+    return Is(lambda x: (type(x), x) in [(type(v), v) for v in values], f"one of {values}")
+
+
+def listed(each: Is, low: int, high: int) -> Is:
+    def fits(x: Any) -> bool:
+        return isinstance(x, list) and low <= len(x) <= high and all(map(each.fits, x))
+
+    return Is(fits, f"a list of {low} to {high:,}, each {each.words}")
+
+
+def check(value: Any, what: str, wanted: dict[str, Is]) -> None:
+    """Whether a JSON object has these fields and no others."""
+    if not isinstance(value, dict) or set(value) != set(wanted):
+        refuse(f"{what} lacks something, or has more than belongs there")
+    for name, each in wanted.items():
+        if not each.fits(value[name]):
+            refuse(f"{name} of {what} must be {each.words}")
+
+
+ANY = Is(lambda x: True, "anything")
+YES_NO = one_of(True, False)
+HEADS = listed(whole(0, MAX_HEADS), 1, MAX_HEADS)
+LABELS = listed(text(MAX_LABEL), 0, MAX_TOKENS)
+DESCRIPTION = {
+    "version": one_of(VERSION),
+    "model": text(MAX_LABEL),
+    "created": text(MAX_LABEL),
+    "kept": one_of("statistics", "qk"),
+    "text": text(MAX_TEXT),
+    "tokens": LABELS,
+    "spans": listed(listed(whole(0, MAX_TEXT), 2, 2), 0, MAX_TOKENS).or_none(),
+    "source_text": text(MAX_TEXT).or_none(),
+    "source_tokens": LABELS.or_none(),
+    "places": listed(ANY, 1, MAX_PLACES),
+}
+PLACE = {
+    "name": text(MAX_LABEL),
+    "layer": whole(0, MAX_PLACES),
+    "kind": one_of("self", "cross"),
+    "n_heads": whole(1, MAX_HEADS),
+    "n_queries": whole(1, MAX_TOKENS),
+    "n_keys": whole(1, MAX_TOKENS),
+    "causal": YES_NO,
+    "heads": HEADS,
+    "exact_zoom": YES_NO,
+    "rule": ANY,
+}
+RULE = {
+    "scale": number(-1e30),
+    "softcap": number(0).or_none(),
+    "key_heads": HEADS,
+    "cell": whole(0, MAX_TOKENS),
+    "biases": listed(ANY, 0, 8),
+}
+BIAS = {
+    "kind": one_of("relative", "column", "whole"),
+    "lowest": whole(-MAX_TOKENS, MAX_TOKENS),
+}
+
+
+def read_description(about: dict[str, Any]) -> Description:
     """A description from a stranger's JSON."""
-    if set(told) != set(vars(Description())) - {"rules"}:
-        refuse("its description lacks something, or has more than belongs there")
-    if told["version"] != VERSION:
-        refuse(f"it has version {str(told['version'])[:20]}; this reads version {VERSION}")
-    for name, longest in (("model", MAX_LABEL), ("created", MAX_LABEL), ("text", MAX_TEXT)):
-        check_text(told[name], longest, name)
-    if told["source_text"] is not None:
-        check_text(told["source_text"], MAX_TEXT, "source_text")
-    if told["kept"] not in ("statistics", "qk"):
-        refuse(f"it keeps {str(told['kept'])[:20]!r}; expected statistics or qk")
-    places, rules = told["places"], []
-    if not isinstance(places, list) or not 1 <= len(places) <= MAX_PLACES:
-        refuse(f"it must have 1 to {MAX_PLACES} places")
-    made = []
-    for number, entry in enumerate(places):
-        place, rule = read_place(entry, number)
-        made.append(place)
-        rules.append(rule)
-    tokens = check_labels(told["tokens"], "tokens")
-    source = told["source_tokens"]
-    return Description(
-        model=told["model"],
-        created=told["created"],
-        kept=told["kept"],
-        text=told["text"],
-        tokens=tokens,
-        spans=check_spans(told["spans"], len(tokens), len(told["text"])),
-        source_text=told["source_text"],
-        source_tokens=None if source is None else check_labels(source, "source_tokens"),
-        places=made,
-        rules=rules,
-    )
-
-
-def read_place(entry: Any, number: int) -> tuple[Place, dict[str, Any]]:
-    """One place and its rule."""
-    fields = {f for f in Place.__dataclass_fields__} | {"rule"}
-    if not isinstance(entry, dict) or set(entry) != fields:
-        refuse(f"place {number} is not described as one")
-    check_text(entry["name"], MAX_LABEL, "a place's name")
-    for name, low, high in (
-        ("layer", 0, MAX_PLACES),
-        ("n_heads", 1, MAX_HEADS),
-        ("n_queries", 1, MAX_TOKENS),
-        ("n_keys", 1, MAX_TOKENS),
-    ):
-        check_count(entry[name], low, high, f"{name} of place {number}")
-    if entry["kind"] not in KINDS or not isinstance(entry["causal"], bool):
-        refuse(f"place {number} is neither self- nor cross-attention, causal or not")
-    heads = entry["heads"]
-    if not isinstance(heads, list) or len(heads) != entry["n_heads"]:
-        refuse(f"place {number} does not name its heads")
-    for head in heads:
-        check_count(head, 0, MAX_HEADS, f"a head of place {number}")
-    if not isinstance(entry["exact_zoom"], bool):
-        refuse(f"place {number} does not say whether its map can be zoomed")
-    rule = check_rule(entry["rule"], entry["n_heads"], number)
-    values = {name: value for name, value in entry.items() if name != "rule"}
-    return Place(**{**values, "heads": tuple(heads)}), rule
-
-
-def check_rule(rule: Any, n_heads: int, number: int) -> dict[str, Any]:
-    """The numbers that make the weights of a place."""
-    wanted = {"scale", "softcap", "key_heads", "cell", "biases"}
-    if not isinstance(rule, dict) or set(rule) != wanted:
-        refuse(f"place {number} has no rule")
-    if not is_number(rule["scale"]):
-        refuse(f"the scale of place {number} is no number")
-    if rule["softcap"] is not None and not (is_number(rule["softcap"]) and rule["softcap"] > 0):
-        refuse(f"the softcap of place {number} is no number above 0")
-    keys = rule["key_heads"]
-    if not isinstance(keys, list) or len(keys) != n_heads:
-        refuse(f"place {number} does not say which key head each head has")
-    for head in keys:
-        check_count(head, 0, MAX_HEADS, f"a key head of place {number}")
-    check_count(rule["cell"], 0, MAX_TOKENS, f"the cell of place {number}")
-    biases = rule["biases"]
-    if not isinstance(biases, list) or len(biases) > 8:
-        refuse(f"place {number} has no list of biases, or too many")
-    for bias in biases:
-        if not isinstance(bias, dict) or set(bias) != {"kind", "lowest"}:
-            refuse(f"a bias of place {number} is not described")
-        if bias["kind"] not in ("relative", "column", "whole"):
-            refuse(f"place {number} has a bias of an unknown kind")
-        check_count(bias["lowest"], -MAX_TOKENS, MAX_TOKENS, f"a bias of place {number}")
-    return dict(rule)
-
-
-def check_text(value: Any, longest: int, what: str) -> None:
-    if not isinstance(value, str):
-        refuse(f"{what} must be a text, and is a {type(value).__name__}")
-    if len(value) > longest:
-        refuse(f"{what} has {len(value):,} characters; at most {longest:,} are kept")
-
-
-def check_count(value: Any, low: int, high: int, what: str) -> None:
-    if type(value) is not int or not low <= value <= high:
-        refuse(f"{what} must be a whole number from {low} to {high}")
-
-
-def check_labels(value: Any, what: str) -> list[str]:
-    if not isinstance(value, list) or len(value) > MAX_TOKENS:
-        refuse(f"{what} must be a list of at most {MAX_TOKENS:,} labels")
-    for number, label in enumerate(value):
-        check_text(label, MAX_LABEL, f"{what}[{number}]")
-    return list(value)
-
-
-def check_spans(value: Any, n_tokens: int, n_characters: int) -> list[tuple[int, int]] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or len(value) != n_tokens:
-        refuse("spans must name the characters of every token")
-    for span in value:
-        whole = isinstance(span, list) and len(span) == 2 and all(type(x) is int for x in span)
-        if not whole or not 0 <= span[0] <= span[1] <= n_characters:
+    check(about, "the description", DESCRIPTION)
+    spans, n_characters = about["spans"], len(about["text"])
+    if spans is not None:
+        if len(spans) != len(about["tokens"]):
+            refuse("spans must name the characters of every token")
+        if not all(first <= last <= n_characters for first, last in spans):
             refuse("a span lies outside the text")
-    return [(first, last) for first, last in value]
+        spans = [(first, last) for first, last in spans]
+    pairs = [read_place(entry, f"place {n}") for n, entry in enumerate(about["places"])]
+    found = {"places": [place for place, _ in pairs], "rules": [rule for _, rule in pairs]}
+    return Description(**{**about, **found, "spans": spans})
 
 
-def is_number(value: Any) -> bool:
-    """A finite number of moderate size."""
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and abs(value) < 1e30
-    )
+def read_place(entry: Any, what: str) -> tuple[Place, dict[str, Any]]:
+    """One place and its rule, the numbers that make its weights."""
+    check(entry, what, PLACE)
+    rule, values = entry["rule"], {name: entry[name] for name in entry if name != "rule"}
+    check(rule, f"the rule of {what}", RULE)
+    for bias in rule["biases"]:
+        check(bias, f"a bias of {what}", BIAS)
+    if not len(entry["heads"]) == len(rule["key_heads"]) == entry["n_heads"]:
+        refuse(f"{what} does not name its heads, or which key head each has")
+    return Place(**{**values, "heads": tuple(entry["heads"])}), rule
 
 
-class Shelf:
-    """The arrays of a record by place and name, each checked when it is first taken down."""
+class CheckedArrays:
+    """The arrays of a record by place and name, each checked when it is first used."""
 
-    def __init__(self, told: Description, arrays: Mapping[str, Array]) -> None:
-        self._told, self._arrays = told, arrays
+    def __init__(self, about: Description, arrays: Mapping[str, Array]) -> None:
+        self._about, self._arrays = about, arrays
         self._good: dict[str, Array] = {}
-        known = {f"{number}.{name}" for number in range(len(told.places)) for name in FORMS}
-        for name in arrays:
-            number, _, part = name.partition(".")
-            if name not in known and _plain(part) not in FORMS:
-                refuse(f"it holds {name[:80]!r}, which belongs nowhere")
-            if not number.isdecimal() or int(number) >= len(told.places):
-                refuse(f"it holds {name[:80]!r}, which belongs to no place")
-            self._check_form(name, int(number), part)
+        for full in arrays:
+            number, _, name = full.partition(".")
+            belongs = number.isdecimal() and number.isascii() and int(number) < len(about.places)
+            if not belongs or _plain(name) not in FORMS:
+                refuse(f"it holds {full[:80]!r}, which belongs nowhere")
+            self._check_form(full, int(number), name)
 
     def has(self, place: int, name: str) -> bool:
         return f"{place}.{name}" in self._arrays
@@ -247,33 +231,29 @@ class Shelf:
         if full not in self._good:
             if full not in self._arrays:
                 refuse(f"place {place} has no {name}")
-            array = self._arrays[full]
-            here = self._told.places[place]
+            array, here = self._arrays[full], self._about.places[place]
             why = FORMS[_plain(name)].fault(array, here.n_queries, here.n_keys)
             if why is not None:
                 refuse(f"{name} of place {place} {why}")
             self._good[full] = array
         return self._good[full]
 
-    def names(self, place: int) -> list[str]:
-        start = f"{place}."
-        return [name.removeprefix(start) for name in self._arrays if name.startswith(start)]
-
     def all(self) -> dict[str, Array]:
-        return dict(self._arrays)
+        """Every array by its full name, all of them checked."""
+        parts = [(full, *full.split(".", 1)) for full in self._arrays]
+        return {full: self.get(int(place), name) for full, place, name in parts}
 
-    def _check_form(self, full: str, number: int, part: str) -> None:
-        """Type and axes, which the header tells."""
+    def _check_form(self, full: str, number: int, name: str) -> None:
         if isinstance(self._arrays, File):
             kind, shape = self._arrays.form(full)
         else:
             array = self._arrays[full]
             kind, shape = NAMES[array.dtype.newbyteorder("<")], array.shape
-        here, form = self._told.places[number], FORMS[_plain(part)]
+        here, form = self._about.places[number], FORMS[_plain(name)]
         if kind not in form.types:
-            refuse(f"{part} of place {number} is {kind}; expected {' or '.join(form.types)}")
+            refuse(f"{name} of place {number} is {kind}; expected {' or '.join(form.types)}")
         if not form.fits(shape, here):
-            refuse(f"{part} of place {number} has the shape {shape}; expected {form.axes}")
+            refuse(f"{name} of place {number} has the shape {shape}; expected {form.axes}")
 
 
 def _plain(name: str) -> str:
@@ -296,34 +276,21 @@ class Form:
     infinite: bool = False
 
     def fits(self, shape: tuple[int, ...], place: Place) -> bool:
+        H, T, S = place.n_heads, place.n_queries, place.n_keys
+        sizes = {"H": (H,), "T": (T,), "S": (S,), "?": (1, H), "rows": (T + 1, H * T + 1)}
         axes = self.axes.split()
-        if len(shape) != len(axes):
-            return False
-        sizes = {"H": place.n_heads, "T": place.n_queries, "S": place.n_keys}
-        for size, letter in zip(shape, axes, strict=True):
-            if letter == "rows":
-                good = size in (sizes["T"] + 1, sizes["H"] * sizes["T"] + 1)
-            elif letter == "?":
-                good = size in (1, sizes["H"])
-            elif letter.isdecimal():
-                good = size == int(letter)
-            else:
-                good = letter == "*" or size == sizes[letter]
-            if not good:
-                return False
-        return True
+        return len(shape) == len(axes) and all(
+            letter == "*" or size in (sizes[letter] if letter in sizes else (int(letter),))
+            for size, letter in zip(shape, axes, strict=True)
+        )
 
     def fault(self, array: Array, n_queries: int, n_keys: int) -> str | None:
-        """What is wrong with the numbers."""
-        if not array.size or array.dtype == np.uint16:
-            if array.dtype == np.uint16 and ((array & 0x7F80) == 0x7F80).any():
-                return "holds NaN or infinity"
+        if not array.size:
             return None
+        if array.dtype == np.uint16:  # the bits of bfloat16
+            return "holds NaN or infinity" if ((array & 0x7F80) == 0x7F80).any() else None
         low, high = array.min(), array.max()
-        if self.infinite and array.dtype.kind == "f":
-            if np.isnan(low) or np.isposinf(high):
-                return "holds NaN or +infinity"
-        elif not (np.isfinite(low) and np.isfinite(high)):
+        if np.isnan(low) or np.isposinf(high) or (np.isneginf(low) and not self.infinite):
             return "holds NaN or infinity"
         ends = {"S": n_keys, "T": n_queries, "S-1": n_keys - 1, "log S": math.log(n_keys) + 0.01}
         lowest = ends[self.low] if isinstance(self.low, str) else self.low
@@ -335,7 +302,20 @@ class Form:
 
 ONE = 1.001
 QK = ("F32", "F16", "U16", "F64")
+STATISTICS = {
+    "entropy": Form(FLOATS, "H T", -0.01, "log S"),
+    "peak": Form(FLOATS, "H T", 0, ONE),
+    "peak_key": Form(("I32",), "H T", -1, "S-1"),
+    "distance": Form(FLOATS, "H T", -MAX_TOKENS, MAX_TOKENS),
+    "mass": Form(FLOATS, "H T", 0, ONE),
+    "received": Form(FLOATS, "H S", 0, MAX_TOKENS),
+    "seen_by": Form(FLOATS, "H S", 0, "T"),
+    "top_weights": Form(FLOATS, "H T *", 0, ONE),
+    "top_keys": Form(("I32",), "H T *", -1, "S-1"),
+}
+"""What was measured, by head and query or key."""
 FORMS = {
+    **STATISTICS,
     "q": Form(QK, "H T *"),
     "k": Form(QK, "* S *"),
     "lse": Form(FLOATS, "H T", infinite=True),
@@ -348,77 +328,56 @@ FORMS = {
     "bias.whole": Form(FLOATS, "? T S"),
     "base": Form(("F32",), "H * *", 0, ONE),
     "map": Form(("F32",), "H * *", 0, ONE),
-    "entropy": Form(FLOATS, "H T", -0.01, "log S"),
-    "peak": Form(FLOATS, "H T", 0, ONE),
-    "peak_key": Form(("I32",), "H T", -1, "S-1"),
-    "distance": Form(FLOATS, "H T", -MAX_TOKENS, MAX_TOKENS),
-    "mass": Form(FLOATS, "H T", 0, ONE),
-    "received": Form(FLOATS, "H S", 0, MAX_TOKENS),
-    "seen_by": Form(FLOATS, "H S", 0, "T"),
-    "top_weights": Form(FLOATS, "H T *", 0, ONE),
-    "top_keys": Form(("I32",), "H T *", -1, "S-1"),
     "real": Form(("U8",), "T", 0, 2),
     "spots": Form(("F64",), f"{len(SPOTS)} H", 0, MAX_TOKENS),
     "counts": Form(("I64",), f"{len(SPOTS)} H", 0, MAX_TOKENS),
     "ids": Form(("I64",), "T"),
 }
-STATISTICS = (
-    "entropy",
-    "peak",
-    "peak_key",
-    "distance",
-    "mass",
-    "received",
-    "seen_by",
-    "top_weights",
-    "top_keys",
-)
 
 
-def make_kept(told: Description, shelf: Shelf, place: int) -> Kept:
+def make_kept(about: Description, arrays: CheckedArrays, place: int) -> Kept:
     """What the weights of a place are made from, all of it checked."""
-    here, rule = told.places[place], told.rules[place]
-    q, k = shelf.get(place, "q"), shelf.get(place, "k")
+    here, rule = about.places[place], about.rules[place]
+    q, k = arrays.get(place, "q"), arrays.get(place, "k")
     if q.dtype != k.dtype or q.shape[2] != k.shape[2]:
         refuse(f"q and k of place {place} do not fit together")
     if max(rule["key_heads"]) >= k.shape[0]:
         refuse(f"place {place} has {k.shape[0]} key heads, and names others")
     runs = None
-    if shelf.has(place, "first"):
-        first, pairs = shelf.get(place, "first"), shelf.get(place, "pairs")
+    if arrays.has(place, "first"):
+        first, pairs = arrays.get(place, "first"), arrays.get(place, "pairs")
         runs = Runs(first, pairs, here.n_queries)
         check_runs(first, pairs, place)
     base = None
-    if rule["cell"] and shelf.has(place, "base"):
-        means, cell = shelf.get(place, "base"), rule["cell"]
+    if rule["cell"] and arrays.has(place, "base"):
+        means, cell = arrays.get(place, "base"), rule["cell"]
         if means.shape[1] * cell > here.n_queries or means.shape[2] * cell > here.n_keys:
             refuse(f"the base map of place {place} is larger than the place")
         base = Base(cell, means)
     return Kept(
         q_htd=q,
         k_gsd=k,
-        lse_ht=shelf.get(place, "lse"),
+        lse_ht=arrays.get(place, "lse"),
         key_heads=tuple(rule["key_heads"]),
         scale=float(rule["scale"]),
         softcap=None if rule["softcap"] is None else float(rule["softcap"]),
         runs=runs,
-        added=tuple(read_bias(shelf, place, n, bias) for n, bias in enumerate(rule["biases"])),
+        added=tuple(read_bias(arrays, place, n, bias) for n, bias in enumerate(rule["biases"])),
         base=base,
     )
 
 
-def read_bias(shelf: Shelf, place: int, number: int, told: dict[str, Any]) -> Added:
-    """One of the biases of a place."""
+def read_bias(arrays: CheckedArrays, place: int, number: int, bias: dict[str, Any]) -> Added:
     start = f"bias{number}"
-    if told["kind"] == "column":
-        return Column(shelf.get(place, f"{start}.column"))
-    if told["kind"] == "whole":
-        return Whole(shelf.get(place, f"{start}.whole"))
-    table = shelf.get(place, f"{start}.table")
+    if bias["kind"] == "column":
+        return Whole(arrays.get(place, f"{start}.column")[:, None])
+    if bias["kind"] == "whole":
+        return Whole(arrays.get(place, f"{start}.whole"))
+    table = arrays.get(place, f"{start}.table")
     if not table.shape[1]:
         refuse(f"a bias of place {place} is empty")
-    at = (shelf.get(place, f"{start}.{name}") for name in ("queries_at", "keys_at"))
-    return Relative(table, told["lowest"], *at)
+    at = (arrays.get(place, f"{start}.{name}") for name in ("queries_at", "keys_at"))
+    return Relative(table, bias["lowest"], *at)
 
 
 def check_runs(first: Array, pairs: Array, place: int) -> None:

@@ -8,8 +8,8 @@ How: `fit` tells which keys of a call are those of the record, by comparing them
 the calls before: growing and fixed caches keep them at the front, sliding ones keep the last. A
 call that continues nothing is another take, and the recorder opens a new place for it. `add`
 measures the call on its own device, where the answers stay until `finish`, so that a device is not
-waited for. Large ones are brought to the CPU at once (`bringing.py`): those of a first call, in
-case it stays the only one, and with keep="qk" queries and new keys, which are many.
+waited for. Large ones are copied to the CPU at once (`device_to_host.py`): those of a first call,
+in case it stays the only one, and with keep="qk" queries and new keys, which are many.
 
 Letters: B batch (here 1), T queries, S keys, H heads, G key heads, D head width; N keys so far.
 """
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from regard.lens.bias_forms import Biases, TooLarge
 from regard.lens.captured_call import Call
-from regard.lens.device_to_host import Bringer, Coming, is_large
+from regard.lens.device_to_host import HostCopier, HostCopy, is_large
 from regard.lens.head_scores import sum_spots
 from regard.lens.lazy_weights import Array
 from regard.lens.measure import FoundRuns, measure
-from regard.lens.schema import SPOTS, Place
+from regard.lens.schema import Place
 from regard.ops import Map, Mask, Observation, Wants
 from regard.ops.mask import At
 
@@ -53,35 +53,35 @@ class Fit:
     runs: FoundRuns | None
 
 
+@dataclass(eq=False)
 class Take:
-    """What has been seen of one place."""
+    """What has been seen of one place; `replace(take)` is an empty one of the same place."""
 
-    def __init__(self, name: str, layer: int, wants: Wants, keep: str, bringer: Bringer) -> None:
-        self.name, self.layer, self.wants, self.keep = name, layer, wants, keep
-        self.bringer = bringer
-        self.cross = False
-        self.heads: tuple[int, ...] = ()
-        self.n_queries = self.n_keys = self.calls = 0
-        self.first = 0
-        self.exact = True
+    name: str
+    layer: int
+    wants: Wants
+    keep: str
+    copier: HostCopier
+    cross: bool
+    heads: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.n_queries = self.n_keys = self.calls = self.first = 0
+        self.exact = self.causal = self.whole_pictures = True
         self.ids: list[Tensor] | None = []
         self.prints: Tensor | None = None
         self.rule: dict[str, Any] = {}
         self.rows: dict[str, list[Tensor]] = {}
-        self.early: Coming | None = None
-        self.kept: list[Coming] = []
-        self.received: Tensor | None = None
-        self.seen_by: Tensor | None = None
-        self.counts: list[Tensor] = []
-        self.pairs: list[Tensor] = []
+        self.by_key: dict[str, Tensor] = {}
+        self.early: HostCopy | None = None
+        self.kept: list[HostCopy] = []
+        self.runs: list[tuple[Tensor, Tensor]] = []
         self.biases = Biases()
         self.pictures: list[tuple[int, Tensor]] = []
-        self.whole_pictures = True
         self.own: list[Array] = []
-        self.base: tuple[int, Coming] | None = None
-        self.spots = torch.zeros(len(SPOTS), 0)
-        self.spot_counts = np.zeros((len(SPOTS), 0), np.int64)
-        self.causal = True
+        self.base: tuple[int, HostCopy] | None = None
+        self.spots: Tensor | None = None
+        self.spot_counts: Any = 0
 
     def fit(self, call: Call, runs: FoundRuns | None) -> Fit | None:
         """The call as part of this take, or None where it does not continue it."""
@@ -90,15 +90,14 @@ class Take:
         if not self.calls:
             # Slots of a fixed cache that nothing was written to yet.
             cached = not self.cross and S > T and call.follows_keys
-            filled = max(T, reach) if cached else S
-            return cut_keys(call, 0, filled, 0, runs)
+            return first_keys(call, max(T, reach) if cached else S, runs)
         prints, known = fingerprints(call.k[0]), self.prints
         if known is None or known.device != prints.device:
             return None
         if self.cross:
             return Fit(call, 0, runs) if torch.equal(prints, known) else None
         if S >= N + T and reach > N and torch.equal(prints[:N], known):
-            return cut_keys(call, 0, N + T, 0, runs) if reach <= N + T else None
+            return first_keys(call, N + T, runs) if reach <= N + T else None
         back = S - T
         if 0 < back < N and torch.equal(prints[:back], known[N - back :]):
             return Fit(call, N - back, runs)
@@ -122,29 +121,26 @@ class Take:
 
     @torch.no_grad()
     def add(self, fit: Fit, ids: Tensor | None) -> None:
-        """Measure the call and put it behind the others."""
         call, offset, runs = fit.call, fit.offset, fit.runs
         T, S = call.shape.T, call.shape.S
         own = np.arange(T) + offset + (S - T)
         seen = self._observe(call, offset)
         assert seen.lse is not None
         self.own.append(own)
-        self._add_ids(ids, T)
-        self._add_runs(runs, offset, S - T)
-        sees = self._sees(call, seen.lse[0], runs)
-        real = self._real(sees, runs, own - offset, S)
+        known = self.ids is not None and ids is not None and len(ids) == T
+        self.ids = [*(self.ids or []), ids.cpu()] if known and ids is not None else None
+        if runs is None:
+            self.exact = self.causal = False
+        else:
+            self.runs.append((runs.counts, runs.pairs + offset))
+            self.causal = self.causal and runs.ahead <= S - T
+        sees, real = self._count(call, seen.lse[0], runs, own - offset)
         if not self.calls:
             self._set_up(call, runs)
         self._add_rows(seen, sees, real, offset)
-        spots, counts = sum_spots(
-            call,
-            seen.lse[0],
-            real,
-            max(self.first - offset, 0),
-            self._key_ids(offset, S),
-            self.cross,
-        )
-        self.spots = self.spots.to(spots) + spots if self.calls else spots
+        first, key_ids = max(self.first - offset, 0), self._key_ids(offset, S)
+        spots, counts = sum_spots(call, seen.lse[0], real, first, key_ids, self.cross)
+        self.spots = spots if self.spots is None else self.spots.to(spots) + spots
         self.spot_counts = self.spot_counts + counts.numpy()
         if self.keep == "qk" and self.exact:
             self._keep(call, offset, own)
@@ -154,8 +150,8 @@ class Take:
         self.n_keys += new
         self.n_queries += T
         self.calls += 1
-        told = self._told() if self.calls == 1 else {}
-        self.early = self.bringer.bring({name: x for name, x in told.items() if is_large(x)})
+        measured = self._measured() if self.calls == 1 else {}
+        self.early = self.copier.copy({name: x for name, x in measured.items() if is_large(x)})
 
     def _set_up(self, call: Call, runs: FoundRuns | None) -> None:
         H = call.shape.H
@@ -164,28 +160,23 @@ class Take:
             "softcap": None if call.softcap is None else float(call.softcap),
             "key_heads": [h // (H // call.k.shape[1]) for h in range(H)],
         }
-        self.spot_counts = np.zeros((len(SPOTS), H), np.int64)
         if runs is not None and len(runs.pairs):
             self.first = int(runs.pairs[:, 0].min())
 
     def _observe(self, call: Call, offset: int) -> Observation:
-        wants, T, S = self.wants, call.shape.T, call.shape.S
-        wants = replace(wants, lse=True)
+        T, S = call.shape.T, call.shape.S
+        wants = replace(self.wants, lse=True)
         if wants.map is None and self.keep == "statistics":
             wants = replace(wants, map=(min(T, PICTURE), min(S, PICTURE)))
         elif self.keep == "qk" and not self.calls and T * S > DIRECT:
             cell = 2 ** math.ceil(math.log2(max(T, S) / BASE_CELLS))
-            if min(T, S) >= cell:
-                down, across = T // cell, S // cell
-                grid = Map(
-                    height=down,
-                    width=across,
-                    queries=(0, down * cell),
-                    keys=(0, across * cell),
-                )
+            down, across = T // cell, S // cell
+            if down and across:
+                ends = (0, down * cell), (0, across * cell)
+                grid = Map(height=down, width=across, queries=ends[0], keys=ends[1])
                 seen = measure(call, replace(wants, map=grid))
                 assert seen.map is not None
-                self.base = (cell, self.bringer.bring({"base": seen.map[0].float()}))
+                self.base = (cell, self.copier.copy({"base": seen.map[0].float()}))
                 if wants.map is None:
                     return seen
         seen = measure(call, wants)
@@ -194,97 +185,70 @@ class Take:
             self.pictures.append((offset, seen.map[0].float()))
         return seen
 
-    def _add_ids(self, ids: Tensor | None, T: int) -> None:
-        if self.ids is not None and ids is not None and len(ids) == T:
-            self.ids.append(ids.cpu())
-        else:
-            self.ids = None
-
     def _key_ids(self, offset: int, S: int) -> Tensor | None:
         if self.ids is None or self.cross:
             return None
         known = torch.cat(self.ids)[offset:]
         return known if len(known) == S else None
 
-    def _add_runs(self, runs: FoundRuns | None, offset: int, before: int) -> None:
-        """before: how many keys lie before the first query's own."""
-        if runs is None:
-            self.exact = self.causal = False
-            return
-        self.counts.append(runs.counts)
-        self.pairs.append(runs.pairs + offset)
-        self.causal = self.causal and runs.ahead <= before
-
-    def _sees(self, call: Call, lse_ht: Tensor, runs: FoundRuns | None) -> Tensor:
-        """The queries that see something, (T,), on the CPU."""
-        if runs is not None and call.sinks is None:
-            # What the mask tells needs no device to be waited for.
-            return (runs.counts > 0).any(0)
-        return (lse_ht > -math.inf).any(0).cpu()
-
-    def _real(self, sees: Tensor, runs: FoundRuns | None, own: Array, S: int) -> Tensor:
-        """The queries that see something, and whose own key somebody sees."""
+    def _count(
+        self, call: Call, lse_ht: Tensor, runs: FoundRuns | None, own: Array
+    ) -> tuple[Tensor, Tensor]:
+        """The queries that see something, (T,), and those whose own key is seen too; on the CPU."""
+        if runs is None or call.sinks is not None:
+            sees = (lse_ht > -math.inf).any(0).cpu()
+        else:  # what the mask says needs no device to be waited for
+            sees = (runs.counts > 0).any(0)
         if self.cross or runs is None:
-            return sees
-        covered = np.zeros(S, np.bool_)
+            return sees, sees
+        covered = np.zeros(call.shape.S, np.bool_)
         covered[: len(runs.seen)] = runs.seen
-        return sees & torch.from_numpy(covered[own])
+        return sees, sees & torch.from_numpy(covered[own])
 
     def _add_rows(self, seen: Observation, sees: Tensor, real: Tensor, offset: int) -> None:
-        def keep(name: str, values: Tensor) -> None:
-            self.rows.setdefault(name, []).append(values)
-
-        def keys(values: Tensor) -> Tensor:
-            return (torch.where(values >= 0, values + offset, values) if offset else values).int()
-
         assert seen.lse is not None
-        keep("real", (sees.int() + (sees & real).int()).to(torch.uint8))
-        keep("lse", seen.lse[0])
+        new = {"real": (sees.int() + (sees & real).int()).to(torch.uint8), "lse": seen.lse[0]}
         for name in ("entropy", "distance", "mass"):
             value = getattr(seen, name)
             if value is not None:
-                keep(name, value[0])
-        if seen.peak is not None:
-            keep("peak", seen.peak.weight[0])
-            keep("peak_key", keys(seen.peak.key[0]))
-        if seen.top is not None:
-            keep("top_weights", seen.top.weight[0])
-            keep("top_keys", keys(seen.top.key[0]))
+                new[name] = value[0]
+        found = (("peak", "peak_key", seen.peak), ("top_weights", "top_keys", seen.top))
+        for weights, keys, peaks in found:
+            if peaks is not None:
+                at, new[weights] = peaks.key[0], peaks.weight[0]
+                new[keys] = (torch.where(at >= 0, at + offset, at) if offset else at).int()
+        for name, values in new.items():
+            self.rows.setdefault(name, []).append(values)
         if seen.received is not None:
-            self.received = put_at(self.received, seen.received.total[0], offset)
-            self.seen_by = put_at(self.seen_by, seen.received.seen_by[0], offset)
+            for name, values in (
+                ("received", seen.received.total[0]),
+                ("seen_by", seen.received.seen_by[0]),
+            ):
+                self.by_key[name] = put_at(self.by_key.get(name), values, offset)
 
     def _keep(self, call: Call, offset: int, own: Array) -> None:
-        """Queries, the keys that are new, and the bias."""
         try:
             self.biases.add(call, offset, own)
         except TooLarge:
             self.exact, self.kept = False, []
             return
         new = {"q": call.q[0], "k": call.k[0, :, self.n_keys - offset :]}
-        self.kept.append(self.bringer.bring(new))
-
-    def restart(self) -> Take:
-        """An empty take of the same place."""
-        made = Take(self.name, self.layer, self.wants, self.keep, self.bringer)
-        made.cross, made.heads = self.cross, self.heads
-        return made
+        self.kept.append(self.copier.copy(new))
 
     def finish(self) -> tuple[Place, dict[str, Any], dict[str, Array]]:
-        """The place, its rule, and its arrays."""
         H, arrays = len(self.rule["key_heads"]), self._statistics()
         exact = self.keep == "qk" and self.exact
         rule: dict[str, Any] = {**self.rule, "cell": 0, "biases": []}
         if exact:
-            parts = [coming.result() for coming in self.kept]
+            parts = [copy.result() for copy in self.kept]
             arrays |= {name: as_array(join([part[name] for part in parts], 1)) for name in "qk"}
             arrays |= self._runs()
             for number, bias in enumerate(self.biases.write()):
                 rule["biases"].append({"kind": bias.kind, "lowest": bias.lowest})
                 arrays |= {f"bias{number}.{name}": x for name, x in bias.arrays.items()}
             if self.base is not None:
-                cell, base = self.base
-                rule["cell"], arrays["base"] = cell, base.result()["base"].numpy()
+                rule["cell"], base = self.base
+                arrays["base"] = base.result()["base"].numpy()
         place = Place(
             name=self.name,
             layer=self.layer,
@@ -298,23 +262,22 @@ class Take:
         )
         return place, rule, arrays
 
-    def _told(self) -> dict[str, Tensor]:
-        """What was measured, where it is."""
-        told = {
+    def _measured(self) -> dict[str, Tensor]:
+        """What was measured, on the device where it is."""
+        measured = {
             name: join(parts, dim=0 if name == "real" else 1)
             for name, parts in self.rows.items()
             if name != "lse" or (self.keep == "qk" and self.exact)
         }
-        if self.received is not None and self.seen_by is not None:
-            told |= {"received": self.received, "seen_by": self.seen_by}
         if len(self.pictures) == 1 == self.calls:
-            told["map"] = self.pictures[0][1]
-        return told
+            measured["map"] = self.pictures[0][1]
+        return measured | self.by_key
 
     def _statistics(self) -> dict[str, Array]:
         early = {} if self.early is None else self.early.result()
-        told = self._told() | early
-        arrays: dict[str, Array] = {name: values.cpu().numpy() for name, values in told.items()}
+        assert self.spots is not None
+        measured = self._measured() | early
+        arrays: dict[str, Array] = {name: x.cpu().numpy() for name, x in measured.items()}
         if self.cross and "distance" in arrays:
             # Each call counted from its own last query; the record's last one sits on the last key.
             wanted = np.arange(self.n_queries) + self.n_keys - self.n_queries
@@ -323,31 +286,29 @@ class Take:
         arrays["spots"], arrays["counts"] = self.spots.double().cpu().numpy(), self.spot_counts
         if self.ids:
             arrays["ids"] = torch.cat(self.ids).long().numpy()
-        if "map" not in arrays:
-            picture = self._joint_picture()
-            arrays |= {} if picture is None else {"map": picture}
+        if "map" not in arrays and self.whole_pictures:
+            arrays |= self._joint_picture()
         return arrays
 
-    def _joint_picture(self) -> Array | None:
+    def _joint_picture(self) -> dict[str, Array]:
         """The map of the whole, where all calls made it weight by weight."""
         rows = sum(picture.shape[1] for _, picture in self.pictures)
         ends = max((at + picture.shape[2] for at, picture in self.pictures), default=0)
-        if not self.whole_pictures or rows != self.n_queries or ends != self.n_keys:
-            return None
-        whole = np.zeros((len(self.pictures[0][1]), rows, self.n_keys), np.float32)
+        if (rows, ends) != (self.n_queries, self.n_keys):
+            return {}
+        whole = np.zeros((len(self.pictures[0][1]), rows, ends), np.float32)
         row = 0
         for at, picture in self.pictures:
             _, t, s = picture.shape
             whole[:, row : row + t, at : at + s] = picture.cpu().numpy()
             row += t
-        return whole
+        return {"map": whole}
 
     def _runs(self) -> dict[str, Array]:
         """All rows' runs; a place where every row sees every key needs none."""
-        heads = max(len(counts) for counts in self.counts)
         first, pairs = [], []
-        for head in range(heads):
-            for counts, found in zip(self.counts, self.pairs, strict=True):
+        for head in range(max(len(counts) for counts, _ in self.runs)):
+            for counts, found in self.runs:
                 each = head if len(counts) > 1 else 0
                 ends = torch.cat([torch.zeros(1, dtype=torch.long), counts.sum(1).cumsum(0)])
                 first.append(counts[each])
@@ -360,21 +321,21 @@ class Take:
         return {"first": starts.numpy(), "pairs": pairs_all.numpy()}
 
 
-def cut_keys(call: Call, first: int, last: int, offset: int, runs: FoundRuns | None) -> Fit:
-    """The call with some of its keys, of which no others are seen."""
-    if (first, last) == (0, call.shape.S):
-        return Fit(call, offset, runs)
+def first_keys(call: Call, n: int, runs: FoundRuns | None) -> Fit:
+    """The call with its first n keys, of which no others are seen."""
+    if n == call.shape.S:
+        return Fit(call, 0, runs)
     if not call.follows_keys:
         raise ValueError(
             f"{call.name} has keys that no query sees, under a rule that counts from the last key; "
             "this cache cannot be recorded"
         )
-    return Fit(call.with_keys(slice(first, last)), offset, runs)
+    return Fit(call.with_keys(slice(0, n)), 0, runs)
 
 
-def key_positions(mask: Mask | Tensor | None) -> Tensor | None:
+def key_positions(mask: Mask | None) -> Tensor | None:
     """The positions that a mask gives to keys, (S,), where it does."""
-    leaves = mask.leaf_terms() if isinstance(mask, Mask) else []
+    leaves = [] if mask is None else mask.leaf_terms()
     given = (leaf.keys for leaf in leaves if isinstance(leaf, At) and leaf.keys is not None)
     keys = next(given, None)
     return None if keys is None else keys.reshape(-1, keys.shape[-1])[0]
@@ -386,7 +347,7 @@ def fingerprints(k_gsd: Tensor) -> Tensor:
     G, S, D = k_gsd.shape
     total = torch.zeros(S, dtype=torch.int64, device=k_gsd.device)
     mix_gd = mixing(G, D, k_gsd.device)
-    # So many heads at a time as their numbers, eight bytes each, leave some room.
+    # So many heads at a time that their numbers, eight bytes each, do not fill the memory.
     step = max(1, FINGERPRINTED // max(S * D, 1))
     for g in range(0, G, step):
         bits_gsd = k_gsd[g : g + step].contiguous().view(bits).long()

@@ -23,7 +23,6 @@ class Labels:
 
 
 def label(tokenizer: Any, ids: Sequence[int]) -> Labels:
-    """The labels of these tokens."""
     numbers = [int(number) for number in ids]
     if hasattr(tokenizer, "spans") and hasattr(tokenizer, "token"):
         pieces = [str(tokenizer.token(number)) for number in numbers]

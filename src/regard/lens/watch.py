@@ -2,13 +2,13 @@
 
 Why: to see what heads look at in any model, without changing the model or what it computes.
 
-How: four doors are opened for the time of the block, and closed when it ends, also by an error.
-Our own `attention` tells its listener; Hugging Face's attention interface hands out functions that
-tell and then call the very one they stand for; torch.nn's attention modules are asked for their
-inputs as they are called; and a tap sees what other modules give to torch's attention functions, or
-to a softmax of a product of queries and keys. Doors hand a `Call` to the `Recorder`, which puts it
-behind earlier calls of the same place (`taking.py`). The model's own computation is the same in
-every bit, with and without.
+How: four hooks are set for the time of the block, and removed when it ends, also by an error. Our
+own `attention` has a call hook; Hugging Face's attention interface hands out functions that record
+and then call the very one they stand for; torch.nn's attention modules are asked for their inputs
+as they are called; and a torch-function mode sees what other modules give to torch's attention
+functions, or to a softmax of a product of queries and keys. Hooks hand a `Call` to the `Recorder`,
+which puts it behind earlier calls of the same place (`stitch_calls.py`). The model's own
+computation is the same in every bit, with and without.
 
 A place is named by the module that attends, as `named_modules` has it. A module that is called
 again for something else than the next tokens (layers that share weights, a second text) is a
@@ -25,10 +25,10 @@ from contextlib import ExitStack, closing, contextmanager
 
 from torch import nn
 
-from regard.lens.hooks.regard import own_door
-from regard.lens.hooks.torch_function import tap_door
-from regard.lens.hooks.torch_nn import module_door
-from regard.lens.hooks.transformers import hugging_door
+from regard.lens.hooks.regard import hook_regard
+from regard.lens.hooks.torch_function import hook_torch_functions
+from regard.lens.hooks.torch_nn import hook_torch_nn
+from regard.lens.hooks.transformers import hook_transformers
 from regard.lens.record import Record
 from regard.lens.recorder import Progress, Recorder
 from regard.lens.schema import Description
@@ -65,13 +65,12 @@ def watch(
     chosen = (layers,) if isinstance(layers, (int, str)) else layers
     recorder = Recorder(model, wants or DEFAULT_WANTS, chosen, heads, keep, row)
     recorder.progress = progress
-    with closing(recorder.bringer), ExitStack() as doors:
-        doors.enter_context(recorder.follow())
-        for door in (own_door, hugging_door, module_door, tap_door):
-            doors.enter_context(door(recorder))
+    with closing(recorder.copier), ExitStack() as hooks:
+        hooks.enter_context(recorder.follow())
+        for hook in (hook_regard, hook_transformers, hook_torch_nn, hook_torch_functions):
+            hooks.enter_context(hook(recorder))
         yield record
-    told, arrays = recorder.finish()
-    record._fill(told, arrays)
+    record._fill(*recorder.finish())
 
 
 def _check(model: nn.Module, wants: Wants | None, keep: str, heads: Sequence[int] | None) -> None:

@@ -25,13 +25,14 @@ Letters: T queries, S keys, Q words that look, K words looked at.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from regard.lens.lazy_weights import Array, BadRecord
-from regard.lens.record import Record
+from regard.lens.lazy_weights import Array
+from regard.lens.record import Record, is_separator
 
 MOST_WORDS = 400
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
@@ -98,28 +99,20 @@ def words_of(record: Record) -> tuple[list[Word], list[Word]]:
     own = find_words(record.text, record.tokens, spans)
     if record.source_tokens is None:
         return own, own
-    there = []
-    for n, token in enumerate(record.source_tokens):
-        special = token.startswith("<") and token.endswith(">")
-        marked = special or not any(sign.isalnum() for sign in token)
-        there.append(Word(token.strip() or token, (n,), marked))
-    return own, there
+    there = enumerate(record.source_tokens)
+    return own, [Word(label.strip() or label, (n,), is_separator(label)) for n, label in there]
 
 
-def is_source(record: Record, place: int) -> bool:
-    """Whether the words that look there are the source's, in an encoder–decoder."""
-    return record.source_tokens is not None and "encoder" in record.places[place].name.split(".")
+def reads_source(record: Record, place: int) -> bool:
+    """Whether queries and keys are the source's words: an encoder's, in an encoder–decoder.
 
-
-def has_weights(record: Record, place: int) -> bool:
-    """Whether single weights can be had there, not only a picture of the whole."""
-    try:
-        record.map(place, 0, (0, 1, 0, 1), (1, 1))
-    except BadRecord:
-        raise
-    except ValueError:
+    The place's name tells; where it does not, a length that only the source has.
+    """
+    here = record.places[place]
+    if record.source_tokens is None or here.kind == "cross":
         return False
-    return True
+    alone = here.n_keys == len(record.source_tokens) != len(record.tokens)
+    return here.stack == "encoder" or (here.stack == "" and alone)
 
 
 @dataclass(frozen=True)
@@ -147,27 +140,40 @@ def find_alignment(record: Record) -> Alignment | None:
     for number, place in enumerate(record.places):
         if place.kind != "cross" or not plain_q or not plain_k.any():
             continue
-        sizes = len(record.tokens), len(record.source_tokens or ())
-        if (place.n_queries, place.n_keys) != sizes or not has_weights(record, number):
-            continue
-        for head in range(place.n_heads):
-            whole = (0, place.n_queries, 0, place.n_keys)
-            weights_ts = record.map(number, head, whole, (place.n_queries, place.n_keys))
-            weights_qk = np.where(plain_k, sum_words(weights_ts, own, source), 0.0)
+        for head, weights_qk in _word_weights(record, number, own, source):
+            weights_qk = np.where(plain_k, weights_qk, 0.0)
             firm = float(weights_qk[plain_q].max(1).mean())
             if best is None or firm > best[0]:
                 pairs = [(q, int(weights_qk[q].argmax())) for q in plain_q]
-                told = tuple((q, k, float(weights_qk[q, k])) for q, k in pairs)
-                best = firm, Alignment(number, head, told)
+                weighed = tuple((q, k, float(weights_qk[q, k])) for q, k in pairs)
+                best = firm, Alignment(number, head, weighed)
     return None if best is None else best[1]
+
+
+def _word_weights(
+    record: Record, place: int, queries: Sequence[Word], keys: Sequence[Word]
+) -> Iterator[tuple[int, Array]]:
+    """Each head of a place and its W (Q, K); none where its weights or other words were kept."""
+    here = record.places[place]
+    sizes = tuple(sum(len(word.tokens) for word in words) for words in (queries, keys))
+    if (here.n_queries, here.n_keys) != sizes or not record.has_weights(place):
+        return
+    for head in range(here.n_heads):
+        weights_ts = record.map(place, head, (0, sizes[0], 0, sizes[1]), (sizes[0], sizes[1]))
+        yield head, sum_words(weights_ts, queries, keys)
 
 
 def sum_words(weights_ts: Array, queries: Sequence[Word], keys: Sequence[Word]) -> Array:
     """W (Q, K) of one head's weights."""
-    ends = np.cumsum([len(word.tokens) for word in keys])
-    columns = np.concatenate([word.tokens for word in keys]).astype(int)
-    sums_tk = np.add.reduceat(weights_ts[:, columns], np.r_[0, ends[:-1]], axis=1)
-    return np.stack([sums_tk[list(word.tokens)].mean(0) for word in queries])
+    return _by_word(_by_word(weights_ts.T, keys, mean=False).T, queries, mean=True)
+
+
+def _by_word(values_n: Array, words: Sequence[Word], mean: bool) -> Array:
+    """Each word's sum, or mean, of what its tokens have along the first axis."""
+    sizes = np.array([len(word.tokens) for word in words])
+    order = np.concatenate([word.tokens for word in words]).astype(int)
+    sums = np.add.reduceat(values_n[order], np.r_[0, np.cumsum(sizes)[:-1]], axis=0)
+    return sums / sizes.reshape(-1, *[1] * (sums.ndim - 1)) if mean else sums
 
 
 def telling_of(weights_qk: Array, causal: bool) -> Array:
@@ -185,26 +191,10 @@ def telling_of(weights_qk: Array, causal: bool) -> Array:
     return np.where(seen, kept - np.maximum(elsewhere, at_gap), -1.0)
 
 
-def find_links(record: Record, *, places: Sequence[int] | None = None) -> list[Link]:
+def find_links(record: Record) -> list[Link]:
     """For each two words the head that tells most of them, the most telling first."""
     own, source = words_of(record)
-    best: dict[tuple[int, int], Link] = {}
-    for link in _all_links(record, own, source, places):
-        old = best.get((link.query, link.key))
-        if old is None or link.telling > old.telling:
-            best[link.query, link.key] = link
-    return sorted(best.values(), key=lambda link: -link.telling)
-
-
-def heads_between(record: Record, query: int, key: int) -> list[Link]:
-    """Every head, by how telling its look from one word to another is."""
-    own, source = words_of(record)
-    found = [
-        link
-        for link in _all_links(record, own, source, None, everything=True)
-        if (link.query, link.key) == (query, key)
-    ]
-    return sorted(found, key=lambda link: -link.telling)
+    return _best(all_links(record, own, source), lambda link: (link.query, link.key))
 
 
 def links_of_word(
@@ -215,19 +205,28 @@ def links_of_word(
     Sorted by how telling they are, or, for long texts, where only this word's rows and columns are
     made, by weight.
     """
-    places = [n for n, place in enumerate(record.places) if place.kind == "self"]
-    places = [n for n in places if record.places[n].n_queries == len(record.tokens)]
-    places = [n for n in places if not is_source(record, n) and has_weights(record, n)]
+    places = [
+        number
+        for number, place in enumerate(record.places)
+        if place.kind == "self"
+        and place.n_queries == len(record.tokens)
+        and not reads_source(record, number)
+        and record.has_weights(number)
+    ]
     if telling:
-        links = _all_links(record, own, own, places, everything=True)
-        found = [link for link in links if (link.query if looking else link.key) == word]
+        asked = {"query": word} if looking else {"key": word}
+        found = all_links(record, own, own, places, **asked)
     else:
         found = [link for n in places for link in _row_links(record, own, n, word, looking)]
-    best: dict[int, Link] = {}
-    for link in found:
-        other = link.key if looking else link.query
-        if other not in best or link.telling > best[other].telling:
-            best[other] = link
+    return _best(found, lambda link: link.key if looking else link.query)
+
+
+def _best(links: Iterable[Link], key: Callable[[Link], Any]) -> list[Link]:
+    """The most telling link of each key, the most telling first."""
+    best: dict[Any, Link] = {}
+    for link in links:
+        if link.telling > best.setdefault(key(link), link).telling:
+            best[key(link)] = link
     return sorted(best.values(), key=lambda link: -link.telling)
 
 
@@ -236,9 +235,9 @@ def _row_links(
 ) -> list[Link]:
     """The links of one word at one place, from its rows or columns alone; the first word aside."""
     others = [n for n, them in enumerate(own) if n not in (0, word) and not them.is_mark]
+    read = record.rows if looking else record.column
     found = []
     for head in range(record.places[place].n_heads):
-        read = record.rows if looking else record.column
         each_tn = np.stack([read(place, head, token) for token in own[word].tokens])
         sums_n = each_tn.mean(0) if looking else each_tn.sum(0)
         weights = _by_word(sums_n, own, mean=not looking).tolist()
@@ -248,22 +247,15 @@ def _row_links(
     return found
 
 
-def _by_word(values_n: Array, words: Sequence[Word], mean: bool) -> Array:
-    """Each word's sum, or mean, of what its tokens have."""
-    sizes = np.array([len(word.tokens) for word in words])
-    order = np.concatenate([word.tokens for word in words]).astype(int)
-    sums = np.add.reduceat(values_n[order], np.r_[0, np.cumsum(sizes)[:-1]])
-    return np.asarray(sums / sizes if mean else sums)
-
-
-def _all_links(
+def all_links(
     record: Record,
     own: Sequence[Word],
     source: Sequence[Word],
-    places: Sequence[int] | None,
-    everything: bool = False,
+    places: Sequence[int] | None = None,
+    query: int | None = None,
+    key: int | None = None,
 ) -> list[Link]:
-    """The links of all heads; of each head the most telling one of each word, or everything."""
+    """Of each head the most telling link of each word; or all from the query and to the key."""
     if max(len(own), len(source)) > MOST_WORDS:
         raise ValueError(
             f"{max(len(own), len(source)):,} words are too many to look for links between all of "
@@ -271,29 +263,20 @@ def _all_links(
         )
     found = []
     for number, place in enumerate(record.places):
-        if (places is not None and number not in places) or is_source(record, number):
+        if (places is not None and number not in places) or reads_source(record, number):
             continue
         keys = source if place.kind == "cross" else own
-        n_tokens = sum(len(word.tokens) for word in own), sum(len(w.tokens) for w in keys)
-        if (place.n_queries, place.n_keys) != n_tokens or not has_weights(record, number):
-            continue
         plain = np.array([[not (a.is_mark or b.is_mark) for b in keys] for a in own])
-        for head in range(place.n_heads):
-            whole = (0, place.n_queries, 0, place.n_keys)
-            weights_ts = record.map(number, head, whole, (place.n_queries, place.n_keys))
-            weights_qk = sum_words(weights_ts, own, keys)
-            telling_qk = telling_of(weights_qk, place.causal)
-            if place.kind != "cross":
-                np.fill_diagonal(telling_qk, -1.0)
-            telling_qk = np.where(plain, telling_qk, -1.0)
-            chosen = (
-                np.argwhere(telling_qk > -1.0)
-                if everything
-                else [(q, int(telling_qk[q].argmax())) for q in range(len(own))]
-            )
-            found += [
-                Link(int(q), int(k), number, head, float(weights_qk[q, k]), float(telling_qk[q, k]))
-                for q, k in chosen
-                if telling_qk[q, k] > 0.0 or everything
-            ]
+        if place.kind != "cross":
+            np.fill_diagonal(plain, False)
+        for head, weights_qk in _word_weights(record, number, own, keys):
+            telling_qk = np.where(plain, telling_of(weights_qk, place.causal), -1.0)
+            chosen = telling_qk > -1.0
+            if query is None and key is None:
+                best_k = telling_qk.argmax(1)[:, None]
+                chosen = (np.arange(len(keys)) == best_k) & (telling_qk > 0.0)
+            for q, k in np.argwhere(chosen).tolist():
+                if query in (None, q) and key in (None, k):
+                    weight, telling = float(weights_qk[q, k]), float(telling_qk[q, k])
+                    found.append(Link(q, k, number, head, weight, telling))
     return found

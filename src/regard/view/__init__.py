@@ -11,11 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regard.view.manifest import BadView
-    from regard.view.page import BUDGET, make_page, write_page
-    from regard.view.plots import plot
-    from regard.view.server import Server, serve
-    from regard.view.widget import make_widget
+    from regard.view.manifest import BadView as BadView
+    from regard.view.page import BUDGET as BUDGET
+    from regard.view.page import make_page as make_page
+    from regard.view.page import write_page as write_page
+    from regard.view.plots import plot as plot
+    from regard.view.server import Server as Server
+    from regard.view.server import serve as serve
+    from regard.view.widget import make_widget as make_widget
 
 _HOMES = {
     "BUDGET": "page",
@@ -27,17 +30,7 @@ _HOMES = {
     "serve": "server",
     "write_page": "page",
 }
-
-__all__ = [
-    "BUDGET",
-    "BadView",
-    "Server",
-    "make_page",
-    "make_widget",
-    "plot",
-    "serve",
-    "write_page",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

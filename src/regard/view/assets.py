@@ -1,4 +1,4 @@
-"""The built web bundle and the HTML that carries it; the same script and style for every door.
+"""The built web bundle and the HTML that carries it; the same script and style for every host.
 
 Left out: building. `web/build.mjs` does that, and the tests hold `web/dist` to its sources.
 """

@@ -1,6 +1,6 @@
-"""One HTML file that shows a record offline: outline, small maps, and as many weights as fit.
+"""One HTML file that shows a record offline: manifest, small maps, and as many weights as fit.
 
-What goes in, until the budget is full: the outline; a small exact map of every head; what every
+What goes in, until the budget is full: the manifest; a small exact map of every head; what every
 key receives; the whole matrix of each head, the most telling heads first; of the others each
 query's largest weights. With the whole matrix the page computes every tile, row and column itself.
 Where it did not fit, the page says in words which part needs `regard view`. Numbers are float32,
@@ -14,16 +14,17 @@ from __future__ import annotations
 import base64
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
-from regard.lens.lazy_weights import BadRecord
+from regard._files import replace_file
+from regard.lens.record import Record
 from regard.view.assets import inline_json, whole_page
-from regard.view.manifest import BadView, Floats, RecordLike, cut, grid_of, outline
-from regard.view.queries import answer, checked, whole_level
+from regard.view.manifest import BadView, Floats, cut, make_manifest
+from regard.view.queries import answer, whole_level
 
 BUDGET = 16_000_000  # bytes of data in a page; the bundle comes on top
 SMALL_CELLS = 64  # cells on a side of the overview's maps, at most
@@ -32,7 +33,7 @@ _TOP_SHARE = 0.3  # of what is left, for the largest weights of heads whose matr
 _TELLING = ("previous", "next", "same", "induction", "first", "separator")
 
 
-def make_page(record: RecordLike, other: RecordLike | None = None, *, budget: int = BUDGET) -> str:
+def make_page(record: Record, other: Record | None = None, *, budget: int = BUDGET) -> str:
     """The text of the page, of one record or of two compared; `budget` is in bytes of data."""
     records = [record] if other is None else [record, other]
     data = make_data(records, "static", budget)
@@ -41,50 +42,46 @@ def make_page(record: RecordLike, other: RecordLike | None = None, *, budget: in
 
 def write_page(
     path: str | os.PathLike[str],
-    record: RecordLike,
-    other: RecordLike | None = None,
+    record: Record,
+    other: Record | None = None,
     *,
     budget: int = BUDGET,
 ) -> Path:
     """Write the page to a file, whole or not at all; gives its path."""
     out = Path(os.fsdecode(path))
     text = make_page(record, other, budget=budget)
-    beside = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        beside.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(beside, out)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replace_file(out) as file:
+        file.write(text.encode())
     return out
 
 
-def page_title(record: RecordLike) -> str:
+def page_title(record: Record) -> str:
     """The beginning of the text; a file holds whole characters, so halves become question marks."""
     title = cut(f"{' '.join(record.text[:200].split()) or record.model} · regard", 80)
     return title.encode("utf-8", "replace").decode()
 
 
-def make_data(records: Sequence[RecordLike], door: str, budget: int) -> dict[str, Any]:
-    """The outline and the parts that fit beside it."""
-    told = outline(records, door)
-    parts = _Parts(budget - len(inline_json(told)))
+def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, Any]:
+    manifest = make_manifest(records, host)
+    parts = _Parts(budget - len(inline_json(manifest)))
     if parts.left < 0:
         raise BadView(
             f"the words and places of this record alone need {budget - parts.left:,} bytes and "
             f"the page's budget is {budget:,}; raise the budget, or use `regard view`"
         )
     _put_small(parts, records)
-    order = list(_most_telling(records))
+    order = _most_telling(records)
     need = sum(_whole_cost(records[which], place) for which, place, _ in order)
     parts.reserve(_TOP_SHARE if need > parts.left else 0.0)
     for which, place, head in order:
-        if not _put_whole(parts, records[which], f"{which}/{place}/{head}"):
+        if not _put_whole(parts, records[which], which, place, head):
             break
     parts.reserve(0.0)
     for which, place, head in order:
-        if f"whole/{which}/{place}/{head}" not in parts.held:
-            _put_answer(parts, records, f"top/{which}/{place}/{head}")
-    return {**told, "parts": parts.held, "budget": budget}
+        name = f"{which}/{place}/{head}"
+        if f"whole/{name}" not in parts.held and "top_keys" in records[which].statistics(place):
+            parts.put(f"top/{name}", answer(records, f"top/{name}"))
+    return {**manifest, "parts": parts.held, "budget": budget}
 
 
 @final
@@ -114,7 +111,7 @@ class _Parts:
         return True
 
 
-def _put_small(parts: _Parts, records: Sequence[RecordLike]) -> None:
+def _put_small(parts: _Parts, records: Sequence[Record]) -> None:
     """A small map of every head and what its keys receive, as large as their share allows."""
     places = [
         (which, number, place)
@@ -126,76 +123,49 @@ def _put_small(parts: _Parts, records: Sequence[RecordLike]) -> None:
     small = n_heads * SMALL_CELLS**2 * 4 <= share
     sums = sum(place.n_heads * place.n_keys * 4 for _, _, place in places) <= share / 2
     for which, number, place in places:
+        record = records[which]
+        grid = record.grid(number) if small else None
+        summed = sums and "received" in record.statistics(number)
         for head in range(place.n_heads):
-            if small:
-                _put_answer(parts, records, _small_map(records[which], which, number, head))
-            if sums:
-                _put_answer(parts, records, f"received/{which}/{number}/{head}")
+            name = f"{which}/{number}/{head}"
+            if grid is not None:  # the one tile that shows a whole head
+                lt, ls = (whole_level(length, SMALL_CELLS) for length in grid)
+                tile = f"map/{name}/{lt}/{ls}/0/0"
+                parts.put(tile, answer(records, tile))
+            if summed:
+                parts.put(f"received/{name}", answer(records, f"received/{name}"))
 
 
-def _small_map(record: RecordLike, which: int, place: int, head: int) -> str:
-    """The question for the one tile that shows a whole head."""
-    grid = grid_of(record, place) or (1, 1)
-    lt, ls = (whole_level(length, SMALL_CELLS) for length in grid)
-    return f"map/{which}/{place}/{head}/{lt}/{ls}/0/0"
-
-
-def _put_answer(parts: _Parts, records: Sequence[RecordLike], name: str) -> None:
-    """A question the record cannot answer leaves its part out; the page then says it is missing.
-
-    A damaged record is refused.
-    """
-    try:
-        values = answer(records, name)
-    except BadRecord:
-        raise
-    except ValueError:
-        return
-    parts.put(name, values)
-
-
-def _most_telling(records: Sequence[RecordLike]) -> Iterator[tuple[int, int, int]]:
+def _most_telling(records: Sequence[Record]) -> list[tuple[int, int, int]]:
     """Every head as (record, place, head): those that clearly do one thing first."""
     ranked = []
     for which, record in enumerate(records):
-        scores = [
-            np.nan_to_num(np.asarray(values, dtype=np.float64))
-            for name, values in record.heads().items()
-            if name in _TELLING
-        ]
-        best = np.maximum.reduce(scores) if scores else None
+        scores = record.heads()
+        # A head has no number for a score that its place does not have; fmax passes over it.
+        best = np.fmax.reduce([scores[name] for name in _TELLING])
         for number, place in enumerate(record.places):
             for head in range(place.n_heads):
-                value = 0.0 if best is None else float(best[number, head])
                 # Cross-attention first: there are few such heads, and the alignment needs them all.
+                value = -1.0 if np.isnan(best[number, head]) else best[number, head]
                 ranked.append((place.kind != "cross", -value, which, number, head))
-    for _, _, which, number, head in sorted(ranked):
-        yield which, number, head
+    return [(which, number, head) for _, _, which, number, head in sorted(ranked)]
 
 
-def _whole_cost(record: RecordLike, place: int) -> float:
+def _whole_cost(record: Record, place: int) -> float:
     """About the bytes of one head's matrix in a page.
 
     Weights hardly shrink, base64 is a third longer; what a causal mask hides shrinks to nothing.
     """
-    height, width = grid_of(record, place) or (0, 0)
+    height, width = record.grid(place) or (0, 0)
     return 4 * height * width * 1.25 * (0.5 if record.places[place].causal else 1.0)
 
 
-def _put_whole(parts: _Parts, record: RecordLike, name: str) -> bool:
-    """The whole matrix of one head; False when there is no room left for it."""
-    place, head = (int(word) for word in name.split("/")[1:])
-    here = record.places[place]
-    window = (0, here.n_queries, 0, here.n_keys)
-    shape = grid_of(record, place)
-    if shape is None:
+def _put_whole(parts: _Parts, record: Record, which: int, place: int, head: int) -> bool:
+    """The whole matrix of one head; False when no bytes are left for it."""
+    here, grid = record.places[place], record.grid(place)
+    if grid is None:
         return True
     if _whole_cost(record, place) * 0.7 > parts.left:
         return False
-    try:
-        weights = checked(record.map(place, head, window, shape), shape, "map")
-    except BadRecord:
-        raise
-    except ValueError:
-        return True
-    return parts.put(f"whole/{name}", weights)
+    weights = record.map(place, head, (0, here.n_queries, 0, here.n_keys), grid)
+    return parts.put(f"whole/{which}/{place}/{head}", weights)

@@ -11,8 +11,8 @@ shows it all the same, since it can draw itself as PNG.
 
 from __future__ import annotations
 
+import contextlib
 import io
-import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -22,8 +22,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from regard.view.manifest import BadView, Floats, RecordLike, cut, grid_of
-from regard.view.queries import checked
+from regard._files import replace_file
+from regard.lens.record import Record
+from regard.view.manifest import BadView, Floats, cut, make_manifest
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,26 +37,12 @@ LABELS = 64  # tokens on a side that still get labels
 FORMATS = (".png", ".svg", ".pdf")
 INK, PALE = "#1b2430", "#5f6b78"
 TIDE = ("#fdfcfa", "#d5e5e0", "#93c4bf", "#4f9aa6", "#2a6b8b", "#1c3f66", "#111c38")
-# Fonts that have what DejaVu Sans lacks, tried in this order if installed.
-FALLBACKS = (
-    "Noto Sans CJK JP",
-    "Noto Sans JP",
-    "Hiragino Sans",
-    "Yu Gothic",
-    "IPAexGothic",
-    "Microsoft YaHei",
-    "Arial Unicode MS",
-    "Noto Sans",
-    "Noto Sans Arabic",
-    "Noto Sans Hebrew",
-    "Noto Sans Devanagari",
-    "Noto Sans Thai",
-    "Noto Emoji",
-)
+# Fonts that have what DejaVu Sans lacks, tried before all others that are installed.
+FALLBACKS = ("Noto Sans CJK JP", "Noto Sans JP", "Hiragino Sans", "Yu Gothic", "Noto Sans")
 
 
 def plot(
-    record: RecordLike,
+    record: Record,
     path: str | os.PathLike[str] | None = None,
     *,
     place: int | None = None,
@@ -71,6 +58,8 @@ def plot(
     out = None if path is None else Path(os.fsdecode(path))
     if out is not None and out.suffix.lower() not in FORMATS:
         raise ValueError(f"a picture is written as one of {FORMATS}, not {out.suffix!r}")
+    if not 20 <= dpi <= 1200:
+        raise ValueError(f"dpi must be from 20 to 1200, got {dpi}")
     if head is not None and place is None:
         raise ValueError("head is one of a place's heads: give place too")
     if place is not None and not 0 <= place < len(record.places):
@@ -84,7 +73,8 @@ def plot(
         places = range(len(record.places)) if place is None else [place]
         figure = _plot_heads(record, list(places), title)
     if out is not None:
-        _save(figure, out, dpi)
+        with replace_file(out) as file:
+            _write(figure, file, out.suffix.lower().removeprefix("."), dpi)
     return figure
 
 
@@ -93,49 +83,41 @@ def _make_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "pictures need the matplotlib package: pip install 'regard[view]'"
-        ) from error
+        raise ImportError("pictures need matplotlib: pip install 'regard[view]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     # Notebooks ask for this name; without pyplot nobody else has told them how to show a figure.
-    figure._repr_png_ = partial(_draw_png, figure)  # type: ignore[attr-defined, unused-ignore]
+    figure._repr_png_ = partial(_to_png, figure)  # type: ignore[attr-defined, unused-ignore]
     return figure
 
 
-def _draw_png(figure: Figure) -> bytes:
-    page = io.BytesIO()
-    _write(figure, page, "png", SCREEN_DPI)
-    return page.getvalue()
-
-
-def cells_of(record: RecordLike, place: int, head: int, most: int) -> Floats:
+def cells_of(record: Record, place: int, head: int, most: int) -> Floats:
     """The map of a head in at most so many cells on a side, as fine as it is known."""
-    here = record.places[place]
-    grid = grid_of(record, place)
+    here, grid = record.places[place], record.grid(place)
     if grid is None:
         raise BadView(f"{cut(here.name, 80)} kept no map")
-    size = grid
-    if grid == (here.n_queries, here.n_keys):
-        size = (min(grid[0], most), min(grid[1], most))
-    window = (0, here.n_queries, 0, here.n_keys)
-    return checked(record.map(place, head, window, size), size, "map")
+    if record.has_weights(place):
+        grid = (min(grid[0], most), min(grid[1], most))
+    return record.map(place, head, (0, here.n_queries, 0, here.n_keys), grid)
 
 
-def _plot_head(record: RecordLike, place: int, head: int, title: str | None) -> Figure:
+def _plot_head(record: Record, place: int, head: int, title: str | None) -> Figure:
     here = record.places[place]
     weights = cells_of(record, place, head, CELLS)
     rows, columns = _labels(record, place)
     longest = max((len(word) for word in (*rows, *columns)), default=4)
-    room = 0.8 + min(longest, 20) * 0.07
-    width, height = _size(weights.shape)
-    figure = _make_figure(width + room + 0.6, height + room)
+    margin = 0.8 + min(longest, 20) * 0.07
+    # Inches: a comfortable cell when there are few, one page's width when there are many; and a
+    # map of two rows is still a picture, not a hair line.
+    cell = min(0.42, 6.0 / max(weights.shape))
+    height, width = (max(1.2, n_cells * cell) for n_cells in weights.shape)
+    figure = _make_figure(width + margin + 0.6, height + margin)
     axes = figure.add_subplot()
     extent = (-0.5, here.n_keys - 0.5, here.n_queries - 0.5, -0.5)
     shown = _draw(axes, weights, extent)
     _label_axis(axes, "x", columns, width / max(1, here.n_keys))
     _label_axis(axes, "y", rows, height / max(1, here.n_queries))
-    name = title if title is not None else f"{cut(here.name, 60)} · head {_number(here, head)}"
+    name = title if title is not None else f"{cut(here.name, 60)} · head {here.heads[head]}"
     axes.set_title(printable(name, 90), fontsize=9, color=INK, loc="left", pad=8)
     beyond = "max" if np.nanmax(weights, initial=0.0) > top_of(weights) else "neither"
     bar = figure.colorbar(shown, ax=axes, shrink=0.6, aspect=28, pad=0.02, extend=beyond)
@@ -144,32 +126,19 @@ def _plot_head(record: RecordLike, place: int, head: int, title: str | None) -> 
     return figure
 
 
-def _number(place: Any, head: int) -> int:
-    """The number that a recorded head has in its model."""
-    numbers = getattr(place, "heads", ())
-    return int(numbers[head]) if len(numbers) == place.n_heads else head
-
-
-def _size(shape: tuple[int, ...]) -> tuple[float, float]:
-    """Inches: a comfortable cell when there are few, one page's width when there are many."""
-    longest = max(shape[0], shape[1])
-    cell = min(0.42, 6.0 / longest)
-    # A map of two rows is still a picture, not a hair line.
-    return max(1.2, shape[1] * cell), max(1.2, shape[0] * cell)
-
-
 def _draw(axes: Axes, weights: Floats, extent: tuple[float, float, float, float]) -> Any:
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
     colours = LinearSegmentedColormap.from_list("tide", list(TIDE)).with_extremes(bad="#d0489b")
-    top = top_of(weights)
-    picture = np.ma.masked_invalid(weights)
-    norm = PowerNorm(gamma=0.5, vmin=0.0, vmax=top)
     for spine in axes.spines.values():
-        spine.set_color("#cfcbc2")
-        spine.set_linewidth(0.6)
+        spine.set(color="#cfcbc2", linewidth=0.6)
     return axes.imshow(
-        picture, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="nearest"
+        np.ma.masked_invalid(weights),
+        cmap=colours,
+        norm=PowerNorm(gamma=0.5, vmin=0.0, vmax=top_of(weights)),
+        extent=extent,
+        aspect="auto",
+        interpolation="nearest",
     )
 
 
@@ -185,17 +154,14 @@ def top_of(weights: Floats) -> float:
     return float(np.quantile(seen, 0.995) if seen.size > 4096 else seen.max())
 
 
-def _labels(record: RecordLike, place: int) -> tuple[list[str], list[str]]:
+def _labels(record: Record, place: int) -> tuple[list[str], list[str]]:
     """Words for queries and keys, or nothing where they are too many or unknown."""
-    from regard.view.manifest import outline
-
-    told = outline([record], "png")["records"][0]
-    sides = {"target": told["tokens"], "source": told["source_tokens"], "positions": None}
-    here = told["places"][place]
-    both = [sides[here["queries"]], sides[here["keys"]]]
+    manifest = make_manifest([record], "png")["records"][0]
+    sides = {"target": manifest["tokens"], "source": manifest["source_tokens"], "positions": None}
+    here = manifest["places"][place]
     rows, columns = (
         [printable(word) for word in words] if words and len(words) <= LABELS else []
-        for words in both
+        for words in (sides[here["queries"]], sides[here["keys"]])
     )
     return rows, columns
 
@@ -207,9 +173,8 @@ def printable(word: str, length: int = 24) -> str:
 
 
 def _sign(character: str) -> str:
-    signs = {"\n": "⏎", "\t": "⇥", "\r": "␍", " ": " "}
-    if character in signs:
-        return signs[character]
+    if character in "\n\t\r":
+        return {"\n": "⏎", "\t": "⇥", "\r": "␍"}[character]
     code = ord(character)
     hidden = code < 32 or 0x7F <= code < 0xA0 or 0x202A <= code <= 0x202E or 0xD800 <= code < 0xE000
     return f"⟨{code:04X}⟩" if hidden or 0x2066 <= code <= 0x2069 else character
@@ -219,9 +184,7 @@ def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float) -> 
     from matplotlib.ticker import MaxNLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axes.tick_params(
-        axis="x" if which == "x" else "y", length=2, color=PALE, labelcolor=INK, labelsize=7
-    )
+    axis.set_tick_params(length=2, color=PALE, labelcolor=INK, labelsize=7)
     if which == "x":
         axes.xaxis.tick_top()
     if not words:
@@ -231,25 +194,18 @@ def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float) -> 
     families = fonts_for("".join(words))
     slant = 90 if inches < 0.25 else 55
     axis.set_ticks(range(len(words)), labels=list(words))
+    style: dict[str, Any] = {"fontfamily": families, "fontsize": size}
+    if which == "x":
+        across = "center" if slant == 90 else "baseline"
+        style |= {"rotation": slant, "rotation_mode": "anchor", "ha": "left", "va": across}
     for label in axis.get_ticklabels():
-        label.set_fontfamily(families)
-        label.set_fontsize(size)
-        if which == "x":
-            label.set_rotation(slant)
-            label.set_rotation_mode("anchor")
-            label.set_horizontalalignment("left")
-            label.set_verticalalignment("center" if slant == 90 else "baseline")
+        label.update(style)
 
 
-def _plot_heads(record: RecordLike, places: list[int], title: str | None) -> Figure:
+def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
     """Every head as a small map, one row a place."""
-    most = max(record.places[number].n_heads for number in places)
-    across = min(most, 16)
-    rows = [
-        (number, first)
-        for number in places
-        for first in range(0, record.places[number].n_heads, across)
-    ]
+    across = min(max(record.places[number].n_heads for number in places), 16)
+    rows = [(n, head) for n in places for head in range(0, record.places[n].n_heads, across)]
     if len(rows) > 200:
         raise ValueError(
             f"{len(rows)} rows of heads do not fit on one picture; give place= to draw one place"
@@ -270,13 +226,12 @@ def _plot_heads(record: RecordLike, places: list[int], title: str | None) -> Fig
             axes.set_xticks([])
             axes.set_yticks([])
             axes.set_box_aspect(1)
-            axes.set_title(f"{here.layer}·{_number(here, head)}", fontsize=5.5, color=PALE, pad=2)
+            axes.set_title(f"{here.layer}·{here.heads[head]}", fontsize=5.5, color=PALE, pad=2)
     return figure
 
 
 @lru_cache(maxsize=1)
 def _installed() -> dict[str, str]:
-    """Family -> file of the fonts on this machine."""
     from matplotlib import font_manager
 
     return {font.name: font.fname for font in font_manager.fontManager.ttflist}
@@ -317,12 +272,9 @@ def _look_again() -> dict[str, str]:
     from matplotlib import font_manager
 
     known = {font.fname for font in font_manager.fontManager.ttflist}
-    for file in font_manager.findSystemFonts():
-        if file not in known:
-            try:
-                font_manager.fontManager.addfont(file)
-            except (OSError, RuntimeError):  # a file that FreeType does not read is no font for us
-                continue
+    for file in set(font_manager.findSystemFonts()) - known:
+        with contextlib.suppress(OSError, RuntimeError):  # what FreeType does not read
+            font_manager.fontManager.addfont(file)
     _installed.cache_clear()
     return _installed()
 
@@ -339,19 +291,13 @@ def _warn_missing(characters: str) -> None:
     )
 
 
-def _save(figure: Figure, out: Path, dpi: int) -> None:
-    """Write whole or not at all."""
-    if not 20 <= dpi <= 1200 or not math.isfinite(dpi):
-        raise ValueError(f"dpi must be from 20 to 1200, got {dpi}")
-    beside = out.with_name(f".{out.name}.{os.getpid()}.part")
-    try:
-        _write(figure, beside, out.suffix.lower().removeprefix("."), dpi)
-        os.replace(beside, out)
-    finally:
-        beside.unlink(missing_ok=True)
+def _to_png(figure: Figure) -> bytes:
+    png = io.BytesIO()
+    _write(figure, png, "png", SCREEN_DPI)
+    return png.getvalue()
 
 
-def _write(figure: Figure, to: Path | IO[bytes], kind: str, dpi: int) -> None:
+def _write(figure: Figure, to: IO[bytes], kind: str, dpi: int) -> None:
     """Draw; matplotlib's own words about missing glyphs were said before."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")

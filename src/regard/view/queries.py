@@ -1,6 +1,6 @@
 """The questions a page asks of a record, and their answers as plain arrays.
 
-A question is a short path, the same behind all three doors; numbers count from zero:
+A question is a short path, the same for every host of a page; numbers count from zero:
 
     map/RECORD/PLACE/HEAD/LT/LS/TI/SI    one tile: TILE × TILE cells of 2^LT × 2^LS weights
     row/RECORD/PLACE/HEAD/QUERY          what one query looks at, every key
@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from regard.view.manifest import BadView, Floats, PlaceLike, RecordLike, cut, grid_of
+from regard.lens.lazy_weights import Array
+from regard.lens.record import Record
+from regard.view.manifest import BadView, Floats, cut
 
 TILE = 256
 MAX_LEVEL = 30
@@ -33,7 +34,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 _LENGTHS = {"map": 8, "row": 5, "column": 5, "weight": 6, "received": 4, "top": 4}
 
 
-def answer(records: Sequence[RecordLike], question: str) -> Floats:
+def answer(records: Sequence[Record], question: str) -> Floats:
     """The numbers a question asks for, as float32; BadView says what is wrong with it."""
     words = question.split("/")
     if words[0] not in _LENGTHS or len(words) != _LENGTHS[words[0]]:
@@ -45,16 +46,14 @@ def answer(records: Sequence[RecordLike], question: str) -> Floats:
     if kind == "top" and len(pairs) != 1:
         raise BadView("the largest weights are those of one head")
     numbers = [_index(word, 1 << 31, "number") for word in rest]
-    total: np.ndarray | None = None
-    for one_place, one_head in pairs:
-        values = _ask(record, kind, one_place, one_head, numbers).astype(np.float64)
-        total = values if total is None else total + values
-    assert total is not None
-    return (total / len(pairs)).astype(np.float32)
+    total = sum(
+        _ask(record, kind, one_place, one_head, numbers).astype(np.float64)
+        for one_place, one_head in pairs
+    )
+    return (np.asarray(total) / len(pairs)).astype(np.float32)
 
 
-def heads_meant(record: RecordLike, place: int, head: str) -> list[tuple[int, int]]:
-    """The (place, head) pairs over which the mean is taken."""
+def heads_meant(record: Record, place: int, head: str) -> list[tuple[int, int]]:
     here = record.places[place]
     if head == "layer":
         return [(place, each) for each in range(here.n_heads)]
@@ -62,86 +61,64 @@ def heads_meant(record: RecordLike, place: int, head: str) -> list[tuple[int, in
         return [
             (number, each)
             for number, other in enumerate(record.places)
-            if _shape(other) == _shape(here) and _looks_alike(other, here)
+            # An encoder's places are not averaged with a decoder's that happen to be of their size.
+            if (other.kind, other.n_queries, other.n_keys, other.stack)
+            == (here.kind, here.n_queries, here.n_keys, here.stack)
             for each in range(other.n_heads)
         ]
     return [(place, _index(head, here.n_heads, "head"))]
 
 
-def _shape(place: PlaceLike) -> tuple[str, int, int]:
-    return place.kind, place.n_queries, place.n_keys
-
-
-def _looks_alike(one: PlaceLike, other: PlaceLike) -> bool:
-    """An encoder's places are not averaged with a decoder's that happen to be of their size."""
-    return ("encoder" in one.name.lower()) == ("encoder" in other.name.lower())
-
-
-def _ask(
-    record: RecordLike, kind: str, place: int, head: int, numbers: Sequence[int]
-) -> np.ndarray:
+def _ask(record: Record, kind: str, place: int, head: int, numbers: Sequence[int]) -> Array:
     here = record.places[place]
     if kind == "map":
         lt, ls, ti, si = numbers
         return make_tile(record, place, head, (lt, ls), (ti, si))
     if kind == "row":
         _below(numbers[0], here.n_queries, "query")
-        return checked(record.rows(place, head, numbers[0]), (here.n_keys,), "row")
+        return record.rows(place, head, numbers[0])
     if kind == "column":
         _below(numbers[0], here.n_keys, "key")
-        return checked(record.column(place, head, numbers[0]), (here.n_queries,), "column")
+        return record.column(place, head, numbers[0])
     if kind == "weight":
         t, s = numbers
         _below(t, here.n_queries, "query")
         _below(s, here.n_keys, "key")
-        return checked(record.map(place, head, (t, t + 1, s, s + 1), (1, 1)), (1, 1), "weight")
+        return record.map(place, head, (t, t + 1, s, s + 1), (1, 1))
     known = record.statistics(place)
-    if kind == "top":
-        return _top(known, here, head)
-    if "received" not in known:
-        raise BadView("this record did not keep what each key received")
-    every: np.ndarray = checked(known["received"], (here.n_heads, here.n_keys), "received")
-    return np.asarray(every[head])
-
-
-def _top(known: dict[str, Any], here: PlaceLike, head: int) -> np.ndarray:
-    """(T, 2k): weights, then keys; a float32 tells all keys below 2^24 apart."""
+    if kind == "received":
+        if "received" not in known:
+            raise BadView("this record did not keep what each key received")
+        return np.asarray(known["received"][head])
     if "top_weights" not in known or "top_keys" not in known:
         raise BadView("this record did not keep each query's largest weights")
-    shape = (here.n_heads, here.n_queries, np.asarray(known["top_weights"]).shape[-1])
-    both = [checked(known[name], shape, name)[head] for name in ("top_weights", "top_keys")]
-    return np.concatenate(both, axis=1)
+    # (T, 2k): weights, then keys; a float32 tells all keys below 2^24 apart.
+    return np.concatenate([known["top_weights"][head], known["top_keys"][head]], axis=1)
 
 
 def make_tile(
-    record: RecordLike, place: int, head: int, levels: tuple[int, int], at: tuple[int, int]
+    record: Record, place: int, head: int, levels: tuple[int, int], at: tuple[int, int]
 ) -> Floats:
     """One tile of the pyramid; at most four maps are asked for, each of whole cells of one size.
 
     The finest level is that of the weights, or of the only picture that the record kept.
     """
-    here = record.places[place]
-    whole = (here.n_queries, here.n_keys)
-    grid = grid_of(record, place)
+    here, grid = record.places[place], record.grid(place)
     if grid is None:
         raise BadView(f"{cut(here.name, 80)} kept no map")
-    rows = _cut_axis(grid[0], levels[0], at[0])
-    columns = _cut_axis(grid[1], levels[1], at[1])
     picture = None
-    if grid != whole:
-        picture = checked(record.map(place, head, (0, whole[0], 0, whole[1]), grid), grid, "map")
-    lines = []
-    for t0, t1, height in rows:
-        line = []
-        for s0, s1, width in columns:
-            if picture is not None:
-                cells = picture[t0:t1, s0:s1].reshape(height, -1, width, (s1 - s0) // width)
-                line.append(cells.mean((1, 3), dtype=np.float64).astype(np.float32))
-                continue
-            part = record.map(place, head, (t0, t1, s0, s1), (height, width))
-            line.append(checked(part, (height, width), "map"))
-        lines.append(np.concatenate(line, axis=1))
-    return np.concatenate(lines, axis=0)
+    if not record.has_weights(place):
+        picture = record.map(place, head, (0, here.n_queries, 0, here.n_keys), grid)
+
+    def cells(t0: int, t1: int, height: int, s0: int, s1: int, width: int) -> Array:
+        if picture is None:
+            return record.map(place, head, (t0, t1, s0, s1), (height, width))
+        part = picture[t0:t1, s0:s1].reshape(height, -1, width, (s1 - s0) // width)
+        return np.asarray(part.mean((1, 3), dtype=np.float64), np.float32)
+
+    columns = _cut_axis(grid[1], levels[1], at[1])
+    rows = _cut_axis(grid[0], levels[0], at[0])
+    return np.block([[cells(*row, *column) for column in columns] for row in rows])
 
 
 def _cut_axis(length: int, level: int, index: int) -> list[tuple[int, int, int]]:
@@ -163,17 +140,6 @@ def whole_level(length: int, cells: int) -> int:
     while (length + (1 << level) - 1) >> level > cells:
         level += 1
     return level
-
-
-def checked(values: object, shape: tuple[int, ...], what: str) -> Floats:
-    """A record's answer, held to the shape it must have; what is not finite stays as it is."""
-    array = np.asarray(values)
-    if array.shape != shape or array.dtype.kind not in "fiu":
-        raise BadView(
-            f"the record answered with a {what} of shape {array.shape} and type {array.dtype}; "
-            f"expected numbers of shape {shape}"
-        )
-    return array.astype(np.float32)
 
 
 def _index(word: str, count: int, what: str) -> int:

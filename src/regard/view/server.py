@@ -6,7 +6,7 @@ Host that is not this server's (DNS rebinding), an Origin or a Sec-Fetch-Site fr
 method other than GET and HEAD, or any path but its own five are refused. Nothing is read from disk
 by name, so there is no path to escape from. Answers may not be cached, framed or embedded.
 
-Answers are raw little-endian float32 (see answers.py); the newest are kept in memory up to
+Answers are raw little-endian float32 (see queries.py); the newest are kept in memory up to about
 `CACHE_BYTES`. At most `AT_ONCE` are computed at a time, so that memory stays bounded.
 
 Left out: TLS, several users, writing. This is not a web server for others.
@@ -19,15 +19,16 @@ import secrets
 import socket
 import threading
 import webbrowser
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, final
 
+from regard.lens.record import Record
 from regard.view import assets
-from regard.view.manifest import RecordLike, outline
-from regard.view.queries import answer
+from regard.view.manifest import make_manifest
+from regard.view.queries import TILE, answer
 
 CACHE_BYTES = 256_000_000
 AT_ONCE = 2
@@ -63,15 +64,11 @@ class Server:
     ...     print(server.url)
     """
 
-    def __init__(self, record: RecordLike, other: RecordLike | None = None) -> None:
+    def __init__(self, record: Record, other: Record | None = None) -> None:
         records = [record] if other is None else [record, other]
-        self._answers = _Answers(records)
-        self._token = secrets.token_urlsafe(24)
-        self._http = _Loopback(("127.0.0.1", 0), _Handler)
-        self._http.token = self._token
-        self._http.answers = self._answers
+        self._http = _Loopback(records)
         self.port = int(self._http.server_address[1])
-        self.url = f"http://127.0.0.1:{self.port}/{self._token}/"
+        self.url = f"http://127.0.0.1:{self.port}/{self._http.token}/"
         self._thread: threading.Thread | None = None
 
     def start(self) -> Server:
@@ -106,9 +103,7 @@ class Server:
         self.close()
 
 
-def serve(
-    record: RecordLike, other: RecordLike | None = None, *, open_browser: bool = True
-) -> Server:
+def serve(record: Record, other: Record | None = None, *, open_browser: bool = True) -> Server:
     """Start a server and open its page; close it with `.close()`, or `.wait()` for Ctrl-C."""
     server = Server(record, other).start()
     if open_browser:
@@ -116,45 +111,26 @@ def serve(
     return server
 
 
-@final
-class _Answers:
-    """The outline and the tiles, each made once while it is remembered."""
-
-    def __init__(self, records: Sequence[RecordLike]) -> None:
-        self._records = records
-        self.outline = assets.inline_json(outline(records, "server")).encode("ascii")
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
-        self._size = 0
-        self._lock = threading.Lock()
-        self._turns = threading.Semaphore(AT_ONCE)
-
-    def get(self, question: str) -> bytes:
-        with self._lock:
-            if question in self._kept:
-                self._kept.move_to_end(question)
-                return self._kept[question]
-        with self._turns:
-            made = answer(self._records, question).astype("<f4").tobytes()
-        with self._lock:
-            if question not in self._kept:
-                self._kept[question] = made
-                self._size += len(made)
-            while self._size > CACHE_BYTES and len(self._kept) > 1:
-                self._size -= len(self._kept.popitem(last=False)[1])
-        return made
-
-
 class _Loopback(ThreadingHTTPServer):
-    """Where the handlers find what they serve."""
+    """What the handlers serve: the manifest, and answers, each made once while it is remembered."""
 
     daemon_threads = True
     block_on_close = False
-    token: str
-    answers: _Answers
 
-    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self.manifest = assets.inline_json(make_manifest(records, "server")).encode("ascii")
+        turns = threading.Semaphore(AT_ONCE)
+
+        def make(question: str) -> bytes:
+            with turns:
+                return answer(records, question).astype("<f4").tobytes()
+
+        # The largest answers are tiles, and of long texts the largest weights of every query.
+        longest = max(max(p.n_queries, p.n_keys) for record in records for p in record.places)
+        self.answer = lru_cache(max(1, CACHE_BYTES // (4 * max(TILE**2, 16 * longest))))(make)
         self._lines: set[Any] = set()
-        super().__init__(address, handler)
+        super().__init__(("127.0.0.1", 0), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         self._lines.add(request)
@@ -185,12 +161,6 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         try:
             self._check_sender()
             kind, body = self._find(self._inner_path())
@@ -199,25 +169,22 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(HTTPStatus.OK, kind, body)
 
+    do_HEAD = do_GET
+
     def _check_sender(self) -> None:
         """Only this server's own page, under this server's own name."""
-        names = {f"127.0.0.1:{self._port()}", f"localhost:{self._port()}"}
+        port = self.server.server_address[1]
+        names = {f"127.0.0.1:{port}", f"localhost:{port}"}
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].lower() not in names:
             raise Refused(HTTPStatus.MISDIRECTED_REQUEST, "this is not the name of this server")
-        for origin in self.headers.get_all("Origin") or []:
-            if origin.lower() != f"http://{hosts[0].lower()}":
+        # "none": typed or opened by hand.
+        own = {"Origin": {f"http://{hosts[0].lower()}"}, "Sec-Fetch-Site": {"same-origin", "none"}}
+        for name, allowed in own.items():
+            if not {value.lower() for value in self.headers.get_all(name) or []} <= allowed:
                 raise Refused(HTTPStatus.FORBIDDEN, "requests from other pages are refused")
-        for site in self.headers.get_all("Sec-Fetch-Site") or []:
-            # "none": typed or opened by hand.
-            if site.lower() not in ("same-origin", "none"):
-                raise Refused(HTTPStatus.FORBIDDEN, "requests from other pages are refused")
-
-    def _port(self) -> int:
-        return int(self.server.server_address[1])
 
     def _inner_path(self) -> str:
-        """The path behind the token."""
         token, slash, rest = self.path.removeprefix("/").partition("/")
         if not (slash and secrets.compare_digest(token.encode(), self.server.token.encode())):
             raise Refused(HTTPStatus.NOT_FOUND, "nothing here; use the address that was printed")
@@ -226,17 +193,19 @@ class _Handler(BaseHTTPRequestHandler):
         return rest
 
     def _find(self, path: str) -> tuple[str, bytes]:
-        if path == "":
-            return "text/html; charset=utf-8", assets.served_page().encode()
-        if path == "regard.js":
-            return "text/javascript; charset=utf-8", assets.script().encode()
-        if path == "regard.css":
-            return "text/css; charset=utf-8", assets.style().encode()
+        files: dict[str, tuple[str, Callable[[], str]]] = {
+            "": ("text/html; charset=utf-8", assets.served_page),
+            "regard.js": ("text/javascript; charset=utf-8", assets.script),
+            "regard.css": ("text/css; charset=utf-8", assets.style),
+        }
+        if path in files:
+            kind, read = files[path]
+            return kind, read().encode()
         if path == "outline":
-            return "application/json", self.server.answers.outline
+            return "application/json", self.server.manifest
         if path.startswith("data/"):
             try:
-                return "application/octet-stream", self.server.answers.get(path[5:])
+                return "application/octet-stream", self.server.answer(path[5:])
             except (ValueError, IndexError) as problem:
                 raise Refused(HTTPStatus.BAD_REQUEST, str(problem)) from problem
         raise Refused(HTTPStatus.NOT_FOUND, "nothing here")

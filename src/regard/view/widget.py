@@ -12,8 +12,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from regard.lens.record import Record
 from regard.view import assets
-from regard.view.manifest import RecordLike, outline
+from regard.view.manifest import make_manifest
 from regard.view.page import make_data, page_title
 from regard.view.queries import answer
 
@@ -21,8 +22,8 @@ WIDGET_BUDGET = 2_000_000  # bytes of data in a notebook; more is asked of the k
 
 
 def make_widget(
-    record: RecordLike,
-    other: RecordLike | None = None,
+    record: Record,
+    other: Record | None = None,
     *,
     line: str = "",
     budget: int = WIDGET_BUDGET,
@@ -33,13 +34,11 @@ def make_widget(
     bytes of weights that travel with the notebook, beside the words themselves.
     """
     records = [record] if other is None else [record, other]
-    widget = _widget_class()
-    data = make_data(
-        records, "widget", budget + len(assets.inline_json(outline(records, "widget")))
-    )
-    made = widget(outline=assets.inline_json(data), line=line)
-    made.records = records
-    return made
+    manifest = assets.inline_json(make_manifest(records, "widget"))
+    data = make_data(records, "widget", budget + len(manifest))
+    widget = _widget_class()(outline=assets.inline_json(data), line=line)
+    widget.records = records
+    return widget
 
 
 @cache
@@ -62,7 +61,7 @@ def _widget_class() -> Any:
         line = traitlets.Unicode().tag(sync=True)
 
         def __init__(self, **fields: Any) -> None:
-            self.records: list[RecordLike] = []
+            self.records: list[Record] = []
             super().__init__(**fields)
             self.on_msg(self._heard)
 

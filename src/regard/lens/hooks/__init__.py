@@ -1,1 +1,1 @@
-"""The doors: each knows one way in which models attend, and hands calls to the recorder."""
+"""The hooks: each knows one way in which models attend, and gives calls to the recorder."""

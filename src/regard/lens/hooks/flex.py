@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard._torch import indexing_by_vmap
 from regard.ops import Dense, Mask
 from regard.ops.call import score_dtype
 
+Function = Callable[..., Tensor]
 MOST = 1 << 28
 """Pairs for which a function is asked, one after the other in pieces."""
 PIECE = 1 << 22
 
 
-def flex_rule(mask_mod: Callable[..., Tensor], q_bhtd: Tensor, k_bgsd: Tensor) -> Mask | None:
+def flex_rule(mask_mod: Function, q_bhtd: Tensor, k_bgsd: Tensor) -> Mask | None:
     """A mask function as a mask: asked for every pair."""
     (B, H, T, _), S = q_bhtd.shape, k_bgsd.shape[2]
     if getattr(mask_mod, "__name__", "") == "noop_mask":
@@ -32,9 +34,7 @@ def flex_rule(mask_mod: Callable[..., Tensor], q_bhtd: Tensor, k_bgsd: Tensor) -
     return Dense(ask(mask_mod, (B, H, T, S), q_bhtd.device, torch.bool))
 
 
-def flex_scores(
-    score_mod: Callable[..., Tensor], q_bhtd: Tensor, k_bgsd: Tensor, scale: float
-) -> Tensor:
+def flex_scores(score_mod: Function, q_bhtd: Tensor, k_bgsd: Tensor, scale: float) -> Tensor:
     """The scores of all pairs after a function of them, (B, H, T, S)."""
     (B, H, T, _), S = q_bhtd.shape, k_bgsd.shape[2]
     if B * H * T * S > MOST // 4:
@@ -53,27 +53,17 @@ def flex_scores(
     )
 
 
-def ask(
-    function: Callable[..., Tensor], sizes: Any, device: torch.device, dtype: torch.dtype
-) -> Tensor:
+def ask(function: Function, sizes: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A function of single indices at all of them, by vmap over b, h, t, s."""
     B, H, T, S = sizes
     over = function
-    for axes in (
-        (None, None, None, 0),
-        (None, None, 0, None),
-        (None, 0, None, None),
-        (0, None, None, None),
-    ):
-        over = torch.vmap(over, in_dims=axes)
+    for axis in (3, 2, 1, 0):
+        over = torch.vmap(over, in_dims=tuple(0 if n == axis else None for n in range(4)))
     b, h, s = (torch.arange(n, device=device) for n in (B, H, S))
-    made = torch.empty(B, H, T, S, dtype=dtype, device=device)
+    values = torch.empty(B, H, T, S, dtype=dtype, device=device)
     step = max(PIECE // max(B * H * S, 1), 1)
-    # FlexAttention lets functions index tensors by indices, which vmap alone refuses.
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    with TransformGetItemToIndex():
+    with indexing_by_vmap():
         for t0 in range(0, T, step):
             t = torch.arange(t0, min(t0 + step, T), device=device)
-            made[:, :, t0 : t0 + step] = over(b, h, t, s).to(dtype)
-    return made
+            values[:, :, t0 : t0 + step] = over(b, h, t, s).to(dtype)
+    return values

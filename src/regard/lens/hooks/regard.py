@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def own_door(recorder: Recorder) -> Iterator[None]:
+def hook_regard(recorder: Recorder) -> Iterator[None]:
     """Record the calls while a module of the model is running."""
 
     def record(seen: call.Call) -> None:
@@ -28,7 +28,8 @@ def own_door(recorder: Recorder) -> Iterator[None]:
             )
         name = recorder.name_of()
         if name is not None and not recorder.busy:
-            recorder.take(Call.of_ours(name, seen))
+            rule = {word: getattr(seen.rule, word) for word in ("mask", "bias", "scale", "softcap")}
+            recorder.take(Call(name=name, q=seen.q, k=seen.k, sinks=seen.sinks, **rule))
 
     with hooked(record):
         yield

@@ -1,15 +1,17 @@
 """Following scores from a product of queries and keys to a softmax, through code of any kind.
 
 Each step that scores go through is known by its function: products, scaling by numbers, additions,
-fillings, and changes of type or shape. Whatever else happens to them ends the trail, and nothing
-is told. At the softmax a few rows are made again from the trail and compared with what is there;
-where they do not agree, the scores themselves are told.
+fillings, and changes of type or shape. Whatever else happens to them ends the trace, and nothing
+is recorded. At the softmax a few rows are made again from the trace and compared with what is
+there; where they do not agree, the scores themselves are recorded.
 
 Letters: B batch, T queries, S keys, H heads, D head width.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.lens.captured_call import Call, whole_scores
-from regard.ops import Bias, Dense, DenseBias, Mask
+from regard.ops import Dense, DenseBias
 from regard.ops.call import score_dtype
 
 SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
@@ -49,32 +51,31 @@ class Step:
     hidden: tuple[Tensor, ...] = ()
 
 
-class Trail:
+class ScoreTrace:
     """The scores that are on their way."""
 
     def __init__(self) -> None:
         self.steps: Any = WeakIdKeyDictionary()
 
-    def follow(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+    def follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Remember what a function did, where it made scores or changed them."""
         begins = func in BEGINNINGS
         if not begins and not len(self.steps):
             return
-        if not isinstance(made, Tensor) or made.dim() not in (3, 4) or not args:
+        if not isinstance(result, Tensor) or result.dim() not in (3, 4) or not args:
             return
-        step = None
         if not begins:
-            step = self._changed(func, args, kwargs, made)
+            step = self._changed(func, args, kwargs, result)
         elif func in MATMUL:
-            step = product(args[0], args[1] if len(args) > 1 else kwargs.get("mat2"), made)
+            step = product(args[0], args[1] if len(args) > 1 else kwargs.get("mat2"), result)
         elif func in BADDBMM:
-            step = added_product(args, kwargs, made)
+            step = added_product(args, kwargs, result)
         else:
-            step = summed_product(args, made)
+            step = summed_product(args, result)
         if step is not None:
-            self.steps[made] = step
+            self.steps[result] = step
 
-    def _changed(self, func: Any, args: Any, kwargs: dict[str, Any], made: Tensor) -> Step | None:
+    def _changed(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Step | None:
         if func is torch.where and len(args) == 3:
             step = self._known(args[1])
             hides = step is not None and is_low(args[2])
@@ -87,10 +88,9 @@ class Trail:
         if func in SAME:
             return step
         if func in SHAPED:
-            return reshaped(step, made)
-        if func in TIMES | DIVIDE and number(other) is not None:
-            factor = number(other)
-            assert factor is not None
+            return reshaped(step, result)
+        factor = number(other) if func in TIMES | DIVIDE else None
+        if factor is not None:
             factor = factor if func in TIMES else 1.0 / factor
             added = tuple(x * factor for x in step.added)
             return replace(step, scale=step.scale * factor, added=added)
@@ -112,45 +112,41 @@ class Trail:
         step = self._known(scores)
         if step is None or not isinstance(scores, Tensor) or dim not in (-1, scores.dim() - 1):
             return None
+        scores = scores.detach()
         if scores.dim() == 3:
-            heads = heads_of(module, scores.shape[0])
-            scores = scores.detach().view(-1, heads, *scores.shape[1:])
-            moved = reshaped(step, scores)
-        else:
-            scores, moved = scores.detach(), step
-        found = None if moved is None else call_of(name, moved, scores)
-        if found is not None and agrees(found, scores):
-            return found
-        return whole_scores(name, scores)
+            scores = scores.view(-1, heads_of(module, scores.shape[0]), *scores.shape[1:])
+            step = reshaped(step, scores)
+        found = None if step is None else call_of(name, step)
+        return found if found is not None and agrees(found, scores) else whole_scores(name, scores)
 
 
-def product(q: Any, k_t: Any, made: Tensor) -> Step | None:
+def product(q: Any, k_t: Any, result: Tensor) -> Step | None:
     """A product of two activations of the same number of axes."""
     if not isinstance(q, Tensor) or not isinstance(k_t, Tensor) or q.dim() != k_t.dim():
         return None
     weights = any(isinstance(x, nn.Parameter) for y in (q, k_t) for x in (y, y._base))
     one_key_head = q.dim() == 4 and k_t.shape[:2] == (q.shape[0], 1)
-    if weights or q.dim() != made.dim() or not (q.shape[:-2] == k_t.shape[:-2] or one_key_head):
+    if weights or q.dim() != result.dim() or not (q.shape[:-2] == k_t.shape[:-2] or one_key_head):
         return None
     k = k_t.detach().mT
     return Step(q.detach(), k.expand(*q.shape[:-2], *k.shape[-2:]))
 
 
-def added_product(args: Any, kwargs: dict[str, Any], made: Tensor) -> Step | None:
+def added_product(args: Any, kwargs: dict[str, Any], result: Tensor) -> Step | None:
     """`baddbmm`: beta · input + alpha · b1 b2."""
     names = ("input", "batch1", "batch2")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     beta, alpha = given.get("beta", 1), given.get("alpha", 1)
-    step = product(given.get("batch1"), given.get("batch2"), made)
+    step = product(given.get("batch1"), given.get("batch2"), result)
     if step is None or "input" not in given:
         return None
     added = () if not beta else (given["input"].detach() * beta,)
     return replace(step, scale=float(alpha), added=added)
 
 
-def summed_product(args: Any, made: Tensor) -> Step | None:
+def summed_product(args: Any, result: Tensor) -> Step | None:
     """An einsum of two activations over one axis, such as "bhtd,bhsd->bhts"."""
-    if len(args) != 3 or not isinstance(args[0], str) or made.dim() != 4:
+    if len(args) != 3 or not isinstance(args[0], str) or result.dim() != 4:
         return None
     ins, arrow, out = args[0].replace(" ", "").partition("->")
     letters = ins.split(",")
@@ -167,12 +163,12 @@ def summed_product(args: Any, made: Tensor) -> Step | None:
     return Step(q, k)
 
 
-def reshaped(step: Step, made: Tensor) -> Step | None:
+def reshaped(step: Step, result: Tensor) -> Step | None:
     """The step, where only axes before the last two were joined or split."""
     T, S, D = step.q.shape[-2], step.k.shape[-2], step.q.shape[-1]
-    if made.shape[-2:] != (T, S):
+    if result.shape[-2:] != (T, S):
         return None
-    lead, old = made.shape[:-2], step.q.shape[:-2]
+    lead, old = result.shape[:-2], step.q.shape[:-2]
 
     def change(x: Tensor) -> Tensor:
         if x.dim() < 3:
@@ -188,56 +184,46 @@ def reshaped(step: Step, made: Tensor) -> Step | None:
     )
 
 
-def call_of(name: str, step: Step, scores: Tensor) -> Call | None:
-    """The trail as a call."""
+def call_of(name: str, step: Step) -> Call | None:
     if step.q.dim() != 4 or step.q.shape[:2] != step.k.shape[:2]:
         return None
-    bias: Bias | None = None
-    for part in step.added:
-        one = DenseBias(part.detach().to(score_dtype(part.dtype)))
-        bias = one if bias is None else bias + one
-    mask: Mask | None = None
-    for part in step.hidden:
-        seen = Dense(~part.detach().bool())
-        mask = seen if mask is None else mask & seen
+    biases = [DenseBias(part.detach().to(score_dtype(part.dtype))) for part in step.added]
+    masks = [Dense(~part.detach().bool()) for part in step.hidden]
+    bias = functools.reduce(operator.add, biases) if biases else None
+    mask = functools.reduce(operator.and_, masks) if masks else None
     dtype = step.q.dtype if step.k.dtype == step.q.dtype else torch.float32
     q, k = step.q.to(dtype), step.k.to(dtype)
     return Call(name=name, q=q, k=k, mask=mask, bias=bias, scale=float(step.scale))
 
 
 def agrees(call: Call, scores_bhts: Tensor) -> bool:
-    """Whether some rows of the scores come out of the trail again."""
+    """Whether some rows of the scores come out of the trace again."""
     shape, dtype = call.shape, score_dtype(call.q.dtype)
     if tuple(scores_bhts.shape) != tuple(shape):
         return False
     rows = torch.tensor(sorted({0, shape.T // 2, shape.T - 1}), device=scores_bhts.device)
-    made = (call.q[:, :, rows].to(dtype) * (call.scale or 1.0)) @ call.k.to(dtype).mT
+    traced = (call.q[:, :, rows].to(dtype) * (call.scale or 1.0)) @ call.k.to(dtype).mT
     rule = call.rule
-    b, h = (torch.arange(n, device=made.device) for n in (shape.B, shape.H))
-    where = (b[:, None, None, None], h[:, None, None], rows[:, None] + shape.offset)
-    j = torch.arange(shape.S, device=made.device)
+    b, h, j = (torch.arange(n, device=traced.device) for n in (shape.B, shape.H, shape.S))
+    where = (b[:, None, None, None], h[:, None, None], rows[:, None] + shape.offset, j, shape)
     if rule.bias is not None:
-        made = made + rule.bias.add(*where, j, shape, dtype)
+        traced = traced + rule.bias.add(*where, dtype)
     seen = scores_bhts[:, :, rows].to(dtype)
-    visible = (seen > HIDDEN) & (made > HIDDEN)
+    visible = (seen > HIDDEN) & (traced > HIDDEN)
     if rule.mask is not None:
-        visible = visible & rule.mask.allows(*where, j, shape)
+        visible = visible & rule.mask.allows(*where)
     slack = 1e-4 if dtype == scores_bhts.dtype else 3e-2
-    near = (made - seen).abs() <= slack * (1 + seen.abs())
+    near = (traced - seen).abs() <= slack * (1 + seen.abs())
     return bool((near | ~visible).all())
 
 
 def number(value: Any) -> float | None:
     """A plain number, or a tensor with one."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return float(value)
-    return None
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if plain or (isinstance(value, Tensor) and value.dim() == 0) else None
 
 
 def is_low(value: Any) -> bool:
-    """Whether a number is so low that it hides."""
     found = number(value)
     return found is not None and found <= HIDDEN
 

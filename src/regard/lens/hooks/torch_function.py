@@ -1,4 +1,4 @@
-"""The tap: attention functions of torch, and softmaxes of products, wherever a module calls them.
+"""The hook on torch: its attention functions, and softmaxes of products, wherever they are called.
 
 Why: most models in the world call `scaled_dot_product_attention`, `flex_attention` or
 `multi_head_attention_forward`, or write `softmax(q kᵀ / √d + bias)` out in their own code, as BLOOM
@@ -9,10 +9,10 @@ came. For code that writes attention out it follows the scores: a product of two
 remembered with its queries and keys, and so are the numbers that it is scaled by, what is added,
 and what is filled in, until a softmax over the keys is taken. Then some rows are made again from
 what was remembered; if they agree, that is the call, and if not, the scores themselves are kept
-(`trail.py`). `flex_attention` is a plain function, and is replaced, for the time of the block, in
-the modules where the model's classes were written.
+(`score_tracing.py`). `flex_attention` is a plain function, and is replaced, for the time of the
+block, in the modules where the model's classes were written.
 
-torch.nn's fast paths are not taken under a mode, so `modules.py` takes the tap away there.
+torch.nn's fast paths are not taken under a mode, so `torch_nn.py` takes it away there.
 
 Left out: calls inside compiled code, attention over more than four axes.
 
@@ -35,23 +35,22 @@ from torch.overrides import TorchFunctionMode
 
 from regard.lens.captured_call import Call, whole_scores
 from regard.lens.hooks.flex import flex_rule, flex_scores
-from regard.lens.hooks.mha_arguments import read_heads
-from regard.lens.hooks.score_tracing import SOFTMAX, Trail, heads_of
+from regard.lens.hooks.score_tracing import SOFTMAX, ScoreTrace, heads_of
+from regard.lens.hooks.torch_nn import read_heads
 from regard.ops import Causal, Dense, DenseBias, Mask
 
 if TYPE_CHECKING:
     from regard.lens.recorder import Recorder
 
 FLEX = "torch.nn.attention.flex_attention"
+MHA = inspect.signature(F.multi_head_attention_forward)
 ATTENDING = SOFTMAX | {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 
 
-class Tap(TorchFunctionMode):
-    """Sees torch functions while it is on."""
-
+class AttentionMode(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.recorder, self.trail = recorder, Trail()
+        self.recorder, self.trace = recorder, ScoreTrace()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -63,81 +62,74 @@ class Tap(TorchFunctionMode):
             return func(*args, **kwargs)
         call = self.read(func, args, kwargs) if func in ATTENDING else None
         if call is None:
-            made = func(*args, **kwargs)
-            self.trail.follow(func, args, kwargs, made)
-            return made
-        recorder.take(call)
-        with recorder.alone():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self.trace.follow(func, args, kwargs, result)
+            return result
+        return recorder.run(call, func, *args, **kwargs)
 
     def read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
         """The call of attention that a function is, if it is one and not our own."""
-        recorder = self.recorder
+        name, module = self.recorder.name_of() or "", self.recorder.stack()[-1]
         if func is F.multi_head_attention_forward:
-            return read_mha(recorder.name_of() or "", args, kwargs)
+            return read_heads(name, MHA.bind(*args, **kwargs).arguments)
         if from_us():
             return None
         if func is F.scaled_dot_product_attention:
-            heads = heads_of(recorder.stack()[-1], args[0].shape[0]) if args else 1
-            return read_sdpa(recorder.name_of() or "", heads, *args, **kwargs)
-        return self.trail.end(recorder.name_of() or "", recorder.stack()[-1], args, kwargs)
+            heads = heads_of(module, args[0].shape[0]) if args else 1
+            return read_sdpa(name, heads, *args, **kwargs)
+        return self.trace.end(name, module, args, kwargs)
 
 
 @contextmanager
-def tap_door(recorder: Recorder) -> Iterator[None]:
-    """Let the tap see what the model's modules call."""
-    recorder.tap = Tap(recorder)
+def hook_torch_functions(recorder: Recorder) -> Iterator[None]:
+    recorder.mode = AttentionMode(recorder)
     try:
-        with flex_door(recorder), recorder.tap:
+        with hook_flex(recorder), recorder.mode:
             yield
     finally:
-        recorder.tap = None
+        recorder.mode = None
 
 
 @contextmanager
-def flex_door(recorder: Recorder) -> Iterator[None]:
-    """Put a telling function in the place of `flex_attention`, where the model's code names it."""
+def hook_flex(recorder: Recorder) -> Iterator[None]:
+    """Replace `flex_attention` by one that records, wherever the model's code names it."""
     function = getattr(sys.modules.get(FLEX), "flex_attention", None)
     if function is None:
         yield
         return
-    telling = flex_telling(recorder, function)
+    hooked = record_flex(recorder, function)
     homes = {type(module).__module__ for module in recorder.model.modules()} | {FLEX}
     changed: list[tuple[Any, str]] = []
     try:
-        for home in homes:
-            room = sys.modules.get(home)
-            for name, value in list(vars(room).items()) if room is not None else ():
+        for home in filter(None, map(sys.modules.get, homes)):
+            for name, value in list(vars(home).items()):
                 if value is function:
-                    setattr(room, name, telling)
-                    changed.append((room, name))
+                    setattr(home, name, hooked)
+                    changed.append((home, name))
         yield
     finally:
-        for room, name in changed:
-            setattr(room, name, function)
+        for home, name in changed:
+            setattr(home, name, function)
 
 
-def flex_telling(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`flex_attention`, telling what it was given."""
+def record_flex(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @wraps(function)
-    def tell(*args: Any, **kwargs: Any) -> Any:
+    def record(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or recorder.busy or not recorder.stack():
             return function(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        # Traced by the compiler, and so without the tap.
-        with recorder.alone(), recorder.untapped():
+        # Traced by the compiler, and so without our mode.
+        with recorder.alone(), recorder.unseen():
             call = read_flex(recorder.name_of() or "", given)
-        recorder.take(call)
-        with recorder.alone(), recorder.untapped():
-            return function(*args, **kwargs)
+        with recorder.unseen():
+            return recorder.run(call, function, *args, **kwargs)
 
-    return tell
+    return record
 
 
 def read_flex(name: str, given: dict[str, Any]) -> Call:
-    """What a call of `flex_attention` means."""
     q, k = given["query"].detach(), given["key"].detach()
     scale = given.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -164,7 +156,6 @@ def read_sdpa(
     """What a call of `scaled_dot_product_attention` means; None where it is none of attention's."""
     if query.is_nested or min(query.dim(), key.dim()) < 2 or query.dim() > 4:
         return None
-    scale = more.get("scale")
     q, k = (x[(None,) * (4 - x.dim())] for x in (query, key))
     if query.dim() == 3 == key.dim():
         # Rows and heads in one axis, of which the module says how many heads it has, or one.
@@ -175,30 +166,22 @@ def read_sdpa(
         k = k.expand(rows, q.shape[1], *k.shape[2:])
     mask: Mask | None = Causal(align="start") if is_causal else None
     bias: DenseBias | None = None
-    if attn_mask is not None:
-        variant = getattr(attn_mask, "variant", None)
-        if variant is not None:
-            mask = Causal(align="start" if variant.name == "UPPER_LEFT" else "end")
+    variant = getattr(attn_mask, "variant", None)
+    if variant is not None:
+        mask = Causal(align="start" if variant.name == "UPPER_LEFT" else "end")
+    elif attn_mask is not None:
+        joined = query.dim() == 3 == attn_mask.dim() and attn_mask.shape[0] > 1
+        four = attn_mask.reshape(-1, heads, *attn_mask.shape[1:]) if joined else attn_mask
+        if four.dtype == torch.bool:
+            mask = Dense(four) if mask is None else mask & Dense(four)
         else:
-            joined = query.dim() == 3 == attn_mask.dim() and attn_mask.shape[0] > 1
-            four = attn_mask.reshape(-1, heads, *attn_mask.shape[1:]) if joined else attn_mask
-            if four.dtype == torch.bool:
-                mask = Dense(four) if mask is None else mask & Dense(four)
-            else:
-                bias = DenseBias(four)
-    return Call(
-        name=name, q=q, k=k, mask=mask, bias=bias, scale=None if scale is None else float(scale)
-    )
-
-
-def read_mha(name: str, args: Any, kwargs: dict[str, Any]) -> Call:
-    """What a call of `multi_head_attention_forward` means."""
-    given = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
-    return read_heads(name, given)
+            bias = DenseBias(four)
+    scale = None if more.get("scale") is None else float(more["scale"])
+    return Call(name=name, q=q, k=k, mask=mask, bias=bias, scale=scale)
 
 
 def from_us() -> bool:
-    """Whether the function is called by our own attention, which tells of itself."""
+    """Whether the function is called by our own attention, which has a hook of its own."""
     frame = sys._getframe(2)
     for _ in range(24):
         if frame.f_globals.get("__name__", "").startswith("regard.ops"):

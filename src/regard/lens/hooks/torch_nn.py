@@ -1,17 +1,18 @@
-"""The door to torch.nn's attention modules, whose fast paths call nothing that could be tapped.
+"""The hook on torch.nn's attention modules, whose fast paths call nothing that a mode could see.
 
 Why: in evaluation `TransformerEncoderLayer` and `MultiheadAttention` run as one fused call. Under a
 torch-function mode, or with a hook on any module inside, they take the slow path, whose last bits
 differ; so seeing them by either would change what they compute.
 
 How: for the time of the block their `forward` is shadowed on the instance. The shadow works out
-the queries and keys from the arguments, beside the call, tells them, takes the tap away and calls
-the module's own `forward` as it came. Inside an encoder that turned padding into nested tensors a
-row has its real tokens only.
+the queries and keys from the arguments, beside the call, records them, takes our mode away and
+calls the module's own `forward` as it came. Inside an encoder that turned padding into nested
+tensors a row has its real tokens only. `read_heads` is what torch's multi-head attention computes
+before its heads attend, from the same arguments.
 
-Left out: subclasses with a `forward` of their own; what they call is seen by other doors.
+Left out: subclasses with a `forward` of their own; what they call is seen by other hooks.
 
-Letters: B batch, T queries, C model width.
+Letters: B batch, T queries, S keys, H heads, D head width, C model width.
 """
 
 from __future__ import annotations
@@ -24,26 +25,32 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.lens.captured_call import Call
-from regard.lens.hooks.mha_arguments import read_heads
+from regard.ops import Bias, Causal, Dense, DenseBias, Mask
 
 if TYPE_CHECKING:
     from regard.lens.recorder import Recorder
 
-Tell = Callable[["Recorder", Any, dict[str, Any]], Call | None]
+OWN = (
+    *("num_heads", "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight"),
+    *("bias_k", "add_zero_attn"),
+)
+"""The arguments of `multi_head_attention_forward` that a module holds itself."""
+Read = Callable[["Recorder", Any, dict[str, Any]], Call | None]
 
 
 @contextmanager
-def module_door(recorder: Recorder) -> Iterator[None]:
+def hook_torch_nn(recorder: Recorder) -> Iterator[None]:
     """Shadow `forward` of torch.nn's attention modules in the model."""
     shadowed: list[nn.Module] = []
     try:
         for module in recorder.model.modules():
-            tell = teller_of(module)
-            if tell is not None and "forward" not in vars(module):
-                module.forward = shadow(recorder, module, tell)
+            read = reader_of(module)
+            if read is not None and "forward" not in vars(module):
+                module.forward = shadow(recorder, module, read)
                 shadowed.append(module)
         yield
     finally:
@@ -51,22 +58,22 @@ def module_door(recorder: Recorder) -> Iterator[None]:
             del module.forward
 
 
-def teller_of(module: nn.Module) -> Tell | None:
-    """How a module's calls are told; None for modules that are no attention of torch.nn's."""
+def reader_of(module: nn.Module) -> Read | None:
+    """How a module's calls are read; None for modules that are no attention of torch.nn's."""
     forward = type(module).forward
     if isinstance(module, nn.MultiheadAttention) and forward is nn.MultiheadAttention.forward:
-        return tell_attention
+        return read_attention
     if type(module) is nn.TransformerEncoderLayer:
-        return tell_layer
+        return read_layer
     if type(module) is nn.TransformerEncoder and all(
         type(layer) is nn.TransformerEncoderLayer for layer in module.layers
     ):
-        return tell_nothing
+        return lambda recorder, module, given: None  # its layers are read
     return None
 
 
-def shadow(recorder: Recorder, module: nn.Module, tell: Tell) -> Callable[..., Any]:
-    """A `forward` that tells, and then runs the module's own without the tap."""
+def shadow(recorder: Recorder, module: nn.Module, read: Read) -> Callable[..., Any]:
+    """A `forward` that records the call, and then runs the module's own without our mode."""
     forward = module.forward
     signature = inspect.signature(forward)
 
@@ -76,41 +83,29 @@ def shadow(recorder: Recorder, module: nn.Module, tell: Tell) -> Callable[..., A
             return forward(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        with recorder.untapped():
+        with recorder.unseen():
             with recorder.alone():
-                call = tell(recorder, module, bound.arguments)
+                call = read(recorder, module, bound.arguments)
             if call is None:
                 return forward(*args, **kwargs)
-            recorder.take(call)
-            with recorder.alone():
-                return forward(*args, **kwargs)
+            return recorder.run(call, forward, *args, **kwargs)
 
     return run
 
 
-def tell_nothing(recorder: Recorder, module: Any, given: dict[str, Any]) -> None:
-    """An encoder itself: its layers tell."""
-    return None
-
-
-def tell_attention(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call | None:
-    """A call of `MultiheadAttention`."""
-    name = recorder.name_of(module) or ""
-    query, key = given["query"], given["key"]
-    cross = key is not query
-    if query.is_nested:
-        query = key = nested_row(recorder, query)
-        call = attention_call(name, module, query, key, {**given, "key_padding_mask": None}, False)
-        return one_row(call)
-    return attention_call(name, module, query, key, given, cross)
-
-
-def tell_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call | None:
-    """A call of `TransformerEncoderLayer`: its self-attention, on either path."""
-    attention = module.self_attn
-    x, nested = given["src"], given["src"].is_nested
+def read_attention(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call:
+    query, key, nested = given["query"], given["key"], given["query"].is_nested
     if nested:
-        x = nested_row(recorder, x)
+        query = key = nested_row(recorder, query)
+        given = {**given, "key_padding_mask": None}
+    call = read_module(recorder, module, query, key, given, cross=key is not query)
+    return replace(call, is_row=nested)
+
+
+def read_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call:
+    """A call of `TransformerEncoderLayer`: its self-attention, on either path."""
+    nested = given["src"].is_nested
+    x = nested_row(recorder, given["src"]) if nested else given["src"]
     with torch.no_grad():
         x = module.norm1(x) if module.norm_first else x
     passed = {
@@ -119,38 +114,20 @@ def tell_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call |
         "is_causal": given["is_causal"],
         "need_weights": False,
     }
-    name = recorder.name_of(attention) or ""
-    call = attention_call(name, attention, x, x, passed, False)
-    return one_row(call) if nested else call
+    call = read_module(recorder, module.self_attn, x, x, passed, cross=False)
+    return replace(call, is_row=nested)
 
 
-def attention_call(
-    name: str, module: Any, query: Tensor, key: Tensor, given: dict[str, Any], cross: bool
+def read_module(
+    recorder: Recorder, module: Any, query: Tensor, key: Tensor, given: dict[str, Any], cross: bool
 ) -> Call:
     """A call of a `MultiheadAttention`, as its functional twin would have it."""
     if module.batch_first and query.dim() == 3:
         query, key = query.transpose(0, 1), key.transpose(0, 1)
-    apart = not module._qkv_same_embed_dim
-    return read_heads(
-        name,
-        {
-            "query": query,
-            "key": key,
-            "num_heads": module.num_heads,
-            "in_proj_weight": module.in_proj_weight,
-            "in_proj_bias": module.in_proj_bias,
-            "q_proj_weight": module.q_proj_weight,
-            "k_proj_weight": module.k_proj_weight,
-            "use_separate_proj_weight": apart,
-            "bias_k": module.bias_k,
-            "add_zero_attn": module.add_zero_attn,
-            "key_padding_mask": given.get("key_padding_mask"),
-            "attn_mask": given.get("attn_mask"),
-            "need_weights": given.get("need_weights", True),
-            "is_causal": given.get("is_causal", False),
-        },
-        cross,
-    )
+    own = {name: getattr(module, name) for name in OWN}
+    own["use_separate_proj_weight"] = not module._qkv_same_embed_dim
+    name = recorder.name_of(module) or ""
+    return read_heads(name, {**given, **own, "query": query, "key": key}, cross)
 
 
 def nested_row(recorder: Recorder, x: Tensor) -> Tensor:
@@ -163,6 +140,70 @@ def nested_row(recorder: Recorder, x: Tensor) -> Tensor:
     return rows[recorder.row or 0][None]
 
 
-def one_row(call: Call) -> Call:
-    """The call, marked as being of the recorded row alone."""
-    return replace(call, is_row=True)
+def read_heads(name: str, given: dict[str, Any], cross: bool | None = None) -> Call:
+    """A call of `multi_head_attention_forward`, its arguments by name, as ours."""
+    query, key = given["query"].detach(), given["key"].detach()
+    if query.dim() == 2:
+        query, key = query[:, None], key[:, None]
+    n_heads = given["num_heads"]
+    with torch.no_grad():
+        q, k = project(query, key, given)
+        k = extend(k, given)
+    mask, bias = read_masks(given, k.shape[2], n_heads)
+    if cross is None:
+        cross = given["key"] is not given["query"]
+    return Call(name=name, q=q, k=k, mask=mask, bias=bias, cross=cross)
+
+
+def project(query_tbc: Tensor, key_sbc: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Queries and keys, (B, H, T, D) and (B, H, S, D)."""
+    C, n_heads, bias = query_tbc.shape[-1], given["num_heads"], given.get("in_proj_bias")
+    if given.get("use_separate_proj_weight"):
+        q_weight, k_weight = given["q_proj_weight"], given["k_proj_weight"]
+    else:
+        q_weight, k_weight, _ = given["in_proj_weight"].chunk(3)
+    q_bias, k_bias = (None, None) if bias is None else bias.chunk(3)[:2]
+    q = F.linear(query_tbc, q_weight, q_bias)
+
+    def split(x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:2], n_heads, C // n_heads).permute(1, 2, 0, 3)
+
+    static = given.get("static_k")
+    if static is not None:
+        return split(q), static.detach().view(-1, n_heads, *static.shape[1:])
+    return split(q), split(F.linear(key_sbc, k_weight, k_bias))
+
+
+def extend(k_bhsd: Tensor, given: dict[str, Any]) -> Tensor:
+    """Keys with the learned one and the one of zeros behind them, where there are any."""
+    B, H, _, D = k_bhsd.shape
+    parts = [k_bhsd]
+    if given.get("bias_k") is not None:
+        parts.append(given["bias_k"].to(k_bhsd).view(1, H, 1, D).expand(B, H, 1, D))
+    if given.get("add_zero_attn"):
+        parts.append(k_bhsd.new_zeros(B, H, 1, D))
+    return torch.cat(parts, 2) if len(parts) > 1 else k_bhsd
+
+
+def read_masks(given: dict[str, Any], n_keys: int, n_heads: int) -> tuple[Mask | None, Bias | None]:
+    """Mask and bias: torch's bool masks are True where a look is forbidden."""
+    padding, attn_mask = given.get("key_padding_mask"), given.get("attn_mask")
+    alone = padding is None and not given.get("need_weights", True)
+    if given.get("is_causal") and alone:
+        return Causal(align="start"), None
+    mask: Mask | None = None
+    bias: Bias | None = None
+    for found, is_padding in ((attn_mask, False), (padding, True)):
+        if found is None:
+            continue
+        four = found.detach()
+        if is_padding:
+            four = (four if four.dim() == 2 else four[None])[:, None, None]
+        elif four.dim() == 3:
+            four = four.reshape(-1, n_heads, *four.shape[1:])
+        four = F.pad(four, (0, n_keys - four.shape[-1]))
+        if four.dtype == torch.bool:
+            mask = Dense(~four) if mask is None else mask & Dense(~four)
+        else:
+            bias = DenseBias(four) if bias is None else bias + DenseBias(four)
+    return mask, bias

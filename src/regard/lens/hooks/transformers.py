@@ -1,4 +1,4 @@
-"""The door to Hugging Face models in place: the interface from which they take their attention.
+"""The hook on Hugging Face models in place: the interface from which they take their attention.
 
 Why: a model asks the attention interface for its function in every call, by the name in its config.
 Registering another function under another name would work, but the name itself is asked in many
@@ -6,11 +6,11 @@ places: for which mask to make, for which kernel to load, for what is supported.
 is changed may take another way; one whose name stays computes the same in every bit.
 
 How: for the time of the block the interface itself hands out, for modules of the watched model, a
-function that tells q, k, the mask and all else it was given, and then calls the very function that
-the model would have had, with the same arguments. The model keeps its implementation and with it
-its mask function, so causality cannot be lost on the way. What the arguments mean depends on the
+function that records q, k, the mask and all else it was given, and then calls the very function
+that the model would have had, with the same arguments. The model keeps its implementation and with
+it its mask function, so causality cannot be lost on the way. What the arguments mean depends on the
 implementation: "no mask" is causal for some (SDPA, flash), and nothing hidden for eager; a mask of
-flash attention tells padding only; flex attention has a mask that is a function.
+flash attention has padding only; flex attention has a mask that is a function.
 
 Left out: paged caches and variable-length batches of flash attention, refused in words.
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,128 +38,95 @@ from regard.ops import Bias, Causal, Dense, DenseBias, Mask, Window
 if TYPE_CHECKING:
     from regard.lens.recorder import Recorder
 
+Attend = Callable[..., Any]
+# Read once: it takes longer than all else that reading a call needs.
+signature_of = functools.lru_cache(maxsize=16)(inspect.signature)
+
 
 @contextmanager
-def hugging_door(recorder: Recorder) -> Iterator[None]:
-    """Open the interface, where the package is loaded at all: a model of it cannot be without."""
+def hook_transformers(recorder: Recorder) -> Iterator[None]:
+    """Hook the interface, where the package is loaded at all: a model of it cannot be without."""
     loaded = sys.modules.get("transformers.modeling_utils")
     interface = getattr(loaded, "AttentionInterface", None)
     if interface is None:
         yield
         return
-    # The class's own entries are put back as they were, whether it had them or inherited them.
-    before = {
-        name: interface.__dict__[name]
-        for name in ("get_interface", "__getitem__")
-        if name in interface.__dict__
-    }
-    found: dict[str, Any] = {
+    methods = {
         name: getattr(interface, name)
         for name in ("get_interface", "__getitem__")
         if hasattr(interface, name)
     }
+    # The class's own entries are put back as they were, whether it had them or inherited them.
+    own = {name: interface.__dict__[name] for name in methods if name in interface.__dict__}
 
-    def handing_out(method: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def hand_out(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return telling(recorder, method(self, *args, **kwargs))
+            return recording(recorder, method(self, *args, **kwargs))
 
         return hand_out
 
-    for name, method in found.items():
-        setattr(interface, name, handing_out(method))
+    for name, method in methods.items():
+        setattr(interface, name, hook(method))
     try:
         yield
     finally:
-        for name in found:
-            if name in before:
-                setattr(interface, name, before[name])
+        for name in methods:
+            if name in own:
+                setattr(interface, name, own[name])
             else:
                 delattr(interface, name)
 
 
-def telling(recorder: Recorder, function: Any) -> Any:
-    """The function, telling what it is called with where the module is one of the model's."""
-    if not callable(function) or getattr(function, "_tells", None) is recorder:
+def recording(recorder: Recorder, function: Any) -> Any:
+    """The function, recording what it is called with where the module is one of the model's."""
+    if not callable(function) or getattr(function, "_recorder", None) is recorder:
         return function
 
     @wraps(function)
-    def tell(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def record(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         name = recorder.name_of(module)
         if name is None or recorder.busy:
             return function(module, *args, **kwargs)
-        given = arguments(function, module, args, kwargs)
-        call = read_call(name, module, function, given)
-        recorder.take(call)
-        with recorder.alone():
-            return function(module, *args, **kwargs)
+        bound = signature_of(function).bind(module, *args, **kwargs)
+        # Those that the function takes as further ones too.
+        call = read_call(name, module, function, {**bound.arguments, **bound.kwargs})
+        return recorder.run(call, function, module, *args, **kwargs)
 
-    tell._tells = recorder  # type: ignore[attr-defined]
-    return tell
-
-
-def arguments(
-    function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
-) -> dict[str, Any]:
-    """All arguments by name, those that a function takes as further ones too."""
-    signature = signature_of(function)
-    given = dict(signature.bind(module, *args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            given |= given.pop(name, {})
-    return given
+    record._recorder = recorder  # type: ignore[attr-defined]
+    return record
 
 
-@functools.lru_cache(maxsize=16)
-def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Read once: it takes longer than anything else that a call is told by."""
-    return inspect.signature(function)
-
-
-def read_call(
-    name: str, module: nn.Module, function: Callable[..., Any], given: dict[str, Any]
-) -> Call:
-    """What a call of the interface means, in our words."""
-    q, k = given["query"], given["key"]
-    kind = implementation(function)
+def read_call(name: str, module: nn.Module, function: Attend, given: dict[str, Any]) -> Call:
     if given.get("cu_seq_lens_q") is not None or given.get("cache") is not None:
         raise ValueError(
             f"{name} attends over texts packed without padding or over a paged cache, which cannot "
             "be watched yet; give it a padded batch"
         )
-    mask, bias, k = read_rule(name, module, kind, given)
-    sinks = given.get("s_aux")
+    mask, bias, k = read_rule(module, implementation(function), given)
+    scale, sinks = given.get("scaling"), given.get("s_aux")
+    cross = getattr(module, "is_cross_attention", None)
     return Call(
         name=name,
-        q=q,
+        q=given["query"],
         k=k,
         mask=mask,
         bias=bias,
-        scale=read_scale(given, q),
+        scale=given["query"].shape[-1] ** -0.5 if scale is None else float(scale),
         softcap=given.get("softcap"),
         sinks=sinks.reshape(-1) if isinstance(sinks, Tensor) else None,
-        cross=is_cross(module),
+        cross=cross if isinstance(cross, bool) else None,
     )
 
 
-def implementation(function: Callable[..., Any]) -> str:
+def implementation(function: Attend) -> str:
     """Which of the interface's kinds a function is, by its name."""
     named = getattr(function, "__name__", "")
-    for kind in ("flex", "sdpa", "flash", "paged"):
-        if kind in named:
-            return kind
-    return "eager"
-
-
-def read_scale(given: dict[str, Any], q: Tensor) -> float:
-    scale = given.get("scaling")
-    if isinstance(scale, Tensor):
-        scale = float(scale)
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    return next((kind for kind in ("flex", "sdpa", "flash", "paged") if kind in named), "eager")
 
 
 def read_rule(
-    name: str, module: nn.Module, kind: str, given: dict[str, Any]
+    module: nn.Module, kind: str, given: dict[str, Any]
 ) -> tuple[Mask | None, Bias | None, Tensor]:
     """Mask and bias, and the keys that the function really looks at."""
     q, k, seen = given["query"], given["key"], given.get("attention_mask")
@@ -189,19 +157,9 @@ def flash_mask(
     seen: Tensor | None, causal: bool, window: int | None, T: int, S: int
 ) -> Mask | None:
     """What flash attention hides: padding by a mask of the keys, causality and window by flags."""
-    mask: Mask | None = None
-    if causal and T > 1:
-        mask = Causal()
+    parts: list[Mask] = [Causal()] if causal and T > 1 else []
     if window is not None and window < S:
-        near = Window(window - 1, 0 if causal else window - 1)
-        mask = near if mask is None else mask & near
+        parts.append(Window(window - 1, 0 if causal else window - 1))
     if seen is not None:
-        real = Dense(seen[:, None, None, :S].bool())
-        mask = real if mask is None else mask & real
-    return mask
-
-
-def is_cross(module: nn.Module) -> bool | None:
-    """Whether a module says of itself that it looks at another text."""
-    said = getattr(module, "is_cross_attention", None)
-    return said if isinstance(said, bool) else None
+        parts.append(Dense(seen[:, None, None, :S].bool()))
+    return functools.reduce(operator.and_, parts) if parts else None

@@ -1,0 +1,10 @@
+"""The functions that show a record, by name: the one way from the lens up to what draws.
+
+Why: `record.show()` should work, and the lens must not import the view, which imports the lens.
+How: the package's `__init__`, which knows both and always runs first, enters them here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+VIEWERS: dict[str, Callable[..., Any]] = {}
