@@ -31,14 +31,10 @@ from regard.models import Memory, ModelConfig, Transformer
 from regard.ops import call_hook
 from regard.positions import DynamicNTK, LongRoPE
 
-CHUNK = 2048
-"""Tokens of a prompt that are read at a time."""
-ROUND = 64
-"""Static caches and recorded prompts come in multiples of this, so that graphs can be reused."""
-MOST = 8
-"""Graphs that are kept with a model, each with a static cache of its own."""
-SHORT = 512
-"""Prompts up to this many tokens are read by a CUDA graph: launching is what they wait for."""
+CHUNK = 2048  # tokens of a prompt that are read at a time
+ROUND = 64  # static caches and recorded prompts come in multiples of this: graphs are reused
+MOST = 8  # graphs that are kept with a model, each with a static cache of its own
+SHORT = 512  # prompts up to this length are read by a CUDA graph: launching is what they wait for
 
 
 class Decoding:

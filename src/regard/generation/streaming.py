@@ -29,18 +29,18 @@ Piece = TypeVar("Piece")
 
 @final
 class Stream(Iterator[Piece], Generic[Piece]):
-    """Pieces of one text, and what is known of it so far."""
+    """Pieces of one text, and what is known of it so far.
+
+    `n_prompt` tokens were read first, of the prompt or the source; `ids` are the new ones so far.
+    `prefill_seconds` went up to the first of them, `decode_seconds` into the others, without the
+    time between two questions. `reason` is why the text ended, "stop" or "length".
+    """
 
     n_prompt: int
-    """Tokens that were read first: of the prompt, or of the source of an encoder–decoder."""
     ids: list[int]
-    """The tokens so far."""
     prefill_seconds: float
-    """Reading the prompt or source, up to the first token."""
     decode_seconds: float
-    """Writing the tokens after the first, without the time between two questions."""
     reason: str | None
-    """Why the text ended, "stop" or "length"; None before it did."""
 
     def __init__(
         self, task: Task, choose: Callable[[Iterator[tuple[int, str]]], Iterator[Piece]], text: bool

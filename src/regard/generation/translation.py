@@ -26,7 +26,7 @@ from itertools import groupby
 from typing import TypedDict, Unpack, final, overload
 
 from regard._check import check_count
-from regard.generation.config import GenerationConfig
+from regard.generation.config import GenerationConfig, make_config
 from regard.generation.generate import write_texts
 from regard.generation.prompts import Task, check_model, need_tokenizer
 from regard.generation.sentences import (
@@ -126,10 +126,9 @@ def check_asked(model: Transformer, beams: int | None, config: GenerationConfig 
     check_count("beams", BEAMS if beams is None else beams)
     if config is None:
         return
-    if not isinstance(config, GenerationConfig):
-        raise TypeError(f"config is a {type(config).__name__}; expected a GenerationConfig")
     if beams is not None:
         raise TypeError("give beams= or config=, not both; config.num_beams are the beams")
+    make_config(config, {})
     if config.num_return_sequences != 1:
         raise ValueError("num_return_sequences: one translation comes back for each text")
     if config.samples:

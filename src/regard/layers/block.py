@@ -25,9 +25,8 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, Unpack, get_args
 
-import torch
 from torch import Tensor, nn
 
 from regard._check import check_choice, check_count, check_probability
@@ -126,18 +125,11 @@ class Block(nn.Module):
 
     causal: ClassVar[bool]
 
-    def __init__(
-        self,
-        config: BlockConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: BlockConfig, **where: Unpack[Factory]) -> None:
         super().__init__()
         if config.cross_attention and not self.causal:
             raise ValueError("an encoder has no cross-attention; use a decoder")
         self.config = config
-        where = Factory(device=device, dtype=dtype)
         self.self_attn = make_attention(config, self.causal, where)
         self.self_attn_norm, self.self_attn_after = make_norms(config, where)
         self.cross_attn: MultiHeadAttention | None = None

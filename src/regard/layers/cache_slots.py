@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from regard._check import check_count, check_positions, readable
+from regard._torch import assert_async
 
 
 class Step(NamedTuple):
@@ -235,7 +236,7 @@ class FixedSlots(StaticSlots):
             if int(used) + n_new > size:
                 raise ValueError(f"{words}: {int(used)} slots are taken{advice}")
         else:
-            torch._assert_async(used + n_new <= size, words + advice)
+            assert_async(used + n_new <= size, words + advice)
             # A graph may write before it asserts; a slot that is there lets the assertion speak.
             slots_t = slots_t.clamp(max=size - 1)
         used += n_new

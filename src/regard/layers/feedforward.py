@@ -86,8 +86,6 @@ def make_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
             f"{', '.join(get_args(ActivationWord))}, a module, or a function of one tensor"
         )
     check_choice("activation", activation, get_args(ActivationWord))
-    if activation == "relu":
-        return nn.ReLU()
-    if activation == "silu":
-        return nn.SiLU()
+    if activation in ("relu", "silu"):
+        return nn.ReLU() if activation == "relu" else nn.SiLU()
     return nn.GELU(approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -104,7 +104,9 @@ class Rule(TypedDict):
     sinks: Tensor | None
 
 
-class Factory(TypedDict):
+class Factory(TypedDict, total=False):
+    """Where parameters are allocated, and in which type, as torch.nn takes it."""
+
     device: torch.device | str | None
     dtype: torch.dtype | None
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -56,11 +56,9 @@ class Stack(nn.Module):
         n_layers: int | None = None,
         *,
         relative: RelativeConfig | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **where: Unpack[Factory],
     ) -> None:
         super().__init__()
-        where = Factory(device=device, dtype=dtype)
         self.configs = list_configs(config, n_layers)
         self.config = self.configs[0]
         # Which phases each layer reads: those of the first layer with the same rotary.
