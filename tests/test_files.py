@@ -223,13 +223,13 @@ def test_a_header_is_read_in_its_own_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 3, 7])
 def test_less_than_eight_bytes_are_torn(tmp_path: Path, size: int) -> None:
     (tmp_path / "a").write_bytes(bytes(size))
-    assert "torn or no safetensors file" in refused_header(tmp_path / "a")
+    assert "torn, or no safetensors file" in refused_header(tmp_path / "a")
 
 
 @pytest.mark.parametrize("length", [1001, 2**63, 2**64 - 1])
 def test_a_header_longer_than_the_file_is_refused(tmp_path: Path, length: int) -> None:
     (tmp_path / "a").write_bytes(length.to_bytes(8, "little") + b"{}")
-    assert f"a header of {length} bytes, where 2 follow" in refused_header(tmp_path / "a")
+    assert f"{length} bytes of header, where 2 follow" in refused_header(tmp_path / "a")
 
 
 def test_a_header_beyond_the_limit_is_refused_without_reading_it(tmp_path: Path) -> None:

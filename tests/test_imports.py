@@ -24,8 +24,8 @@ CORE = ("torch", "numpy", "safetensors")
 # "regard" is the top of the package: the public names, gathered in its __init__.
 UPSTREAM: dict[str, tuple[str, ...]] = {
     "_version": (),
-    "_files": (),
     "_torch": (),
+    "_files": (),
     "_check": ("_torch",),
     "tokens": ("_files",),
     "ops": ("_check", "_version"),

@@ -119,8 +119,8 @@ def change(*path: Any, to: Any) -> str:
     [
         ("tokenizer", "", r"tokenizer\.json is not JSON"),
         ("tokenizer", word_pieces()[:999], r"tokenizer\.json is not JSON"),
-        ("tokenizer", "[" * 99_999, r"tokenizer\.json is not JSON"),
-        ("tokenizer", "[]", "holds a list, expected a JSON object"),
+        ("tokenizer", "[" * 99_999, r"tokenizer\.json is nested too deep"),
+        ("tokenizer", "[]", r"is a JSON list, \[\]; expected an object"),
         ("tokenizer", "{}", r"tokenizer\.json is damaged: "),
         (
             "tokenizer",
@@ -132,10 +132,10 @@ def change(*path: Any, to: Any) -> str:
         ("tokenizer_config", "{", r"tokenizer_config\.json is not JSON"),
         ("tokenizer_config", '{"pad_token": 3}', "gives pad_token as 3"),
         ("tokenizer_config", '{"pad_token": {"content": ["a"]}}', "gives pad_token as"),
-        ("tokenizer_config", '{"pad_token": "\\ud800"}', "gives pad_token as"),
+        ("tokenizer_config", '{"pad_token": "\\ud800"}', "has half a character"),
         ("tokenizer_config", '{"chat_template": 3}', "gives chat_template as 3"),
         ("tokenizer_config", '{"chat_template": [{"name": "x"}]}', "gives chat_template as"),
-        ("special_tokens_map", "7", r"special_tokens_map\.json holds a int"),
+        ("special_tokens_map", "7", r"special_tokens_map\.json is a JSON int"),
         ("special_tokens_map", '{"sep_token": "nope"}', "sep_token is 'nope'"),
     ],
 )
@@ -151,6 +151,13 @@ def test_a_damaged_file_is_one_clear_error(
 def test_a_file_that_is_not_text_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b'{"\xff\xfe')
     with pytest.raises(ValueError, match="not UTF-8 text"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_file_has_a_largest_size(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(200_000_001)  # a hole: nothing is written
+    with pytest.raises(ValueError, match="has more than 200000000 bytes"):
         Tokenizer.load(tmp_path)
 
 

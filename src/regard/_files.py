@@ -68,8 +68,7 @@ def spell(value: object) -> str:
 def spell_some(names: Iterable[str]) -> str:
     """The first few names, and how many more there are."""
     every = list(names)
-    more = f" and {len(every) - 5} more" if len(every) > 5 else ""
-    return ", ".join(map(spell, every[:5])) + more
+    return ", ".join(map(spell, every[:5])) + (f" and {len(every) - 5} more" if every[5:] else "")
 
 
 def spell_path(path: Path) -> str:
@@ -164,7 +163,7 @@ def parse_json(data: bytes, where: str, error: Error, max_values: int = MAX_VALU
     if not isinstance(value, dict):
         refuse(f"is a JSON {type(value).__name__}, {spell(value)}; expected an object, {{...}}")
     if _SURROGATE.search(data) and not is_text(json.dumps(value, ensure_ascii=False)):
-        refuse("has half a character (a lone surrogate) in it")
+        refuse("has half a character (a lone surrogate) in it; get it again")
     return value
 
 
@@ -224,9 +223,10 @@ def read_header(
         first = file.read(8)
         length, rest = int.from_bytes(first, "little"), stamp[2] - 8
         if rest < length or length > limit:
-            claim = f"a header of {length} bytes, where {rest} follow and {limit} are allowed"
+            claim = f"{length} bytes of header, where {rest} follow and {limit} are allowed"
+            torn = f"torn, or no safetensors file: it claims {claim}; get it again"
             known = (said for start, said in _OTHER_FORMATS.items() if first.startswith(start))
-            raise error(f"{where} is {next(known, f'torn or no safetensors file: {claim}')}")
+            raise error(f"{where} is {next(known, torn)}")
         described = parse_json(file.read(length), f"the header of {where}", error)
         metadata = described.pop("__metadata__", None) or {}
         try:
@@ -285,8 +285,9 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    finally:
+    except BaseException:
         beside.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -323,8 +324,7 @@ def sync_folder(folder: Path) -> None:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Be the only one that writes into a folder; a second one gets a BlockingIOError at once.
 
-    The lock is the system's: a killed process lets go of it. The locked file stays, a missing
-    folder is made, and file systems that know no locks give none.
+    The lock is the system's: a killed process lets go of it. File systems may know no locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{MARK}lock").open("ab") as file:

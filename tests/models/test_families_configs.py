@@ -129,7 +129,11 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "llama-heads": ("llama", {"num_key_value_heads": 4}, "n_kv_heads=4"),
     "mistral-layers": ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types"),
     "qwen2-layers": ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
-    "qwen2-no-window": ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "no window is in use"),
+    "qwen2-no-window": (
+        "qwen2",
+        {"layer_types": ["sliding_attention"] * 3},
+        "a window for layer_types",
+    ),
     "qwen2-kind": ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "layer_types"),
     "qwen2-head": ("qwen2", {"head_dim": 10}, "head_dim"),
     "qwen2-from": ("qwen2", {"max_window_layers": -1}, "max_window_layers"),

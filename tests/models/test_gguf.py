@@ -237,12 +237,12 @@ def add(name: str, value: Any) -> Callable[[GGUFWriter], None]:
         (add("llama.expert_count", 8), "mixture of 8 experts"),
         (add("llama.logit_scale", 0.5), "llama.logit_scale"),
         (add("llama.rope.dimension_count", 8), "rope.dimension_count is 8"),
-        (add("llama.rope.scaling.type", "longrope"), "expected none, linear or yarn"),
-        (add("llama.rope.scaling.type", "linear"), "no key 'llama.rope.scaling.factor'"),
+        (add("llama.rope.scaling.type", "longrope"), "expected one of none, linear, yarn"),
+        (add("llama.rope.scaling.type", "linear"), "has no 'llama.rope.scaling.factor'"),
         (add("llama.rope.freq_base", float("nan")), "finite number above 0"),
         (add("llama.rope.freq_base", "much"), "expected a number"),
-        (add("llama.vocab_size", 66), "the embedding has 67 rows"),
-        (add("tokenizer.ggml.bos_token_id", 67), "a token id below 67"),
+        (add("llama.vocab_size", 66), "expected 67, as the embedding has rows"),
+        (add("tokenizer.ggml.bos_token_id", 67), "a whole number from 0 to 66"),
         (add("split.count", 3), "one of 3 parts"),
         (add("general.alignment", 24), "power of two"),
     ],
@@ -274,7 +274,7 @@ def test_per_layer_settings_must_be_alike(tmp_path: Path) -> None:
         if heads == [2, 2, 2]:
             assert_same_logits(path, model)
         else:
-            with pytest.raises(BadCheckpoint, match="not the same in every layer"):
+            with pytest.raises(BadCheckpoint, match="expected the same in every layer"):
                 GGUFFile.open(path)
 
 
@@ -308,7 +308,7 @@ def test_damaged_scales_of_blocks_are_refused(tmp_path: Path) -> None:
 def test_left_over_and_missing_tensors_are_refused(tmp_path: Path) -> None:
     model = tiny_llama()
     more = {"blk.0.ffn_gate_inp.weight": np.ones((2, 96), np.float32)}
-    with pytest.raises(BadCheckpoint, match=r"does not have: blk\.0\.ffn_gate_inp\.weight"):
+    with pytest.raises(BadCheckpoint, match=r"does not have: 'blk\.0\.ffn_gate_inp\.weight'"):
         load(write_gguf(tmp_path / "m.gguf", "llama", model, more=more))
     del model.model.layers[1].mlp.up_proj
     with pytest.raises(BadCheckpoint, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):

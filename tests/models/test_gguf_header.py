@@ -39,8 +39,8 @@ def test_what_is_read_is_what_the_package_reads(path: Path, small: bytes) -> Non
     path.write_bytes(small)
     header, reader = read_gguf_header(path), gguf.GGUFReader(path)
     told = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-    assert header.metadata.values.keys() == told.keys()
-    for key, value in header.metadata.values.items():
+    assert header.metadata.source.keys() == told.keys()
+    for key, value in header.metadata.source.items():
         plain = value.tolist() if isinstance(value, np.ndarray) else value
         want = told[key].contents()
         assert plain == (pytest.approx(want, rel=1e-7) if isinstance(plain, float) else want)
@@ -115,7 +115,7 @@ def after(data: bytes, key: bytes) -> int:
         (b"output_norm.weight", 16, struct.pack("<Q", 0), "lies at 0 among the tensors"),
         (b"blk.0.attn_k", -1, b"v", "twice"),
         (b"llama.block_count", -11, b"black_count", "llama.black_count"),
-        (b"general.architecture", -12, b"archicecture", "no key 'general.architecture'"),
+        (b"general.architecture", -12, b"archicecture", "has no 'general.architecture'"),
     ],
 )
 def test_a_damaged_entry_is_refused(
@@ -159,7 +159,7 @@ def test_no_number_in_the_header_fills_the_memory(path: Path, small: bytes) -> N
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match="not a file"):
+    with pytest.raises(BadCheckpoint, match="cannot be read: Is a directory"):
         GGUFFile.open(tmp_path)
     with pytest.raises(BadCheckpoint, match="missing"):
         GGUFFile.open(tmp_path / "none.gguf")

@@ -204,7 +204,48 @@ def test_a_link_to_nothing_is_named(single: Path) -> None:
     (single / "model.safetensors").unlink()
     (single / "model.safetensors").symlink_to("../../blobs/gone")
     words = refused(single)
-    assert "is a link to '../../blobs/gone', which is not there" in words
+    assert "(a link to '../../blobs/gone') is missing" in words
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", ".regard-pending.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, make_loop])
+def test_what_is_no_plain_file_is_a_bad_checkpoint(
+    single: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    (single / name).unlink(missing_ok=True)
+    make(single / name)
+    words = refused(single)
+    assert name in words and "cannot be read" in words
+
+
+def test_a_mapping_that_fails_is_a_bad_checkpoint(
+    single: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("safetensors.safe_open", fail)
+    assert "cannot be read: Cannot allocate memory" in refused(single)
+
+
+def test_a_folder_that_cannot_be_listed_is_a_bad_checkpoint(
+    single: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.listdir", fail)
+    assert "cannot be read: Permission denied" in refused(single)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+def test_a_quantised_type_is_refused(single: Path, dtype: str) -> None:
+    write_raw(single / "model.safetensors", {"a": entry(0, 20, [20], dtype)}, bytes(20))
+    assert "a quantised one whose values mean nothing without scales" in refused(single)
 
 
 # ---- config.json
@@ -222,12 +263,12 @@ def test_a_missing_config_is_refused(single: Path) -> None:
         (b"{'a': 1}", "is not JSON: Expecting property name"),
         (b"[1, 2]", "is a JSON list, [1, 2]; expected an object"),
         (b'{"a": ' * 50_000, "is nested too deep"),
-        (b'{"a": NaN}', "has NaN as a value, which is not JSON"),
-        (b'{"a": Infinity}', "has Infinity as a value"),
+        (b'{"a": NaN}', "has the number 'NaN'"),
+        (b'{"a": Infinity}', "has the number 'Infinity'"),
         (b'{"a": "\xc3"}', "is not UTF-8 text (byte 7)"),
-        (b"\xef\xbb\xbf{}", "starts with a byte order mark"),
+        (b"\xef\xbb\xbf{}", "Unexpected UTF-8 BOM"),
         (b'{"a": 1, "a": 2}', "has the key 'a' twice"),
-        (b" " * 10_000_001, "has 10000001 bytes; expected at most 10000000"),
+        (b" " * 10_000_001, "has more than 10000000 bytes"),
     ],
 )
 def test_a_damaged_config_is_refused(single: Path, text: bytes, words: str) -> None:
@@ -247,7 +288,7 @@ def test_a_damaged_config_is_refused(single: Path, text: bytes, words: str) -> N
         (b"{}", "has None as weight_map; expected an object"),
         (b'{"weight_map": []}', "has [] as weight_map"),
         (b'{"weight_map": {}}', "has {} as weight_map"),
-        (b'{"weight_map": {"a": 3}}', "puts tensor 'a' in 3; expected a file name"),
+        (b'{"weight_map": {"a": 3}}', "puts tensor 'a' in 3; expected the plain name"),
         (b'{"weight_map": {"a": "b", "a": "c"}}', "has the key 'a' twice"),
     ],
 )
@@ -281,7 +322,7 @@ def test_an_index_that_leads_elsewhere_is_refused(sharded: Path, name: str) -> N
     save_file({"wte.weight": torch.ones(3)}, target)
     edit_index(sharded, lambda index: index["weight_map"].update({"wte.weight": name}))
     words = refused(sharded)
-    assert "puts tensor 'wte.weight' in" in words and "no path" in words
+    assert "puts tensor 'wte.weight' in" in words and "may not lead elsewhere" in words
 
 
 def test_missing_shards_are_counted(sharded: Path) -> None:
@@ -293,7 +334,7 @@ def test_missing_shards_are_counted(sharded: Path) -> None:
 
 def test_a_tensor_that_no_shard_has_is_refused(sharded: Path) -> None:
     edit_index(sharded, lambda index: index["weight_map"].update({"ghost": SHARDS[0]}))
-    assert f"puts tensor 'ghost' in '{SHARDS[0]}', but no shard has it" in refused(sharded)
+    assert f"puts tensor 'ghost' in '{SHARDS[0]}', but it is in 'no shard'" in refused(sharded)
 
 
 def test_a_tensor_in_another_shard_than_told_is_refused(sharded: Path) -> None:
@@ -304,7 +345,7 @@ def test_a_tensor_in_another_shard_than_told_is_refused(sharded: Path) -> None:
 
 def test_a_tensor_that_the_index_does_not_name_is_refused(sharded: Path) -> None:
     edit_index(sharded, lambda index: index["weight_map"].pop("h.0.ids"))
-    assert f"that {INDEX} does not name: 'h.0.ids'" in refused(sharded)
+    assert f"puts tensor 'h.0.ids' in 'no shard', but it is in '{SHARDS[1]}'" in refused(sharded)
 
 
 def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:

@@ -18,6 +18,8 @@ from interpreted import run_interpreted
 
 from regard.ops import Causal, Window
 
+pytestmark = pytest.mark.slow
+
 HALF = ("plain", "window", "sinks", "softcap", "alibi causal", "joined")
 """Cases that are run in float16 too."""
 PLACED = {
@@ -75,7 +77,7 @@ def run_placed() -> dict[str, list[float]]:
         mask = rule.at(torch.tensor([[7], [4]]), keys)
         truth = attention(q.double(), k.double(), k.double(), mask=mask, backend="reference")
         call = make_call(q, k, k, mask=mask)
-        assert one_query.find_sight(call.rule.mask) is not None, name
+        assert one_query.find_window(call.rule.mask) is not None, name
         ours = one_query.run(call).double()
         found[name] = [float((ours - truth).abs().max()), 1e-5]
     return found

@@ -16,6 +16,8 @@ import pytest
 from interpreted import run_interpreted
 from row_stats_cases import SEEN, SINGLES
 
+pytestmark = pytest.mark.slow
+
 HALF = ("causal", "window", "softcap")
 """Cases that are run in float16 too."""
 IN_PARTS = (

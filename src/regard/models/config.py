@@ -77,11 +77,12 @@ class EmbedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """How the last vectors become scores over the vocabulary.
+    """How the last vectors become logits over the vocabulary.
 
-    "lm" is one projection; "masked" has a dense layer, a bend and a norm before it (BERT); "none"
-    gives no scores. `tied`: the projection is the table of the embedding. Scores are multiplied by
-    `scale`, then capped as c · tanh(score / c). `pooler`: tanh of a projection of the first token.
+    "lm" is one projection; "masked" has a dense layer, an activation and a norm before it (BERT);
+    "none" gives no logits. `tied`: the projection is the table of the embedding. Logits are
+    multiplied by `scale`, then capped as c · tanh(x / c). `pooler`: tanh of a projection of the
+    first token.
     """
 
     kind: HeadKind = "lm"
@@ -130,15 +131,12 @@ class ModelConfig:
             raise ValueError("learned positions need a max_len: how many there are")
         crossed = bool(self.decoder) and self.decoder[0].cross_attention
         if crossed != bool(self.encoder and self.decoder):
-            raise ValueError(
-                "a decoder has cross_attention just when there is an encoder to look at: "
-                f"{len(self.encoder)} encoder layers, cross_attention={crossed}"
-            )
+            what = "a decoder has cross_attention just when there is an encoder to look at"
+            came = f"{len(self.encoder)} encoder layers, cross_attention={crossed}"
+            raise ValueError(f"{what}: {came}")
         if self.encoder and self.decoder and self.encoder[0].dim != self.decoder[0].dim:
-            raise ValueError(
-                f"encoder and decoder share their embedding, but the encoder has "
-                f"dim={self.encoder[0].dim} and the decoder dim={self.decoder[0].dim}"
-            )
+            dims = f"dim={self.encoder[0].dim} and dim={self.decoder[0].dim}"
+            raise ValueError(f"encoder and decoder share their embedding, but have {dims}")
 
     @property
     def main(self) -> BlockConfig:
@@ -155,7 +153,6 @@ class ModelConfig:
 
     @property
     def embed_dim(self) -> int:
-        """Width of the embedding's table."""
         return self.dim if self.embed.dim is None else self.embed.dim
 
 
@@ -179,14 +176,12 @@ def count_parameters(config: ModelConfig) -> int:
         total += dim * dim + dim
     if head.kind == "none":
         return total
-    total += 0 if head.tied else config.vocab_size * config.embed_dim
-    total += config.vocab_size if head.bias else 0
+    total += (not head.tied) * config.vocab_size * config.embed_dim + head.bias * config.vocab_size
     total += 0 if embed.dim is None else embed.dim * dim
     return total + (dim * dim + 3 * dim if head.kind == "masked" else 0)
 
 
 def count_block(block: BlockConfig) -> int:
-    """The parameters of one layer."""
     n_kv_heads, head_dim = check_heads(block.dim, block.n_heads, block.n_kv_heads, block.head_dim)
     q_width, kv_width = block.n_heads * head_dim, n_kv_heads * head_dim
     bias = block.attention_bias
@@ -210,6 +205,5 @@ def count_block(block: BlockConfig) -> int:
 
 
 def count_norm(block: BlockConfig) -> int:
-    """The parameters of one norm of the layer."""
     has_bias = block.norm == "layer" and block.norm_bias is not False
     return 2 * block.dim if has_bias else block.dim

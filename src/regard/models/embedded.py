@@ -19,7 +19,6 @@ NAMES = {
     "translate": "English to Japanese and Japanese to English, one encoder–decoder",
     "lm": "English text, a decoder",
 }
-"""What each is."""
 
 
 def is_embedded(name: str | os.PathLike[str]) -> bool:

@@ -4,46 +4,38 @@ Why: a new architecture should be one short file of data.
 
 How: a `Family` has a function from `config.json` to our config, the links between its tensors and
 ours, and its named sizes, which are themselves such configs. `ConfigReader` reads the untrusted
-file: every value is checked for its type and told by its name when it is wrong.
+file.
 
 Left out: anything that runs; a family is data about names and shapes.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor
 
 from regard.layers import BlockConfig
-from regard.models.config import ModelConfig, SpecialTokens
-from regard.models.hf_folder import BadCheckpoint
-from regard.models.weight_map import Link
+from regard.models.checked import MAX_INT, Values
+from regard.models.config import HeadConfig, ModelConfig, SpecialTokens
+from regard.models.header import BadCheckpoint
+from regard.models.weight_map import Link, same
 from regard.positions import DynamicNTK, RotaryConfig, scaling_from_dict
 from regard.positions.rotary import Pairing
 
 MAX_LAYERS = 10_000
-MAX_INT = 2**31 - 1
 HEADS = ("ForCausalLM", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration")
 """How the names of classes end whose heads give scores over the vocabulary."""
 
-ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-}
-"""Hugging Face's names for bends, and ours."""
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_python": "gelu"}
+ACTIVATIONS |= {"silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
+ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh"}
+"""Hugging Face's names for activations, and ours."""
 
-
+Source = Mapping[str, Any]
+"""What a `config.json` holds."""
 Constant = Callable[[ModelConfig, tuple[int, ...]], Tensor | None]
 
 
@@ -62,8 +54,7 @@ class Family:
     """
 
     name: str
-    model_types: tuple[str, ...]
-    config_from: Callable[[Mapping[str, Any]], ModelConfig]
+    config_from: Callable[[ConfigReader], ModelConfig]
     links: Callable[[ModelConfig], list[Link]]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
@@ -71,55 +62,47 @@ class Family:
     constants: Mapping[str, Constant] = field(default_factory=dict)
     older_names: Mapping[str, str] = field(default_factory=dict)
     output_layer: str | None = None
-    sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sizes: Mapping[str, Source] = field(default_factory=dict)
+    model_types: tuple[str, ...] | None = None
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return (self.name,) if self.model_types is None else self.model_types
 
 
-class ConfigReader:
-    """Checked reading of one `config.json`; a key that is null counts as absent."""
+def usual_size(kind: str, cls: str, dim: int, n_layers: int, n_heads: int, **more: Any) -> Source:
+    """A `config.json` in the words that most architectures use."""
+    return {
+        "model_type": kind,
+        "architectures": [cls],
+        "hidden_size": dim,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
+        **more,
+    }
 
-    def __init__(self, source: Mapping[str, Any]) -> None:
-        self.source = source
 
-    def has(self, key: str) -> bool:
-        return self.source.get(key) is not None
+def link_head(config: ModelConfig, theirs: str = "lm_head") -> list[Link]:
+    """The output layer, where it is not the embedding's table."""
+    has_own = config.head.kind == "lm" and not config.head.tied
+    return [same(f"{theirs}.weight", "head.weight")] if has_own else []
 
-    def count(self, key: str, default: int | None = None, most: int = MAX_INT) -> int:
-        """A whole number from 1 on."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise self._wrong(key, value, f"a whole number from 1 to {most}")
-        return value
+
+@final
+class ConfigReader(Values):
+    """Checked reading of one `config.json`."""
+
+    def model(self, family: str, **fields: Any) -> ModelConfig:
+        """The config with what nearly every family reads alike, where `fields` has no other."""
+        if "head" not in fields:
+            fields["head"] = HeadConfig(tied=self.flag("tie_word_embeddings", True))
+        fields.setdefault("tokens", self.special_tokens())
+        if "vocab_size" not in fields:
+            fields["vocab_size"] = self.count("vocab_size")
+        return ModelConfig(family=family, source=self.source, **fields)
 
     def layers(self, key: str, default: int | None = None) -> int:
-        """A number of layers."""
         return self.count(key, default, MAX_LAYERS)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(key, value, "a number")
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if not math.isfinite(number):
-            raise self._wrong(key, value, "a finite number")
-        return number
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """true or false."""
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
-        return value
-
-    def word(self, key: str, default: str | None = None) -> str:
-        """A string."""
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, value, "a string")
-        return value
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         """An object; absent is empty."""
@@ -127,15 +110,11 @@ class ConfigReader:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise self._wrong(key, value, "an object")
+            raise self.wrong(key, value, "an object")
         return value
 
-    def activation(self, key: str, default: str) -> str:
-        """A bend that we have."""
-        value = self.word(key, default)
-        if value not in ACTIVATIONS:
-            raise self._wrong(key, value, f"one of {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[value]
+    def activation(self, key: str, default: str) -> Any:
+        return ACTIVATIONS[self.choice(key, ACTIVATIONS, default)]
 
     def token(self, key: str) -> int | None:
         """A token id; absent is None."""
@@ -143,7 +122,7 @@ class ConfigReader:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= MAX_INT:
-            raise self._wrong(key, value, "a token id")
+            raise self.wrong(key, value, "a token id")
         return None if value < 0 else value
 
     def tokens(self, key: str) -> tuple[int, ...]:
@@ -153,7 +132,7 @@ class ConfigReader:
             return ()
         given = value if isinstance(value, list) else [value]
         if not all(type(x) is int and 0 <= x <= MAX_INT for x in given):
-            raise self._wrong(key, value, "a token id or a list of them")
+            raise self.wrong(key, value, "a token id or a list of them")
         return tuple(given)
 
     def expect(self, key: str, *allowed: Any) -> None:
@@ -161,40 +140,18 @@ class ConfigReader:
         value = self.source.get(key)
         if value is not None and not any(type(value) is type(x) and value == x for x in allowed):
             known = " or ".join(map(repr, allowed))
-            raise self._wrong(key, value, f"{known}; other settings are not supported")
+            raise self.wrong(key, value, f"{known}; other settings are not supported")
 
-    def expect_class(self, *known: str) -> None:
+    def expect_class(self, *endings: str) -> None:
         """Refuse a class with a head that we do not have, such as BertForSequenceClassification.
 
         The bare model of a family and classes whose names tell of no head pass.
         """
         value = self.source.get("architectures")
         named = value[0] if isinstance(value, list) and value else None
-        if isinstance(named, str) and "For" in named and named not in known:
-            raise self._wrong(
-                "architectures",
-                named,
-                f"{' or '.join(known)}, or the bare model; other heads are not supported",
-            )
-
-    def expect_head(self) -> None:
-        """Refuse a class with a head that no family has, such as LlamaForTokenClassification."""
-        value = self.source.get("architectures")
-        named = value[0] if isinstance(value, list) and value else None
-        if isinstance(named, str) and "For" in named and not named.endswith(HEADS):
-            raise self._wrong(
-                "architectures",
-                named,
-                f"a class that ends in {' or '.join(HEADS)}, or the bare model; other heads are "
-                "not supported",
-            )
-
-    def choice(self, key: str, allowed: Collection[str], default: str) -> str:
-        """One of some words."""
-        value = self.word(key, default)
-        if value not in allowed:
-            raise self._wrong(key, value, f"one of {', '.join(allowed)}")
-        return value
+        if isinstance(named, str) and "For" in named and not named.endswith(endings):
+            expected = f"{' or '.join(endings)} at its end, or the bare model"
+            raise self.wrong("architectures", named, f"{expected}; other heads are not supported")
 
     def suppressed(self) -> tuple[int, ...]:
         """Tokens that are never generated, from `bad_words_ids`: lists of one token each."""
@@ -203,17 +160,12 @@ class ConfigReader:
             return ()
         lone = isinstance(value, list) and all(isinstance(x, list) and len(x) == 1 for x in value)
         if not lone or not all(type(x[0]) is int and 0 <= x[0] <= MAX_INT for x in value):
-            raise self._wrong("bad_words_ids", value, "lists of one token id each")
+            raise self.wrong("bad_words_ids", value, "lists of one token id each")
         return tuple(x[0] for x in value)
 
     def special_tokens(self, **more: Any) -> SpecialTokens:
-        """pad, bos and eos as nearly every family names them."""
-        found: dict[str, Any] = {
-            "pad": self.token("pad_token_id"),
-            "bos": self.token("bos_token_id"),
-            "eos": self.tokens("eos_token_id"),
-        }
-        return SpecialTokens(**{**found, **more})
+        pad, bos, eos = self.token("pad_token_id"), self.token("bos_token_id"), "eos_token_id"
+        return SpecialTokens(pad=pad, bos=bos, eos=self.tokens(eos), **more)
 
     def rotary(
         self,
@@ -234,10 +186,8 @@ class ConfigReader:
         base = reader.number("rope_theta", base)
         fraction = reader.number("partial_rotary_factor", fraction)
         if not 0 < fraction <= 1:
-            raise BadCheckpoint(
-                f"config.json: the part of a head that turns (partial_rotary_factor, rotary_pct) "
-                f"is {fraction:g}; expected a number above 0, 1 at most"
-            )
+            key = "partial_rotary_factor (or rotary_pct)"
+            raise self.wrong(key, fraction, "a number above 0, 1 at most")
         rotary_dim = int(head_dim * fraction)
         try:
             scaling = scaling_from_dict(given, max_len=self.source.get("max_position_embeddings"))
@@ -258,24 +208,10 @@ class ConfigReader:
         text is.
         """
         given = self.count("max_position_embeddings", default)
-        grows = [
-            block.rotary is not None and isinstance(block.rotary.scaling, DynamicNTK)
-            for block in blocks
-        ]
-        pairs = zip(blocks, grows, strict=True)
-        endless = all(grown or block.window is not None for block, grown in pairs)
-        return None if any(grows) and endless else given
 
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.source.get(key)
-        if value is not None:
-            return value
-        if default is None:
-            raise BadCheckpoint(f"config.json has no {key!r}, which this architecture needs")
-        return default
+        def grows(block: BlockConfig) -> bool:
+            return block.rotary is not None and isinstance(block.rotary.scaling, DynamicNTK)
 
-    @staticmethod
-    def _wrong(key: str, value: Any, expected: str) -> BadCheckpoint:
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        return BadCheckpoint(f"config.json: {key} is {shown}; expected {expected}")
+        fixed = [block for block in blocks if not grows(block)]
+        endless = len(fixed) < len(blocks) and all(block.window is not None for block in fixed)
+        return None if endless else given

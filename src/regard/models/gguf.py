@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -33,15 +33,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.models.gguf_header import (
-    Header,
-    Metadata,
-    Packed,
-    import_gguf,
-    read_gguf_header,
-)
+from regard._files import spell, spell_path, spell_some, stamp_of
+from regard.models.gguf_header import Header, Metadata, Packed, import_gguf, read_gguf_header
 from regard.models.gguf_tokens import find_tokens, make_tokenizer
-from regard.models.header import Stamp, spell, spell_path, spell_some
 from regard.models.hf_folder import BadCheckpoint, Stored
 from regard.positions import Llama3
 from regard.tokens import Tokenizer
@@ -72,78 +66,40 @@ WHOLE = {
 DIVISORS = "rope_freqs.weight"
 """LLaMA 3: what each rotary frequency is divided by."""
 
-SETTINGS = frozenset(
-    {
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "vocab_size",
-        "tensor_data_layout",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.value_length",
-        "attention.layer_norm_rms_epsilon",
-        "rope.dimension_count",
-        "rope.freq_base",
-        "rope.scaling.type",
-        "rope.scaling.factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.finetuned",
-    }
-)
-WINDOW, FINAL_CAP = "attention.sliding_window", "final_logit_softcapping"
+SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size")
+HEADS = ("head_count", "head_count_kv", "key_length", "value_length", "layer_norm_rms_epsilon")
+YARN = ("yarn_beta_fast", "yarn_beta_slow")
+SCALING = ("type", "factor", "original_context_length", "finetuned", *YARN)
+SETTINGS = {*SIZES, "tensor_data_layout", "rope.dimension_count", "rope.freq_base"}
+SETTINGS |= {f"attention.{name}" for name in HEADS} | {f"rope.scaling.{name}" for name in SCALING}
+"""Those that are known, whatever the architecture."""
+WINDOW = "attention.sliding_window"
+CAP, FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What tells the architectures apart in the format. `more`: settings beside the usual."""
+    """What tells the architectures apart in the format. `more`: settings beside the usual.
+
+    LLaMA's rows of queries and keys are permuted, Gemma's norms have 1 added.
+    """
 
     model_type: str
     layer: Mapping[str, str]
-    more: frozenset[str]
-    permuted: bool = False
-    norms_plus_one: bool = False
-    usual: Mapping[str, Any] = field(default_factory=dict)
+    more: tuple[str, ...] = ()
+    is_gemma: bool = True
 
 
-LLAMA = Architecture(
-    model_type="llama",
-    layer=LAYER,
-    more=frozenset({WINDOW, "expert_count", "expert_used_count"}),
-    permuted=True,
-    usual={"hidden_act": "silu"},
-)
+EXPERTS = ("expert_count", "expert_used_count")
+LLAMA = Architecture(model_type="llama", layer=LAYER, more=(WINDOW, *EXPERTS), is_gemma=False)
+GEMMA3 = (WINDOW, f"{WINDOW}_pattern", FINAL_CAP, "rope.freq_base_swa", "mm.tokens_per_image")
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
-    "gemma": Architecture(
-        model_type="gemma", layer=LAYER, more=frozenset(), norms_plus_one=True, usual=GELU
-    ),
-    "gemma2": Architecture(
-        model_type="gemma2",
-        layer=SANDWICH,
-        more=frozenset({WINDOW, FINAL_CAP, "attn_logit_softcapping"}),
-        norms_plus_one=True,
-        usual=GELU,
-    ),
-    "gemma3": Architecture(
-        model_type="gemma3_text",
-        layer={**SANDWICH, **QK_NORMS},
-        more=frozenset({WINDOW, FINAL_CAP, f"{WINDOW}_pattern"})
-        | frozenset({"rope.freq_base_swa", "mm.tokens_per_image"}),
-        norms_plus_one=True,
-        usual=GELU,
-    ),
-}
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma": Architecture(model_type="gemma", layer=LAYER),
+    "gemma2": Architecture(model_type="gemma2", layer=SANDWICH, more=(WINDOW, FINAL_CAP, CAP)),
+    "gemma3": Architecture(model_type="gemma3_text", layer={**SANDWICH, **QK_NORMS}, more=GEMMA3),
 }
 
 
@@ -154,10 +110,6 @@ class GGUFFile:
     The shapes in `stored` are Hugging Face's too, and every type there is float32, whatever the
     file packs it as: that is what `read` gives.
     """
-
-    path: Path
-    config: dict[str, Any]
-    stored: dict[str, Stored]
 
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
@@ -180,28 +132,24 @@ class GGUFFile:
     def read(self, name: str) -> Tensor:
         """The tensor of this Hugging Face name, unpacked to float32, in Hugging Face's order."""
         if name not in self._sources:
-            raise BadCheckpoint(
-                f"{spell_path(self.path)} has no tensor {spell(name)}; it has "
-                f"{len(self.stored)}: {spell_some(self.stored)}"
-            )
+            what = f"{spell_path(self.path)} has no tensor {spell(name)}"
+            raise BadCheckpoint(f"{what}; it has {len(self.stored)}: {spell_some(self.stored)}")
         source = self._sources[name]
         tensor = self._unpack(source)
-        if self._architecture.norms_plus_one and source.endswith("norm.weight"):
+        if self._architecture.is_gemma and source.endswith("norm.weight"):
             return tensor - 1
-        if self._architecture.permuted and ".attn_q." in source:
-            return halve(tensor, self.config["num_attention_heads"])
-        if self._architecture.permuted and ".attn_k." in source:
-            return halve(tensor, self.config["num_key_value_heads"])
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+        part = source.split(".")[-2]
+        if part in heads and not self._architecture.is_gemma:
+            return halve(tensor, self.config[heads[part]])
         return tensor
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer in the file; None where it has none."""
         return make_tokenizer(self._header.metadata, self.config["vocab_size"])
 
     def _unpack(self, source: str) -> Tensor:
-        """A tensor by its GGUF name, as the file has it."""
-        if not self.path.exists() or Stamp.of(self.path.stat()) != self._header.stamp:
+        if not self.path.exists() or stamp_of(self.path.stat()) != self._header.stamp:
             raise BadCheckpoint(
                 f"{spell_path(self.path)} was changed or deleted after it was opened; open it again"
             )
@@ -209,7 +157,6 @@ class GGUFFile:
 
 
 def unpack(data: Any, packed: Packed) -> Tensor:
-    """The numbers of one tensor as float32."""
     gguf = import_gguf()
     rows = (*packed.shape[:-1], -1)
     raw = np.frombuffer(data, np.uint8, packed.n_bytes, packed.start).reshape(rows)
@@ -223,10 +170,8 @@ def unpack(data: Any, packed: Packed) -> Tensor:
 def halve(tensor: Tensor, n_heads: int) -> Tensor:
     """Rows of each head from neighbouring rotary pairs (0, 1), (2, 3) to halves (0, d/2), ..."""
     if tensor.shape[0] % (2 * n_heads):
-        raise BadCheckpoint(
-            f"{tensor.shape[0]} rows of queries or keys make no {n_heads} heads of even width: the "
-            "file's settings and tensors are of different models"
-        )
+        what = f"{tensor.shape[0]} rows of queries or keys make no {n_heads} heads of even width"
+        raise BadCheckpoint(f"{what}: the file's settings and tensors are of different models")
     rest = tensor.shape[1:]
     return tensor.reshape(n_heads, -1, 2, *rest).transpose(1, 2).reshape(tensor.shape)
 
@@ -239,13 +184,9 @@ def find_architecture(metadata: Metadata) -> Architecture:
             f"{', '.join(ARCHITECTURES)}. Load the model from its Hugging Face folder instead"
         )
     architecture = ARCHITECTURES[name]
-    known = SETTINGS | architecture.more | YARN
-    unknown = [
-        key
-        for key in metadata.values
-        if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in known
-    ]
-    if unknown:
+    known = {f"{name}.{key}" for key in (*SETTINGS, *architecture.more)}
+    own = [key for key in metadata.source if key.startswith(f"{name}.")]
+    if unknown := [key for key in own if key not in known]:
         raise BadCheckpoint(
             f"{metadata.where} has settings that are not known here and may change the model's "
             f"answers: {spell_some(unknown)}. Load the model from its Hugging Face folder instead"
@@ -261,7 +202,7 @@ def rename(header: Header, architecture: Architecture) -> dict[str, str]:
         layer = re.fullmatch(r"blk\.(0|[1-9][0-9]{0,5})\.(\w+)\.(weight|bias)", source, re.ASCII)
         if layer is not None and layer[2] in architecture.layer:
             name = f"model.layers.{layer[1]}.{architecture.layer[layer[2]]}.{layer[3]}"
-        if source == DIVISORS and architecture.permuted:
+        if source == DIVISORS and not architecture.is_gemma:
             continue  # a setting, not a weight
         if name in found:
             raise BadCheckpoint(
@@ -273,7 +214,6 @@ def rename(header: Header, architecture: Architecture) -> dict[str, str]:
 
 
 def make_config(header: Header, architecture: Architecture, unpack: Any) -> dict[str, Any]:
-    """The `config.json` of the same model."""
     metadata = header.metadata
     arch = metadata.word("general.architecture")
     n_layers = metadata.count(f"{arch}.block_count")
@@ -281,7 +221,8 @@ def make_config(header: Header, architecture: Architecture, unpack: Any) -> dict
     n_heads = read_alike(metadata, f"{arch}.attention.head_count", n_layers)
     n_kv_heads = read_alike(metadata, f"{arch}.attention.head_count_kv", n_layers, n_heads)
     head_dim = metadata.count(f"{arch}.attention.key_length", max(dim // n_heads, 1))
-    config = {
+    base = 1e6 if arch == "gemma3" else 10000.0
+    config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "hidden_size": dim,
         "num_hidden_layers": n_layers,
@@ -290,20 +231,15 @@ def make_config(header: Header, architecture: Architecture, unpack: Any) -> dict
         "head_dim": head_dim,
         "intermediate_size": read_alike(metadata, f"{arch}.feed_forward_length", n_layers),
         "max_position_embeddings": metadata.count(f"{arch}.context_length"),
-        "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": metadata.number(
-            f"{arch}.rope.freq_base", 1e6 if arch == "gemma3" else 10000.0
-        ),
+        "rms_norm_eps": metadata.number(f"{arch}.attention.layer_norm_rms_epsilon", above=0),
+        "rope_theta": metadata.number(f"{arch}.rope.freq_base", base, above=0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        **architecture.usual,
+        **(GELU if architecture.is_gemma else {"hidden_act": "silu"}),
     }
     check_sizes(header, arch, config)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if metadata.count(f"{arch}.{key}", head_dim) != head_dim:
-            raise BadCheckpoint(
-                f"{metadata.where}: {arch}.{key} is {metadata.count(f'{arch}.{key}')}, but heads "
-                f"have the width {head_dim}; models in which these differ are not supported"
-            )
+    for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
+        if (width := metadata.count(key, head_dim)) != head_dim:
+            raise metadata.wrong(key, width, f"{head_dim}, as heads are wide; others are unknown")
     config["vocab_size"] = header.tensors["token_embd.weight"].shape[0]
     config.update(find_tokens(metadata, config["vocab_size"]))
     config["rope_scaling"] = find_scaling(header, arch, config, unpack)
@@ -311,27 +247,26 @@ def make_config(header: Header, architecture: Architecture, unpack: Any) -> dict
         config.update(finish_llama(header, arch))
     if arch in ("gemma2", "gemma3"):
         config.update(finish_gemma(metadata, arch, config))
-    config["architectures"] = [CLASSES[config["model_type"]]]
+    name = config["model_type"].removesuffix("_text").capitalize()
+    config["architectures"] = [f"{name}ForCausalLM"]
     return config
 
 
 def read_alike(metadata: Metadata, key: str, n_layers: int, default: int | None = None) -> int:
     """A whole number that the format lets every layer have of its own; here all are alike."""
-    value = metadata.values.get(key)
+    value = metadata.source.get(key)
     if not isinstance(value, np.ndarray):
         return metadata.count(key, default)
     numbers = {int(number) for number in metadata.numbers(key, n_layers)}
     if len(numbers) != 1 or not 1 <= min(numbers) < 2**31:
-        raise BadCheckpoint(
-            f"{metadata.where}: {key} is not the same in every layer; such models are not supported"
-        )
+        raise metadata.wrong(key, value, "the same in every layer; other models are not supported")
     return numbers.pop()
 
 
 def check_sizes(header: Header, arch: str, config: Mapping[str, Any]) -> None:
-    """The embedding has the width told, and no other width is beyond all tensors.
+    """The embedding has its width, and no other width is beyond all tensors.
 
-    What fits exactly is for the loader to see; this keeps it from making room for nonsense.
+    What fits exactly is for the loader to see; this keeps it from allocating nonsense.
     """
     where = header.metadata.where
     if "token_embd.weight" not in header.tensors:
@@ -342,11 +277,10 @@ def check_sizes(header: Header, arch: str, config: Mapping[str, Any]) -> None:
             f"{where}: tensor 'token_embd.weight' has the shape {list(shape)}; expected one row "
             f"of {arch}.embedding_length, {config['hidden_size']}, for each token"
         )
-    told = header.metadata.count(f"{arch}.vocab_size", shape[0])
-    if told != shape[0]:
-        raise BadCheckpoint(
-            f"{where}: {arch}.vocab_size is {told}, but the embedding has {shape[0]} rows"
-        )
+    vocab_size = header.metadata.count(f"{arch}.vocab_size", shape[0])
+    if vocab_size != shape[0]:
+        rows = f"{shape[0]}, as the embedding has rows"
+        raise header.metadata.wrong(f"{arch}.vocab_size", vocab_size, rows)
     widest = max(size for packed in header.tensors.values() for size in packed.shape)
     heads, width = config["num_attention_heads"], config["head_dim"]
     for what, size in {
@@ -355,13 +289,8 @@ def check_sizes(header: Header, arch: str, config: Mapping[str, Any]) -> None:
         "attention.head_count_kv times the heads' width": config["num_key_value_heads"] * width,
     }.items():
         if size > widest:
-            raise BadCheckpoint(
-                f"{where}: {arch}.{what} is {size}, but no tensor is wider than {widest}; the "
-                "file's settings and tensors are of different models"
-            )
-
-
-YARN = frozenset({"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"})
+            what = f"{where}: {arch}.{what} is {size}, but no tensor is wider than {widest}"
+            raise BadCheckpoint(f"{what}; the file's settings and tensors are of different models")
 
 
 def find_scaling(
@@ -370,28 +299,24 @@ def find_scaling(
     """Hugging Face's `rope_scaling`: from the settings, or from LLaMA 3's tensor of divisors."""
     metadata, key = header.metadata, f"{arch}.rope.scaling"
     kind = metadata.word(f"{key}.type", "none")
-    if DIVISORS in header.tensors and ARCHITECTURES[arch].permuted:
+    if DIVISORS in header.tensors and not ARCHITECTURES[arch].is_gemma:
         if kind != "none":
-            raise BadCheckpoint(
-                f"{metadata.where} has both {key}.type {spell(kind)} and the tensor {DIVISORS!r}; "
-                "expected one rotary scaling"
-            )
+            raise metadata.wrong(f"{key}.type", kind, f"none beside the tensor {DIVISORS!r}")
         return name_divisors(unpack(DIVISORS), config, metadata.where)
     if kind == "none":
         return None
-    if kind not in ("linear", "yarn"):
-        raise BadCheckpoint(
-            f"{metadata.where}: {key}.type is {spell(kind)}; expected none, linear or yarn"
-        )
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": metadata.number(f"{key}.factor")}
+    metadata.choice(f"{key}.type", ("none", "linear", "yarn"), "none")
+    scaling: dict[str, Any] = {
+        "rope_type": kind,
+        "factor": metadata.number(f"{key}.factor", above=0),
+    }
     if kind == "yarn":
-        original = metadata.count(
-            f"{key}.original_context_length", config["max_position_embeddings"]
-        )
+        longest = config["max_position_embeddings"]
+        original = metadata.count(f"{key}.original_context_length", longest)
         scaling["original_max_position_embeddings"] = original
         for theirs in ("beta_fast", "beta_slow"):
             if metadata.has(f"{key}.yarn_{theirs}"):
-                scaling[theirs] = metadata.number(f"{key}.yarn_{theirs}")
+                scaling[theirs] = metadata.number(f"{key}.yarn_{theirs}", above=0)
     return scaling
 
 
@@ -399,12 +324,11 @@ def name_divisors(divisors: Tensor, config: Mapping[str, Any], where: str) -> di
     """The scaling whose frequencies are divided by these numbers.
 
     All of LLaMA 3's models differ in `factor` only. Where their rule gives other numbers, LongRoPE
-    takes any; it is not the first choice, since its cached keys are turned anew at every step.
+    takes any; it is not the first choice, since its cached keys are rotated anew at every step.
     """
     n_pairs = config["head_dim"] // 2
-    if tuple(divisors.shape) != (n_pairs,) or not bool(
-        (divisors > 0).all() & (divisors < 1e9).all()
-    ):
+    in_range = bool(((divisors > 0) & (divisors < 1e9)).all())
+    if tuple(divisors.shape) != (n_pairs,) or not in_range:
         raise BadCheckpoint(
             f"{where}: tensor {DIVISORS!r} must hold {n_pairs} numbers above 0, one for each "
             f"rotary pair; it has the shape {list(divisors.shape)} or numbers out of range"
@@ -413,18 +337,15 @@ def name_divisors(divisors: Tensor, config: Mapping[str, Any], where: str) -> di
     if factor == 1 and bool((divisors == 1).all()):
         return None
     rule = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    turns = torch.arange(n_pairs, dtype=torch.float64) / n_pairs
-    frequencies = config["rope_theta"] ** -turns
+    exponents = torch.arange(n_pairs, dtype=torch.float64) / n_pairs
+    frequencies = config["rope_theta"] ** -exponents
     scaled = Llama3(**rule, original_max_len=8192).scale(frequencies, config["rope_theta"], None)
     if torch.allclose(frequencies / scaled, divisors.double(), rtol=1e-4, atol=0):
         return {"rope_type": "llama3", **rule, "original_max_position_embeddings": 8192}
-    each = divisors.tolist()
     return {
         "rope_type": "longrope",
-        "short_factor": each,
-        "long_factor": each,
-        "factor": 1.0,
-        "attention_factor": 1.0,
+        **dict.fromkeys(("short_factor", "long_factor"), divisors.tolist()),
+        **dict.fromkeys(("factor", "attention_factor"), 1.0),
         "original_max_position_embeddings": config["max_position_embeddings"],
     }
 
@@ -432,11 +353,9 @@ def name_divisors(divisors: Tensor, config: Mapping[str, Any], where: str) -> di
 def finish_llama(header: Header, arch: str) -> dict[str, Any]:
     """Biases, and the window that makes it a Mistral."""
     metadata = header.metadata
-    if metadata.count(f"{arch}.expert_count", 0, least=0):
-        raise BadCheckpoint(
-            f"{metadata.where} is a mixture of {metadata.count(f'{arch}.expert_count')} experts, "
-            "which is not supported"
-        )
+    if n_experts := metadata.count(f"{arch}.expert_count", 0, least=0):
+        what = f"{metadata.where} is a mixture of {n_experts} experts"
+        raise BadCheckpoint(f"{what}, which is not supported")
     found: dict[str, Any] = {
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
@@ -452,21 +371,19 @@ def finish_gemma(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> di
     n_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
     # The largest model of each scales queries by the width that heads would have without head_dim.
     largest = n_layers == {"gemma2": 46, "gemma3": 62}[arch]
-    found: dict[str, Any] = {
-        "query_pre_attn_scalar": (
-            config["hidden_size"] // config["num_attention_heads"] if largest else head_dim
-        ),
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-    }
+    width = config["hidden_size"] // config["num_attention_heads"] if largest else head_dim
+    found: dict[str, Any] = {"query_pre_attn_scalar": width, CAP: None, FINAL_CAP: None}
+
+    def above_zero(key: str, default: float) -> float:
+        return metadata.number(f"{arch}.{key}", default, above=0)
+
     window = metadata.count(f"{arch}.{WINDOW}", 4096 if arch == "gemma2" else 0, least=0)
     if arch == "gemma2":
-        found["attn_logit_softcapping"] = metadata.number(f"{arch}.attn_logit_softcapping", 50.0)
-        found["final_logit_softcapping"] = metadata.number(f"{arch}.{FINAL_CAP}", 30.0)
+        found |= {CAP: above_zero(CAP, 50.0), FINAL_CAP: above_zero(FINAL_CAP, 30.0)}
     else:
-        found["rope_local_base_freq"] = metadata.number(f"{arch}.rope.freq_base_swa", 10000.0)
+        found["rope_local_base_freq"] = above_zero("rope.freq_base_swa", 10000.0)
         if metadata.has(f"{arch}.{FINAL_CAP}"):
-            found["final_logit_softcapping"] = metadata.number(f"{arch}.{FINAL_CAP}")
+            found[FINAL_CAP] = above_zero(FINAL_CAP, 1.0)
     slides = find_slides(metadata, arch, n_layers) if window else [False] * min(n_layers, 10_000)
     if window:
         found["sliding_window"] = window
@@ -477,7 +394,7 @@ def finish_gemma(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> di
 def find_slides(metadata: Metadata, arch: str, n_layers: int) -> list[bool]:
     """Which layers look through the window: all but every second (Gemma 2) or sixth (Gemma 3)."""
     key = f"{arch}.{WINDOW}_pattern"
-    if isinstance(metadata.values.get(key), np.ndarray):
+    if isinstance(metadata.source.get(key), np.ndarray):
         return [bool(slide) for slide in metadata.numbers(key, n_layers)]
     every = metadata.count(key, 2 if arch == "gemma2" else 6)
     # A made-up number of layers must not fill the memory; the loader refuses it by its count.

@@ -22,10 +22,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from regard._files import spell
 from regard.models.gguf_header import Metadata
-from regard.models.header import spell
-from regard.models.hf_folder import BadCheckpoint
-from regard.tokens import Tokenizer
+from regard.models.header import BadCheckpoint
+from regard.tokens import Tokenizer, files
 
 KEY = "tokenizer.ggml"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -50,17 +50,11 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": (TEKKEN,),
 }
 """Rules by name: each splits what the one before left; what it does not match stays whole."""
-WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
-"""Rules of vocabularies in which a word that is a piece is that piece, whatever the merges say."""
-WITH_BOS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
-"""Rules whose models expect a first token, unless the file says otherwise."""
+LLAMA3_LIKE = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
+"""Rules of vocabularies in which a word that is a piece is that piece, whatever the merges say, and
+whose models expect a first token, unless the file says otherwise."""
 
-ROLES = {
-    "bos": "bos_token_id",
-    "eos": "eos_token_id",
-    "pad": "padding_token_id",
-    "unk": "unknown_token_id",
-}
+ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
 """What the format takes for granted of "llama" vocabularies that say nothing."""
 
@@ -68,13 +62,12 @@ SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
 def find_roles(metadata: Metadata, n_tokens: int) -> dict[str, int]:
     """Which tokens have a meaning of their own: "bos", "eos", "pad", "unk"."""
     found: dict[str, int] = {}
-    granted: Mapping[str, int] = {}
-    if metadata.word(f"{KEY}.model", "none") == "llama":
-        granted = {role: number for role, number in SENTENCEPIECE_IDS.items() if number < n_tokens}
-    for role, key in ROLES.items():
-        number = metadata.token(f"{KEY}.{key}", n_tokens)
-        if number is None and not metadata.has(f"{KEY}.{key}"):
-            number = granted.get(role)
+    is_llama = metadata.word(f"{KEY}.model", "none") == "llama"
+    for role, word in ROLES.items():
+        key = f"{KEY}.{word}_token_id"
+        number = metadata.token(key, n_tokens)
+        if is_llama and not metadata.has(key) and SENTENCEPIECE_IDS.get(role, n_tokens) < n_tokens:
+            number = SENTENCEPIECE_IDS[role]
         if number is not None:
             found[role] = number
     return found
@@ -83,15 +76,10 @@ def find_roles(metadata: Metadata, n_tokens: int) -> dict[str, int]:
 def find_tokens(metadata: Metadata, n_tokens: int) -> dict[str, Any]:
     """The token ids of a `config.json`. The end of a turn in a chat ends a text too."""
     roles = find_roles(metadata, n_tokens)
-    ends = [roles[role] for role in ("eos",) if role in roles]
-    turn = metadata.token(f"{KEY}.eot_token_id", n_tokens)
-    if turn is not None and turn not in ends:
-        ends.append(turn)
-    return {
-        "bos_token_id": roles.get("bos"),
-        "eos_token_id": (ends[0] if len(ends) == 1 else ends) if ends else None,
-        "pad_token_id": roles.get("pad"),
-    }
+    ends = {roles.get("eos"): None, metadata.token(f"{KEY}.eot_token_id", n_tokens): None}
+    known = [end for end in ends if end is not None]
+    eos = known if len(known) > 1 else next(iter(known), None)
+    return {"bos_token_id": roles.get("bos"), "eos_token_id": eos, "pad_token_id": roles.get("pad")}
 
 
 def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
@@ -99,10 +87,7 @@ def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
     kind = metadata.word(f"{KEY}.model", "none")
     if kind in ("none", "no_vocab"):
         return None
-    if kind not in ("gpt2", "llama"):
-        raise BadCheckpoint(
-            f"{metadata.where}: {KEY}.model is {spell(kind)}; expected 'gpt2' or 'llama'"
-        )
+    metadata.choice(f"{KEY}.model", ("gpt2", "llama"), "none")
     pieces = metadata.words(f"{KEY}.tokens")
     vocab = {piece: number for number, piece in enumerate(pieces)}
     if len(vocab) != len(pieces) or not 0 < len(pieces) <= n_rows:
@@ -115,16 +100,15 @@ def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
         kinds = metadata.numbers(f"{KEY}.token_type", len(pieces))
     roles = find_roles(metadata, len(pieces))
     make = make_byte_level if kind == "gpt2" else make_sentencepiece
-    made = {"version": "1.0", **make(metadata, pieces, vocab, roles)}
-    made["added_tokens"] = [
+    tokenizer = {"version": "1.0", **make(metadata, pieces, vocab, roles)}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False}
+    tokenizer["added_tokens"] = [
         {
             "id": number,
             "content": piece,
             "special": what != USER_DEFINED,
             "normalized": "\u2581" in piece and what == USER_DEFINED,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
+            **plain,
         }
         for number, (piece, what) in enumerate(zip(pieces, kinds, strict=True))
         if (what in (CONTROL, USER_DEFINED) or number in roles.values()) and piece
@@ -133,7 +117,7 @@ def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
     if metadata.has("tokenizer.chat_template"):
         config["chat_template"] = metadata.word("tokenizer.chat_template")
     try:
-        return Tokenizer.from_parts(json.dumps(made, ensure_ascii=False), config)
+        return Tokenizer.from_parts(json.dumps(tokenizer, ensure_ascii=False), config)
     except ValueError as wrong:
         raise BadCheckpoint(f"{metadata.where}: its tokenizer is not usable: {wrong}") from wrong
 
@@ -141,57 +125,43 @@ def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
 def make_byte_level(
     metadata: Metadata, pieces: list[str], vocab: dict[str, int], roles: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A "gpt2" vocabulary."""
     rule = metadata.word(f"{KEY}.pre", "default")
     if rule not in SPLITS:
-        raise BadCheckpoint(
-            f"{metadata.where}: {KEY}.pre is {spell(rule)}, a rule for splitting text that is not "
-            f"known here; known are {', '.join(SPLITS)}. Load the model from its Hugging Face "
-            "folder instead"
-        )
+        expected = f"a known rule for splitting text ({', '.join(SPLITS)})"
+        another = "load the model from its Hugging Face folder instead"
+        raise metadata.wrong(f"{KEY}.pre", rule, f"{expected}; {another}")
     merges = []
     for merge in metadata.words(f"{KEY}.merges"):
         left, _, right = merge.partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
-            raise BadCheckpoint(
-                f"{metadata.where}: {KEY}.merges has {spell(merge)}; expected two pieces of the "
-                "vocabulary with a space between, which make a third"
-            )
+            what = f"{metadata.where}: {KEY}.merges has {spell(merge)}; expected two pieces of"
+            raise BadCheckpoint(f"{what} the vocabulary with a space between, which make a third")
         merges.append([left, right])
     splits: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
         for regex in SPLITS[rule]
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    spaced = {**level, "add_prefix_space": metadata.flag(f"{KEY}.add_space_prefix", False)}
     # The space must be there before the text is split, and splitting is the rule's alone.
-    before = [{"type": "Prepend", "prepend": " "}] if spaced["add_prefix_space"] else []
+    spaced = metadata.flag(f"{KEY}.add_space_prefix", False)
+    before = [{"type": "Prepend", "prepend": " "}] if spaced else []
+    bytes_only = {**level, "use_regex": False}
+    whole = {"ignore_merges": rule in LLAMA3_LIKE}
     return {
         "normalizer": {"type": "Sequence", "normalizers": before} if before else None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [*splits, {**level, "use_regex": False}],
-        },
-        "post_processor": surround(metadata, pieces, roles, rule in WITH_BOS),
-        "decoder": {**level, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": merges,
-            "ignore_merges": rule in WHOLE_WORDS,
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_only]},
+        "post_processor": put_around(metadata, pieces, roles, rule in LLAMA3_LIKE),
+        "decoder": bytes_only,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, **whole},
     }
 
 
 def make_sentencepiece(
     metadata: Metadata, pieces: list[str], vocab: dict[str, int], roles: Mapping[str, int]
 ) -> dict[str, Any]:
-    """A "llama" vocabulary."""
     if metadata.has(f"{KEY}.precompiled_charsmap"):
-        raise BadCheckpoint(
-            f"{metadata.where} normalises text by a map of characters, which is not supported; "
-            "load the model from its Hugging Face folder instead"
-        )
+        what = f"{metadata.where} normalises text by a map of characters, which is not supported"
+        raise BadCheckpoint(f"{what}; load the model from its Hugging Face folder instead")
     scores = metadata.numbers(f"{KEY}.scores", len(pieces))
     steps: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
@@ -207,7 +177,7 @@ def make_sentencepiece(
     return {
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
-        "post_processor": surround(metadata, pieces, roles, True),
+        "post_processor": put_around(metadata, pieces, roles, True),
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE",
@@ -224,11 +194,10 @@ def find_merges(where: str, vocab: Mapping[str, int], scores: list[float]) -> li
     """Every way to make a piece of two, best score first; among equals the earlier piece."""
     found: list[tuple[float, int, list[str]]] = []
     for piece, number in vocab.items():
-        if not math.isfinite(scores[number]) or len(piece) > MAX_PIECE:
-            raise BadCheckpoint(
-                f"{where}: piece {spell(piece)} has {len(piece)} characters and the score "
-                f"{scores[number]}; expected at most {MAX_PIECE}, and a finite score"
-            )
+        score = scores[number]
+        if not math.isfinite(score) or len(piece) > MAX_PIECE:
+            what = f"{where}: piece {spell(piece)} has {len(piece)} characters and score {score}"
+            raise BadCheckpoint(f"{what}; expected at most {MAX_PIECE}, and a finite score")
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in vocab and right in vocab:
@@ -237,30 +206,12 @@ def find_merges(where: str, vocab: Mapping[str, int], scores: list[float]) -> li
     return [pair for _, _, pair in found]
 
 
-def surround(
+def put_around(
     metadata: Metadata, pieces: list[str], roles: Mapping[str, int], with_bos: bool
 ) -> dict[str, Any] | None:
-    """The tokens that stand around every text."""
     first = metadata.flag(f"{KEY}.add_bos_token", with_bos) and "bos" in roles
     last = metadata.flag(f"{KEY}.add_eos_token", False) and "eos" in roles
     if not first and not last:
         return None
-    before = [roles["bos"]] if first else []
-    after = [roles["eos"]] if last else []
-
-    def place(part: str, kind: int) -> list[dict[str, Any]]:
-        text = [{"Sequence": {"id": part, "type_id": kind}}]
-        return [*map(token, before), *text, *map(token, after)]
-
-    def token(number: int) -> dict[str, Any]:
-        return {"SpecialToken": {"id": pieces[number], "type_id": 0}}
-
-    return {
-        "type": "TemplateProcessing",
-        "single": place("A", 0),
-        "pair": [*place("A", 0), *place("B", 1)],
-        "special_tokens": {
-            pieces[number]: {"id": pieces[number], "ids": [number], "tokens": [pieces[number]]}
-            for number in before + after
-        },
-    }
+    before = {pieces[roles["bos"]]: roles["bos"]} if first else {}
+    return files.surround(before, {pieces[roles["eos"]]: roles["eos"]} if last else {})

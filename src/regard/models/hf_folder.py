@@ -4,7 +4,7 @@ Why: the loader wants to ask "what is here?" and "give me this tensor" and be su
 `Folder.open` checks everything that can be checked without reading a weight, and `Folder.read`
 then hands out memory-mapped tensors: nothing is copied, and pages are read when they are used.
 
-How: headers first, through our own reader (`header.py`), then safetensors maps the files. Which
+How: safetensors checks the headers, within our bounds (`_files.py`), and maps the files. Which
 files count:
 - `model.safetensors`, if it is there; an index beside it is ignored, since `from_pretrained` of
   transformers does the same and two programs must not read two models from one folder.
@@ -13,7 +13,7 @@ files count:
   where snapshots link to blobs: who can put links there could put the weights there.
 - Pickled, TensorFlow and Flax weights beside these are ignored; alone they are refused, with the
   way out. So are adapters (LoRA) without their model.
-A write that was cut short is seen through (`writing.py`).
+A write that was cut short is seen through (`save_folder.py`).
 
 Left out: what configs and names mean, and whether the values are finite (the loader's), the sizes
 that the index tells in its metadata (often stale, never needed), other names (`variant`).
@@ -26,27 +26,24 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, final
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from regard.models.header import (
-    MAX_CONFIG_BYTES,
+from regard._files import (
     MAX_HEADER_BYTES,
-    BadCheckpoint,
-    Entry,
-    Stamp,
+    Header,
     is_text,
-    parse_object,
     read_header,
-    read_small,
+    read_json,
     spell,
     spell_path,
     spell_some,
+    stamp_of,
 )
+from regard.models.header import DTYPES, MAX_CONFIG_BYTES, BadCheckpoint
 from regard.models.save_folder import CONFIG, INDEX, SINGLE, View, is_plain_name, write_folder
 
 __all__ = ["BadCheckpoint", "Folder", "Stored", "write_folder"]
@@ -71,40 +68,35 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Shard:
-    """One safetensors file: what its header said, which file that was, and its mapping."""
+    """One safetensors file: its tensors, and its header, which holds the mapping."""
 
     path: Path
-    entries: dict[str, Entry]
-    stamp: Stamp
-    handle: Any
+    stored: dict[str, Stored]
+    header: Header
 
     @staticmethod
     def open(path: Path) -> _Shard:
-        entries, stamp = read_header(path)
-        try:
-            handle: Any = safe_open(path, framework="pt", device="cpu")
-            names = set(handle.keys())
-        except SafetensorError as error:
-            raise BadCheckpoint(
-                f"{spell_path(path)} is refused by safetensors: {spell(str(error))}; "
-                "download it again"
-            ) from None
-        if names != entries.keys():
-            raise BadCheckpoint(
-                f"{spell_path(path)} changed while it was opened; open the folder again"
-            )
-        return _Shard(path, entries, stamp, handle)
+        header = read_header(path, BadCheckpoint, framework="pt")
+        stored = {}
+        for name, entry in header.entries.items():
+            if entry.dtype not in DTYPES:
+                raise BadCheckpoint(
+                    f"{spell_path(path)}: tensor {spell(name)} has the type {spell(entry.dtype)}, "
+                    "a quantised one whose values mean nothing without scales kept elsewhere; "
+                    "convert the checkpoint to BF16, F16 or F32 first"
+                )
+            stored[name] = Stored(entry.shape, DTYPES[entry.dtype], path)
+        return _Shard(path, stored, header)
 
     def check_unchanged(self) -> None:
         """Refuse a file that is no longer the one whose header was checked."""
         stamp = None
         with contextlib.suppress(FileNotFoundError):
-            stamp = Stamp.of(self.path.stat())
-        if stamp != self.stamp:
-            raise BadCheckpoint(
-                f"{spell_path(self.path)} was {'deleted' if stamp is None else 'changed'} after "
-                "the folder was opened; open the folder again"
-            )
+            stamp = stamp_of(self.path.stat())
+        if stamp != self.header.stamp:
+            how = "deleted" if stamp is None else "changed"
+            what = f"{spell_path(self.path)} was {how} after the folder was opened"
+            raise BadCheckpoint(f"{what}; open the folder again")
 
 
 @final
@@ -114,87 +106,67 @@ class Folder:
     `config` is config.json; `stored` tells every tensor in the order of the files' headers.
     """
 
-    path: Path
-    config: dict[str, Any]
-    stored: dict[str, Stored]
-
     def __init__(self, path: Path, config: dict[str, Any], shards: Iterable[_Shard]) -> None:
         self.path = path
         self.config = config
-        self.stored = {}
+        self.stored: dict[str, Stored] = {}
         self._holder: dict[str, _Shard] = {}
-        self._closed = False
         for shard in shards:
-            for name, entry in shard.entries.items():
-                self.stored[name] = Stored(entry.shape, entry.dtype, shard.path)
-                self._holder[name] = shard
+            self.stored |= shard.stored
+            self._holder |= dict.fromkeys(shard.stored, shard)
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Folder:
-        """Open a folder and check all of it but the values; `BadCheckpoint` says what is wrong.
-
-        Operating system faults that are none of the folder's (no permission, a disk that fails)
-        pass through as `OSError`.
-        """
+        """Open a folder and check all of it but the values; `BadCheckpoint` says what is wrong."""
         root = _check_root(path)
         view = View.of(root)
-        names = view.names()
+        try:
+            names = view.names()
+        except OSError as fault:
+            what = f"{spell_path(root)} cannot be read: {fault.strerror}"
+            raise BadCheckpoint(what) from None
         if SINGLE in names:
             shards = [_Shard.open(view.locate(SINGLE))]
         elif INDEX in names:
-            shards = _open_shards(view)
+            shards = _open_shards(view, names)
         else:
             _refuse_without_weights(root, names)
-        if not any(shard.entries for shard in shards):
+        if not any(shard.stored for shard in shards):
             raise BadCheckpoint(f"{spell_path(shards[0].path)} holds no tensors at all")
-        file = view.locate(CONFIG)
         if CONFIG not in names:
-            raise BadCheckpoint(
-                f"{spell_path(root)} has weights but no {CONFIG}, which says what model they are; "
-                "download it from where the weights came from"
-            )
-        config = parse_object(read_small(file, MAX_CONFIG_BYTES), spell_path(file))
+            what = f"{spell_path(root)} has weights but no {CONFIG}, which says what they are"
+            raise BadCheckpoint(f"{what}; download it from where the weights came from")
+        config = read_json(view.locate(CONFIG), MAX_CONFIG_BYTES, BadCheckpoint)
         return Folder(root, config, shards)
 
     def read(self, name: str) -> Tensor:
-        """The tensor, mapped from its file: no copy, and pages are read when they are used.
+        """The tensor, mapped from its file, to which writing into it never goes.
 
-        Writing into it changes this process's memory only, never the file. It stays good after
-        `close`. A tensor that does not lie at a multiple of its item size in the file (our own
-        files and those of safetensors always do) is copied, since kernels may count on it.
+        It stays good after `close`. One that does not lie at a multiple of its item size in the
+        file (ours and those of safetensors always do) is copied, since kernels may count on it.
         """
-        if self._closed:
+        if self.stored and not self._holder:
             raise ValueError(f"the folder {spell_path(self.path)} is closed; open it again")
         shard = self._holder.get(name)
         if shard is None:
-            raise BadCheckpoint(
-                f"{spell_path(self.path)} has no tensor {spell(name)}; it has "
-                f"{len(self.stored)}: {spell_some(self.stored)}"
-            )
+            what = f"{spell_path(self.path)} has no tensor {spell(name)}"
+            raise BadCheckpoint(f"{what}; it has {len(self.stored)}: {spell_some(self.stored)}")
         shard.check_unchanged()
         try:
-            tensor: Tensor = shard.handle.get_tensor(name)
-        except SafetensorError as error:
-            raise BadCheckpoint(
-                f"{spell_path(shard.path)}: tensor {spell(name)} cannot be read: "
-                f"{spell(str(error))}"
-            ) from None
+            tensor: Tensor = shard.header.handle.get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as fault:
+            what = f"{spell_path(shard.path)}: tensor {spell(name)} cannot be read"
+            raise BadCheckpoint(f"{what}: {spell(str(fault))}") from None
         return tensor.clone() if tensor.data_ptr() % tensor.dtype.itemsize else tensor
 
     def close(self) -> None:
         """Let go of the files; tensors that were read stay good. May be called again."""
-        self._closed = True
         self._holder.clear()
 
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -212,25 +184,21 @@ def _check_root(path: str | os.PathLike[str]) -> Path:
     if os.path.isdir(root):
         return root
     if not os.path.exists(root):
-        raise BadCheckpoint(
-            f"there is no folder or file {where}; give a folder with config.json and weights, or a "
-            "GGUF file"
-        )
+        what = f"there is no folder or file {where}"
+        raise BadCheckpoint(f"{what}; give a folder with config.json and weights, or a GGUF file")
+    what = "is a file; expected a folder with config.json and weights"
     if root.suffix == ".safetensors":
-        raise BadCheckpoint(
-            f"{where} is a file of weights alone; give the folder it is in, "
-            f"{spell_path(root.parent)}, which must hold config.json too"
-        )
-    if root.suffix == ".gguf":
-        raise BadCheckpoint(f"{where} is a GGUF file, not a folder; it is read by its own reader")
-    if root.name.endswith(_PICKLED):
-        raise BadCheckpoint(f"{where} is a pickle file and is refused: {_PICKLE_WORDS}")
-    raise BadCheckpoint(f"{where} is a file; expected a folder with config.json and weights")
+        what = f"is a file of weights alone; give the folder it is in, {spell_path(root.parent)}, "
+        what += "which must hold config.json too"
+    elif root.suffix == ".gguf":
+        what = "is a GGUF file, not a folder; it is read by its own reader"
+    elif root.name.endswith(_PICKLED):
+        what = f"is a pickle file and is refused: {_PICKLE_WORDS}"
+    raise BadCheckpoint(f"{where} {what}")
 
 
 def _refuse_without_weights(root: Path, names: set[str]) -> NoReturn:
     """Say what is there instead of weights that can be read, and the way out."""
-    where = spell_path(root)
 
     def having(endings: tuple[str, ...]) -> list[str]:
         return sorted(name for name in names if name.endswith(endings))
@@ -238,89 +206,67 @@ def _refuse_without_weights(root: Path, names: set[str]) -> NoReturn:
     pickled = [name for name in having(_PICKLED) if name != "training_args.bin"]
     expected = f"expected {SINGLE}, or {INDEX} and its shards"
     if "adapter_model.safetensors" in names:
-        raise BadCheckpoint(
-            f"{where} holds only an adapter ('adapter_model.safetensors'), no model; {expected}. "
-            "Merge the adapter into its model with the library that made it, and save that"
+        what = (
+            f"holds only an adapter ('adapter_model.safetensors'), no model; {expected}. Merge the "
+            "adapter into its model with the library that made it, and save that"
         )
-    if pickled:
-        raise BadCheckpoint(
-            f"{where} has its weights only as pickle ({spell_some(pickled)}), which is refused: "
-            f"{_PICKLE_WORDS}"
+    elif pickled:
+        what = f"has its weights only as pickle ({spell_some(pickled)}), which is refused: "
+        what += f"{_PICKLE_WORDS}"
+    elif foreign := having(_FOREIGN):
+        what = f"has its weights only for TensorFlow or Flax ({spell_some(foreign)}); {expected}. "
+        what += "Convert them with transformers (from_tf or from_flax, then save_pretrained)"
+    elif gguf := having((".gguf",)):
+        what = f"has its weights only as GGUF ({spell_some(gguf)}); give that file itself"
+    elif others := having((".safetensors",)):
+        what = (
+            f"has safetensors under other names ({spell_some(others)}); {expected}. Rename the one "
+            f"that is meant to {SINGLE}, in a folder of its own"
         )
-    if foreign := having(_FOREIGN):
-        raise BadCheckpoint(
-            f"{where} has its weights only for TensorFlow or Flax ({spell_some(foreign)}); "
-            f"{expected}. Convert them: open them with transformers (from_tf or from_flax) and "
-            "call save_pretrained"
-        )
-    if gguf := having((".gguf",)):
-        raise BadCheckpoint(
-            f"{where} has its weights only as GGUF ({spell_some(gguf)}); give that file itself"
-        )
-    if others := having((".safetensors",)):
-        raise BadCheckpoint(
-            f"{where} has safetensors under other names ({spell_some(others)}); {expected}. "
-            f"Rename the one that is meant to {SINGLE}, in a folder of its own"
-        )
-    found = f"it has {spell_some(sorted(names))}" if names else "it is empty"
-    raise BadCheckpoint(f"{where} has no weights: {found}; {expected}")
+    else:
+        found = f"it has {spell_some(sorted(names))}" if names else "it is empty"
+        what = f"has no weights: {found}; {expected}"
+    raise BadCheckpoint(f"{spell_path(root)} {what}")
 
 
-def _open_shards(view: View) -> list[_Shard]:
+def _open_shards(view: View, names: set[str]) -> list[_Shard]:
     """Every shard that the index names, with index and headers telling the same tale."""
     path = view.locate(INDEX)
     weight_map = _parse_index(path)
     files = list(dict.fromkeys(weight_map.values()))
-    names = view.names()
     if lacking := [file for file in files if file not in names]:
-        raise BadCheckpoint(
-            f"{spell_path(view.root)} lacks {len(lacking)} of the {len(files)} shards that "
-            f"{INDEX} names: {spell_some(lacking)}; download them"
-        )
+        what = f"{spell_path(view.root)} lacks {len(lacking)} of the {len(files)} shards"
+        raise BadCheckpoint(f"{what} that {INDEX} names: {spell_some(lacking)}; download them")
     shards = [_Shard.open(view.locate(file)) for file in files]
     found: dict[str, str] = {}
     for file, shard in zip(files, shards, strict=True):
-        for name in shard.entries:
+        for name in shard.stored:
             if name in found:
                 raise BadCheckpoint(
                     f"{spell_path(view.root)} has tensor {spell(name)} in two shards, "
                     f"{spell(found[name])} and {spell(file)}; which one counts cannot be known"
                 )
             found[name] = file
-    for name, file in weight_map.items():
-        if found.get(name) != file:
-            where = f"it is in {spell(found[name])}" if name in found else "no shard has it"
+    for name in weight_map | found:
+        if weight_map.get(name) != found.get(name):
+            named, holds = (spell(files.get(name, "no shard")) for files in (weight_map, found))
             raise BadCheckpoint(
-                f"{spell_path(path)} puts tensor {spell(name)} in {spell(file)}, but {where}; "
+                f"{spell_path(path)} puts tensor {spell(name)} in {named}, but it is in {holds}; "
                 "index and shards are not of one checkpoint: download them again"
             )
-    if unnamed := [name for name in found if name not in weight_map]:
-        raise BadCheckpoint(
-            f"{spell_path(view.root)} has tensors in its shards that {INDEX} does not name: "
-            f"{spell_some(unnamed)}; index and shards are not of one checkpoint: download them "
-            "again"
-        )
     return shards
 
 
 def _parse_index(path: Path) -> dict[str, str]:
-    """Which file holds which tensor, all file names plain."""
     where = spell_path(path)
-    weight_map = parse_object(read_small(path, MAX_HEADER_BYTES), where).get("weight_map")
+    weight_map = read_json(path, MAX_HEADER_BYTES, BadCheckpoint).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise BadCheckpoint(
-            f"{where} has {spell(weight_map)} as weight_map; expected an object that gives the "
-            "file of each tensor"
-        )
+        what = f"{where} has {spell(weight_map)} as weight_map"
+        raise BadCheckpoint(f"{what}; expected an object that gives the file of each tensor")
     for name, file in weight_map.items():
-        if not isinstance(file, str):
-            raise BadCheckpoint(
-                f"{where} puts tensor {spell(name)} in {spell(file)}; expected a file name"
-            )
         if not is_plain_name(file) or not file.endswith(".safetensors"):
             raise BadCheckpoint(
                 f"{where} puts tensor {spell(name)} in {spell(file)}; expected the plain name of a "
-                ".safetensors file in the same folder, no path, since an index may not lead "
-                "elsewhere"
+                ".safetensors file in the same folder, since an index may not lead elsewhere"
             )
     return weight_map

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 PATTERNS = ["*.json", "*.safetensors", "merges.txt", "*.jinja"]
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
@@ -34,10 +35,7 @@ def fetch_folder(name: str, revision: str | None, more: Sequence[str] = ()) -> P
 
     more: patterns of files that are wanted beside those of `load`.
     """
-    advice = (
-        f"Give the path of a folder with config.json and model.safetensors, or fetch the model "
-        f"where there is a network (hf download {name}) and copy its folder here"
-    )
+    advice = f"fetch it where there is a network (hf download {name}) and copy its folder here"
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
@@ -48,16 +46,13 @@ def fetch_folder(name: str, revision: str | None, more: Sequence[str] = ()) -> P
             name=missing.name,
         ) from None
     # The bases are what the package's own network library raises, whichever its version uses.
-    faults: tuple[type[Exception], ...]
-    faults = (*HfHubHTTPError.__bases__, EntryNotFoundError, OSError)
+    faults: tuple[Any, ...] = (*HfHubHTTPError.__bases__, EntryNotFoundError, OSError)
+    patterns = [*PATTERNS, *more]
     try:
-        patterns = [*PATTERNS, *more]
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except HFValidationError as wrong:
         raise ValueError(f"there is no folder {name!r}, and it is no hub name: {wrong}") from None
     except faults as wrong:
         said = " ".join(str(wrong).split())[:300]
-        raise FileNotFoundError(
-            f"there is no folder {name!r} here, and the hub did not give a model of that name "
-            f"({type(wrong).__name__}: {said}). {advice}"
-        ) from None
+        what = f"there is no folder {name!r} here, and the hub did not give a model of that"
+        raise FileNotFoundError(f"{what} name ({type(wrong).__name__}: {said}); {advice}") from None

@@ -25,14 +25,13 @@ Letters: N rows, M columns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
-from regard.models.header import BadCheckpoint, spell, spell_path
-from regard.models.hf_folder import Folder, Stored
+from regard._files import spell, spell_path
+from regard.models.hf_folder import BadCheckpoint, Folder, Stored
 
 KEY = "quantization_config"
 KIND = "regard-int8-rows"
@@ -43,8 +42,8 @@ MOST = 127
 
 def is_int8(config: Mapping[str, Any]) -> bool:
     """Whether this config.json tells of weights stored in this way, of whatever version."""
-    told = config.get(KEY)
-    return isinstance(told, dict) and told.get("kind") == KIND
+    described = config.get(KEY)
+    return isinstance(described, dict) and described.get("kind") == KIND
 
 
 def pack_rows(matrix_nm: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,31 +77,26 @@ def pack_folder(
             if part in packed:
                 raise ValueError(f"two tensors would be stored as {part}; save the model plainly")
             packed[part] = stored
-    told = {**config, "dtype": "float32", KEY: {"kind": KIND, "version": VERSION}}
-    return told, packed
+    return {**config, "dtype": "float32", KEY: {"kind": KIND, "version": VERSION}}, packed
 
 
 @final
 class Int8Folder:
     """A folder stored in this way, that speaks as a plain one in float32 would."""
 
-    path: Path
-    config: dict[str, Any]
-    stored: dict[str, Stored]
-
     def __init__(self, folder: Folder) -> None:
         """Everything that can be known without reading a number is checked here."""
         self._folder = folder
         self.path = folder.path
         self.config = {key: value for key, value in folder.config.items() if key != KEY}
-        told = folder.config[KEY]
-        if told != {"kind": KIND, "version": VERSION}:
+        described = folder.config[KEY]
+        if described != {"kind": KIND, "version": VERSION}:
             raise BadCheckpoint(
-                f"{spell_path(self.path)}: config.json has {spell(told)} as {KEY}; expected "
+                f"{spell_path(self.path)}: config.json has {spell(described)} as {KEY}; expected "
                 f"version {VERSION} and nothing else. Load it with a newer regard, or get the "
                 "model that was stored for this one"
             )
-        self.stored = {}
+        self.stored: dict[str, Stored] = {}
         for name, found in folder.stored.items():
             if name.endswith(NUMBERS):
                 plain = name.removesuffix(NUMBERS)
@@ -135,19 +129,13 @@ class Int8Folder:
         numbers, scale = stored[name + NUMBERS], stored.get(name + SCALE)
         if scale is None:
             self._refuse(f"has {spell(name + NUMBERS)} and no {spell(name + SCALE)}")
+        both = f"in {spell(name + NUMBERS)} and {spell(name + SCALE)}"
         if (numbers.dtype, scale.dtype) != (torch.int8, torch.float32):
-            self._refuse(
-                f"has {numbers.dtype} in {spell(name + NUMBERS)} and {scale.dtype} in "
-                f"{spell(name + SCALE)}, where int8 and float32 belong"
-            )
+            self._refuse(f"has {numbers.dtype} and {scale.dtype} {both}; expected int8 and float32")
         if len(numbers.shape) != 2 or scale.shape != numbers.shape[:1]:
-            self._refuse(
-                f"has shape {list(numbers.shape)} in {spell(name + NUMBERS)} and "
-                f"{list(scale.shape)} in {spell(name + SCALE)}; expected [N, M] and [N]"
-            )
+            shapes = f"{list(numbers.shape)} and {list(scale.shape)}"
+            self._refuse(f"has the shapes {shapes} {both}; expected [N, M] and [N]")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise BadCheckpoint(
-            f"{spell_path(self.path)} {what}: the file is damaged, or was not written by "
-            "models.save_int8; get it again"
-        )
+        what = f"{spell_path(self.path)} {what}: the file is damaged"
+        raise BadCheckpoint(f"{what}, or was not written by models.save_int8; get it again")

@@ -23,45 +23,47 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from regard.models.header import (
-    DTYPES,
-    MAX_CONFIG_BYTES,
+from regard._files import (
+    MARK,
     MAX_HEADER_BYTES,
-    BadCheckpoint,
     is_text,
-    parse_object,
-    read_small,
+    parse_json,
+    read_json,
+    remove_leftovers,
+    replace_file,
     spell,
     spell_path,
+    sync_folder,
 )
+from regard._files import make_header as pack_header
+from regard.models.header import DTYPES, MAX_CONFIG_BYTES, BadCheckpoint
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MARK = ".regard-"
 PENDING = MARK + "pending.json"
 MAX_NAME_BYTES = 200  # file systems end at 255; the temporary name is longer than the plain one
 
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
-_ALONE = MARK + "new-"  # a file that replaces one other, and is no part of a model folder's write
 _LEFTOVER = re.compile(re.escape(MARK) + "[0-9a-f]{16}-")
 _DTYPE_WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 
-def is_plain_name(name: str) -> bool:
+def is_plain_name(name: object) -> bool:
     """Whether this names a file in the folder itself on every system, and nothing else."""
     return (
-        is_text(name)
+        isinstance(name, str)
+        and is_text(name)
         and 0 < len(name.encode("utf-8")) <= MAX_NAME_BYTES
         and name.isprintable()
         and not set(name) & set('/\\:*?"<>|')
@@ -93,20 +95,20 @@ class View:
         path = root / PENDING
         if not os.path.lexists(path):
             return View(root)
-        said = parse_object(read_small(path, MAX_HEADER_BYTES), spell_path(path))
-        tag, files, stale = said.get("tag"), said.get("files"), said.get("stale")
+        pending = read_json(path, MAX_HEADER_BYTES, BadCheckpoint)
+        tag, files, stale = (pending.get(key) for key in ("tag", "files", "stale"))
         if (
             not isinstance(tag, str)
             or re.fullmatch("[0-9a-f]{16}", tag) is None
             or not isinstance(files, list)
-            or not all(isinstance(name, str) and is_plain_name(name) for name in files)
+            or not all(map(is_plain_name, files))
             or not isinstance(stale, list)
             or not all(isinstance(name, str) and _is_ours(name) for name in stale)
             or set(files) & set(stale)
         ):
             raise BadCheckpoint(
                 f"{spell_path(path)} should tell of a write that was cut short (tag, files and "
-                f"stale), but has {spell(said)}; save the model again into a new folder"
+                f"stale), but has {spell(pending)}; save the model again into a new folder"
             )
         return View(root, tag, tuple(files), tuple(stale))
 
@@ -121,7 +123,6 @@ class View:
         return self.root / name
 
     def names(self) -> set[str]:
-        """The names of all files that count."""
         found = {name for name in os.listdir(self.root) if not name.startswith(MARK)}
         return (found | set(self.files)) - set(self.stale)
 
@@ -139,54 +140,11 @@ class View:
         for name in os.listdir(self.root):
             if _LEFTOVER.match(name):
                 os.unlink(self.root / name)
+        remove_leftovers(self.root)
         sync_folder(self.root)
-
-    def is_committed(self) -> bool:
-        """Whether the rename that makes this view count has happened."""
-        return os.path.lexists(self.root / PENDING)
-
-
-def sync_folder(root: Path) -> None:
-    """Bring the folder's names to the disk, on systems where a folder can be opened for that."""
-    if os.name != "posix":
-        return
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ---- Writing
-
-
-def replace_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Put one file in place whole: whatever happens, readers find the old one or the new one.
-
-    `write` fills a file beside it, which is brought to the disk and then renamed. An error in it
-    passes through and takes the new file along. What a kill leaves behind has a name that no
-    reader looks at; `remove_leftovers` clears it away.
-    """
-    waiting = path.with_name(f"{_ALONE}{secrets.token_hex(8)}-{path.name}")
-    try:
-        with waiting.open("xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(waiting, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(waiting)
-        raise
-    sync_folder(path.parent)
-
-
-def remove_leftovers(root: Path) -> None:
-    """Remove what killed calls of `replace_file` left; nobody else may be writing there now."""
-    for name in os.listdir(root):
-        if name.startswith(_ALONE):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(root / name)
 
 
 def write_folder(
@@ -213,11 +171,10 @@ def write_folder(
         raise ValueError(f"{spell_path(root)} is a file; give a folder to write the model into")
     if not is_text(str(root)):
         raise ValueError(f"{spell_path(root)} is not UTF-8, and safetensors opens no such path")
-    contents: dict[str, bytes | Mapping[str, Tensor]] = {}
-    contents.update(_plan_weights(tensors, max_shard_bytes))
+    contents = _plan_weights(tensors, max_shard_bytes)
     contents[CONFIG] = _to_json(config, CONFIG)
     for name, given in (files or {}).items():
-        _check_name_beside(name, given, contents)
+        _check_file(name, given, contents)
         contents[name] = given.encode("utf-8") if isinstance(given, str) else given
     root.mkdir(parents=True, exist_ok=True)
     View.of(root).finish()
@@ -229,14 +186,14 @@ def write_folder(
     try:
         for name, content in contents.items():
             _write_file(view.beside(name), content)
-        said = {"tag": view.tag, "files": view.files, "stale": view.stale}
-        _write_file(view.beside(PENDING), json.dumps(said).encode("utf-8"))
         sync_folder(root)
-        os.replace(view.beside(PENDING), root / PENDING)
+        pending = {"tag": view.tag, "files": view.files, "stale": view.stale}
+        with replace_file(root / PENDING) as file:
+            file.write(json.dumps(pending).encode("utf-8"))
     except BaseException:
         # An interrupt may arrive after the rename: from there on the files are the checkpoint.
-        if not view.is_committed():
-            for name in (*contents, PENDING):
+        if not os.path.lexists(root / PENDING):
+            for name in contents:
                 with contextlib.suppress(OSError):
                     os.unlink(view.beside(name))
         raise
@@ -253,11 +210,11 @@ def _to_json(value: Mapping[str, Any], name: str) -> bytes:
         raise ValueError(f"config cannot be written as {name}: {error}") from error
     if len(data) > MAX_CONFIG_BYTES:
         raise ValueError(f"config takes {len(data)} bytes as {name}; at most {MAX_CONFIG_BYTES}")
-    parse_object(data, f"{name} made of the given config")
+    parse_json(data, f"{name} made of the given config", BadCheckpoint)
     return data
 
 
-def _check_name_beside(name: str, content: object, taken: Mapping[str, object]) -> None:
+def _check_file(name: str, content: object, taken: Mapping[str, object]) -> None:
     if not isinstance(name, str) or not is_plain_name(name):
         raise ValueError(f"files has the file name {spell(name)}; expected a plain name, no path")
     lowered = {other.casefold() for other in taken}  # some file systems take these for the same
@@ -275,11 +232,11 @@ def _plan_weights(
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     if not tensors:
         raise ValueError("there are no tensors to write; expected at least one")
-    shards: list[dict[str, Tensor]] = []
+    shards: list[dict[str, Tensor]] = [{}]
     filled = total = 0
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
-        if not shards or filled + tensor.nbytes > max_shard_bytes:
+        if shards[-1] and filled + tensor.nbytes > max_shard_bytes:
             shards.append({})
             filled = 0
         shards[-1][name] = tensor
@@ -287,12 +244,9 @@ def _plan_weights(
         total += tensor.nbytes
     if len(shards) == 1:
         return {SINGLE: shards[0]}
-    files: dict[str, bytes | Mapping[str, Tensor]] = {}
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        files[file] = shard
-        weight_map.update(dict.fromkeys(shard, file))
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    files: dict[str, bytes | Mapping[str, Tensor]] = dict(zip(names, shards, strict=True))
+    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     files[INDEX] = (json.dumps(index, indent=2) + "\n").encode("utf-8")
     return files
@@ -304,15 +258,12 @@ def check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{spell(name)} must be a tensor, got {type(tensor).__name__}")
     if str(tensor.layout) != "torch.strided" or tensor.is_meta or tensor.is_quantized:
-        raise ValueError(
-            f"{spell(name)} is {tensor.layout} of {tensor.dtype} on {tensor.device}; only dense "
-            "tensors that hold data can be written"
-        )
+        what = f"{spell(name)} is {tensor.layout} of {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"{what}; only dense tensors that hold data can be written")
     if tensor.dtype not in _DTYPE_WORDS:
-        raise ValueError(
-            f"{spell(name)} has the type {tensor.dtype}, which is not written; convert it to one "
-            f"of {', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPE_WORDS)}"
-        )
+        what = f"{spell(name)} has the type {tensor.dtype}, which is not written; convert it to one"
+        known = (str(dtype).removeprefix("torch.") for dtype in _DTYPE_WORDS)
+        raise ValueError(f"{what} of {', '.join(known)}")
 
 
 def make_header(
@@ -321,25 +272,13 @@ def make_header(
     """The header, in the mapping's order, and the order in which the bytes must follow it.
 
     Wide types come first in the bytes, so that each value lies at a multiple of its own size.
-    The header opens with the metadata, in the mapping's order.
     """
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    starts, reached = {}, 0
-    for name in order:
-        starts[name] = reached
-        reached += tensors[name].nbytes
-    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    for name, tensor in tensors.items():
-        header[name] = {
-            "dtype": _DTYPE_WORDS[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [starts[name], starts[name] + tensor.nbytes],
-        }
-    data = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    data += b" " * (-len(data) % 8)
-    if len(data) > MAX_HEADER_BYTES:
-        raise ValueError(f"the names of the tensors take {len(data)} bytes, more than any reads")
-    return len(data).to_bytes(8, "little") + data, order
+    described = {
+        name: (_DTYPE_WORDS[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in tensors.items()
+    }
+    return pack_header(described, metadata or {"format": "pt"}, order=order), order
 
 
 def _write_file(path: Path, content: bytes | Mapping[str, Tensor]) -> None:

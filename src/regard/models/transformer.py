@@ -2,8 +2,8 @@
 
 Why: GPT-2, BERT, LLaMA and T5 are the same program with other numbers; here it is written once.
 
-How: `encode` reads a source text, `run` gives the last vectors of a text, `head` turns vectors into
-scores over the vocabulary, and calling the model does all of it. Padding is told by `real` (True
+How: `encode` reads a source text, `run` gives the last vectors of a text, `head` makes logits of
+vectors, and calling the model does all of it. Padding is told by `real` (True
 where a token is real) and becomes positions: the running count of a row's real tokens, and -1 for
 padding, which nobody sees. So a row answers the same wherever its padding lies. Mask and positions
 are made here and only read below.
@@ -30,7 +30,7 @@ from regard.layers.feedforward import make_activation
 from regard.layers.matvec import linear
 from regard.layers.norm import make_norm
 from regard.layers.static_cache import FixedCache, WindowedCache
-from regard.models.config import EmbedConfig, ModelConfig
+from regard.models.config import ModelConfig
 from regard.ops import Dense, Mask
 from regard.positions import Learned, Sinusoidal
 from regard.tokens import Tokenizer
@@ -69,30 +69,28 @@ class Output:
 
 
 class Embedding(nn.Module):
-    """Token ids (B, T) to vectors (B, T, C)."""
+    """Token ids (B, T) to vectors (B, T, C); `factory` is device and dtype, as torch calls it."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tokens: nn.Embedding,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, tokens: nn.Embedding, **factory: Any) -> None:
         super().__init__()
         embed, dim = config.embed, config.dim
         self.scale = embed.scale
         self.tokens = tokens
         self.project: nn.Linear | None = None
         if embed.dim is not None:
-            self.project = nn.Linear(embed.dim, dim, bias=False, device=device, dtype=dtype)
-        self.positions = make_positions(embed, dim, config.max_len, device, dtype)
+            self.project = nn.Linear(embed.dim, dim, bias=False, **factory)
+        self.positions: Learned | Sinusoidal | None = None
+        if embed.positions == "sinusoidal":
+            self.positions = Sinusoidal(dim, config.max_len, layout=embed.layout)
+        elif embed.positions == "learned":
+            assert config.max_len is not None
+            self.positions = Learned(config.max_len, dim, embed.offset, **factory)
         self.token_types: nn.Embedding | None = None
         if embed.n_token_types:
-            self.token_types = nn.Embedding(embed.n_token_types, dim, device=device, dtype=dtype)
+            self.token_types = nn.Embedding(embed.n_token_types, dim, **factory)
         self.norm: nn.Module | None = None
         if embed.norm:
-            self.norm = make_norm("layer", dim, eps=embed.norm_eps, device=device, dtype=dtype)
+            self.norm = make_norm("layer", dim, eps=embed.norm_eps, **factory)
         self.dropout = Dropout(embed.dropout)
 
     def forward(
@@ -117,53 +115,29 @@ class Embedding(nn.Module):
         return out_btc
 
 
-def make_positions(
-    embed: EmbedConfig,
-    dim: int,
-    max_len: int | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> Learned | Sinusoidal | None:
-    """What is added to the embedding for the order of tokens."""
-    if embed.positions == "none":
-        return None
-    if embed.positions == "sinusoidal":
-        return Sinusoidal(dim, max_len, layout=embed.layout)
-    assert max_len is not None
-    return Learned(max_len, dim, embed.offset, device=device, dtype=dtype)
-
-
 class Head(nn.Module):
-    """Vectors (..., C) to scores over the vocabulary (..., V)."""
+    """Vectors (..., C) to logits over the vocabulary (..., V)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tokens: nn.Embedding,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, tokens: nn.Embedding, **factory: Any) -> None:
         super().__init__()
         head, dim, embed_dim = config.head, config.dim, config.embed_dim
         self.scale, self.softcap = head.scale, head.softcap
         self.dense: nn.Linear | None = None
         self.norm: nn.Module | None = None
         if head.kind == "masked":
-            self.dense = nn.Linear(dim, dim, device=device, dtype=dtype)
+            self.dense = nn.Linear(dim, dim, **factory)
             self.activation = make_activation(head.activation)  # type: ignore[arg-type]
-            self.norm = make_norm("layer", dim, eps=head.norm_eps, device=device, dtype=dtype)
+            self.norm = make_norm("layer", dim, eps=head.norm_eps, **factory)
         self.project: nn.Linear | None = None
         if config.embed.dim is not None:
-            self.project = nn.Linear(dim, embed_dim, bias=False, device=device, dtype=dtype)
+            self.project = nn.Linear(dim, embed_dim, bias=False, **factory)
         self.weight = tokens.weight
         if not head.tied:
-            shape = config.vocab_size, embed_dim
-            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.weight = nn.Parameter(torch.empty(config.vocab_size, embed_dim, **factory))
             nn.init.normal_(self.weight, std=0.02)
         self.bias: nn.Parameter | None = None
         if head.bias:
-            self.bias = nn.Parameter(torch.zeros(config.vocab_size, device=device, dtype=dtype))
+            self.bias = nn.Parameter(torch.zeros(config.vocab_size, **factory))
 
     def ready(self, x_btc: Tensor) -> Tensor:
         """The vectors, brought to where one product with the table is left."""
@@ -196,28 +170,25 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.origin = None
-        tokens = nn.Embedding(config.vocab_size, config.embed_dim, device=device, dtype=dtype)
+        factory: Any = {"device": device, "dtype": dtype}
+        tokens = nn.Embedding(config.vocab_size, config.embed_dim, **factory)
         nn.init.normal_(tokens.weight, std=0.02)
         self.encoder_embed: Embedding | None = None
         self.encoder: Encoder | None = None
         if config.encoder:
-            self.encoder_embed = Embedding(config, tokens, device=device, dtype=dtype)
-            self.encoder = Encoder(
-                config.encoder, relative=config.relative, device=device, dtype=dtype
-            )
+            self.encoder_embed = Embedding(config, tokens, **factory)
+            self.encoder = Encoder(config.encoder, relative=config.relative, **factory)
         self.decoder_embed: Embedding | None = None
         self.decoder: Decoder | None = None
         if config.decoder:
-            self.decoder_embed = Embedding(config, tokens, device=device, dtype=dtype)
-            self.decoder = Decoder(
-                config.decoder, relative=config.relative, device=device, dtype=dtype
-            )
+            self.decoder_embed = Embedding(config, tokens, **factory)
+            self.decoder = Decoder(config.decoder, relative=config.relative, **factory)
         self.pooler: nn.Linear | None = None
         if config.head.pooler:
-            self.pooler = nn.Linear(config.dim, config.dim, device=device, dtype=dtype)
+            self.pooler = nn.Linear(config.dim, config.dim, **factory)
         self.head: Head | None = None
         if config.head.kind != "none":
-            self.head = Head(config, tokens, device=device, dtype=dtype)
+            self.head = Head(config, tokens, **factory)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -361,7 +332,6 @@ class Transformer(nn.Module):
     def _stand(
         self, ids_bt: Tensor, positions: Tensor | None, cache: DecoderCache | None
     ) -> Tensor:
-        """Where each token stands, for the embedding."""
         if positions is not None:
             return positions
         if cache is None:
@@ -397,7 +367,5 @@ def check_ids(ids_bt: Tensor, vocab_size: int) -> None:
         return
     lowest, highest = (int(x) for x in torch.aminmax(ids_bt))
     if lowest < 0 or highest >= vocab_size:
-        raise ValueError(
-            f"ids run from {lowest} to {highest}; expected 0 to {vocab_size - 1}: the text was "
-            "made for another vocabulary"
-        )
+        what = f"ids run from {lowest} to {highest}; expected 0 to {vocab_size - 1}"
+        raise ValueError(f"{what}: the text was made for another vocabulary")

@@ -11,7 +11,7 @@ Left out: numbers are never changed; a link only moves them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,36 +40,24 @@ def same(theirs: str, ours: str) -> Link:
 def transposed(theirs: str, ours: str) -> Link:
     """A matrix that they keep as (in, out) and we as (out, in): GPT-2's Conv1D."""
 
-    def turn(tensors: Tensors) -> Tensors:
+    def transpose(tensors: Tensors) -> Tensors:
         return [tensors[0].T]
 
-    return Link((theirs,), (ours,), turn, turn)
+    return Link((theirs,), (ours,), transpose, transpose)
 
 
-def reshaped(theirs: str, ours: str, shape: Sequence[int], our_shape: Sequence[int]) -> Link:
-    """The same numbers in another shape: `shape` theirs, `our_shape` ours."""
+def stacked(theirs: str, ours: Sequence[str], n_rows: int, is_transposed: bool) -> Link:
+    """One tensor of theirs that holds several of ours, one below the other, `n_rows` each.
 
-    def read(tensors: Tensors) -> Tensors:
-        return [tensors[0].reshape(tuple(our_shape))]
-
-    def write(tensors: Tensors) -> Tensors:
-        return [tensors[0].reshape(tuple(shape))]
-
-    return Link((theirs,), (ours,), read, write)
-
-
-def stacked(theirs: str, ours: Sequence[str], sizes: Sequence[int], turned: bool = False) -> Link:
-    """One tensor of theirs that holds several of ours, one below the other, `sizes` rows each.
-
-    `turned`: side by side in a Conv1D, whose rows are our columns.
+    `is_transposed`: side by side in a Conv1D, whose rows are our columns.
     """
 
     def read(tensors: Tensors) -> Tensors:
-        return list(torch.split(tensors[0].T if turned else tensors[0], list(sizes)))
+        return list(torch.split(tensors[0].T if is_transposed else tensors[0], n_rows))
 
     def write(tensors: Tensors) -> Tensors:
         whole = torch.cat(tensors)
-        return [whole.T if turned else whole]
+        return [whole.T if is_transposed else whole]
 
     return Link((theirs,), tuple(ours), read, write)
 
@@ -91,6 +79,16 @@ def interleaved(theirs: str, ours: Sequence[str], n_heads: int) -> Link:
         return [torch.stack(parts, 1).flatten(0, 2)]
 
     return Link((theirs,), tuple(ours), read, write)
+
+
+def renamed(theirs: str, ours: str, names: Mapping[str, str], has_bias: bool = True) -> list[Link]:
+    """Layers under other names, `names` from theirs to ours: weight and bias, or weight alone."""
+    parts = ("weight", "bias") if has_bias else ("weight",)
+    return [
+        same(f"{theirs}.{name}.{part}", f"{ours}.{our_name}.{part}")
+        for name, our_name in names.items()
+        for part in parts
+    ]
 
 
 def both(theirs: str, ours: str) -> list[Link]:

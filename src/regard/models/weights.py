@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import all_finite
+from regard._files import read_bytes, spell_some
 from regard.models.config import ModelConfig
 from regard.models.embedded import find_embedded, is_embedded
 from regard.models.families import FAMILIES, config_of
@@ -37,30 +38,13 @@ from regard.models.transformer import Transformer
 from regard.models.weight_map import Link
 from regard.positions.frequencies import check_number
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
-KEPT_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "source.spm",
-    "target.spm",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
+KEPT_FILES = ["generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+KEPT_FILES += ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"]
+KEPT_FILES += ["vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
+KEPT_FILES += ["source.spm", "target.spm", "chat_template.jinja", "chat_template.json"]
 """Small files beside the weights that go along when a loaded model is saved."""
+MAX_KEPT_BYTES = 200_000_000
 DIFFERENT = ": config and weights are of different models; download both again"
 
 
@@ -115,9 +99,8 @@ def save(model: Transformer, path: str | os.PathLike[str], *, max_shard_gb: floa
     """
     check_number("max_shard_gb", max_shard_gb)
     config, tensors = gather(model)
-    write_folder(
-        path, config, tensors, max_shard_bytes=int(max_shard_gb * 1e9), files=files_beside(model)
-    )
+    size = int(max_shard_gb * 1e9)
+    write_folder(path, config, tensors, max_shard_bytes=size, files=files_beside(model))
 
 
 def save_int8(model: Transformer, path: str | os.PathLike[str]) -> None:
@@ -134,34 +117,37 @@ def save_int8(model: Transformer, path: str | os.PathLike[str]) -> None:
 def gather(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a folder of this model says: its config.json, and its tensors under their names."""
     config = model.config
-    check_told(config)
+    check_source(config)
     family = FAMILIES[config.family]
     links = family.links(config)
     check_written(model, links)
+    prefix = family.prefix if config.head.kind == "none" else ""
+    tensors = {name.removeprefix(prefix): x for name, x in to_theirs(model, links).items()}
+    source = {key: value for key, value in config.source.items() if key != "torch_dtype"}
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return {**source, "dtype": dtype if dtype in DTYPES else "float32"}, tensors
+
+
+def to_theirs(model: Transformer, links: Iterable[Link]) -> dict[str, Tensor]:
+    """The model's tensors under the names and in the shapes of the links."""
     ours = dict(model.named_parameters(remove_duplicate=False))
-    bare = config.head.kind == "none"
-    tensors: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for link in links:
         written = link.write([ours[name].detach() for name in link.ours])
-        for name, tensor in zip(link.theirs, written, strict=True):
-            tensors[name.removeprefix(family.prefix) if bare else name] = tensor
-    source = dict(config.source)
-    words = {value: word for word, value in DTYPES.items()}
-    source.pop("torch_dtype", None)
-    source["dtype"] = words.get(next(iter(ours.values())).dtype, "float32")
-    return source, tensors
+        found.update(zip(link.theirs, written, strict=True))
+    return found
 
 
-def check_told(config: ModelConfig) -> None:
-    """Refuse a config that its own config.json does not tell; `fit_parts` may have taken away."""
+def check_source(config: ModelConfig) -> None:
+    """Refuse a config that its own config.json does not make; `fit_parts` may have taken away."""
     if config.source:
-        told = config_of(config.source)
-        head = told.head
+        again = config_of(config.source)
+        head = replace(again.head, pooler=again.head.pooler and config.head.pooler)
         if config.head.kind == "none" and is_bare(config.source):
             head = replace(head, kind="none")
-        if FAMILIES[told.family].output_layer is not None:
+        if FAMILIES[again.family].output_layer is not None:
             head = replace(head, tied=config.head.tied)
-        if replace(told, head=replace(head, pooler=head.pooler and config.head.pooler)) == config:
+        if replace(again, head=head) == config:
             return
     raise ValueError(
         "this model's config was changed after it was made from config.json's words, so no "
@@ -178,20 +164,18 @@ def check_written(model: Transformer, links: Iterable[Link]) -> None:
     lost += [name for name in needed if name not in ours]
     if lost:
         raise ValueError(
-            f"the model's parameters are not those of its config: {some(lost)}; a tie was undone, "
-            "or a part was added or taken away. Make a model with models.config_of({...}) that "
-            "has them, and copy them there"
+            f"the model's parameters are not those of its config: {spell_some(lost)}; a tie was "
+            "undone, or a part was added or taken away. Make a model with models.config_of({...}) "
+            "that has them, and copy them there"
         )
 
 
 def files_beside(model: Transformer) -> dict[str, bytes]:
-    """The small files that came with the weights."""
     origin = model.origin
     if origin is not None and origin.is_dir():
-        found = (origin / name for name in KEPT_FILES)
-        return {path.name: path.read_bytes() for path in found if path.is_file()}
-    tokenizer = model.tokenizer
-    texts = {} if tokenizer is None else tokenizer.texts
+        found = [name for name in KEPT_FILES if (origin / name).is_file()]
+        return {name: read_bytes(origin / name, MAX_KEPT_BYTES, BadCheckpoint) for name in found}
+    texts = {} if model.tokenizer is None else model.tokenizer.texts
     return {name: text.encode() for name, text in texts.items()}
 
 
@@ -200,16 +184,15 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.devic
     config = config_of(checkpoint.config)
     n_layers = len(config.encoder) + len(config.decoder)
     if n_layers > len(checkpoint.stored):
-        raise BadCheckpoint(
-            f"{checkpoint.path}: config.json speaks of {n_layers} layers, but there are "
-            f"{len(checkpoint.stored)} tensors in all{DIFFERENT}"
-        )
+        what = f"{checkpoint.path}: config.json speaks of {n_layers} layers, but"
+        raise BadCheckpoint(f"{what} there are {len(checkpoint.stored)} tensors in all{DIFFERENT}")
     family = FAMILIES[config.family]
     config = fit_parts(config, family, checkpoint)
     model = make_blank(config)
     links = family.links(config)
     names = find_names(checkpoint, family, links)
-    check_tensors(checkpoint, family, expected_shapes(model, links, names), config)
+    shapes = {names[name]: tuple(x.shape) for name, x in to_theirs(model, links).items()}
+    check_tensors(checkpoint, family, shapes, config)
     dtype = dtype or stored_dtype(checkpoint, names[links[0].theirs[0]])
     for link in links:
         theirs = [read_checked(checkpoint, names[name], dtype) for name in link.theirs]
@@ -233,9 +216,8 @@ def fit_parts(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> Mo
 
     def lacks(part: str) -> bool:
         own = [link for link in links if any(ours.startswith(part) for ours in link.ours)]
-        return bool(own) and not any(
-            names[name] in checkpoint.stored for link in own for name in link.theirs
-        )
+        theirs = {names[name] for link in own for name in link.theirs}
+        return bool(theirs) and theirs.isdisjoint(checkpoint.stored)
 
     head = config.head
     if is_bare(checkpoint.config) and lacks("head."):
@@ -243,9 +225,10 @@ def fit_parts(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> Mo
     if head.pooler and lacks("pooler."):
         head = replace(head, pooler=False)
     if head.kind == "lm" and family.output_layer is not None:
-        table = find_copied(family.output_layer, family)
+        name, table = family.output_layer, find_copied(family.output_layer, family)
         assert table is not None
-        head = replace(head, tied=not differ(checkpoint, family.output_layer, table))
+        tied = name not in checkpoint.stored or are_equal(checkpoint, name, table)
+        head = replace(head, tied=tied)
     return replace(config, head=head)
 
 
@@ -256,12 +239,13 @@ def is_bare(source: Mapping[str, Any]) -> bool:
     return isinstance(named, str) and named.endswith("Model") and not named.endswith("HeadModel")
 
 
-def differ(checkpoint: Checkpoint, name: str, original: str) -> bool:
-    """Whether the file has a tensor of this name that does not repeat the original."""
+def are_equal(checkpoint: Checkpoint, name: str, original: str) -> bool:
+    """Whether two tensors are the same; NaN, which is refused where it is read, equals itself."""
     one, other = checkpoint.stored.get(name), checkpoint.stored.get(original)
     if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-        return one is not None
-    return not torch.equal(checkpoint.read(name), checkpoint.read(original))
+        return False
+    first, second = checkpoint.read(name), checkpoint.read(original)
+    return torch.equal(first, second) or torch.allclose(first, second, 0, 0, equal_nan=True)
 
 
 def find_names(checkpoint: Checkpoint, family: Family, links: Iterable[Link]) -> dict[str, str]:
@@ -280,19 +264,6 @@ def find_names(checkpoint: Checkpoint, family: Family, links: Iterable[Link]) ->
     return {name: spell(name) for link in links for name in link.theirs}
 
 
-def expected_shapes(
-    model: Transformer, links: Iterable[Link], names: Mapping[str, str]
-) -> dict[str, tuple[int, ...]]:
-    """The names and shapes that a file of this model has."""
-    ours = dict(model.named_parameters(remove_duplicate=False))
-    shapes = {}
-    for link in links:
-        written = link.write([ours[name] for name in link.ours])
-        for name, tensor in zip(link.theirs, written, strict=True):
-            shapes[names[name]] = tuple(tensor.shape)
-    return shapes
-
-
 def check_tensors(
     checkpoint: Checkpoint,
     family: Family,
@@ -301,41 +272,30 @@ def check_tensors(
 ) -> None:
     """None missing, none left over, every shape right, every repeated tensor equal."""
     stored = checkpoint.stored
-    missing = [name for name in expected if name not in stored]
-    if missing:
-        hint = ""
-        if any("lm_head" in name for name in missing):
-            hint = "; if its output layer is the embedding, set tie_word_embeddings in config.json"
+    if missing := [name for name in expected if name not in stored]:
+        hint = "; if its output layer is the embedding, set tie_word_embeddings in config.json"
+        hint = hint if any("lm_head" in name for name in missing) else DIFFERENT
         raise BadCheckpoint(
             f"{checkpoint.path} lacks {len(missing)} of the {len(expected)} tensors that a "
-            f"{family.name} model with this config has: {some(missing)}{hint or DIFFERENT}"
+            f"{family.name} model with this config has: {spell_some(missing)}{hint}"
         )
     for name, shape in expected.items():
         if stored[name].shape != shape:
-            raise BadCheckpoint(
-                f"{checkpoint.path}: tensor {name} has shape {list(stored[name].shape)}, but "
-                f"config.json makes it {list(shape)}{DIFFERENT}"
-            )
+            what = f"{checkpoint.path}: tensor {name} has shape {list(stored[name].shape)}"
+            raise BadCheckpoint(f"{what}, but config.json makes it {list(shape)}{DIFFERENT}")
     left = []
-    for name in stored:
-        if name in expected:
-            continue
+    for name in [name for name in stored if name not in expected]:
+        bare = name.removeprefix(family.prefix)
         original = find_copied(name, family)
         if original is not None:
             check_copy(checkpoint, name, original, expected)
-        elif not is_ignored(name, family) and not is_constant(checkpoint, name, family, config):
+        elif any(re.fullmatch(pattern, bare) for pattern in family.ignored):
+            continue
+        elif not is_constant(checkpoint, name, family, config):
             left.append(name)
     if left:
-        raise BadCheckpoint(
-            f"{checkpoint.path} has {len(left)} tensors that a {family.name} model with this "
-            f"config does not have: {some(left)}{DIFFERENT}"
-        )
-
-
-def is_ignored(name: str, family: Family) -> bool:
-    """Whether a file may have this tensor though the model does not need it."""
-    bare = name.removeprefix(family.prefix)
-    return any(re.fullmatch(pattern, bare) for pattern in family.ignored)
+        what = f"{checkpoint.path} has {len(left)} tensors that a {family.name} model"
+        raise BadCheckpoint(f"{what} with this config does not have: {spell_some(left)}{DIFFERENT}")
 
 
 def is_constant(checkpoint: Checkpoint, name: str, family: Family, config: ModelConfig) -> bool:
@@ -351,18 +311,14 @@ def is_constant(checkpoint: Checkpoint, name: str, family: Family, config: Model
         bound = max(1e-6, torch.finfo(found.dtype).eps)
         if bool(((checkpoint.read(name).float() - wanted).abs() <= bound).all()):
             return True
-    raise BadCheckpoint(
-        f"{checkpoint.path}: tensor {name} is not what a {family.name} model with this config "
-        "computes there; a table of its own is not supported"
-    )
+    what = f"{checkpoint.path}: tensor {name} is not what a {family.name} model with"
+    raise BadCheckpoint(f"{what} this config computes there; a table of its own is not supported")
 
 
 def find_copied(name: str, family: Family) -> str | None:
     """The name of the tensor that this one repeats in tied models."""
-    for pattern, original in family.copies.items():
-        if re.fullmatch(pattern, name):
-            return original
-    return None
+    found = (original for pattern, original in family.copies.items() if re.fullmatch(pattern, name))
+    return next(found, None)
 
 
 def check_copy(
@@ -371,46 +327,34 @@ def check_copy(
     """A repeated tensor must be equal to the one it repeats."""
     if original not in expected:
         original = next((full for full in expected if original.endswith(f".{full}")), original)
-    if original in checkpoint.stored:
-        one, other = checkpoint.read(name), checkpoint.read(original)
-        alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-        # NaN differs from itself; it is refused, by its name, where the original is read.
-        if alike and (torch.equal(one, other) or torch.allclose(one, other, 0, 0, equal_nan=True)):
-            return
-    raise BadCheckpoint(
-        f"{checkpoint.path}: config.json says that {name} is the same as {original}, but the file "
-        "has two different tensors; set tie_word_embeddings to false there if both are meant"
-    )
+    if not are_equal(checkpoint, name, original):
+        raise BadCheckpoint(
+            f"{checkpoint.path}: config.json says that {name} is the same as {original}, but they "
+            "differ in the file; set tie_word_embeddings to false there if both are meant"
+        )
 
 
 def read_checked(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
     """One tensor, all of its numbers finite, also in the type it will have."""
-    tensor = checkpoint.read(name)
+    tensor, where = checkpoint.read(name), f"{checkpoint.path}: tensor {name}"
     if not tensor.is_floating_point():
-        raise BadCheckpoint(
-            f"{checkpoint.path}: tensor {name} holds {tensor.dtype}; expected floating point. If "
-            "the weights are quantised, load the unquantised model, or its GGUF file"
-        )
+        what = f"{where} holds {tensor.dtype}; expected floating point. If the weights"
+        raise BadCheckpoint(f"{what} are quantised, load the unquantised model, or its GGUF file")
     if not all_finite(tensor) and not bool(torch.isfinite(tensor).all()):
         n_bad = int((~torch.isfinite(tensor)).sum())
         raise BadCheckpoint(
-            f"{checkpoint.path}: tensor {name} has {n_bad:,} numbers that are NaN or infinite of "
-            f"{tensor.numel():,}: the file is damaged (download it again), or training had failed "
-            "before it was written"
+            f"{where} has {n_bad:,} numbers that are NaN or infinite of {tensor.numel():,}: the "
+            "file is damaged (download it again), or training had failed before it was written"
         )
-    most = torch.finfo(dtype).max
-    if most < torch.finfo(tensor.dtype).max and tensor.numel():
-        lowest, highest = (float(end) for end in torch.aminmax(tensor))
-        if max(-lowest, highest) > most:
-            raise BadCheckpoint(
-                f"{checkpoint.path}: tensor {name} has numbers up to {max(-lowest, highest):g}, "
-                f"which {dtype} cannot hold; load it with dtype={tensor.dtype}, as it is stored"
-            )
+    if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and tensor.numel():
+        largest = max(abs(float(end)) for end in torch.aminmax(tensor))
+        if largest > torch.finfo(dtype).max:
+            what = f"{where} has numbers up to {largest:g}, which {dtype} cannot hold"
+            raise BadCheckpoint(f"{what}; load it with dtype={tensor.dtype}, as it is stored")
     return tensor
 
 
 def put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Set the parameter of this dotted name."""
     path, _, last = name.rpartition(".")
     model.get_submodule(path)._parameters[last] = nn.Parameter(tensor)
 
@@ -418,9 +362,7 @@ def put(model: nn.Module, name: str, tensor: Tensor) -> None:
 def stored_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
     """The type a model is loaded in when none is asked for: config.json's, else its embedding's."""
     word = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    if isinstance(word, str) and word.removeprefix("torch.") in DTYPES:
-        return DTYPES[word.removeprefix("torch.")]
-    found = checkpoint.stored[name].dtype
+    found: torch.dtype = DTYPES.get(str(word).removeprefix("torch."), checkpoint.stored[name].dtype)
     return found if found in DTYPES.values() else torch.float32
 
 
@@ -430,13 +372,12 @@ def check_dtype(dtype: torch.dtype | None) -> None:
 
 
 def check_path(path_or_name: str | os.PathLike[str]) -> Path:
+    expected = "expected a folder, a GGUF file or a hub name"
     if not isinstance(path_or_name, str | os.PathLike):
-        raise TypeError(
-            f"path_or_name is {repr(path_or_name)[:60]}; expected a folder, a GGUF file or a hub "
-            "name, as a str or a path"
-        )
+        came = repr(path_or_name)[:60]
+        raise TypeError(f"path_or_name is {came}; {expected}, as a str or a path")
     if not os.fspath(path_or_name):
-        raise ValueError("path_or_name is empty; expected a folder, a GGUF file or a hub name")
+        raise ValueError(f"path_or_name is empty; {expected}")
     return Path(path_or_name)
 
 
@@ -445,14 +386,11 @@ def find_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(
-            f"device is {device!r}; expected a device of torch on this machine, such as 'cpu'"
-        ) from None
+        what = f"device is {device!r}; expected a device of torch on this machine"
+        raise ValueError(f"{what}, such as 'cpu'") from None
     if found.type == "meta":
-        raise ValueError(
-            "device is 'meta', where tensors hold no numbers; for a model without weights make "
-            "models.Transformer(config, device='meta')"
-        )
+        what = "device is 'meta', where tensors hold no numbers; for a model"
+        raise ValueError(f"{what} without weights make models.Transformer(config, device='meta')")
     try:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as wrong:
@@ -462,12 +400,3 @@ def find_device(device: torch.device | str) -> torch.device:
             "model with device='cpu', or install the torch that is made for the device"
         ) from None
     return found
-
-
-def some(names: list[str], most: int = 4) -> str:
-    """The first few names, made printable, and how many more there are."""
-    shown = ", ".join(
-        name if name.isprintable() and len(name) < 200 else repr(name)[:200]
-        for name in names[:most]
-    )
-    return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"

@@ -144,7 +144,7 @@ class _Band:
         self.row_max = torch.full_like(self.sum, torch.finfo(dtype).min)
         self.output = self.sum.expand(B, H, t, v_bgse.shape[3])
         self.spoil = self.sum
-        self.heat = self.far = self.mass = self.sum
+        self.score_sum = self.distance_sum = self.mass = self.sum
         self.key = torch.full_like(self.sum, -1, dtype=torch.int64)
 
     def take(
@@ -158,19 +158,20 @@ class _Band:
         centred = scores_bhts.sub_(highest)
         if ask.entropy:
             # The sum of w · (score - highest); raising highest by a step lowers every term by it.
-            heat = shrink * (self.heat + self.sum * (self.row_max - highest))
+            score_sum = shrink * (self.score_sum + self.sum * (self.row_max - highest))
             scratch = None if is_transformed(centred) else self.scratch
             out = None if scratch is None else scratch[: centred.numel()].view(centred.shape)
             weights = torch.exp(centred, out=out)
             terms = centred.clamp_(min=torch.finfo(centred.dtype).min).mul_(weights)
-            self.heat = heat + terms.sum(-1, keepdim=True)
+            self.score_sum = score_sum + terms.sum(-1, keepdim=True)
         else:
             weights = centred.exp_()
         part = weights.sum(-1, keepdim=True)
         self.sum = shrink * self.sum + part
         if ask.distance:
             near = (weights @ (j_s - j_s[0]).to(weights.dtype))[..., None]
-            self.far = shrink * self.far + part * (self.i_t1 - j_s[0]).to(weights.dtype) - near
+            step = part * (self.i_t1 - j_s[0]).to(weights.dtype) - near
+            self.distance_sum = shrink * self.distance_sum + step
         if mass_b1s1 is not None:
             self.mass = shrink * self.mass + weights @ mass_b1s1.to(weights.dtype)
         self.row_max = highest
@@ -211,7 +212,7 @@ class _Band:
         weight = self.sum * share
         # lse - self.row_max, but not by way of lse: large scores would cost its last digits.
         spread = (highest - self.row_max) + total.log()
-        entropy = (weight * spread).masked_fill(empty, 0.0) - self.heat * share
+        entropy = (weight * spread).masked_fill(empty, 0.0) - self.score_sum * share
         seen = (self.sum != 0).to(share.dtype)
         return Rows(
             output=(self.output * share * (1.0 + self.spoil)).to(self.q.dtype),
@@ -220,7 +221,7 @@ class _Band:
             entropy=entropy.squeeze(-1) if ask.entropy else self.none(),
             peak=(share * seen).squeeze(-1) if ask.peak else self.none(),
             peak_key=no_key(self.key, share).squeeze(-1) if ask.peak else self.none().long(),
-            distance=(self.far * share).squeeze(-1) if ask.distance else self.none(),
+            distance=(self.distance_sum * share).squeeze(-1) if ask.distance else self.none(),
             mass=(self.mass * share).squeeze(-1) if has_mass else self.none(),
             row_max=highest.squeeze(-1).clone(),
             denominator=total.squeeze(-1),

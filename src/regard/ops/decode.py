@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.ops.call import Call
 from regard.ops.kernels import decode
-from regard.ops.kernels.decode import OPEN, Sight
+from regard.ops.kernels.decode import OPEN, KeyWindow
 from regard.ops.mask import At, Mask
 from regard.ops.shape import Tile
 
@@ -21,17 +21,17 @@ from regard.ops.shape import Tile
 def run(call: Call) -> Tensor:
     """Attention of one query a row, by our kernel."""
     rule = call.rule
-    sight = find_sight(rule.mask)
+    window = find_window(rule.mask)
     added = None
-    if rule.bias is not None or (rule.mask is not None and sight is None):
+    if rule.bias is not None or (rule.mask is not None and window is None):
         like = torch.empty(0, device=call.q.device)
-        added = rule.block(Tile(0, 1, 0, rule.shape.S), like, with_mask=sight is None)[:, :, 0]
+        added = rule.block(Tile(0, 1, 0, rule.shape.S), like, with_mask=window is None)[:, :, 0]
     numbers = rule.factor(call.q.shape[3]), rule.softcap
     q_bhd = call.q[:, :, 0]
-    return decode.attend(q_bhd, call.k, call.v, sight, added, numbers, call.sinks)[:, :, None]
+    return decode.attend(q_bhd, call.k, call.v, window, added, numbers, call.sinks)[:, :, None]
 
 
-def find_sight(mask: Mask | None) -> Sight | None:
+def find_window(mask: Mask | None) -> KeyWindow | None:
     """A mask that speaks of given positions and a window around them alone, as the kernel has it.
 
     One query that stands on the last key sees every key before it, so plain Causal needs nothing.
@@ -42,4 +42,4 @@ def find_sight(mask: Mask | None) -> Sight | None:
     if window is None:
         return None
     left, right = (OPEN if side is None else side for side in window)
-    return Sight(mask.queries, mask.keys, left, right)
+    return KeyWindow(mask.queries, mask.keys, left, right)

@@ -48,7 +48,7 @@ def by_tiles(call: Call) -> Observation:
     if wants.second_pass():
         with torch.no_grad():
             sums = (rows.row_max.detach(), rows.denominator.detach())
-            answers |= Weights(call.q.detach(), call.k.detach(), call.rule, *sums).tell(wants)
+            answers |= Weights(call.q.detach(), call.k.detach(), call.rule, *sums).answer(wants)
     return refusing_gradients(Observation(rows.output, **answers), rows.lse)
 
 

@@ -66,27 +66,27 @@ class Weights:
         kind = dtype or score_dtype(self.q_bhtd.dtype)
         return torch.zeros(B, H, *sizes, dtype=kind, device=self.q_bhtd.device)
 
-    def tell(self, wants: Wants) -> dict[str, Any]:
+    def answer(self, wants: Wants) -> dict[str, Any]:
         """What is wanted, by the names in `Observation`, from one walk over the tiles."""
         picture = wants.picture()
-        tellers: dict[str, _Teller] = {}
+        collectors: dict[str, _Collector] = {}
         if wants.received:
-            tellers["received"] = _Receiving(self)
+            collectors["received"] = _Receiving(self)
         if wants.top is not None:
-            tellers["top"] = _Largest(self, wants.top)
+            collectors["top"] = _Largest(self, wants.top)
         if wants.above is not None:
-            tellers["above"] = _Sparse(self, wants.above)
+            collectors["above"] = _Sparse(self, wants.above)
         if picture is not None:
-            tellers["map"] = _Picturing(self, picture)
+            collectors["map"] = _Picturing(self, picture)
         # A map alone needs only the tiles of its window.
-        only = Tile(*picture.window(self.rule.shape)) if picture and len(tellers) == 1 else None
-        if tellers:
+        only = Tile(*picture.window(self.rule.shape)) if picture and len(collectors) == 1 else None
+        if collectors:
             scratch = tile_scratch(self.rule.shape, self.q_bhtd)
             for tile, full in self.tiles(only):
                 weights = self.tile(tile, full, scratch)
-                for teller in tellers.values():
-                    teller.take(tile, full, weights)
-        found = {name: teller.finish() for name, teller in tellers.items()}
+                for collector in collectors.values():
+                    collector.take(tile, full, weights)
+        found = {name: collector.finish() for name, collector in collectors.items()}
         return found if wants.rows is None else {**found, "rows": self.rows(wants.rows)}
 
     def rows(self, wanted: Sequence[int]) -> Tensor:
@@ -98,7 +98,7 @@ class Weights:
         return found
 
 
-class _Teller(Protocol):
+class _Collector(Protocol):
     """One answer on its way: it is shown the weights of each tile, and must not change them."""
 
     def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None: ...

@@ -34,10 +34,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[
     try:
         import jinja2
     except ImportError as error:
-        raise ImportError(
-            "chat templates need the jinja2 package: pip install 'regard[tokens]'"
-        ) from error
-
+        what = "chat templates need the jinja2 package"
+        raise ImportError(f"{what}: pip install 'regard[tokens]'") from error
     try:
         environment = _sandbox()
         tree = environment.parse(template)
@@ -51,33 +49,27 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[
         tree.set_environment(environment)
         known = {"messages": [*messages], "raise_exception": _refuse, "strftime_now": _now}
         return environment.from_string(tree).render({**known, **names})
-    except jinja2.exceptions.SecurityError as error:
-        raise ValueError(
-            f"the chat template was stopped in its sandbox: {error}; do not use this template, "
-            "write the prompt as text yourself"
-        ) from error
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(
-            f"the chat template is not a Jinja template: line {error.lineno}: {error.message}; "
-            "fetch its file again, or write the prompt as text yourself"
-        ) from error
     except Exception as error:  # a template can raise whatever Python can
-        raise ValueError(
-            f"the chat template refused these messages: {error or type(error).__name__}; see "
-            "which roles and fields it reads (tokenizer.chat_template)"
-        ) from error
+        said, todo = f"{error or type(error).__name__}", "write the prompt as text yourself"
+        if isinstance(error, jinja2.exceptions.SecurityError):
+            what = f"was stopped in its sandbox: {said}; do not use this template, {todo}"
+        elif isinstance(error, jinja2.TemplateSyntaxError):
+            line = f"line {error.lineno}: {error.message}"
+            what = f"is not a Jinja template: {line}; fetch its file again, or {todo}"
+        else:
+            fields = "see which roles and fields it reads (tokenizer.chat_template)"
+            what = f"refused these messages: {said}; {fields}"
+        raise ValueError(f"the chat template {what}") from error
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
-        kind = type(messages).__name__
-        raise TypeError(
-            f'messages is a {kind}, expected a list of {{"role": ..., "content": ...}} objects'
-        )
-    for place, message in enumerate(messages):
+        what = f"messages is a {type(messages).__name__}"
+        raise TypeError(f'{what}, expected a list of {{"role": ..., "content": ...}} objects')
+    for n, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise TypeError(
-                f"messages[{place}] is {message!r:.99}, expected an object with a text under "
+                f"messages[{n}] is {message!r:.99}, expected an object with a text under "
                 '"role" (such as "user") and one under "content"'
             )
 
@@ -133,12 +125,12 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
                     self.spend(len(one) * max(0, int(other)))
             return super().call_binop(context, operator, left, right)
 
-    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+    box = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
 
     def counted_range(*bounds: int) -> range:
-        made.spend(len(range(*bounds)))
+        box.spend(len(range(*bounds)))
         return range(*bounds)
 
-    made.globals["range"] = counted_range
-    made.filters["tojson"] = _to_json
-    return made
+    box.globals["range"] = counted_range
+    box.filters["tojson"] = _to_json
+    return box

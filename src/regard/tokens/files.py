@@ -15,16 +15,19 @@ Left out: SentencePiece models, BERT's lone `vocab.txt` and other folders withou
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from regard._files import parse_json, read_bytes, replace_file
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 OLD_TEMPLATE = "chat_template.json"
+MAX_BYTES = 200_000_000  # six times the largest tokenizer.json of a known model
+MAX_VALUES = 10_000_000
 KNOWN = (TOKENIZER, CONFIG, SPECIAL, TEMPLATE, OLD_TEMPLATE)
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
@@ -59,45 +62,26 @@ def read_texts(path: Path) -> dict[str, str]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_bytes(path, MAX_BYTES, ValueError).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error}); {ANOTHER_COPY}") from error
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); {ANOTHER_COPY}") from error
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Each file is written beside its place and renamed, so that nobody ever sees half of one."""
     folder.mkdir(parents=True, exist_ok=True)
     foreign = [name for name in KNOWN if name not in texts and (folder / name).exists()]
     if foreign:
-        raise ValueError(
-            f"{folder}: holds {', '.join(foreign)} of another tokenizer, which would be read "
-            "together with this one; remove it, or save into another folder"
-        )
+        what = f"{folder}: holds {', '.join(foreign)} of another tokenizer, which would be read"
+        raise ValueError(f"{what} together with this one; remove it, or save into another folder")
     for name, text in texts.items():
-        beside = folder / f".{name}.{os.getpid()}.partial"
-        try:
-            beside.write_bytes(text.encode("utf-8"))
-            os.replace(beside, folder / name)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replace_file(folder / name) as file:
+            file.write(text.encode("utf-8"))
 
 
 def parse(texts: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
     """The JSON object in the file `name`; empty where there is no such file."""
-    return _parse(texts[name], f"{origin}: {name}") if name in texts else {}
-
-
-def _parse(text: str, where: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}); {ANOTHER_COPY}") from error
-    if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise ValueError(f"{where} holds a {kind}, expected a JSON object; {ANOTHER_COPY}")
-    return found
+    data = texts.get(name, "{}").encode("utf-8", "surrogatepass")
+    return parse_json(data, f"{origin}: {name}", ValueError, MAX_VALUES)
 
 
 def special_tokens(texts: Mapping[str, str], origin: str) -> dict[str, dict[str, Any]]:
@@ -107,14 +91,14 @@ def special_tokens(texts: Mapping[str, str], origin: str) -> dict[str, dict[str,
     """
     found: dict[str, dict[str, Any]] = {}
     for name in (CONFIG, SPECIAL):
-        told = parse(texts, name, origin)
+        named = parse(texts, name, origin)
         for role in ROLES:
-            token = told.get(f"{role}_token")
+            token = named.get(f"{role}_token")
             if token is None or role in found:
                 continue
             entry = token if isinstance(token, dict) else {"content": token}
             content = entry.get("content")
-            if not isinstance(content, str) or not content or _has_surrogate(content):
+            if not isinstance(content, str) or not content:
                 raise ValueError(
                     f"{origin}: {name} gives {role}_token as {token!r:.99}; expected a text, or an "
                     f'object with a text under "content"; {ANOTHER_COPY}'
@@ -123,31 +107,26 @@ def special_tokens(texts: Mapping[str, str], origin: str) -> dict[str, dict[str,
     return found
 
 
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
 def chat_templates(texts: Mapping[str, str], origin: str) -> dict[str, str]:
     """Name -> template; the one without a name is "default". The newest kind of file wins."""
     if TEMPLATE in texts:
         return {"default": texts[TEMPLATE]}
     for name in (OLD_TEMPLATE, CONFIG):
-        told = parse(texts, name, origin).get("chat_template")
-        if told is None:
+        given = parse(texts, name, origin).get("chat_template")
+        if given is None:
             continue
-        entries = [{"name": "default", "template": told}] if isinstance(told, str) else told
+        entries = [{"name": "default", "template": given}] if isinstance(given, str) else given
         if isinstance(entries, dict):
             entries = [{"name": key, "template": text} for key, text in entries.items()]
-        good = isinstance(entries, list) and all(
+        if not isinstance(entries, list) or not all(
             isinstance(entry, dict)
             and isinstance(entry.get("name"), str)
             and isinstance(entry.get("template"), str)
             for entry in entries
-        )
-        if not good:
+        ):
             raise ValueError(
-                f"{origin}: {name} gives chat_template as {told!r:.99}; expected a text, or a list "
-                f'of objects with the texts "name" and "template"; {ANOTHER_COPY}'
+                f"{origin}: {name} gives chat_template as {given!r:.99}; expected a text, or a "
+                f'list of objects with the texts "name" and "template"; {ANOTHER_COPY}'
             )
         return {entry["name"]: entry["template"] for entry in entries}
     return {}
@@ -155,13 +134,11 @@ def chat_templates(texts: Mapping[str, str], origin: str) -> dict[str, str]:
 
 def _byte_level(folder: Path, texts: Mapping[str, str]) -> dict[str, str]:
     """GPT-2's `vocab.json` and `merges.txt` as a `tokenizer.json` and its config."""
-    vocab = _parse(_read(folder / "vocab.json"), f"{folder}: vocab.json")
-    wrong = next((key for key, value in vocab.items() if type(value) is not int), None)
-    if wrong is not None:
-        raise ValueError(
-            f"{folder}: vocab.json gives {wrong!r:.99} the id {vocab[wrong]!r:.99}, "
-            f"expected an integer; {ANOTHER_COPY}"
-        )
+    vocab = parse({"vocab.json": _read(folder / "vocab.json")}, "vocab.json", str(folder))
+    for key, value in vocab.items():
+        if type(value) is not int:
+            what = f"{folder}: vocab.json gives {key!r:.99} the id {value!r:.99}"
+            raise ValueError(f"{what}, expected an integer; {ANOTHER_COPY}")
     config = parse(texts, CONFIG, str(folder))
     kind = config.get("tokenizer_class")
     end = "<|endoftext|>"
@@ -184,43 +161,38 @@ def _byte_level(folder: Path, texts: Mapping[str, str]) -> dict[str, str]:
     level = {"type": "ByteLevel", "add_prefix_space": spaced, "use_regex": True}
     post: dict[str, Any] = {**level, "trim_offsets": False}
     if config.get("add_bos_token"):
-        post = _start_with(contents.get("bos"), ids, folder)
-    model = {
-        "type": "BPE",
-        "continuing_subword_prefix": "",
-        "end_of_word_suffix": "",
-        "vocab": vocab,
-        "merges": _merges(folder),
-    }
-    made = {
+        bos = contents.get("bos")
+        if bos is None or bos not in ids:
+            what = f"{folder}: {CONFIG} asks for a bos token in front, but {bos!r} is not in"
+            raise ValueError(f"{what} vocab.json; name one that is, or take add_bos_token out")
+        post = surround({bos: ids[bos]}, {})
+    affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    tokenizer = {
         "version": "1.0",
         "added_tokens": added,
         "pre_tokenizer": {**level, "trim_offsets": False},
         "post_processor": post,
         "decoder": {**level, "trim_offsets": False},
-        "model": model,
+        "model": {"type": "BPE", **affixes, "vocab": vocab, "merges": _merges(folder)},
     }
     named_now = {f"{role}_token": text for role, text in contents.items()}
     config = {"tokenizer_class": GPT2_CLASSES[0], **named_now, **config}
     return {
-        TOKENIZER: json.dumps(made, ensure_ascii=False),
+        TOKENIZER: json.dumps(tokenizer, ensure_ascii=False),
         CONFIG: json.dumps(config, ensure_ascii=False, indent=2),
     }
 
 
-def _start_with(bos: str | None, ids: Mapping[str, int], folder: Path) -> dict[str, Any]:
-    if bos is None or bos not in ids:
-        raise ValueError(
-            f"{folder}: {CONFIG} asks for a bos token in front, but the bos token {bos!r} is not "
-            "in vocab.json; name one that is, or take add_bos_token out"
-        )
-    token = {"SpecialToken": {"id": bos, "type_id": 0}}
+def surround(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, Any]:
+    """The post-processor that puts tokens around every text; their contents and ids are given."""
+    first, last = ([{"SpecialToken": {"id": t, "type_id": 0}} for t in x] for x in (before, after))
     one, two = ({"Sequence": {"id": name, "type_id": at}} for at, name in enumerate("AB"))
+    tokens = {**before, **after}
     return {
         "type": "TemplateProcessing",
-        "single": [token, one],
-        "pair": [token, one, token, two],
-        "special_tokens": {bos: {"id": bos, "ids": [ids[bos]], "tokens": [bos]}},
+        "single": [*first, one, *last],
+        "pair": [*first, one, *last, *first, two, *last],
+        "special_tokens": {t: {"id": t, "ids": [n], "tokens": [t]} for t, n in tokens.items()},
     }
 
 
@@ -230,11 +202,8 @@ def _merges(folder: Path) -> list[list[str]]:
     for number, line in enumerate(lines, start=1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
-        pair = line.split(" ")
-        if len(pair) != 2:
-            raise ValueError(
-                f"{folder}: merges.txt, line {number} holds {line!r:.99}, "
-                f"expected two tokens with one space between; {ANOTHER_COPY}"
-            )
-        pairs.append(pair)
+        pairs.append(line.split(" "))
+        if len(pairs[-1]) != 2:
+            what = f"{folder}: merges.txt, line {number} holds {line!r:.99}"
+            raise ValueError(f"{what}, expected two tokens and one space; {ANOTHER_COPY}")
     return pairs

@@ -11,7 +11,7 @@ tokens and chat templates are plain data, checked against the vocabulary. A stre
 soon as it is certain (`stream.py`), a chat template runs in a sandbox (`chat.py`), and saving
 writes the very files that were read (`files.py`).
 
-Everything is lists of plain numbers: no torch, no numpy.
+Everything is lists of plain numbers, without torch.
 
 Left out: pairs of texts, training a tokenizer, adding tokens, and `clean_up_tokenization_spaces`,
 which rewrites decoded text after the tokenizer's own decoder is done.
@@ -104,21 +104,20 @@ class Tokenizer:
 
     def __init__(self, texts: Mapping[str, str], origin: str) -> None:
         """`texts`: file name -> content, as `load` reads them; `origin` stands in errors."""
-        told = files.parse(texts, files.TOKENIZER, origin)
+        described = files.parse(texts, files.TOKENIZER, origin)
         named = files.special_tokens(texts, origin)
         self._texts = dict(texts)
         self._origin = origin
         self.chat_templates = MappingProxyType(files.chat_templates(texts, origin))
         with _plain_errors(f"{origin}: {files.TOKENIZER} is damaged", files.ANOTHER_COPY):
-            backend: tokenizers.Tokenizer = _backend_module().Tokenizer.from_str(
-                texts[files.TOKENIZER]
-            )
-            self._backend = backend
-            self._backend.no_truncation()
-            self._backend.no_padding()
-        self._ids: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+            text = texts[files.TOKENIZER]
+            backend: tokenizers.Tokenizer = _backend_module().Tokenizer.from_str(text)
+            backend.no_truncation()
+            backend.no_padding()
+        self._backend = backend
+        self._ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self._pieces = {number: piece for piece, number in self._ids.items()}
-        self._check_vocabulary(told)
+        self._check_vocabulary(described)
         self.special = self._mark_special(named)
         self._skipped = frozenset(self.special.all)
         # As the backend understood it, which reads what the file says with some goodwill.
@@ -184,9 +183,9 @@ class Tokenizer:
         ids, real = [], []
         for row in rows:
             gap = width - len(row.ids)
-            padding, empty, full = [filler] * gap, [False] * gap, [True] * len(row.ids)
-            ids.append(padding + row.ids if side == "left" else row.ids + padding)
-            real.append(empty + full if side == "left" else full + empty)
+            before, after = (gap, 0) if side == "left" else (0, gap)
+            ids.append([filler] * before + row.ids + [filler] * after)
+            real.append([False] * before + [True] * len(row.ids) + [False] * after)
         return Batch(ids=ids, real=real, rows=rows)
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special: bool = True) -> str:
@@ -221,7 +220,7 @@ class Tokenizer:
         stream = self.decode_stream(skip_special=skip_special)
         text, spans = "", []
         run: list[int] = []  # tokens that are the bytes of a run, whose characters come at its end
-        for place, number in enumerate(self._known(tokens)):
+        for index, number in enumerate(self._known(tokens)):
             text += stream.step(number)
             if skip_special and number in self._skipped:
                 spans.append((len(text), len(text)))
@@ -230,7 +229,7 @@ class Tokenizer:
                 _share(spans, run, text[: stream.start])
                 run = []
             if stream.in_run:
-                run.append(place)
+                run.append(index)
                 spans.append((len(text), len(text)))
             else:
                 spans.append((stream.start, len(text) + stream.waiting))
@@ -246,10 +245,8 @@ class Tokenizer:
     def id(self, token: str) -> int:
         """The id of a piece, written as the vocabulary stores it."""
         if token not in self._ids:
-            raise ValueError(
-                f"{token!r} is not a token of this vocabulary of {len(self._ids)}; encode gives "
-                "the tokens of a text"
-            )
+            what = f"{token!r} is not a token of this vocabulary of {len(self._ids)}"
+            raise ValueError(f"{what}; encode gives the tokens of a text")
         return self._ids[token]
 
     @property
@@ -277,10 +274,8 @@ class Tokenizer:
         """
         if template not in self.chat_templates:
             there = ", ".join(sorted(self.chat_templates)) or "none"
-            raise ValueError(
-                f"{self._origin}: no chat template {template!r} (there: {there}); "
-                "write the prompt as text yourself, or name one that is there"
-            )
+            what = f"{self._origin}: no chat template {template!r} (there: {there});"
+            raise ValueError(f"{what} write the prompt as text yourself, or name one that is there")
         roles = {role: getattr(self.special, role) for role in files.ROLES}
         known = {f"{role}_token": self._pieces[at] for role, at in roles.items() if at is not None}
         given = {**known, "add_generation_prompt": add_generation_prompt, **names}
@@ -298,24 +293,17 @@ class Tokenizer:
                 found = [self._backend.encode(texts[0], add_special_tokens=special)]
             else:
                 found = self._backend.encode_batch(texts, add_special_tokens=special)
-        return [self._record(text, made) for text, made in zip(texts, found, strict=True)]
+        return [self._to_encoding(text, given) for text, given in zip(texts, found, strict=True)]
 
-    def _record(self, text: str, made: tokenizers.Encoding) -> Encoding:
-        tokens, offsets = made.tokens, made.offsets
+    def _to_encoding(self, text: str, given: tokenizers.Encoding) -> Encoding:
+        ids, tokens, offsets = given.ids, given.tokens, given.offsets
+        rows = zip(given.special_tokens_mask, ids, tokens, offsets, strict=True)
         mask = [
             bool(added) or (number in self._skipped and text[start:end].strip() == token)
-            for added, number, token, (start, end) in zip(
-                made.special_tokens_mask, made.ids, tokens, offsets, strict=True
-            )
+            for added, number, token, (start, end) in rows
         ]
-        return Encoding(
-            text=text,
-            ids=made.ids,
-            tokens=tokens,
-            offsets=offsets,
-            special_mask=mask,
-            words=made.word_ids,
-        )
+        found: Any = {"ids": ids, "tokens": tokens, "offsets": offsets, "words": given.word_ids}
+        return Encoding(text=text, special_mask=mask, **found)
 
     def _decode(self, ids: list[int], skip_special: bool) -> str:
         if skip_special:
@@ -337,23 +325,18 @@ class Tokenizer:
                 )
         return numbers
 
-    def _check_vocabulary(self, told: Mapping[str, Any]) -> None:
+    def _check_vocabulary(self, described: Mapping[str, Any]) -> None:
         """The backend renumbers added tokens without a word, and lets two tokens share an id."""
         where = f"{self._origin}: {files.TOKENIZER}"
         if len(self._pieces) != len(self._ids):
-            twice = next(piece for piece, at in self._ids.items() if self._pieces[at] != piece)
-            other = self._pieces[self._ids[twice]]
-            raise ValueError(
-                f"{where} gives {twice!r} and {other!r} the same id {self._ids[twice]}; "
-                f"{files.ANOTHER_COPY}"
-            )
-        for entry in told.get("added_tokens") or ():
+            twice, at = next(item for item in self._ids.items() if self._pieces[item[1]] != item[0])
+            what = f"{where} gives {twice!r} and {self._pieces[at]!r} the same id {at}"
+            raise ValueError(f"{what}; {files.ANOTHER_COPY}")
+        for entry in described.get("added_tokens") or ():
             wanted, got = entry["id"], self._ids.get(entry["content"])
             if wanted != got:
-                raise ValueError(
-                    f"{where} adds {entry['content']!r} as id {wanted}, but the vocabulary in the "
-                    f"same file makes it {got}; {files.ANOTHER_COPY}"
-                )
+                what = f"{where} adds {entry['content']!r} as id {wanted}, but the vocabulary"
+                raise ValueError(f"{what} in the same file makes it {got}; {files.ANOTHER_COPY}")
 
     def _mark_special(self, named: Mapping[str, Mapping[str, Any]]) -> SpecialTokens:
         """A named token is special even where `tokenizer.json` does not say so."""
@@ -383,20 +366,19 @@ def _share(spans: list[tuple[int, int]], run: list[int], text: str) -> None:
     owners = [first + at for at, letter in enumerate(letters) for _ in letter.encode("utf-8")]
     if letters == HALF * len(run):  # no text: then every byte became a sign of its own
         owners = [first + at for at in range(len(run))]
-    for order, place in enumerate(run):
+    for order, index in enumerate(run):
         # A decoder that strips can leave fewer bytes than tokens; then all share all.
         exact = len(owners) == len(run)
         at = owners[order] if exact else first
-        spans[place] = (at, at + 1 if exact else len(text))
+        spans[index] = (at, at + 1 if exact else len(text))
 
 
 def _backend_module() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError(
-            "reading a tokenizer needs the tokenizers package: pip install 'regard[tokens]'"
-        ) from error
+        what = "reading a tokenizer needs the tokenizers package"
+        raise ImportError(f"{what}: pip install 'regard[tokens]'") from error
     return tokenizers
 
 
@@ -407,11 +389,9 @@ def _plain_errors(what: str, todo: str) -> Iterator[None]:
         yield
     except ImportError:
         raise
-    except Exception as error:
-        raise ValueError(f"{what}: {error}; {todo}") from error
     except BaseException as error:
         # A panic in the backend's Rust code is no Exception, and its class has no importable name.
-        if type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{what}: {error}; {todo}") from error
 

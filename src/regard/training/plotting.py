@@ -15,13 +15,12 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from regard.models.header import spell_path
-from regard.models.save_folder import replace_file
+from regard._files import replace_file, spell_path
 from regard.training.runlog import LOG, Log, read_log
 
 if TYPE_CHECKING:
@@ -237,8 +236,6 @@ def _save(figure: Figure, out: Path) -> None:
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(drawn, format="png", metadata={"Software": None})
 
-    def write(file: BinaryIO) -> None:
-        file.write(drawn.getbuffer())
-
     out.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(out, write)
+    with replace_file(out) as file:
+        file.write(drawn.getbuffer())

@@ -23,10 +23,9 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, final
 
-from regard.models.header import spell_path
-from regard.models.save_folder import replace_file
+from regard._files import replace_file, spell_path
 
 LOG = "log.jsonl"
 LOOK_SECONDS = 1.0  # how often to look whether the file is still where it was
@@ -194,7 +193,8 @@ def _drop_after(path: Path, start: int) -> dict[str, Any] | None:
     """Cut an old log back to `start` steps; give its last evaluation, as if of the time 0."""
     if start == 0 or not path.exists():
         if path.exists():
-            replace_file(path, lambda file: None)
+            with replace_file(path):
+                pass
         return None
     kept: list[bytes] = []
     dropped, last_step, evaluation = 0, 0, None
@@ -214,11 +214,8 @@ def _drop_after(path: Path, start: int) -> dict[str, Any] | None:
         elif told[0] == "eval":
             evaluation = {**line, "time": 0}
     if dropped:
-
-        def write(file: BinaryIO) -> None:
+        with replace_file(path) as file:
             file.writelines(kept)
-
-        replace_file(path, write)
     return evaluation
 
 

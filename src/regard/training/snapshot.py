@@ -37,26 +37,21 @@ from typing import Any, BinaryIO, final
 import torch
 from torch import Tensor
 
-from regard.models.header import (
-    DTYPES,
+from regard._files import (
     MAX_HEADER_BYTES,
-    BadCheckpoint,
     Entry,
-    Stamp,
-    parse_object,
+    parse_json,
+    read_bytes,
     read_header,
-    read_small,
-    spell,
-    spell_path,
-)
-from regard.models.save_folder import (
-    check_tensor,
-    make_header,
     remove_leftovers,
     replace_file,
+    spell,
+    spell_path,
+    stamp_of,
     sync_folder,
-    to_bytes,
 )
+from regard.models.header import DTYPES
+from regard.models.save_folder import check_tensor, make_header, to_bytes
 
 VERSION = 1
 BEST = "best.json"
@@ -130,21 +125,19 @@ def save_snapshot(
     folder = Path(os.fsdecode(root))
     path = folder / f"step-{step:08d}.safetensors"
 
-    def write(file: BinaryIO) -> None:
-        file.write(header)
-        metadata["data_sha256"] = _write_data(file, stored, order)
-        summed, _ = make_header(stored, metadata)
-        file.seek(0)
-        file.write(_put_sum(summed, _header_sum(summed)))
-
     with _disk_errors(path, len(header) + int(metadata["data_bytes"])):
         _make_folder(folder)
         remove_leftovers(folder)
-        replace_file(path, write)
+        with replace_file(path) as file:
+            file.write(header)
+            metadata["data_sha256"] = _write_data(file, stored, order)
+            summed, _ = make_header(stored, metadata)
+            file.seek(0)
+            file.write(_put_sum(summed, _header_sum(summed)))
     if best:
         line = _best_line(path.name)
-        with _disk_errors(folder / BEST, len(line)):
-            replace_file(folder / BEST, lambda file: _write_all(file, line))
+        with _disk_errors(folder / BEST, len(line)), replace_file(folder / BEST) as file:
+            file.write(line)
     _remove_old(folder, step, keep)
     return path
 
@@ -184,7 +177,7 @@ def _to_json(facts: Mapping[str, Any]) -> str:
     _check_keys(facts, "facts")
     try:
         text = json.dumps(dict(facts), allow_nan=False, separators=(",", ":"))
-        parse_object(text.encode("utf-8"), "facts")
+        parse_json(text.encode("utf-8"), "facts", ValueError)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"facts cannot be written as plain JSON: {error}; give strings, finite numbers, "
@@ -209,10 +202,6 @@ def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    file.write(data)
 
 
 def _write_data(file: BinaryIO, tensors: Mapping[str, Tensor], order: list[str]) -> str:
@@ -284,11 +273,8 @@ def _read_best(folder: Path) -> str | None:
     path = folder / BEST
     if not os.path.lexists(path):
         return None
-    try:
-        data = read_small(path, 1000)
-        name = parse_object(data, spell_path(path)).get("file")
-    except (BadCheckpoint, OSError) as error:
-        raise BadSnapshot(f"{spell_path(path)} cannot be read: {error}") from error
+    data = read_bytes(path, 1000, BadSnapshot)
+    name = parse_json(data, spell_path(path), BadSnapshot).get("file")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or _best_line(name) != data:
         raise BadSnapshot(
             f"{spell_path(path)} is damaged: it has {spell(data)}, and does not match its own "
@@ -353,15 +339,14 @@ def load_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     try:
         with path.open("rb") as file:
             length, metadata = _read_head(file, path)
-            entries, stamp = read_header(path)
-            if stamp != Stamp.of(os.fstat(file.fileno())):
+            found = read_header(path, BadSnapshot)
+            if found.stamp != stamp_of(os.fstat(file.fileno())):
                 raise BadSnapshot(f"{spell_path(path)} was replaced while it was read; try again")
             file.seek(8 + length)
-            tensors = _read_data(file, path, entries, metadata["data_sha256"])
-        facts = parse_object(metadata["facts"].encode("utf-8"), f"{spell_path(path)}: facts")
-        odd = parse_object(metadata["odd_types"].encode("utf-8"), f"{spell_path(path)}: odd_types")
-    except BadCheckpoint as error:
-        raise BadSnapshot(str(error)) from error
+            tensors = _read_data(file, path, found.entries, metadata["data_sha256"])
+        where = spell_path(path)
+        facts = parse_json(metadata["facts"].encode("utf-8"), f"{where}: facts", BadSnapshot)
+        odd = parse_json(metadata["odd_types"].encode("utf-8"), f"{where}: odd_types", BadSnapshot)
     except OSError as error:
         raise BadSnapshot(
             f"{spell_path(path)} cannot be read: {error.strerror or error}"
@@ -388,7 +373,8 @@ def _read_head(file: BinaryIO, path: Path) -> tuple[int, dict[str, str]]:
         )
     if _header_sum(head).encode("ascii") != first[_SUM_AT]:
         raise BadSnapshot(f"{where} is damaged: its header does not match its checksum")
-    metadata: dict[str, str] = parse_object(head[8:], f"the header of {where}")["__metadata__"]
+    header = parse_json(head[8:], f"the header of {where}", BadSnapshot)
+    metadata: dict[str, str] = header["__metadata__"]
     if metadata.get("snapshot") != str(VERSION):
         raise BadSnapshot(
             f"{where} is of the format {spell(metadata.get('snapshot'))}; this version of regard "
@@ -410,7 +396,7 @@ def _read_data(
     total = hashlib.sha256()
     found: dict[str, Tensor] = {}
     for name in sorted(entries, key=lambda name: (entries[name].start, entries[name].end)):
-        tensor = torch.empty(entries[name].shape, dtype=entries[name].dtype)
+        tensor = torch.empty(entries[name].shape, dtype=DTYPES[entries[name].dtype])
         data = to_bytes(tensor).data
         for start in range(0, len(data), _CHUNK):
             piece = data[start : start + _CHUNK]

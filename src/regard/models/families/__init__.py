@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from regard._files import spell
 from regard.models.config import ModelConfig, count_parameters
 from regard.models.families import (
     bart,
@@ -28,36 +29,14 @@ from regard.models.families import (
     roberta,
     t5,
 )
-from regard.models.family import ConfigReader, Family
-from regard.models.hf_folder import BadCheckpoint
+from regard.models.family import HEADS, ConfigReader, Family
+from regard.models.header import BadCheckpoint
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY
-    for module in (
-        gpt2,
-        gpt3,
-        llama,
-        mistral,
-        qwen2,
-        qwen3,
-        gemma,
-        gemma2,
-        gemma3,
-        gpt_neox,
-        gptj,
-        opt,
-        bloom,
-        palm,
-        bert,
-        roberta,
-        t5,
-        bart,
-        marian,
-        original,
-    )
-}
+MODULES = [gpt2, gpt3, llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gpt_neox, gptj, opt]
+MODULES += [bloom, palm, bert, roberta, t5, bart, marian, original]
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in MODULES}
 MAX_PARAMETERS = 2**50  # a thousand times the largest model; more overflows torch's sizes
-BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
+BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.types}
 
 
 class UnknownFamily(BadCheckpoint):
@@ -68,9 +47,8 @@ def find_family(source: Mapping[str, Any]) -> Family:
     """The family of a `config.json`, by its model_type."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in BY_MODEL_TYPE:
-        came = "no model_type, which says what the architecture is"
-        if kind is not None:
-            came = f"model_type {repr(kind)[:80]}, which regard does not know"
+        came = f"model_type {spell(kind)}, which regard does not know"
+        came = "no model_type, which says what the architecture is" if kind is None else came
         refuse = UnknownFamily if isinstance(kind, str) else BadCheckpoint
         raise refuse(f"config.json has {came}. Known are {', '.join(sorted(BY_MODEL_TYPE))}")
     return BY_MODEL_TYPE[kind]
@@ -80,23 +58,19 @@ def config_of(source: Mapping[str, Any]) -> ModelConfig:
     """Our config from Hugging Face's, or why it cannot be."""
     family = find_family(source)
     if source.get("quantization_config") is not None:
-        raise BadCheckpoint(
-            "config.json has a quantization_config: the weights are packed in a format of another "
-            "program. Load the unquantised model, or its GGUF file"
-        )
+        what = "config.json has a quantization_config: the weights are packed in a format of"
+        raise BadCheckpoint(f"{what} another program. Load the unquantised model, or its GGUF file")
     try:
-        config = family.config_from(source)
+        config = family.config_from(ConfigReader(source))
     except BadCheckpoint:
         raise
     except (ValueError, TypeError, OverflowError) as wrong:
         raise BadCheckpoint(f"config.json makes no {family.name} model: {wrong}") from None
-    ConfigReader(source).expect_head()
+    ConfigReader(source).expect_class(*HEADS)
     n_parameters = count_parameters(config)
     if n_parameters > MAX_PARAMETERS:
-        raise BadCheckpoint(
-            f"config.json makes a {family.name} model of {n_parameters:,} parameters; expected at "
-            f"most {MAX_PARAMETERS:,}: one of its sizes is wrong"
-        )
+        what = f"config.json makes a {family.name} model of {n_parameters:,} parameters; expected"
+        raise BadCheckpoint(f"{what} at most {MAX_PARAMETERS:,}: one of its sizes is wrong")
     return config
 
 

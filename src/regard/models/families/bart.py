@@ -7,33 +7,31 @@ Marian has the same names of tensors, so its file calls `make_blocks` and `make_
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
+
+from torch import Tensor
 
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig, SpecialTokens
-from regard.models.family import ConfigReader, Family
-from regard.models.weight_map import Link, both, reshaped, same
+from regard.models.family import ConfigReader, Family, Source
+from regard.models.weight_map import Link, both, renamed, same
 
 N_LEADING_ROWS = 2
 
 
-def make_blocks(
-    read: ConfigReader, side: Literal["encoder", "decoder"], order: Literal["pre", "post"]
-) -> tuple[BlockConfig, ...]:
-    """The layers of one side."""
-    block = BlockConfig(
-        dim=read.count("d_model"),
-        n_heads=read.count(f"{side}_attention_heads"),
-        ffn_dim=read.count(f"{side}_ffn_dim"),
-        order=order,
-        activation=read.activation("activation_function", "gelu"),  # type: ignore[arg-type]
-        dropout=read.number("dropout", 0.1),
-        attention_dropout=read.number("attention_dropout", 0.0),
-        ffn_dropout=read.number("activation_dropout", 0.0),
-        cross_attention=side == "decoder",
-    )
-    return (block,) * read.layers(f"{side}_layers")
+def make_blocks(read: ConfigReader, side: str, **more: Any) -> tuple[BlockConfig, ...]:
+    """The layers of one side, with `more` beside or in place of what BART has."""
+    usual: dict[str, Any] = {
+        "dim": read.count("d_model"),
+        "n_heads": read.count(f"{side}_attention_heads"),
+        "ffn_dim": read.count(f"{side}_ffn_dim"),
+        "activation": read.activation("activation_function", "gelu"),
+        "dropout": read.number("dropout", 0.1),
+        "attention_dropout": read.number("attention_dropout", 0.0),
+        "ffn_dropout": read.number("activation_dropout", 0.0),
+        "cross_attention": side == "decoder",
+    }
+    return (BlockConfig(**{**usual, **more}),) * read.layers(f"{side}_layers")
 
 
 def embed_scale(read: ConfigReader) -> float:
@@ -51,8 +49,7 @@ def special_tokens(read: ConfigReader, decoder_start: int | None) -> SpecialToke
     )
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     read.expect_class("BartForConditionalGeneration", "MBartForConditionalGeneration")
     # Without it the encoder and the decoder have tables of their own too.
     read.expect("tie_word_embeddings", True)
@@ -64,13 +61,12 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
     # Old files say in words what the class does anyway.
     read.expect("normalize_before", multilingual)
     read.expect("add_final_layer_norm", multilingual)
-    order: Literal["pre", "post"] = "pre" if multilingual else "post"
-    return ModelConfig(
-        family="bart",
-        vocab_size=read.count("vocab_size"),
+    order = "pre" if multilingual else "post"
+    return read.model(
+        "bart",
         max_len=read.count("max_position_embeddings", 1024),
-        encoder=make_blocks(read, "encoder", order),
-        decoder=make_blocks(read, "decoder", order),
+        encoder=make_blocks(read, "encoder", order=order),
+        decoder=make_blocks(read, "decoder", order=order),
         embed=EmbedConfig(
             positions="learned",
             offset=N_LEADING_ROWS,
@@ -80,44 +76,44 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
         ),
         head=HeadConfig(bias=True),
         tokens=special_tokens(read, None if multilingual else 2),
-        source=source,
     )
 
 
 def make_links(config: ModelConfig) -> list[Link]:
     """The names of BART, mBART and Marian, as far as the config has them."""
-    vocab_size = config.vocab_size
-    made = [same("model.shared.weight", "decoder_embed.tokens.weight")]
+    found = [same("model.shared.weight", "decoder_embed.tokens.weight")]
     if config.head.kind == "lm" and config.head.bias:
-        made.append(reshaped("final_logits_bias", "head.bias", (1, vocab_size), (vocab_size,)))
+        found.append(Link(("final_logits_bias",), ("head.bias",), squeeze, unsqueeze))
     for side, blocks in (("encoder", config.encoder), ("decoder", config.decoder)):
         prefix, embed = f"model.{side}", f"{side}_embed"
         if config.embed.positions == "learned":
-            made += [same(f"{prefix}.embed_positions.weight", f"{embed}.positions.table.weight")]
+            found += [same(f"{prefix}.embed_positions.weight", f"{embed}.positions.table.weight")]
         if config.embed.norm:
-            made += both(f"{prefix}.layernorm_embedding", f"{embed}.norm")
+            found += both(f"{prefix}.layernorm_embedding", f"{embed}.norm")
         if blocks[0].order == "pre":
-            made += both(f"{prefix}.layer_norm", f"{side}.norm")
+            found += both(f"{prefix}.layer_norm", f"{side}.norm")
         for n in range(len(blocks)):
-            made += link_layer(f"{prefix}.layers.{n}", f"{side}.layers.{n}", side == "decoder")
-    return made
+            found += link_layer(f"{prefix}.layers.{n}", f"{side}.layers.{n}", side == "decoder")
+    return found
+
+
+def squeeze(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensors[0].squeeze(0)]
+
+
+def unsqueeze(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensors[0].unsqueeze(0)]
 
 
 def link_layer(theirs: str, ours: str, crossed: bool) -> list[Link]:
     """One layer; `crossed` ones look at the encoder."""
-    made = [
-        *both(f"{theirs}.fc1", f"{ours}.ffn.up_proj"),
-        *both(f"{theirs}.fc2", f"{ours}.ffn.down_proj"),
-        *both(f"{theirs}.final_layer_norm", f"{ours}.ffn_norm"),
-    ]
-    attentions = {"self_attn": "self_attn", "encoder_attn": "cross_attn"}
+    names = {"fc1": "ffn.up_proj", "fc2": "ffn.down_proj", "final_layer_norm": "ffn_norm"}
+    attentions = {"self_attn": "self_attn"} | ({"encoder_attn": "cross_attn"} if crossed else {})
     for name, our_name in attentions.items():
-        if our_name == "cross_attn" and not crossed:
-            continue
-        made += both(f"{theirs}.{name}_layer_norm", f"{ours}.{our_name}_norm")
+        names[f"{name}_layer_norm"] = f"{our_name}_norm"
         for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            made += both(f"{theirs}.{name}.{part}", f"{ours}.{our_name}.{part}")
-    return made
+            names[f"{name}.{part}"] = f"{our_name}.{part}"
+    return renamed(theirs, ours, names)
 
 
 COPIES = {
@@ -126,19 +122,19 @@ COPIES = {
 }
 
 
-def size(dim: int, n_layers: int, **more: Any) -> dict[str, Any]:
+def shape(dim: int, n_layers: int, n_heads: int, ffn_dim: int, vocab_size: int) -> Source:
+    """The sizes of an encoder–decoder whose two sides are alike."""
+    alike = {"layers": n_layers, "attention_heads": n_heads, "ffn_dim": ffn_dim}
+    both_sides = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in alike.items()}
+    return {"d_model": dim, **both_sides, "vocab_size": vocab_size}
+
+
+def size(dim: int, n_layers: int, **more: Any) -> Source:
     return {
+        **shape(dim, n_layers, dim // 64, 4 * dim, 50265),
         "model_type": "bart",
         "architectures": ["BartForConditionalGeneration"],
-        "d_model": dim,
-        "encoder_layers": n_layers,
-        "decoder_layers": n_layers,
-        "encoder_attention_heads": dim // 64,
-        "decoder_attention_heads": dim // 64,
-        "encoder_ffn_dim": 4 * dim,
-        "decoder_ffn_dim": 4 * dim,
         "max_position_embeddings": 1024,
-        "vocab_size": 50265,
         "activation_function": "gelu",
         "bos_token_id": 0,
         "pad_token_id": 1,
@@ -149,11 +145,8 @@ def size(dim: int, n_layers: int, **more: Any) -> dict[str, Any]:
     }
 
 
-MBART = {
-    "model_type": "mbart",
-    "architectures": ["MBartForConditionalGeneration"],
-    "scale_embedding": True,
-}
+MBART = {"model_type": "mbart", "architectures": ["MBartForConditionalGeneration"]}
+MULTILINGUAL = {"scale_embedding": True, "decoder_start_token_id": None}
 
 FAMILY = Family(
     name="bart",
@@ -166,6 +159,6 @@ FAMILY = Family(
         "bart-base": size(768, 6),
         "bart-large": size(1024, 12),
         "bart-large-cnn": size(1024, 12, vocab_size=50264, forced_bos_token_id=0),
-        "mbart-large-cc25": size(1024, 12, vocab_size=250027, **MBART, decoder_start_token_id=None),
+        "mbart-large-cc25": size(1024, 12, vocab_size=250027, **MBART, **MULTILINGUAL),
     },
 )

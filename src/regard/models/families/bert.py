@@ -7,15 +7,26 @@ files call a norm's weight and bias gamma and beta; they are read, and written a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family
-from regard.models.weight_map import Link, both, same
+from regard.models.family import ConfigReader, Family, Source, usual_size
+from regard.models.weight_map import Link, both, renamed, same
 
+HEAD = HeadConfig(kind="masked", bias=True, pooler=True)
 OLDER_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+LAYER = {
+    "attention.self.query": "self_attn.q_proj",
+    "attention.self.key": "self_attn.k_proj",
+    "attention.self.value": "self_attn.v_proj",
+    "attention.output.dense": "self_attn.out_proj",
+    "attention.output.LayerNorm": "self_attn_norm",
+    "intermediate.dense": "ffn.up_proj",
+    "output.dense": "ffn.down_proj",
+    "output.LayerNorm": "ffn_norm",
+}
 
 
 def make_config(
@@ -35,13 +46,12 @@ def make_config(
         ffn_dim=read.count("intermediate_size"),
         order="post",
         norm_eps=eps,
-        activation=activation,  # type: ignore[arg-type]
+        activation=activation,
         dropout=dropout,
         attention_dropout=read.number("attention_probs_dropout_prob", 0.1),
     )
-    return ModelConfig(
-        family=family,
-        vocab_size=read.count("vocab_size"),
+    return read.model(
+        family,
         max_len=read.count("max_position_embeddings", 512) - offset,
         encoder=(block,) * read.layers("num_hidden_layers"),
         embed=EmbedConfig(
@@ -52,20 +62,11 @@ def make_config(
             norm_eps=eps,
             dropout=dropout,
         ),
-        head=HeadConfig(
-            kind="masked",
-            bias=True,
-            activation=head_activation or activation,
-            norm_eps=eps,
-            pooler=True,
-        ),
-        tokens=read.special_tokens(),
-        source=read.source,
+        head=replace(HEAD, activation=head_activation or activation, norm_eps=eps),
     )
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     read.expect_class("BertForMaskedLM", "BertForPreTraining")
     return make_config("bert", read)
 
@@ -73,59 +74,37 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
 def make_links(config: ModelConfig, prefix: str) -> list[Link]:
     """The names of the model inside its head, `prefix` first."""
     embed = f"{prefix}embeddings"
-    made = [
+    found = [
         same(f"{embed}.word_embeddings.weight", "encoder_embed.tokens.weight"),
         same(f"{embed}.position_embeddings.weight", "encoder_embed.positions.table.weight"),
         same(f"{embed}.token_type_embeddings.weight", "encoder_embed.token_types.weight"),
         *both(f"{embed}.LayerNorm", "encoder_embed.norm"),
     ]
     for n in range(len(config.encoder)):
-        theirs, ours = f"{prefix}encoder.layer.{n}", f"encoder.layers.{n}"
-        for name, our_name in (
-            ("attention.self.query", "self_attn.q_proj"),
-            ("attention.self.key", "self_attn.k_proj"),
-            ("attention.self.value", "self_attn.v_proj"),
-            ("attention.output.dense", "self_attn.out_proj"),
-            ("attention.output.LayerNorm", "self_attn_norm"),
-            ("intermediate.dense", "ffn.up_proj"),
-            ("output.dense", "ffn.down_proj"),
-            ("output.LayerNorm", "ffn_norm"),
-        ):
-            made += both(f"{theirs}.{name}", f"{ours}.{our_name}")
+        found += renamed(f"{prefix}encoder.layer.{n}", f"encoder.layers.{n}", LAYER)
     if config.head.pooler:
-        made += both(f"{prefix}pooler.dense", "pooler")
-    return made
+        found += both(f"{prefix}pooler.dense", "pooler")
+    return found
 
 
 def links(config: ModelConfig) -> list[Link]:
-    made = make_links(config, "bert.")
+    found = make_links(config, "bert.")
     if config.head.kind == "masked":
-        made += both("cls.predictions.transform.dense", "head.dense")
-        made += both("cls.predictions.transform.LayerNorm", "head.norm")
-        made.append(same("cls.predictions.bias", "head.bias"))
-    return made
+        found += both("cls.predictions.transform.dense", "head.dense")
+        found += both("cls.predictions.transform.LayerNorm", "head.norm")
+        found.append(same("cls.predictions.bias", "head.bias"))
+    return found
 
 
-def size(dim: int, n_layers: int, n_heads: int, vocab_size: int = 30522) -> dict[str, Any]:
-    return {
-        "model_type": "bert",
-        "architectures": ["BertForPreTraining"],
-        "hidden_size": dim,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": n_heads,
-        "intermediate_size": 4 * dim,
-        "max_position_embeddings": 512,
-        "type_vocab_size": 2,
-        "vocab_size": vocab_size,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
-        "pad_token_id": 0,
-    }
+def size(dim: int, n_layers: int, n_heads: int, vocab_size: int = 30522) -> Source:
+    sizes = {"intermediate_size": 4 * dim, "vocab_size": vocab_size, "type_vocab_size": 2}
+    more = {"max_position_embeddings": 512, "layer_norm_eps": 1e-12, "pad_token_id": 0}
+    cls = "BertForPreTraining"
+    return usual_size("bert", cls, dim, n_layers, n_heads, hidden_act="gelu", **sizes, **more)
 
 
 FAMILY = Family(
     name="bert",
-    model_types=("bert",),
     config_from=config_from,
     links=links,
     prefix="bert.",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from regard.layers import BlockConfig
-from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family
-from regard.models.weight_map import Link, both, interleaved, same
+from regard.models.config import EmbedConfig, ModelConfig
+from regard.models.families import gpt_neox
+from regard.models.family import ConfigReader, Family, Source, link_head
+from regard.models.weight_map import Link, both, interleaved, renamed, same
+
+LAYER = {**gpt_neox.LAYER, "self_attention.dense": "self_attn.out_proj"}
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
 
     def key(*names: str) -> str:
         """The name under which a file has it; older ones have other names."""
@@ -31,41 +30,32 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
         dropout=read.number("hidden_dropout", 0.0),
         attention_dropout=read.number("attention_dropout", 0.0),
     )
-    return ModelConfig(
-        family="bloom",
-        vocab_size=read.count("vocab_size"),
+    return read.model(
+        "bloom",
         max_len=None,
         decoder=(block,) * read.layers(key("n_layer", "num_hidden_layers")),
         embed=EmbedConfig(norm=True, norm_eps=eps),
-        head=HeadConfig(tied=read.flag("tie_word_embeddings", True)),
-        tokens=read.special_tokens(),
-        source=source,
     )
 
 
 def links(config: ModelConfig) -> list[Link]:
-    made = [
+    found = [
         same("transformer.word_embeddings.weight", "decoder_embed.tokens.weight"),
         *both("transformer.word_embeddings_layernorm", "decoder_embed.norm"),
         *both("transformer.ln_f", "decoder.norm"),
+        *link_head(config),
     ]
-    if not config.head.tied and config.head.kind != "none":
-        made.append(same("lm_head.weight", "head.weight"))
     for n, block in enumerate(config.decoder):
         theirs, ours = f"transformer.h.{n}", f"decoder.layers.{n}"
-        made += both(f"{theirs}.input_layernorm", f"{ours}.self_attn_norm")
-        made += both(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
+        found += renamed(theirs, ours, LAYER)
         for part in ("weight", "bias"):
             name = f"{theirs}.self_attention.query_key_value.{part}"
             projections = [f"{ours}.self_attn.{letter}_proj.{part}" for letter in "qkv"]
-            made.append(interleaved(name, projections, block.n_heads))
-        made += both(f"{theirs}.self_attention.dense", f"{ours}.self_attn.out_proj")
-        made += both(f"{theirs}.mlp.dense_h_to_4h", f"{ours}.ffn.up_proj")
-        made += both(f"{theirs}.mlp.dense_4h_to_h", f"{ours}.ffn.down_proj")
-    return made
+            found.append(interleaved(name, projections, block.n_heads))
+    return found
 
 
-def size(dim: int, n_layers: int, n_heads: int) -> dict[str, Any]:
+def size(dim: int, n_layers: int, n_heads: int) -> Source:
     return {
         "model_type": "bloom",
         "architectures": ["BloomForCausalLM"],
@@ -81,7 +71,6 @@ def size(dim: int, n_layers: int, n_heads: int) -> dict[str, Any]:
 
 FAMILY = Family(
     name="bloom",
-    model_types=("bloom",),
     config_from=config_from,
     links=links,
     prefix="transformer.",

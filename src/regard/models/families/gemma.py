@@ -6,19 +6,18 @@ Gemma 2 and 3 share these with it, and their files call `make_block`, `make_sand
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.families import llama
-from regard.models.family import ConfigReader, Family
+from regard.models.family import ConfigReader, Source
 from regard.models.weight_map import Link
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
-    # Files from before the bend was told rightly say "gelu" where the tanh form is meant.
+def config_from(read: ConfigReader) -> ModelConfig:
+    # Old files say "gelu" where the tanh form is meant.
     given = "hidden_activation" if read.has("hidden_activation") else "hidden_act"
     read.expect(given, "gelu_pytorch_tanh", "gelu_new", "gelu")
     block = make_block(read, activation="gelu_tanh")
@@ -63,30 +62,24 @@ def read_cap(read: ConfigReader, key: str, default: float | None) -> float | Non
 
 
 def make_links(config: ModelConfig) -> list[Link]:
-    """Names of Gemma 2 and 3."""
     norms = {
-        "self_attn_norm": "input_layernorm",
-        "self_attn_after": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "ffn_after": "post_feedforward_layernorm",
+        "input_layernorm": "self_attn_norm",
+        "post_attention_layernorm": "self_attn_after",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "ffn_after",
     }
     return llama.make_links(config, norms)
 
 
-def size(*shape: Any, **more: Any) -> dict[str, Any]:
+def size(*shape: Any, **more: Any) -> Source:
     named = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "head_dim": 256}
     return llama.size(*shape, **{**named, "rms_norm_eps": 1e-6, **more})
 
 
-FAMILY = Family(
-    name="gemma",
-    model_types=("gemma",),
-    config_from=config_from,
-    links=llama.make_links,
-    prefix=llama.PREFIX,
-    ignored=llama.IGNORED,
-    copies=llama.COPIES,
-    sizes={
+FAMILY = llama.make_family(
+    "gemma",
+    config_from,
+    {
         "gemma-2b": size(2048, 18, (8, 1), 16384, 256000, 8192),
         "gemma-7b": size(3072, 28, (16, 16), 24576, 256000, 8192),
     },

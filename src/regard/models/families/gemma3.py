@@ -5,31 +5,29 @@ Of its models that see pictures only the text part is here, which Hugging Face c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from regard.models.config import ModelConfig
 from regard.models.families import gemma, llama
-from regard.models.family import ConfigReader, Family
+from regard.models.family import ConfigReader, Source
 from regard.positions import RotaryConfig
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     # Once this was a key of its own; the name with an underscore is of files written later.
     key = "_sliding_window_pattern"
     every = read.count(key if read.has(key) else key.removeprefix("_"), 6)
     slides = [(n + 1) % every != 0 for n in range(read.layers("num_hidden_layers"))]
     softcap = gemma.read_cap(read, "attn_logit_softcapping", None)
     local, everywhere = find_rotary(read, local=True), find_rotary(read, local=False)
+    norms = {"qk_norm": "rms_offset", "qk_norm_eps": read.number("rms_norm_eps", 1e-6)}
     blocks = [
         gemma.make_sandwich(
             read,
             window=window,
             softcap=softcap,
             rotary=everywhere if window is None else local,
-            qk_norm="rms_offset",
-            qk_norm_eps=read.number("rms_norm_eps", 1e-6),
+            **norms,
         )
         for window in llama.find_windows(read, read.count("sliding_window", 4096), slides)
     ]
@@ -52,37 +50,25 @@ def find_rotary(read: ConfigReader, *, local: bool) -> RotaryConfig:
     return ConfigReader(length).rotary(read.count("head_dim"), parameters=given)
 
 
-def size(*shape: Any, **more: Any) -> dict[str, Any]:
+def size(*shape: Any, **more: Any) -> Source:
     named = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
     usual = {"query_pre_attn_scalar": 256, "sliding_window": 1024, "rope_theta": 1e6}
     return gemma.size(*shape, **{**named, **usual, "rope_local_base_freq": 1e4, **more})
 
 
 STRETCHED = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+LARGEST = {"head_dim": 128, "query_pre_attn_scalar": 168}
 
-FAMILY = Family(
-    name="gemma3",
-    model_types=("gemma3_text",),
-    config_from=config_from,
-    links=gemma.make_links,
-    prefix=llama.PREFIX,
-    ignored=llama.IGNORED,
-    copies=llama.COPIES,
-    sizes={
+FAMILY = llama.make_family(
+    "gemma3",
+    config_from,
+    {
         "gemma-3-270m": size(640, 18, (4, 1), 2048, 262144, 32768, sliding_window=512),
         "gemma-3-1b": size(1152, 26, (4, 1), 6912, 262144, 32768, sliding_window=512),
         "gemma-3-4b": size(2560, 34, (8, 4), 10240, 262208, 131072, **STRETCHED),
         "gemma-3-12b": size(3840, 48, (16, 8), 15360, 262208, 131072, **STRETCHED),
-        "gemma-3-27b": size(
-            5376,
-            62,
-            (32, 16),
-            21504,
-            262208,
-            131072,
-            head_dim=128,
-            query_pre_attn_scalar=168,
-            **STRETCHED,
-        ),
+        "gemma-3-27b": size(5376, 62, (32, 16), 21504, 262208, 131072, **STRETCHED, **LARGEST),
     },
+    gemma.make_links,
+    model_types=("gemma3_text",),
 )

@@ -7,13 +7,11 @@ the original's sparse layers are not told in the paper.
 
 from __future__ import annotations
 
-from typing import Any
-
 from regard.models.families import gpt2
-from regard.models.family import Family
+from regard.models.family import Family, Source
 
 
-def size(dim: int, n_layers: int, n_heads: int) -> dict[str, Any]:
+def size(dim: int, n_layers: int, n_heads: int) -> Source:
     return {**gpt2.size(dim, n_layers, n_heads), "n_positions": 2048}
 
 

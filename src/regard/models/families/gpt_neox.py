@@ -1,18 +1,23 @@
-"""GPT-NeoX and Pythia: part of each head turns, sublayers side by side, q, k and v head by head."""
+"""GPT-NeoX and Pythia: part of each head rotates, parallel sublayers, q, k and v head by head."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family
-from regard.models.weight_map import Link, both, interleaved, same
+from regard.models.family import ConfigReader, Family, Source, link_head, usual_size
+from regard.models.weight_map import Link, both, interleaved, renamed, same
+
+LAYER = {
+    "input_layernorm": "self_attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.dense_h_to_4h": "ffn.up_proj",
+    "mlp.dense_4h_to_h": "ffn.down_proj",
+}
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     dim, n_heads = read.count("hidden_size"), read.count("num_attention_heads")
     dropout = read.number("hidden_dropout", 0.0)
     rotary = read.rotary(
@@ -26,69 +31,47 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
         ffn_dim=read.count("intermediate_size"),
         order="parallel" if read.flag("use_parallel_residual", True) else "pre",
         norm_eps=read.number("layer_norm_eps", 1e-5),
-        activation=read.activation("hidden_act", "gelu"),  # type: ignore[arg-type]
+        activation=read.activation("hidden_act", "gelu"),
         attention_bias=read.flag("attention_bias", True),
         rotary=rotary,
         dropout=dropout,
         attention_dropout=read.number("attention_dropout", 0.0),
     )
-    return ModelConfig(
-        family="gpt_neox",
-        vocab_size=read.count("vocab_size"),
+    return read.model(
+        "gpt_neox",
         max_len=read.max_len((block,)),
         decoder=(block,) * read.layers("num_hidden_layers"),
         embed=EmbedConfig(dropout=dropout),
         head=HeadConfig(tied=read.flag("tie_word_embeddings", False)),
-        tokens=read.special_tokens(),
-        source=source,
     )
 
 
 def links(config: ModelConfig) -> list[Link]:
-    made = [
+    found = [
         same("gpt_neox.embed_in.weight", "decoder_embed.tokens.weight"),
         *both("gpt_neox.final_layer_norm", "decoder.norm"),
+        *link_head(config, "embed_out"),
     ]
-    if not config.head.tied and config.head.kind != "none":
-        made.append(same("embed_out.weight", "head.weight"))
     for n, block in enumerate(config.decoder):
         theirs, ours = f"gpt_neox.layers.{n}", f"decoder.layers.{n}"
-        made += both(f"{theirs}.input_layernorm", f"{ours}.self_attn_norm")
-        made += both(f"{theirs}.post_attention_layernorm", f"{ours}.ffn_norm")
+        found += renamed(theirs, ours, LAYER)
+        out = {"attention.dense": "self_attn.out_proj"}
+        found += renamed(theirs, ours, out, bool(block.attention_bias))
         for part in ("weight", "bias") if block.attention_bias else ("weight",):
             name = f"{theirs}.attention.query_key_value.{part}"
             projections = [f"{ours}.self_attn.{letter}_proj.{part}" for letter in "qkv"]
-            made.append(interleaved(name, projections, block.n_heads))
-            made.append(
-                same(f"{theirs}.attention.dense.{part}", f"{ours}.self_attn.out_proj.{part}")
-            )
-        made += both(f"{theirs}.mlp.dense_h_to_4h", f"{ours}.ffn.up_proj")
-        made += both(f"{theirs}.mlp.dense_4h_to_h", f"{ours}.ffn.down_proj")
-    return made
+            found.append(interleaved(name, projections, block.n_heads))
+    return found
 
 
-def size(
-    dim: int, n_layers: int, n_heads: int, vocab_size: int = 50304, **more: Any
-) -> dict[str, Any]:
-    return {
-        "model_type": "gpt_neox",
-        "architectures": ["GPTNeoXForCausalLM"],
-        "hidden_size": dim,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": n_heads,
-        "intermediate_size": 4 * dim,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": 2048,
-        "rotary_pct": 0.25,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        **more,
-    }
+def size(dim: int, n_layers: int, n_heads: int, vocab_size: int = 50304, **more: Any) -> Source:
+    usual = {"vocab_size": vocab_size, "max_position_embeddings": 2048, "rotary_pct": 0.25}
+    usual |= {"intermediate_size": 4 * dim, "bos_token_id": 0, "eos_token_id": 0, **more}
+    return usual_size("gpt_neox", "GPTNeoXForCausalLM", dim, n_layers, n_heads, **usual)
 
 
 FAMILY = Family(
     name="gpt_neox",
-    model_types=("gpt_neox",),
     config_from=config_from,
     links=links,
     prefix="gpt_neox.",

@@ -1,23 +1,19 @@
-"""GPT-J: neighbours turn as pairs, one norm serves both sublayers, the head has a bias."""
+"""GPT-J: neighbours rotate as pairs, one norm serves both sublayers, the head has a bias."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family
-from regard.models.weight_map import Link, both, same
+from regard.models.families import gpt2
+from regard.models.family import ConfigReader, Family, link_head
+from regard.models.weight_map import Link, both, same, weight
 from regard.positions import RotaryConfig
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     dim, n_heads = read.count("n_embd"), read.count("n_head")
-    rotary = RotaryConfig(
-        head_dim=max(dim // n_heads, 1), rotary_dim=read.count("rotary_dim"), pairing="neighbours"
-    )
+    width, rotary_dim = max(dim // n_heads, 1), read.count("rotary_dim")
+    rotary = RotaryConfig(head_dim=width, rotary_dim=rotary_dim, pairing="neighbours")
     block = BlockConfig(
         dim=dim,
         n_heads=n_heads,
@@ -25,46 +21,41 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
         order="parallel",
         shared_norm=True,
         norm_eps=read.number("layer_norm_epsilon", 1e-5),
-        activation=read.activation("activation_function", "gelu_new"),  # type: ignore[arg-type]
+        activation=read.activation("activation_function", "gelu_new"),
         attention_bias=False,
         rotary=rotary,
         dropout=read.number("resid_pdrop", 0.0),
         attention_dropout=read.number("attn_pdrop", 0.0),
     )
-    return ModelConfig(
-        family="gptj",
-        vocab_size=read.count("vocab_size"),
+    return read.model(
+        "gptj",
         max_len=read.count("n_positions", 2048),
         decoder=(block,) * read.layers("n_layer"),
         embed=EmbedConfig(dropout=read.number("embd_pdrop", 0.0)),
         head=HeadConfig(tied=read.flag("tie_word_embeddings", False), bias=True),
-        tokens=read.special_tokens(),
-        source=source,
     )
 
 
 def links(config: ModelConfig) -> list[Link]:
-    made = [
+    found = [
         same("transformer.wte.weight", "decoder_embed.tokens.weight"),
         *both("transformer.ln_f", "decoder.norm"),
+        *link_head(config),
     ]
     if config.head.kind != "none":
-        made.append(same("lm_head.bias", "head.bias"))
-    if not config.head.tied and config.head.kind != "none":
-        made.append(same("lm_head.weight", "head.weight"))
+        found.append(same("lm_head.bias", "head.bias"))
     for n in range(len(config.decoder)):
         theirs, ours = f"transformer.h.{n}", f"decoder.layers.{n}"
-        made += both(f"{theirs}.ln_1", f"{ours}.self_attn_norm")
+        found += both(f"{theirs}.ln_1", f"{ours}.self_attn_norm")
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            made.append(same(f"{theirs}.attn.{name}.weight", f"{ours}.self_attn.{name}.weight"))
-        made += both(f"{theirs}.mlp.fc_in", f"{ours}.ffn.up_proj")
-        made += both(f"{theirs}.mlp.fc_out", f"{ours}.ffn.down_proj")
-    return made
+            found += weight(f"{theirs}.attn.{name}", f"{ours}.self_attn.{name}")
+        found += both(f"{theirs}.mlp.fc_in", f"{ours}.ffn.up_proj")
+        found += both(f"{theirs}.mlp.fc_out", f"{ours}.ffn.down_proj")
+    return found
 
 
 FAMILY = Family(
     name="gptj",
-    model_types=("gptj",),
     config_from=config_from,
     links=links,
     prefix="transformer.",
@@ -72,16 +63,12 @@ FAMILY = Family(
     copies={r"lm_head\.weight": "transformer.wte.weight"},
     sizes={
         "gpt-j-6b": {
+            **gpt2.size(4096, 28, 16),
             "model_type": "gptj",
             "architectures": ["GPTJForCausalLM"],
-            "n_embd": 4096,
-            "n_layer": 28,
-            "n_head": 16,
             "rotary_dim": 64,
             "n_positions": 2048,
             "vocab_size": 50400,
-            "bos_token_id": 50256,
-            "eos_token_id": 50256,
         }
     },
 )

@@ -6,25 +6,19 @@ Mistral, Qwen and Gemma keep its names of tensors and most of its config, so the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from regard.layers import BlockConfig, ProjectionBias
-from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family
-from regard.models.hf_folder import BadCheckpoint
-from regard.models.weight_map import Link, same
-
-PREFIX = "model."
-IGNORED = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-COPIES = {r"lm_head\.weight": "model.embed_tokens.weight"}
+from regard.layers import BlockConfig
+from regard.models.config import HeadConfig, ModelConfig
+from regard.models.family import ConfigReader, Family, Source, link_head, usual_size
+from regard.models.weight_map import Link, renamed, same
 
 
 def make_block(read: ConfigReader, **more: Any) -> BlockConfig:
     """A layer of LLaMA's, with `more` in place of what a descendant does otherwise."""
     dim, n_heads = read.count("hidden_size"), read.count("num_attention_heads")
     head_dim = read.count("head_dim", max(dim // n_heads, 1))
-    bias = read.flag("attention_bias", False)
     found: dict[str, Any] = {
         "dim": dim,
         "n_heads": n_heads,
@@ -35,12 +29,11 @@ def make_block(read: ConfigReader, **more: Any) -> BlockConfig:
         "norm_eps": read.number("rms_norm_eps", 1e-6),
         "activation": read.activation("hidden_act", "silu"),
         "gated": True,
-        "attention_bias": bias,
+        "attention_bias": read.flag("attention_bias", False),
         "ffn_bias": read.flag("mlp_bias", False),
         "attention_dropout": read.number("attention_dropout", 0.0),
+        "rotary": more.get("rotary") or read.rotary(head_dim),
     }
-    if "rotary" not in more:
-        found["rotary"] = read.rotary(head_dim)
     return BlockConfig(**{**found, **more})
 
 
@@ -48,16 +41,9 @@ def make_config(
     family: str, read: ConfigReader, blocks: Sequence[BlockConfig], **more: Any
 ) -> ModelConfig:
     """A decoder of such layers, its head tied or not."""
-    found: dict[str, Any] = {
-        "vocab_size": read.count("vocab_size"),
-        "max_len": read.max_len(blocks),
-        "embed": EmbedConfig(),
-        "head": HeadConfig(tied=read.flag("tie_word_embeddings", False)),
-        "tokens": read.special_tokens(),
-    }
-    return ModelConfig(
-        family=family, decoder=tuple(blocks), source=read.source, **{**found, **more}
-    )
+    head = HeadConfig(tied=read.flag("tie_word_embeddings", False))
+    found = {"max_len": read.max_len(blocks), "decoder": tuple(blocks), "head": head}
+    return read.model(family, **{**found, **more})
 
 
 def look_back(n_seen: int) -> tuple[int, None]:
@@ -72,114 +58,85 @@ def find_windows(
     kinds = {"full_attention": False, "sliding_attention": True}
     given = read.source.get("layer_types")
     if given is not None:
-        known = isinstance(given, list) and all(
-            isinstance(kind, str) and kind in kinds for kind in given
-        )
+        known = isinstance(given, list) and all(kind in [*kinds] for kind in given)
         if not known or len(given) != len(slides):
-            raise BadCheckpoint(
-                f"config.json: layer_types is {repr(given)[:60]}; expected {len(slides)} words, "
-                f"each {' or '.join(kinds)}"
-            )
+            expected = f"{len(slides)} words, each {' or '.join(kinds)}"
+            raise read.wrong("layer_types", given, expected)
         slides = [kinds[kind] for kind in given]
     if any(slides) and n_seen is None:
-        raise BadCheckpoint(
-            "config.json: layer_types has layers with a window, but no window is in use: set "
-            "sliding_window, and use_sliding_window where the architecture has it"
-        )
+        expected = "a window for layer_types, and use_sliding_window where it is known"
+        raise read.wrong("sliding_window", read.source.get("sliding_window"), expected)
     return [look_back(n_seen) if slide and n_seen is not None else None for slide in slides]
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     read.expect("pretraining_tp", 1, 2, 4, 8)  # how it was trained; the sums are the same
     block = make_block(read)
     return make_config("llama", read, (block,) * read.layers("num_hidden_layers"))
 
 
-def make_links(
-    config: ModelConfig,
-    norms: Mapping[str, str] | None = None,
-) -> list[Link]:
-    """LLaMA's names; `norms` are a layer's norms by our names, where a descendant has others."""
-    if norms is None:
-        norms = {"self_attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-    made = [
+NORMS = {"input_layernorm": "self_attn_norm", "post_attention_layernorm": "ffn_norm"}
+QK_NORMS = {"self_attn.q_norm": "self_attn.q_norm", "self_attn.k_norm": "self_attn.k_norm"}
+FFN = {f"mlp.{name}_proj": f"ffn.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def make_links(config: ModelConfig, norms: Mapping[str, str] = NORMS) -> list[Link]:
+    """LLaMA's names; `norms` are those of a layer's norms, where a descendant has others."""
+    found = [
         same("model.embed_tokens.weight", "decoder_embed.tokens.weight"),
         same("model.norm.weight", "decoder.norm.weight"),
+        *link_head(config),
     ]
-    if not config.head.tied and config.head.kind != "none":
-        made.append(same("lm_head.weight", "head.weight"))
     for n, block in enumerate(config.decoder):
         theirs, ours = f"model.layers.{n}", f"decoder.layers.{n}"
-        for our_name, name in norms.items():
-            made.append(same(f"{theirs}.{name}.weight", f"{ours}.{our_name}.weight"))
+        found += renamed(theirs, ours, norms, has_bias=False)
+        found += renamed(theirs, ours, FFN, block.ffn_bias)
         bias = block.attention_bias
-        if isinstance(bias, bool):
-            bias = ProjectionBias(q=bias, k=bias, v=bias, out=bias)
-        for our_name, name, biased in (
-            ("self_attn.q_proj", "self_attn.q_proj", bias.q),
-            ("self_attn.k_proj", "self_attn.k_proj", bias.k),
-            ("self_attn.v_proj", "self_attn.v_proj", bias.v),
-            ("self_attn.out_proj", "self_attn.o_proj", bias.out),
-            ("ffn.gate_proj", "mlp.gate_proj", block.ffn_bias),
-            ("ffn.up_proj", "mlp.up_proj", block.ffn_bias),
-            ("ffn.down_proj", "mlp.down_proj", block.ffn_bias),
-        ):
-            made.append(same(f"{theirs}.{name}.weight", f"{ours}.{our_name}.weight"))
-            if biased:
-                made.append(same(f"{theirs}.{name}.bias", f"{ours}.{our_name}.bias"))
+        for name in ("q", "k", "v", "out"):
+            part = {f"self_attn.{name[0]}_proj": f"self_attn.{name}_proj"}
+            has_bias = bias if isinstance(bias, bool) else getattr(bias, name)
+            found += renamed(theirs, ours, part, has_bias)
         if block.qk_norm is not None:
-            for name in ("q_norm", "k_norm"):
-                part = f"self_attn.{name}.weight"
-                made.append(same(f"{theirs}.{part}", f"{ours}.{part}"))
-    return made
+            found += renamed(theirs, ours, QK_NORMS, has_bias=False)
+    return found
 
 
-def size(
-    dim: int,
-    n_layers: int,
-    heads: tuple[int, int],
-    ffn_dim: int,
-    vocab_size: int,
-    max_len: int,
+def make_family(
+    name: str,
+    config_from: Callable[[ConfigReader], ModelConfig],
+    sizes: Mapping[str, Source],
+    links: Callable[[ModelConfig], list[Link]] = make_links,
     **more: Any,
-) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": dim,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "intermediate_size": ffn_dim,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": max_len,
-        "rms_norm_eps": 1e-5,
+) -> Family:
+    """LLaMA itself, or a descendant with its names of tensors."""
+    return Family(
+        name=name,
+        config_from=config_from,
+        links=links,
+        prefix="model.",
+        ignored=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+        copies={r"lm_head\.weight": "model.embed_tokens.weight"},
+        sizes=sizes,
         **more,
-    }
+    )
 
 
-LLAMA_3_2 = {
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
+def size(dim: int, n_layers: int, heads: tuple[int, int], *sizes: int, **more: Any) -> Source:
+    """`sizes` are the hidden width, the vocabulary and the longest text."""
+    keys = ("intermediate_size", "vocab_size", "max_position_embeddings")
+    usual = usual_size("llama", "LlamaForCausalLM", dim, n_layers, heads[0], rms_norm_eps=1e-5)
+    named = dict(zip(keys, sizes, strict=True))
+    return {**usual, "num_key_value_heads": heads[1], **named, **more}
 
-FAMILY = Family(
-    name="llama",
-    model_types=("llama",),
-    config_from=config_from,
-    links=make_links,
-    prefix=PREFIX,
-    ignored=IGNORED,
-    copies=COPIES,
-    sizes={
+
+SCALING = {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192}
+SCALING |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3_2 = {"rope_theta": 500000.0, "tie_word_embeddings": True, "rope_scaling": SCALING}
+
+FAMILY = make_family(
+    "llama",
+    config_from,
+    {
         "llama-7b": size(4096, 32, (32, 32), 11008, 32000, 2048, rms_norm_eps=1e-6),
         "llama-13b": size(5120, 40, (40, 40), 13824, 32000, 2048, rms_norm_eps=1e-6),
         "llama-33b": size(6656, 60, (52, 52), 17920, 32000, 2048, rms_norm_eps=1e-6),

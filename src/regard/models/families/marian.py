@@ -6,26 +6,15 @@ language, are left out: encoder and decoder share one table here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.families.bart import (
-    COPIES,
-    embed_scale,
-    make_blocks,
-    make_links,
-    special_tokens,
-)
-from regard.models.family import ConfigReader, Family
-from regard.models.hf_folder import BadCheckpoint
+from regard.models.families import bart
+from regard.models.family import ConfigReader, Family, Source
 from regard.positions import sinusoidal
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     # Without these the encoder and the decoder have tables of their own.
     read.expect("share_encoder_decoder_embeddings", True)
     read.expect("tie_word_embeddings", True)
@@ -33,27 +22,20 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
     read.expect("normalize_embedding", False)
     read.expect("add_final_layer_norm", False)
     read.expect("static_position_embeddings", True)
-    vocab_size = read.count("vocab_size")
-    if read.count("decoder_vocab_size", vocab_size) != vocab_size:
-        raise BadCheckpoint(
-            f"config.json: decoder_vocab_size is {source['decoder_vocab_size']} and vocab_size "
-            f"{vocab_size}; expected one vocabulary for both languages, two are not supported"
-        )
-    return ModelConfig(
-        family="marian",
-        vocab_size=vocab_size,
+    read.expect("decoder_vocab_size", read.count("vocab_size"))
+    return read.model(
+        "marian",
         max_len=read.count("max_position_embeddings", 512),
-        encoder=make_blocks(read, "encoder", "post"),
-        decoder=make_blocks(read, "decoder", "post"),
+        encoder=bart.make_blocks(read, "encoder", order="post"),
+        decoder=bart.make_blocks(read, "decoder", order="post"),
         embed=EmbedConfig(
             positions="sinusoidal",
             layout="halves",
-            scale=embed_scale(read),
+            scale=bart.embed_scale(read),
             dropout=read.number("dropout", 0.1),
         ),
         head=HeadConfig(bias=True),
-        tokens=special_tokens(read, read.token("pad_token_id")),
-        source=source,
+        tokens=bart.special_tokens(read, read.token("pad_token_id")),
     )
 
 
@@ -64,19 +46,12 @@ def position_table(config: ModelConfig, shape: tuple[int, ...]) -> Tensor | None
     return sinusoidal(shape[0], shape[1], layout="halves")
 
 
-def size(dim: int, heads: int, ffn_dim: int, vocab_size: int) -> dict[str, Any]:
+def size(vocab_size: int) -> Source:
     return {
+        **bart.shape(512, 6, 8, 2048, vocab_size),
         "model_type": "marian",
         "architectures": ["MarianMTModel"],
-        "d_model": dim,
-        "encoder_layers": 6,
-        "decoder_layers": 6,
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "encoder_ffn_dim": ffn_dim,
-        "decoder_ffn_dim": ffn_dim,
         "max_position_embeddings": 512,
-        "vocab_size": vocab_size,
         "activation_function": "swish",
         "scale_embedding": True,
         "eos_token_id": 0,
@@ -89,16 +64,15 @@ def size(dim: int, heads: int, ffn_dim: int, vocab_size: int) -> dict[str, Any]:
 
 FAMILY = Family(
     name="marian",
-    model_types=("marian",),
     config_from=config_from,
-    links=make_links,
+    links=bart.make_links,
     prefix="model.",
-    copies=COPIES,
+    copies=bart.COPIES,
     constants={r"(encoder|decoder)\.embed_positions\.weight": position_table},
     sizes={
-        "opus-mt-en-de": size(512, 8, 2048, 58101),
-        "opus-mt-de-en": size(512, 8, 2048, 58101),
-        "opus-mt-en-fr": size(512, 8, 2048, 59514),
-        "opus-mt-fr-en": size(512, 8, 2048, 59514),
+        "opus-mt-en-de": size(58101),
+        "opus-mt-de-en": size(58101),
+        "opus-mt-en-fr": size(59514),
+        "opus-mt-fr-en": size(59514),
     },
 )

@@ -6,20 +6,22 @@ model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from regard.layers import BlockConfig
-from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family
-from regard.models.weight_map import Link, both, same, weight
+from regard.models.config import EmbedConfig, ModelConfig
+from regard.models.family import ConfigReader, Family, Source, link_head, usual_size
+from regard.models.weight_map import Link, both, renamed, same, weight
+
+LAYER = {f"self_attn.{name}_proj": f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")}
+LAYER |= {"fc1": "ffn.up_proj", "fc2": "ffn.down_proj"}
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     read.expect("layer_norm_elementwise_affine", True)
     dim = read.count("hidden_size")
     embed_dim = read.count("word_embed_proj_dim", dim)
+    narrow = None if embed_dim == dim else embed_dim
     norms_first = read.flag("do_layer_norm_before", True)
     if norms_first:
         read.expect("_remove_final_layer_norm", False)
@@ -29,71 +31,48 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
         n_heads=read.count("num_attention_heads"),
         ffn_dim=read.count("ffn_dim"),
         order="pre" if norms_first else "post",
-        activation=read.activation("activation_function", "relu"),  # type: ignore[arg-type]
+        activation=read.activation("activation_function", "relu"),
         attention_bias=biased,
         ffn_bias=biased,
         dropout=read.number("dropout", 0.1),
         attention_dropout=read.number("attention_dropout", 0.0),
     )
-    return ModelConfig(
-        family="opt",
-        vocab_size=read.count("vocab_size"),
+    return read.model(
+        "opt",
         max_len=read.count("max_position_embeddings", 2048),
         decoder=(block,) * read.layers("num_hidden_layers"),
-        embed=EmbedConfig(
-            positions="learned", offset=2, dim=None if embed_dim == dim else embed_dim
-        ),
-        head=HeadConfig(tied=read.flag("tie_word_embeddings", True)),
-        tokens=read.special_tokens(),
-        source=source,
+        embed=EmbedConfig(positions="learned", offset=2, dim=narrow),
     )
 
 
 def links(config: ModelConfig) -> list[Link]:
-    made = [
+    found = [
         same("model.decoder.embed_tokens.weight", "decoder_embed.tokens.weight"),
         same("model.decoder.embed_positions.weight", "decoder_embed.positions.table.weight"),
+        *link_head(config),
     ]
     if config.main.order == "pre":
-        made += both("model.decoder.final_layer_norm", "decoder.norm")
+        found += both("model.decoder.final_layer_norm", "decoder.norm")
     if config.embed.dim is not None:
-        made += weight("model.decoder.project_in", "decoder_embed.project")
+        found += weight("model.decoder.project_in", "decoder_embed.project")
     if config.embed.dim is not None and config.head.kind != "none":
-        made += weight("model.decoder.project_out", "head.project")
-    if not config.head.tied and config.head.kind != "none":
-        made += weight("lm_head", "head")
+        found += weight("model.decoder.project_out", "head.project")
     for n, block in enumerate(config.decoder):
         theirs, ours = f"model.decoder.layers.{n}", f"decoder.layers.{n}"
-        made += both(f"{theirs}.self_attn_layer_norm", f"{ours}.self_attn_norm")
-        made += both(f"{theirs}.final_layer_norm", f"{ours}.ffn_norm")
-        tie = both if block.ffn_bias else weight
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            made += tie(f"{theirs}.self_attn.{name}", f"{ours}.self_attn.{name}")
-        made += tie(f"{theirs}.fc1", f"{ours}.ffn.up_proj")
-        made += tie(f"{theirs}.fc2", f"{ours}.ffn.down_proj")
-    return made
+        found += both(f"{theirs}.self_attn_layer_norm", f"{ours}.self_attn_norm")
+        found += both(f"{theirs}.final_layer_norm", f"{ours}.ffn_norm")
+        found += renamed(theirs, ours, LAYER, block.ffn_bias)
+    return found
 
 
-def size(dim: int, n_layers: int, n_heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "model_type": "opt",
-        "architectures": ["OPTForCausalLM"],
-        "hidden_size": dim,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": n_heads,
-        "ffn_dim": 4 * dim,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-        "pad_token_id": 1,
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        **more,
-    }
+def size(dim: int, n_layers: int, n_heads: int, **more: Any) -> Source:
+    tokens = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 2}
+    usual = {"ffn_dim": 4 * dim, "vocab_size": 50272, "max_position_embeddings": 2048, **tokens}
+    return usual_size("opt", "OPTForCausalLM", dim, n_layers, n_heads, **{**usual, **more})
 
 
 FAMILY = Family(
     name="opt",
-    model_types=("opt",),
     config_from=config_from,
     links=links,
     prefix="model.",

@@ -22,55 +22,33 @@ the way of the others:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family
+from regard.models.families import bart
+from regard.models.family import ConfigReader, Family, Source
 from regard.models.weight_map import Link, both, same
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     read.expect("tie_word_embeddings", True)
     dim, dropout = read.count("d_model"), read.number("dropout", 0.1)
-    before = read.flag("normalize_before", False)
-
-    def make_blocks(side: str) -> tuple[BlockConfig, ...]:
-        block = BlockConfig(
-            dim=dim,
-            n_heads=read.count(f"{side}_attention_heads"),
-            ffn_dim=read.count(f"{side}_ffn_dim"),
-            order="pre" if before else "post",
-            norm_eps=read.number("layer_norm_eps", 1e-5),
-            activation="relu",
-            dropout=dropout,
-            attention_dropout=read.number("attention_dropout", 0.0),
-            ffn_dropout=read.number("activation_dropout", 0.0),
-            cross_attention=side == "decoder",
-        )
-        return (block,) * read.layers(f"{side}_layers")
-
+    order = "pre" if read.flag("normalize_before", False) else "post"
+    more = {"order": order, "norm_eps": read.number("layer_norm_eps", 1e-5), "activation": "relu"}
     ends = read.has("max_position_embeddings")
-    start = read.token("decoder_start_token_id")
-    return ModelConfig(
-        family="original",
-        vocab_size=read.count("vocab_size"),
+    start, bos = read.token("decoder_start_token_id"), read.token("bos_token_id")
+    return read.model(
+        "original",
         max_len=read.count("max_position_embeddings") if ends else None,
-        encoder=make_blocks("encoder"),
-        decoder=make_blocks("decoder"),
+        encoder=bart.make_blocks(read, "encoder", **more),
+        decoder=bart.make_blocks(read, "decoder", **more),
         embed=EmbedConfig(positions="sinusoidal", scale=math.sqrt(dim), dropout=dropout),
         head=HeadConfig(),
-        tokens=read.special_tokens(
-            decoder_start=read.token("bos_token_id") if start is None else start
-        ),
-        source=source,
+        tokens=read.special_tokens(decoder_start=bos if start is None else start),
     )
 
 
 def links(config: ModelConfig) -> list[Link]:
-    made = [same("embed.weight", "decoder_embed.tokens.weight")]
+    found = [same("embed.weight", "decoder_embed.tokens.weight")]
     for side, blocks in (("encoder", config.encoder), ("decoder", config.decoder)):
         attentions = ["self_attn", "cross_attn"] if side == "decoder" else ["self_attn"]
         parts = ["ffn.up_proj", "ffn.down_proj", "ffn_norm"]
@@ -78,36 +56,22 @@ def links(config: ModelConfig) -> list[Link]:
             parts += [f"{name}.{part}_proj" for part in ("q", "k", "v", "out")]
             parts.append(f"{name}_norm")
         if blocks[0].order == "pre":
-            made += both(f"{side}.norm", f"{side}.norm")
+            found += both(f"{side}.norm", f"{side}.norm")
         for n in range(len(blocks)):
             for part in parts:
-                made += both(f"{side}.layers.{n}.{part}", f"{side}.layers.{n}.{part}")
-    return made
+                found += both(f"{side}.layers.{n}.{part}", f"{side}.layers.{n}.{part}")
+    return found
 
 
-def size(dim: int, n_heads: int, ffn_dim: int, dropout: float) -> dict[str, Any]:
+def size(dim: int, n_heads: int, ffn_dim: int, dropout: float) -> Source:
     """Of the paper, with its English–German vocabulary of about 37,000 pieces."""
-    return {
-        "model_type": "original",
-        "d_model": dim,
-        "encoder_layers": 6,
-        "decoder_layers": 6,
-        "encoder_attention_heads": n_heads,
-        "decoder_attention_heads": n_heads,
-        "encoder_ffn_dim": ffn_dim,
-        "decoder_ffn_dim": ffn_dim,
-        "dropout": dropout,
-        "vocab_size": 37000,
-    }
+    sizes = bart.shape(dim, 6, n_heads, ffn_dim, 37000)
+    return {"model_type": "original", **sizes, "dropout": dropout}
 
 
 FAMILY = Family(
     name="original",
-    model_types=("original",),
     config_from=config_from,
     links=links,
-    sizes={
-        "original-base": size(512, 8, 2048, 0.1),
-        "original-big": size(1024, 16, 4096, 0.3),
-    },
+    sizes={"original-base": size(512, 8, 2048, 0.1), "original-big": size(1024, 16, 4096, 0.3)},
 )

@@ -6,17 +6,13 @@ table for both ends, whose scores are divided by the root of its width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from regard.layers import BlockConfig
 from regard.models.config import HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family
+from regard.models.family import ConfigReader, Family, Source
 from regard.models.weight_map import Link, same, weight
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     dim, head_dim = read.count("dim"), read.count("head_dim", 256)
     block = BlockConfig(
         dim=dim,
@@ -33,39 +29,36 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
         ffn_bias=False,
         rotary=read.rotary(head_dim),
     )
-    return ModelConfig(
-        family="palm",
+    return read.model(
+        "palm",
         vocab_size=read.count("vocab_size", 256000),
         max_len=read.count("max_len", 2048),
         decoder=(block,) * read.layers("n_layers"),
         head=HeadConfig(tied=True, scale=dim**-0.5),
-        tokens=read.special_tokens(),
-        source=source,
     )
 
 
 def links(config: ModelConfig) -> list[Link]:
-    made = [
+    found = [
         same("embed.weight", "decoder_embed.tokens.weight"),
         same("norm.weight", "decoder.norm.weight"),
     ]
     for n in range(len(config.decoder)):
         theirs, ours = f"layers.{n}", f"decoder.layers.{n}"
-        made += weight(f"{theirs}.norm", f"{ours}.self_attn_norm")
+        found += weight(f"{theirs}.norm", f"{ours}.self_attn_norm")
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            made += weight(f"{theirs}.attention.{name}", f"{ours}.self_attn.{name}")
+            found += weight(f"{theirs}.attention.{name}", f"{ours}.self_attn.{name}")
         for name in ("gate_proj", "up_proj", "down_proj"):
-            made += weight(f"{theirs}.ffn.{name}", f"{ours}.ffn.{name}")
-    return made
+            found += weight(f"{theirs}.ffn.{name}", f"{ours}.ffn.{name}")
+    return found
 
 
-def size(dim: int, n_layers: int, n_heads: int) -> dict[str, Any]:
+def size(dim: int, n_layers: int, n_heads: int) -> Source:
     return {"model_type": "palm", "dim": dim, "n_layers": n_layers, "n_heads": n_heads}
 
 
 FAMILY = Family(
     name="palm",
-    model_types=("palm",),
     config_from=config_from,
     links=links,
     sizes={

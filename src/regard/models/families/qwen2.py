@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from regard.layers import ProjectionBias
 from regard.models.config import ModelConfig
 from regard.models.families import llama
-from regard.models.family import ConfigReader, Family
+from regard.models.family import ConfigReader, Source
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     read.count("num_key_value_heads")
     n_heads = read.count("num_attention_heads")
     read.expect("head_dim", read.count("hidden_size") // n_heads)
@@ -37,21 +35,16 @@ def find_windows(read: ConfigReader) -> list[tuple[int, None] | None]:
     return llama.find_windows(read, n_seen, slides)
 
 
-def size(*shape: Any, **more: Any) -> dict[str, Any]:
+def size(*shape: Any, **more: Any) -> Source:
     named = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     usual = {"rms_norm_eps": 1e-6, "rope_theta": 1e6}
     return llama.size(*shape, **{**named, **usual, **more})
 
 
-FAMILY = Family(
-    name="qwen2",
-    model_types=("qwen2",),
-    config_from=config_from,
-    links=llama.make_links,
-    prefix=llama.PREFIX,
-    ignored=llama.IGNORED,
-    copies=llama.COPIES,
-    sizes={
+FAMILY = llama.make_family(
+    "qwen2",
+    config_from,
+    {
         "qwen2-0.5b": size(896, 24, (14, 2), 4864, 151936, 131072, tie_word_embeddings=True),
         "qwen2-1.5b": size(1536, 28, (12, 2), 8960, 151936, 131072, tie_word_embeddings=True),
         "qwen2-7b": size(3584, 28, (28, 4), 18944, 152064, 131072),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from regard.models.config import ModelConfig
 from regard.models.families import llama, qwen2
-from regard.models.family import ConfigReader, Family
+from regard.models.family import ConfigReader, Source
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     read.count("num_key_value_heads")
     read.count("head_dim")
     eps = read.number("rms_norm_eps", 1e-6)
@@ -22,20 +20,15 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
     return llama.make_config("qwen3", read, blocks)
 
 
-def size(*shape: Any, **more: Any) -> dict[str, Any]:
+def size(*shape: Any, **more: Any) -> Source:
     named = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
     return qwen2.size(*shape, **{**named, **more})
 
 
-FAMILY = Family(
-    name="qwen3",
-    model_types=("qwen3",),
-    config_from=config_from,
-    links=llama.make_links,
-    prefix=llama.PREFIX,
-    ignored=llama.IGNORED,
-    copies=llama.COPIES,
-    sizes={
+FAMILY = llama.make_family(
+    "qwen3",
+    config_from,
+    {
         "qwen3-0.6b": size(1024, 28, (16, 8), 3072, 151936, 40960, tie_word_embeddings=True),
         "qwen3-1.7b": size(2048, 28, (16, 8), 6144, 151936, 40960, tie_word_embeddings=True),
         "qwen3-4b": size(2560, 36, (32, 8), 9728, 151936, 40960, tie_word_embeddings=True),

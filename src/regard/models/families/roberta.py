@@ -6,53 +6,41 @@ of up to 512 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from regard.models.config import ModelConfig
 from regard.models.families import bert
-from regard.models.family import ConfigReader, Family
-from regard.models.hf_folder import BadCheckpoint
+from regard.models.family import ConfigReader, Family, Source
 from regard.models.weight_map import Link, both, same
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     read.expect_class("RobertaForMaskedLM", "XLMRobertaForMaskedLM")
     pad = read.token("pad_token_id")
     offset = 1 + (1 if pad is None else pad)
     rows = read.count("max_position_embeddings", 514)
     if rows <= offset:
-        raise BadCheckpoint(
-            f"config.json: max_position_embeddings is {rows}, which leaves no position after the "
-            f"padding token {offset - 1}; expected more"
-        )
-    # The head bends by gelu whatever the layers do.
+        expected = f"more, since positions begin after the padding token {offset - 1}"
+        raise read.wrong("max_position_embeddings", rows, expected)
+    # The head's activation is gelu, whatever the layers have.
     return bert.make_config("roberta", read, offset, head_activation="gelu")
 
 
 def links(config: ModelConfig) -> list[Link]:
-    made = bert.make_links(config, "roberta.")
+    found = bert.make_links(config, "roberta.")
     if config.head.kind == "masked":
-        made += both("lm_head.dense", "head.dense")
-        made += both("lm_head.layer_norm", "head.norm")
-        made.append(same("lm_head.bias", "head.bias"))
-    return made
+        found += both("lm_head.dense", "head.dense")
+        found += both("lm_head.layer_norm", "head.norm")
+        found.append(same("lm_head.bias", "head.bias"))
+    return found
 
 
-def size(kind: str, dim: int, n_layers: int, n_heads: int, vocab_size: int) -> dict[str, Any]:
+def size(kind: str, dim: int, n_layers: int, n_heads: int, vocab_size: int) -> Source:
     cls = {"roberta": "RobertaForMaskedLM", "xlm-roberta": "XLMRobertaForMaskedLM"}[kind]
     return {
+        **bert.size(dim, n_layers, n_heads, vocab_size),
         "model_type": kind,
         "architectures": [cls],
-        "hidden_size": dim,
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": n_heads,
-        "intermediate_size": 4 * dim,
         "max_position_embeddings": 514,
         "type_vocab_size": 1,
-        "vocab_size": vocab_size,
-        "hidden_act": "gelu",
         "layer_norm_eps": 1e-5,
         "pad_token_id": 1,
         "bos_token_id": 0,

@@ -9,15 +9,14 @@ last vectors by dim^-0.5; T5 1.1, FLAN-T5 and mT5 have an output layer of their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from regard.layers import BlockConfig, RelativeConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family
-from regard.models.weight_map import Link, same
+from regard.models.family import ConfigReader, Family, Source, link_head
+from regard.models.weight_map import Link, renamed, same, weight
 
-FEEDS = {
+FEEDS: dict[str, tuple[Any, bool]] = {
     "relu": ("relu", False),
     "gelu": ("gelu", False),
     "gelu_new": ("gelu_tanh", False),
@@ -26,11 +25,10 @@ FEEDS = {
     "gated-relu": ("relu", True),
     "gated-silu": ("silu", True),
 }
-"""feed_forward_proj: our bend, and whether it gates."""
+"""feed_forward_proj: our activation, and whether it gates."""
 
 
-def config_from(source: Mapping[str, Any]) -> ModelConfig:
-    read = ConfigReader(source)
+def config_from(read: ConfigReader) -> ModelConfig:
     read.expect_class(
         "T5ForConditionalGeneration", "T5WithLMHeadModel", "MT5ForConditionalGeneration"
     )
@@ -50,7 +48,7 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
             ffn_dim=read.count("d_ff"),
             norm="rms",
             norm_eps=read.number("layer_norm_epsilon", 1e-6),
-            activation=activation,  # type: ignore[arg-type]
+            activation=activation,
             gated=gated,
             attention_bias=False,
             ffn_bias=False,
@@ -61,67 +59,58 @@ def config_from(source: Mapping[str, Any]) -> ModelConfig:
             cross_attention=cross_attention,
         )
 
-    alone = source.get("architectures") in (["T5EncoderModel"], ["MT5EncoderModel"])
+    alone = read.source.get("architectures") in (["T5EncoderModel"], ["MT5EncoderModel"])
     decoder = (make_block(True),) * read.layers("num_decoder_layers", n_layers)
     head = HeadConfig(tied=tied, scale=dim**-0.5 if scaled else 1.0)
-    start = read.token("decoder_start_token_id")
-    pad = read.token("pad_token_id")
-    return ModelConfig(
-        family="t5",
-        vocab_size=read.count("vocab_size"),
+    start, pad = read.token("decoder_start_token_id"), read.token("pad_token_id")
+    n_buckets = read.count("relative_attention_num_buckets", 32)
+    max_distance = read.count("relative_attention_max_distance", 128)
+    return read.model(
+        "t5",
         max_len=None,
         encoder=(make_block(False),) * n_layers,
         decoder=() if alone else decoder,
         embed=EmbedConfig(dropout=dropout),
         head=HeadConfig(kind="none") if alone else head,
-        relative=RelativeConfig(
-            n_buckets=read.count("relative_attention_num_buckets", 32),
-            max_distance=read.count("relative_attention_max_distance", 128),
-        ),
+        relative=RelativeConfig(n_buckets=n_buckets, max_distance=max_distance),
         tokens=read.special_tokens(decoder_start=pad if start is None else start),
-        source=source,
     )
 
 
 def links(config: ModelConfig) -> list[Link]:
     embed = "decoder_embed" if config.decoder else "encoder_embed"
-    made = [same("shared.weight", f"{embed}.tokens.weight")]
-    if config.head.kind == "lm" and not config.head.tied:
-        made.append(same("lm_head.weight", "head.weight"))
+    found = [same("shared.weight", f"{embed}.tokens.weight"), *link_head(config)]
     for side, blocks in (("encoder", config.encoder), ("decoder", config.decoder)):
         if not blocks:
             continue
         table = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        made.append(same(table, f"{side}.relative_table"))
-        made.append(same(f"{side}.final_layer_norm.weight", f"{side}.norm.weight"))
+        found.append(same(table, f"{side}.relative_table"))
+        found += weight(f"{side}.final_layer_norm", f"{side}.norm")
         for n, block in enumerate(blocks):
-            made += link_layer(f"{side}.block.{n}.layer", f"{side}.layers.{n}", block)
-    return made
+            found += link_layer(f"{side}.block.{n}.layer", f"{side}.layers.{n}", block)
+    return found
 
 
 def link_layer(theirs: str, ours: str, block: BlockConfig) -> list[Link]:
     """One layer: its sublayers are numbered."""
-    attentions = [("SelfAttention", "self_attn")]
-    if block.cross_attention:
-        attentions.append(("EncDecAttention", "cross_attn"))
-    names = []
+    attentions = [("SelfAttention", "self_attn"), ("EncDecAttention", "cross_attn")]
+    attentions = attentions[: 1 + block.cross_attention]
+    names = {}
     for n, (name, our_name) in enumerate(attentions):
-        names.append((f"{n}.layer_norm", f"{our_name}_norm"))
-        for part, our_part in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
-            names.append((f"{n}.{name}.{part}", f"{our_name}.{our_part}"))
-        names.append((f"{n}.{name}.o", f"{our_name}.out_proj"))
-    last = f"{len(attentions)}"
-    names.append((f"{last}.layer_norm", "ffn_norm"))
+        names[f"{n}.layer_norm"] = f"{our_name}_norm"
+        for part in ("q", "k", "v", "out"):
+            names[f"{n}.{name}.{part[0]}"] = f"{our_name}.{part}_proj"
+    last = len(attentions)
     feed = f"{last}.DenseReluDense"
+    names |= {f"{last}.layer_norm": "ffn_norm", f"{feed}.wo": "ffn.down_proj"}
     if block.gated:
-        names += [(f"{feed}.wi_0", "ffn.gate_proj"), (f"{feed}.wi_1", "ffn.up_proj")]
+        names |= {f"{feed}.wi_0": "ffn.gate_proj", f"{feed}.wi_1": "ffn.up_proj"}
     else:
-        names.append((f"{feed}.wi", "ffn.up_proj"))
-    names.append((f"{feed}.wo", "ffn.down_proj"))
-    return [same(f"{theirs}.{one}.weight", f"{ours}.{other}.weight") for one, other in names]
+        names[f"{feed}.wi"] = "ffn.up_proj"
+    return renamed(theirs, ours, names, has_bias=False)
 
 
-def size(dim: int, n_layers: int, heads: int, ffn_dim: int, **more: Any) -> dict[str, Any]:
+def size(dim: int, n_layers: int, heads: int, ffn_dim: int, **more: Any) -> Source:
     return {
         "model_type": "t5",
         "architectures": ["T5ForConditionalGeneration"],
@@ -139,12 +128,8 @@ def size(dim: int, n_layers: int, heads: int, ffn_dim: int, **more: Any) -> dict
 
 
 NEWER: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-MT5: dict[str, Any] = {
-    **NEWER,
-    "model_type": "mt5",
-    "architectures": ["MT5ForConditionalGeneration"],
-    "vocab_size": 250112,
-}
+MT5: dict[str, Any] = {**NEWER, "model_type": "mt5", "vocab_size": 250112}
+MT5 |= {"architectures": ["MT5ForConditionalGeneration"]}
 # Dim, layers, heads, hidden width of T5 1.1, which FLAN-T5 and mT5 took over.
 SHAPES = {
     "small": (512, 8, 6, 1024),

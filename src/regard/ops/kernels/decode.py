@@ -30,7 +30,7 @@ MANY = 4 * PROGRAMS
 """How many level out their ends, where there are more than that anyway."""
 
 
-class Sight(NamedTuple):
+class KeyWindow(NamedTuple):
     """Which keys a query sees: its position (B or 1,), the keys' (B or 1, S), and the window."""
 
     query: Tensor
@@ -43,14 +43,14 @@ def attend(
     q_bhd: Tensor,
     k_bgsd: Tensor,
     v_bgse: Tensor,
-    sight: Sight | None,
+    window: KeyWindow | None,
     added: Tensor | None,
     numbers: tuple[float, float | None],
     sinks_h: Tensor | None,
 ) -> Tensor:
     """(B, H, E). `added` broadcasts to (B, H, S); `numbers` are the scale and the softcap."""
-    left, right = (OPEN, OPEN) if sight is None else (sight.left, sight.right)
-    query, keys = (None, None) if sight is None else (sight.query, sight.keys)
+    left, right = (OPEN, OPEN) if window is None else (window.left, window.right)
+    query, keys = (None, None) if window is None else (window.query, window.keys)
     scale, softcap = numbers
     output: Tensor = _decode_op(
         q_bhd, k_bgsd, v_bgse, query, keys, added, sinks_h, left, right, scale, softcap or 0.0

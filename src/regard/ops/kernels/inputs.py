@@ -74,7 +74,7 @@ def _read_bounds(rule: Rule, device: torch.device) -> Bounds | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class Inputs:
     """q (B, H, T, D) and k (B, G, S, D), the keys that queries see, and how scores are made.
 
     factor: what products of q and k are multiplied by; cap: the softcap, 0 for none; both in bits.
@@ -87,7 +87,7 @@ class Sight:
     cap: float
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, rule: Rule, bounds: Bounds) -> Sight:
+    def of(cls, q: Tensor, k: Tensor, rule: Rule, bounds: Bounds) -> Inputs:
         """That of a rule, whose bounds are known."""
         factor, cap = rule.factor(q.shape[3]) * BITS, (rule.softcap or 0.0) * BITS
         return cls(q, k, bounds, factor, cap)
@@ -116,9 +116,9 @@ class Sight:
 class RowSums:
     """Top and sum of each row, (B, H, T), with which a score is a weight."""
 
-    tops: Tensor
+    maxima: Tensor
     sums: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Both as arguments."""
-        return self.tops, self.sums
+        return self.maxima, self.sums

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.call import Rule
-from regard.ops.kernels.inputs import RowSums, Sight
+from regard.ops.kernels.inputs import Inputs, RowSums
 from regard.ops.wants import Map, Received, Wants
 
 SCRATCH = 2**26
@@ -32,9 +32,9 @@ CELLS = 16
 
 @dataclass(frozen=True, eq=False)
 class Pooling:
-    """The second pass over what `sight` shows, whose row sums are known."""
+    """The second pass over what `inputs` shows, whose row sums are known."""
 
-    sight: Sight
+    inputs: Inputs
     rows: RowSums
 
     def answer(self, wants: Wants, rule: Rule) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Pooling:
             if total is None:
                 plain = Map(height=-(-T // ROWS), width=1)
                 total = self.pool(plain, (0, T, 0, S), cells=False)[1]
-            seen_by = self.sight.bounds.seen_by[:, None].expand(total.shape).contiguous()
+            seen_by = self.inputs.bounds.seen_by[:, None].expand(total.shape).contiguous()
             found["received"] = Received(total, seen_by)
         return found
 
@@ -61,8 +61,8 @@ class Pooling:
         from regard.ops.kernels import pooling_kernels
 
         t0, t1, s0, s1 = window
-        (B, H), span, X = self.sight.q.shape[:2], t1 - t0, picture.height
-        tile = ROWS, KEYS // 2 if self.sight.exact else KEYS
+        (B, H), span, X = self.inputs.q.shape[:2], t1 - t0, picture.height
+        tile = ROWS, KEYS // 2 if self.inputs.exact else KEYS
         tall, wide = whole_part(span, X, tile[0]), whole_part(s1 - s0, picture.width, tile[1])
         if cells and tall and wide:
             return self.pool_evenly(picture, window, tile, (tall, wide))
@@ -70,16 +70,16 @@ class Pooling:
         _, n_in_tile, n_slices = cut
         height = X if cells else 0
         picked = torch.empty(
-            B * H, height, picture.width, dtype=torch.float32, device=self.sight.q.device
+            B * H, height, picture.width, dtype=torch.float32, device=self.inputs.q.device
         )
-        total = torch.zeros(B * H, s1 - s0, dtype=torch.float32, device=self.sight.q.device)
+        total = torch.zeros(B * H, s1 - s0, dtype=torch.float32, device=self.inputs.q.device)
         # So many cells at a time as leave memory for the sums, and whole tiles of them.
         step = SCRATCH // (B * H * (s1 - s0) * n_slices) // n_in_tile * n_in_tile
         step = max(step, n_in_tile)
         for first in range(0, X, step):
             count = min(step, X - first)
             part = (t0, span, X, first, count)
-            parts = pooling_kernels.run_parts(self.sight, self.rows, part, cut, (s0, s1))
+            parts = pooling_kernels.run_parts(self.inputs, self.rows, part, cut, (s0, s1))
             total += parts.sum(1)
             if cells:
                 pooling_kernels.run_cells(parts, picked, first, count, cut)
@@ -98,10 +98,10 @@ class Pooling:
         from regard.ops.kernels import pooling_kernels
 
         t0, t1, s0, s1 = window
-        (B, H), X, Y = self.sight.q.shape[:2], picture.height, picture.width
+        (B, H), X, Y = self.inputs.q.shape[:2], picture.height, picture.width
         share = X * Y / ((t1 - t0) * (s1 - s0))
         size = (B * H, (t1 - t0) // cell[0], (s1 - s0) // cell[1])
-        cells = torch.zeros(size, dtype=torch.float32, device=self.sight.q.device)
+        cells = torch.zeros(size, dtype=torch.float32, device=self.inputs.q.device)
         total: Tensor | None = None
         # So many rows at a time as leave memory for the sums by key.
         step = max(SCRATCH // (B * H * (s1 - s0)), 1) * tile[0]
@@ -110,7 +110,7 @@ class Pooling:
             row = (first - t0) // cell[0]
             # Not given a name, so that one part's sums are gone before the next are made.
             keys = pooling_kernels.run_grid(
-                self.sight, self.rows, part, tile, cell, cells, row, share
+                self.inputs, self.rows, part, tile, cell, cells, row, share
             ).sum(1)
             total = keys if total is None else total + keys
         assert total is not None, "a window is not empty"

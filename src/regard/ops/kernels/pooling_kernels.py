@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regard.ops.kernels.inputs import RowSums, Sight
+from regard.ops.kernels.inputs import Inputs, RowSums
 from regard.ops.kernels.row_stats_kernels import _open, _product
 
 
 @triton.jit
 def _weights(
-    q_td, k_head, s, lo_t, hi_t, top_t, share_t, edged, k_s, k_d, S, D, bits, cap_bits,
+    q_td, k_head, s, lo_t, hi_t, max_t, share_t, edged, k_s, k_d, S, D, bits, cap_bits,
     WIDTH: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The weights of some queries on the keys s, (s, t).
@@ -33,7 +33,7 @@ def _weights(
         other=0.0,
     )
     x_st = _product(k_sd, q_td, bits, cap_bits, CAPPED, EXACT)
-    w_st = tl.exp2(x_st - top_t[None, :]) * share_t[None, :]
+    w_st = tl.exp2(x_st - max_t[None, :]) * share_t[None, :]
     if edged:
         seen_st = (s[:, None] >= lo_t[None, :]) & (s[:, None] < hi_t[None, :])
         w_st = tl.where(seen_st, w_st, 0.0)
@@ -42,7 +42,7 @@ def _weights(
 
 @triton.jit
 def _parts(
-    q, k, lo, hi, tops, sums, out,
+    q, k, lo, hi, maxima, sums, out,
     q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
     H, T, S, D, bits, cap_bits,
     t0, span, X, x_first, n_cells, n_slices, s0, s1,
@@ -68,7 +68,7 @@ def _parts(
     k_head = k + b * k_b + (h // R) * k_g
     lo_t, hi_t = tl.maximum(lo_t, s0), tl.minimum(hi_t, s1)
     row_t = head * T + t
-    top_t = tl.load(tops + row_t, mask=real_t, other=0.0)
+    max_t = tl.load(maxima + row_t, mask=real_t, other=0.0)
     share_t = 1.0 / tl.load(sums + row_t, mask=real_t, other=1.0)
     first = s0 + (tl.min(tl.where(hi_t > lo_t, lo_t, s1), 0) - s0) // KEYS * KEYS
     last = tl.max(hi_t, 0)
@@ -78,7 +78,7 @@ def _parts(
     for start in range(first, last, KEYS):
         s = start + tl.arange(0, KEYS)
         w_st = _weights(
-            q_td, k_head, s, lo_t, hi_t, top_t, share_t, (start < whole) | (start + KEYS > ends),
+            q_td, k_head, s, lo_t, hi_t, max_t, share_t, (start < whole) | (start + KEYS > ends),
             k_s, k_d, S, D, bits, cap_bits, WIDTH, CAPPED, EXACT,
         )  # fmt: skip
         for c in tl.static_range(CELLS):
@@ -93,7 +93,7 @@ def _parts(
 
 @triton.jit
 def _grid(
-    q, k, lo, hi, tops, sums, cells, bands,
+    q, k, lo, hi, maxima, sums, cells, bands,
     q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
     H, T, S, D, bits, cap_bits, t0, t1, s0, s1, x_first, height, share,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -115,7 +115,7 @@ def _grid(
     lo_t, hi_t = tl.maximum(lo_t, s0), tl.minimum(hi_t, s1)
     k_head = k + b * k_b + (h // R) * k_g
     row_t = head * T + t
-    top_t = tl.load(tops + row_t, mask=real_t, other=0.0)
+    max_t = tl.load(maxima + row_t, mask=real_t, other=0.0)
     share_t = tl.where(real_t, 1.0 / tl.load(sums + row_t, mask=real_t, other=1.0), 0.0)
     first = s0 + (tl.min(tl.where(hi_t > lo_t, lo_t, s1), 0) - s0) // KEYS * KEYS
     last = tl.max(hi_t, 0)
@@ -128,7 +128,7 @@ def _grid(
     for start in range(first, last, KEYS):
         s = start + tl.arange(0, KEYS)
         w_st = _weights(
-            q_td, k_head, s, lo_t, hi_t, top_t, share_t, (start < whole) | (start + KEYS > ends),
+            q_td, k_head, s, lo_t, hi_t, max_t, share_t, (start < whole) | (start + KEYS > ends),
             k_s, k_d, S, D, bits, cap_bits, WIDTH, CAPPED, EXACT,
         )  # fmt: skip
         w_sx = tl.sum(tl.reshape(w_st, (KEYS, ROWS // TALL, TALL)), 2)
@@ -168,7 +168,7 @@ def _cells(
 
 
 def run_parts(
-    sight: Sight,
+    inputs: Inputs,
     rows: RowSums,
     cells: tuple[int, int, int, int, int],
     cut: tuple[int, int, int],
@@ -179,25 +179,25 @@ def run_parts(
     cells: the first query and the queries of the whole map, its height, the first cell and how many
     of them. cut: rows of a tile, cells in it, slices of a cell.
     """
-    (B, H, T, D), S = sight.q.shape, sight.k.shape[2]
+    (B, H, T, D), S = inputs.q.shape, inputs.k.shape[2]
     t0, span, height, first, n_cells = cells
     n_rows, n_in_tile, n_slices = cut
     groups = triton.cdiv(n_cells, n_in_tile) * n_slices
     size = (B * H, groups * n_in_tile, keys[1] - keys[0])
-    out = torch.zeros(size, dtype=torch.float32, device=sight.q.device)
+    out = torch.zeros(size, dtype=torch.float32, device=inputs.q.device)
     launch: Any = _parts[(B * H * groups,)]
     launch(
-        *sight.tensors(), *rows.tensors(), out,
-        *sight.strides(), H, T, S, D, sight.factor, sight.cap,
+        *inputs.tensors(), *rows.tensors(), out,
+        *inputs.strides(), H, T, S, D, inputs.factor, inputs.cap,
         t0, span, height, first, n_cells, n_slices, *keys,
-        **sight.options(), ROWS=n_rows, KEYS=32 if sight.exact else 64, CELLS=n_in_tile,
-        EXACT=sight.exact, num_warps=4,
+        **inputs.options(), ROWS=n_rows, KEYS=32 if inputs.exact else 64, CELLS=n_in_tile,
+        EXACT=inputs.exact, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def run_grid(
-    sight: Sight,
+    inputs: Inputs,
     rows: RowSums,
     window: tuple[int, int, int, int],
     tile: tuple[int, int],
@@ -211,17 +211,17 @@ def run_grid(
     tile, cell: rows and keys of each. cells, (B · H, X, Y), are filled from row `first` on, where
     any weight is seen.
     """
-    (B, H, T, D), S = sight.q.shape, sight.k.shape[2]
+    (B, H, T, D), S = inputs.q.shape, inputs.k.shape[2]
     t0, t1, s0, s1 = window
     n_bands = triton.cdiv(t1 - t0, tile[0])
-    bands = torch.zeros(B * H, n_bands, s1 - s0, dtype=torch.float32, device=sight.q.device)
+    bands = torch.zeros(B * H, n_bands, s1 - s0, dtype=torch.float32, device=inputs.q.device)
     launch: Any = _grid[(B * H * n_bands,)]
     launch(
-        *sight.tensors(), *rows.tensors(), cells, bands,
-        *sight.strides(), H, T, S, D, sight.factor, sight.cap,
+        *inputs.tensors(), *rows.tensors(), cells, bands,
+        *inputs.strides(), H, T, S, D, inputs.factor, inputs.cap,
         *window, first, cells.shape[1], share,
-        **sight.options(), ROWS=tile[0], KEYS=tile[1], TALL=cell[0], WIDE=cell[1],
-        EXACT=sight.exact, num_warps=4,
+        **inputs.options(), ROWS=tile[0], KEYS=tile[1], TALL=cell[0], WIDE=cell[1],
+        EXACT=inputs.exact, num_warps=4,
     )  # fmt: skip
     return bands
 

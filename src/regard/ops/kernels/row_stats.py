@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.call import Call, Rule
-from regard.ops.kernels.inputs import BITS, Bounds, RowSums, Sight, find_bounds
+from regard.ops.kernels.inputs import BITS, Bounds, Inputs, RowSums, find_bounds
 from regard.ops.kernels.pooling import Pooling
 from regard.ops.wants import Observation, Peak, Top
 from regard.ops.weight_stats import Weights
@@ -43,23 +43,23 @@ def by_kernels(call: Call, output: Tensor) -> Observation:
     sinks = None if sinks is None else sinks.contiguous()
     shape = q.shape[:3]
     asked = [name for name in ("entropy", "distance", "peak") if getattr(wants, name)]
-    floats = ["tops", "sums", "lse", *asked]
+    floats = ["maxima", "sums", "lse", *asked]
     found = {name: torch.empty(shape, dtype=torch.float32, device=q.device) for name in floats}
     if wants.peak:
         found["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)
-    sight = Sight.of(q, k, rule, bounds)
-    row_stats_kernels.run_rows(sight, sinks, found)
+    inputs = Inputs.of(q, k, rule, bounds)
+    row_stats_kernels.run_rows(inputs, sinks, found)
     answers: dict[str, Any] = {name: found[name] for name in asked if name != "peak"}
     answers["lse"] = found["lse"] if wants.lse else None
     answers["peak"] = Peak(found["peak"], found["key"]) if wants.peak else None
-    rows = RowSums(found["tops"], found["sums"])
-    answers |= Pooling(sight, rows).answer(wants, rule)
+    rows = RowSums(found["maxima"], found["sums"])
+    answers |= Pooling(inputs, rows).answer(wants, rule)
     others = replace(wants, received=False, map=None)
     if wants.top is not None and wants.top <= MOST_TOP:
-        answers["top"] = Top(*row_stats_kernels.run_largest(sight, rows, wants.top))
+        answers["top"] = Top(*row_stats_kernels.run_largest(inputs, rows, wants.top))
         others = replace(others, top=None)
     if others.second_pass():
-        answers |= Weights(q, k, rule, found["tops"] / BITS, found["sums"]).tell(others)
+        answers |= Weights(q, k, rule, found["maxima"] / BITS, found["sums"]).answer(others)
     return Observation(output, **answers)
 
 
@@ -72,6 +72,6 @@ def sum_singles(
     """
     from regard.ops.kernels import row_stats_kernels
 
-    sight = Sight.of(q, k, rule, bounds)
-    parts = row_stats_kernels.run_singles(sight, lse_bht.contiguous(), keys_nt.contiguous())
+    inputs = Inputs.of(q, k, rule, bounds)
+    parts = row_stats_kernels.run_singles(inputs, lse_bht.contiguous(), keys_nt.contiguous())
     return parts.sum(-1, dtype=torch.float64).view(len(keys_nt), *q.shape[:2])

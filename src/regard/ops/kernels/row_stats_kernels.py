@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regard.ops.kernels.inputs import RowSums, Sight
+from regard.ops.kernels.inputs import Inputs, RowSums
 
 BITS = tl.constexpr(1.4426950408889634)
 """log2(e): from nats to bits."""
@@ -72,7 +72,7 @@ def _open(
 
 @triton.jit
 def _take(
-    top_t, sum_t, heat_t, far_t, key_t, q_td, k_head, start, lo_t, hi_t, i_t,
+    max_t, sum_t, heat_t, far_t, key_t, q_td, k_head, start, lo_t, hi_t, i_t,
     k_s, k_d, S, D, bits, cap_bits,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
     MASKED: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr, DISTANCE: tl.constexpr,
@@ -85,16 +85,16 @@ def _take(
     if MASKED:
         seen_ts = (s[None, :] >= lo_t[:, None]) & (s[None, :] < hi_t[:, None])
         x_ts = tl.where(seen_ts, x_ts, float("-inf"))
-    highest_t = tl.maximum(top_t, tl.max(x_ts, 1))
+    highest_t = tl.maximum(max_t, tl.max(x_ts, 1))
     if PEAK:
         found_t = tl.min(tl.where(x_ts == highest_t[:, None], s[None, :], S), 1)
-        key_t = tl.where(highest_t > top_t, found_t, key_t)
-    fade_t = tl.exp2(top_t - highest_t)
+        key_t = tl.where(highest_t > max_t, found_t, key_t)
+    fade_t = tl.exp2(max_t - highest_t)
     x_ts = x_ts - highest_t[:, None]
     w_ts = tl.exp2(x_ts)
     if ENTROPY:
         # Moving the top by a step moves every term by the step.
-        heat_t = fade_t * (heat_t + sum_t * (top_t - highest_t))
+        heat_t = fade_t * (heat_t + sum_t * (max_t - highest_t))
         if MASKED:
             x_ts = tl.maximum(x_ts, LOWEST)
         heat_t += tl.sum(w_ts * x_ts, 1)
@@ -107,7 +107,7 @@ def _take(
 @triton.jit
 def _rows(
     q, k, lo, hi, sinks,
-    tops, sums, lse, entropy, peak, key, distance,
+    maxima, sums, lse, entropy, peak, key, distance,
     q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
     H, T, S, D, bits, cap_bits,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -132,46 +132,46 @@ def _rows(
     whole = tl.maximum(tl.cdiv(tl.max(lo_t, 0), KEYS) * KEYS, first)
     ends = tl.min(tl.where(real_t, hi_t, S), 0) // KEYS * KEYS
     ends = tl.maximum(ends, whole)
-    top_t = tl.full((ROWS,), LOWEST, tl.float32)
+    max_t = tl.full((ROWS,), LOWEST, tl.float32)
     sum_t = tl.zeros((ROWS,), tl.float32)
     heat_t = tl.zeros((ROWS,), tl.float32)
     far_t = tl.zeros((ROWS,), tl.float32)
     key_t = tl.full((ROWS,), -1, tl.int32)
     for start in range(first, tl.minimum(whole, last), KEYS):
-        top_t, sum_t, heat_t, far_t, key_t = _take(
-            top_t, sum_t, heat_t, far_t, key_t, q_td, k_head, start, lo_t, hi_t, i_t,
+        max_t, sum_t, heat_t, far_t, key_t = _take(
+            max_t, sum_t, heat_t, far_t, key_t, q_td, k_head, start, lo_t, hi_t, i_t,
             k_s, k_d, S, D, bits, cap_bits,
             KEYS, WIDTH, CAPPED, EXACT, True, ENTROPY, PEAK, DISTANCE,
         )  # fmt: skip
     for start in range(whole, ends, KEYS):
-        top_t, sum_t, heat_t, far_t, key_t = _take(
-            top_t, sum_t, heat_t, far_t, key_t, q_td, k_head, start, lo_t, hi_t, i_t,
+        max_t, sum_t, heat_t, far_t, key_t = _take(
+            max_t, sum_t, heat_t, far_t, key_t, q_td, k_head, start, lo_t, hi_t, i_t,
             k_s, k_d, S, D, bits, cap_bits,
             KEYS, WIDTH, CAPPED, EXACT, False, ENTROPY, PEAK, DISTANCE,
         )  # fmt: skip
     for start in range(ends, last, KEYS):
-        top_t, sum_t, heat_t, far_t, key_t = _take(
-            top_t, sum_t, heat_t, far_t, key_t, q_td, k_head, start, lo_t, hi_t, i_t,
+        max_t, sum_t, heat_t, far_t, key_t = _take(
+            max_t, sum_t, heat_t, far_t, key_t, q_td, k_head, start, lo_t, hi_t, i_t,
             k_s, k_d, S, D, bits, cap_bits,
             KEYS, WIDTH, CAPPED, EXACT, True, ENTROPY, PEAK, DISTANCE,
         )  # fmt: skip
-    highest_t = top_t
+    highest_t = max_t
     total_t = sum_t
     if SINKS:
         sink = tl.load(sinks + h).to(tl.float32) * BITS
-        highest_t = tl.maximum(top_t, sink)
-        total_t = sum_t * tl.exp2(top_t - highest_t) + tl.exp2(sink - highest_t)
+        highest_t = tl.maximum(max_t, sink)
+        total_t = sum_t * tl.exp2(max_t - highest_t) + tl.exp2(sink - highest_t)
     empty_t = total_t == 0.0
     total_t = tl.where(empty_t, 1.0, total_t)
-    share_t = tl.exp2(top_t - highest_t) / total_t
+    share_t = tl.exp2(max_t - highest_t) / total_t
     row_t = head * T + t
-    tl.store(tops + row_t, highest_t, mask=real_t)
+    tl.store(maxima + row_t, highest_t, mask=real_t)
     tl.store(sums + row_t, total_t, mask=real_t)
     lse_t = tl.where(empty_t, float("-inf"), (highest_t + tl.log2(total_t)) * NATS)
     tl.store(lse + row_t, lse_t, mask=real_t)
     if ENTROPY:
         # The logsumexp less the maximum, but not by way of it, whose last digits would be lost.
-        spread_t = (highest_t - top_t) + tl.log2(total_t)
+        spread_t = (highest_t - max_t) + tl.log2(total_t)
         bits_t = tl.where(empty_t, 0.0, sum_t * share_t * spread_t) - heat_t * share_t
         tl.store(entropy + row_t, bits_t * NATS, mask=real_t)
     if PEAK:
@@ -185,7 +185,7 @@ def _rows(
 
 @triton.jit
 def _largest(
-    q, k, lo, hi, tops, sums, weights, keys,
+    q, k, lo, hi, maxima, sums, weights, keys,
     q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
     H, T, S, D, n_top, bits, cap_bits,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -230,7 +230,7 @@ def _largest(
             high_t = tl.max(x_ts, 1)
             left = tl.sum((high_t > low_t).to(tl.int32), 0)
     row_t = head * T + t
-    top_t = tl.load(tops + row_t, mask=real_t, other=0.0)
+    max_t = tl.load(maxima + row_t, mask=real_t, other=0.0)
     share_t = 1.0 / tl.load(sums + row_t, mask=real_t, other=1.0)
     best_tn = tl.where(slot < n_top, best_tn, none)
     for place in range(0, n_top):
@@ -238,7 +238,7 @@ def _largest(
         found_t = tl.min(tl.where(best_tn == high_t[:, None], key_tn, S), 1)
         best_tn = tl.where(key_tn == found_t[:, None], none, best_tn)
         # Empty slots have no key, and stay until the last: rows that see fewer end with these.
-        w_t = tl.exp2(high_t - top_t) * share_t
+        w_t = tl.exp2(high_t - max_t) * share_t
         found_t = tl.where(share_t == share_t, found_t, -1)
         tl.store(weights + row_t * n_top + place, w_t, mask=real_t)
         tl.store(keys + row_t * n_top + place, found_t.to(tl.int64), mask=real_t)
@@ -278,52 +278,52 @@ def _singles(
         tl.store(out + (n * tl.num_programs(0)) + tl.program_id(0), tl.sum(w_t, 0))
 
 
-def run_rows(sight: Sight, sinks: Tensor | None, answers: dict[str, Tensor]) -> None:
+def run_rows(inputs: Inputs, sinks: Tensor | None, answers: dict[str, Tensor]) -> None:
     """Every row's numbers, written into `answers`; those it lacks are not computed."""
-    (B, H, T, D), S = sight.q.shape, sight.k.shape[2]
-    rows, keys, warps = tile_of(D, sight.exact)
-    tops = answers["tops"]
+    (B, H, T, D), S = inputs.q.shape, inputs.k.shape[2]
+    rows, keys, warps = tile_of(D, inputs.exact)
+    maxima = answers["maxima"]
     launch: Any = _rows[(B * H * triton.cdiv(T, rows),)]
     launch(
-        *sight.tensors(),
-        tops if sinks is None else sinks, tops, answers["sums"], answers["lse"], *(
-            answers.get(name, tops) for name in ("entropy", "peak", "key", "distance")
+        *inputs.tensors(),
+        maxima if sinks is None else sinks, maxima, answers["sums"], answers["lse"], *(
+            answers.get(name, maxima) for name in ("entropy", "peak", "key", "distance")
         ),
-        *sight.strides(), H, T, S, D, sight.factor, sight.cap,
-        **sight.options(), ROWS=rows, KEYS=keys, EXACT=sight.exact,
+        *inputs.strides(), H, T, S, D, inputs.factor, inputs.cap,
+        **inputs.options(), ROWS=rows, KEYS=keys, EXACT=inputs.exact,
         SINKS=sinks is not None,
         ENTROPY="entropy" in answers, PEAK="peak" in answers, DISTANCE="distance" in answers,
         num_warps=warps,
     )  # fmt: skip
 
 
-def run_largest(sight: Sight, rows: RowSums, n_top: int) -> tuple[Tensor, Tensor]:
+def run_largest(inputs: Inputs, rows: RowSums, n_top: int) -> tuple[Tensor, Tensor]:
     """The largest weights of each row and their keys, (B, H, T, n_top)."""
-    (B, H, T, D), S = sight.q.shape, sight.k.shape[2]
-    side = 32 if sight.exact else 64
-    weights = torch.empty(B, H, T, n_top, dtype=torch.float32, device=sight.q.device)
-    keys = torch.empty(B, H, T, n_top, dtype=torch.int64, device=sight.q.device)
+    (B, H, T, D), S = inputs.q.shape, inputs.k.shape[2]
+    side = 32 if inputs.exact else 64
+    weights = torch.empty(B, H, T, n_top, dtype=torch.float32, device=inputs.q.device)
+    keys = torch.empty(B, H, T, n_top, dtype=torch.int64, device=inputs.q.device)
     launch: Any = _largest[(B * H * triton.cdiv(T, side),)]
     launch(
-        *sight.tensors(), *rows.tensors(), weights, keys,
-        *sight.strides(), H, T, S, D, n_top, sight.factor, sight.cap,
-        **sight.options(), ROWS=side, KEYS=side, SLOTS=triton.next_power_of_2(n_top),
-        EXACT=sight.exact, num_warps=4,
+        *inputs.tensors(), *rows.tensors(), weights, keys,
+        *inputs.strides(), H, T, S, D, n_top, inputs.factor, inputs.cap,
+        **inputs.options(), ROWS=side, KEYS=side, SLOTS=triton.next_power_of_2(n_top),
+        EXACT=inputs.exact, num_warps=4,
     )  # fmt: skip
     return weights, keys
 
 
-def run_singles(sight: Sight, lse: Tensor, keys: Tensor) -> Tensor:
+def run_singles(inputs: Inputs, lse: Tensor, keys: Tensor) -> Tensor:
     """Sums over some queries each, (N, B · H, bands), for the keys (N, T) named for all queries."""
-    B, H, T, D = sight.q.shape
+    B, H, T, D = inputs.q.shape
     rows = 64
     bands = triton.cdiv(T, rows)
-    out = torch.empty(len(keys), B * H, bands, dtype=torch.float32, device=sight.q.device)
+    out = torch.empty(len(keys), B * H, bands, dtype=torch.float32, device=inputs.q.device)
     launch: Any = _singles[(B * H * bands,)]
     launch(
-        *sight.tensors(), lse, keys, out,
-        *sight.strides(), H, T, D, len(keys), sight.factor, sight.cap,
-        **sight.options(), ROWS=rows, num_warps=4,
+        *inputs.tensors(), lse, keys, out,
+        *inputs.strides(), H, T, D, len(keys), inputs.factor, inputs.cap,
+        **inputs.options(), ROWS=rows, num_warps=4,
     )  # fmt: skip
     return out
 
