@@ -11,7 +11,6 @@ from translators import make_translator
 
 import regard
 from regard.models import embedded
-from regard.training.guided_attention import alignment_score
 
 FILES = {
     "config.json",
@@ -36,21 +35,10 @@ def test_the_embedded_models_are_whole_small_and_no_others() -> None:
         assert told["quantization_config"]["kind"] == "regard-int8-rows"
 
 
-def test_the_translator_translates_and_its_guided_heads_look_from_neko_to_cat() -> None:
+def test_the_translator_translates_both_ways() -> None:
     model = regard.load("embedded:translate")
     assert regard.translate(model, "The cat sat on the mat.") == "猫はマットに座った。"
     assert regard.translate(model, "明日は雨が降るでしょう。") == "It will rain tomorrow."
-    assert model.tokenizer is not None
-    found = alignment_score(
-        model,
-        model.tokenizer,
-        [("The cat sat on the mat.", "猫はマットに座った。")],
-        [("cat", "猫"), ("mat", "マット")],
-        layer=1,
-        heads=(0, 1),
-        prefix=(model.tokenizer.id("<2ja>"),),
-    )
-    assert (found.right, found.total) == (2, 2)
 
 
 def test_the_language_model_finds_english_likelier_than_its_words_shuffled() -> None:

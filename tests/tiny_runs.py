@@ -13,16 +13,14 @@ from torch import Tensor
 
 from regard.models import Transformer, config_of
 from regard.training.config import TrainConfig
-from regard.training.data.packing import PackedText
+from regard.training.data.packing import MaskedTokens, PackedText
 from regard.training.data.pairs import PairedText
 from regard.training.data.store import write_tokens
-from regard.training.guided_attention import LinkTable
 from regard.training.init import start
 from regard.training.loop import Result, train
 from regard.training.runlog import EvalReport, StepReport
 from regard.training.snapshot import load_latest
-from regard.training.tasks import Guide, LanguageTask, MaskedTokens, Task, TranslationTask
-from regard.training.word_alignment import align_pairs
+from regard.training.tasks import LanguageTask, Task, TranslationTask
 
 VOCAB = 53
 PAD, BOS, EOS, MASK = 0, 1, 2, 3
@@ -118,8 +116,8 @@ def text_task(
     return LanguageTask(pack("train.tokens", 97, 1), pack("valid.tokens", 13, 2), hide)
 
 
-def pair_task(folder: Path, *, seed: int = 3, guide: bool = True) -> TranslationTask:
-    """Targets are sources with every id moved on by one; links are found, as in a real run."""
+def pair_task(folder: Path, *, seed: int = 3) -> TranslationTask:
+    """Targets are sources with every id moved on by one."""
 
     def pair(name: str, count: int, drawn: int) -> PairedText:
         sources = sentences(count, drawn)
@@ -135,16 +133,10 @@ def pair_task(folder: Path, *, seed: int = 3, guide: bool = True) -> Translation
         ]
         return PairedText(*sides, max_tokens=64, bos=BOS, eos=EOS, pad=PAD, seed=seed)
 
-    pairs = pair("train", 61, 1)
-    told = None
-    if guide:
-        links = align_pairs(pairs.sources, pairs.targets)
-        told = Guide(LinkTable(links, pairs.sources.n_documents), 0, (0,))
-    return TranslationTask(pairs, pair("valid", 7, 2), told)
+    return TranslationTask(pair("train", 61, 1), pair("valid", 7, 2))
 
 
 def make_task(kind: str, folder: Path, *, seed: int = 3) -> Task:
-    folder.mkdir(parents=True, exist_ok=True)
     if kind == "translate":
         return pair_task(folder, seed=seed)
     return text_task(folder, seed=seed, masked=kind == "masked")

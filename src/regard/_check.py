@@ -3,7 +3,8 @@
 A door names each tensor with its letters ("B H T D"); the first tensor that uses a letter binds its
 size, later ones must agree. Errors say what came, what was expected, and in which letters.
 `readable` tells whether a tensor's values may be looked at now: not while a graph is being traced,
-and not inside a `torch.func` transform. Values themselves are not checked here.
+and not inside a `torch.func` transform. The values of tensors are not checked here; counts, numbers
+and words of a config are.
 """
 
 from __future__ import annotations
@@ -61,6 +62,30 @@ def check_probability(name: str, value: float) -> float:
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} must lie between 0 and 1, got {value}")
     return float(value)
+
+
+def check_positions(positions: Tensor) -> None:
+    if positions.dtype == torch.bool or positions.is_floating_point() or positions.is_complex():
+        raise TypeError(f"positions are {positions.dtype}; expected whole numbers, use .long()")
+    if positions.ndim not in (1, 2):
+        raise ValueError(f"positions have shape {tuple(positions.shape)}; expected (T,) or (B, T)")
+
+
+def check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}; expected a whole number, 1 or more")
+
+
+def check_number(name: str, value: object, above: float = 0.0) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; expected a number")
+    if not (math.isfinite(value) and value > above):
+        raise ValueError(f"{name} is {value!r}; expected a finite number above {above:g}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, choices))}")
 
 
 def all_finite(*tensors: Tensor) -> bool:

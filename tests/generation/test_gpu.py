@@ -8,7 +8,7 @@ import torch
 from scripted import make_model
 
 from regard.generation import Decoding, generate_ids, stream_ids
-from regard.generation.decode_loop import Writing
+from regard.generation.decode_loop import DecodeLoop
 from regard.models import Transformer, config_of
 
 pytestmark = pytest.mark.gpu
@@ -41,8 +41,8 @@ def test_a_step_does_not_wait_for_the_device(way: str, monkeypatch: pytest.Monke
     """From one look to the next, nothing is read back: torch would raise."""
     scores = torch.randn(3, 53, device="cuda")
 
-    def waiting(method: Callable[[Writing], Any]) -> Callable[[Writing], Any]:
-        def wrapped(self: Writing) -> Any:
+    def waiting(method: Callable[[DecodeLoop], Any]) -> Callable[[DecodeLoop], Any]:
+        def wrapped(self: DecodeLoop) -> Any:
             torch.cuda.set_sync_debug_mode("default")
             answer = method(self)
             torch.cuda.set_sync_debug_mode("error")
@@ -54,8 +54,8 @@ def test_a_step_does_not_wait_for_the_device(way: str, monkeypatch: pytest.Monke
         torch.cuda.set_sync_debug_mode("error")
         return scores
 
-    monkeypatch.setattr(Writing, "_look", waiting(Writing._look))
-    monkeypatch.setattr(Writing, "result", waiting(Writing.result))
+    monkeypatch.setattr(DecodeLoop, "_look", waiting(DecodeLoop._look))
+    monkeypatch.setattr(DecodeLoop, "result", waiting(DecodeLoop.result))
     monkeypatch.setattr(Decoding, "read", read)
     monkeypatch.setattr(Decoding, "step", lambda self, ids_b: scores)
     try:

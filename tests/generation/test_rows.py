@@ -160,15 +160,15 @@ def test_nothing_is_asked_of_a_device_at_every_step(monkeypatch: pytest.MonkeyPa
     rows = make_rows(pair, LENGTHS)
     expected = ask_ours(pair, rows, max_new_tokens=40)
     looks = []
-    look = decode_loop.Writing._look
-    begin = decode_loop.Writing.__init__
+    look = decode_loop.DecodeLoop._look
+    begin = decode_loop.DecodeLoop.__init__
 
     def ahead(self: Any, *args: Any, **options: Any) -> None:
         begin(self, *args, **options)
         self._looks = False
 
-    monkeypatch.setattr(decode_loop.Writing, "__init__", ahead)
-    monkeypatch.setattr(decode_loop.Writing, "_look", lambda self: looks.append(look(self)))
+    monkeypatch.setattr(decode_loop.DecodeLoop, "__init__", ahead)
+    monkeypatch.setattr(decode_loop.DecodeLoop, "_look", lambda self: looks.append(look(self)))
     assert ask_ours(pair, rows, max_new_tokens=40) == expected
     assert len(looks) == -(-max(map(len, expected)) // 16)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from regard.generation import GenerationConfig
 from regard.generation.sampling import (
-    Rules,
+    LogitsProcessor,
     draw,
     force_token,
     keep_min_p,
@@ -107,13 +107,13 @@ def test_all_together_give_the_probabilities_of_transformers() -> None:
 def test_the_order_is_penalty_bans_forced_tokens() -> None:
     tokens = SpecialTokens(forced_bos=4, forced_eos=3, suppressed=(0, 4))
     config = GenerationConfig(min_new_tokens=2, repetition_penalty=2.0)
-    rules = Rules(config, tokens, (3,), 5, torch.device("cpu"))
+    processor = LogitsProcessor(config, tokens, (3,), 5, torch.device("cpu"))
     scores, lone = torch.full((2, 5), 2.0), torch.tensor([True, False])
     seen = torch.tensor([[False, True, False, False, False]] * 2)
     limits = torch.tensor([7, 6])
 
     def at(step: int) -> list[list[float]]:
-        return rules.reshape(scores, seen, step, lone, limits).tolist()
+        return processor.process(scores, seen, step, lone, limits).tolist()
 
     plain = [-INF, 1.0, 2.0, 2.0, -INF]
     assert at(0) == [[-INF, -INF, -INF, -INF, 0.0], [-INF, 1.0, 2.0, -INF, -INF]]

@@ -512,7 +512,7 @@ def test_a_config_that_makes_no_sense_is_refused_when_it_is_made() -> None:
     refused("softcap must be", softcap=-1.0)
     refused("backend is 'fast'", backend="fast")
     refused("ffn_dropout must lie", ffn_dropout=2.0)
-    refused("no place for cross-attention", order="parallel", cross_attention=True)
+    refused("cross_attention is for pre or post", order="parallel", cross_attention=True)
     refused("memory_dim is set, but cross_attention is not", memory_dim=7)
 
 

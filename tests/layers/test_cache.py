@@ -15,7 +15,6 @@ from torch import Tensor
 
 from regard.layers import CrossCache, DecoderCache, KVCache, MultiHeadAttention
 from regard.layers.cache import BlockCache
-from regard.layers.static_cache import FixedCache, WindowedCache
 from regard.ops import Causal, Dense, Lengths, Prefix, RelativeTable, Wants
 from regard.positions import LongRoPE, RotaryConfig
 
@@ -271,9 +270,9 @@ def test_a_windowed_cache_never_holds_more_than_its_window() -> None:
     layer, cache = make(window=(LEFT, 0)), KVCache.windowed(LEFT)
     for n in (29, 1, 17, 1):
         layer(draw(B, n, C), cache=cache)
-        k, v = cache._memory
+        k, v = cache._buffers
         assert k.shape[2] == v.shape[2] == LEFT + 2  # and one slot for what is dropped
-        kept = cache._ledger.positions[:, : LEFT + 1]
+        kept = cache.slots._keys[:, : LEFT + 1]
         last = int(cache.length) - 1
         assert sorted(kept[0].tolist()) == list(range(last - LEFT, last + 1))
 
@@ -307,9 +306,9 @@ def test_what_an_empty_slot_holds_never_leaks(kind: str, garbage: float) -> None
     layer, x = make(window=(LEFT, 0), rotary=ROTARY), draw()
     cache = CACHES[kind]()
     layer(x[:, :2], cache=cache)
-    empty = cache._ledger.positions[0] < 0
+    empty = cache.slots._keys[0] < 0
     assert empty.any()
-    for memory in cache._memory:
+    for memory in cache._buffers:
         memory[:, :, empty] = garbage
     out = torch.cat((layer(x[:, 2:3], cache=cache), layer(x[:, 3:6], cache=cache)), 1)
     assert_same(out, run_uncached(layer, x[:, :6]), (slice(None), slice(2, None)))
@@ -356,13 +355,13 @@ def test_after_a_reset_a_cache_is_as_new(kind: str) -> None:
 
 
 def test_a_reset_keeps_the_memory() -> None:
-    layer, x, cache = make(), draw(), FixedCache(17)
+    layer, x, cache = make(), draw(), KVCache.fixed(17)
     layer(x, cache=cache)
-    pointer = cache._memory[0].data_ptr()
+    pointer = cache._buffers[0].data_ptr()
     cache.reorder(torch.tensor([2, 0, 1]))
     cache.reset()
     layer(x, cache=cache)
-    assert cache._memory[0].data_ptr() == pointer
+    assert cache._buffers[0].data_ptr() == pointer
 
 
 def test_overflow_of_a_fixed_cache_is_refused_in_words_and_harms_nothing() -> None:
@@ -441,7 +440,7 @@ def test_a_kept_memory_is_reordered_and_reset() -> None:
 
 
 def test_the_cache_of_a_stack_reorders_and_resets_all_its_parts() -> None:
-    cache = DecoderCache.build(2, KVCache.growing, cross=True)
+    cache = DecoderCache(BlockCache(KVCache.growing(), CrossCache()) for _ in range(2))
     for block in cache.blocks:
         block.self_attn.update(draw(B, 1, 4, D), draw(B, 1, 4, D))
         block.cross_attn.fill(draw(B, 1, 7, D), draw(B, 1, 7, D))
@@ -458,7 +457,7 @@ def test_the_cache_of_a_stack_reorders_and_resets_all_its_parts() -> None:
 
 def test_grouped_rows_of_a_ring_equal_the_formula() -> None:
     """The ring with two rows at other positions, against the plain formula on what it must hold."""
-    cache = WindowedCache(2)
+    cache = KVCache.windowed(2)
     k, v = (
         torch.randn(2, 1, 6, D, dtype=torch.float64),
         torch.randn(2, 1, 6, 2, dtype=torch.float64),
@@ -500,3 +499,17 @@ def test_a_growing_cache_filled_in_inference_mode_grows_on_outside() -> None:
             cache.update(x[:, :, t : t + 1], x[:, :, t : t + 1])
     kept = cache.update(x[:, :, 4:], x[:, :, 4:])
     assert torch.equal(kept.k, x)
+
+
+def test_a_growing_cache_in_a_compiled_layer_takes_one_graph_for_all_later_steps() -> None:
+    layer, x = make(**RULES["grouped"]), draw()
+    graphs: list[object] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, backend=count)
+    out = run_in_chunks(compiled, x, KVCache.growing(), (5,) + (1,) * 8)
+    assert_same(out, run_uncached(layer, x))
+    assert len(graphs) <= 3  # the prompt, the first step, and one whose length is left open

@@ -11,7 +11,7 @@ from interpreted import run_interpreted
 from torch import nn
 
 from regard.layers import FeedForward, MultiHeadAttention
-from regard.layers.fused_linear import SideBySide
+from regard.layers.fused_linear import FusedLinear
 
 
 def make_layers(*biases: bool) -> list[nn.Linear]:
@@ -24,7 +24,7 @@ def test_each_layer_answers_as_before_and_its_weight_is_a_part_of_the_whole() ->
         layers = make_layers(*biases)
         x = torch.randn(2, 11)
         before = [layer(x) for layer in layers]
-        joint = SideBySide(layers)
+        joint = FusedLinear(layers)
         assert joint.holds()
         for layer, old, new in zip(layers, before, joint(x), strict=True):
             torch.testing.assert_close(new, old)
@@ -35,7 +35,7 @@ def test_each_layer_answers_as_before_and_its_weight_is_a_part_of_the_whole() ->
 
 def test_a_change_in_place_is_seen_and_a_replaced_weight_is_told() -> None:
     layers = make_layers(True, True, True)
-    joint = SideBySide(layers)
+    joint = FusedLinear(layers)
     x = torch.randn(2, 11)
     with torch.no_grad():
         layers[1].weight.mul_(2)

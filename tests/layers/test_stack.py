@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,9 @@ from regard.layers import (
     DecoderBlock,
     DecoderCache,
     Encoder,
+    KVCache,
     RelativeConfig,
 )
-from regard.layers.static_cache import FixedCache, WindowedCache
 from regard.ops import RelativeTable
 from regard.positions import RotaryConfig
 
@@ -92,15 +93,21 @@ def test_a_stack_of_layers_that_do_not_fit_together_is_refused() -> None:
         Encoder([CONFIG, replace(CONFIG, order="post")])
 
 
-@pytest.mark.parametrize("make", [FixedCache, WindowedCache])
+CACHES: dict[str, Callable[[], KVCache]] = {
+    "growing": KVCache.growing,
+    "fixed": lambda: KVCache.fixed(17),
+    "windowed": lambda: KVCache.windowed(2),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("side", ["none", "left", "right"])
-def test_a_cache_that_follows_keeps_what_its_leader_keeps(make: Any, side: str) -> None:
-    """A stack with a ledger for each layer, and one with a single ledger, give the same."""
-    size = 17 if make is FixedCache else 2
+def test_caches_that_share_their_slots_keep_what_single_ones_keep(kind: str, side: str) -> None:
+    make = CACHES[kind]
     stack = stir(Decoder(replace(GROUPED, window=(2, None)), 3, dtype=torch.float64))
-    lead = make(size)
-    shared = DecoderCache(map(BlockCache, (lead, make(size, lead), make(size, lead))))
-    lone = stack.make_cache(lambda: make(size))
+    shared = stack.make_cache(make)
+    lone = DecoderCache(BlockCache(make()) for _ in range(3))
+    assert (len(shared.slots), len(lone.slots)) == (1, 3)
     x, index = draw(), torch.tensor([2, 0, 2])
     padding, real = torch.tensor([0, 2, 4])[:, None], torch.arange(T)
     real = real >= padding if side == "left" else real < T - padding
@@ -119,3 +126,13 @@ def test_a_cache_that_follows_keeps_what_its_leader_keeps(make: Any, side: str) 
                     x, at = x[index], None if at is None else at[index]
             lone.reset()
             shared.reset()
+
+
+def test_a_block_that_runs_alone_on_the_cache_of_a_stack_is_refused_in_words() -> None:
+    stack, x = stir(Decoder(GROUPED, 2, dtype=torch.float64)), draw()
+    cache = stack.make_cache()
+    with torch.no_grad():
+        stack(x, cache=cache)
+        stack.layers[0](x[:, :1], cache=cache.blocks[0])
+        with pytest.raises(ValueError, match=r"holds 7 keys, and those that it shares .* with 8"):
+            stack.layers[1](x[:, :1], cache=cache.blocks[1])

@@ -20,7 +20,6 @@ from regard.lens.watch import watch
 from regard.models import Transformer, config_of
 from regard.nn import functional
 from regard.ops import Causal, Wants, call_hook, op
-from regard.training.guided_attention import guided
 
 
 def make(name: str, **more: Any) -> Transformer:
@@ -247,15 +246,16 @@ def test_documents_windows_and_masks_of_every_kind() -> None:
         assert_within(found, exact, bound_weights(plain, exact))
 
 
-def test_guiding_and_observing_work_in_a_watched_block() -> None:
+def test_observing_a_layer_works_in_a_watched_block() -> None:
     model = make("t5")
-    with watch(model, keep="qk") as record, guided(model, 1, (0, 2)) as caught:
-        model(draw(7), source=draw(11))
     name = "decoder.layers.1.cross_attn"
+    layer = model.get_submodule(name)
+    with watch(model, keep="qk") as record, observing(layer, Wants(weights=True)) as asked:
+        model(draw(7), source=draw(11))
     seen = observe_both(model, lambda each: each(draw(7), source=draw(11)))
     plain, exact = (weights[0, [0, 2]] for weights in seen[name])
     found = np.stack([record.map(record.find(name), head) for head in (0, 2)])
-    for each in (found, caught.weights()[0]):
+    for each in (found, asked[""].weights[0, [0, 2]]):  # type: ignore[index]
         assert_within(each, exact, bound_weights(plain, exact))
 
 

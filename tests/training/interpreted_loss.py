@@ -15,7 +15,7 @@ def compare(n: int, width: int, n_real: int, smoothing: float) -> tuple[float, f
     targets = torch.randint(0, n_real, (n,))
     targets[1] = loss.NOTHING
     plain, kernel = scores.clone(), scores.clone()
-    expected = loss.turn_into_gradient(plain, targets, smoothing, n_real, True)
+    expected = loss.logits_to_gradient(plain, targets, smoothing, n_real, True)
     found = loss_kernels.run(kernel, targets, smoothing, n_real, True)
     untouched = scores.clone()
     again = loss_kernels.run(untouched, targets, smoothing, n_real, False)

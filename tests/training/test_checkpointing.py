@@ -11,7 +11,7 @@ from tiny_runs import GPT2, MODELS, make_model, make_task
 from torch.autograd.graph import saved_tensors_hooks
 
 from regard.models import Transformer
-from regard.training.checkpointing import recomputing
+from regard.training.checkpointing import checkpointed
 from regard.training.loss import summed_loss
 
 
@@ -28,7 +28,7 @@ def gradients(model: Transformer, task: Any, seed: int = 3) -> tuple[float, list
 def test_gradients_are_the_same_with_dropout_on(tmp_path: Path, kind: str) -> None:
     model, task = make_model(MODELS[kind]).train(), make_task(kind, tmp_path)
     loss, plain = gradients(model, task)
-    with recomputing(model):
+    with checkpointed(model):
         again, made = gradients(model, task)
     assert loss == again and len(plain) == len(made) > 10
     assert all(torch.equal(x, y) for x, y in zip(plain, made, strict=True))
@@ -60,7 +60,7 @@ def test_less_is_kept_and_the_blocks_run_twice(tmp_path: Path) -> None:
     assert model.decoder is not None
     model.decoder.layers[1].ffn.register_forward_hook(count)
     plain = kept_numbers(model, task)
-    with recomputing(model):
+    with checkpointed(model):
         assert kept_numbers(model, task) < 0.5 * plain
         calls = 0
         gradients(model, task)
@@ -69,7 +69,7 @@ def test_less_is_kept_and_the_blocks_run_twice(tmp_path: Path) -> None:
 
 def test_the_model_is_as_before_even_after_an_error() -> None:
     model = make_model(GPT2)
-    with pytest.raises(KeyError), recomputing(model):
+    with pytest.raises(KeyError), checkpointed(model):
         assert model.decoder is not None and "forward" in vars(model.decoder.layers[0])
         raise KeyError
     assert all("forward" not in vars(module) for module in model.modules())

@@ -32,7 +32,7 @@ from regard.ops import backends
 from regard.training import snapshot as snapshots
 from regard.training.loop import Diverged, Run, mix, train
 from regard.training.optim import rate_share
-from regard.training.parallel import Fleet
+from regard.training.parallel import Mesh
 from regard.training.runlog import EvalReport
 from regard.training.snapshot import (
     BadSnapshot,
@@ -201,22 +201,44 @@ def test_one_graph_is_compiled_for_pairs_of_all_lengths(
     assert counting.frame_count == 2
 
 
-def test_the_guided_term_is_part_of_the_loss_and_teaches(tmp_path: Path) -> None:
-    config = replace(PLAIN, steps=30, lr=2e-2)
-    plain = Outcome("translate", tmp_path / "0", config)
-    guided = Outcome("translate", tmp_path / "1", replace(config, guide=1.0))
-    assert guided.ear.losses[0] > plain.ear.losses[0] + 1.0
-    task, batch = plain.task, plain.task.batch(0)
-    terms = []
-    for run in (plain, guided):
-        told = task.guide(run.model, batch)
-        assert told is not None
-        with told:
-            task.vectors(run.model, batch)
-        terms.append(float(told.loss().detach()))
-    assert terms[1] < 0.8 * terms[0]
-    # Evaluation is the plain loss, so that runs can be compared.
-    assert guided.ear.evaluations[-1].loss < guided.ear.losses[-1]
+class Nudged:
+    """A task with an auxiliary loss: the weight of the output table, three times, each step."""
+
+    targets, one_size = "targets", True
+
+    def __init__(self, task: LanguageTask) -> None:
+        self.task, self.entered = task, 0
+        self.fingerprint, self.batch = task.fingerprint, task.batch
+        self.held_out, self.vectors = task.held_out, task.vectors
+
+    def auxiliary_loss(self, model: Transformer, batch: Any) -> Nudged:
+        self.weight = next(model.parameters())
+        return self
+
+    def __enter__(self) -> Nudged:
+        self.entered += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.entered += 1
+
+    def loss(self) -> Tensor:
+        assert self.entered % 2 == 0  # asked after the forward pass
+        return 3.0 + self.weight.square().mean()
+
+
+def test_an_auxiliary_loss_is_learned_from_and_left_out_of_evaluation(tmp_path: Path) -> None:
+    config = replace(PLAIN, eval_every=1, steps=2, clip=1e9, optimizer="adamw", lr=1e-9)
+    task = text_task(tmp_path / "data")
+    nudged = Nudged(task)
+    plain = Outcome("lm", tmp_path / "0", config, task=task)
+    with_term = Outcome("lm", tmp_path / "1", config, task=nudged)  # type: ignore[arg-type]
+    term = 3.0 + float(next(plain.model.parameters()).detach().square().mean())
+    assert with_term.ear.losses[0] == pytest.approx(plain.ear.losses[0] + term, rel=1e-5)
+    assert with_term.ear.steps[0].grad_norm != plain.ear.steps[0].grad_norm
+    first = [run.ear.evaluations[0].loss for run in (plain, with_term)]
+    assert first[1] == pytest.approx(first[0], rel=1e-5)
+    assert nudged.entered == 4  # two steps, no evaluation
 
 
 def test_smoothing_is_left_out_of_evaluation(tmp_path: Path) -> None:
@@ -383,7 +405,7 @@ class Poisoned:
                 next(model.parameters())[5, 0] = math.nan
         return self.task.vectors(model, batch)
 
-    def guide(self, model: Transformer, batch: Any) -> None:
+    def auxiliary_loss(self, model: Transformer, batch: Any) -> None:
         return None
 
 
@@ -515,7 +537,7 @@ def test_a_model_without_a_head_and_an_average_of_many_devices_are_refused(tmp_p
             Ear(),
             None,
         )
-    assert Fleet.alone().size == 1
+    assert Mesh.alone().size == 1
 
 
 def test_reports_have_what_a_cpu_knows(tmp_path: Path) -> None:

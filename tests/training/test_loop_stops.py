@@ -35,8 +35,7 @@ CASES = [("lm", name) for name in SETTINGS] + [
 def test_a_stopped_and_resumed_run_ends_as_one_that_was_never_stopped(
     tmp_path: Path, kind: str, name: str
 ) -> None:
-    guide = 0.5 if kind == "translate" else 0.0
-    config = replace(PLAIN, **{"eval_every": 3, "guide": guide, **SETTINGS[name]})
+    config = replace(PLAIN, **{"eval_every": 3, **SETTINGS[name]})
     whole = Outcome(kind, tmp_path / "whole", config, data=tmp_path / "data")
     assert whole.result.reason == "done" and len(whole.ear.steps) == 7
     for stop_at in (2, 4):

@@ -113,7 +113,7 @@ def test_the_worked_example() -> None:
 def test_it_is_the_plain_loss_with_its_gradients(
     name: str, at_once: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CPU_SCORES", at_once * VOCAB)
+    monkeypatch.setattr(module, "CPU_LOGITS", at_once * VOCAB)
     head = make_head(name)
     x, targets = make_batch()
     expected = plain_loss(head(x), targets, smoothing)
@@ -145,14 +145,14 @@ def test_the_heads_are_those_that_matter() -> None:
 
 def test_parts_are_really_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    real = module.turn_into_gradient
+    real = module.logits_to_gradient
 
     def spy(scores: Tensor, *given: Any) -> Tensor:
         sizes.append(scores.shape[0])
         return real(scores, *given)
 
-    monkeypatch.setattr(module, "turn_into_gradient", spy)
-    monkeypatch.setattr(module, "CPU_SCORES", 5 * VOCAB + 3)
+    monkeypatch.setattr(module, "logits_to_gradient", spy)
+    monkeypatch.setattr(module, "CPU_LOGITS", 5 * VOCAB + 3)
     summed_loss(make_head("tied"), *make_batch())
     assert sizes == [5, 5, 5, 5, 1]
 
@@ -161,7 +161,7 @@ def test_parts_are_really_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_asked_is_a_loss_of_zero_and_moves_nothing(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CPU_SCORES", at_once * VOCAB)
+    monkeypatch.setattr(module, "CPU_LOGITS", at_once * VOCAB)
     head = make_head("masked, with a bias")
     x, targets = make_batch()
     loss = summed_loss(head, x, torch.full_like(targets, NOTHING), 0.1)
@@ -182,13 +182,13 @@ def test_scores_that_would_overflow_do_not() -> None:
 def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """They cost twice what the loss does."""
     asked: list[bool] = []
-    real = module.turn_into_gradient
+    real = module.logits_to_gradient
 
     def spy(*given: Any) -> Tensor:
         asked.append(given[-1])
         return real(*given)
 
-    monkeypatch.setattr(module, "turn_into_gradient", spy)
+    monkeypatch.setattr(module, "logits_to_gradient", spy)
     head = make_head("tied")
     x, targets = make_batch()
     learning = summed_loss(head, x, targets)
@@ -222,7 +222,7 @@ def test_half_precision_is_within_twice_the_error_of_the_plain_formula(
 ) -> None:
     """Both under autocast to bfloat16, both against float64."""
     V, C, N = 211, 32, 128
-    monkeypatch.setattr(module, "CPU_SCORES", at_once * V)
+    monkeypatch.setattr(module, "CPU_LOGITS", at_once * V)
     words = {**LLAMA, "vocab_size": V, "hidden_size": 32, "num_attention_heads": 4}
     head = make_model(words).head
     assert head is not None

@@ -11,7 +11,7 @@ from tiny_runs import GPT2, LLAMA, make_model
 
 from regard.training.config import TrainConfig
 from regard.training.optim import Average, is_inner, make_optimizers, rate_share, set_rate
-from regard.training.parallel import Fleet
+from regard.training.parallel import Mesh
 
 CONFIG = TrainConfig(steps=21, warmup=5, end_share=0.2)
 
@@ -74,7 +74,7 @@ def test_inverse_square_root_is_the_papers_formula() -> None:
 def test_adamw_decays_matrices_and_spares_vectors() -> None:
     model = make_model(GPT2)
     config = replace(CONFIG, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-7)
-    (made,) = make_optimizers(model, config, Fleet.alone())
+    (made,) = make_optimizers(model, config, Mesh.alone())
     assert isinstance(made, torch.optim.AdamW)
     groups = {id(p): group for group in made.param_groups for p in group["params"]}
     learned = dict(model.named_parameters())
@@ -88,7 +88,7 @@ def test_adamw_decays_matrices_and_spares_vectors() -> None:
 def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest() -> None:
     model = make_model(LLAMA)
     config = replace(CONFIG, optimizer="muon", weight_decay=0.3)
-    adamw, muon = make_optimizers(model, config, Fleet.alone())
+    adamw, muon = make_optimizers(model, config, Mesh.alone())
     assert isinstance(adamw, torch.optim.AdamW) and isinstance(muon, torch.optim.Muon)
     names = {id(p): name for name, p in model.named_parameters()}
     moved = {names[id(p)] for group in muon.param_groups for p in group["params"]}
@@ -104,13 +104,13 @@ def test_frozen_weights_are_left_to_nobody() -> None:
     model = make_model(LLAMA)
     frozen = model.decoder_embed.tokens.weight.requires_grad_(False)  # type: ignore[union-attr]
     for kind in ("adamw", "muon"):
-        made = make_optimizers(model, replace(CONFIG, optimizer=kind), Fleet.alone())
+        made = make_optimizers(model, replace(CONFIG, optimizer=kind), Mesh.alone())
         held = {id(p) for each in made for group in each.param_groups for p in group["params"]}
         assert id(frozen) not in held
 
 
 def test_the_rate_reaches_every_group() -> None:
-    made = make_optimizers(make_model(LLAMA), replace(CONFIG, optimizer="muon"), Fleet.alone())
+    made = make_optimizers(make_model(LLAMA), replace(CONFIG, optimizer="muon"), Mesh.alone())
     set_rate(made, 0.125)
     assert {group["lr"] for each in made for group in each.param_groups} == {0.125}
 
@@ -122,7 +122,7 @@ def test_a_step_of_adamw_by_hand() -> None:
         model.weight[:] = torch.tensor([[2.0, -4.0]])
         model.bias.fill_(1.0)
     config = replace(CONFIG, lr=0.1, weight_decay=0.5)
-    made = make_optimizers(model, config, Fleet.alone())
+    made = make_optimizers(model, config, Mesh.alone())
     (model.weight * torch.tensor([[3.0, -1.0]])).sum().backward()
     model.bias.grad = torch.tensor([7.0])
     made[0].step()

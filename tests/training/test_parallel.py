@@ -1,6 +1,6 @@
 """One device and many give the same losses, gradient norms and weights; snapshots fit any layout.
 
-The processes are started once (`fleet_ranks.py` says what they do), 4 and then 2 of them, on the
+The processes are started once (`mesh_ranks.py` says what they do), 4 and then 2 of them, on the
 CPU with gloo. The bound is 1e-5 relative for losses and norms over five steps of AdamW in float32.
 """
 
@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from fleet_ranks import CASES, RESUMING, SAVED, SAVING, Case, train
+from mesh_ranks import CASES, RESUMING, SAVED, SAVING, Case, train
 from tiny_checkpoints import make_model
 from torch import Tensor, nn
 
 from regard.models import Transformer
 from regard.ops import Causal, Dense, Lengths
-from regard.training.parallel import Fleet, Layout
+from regard.training.parallel import Layout, Mesh
 from regard.training.parallel.context import Parts, check_context
 from regard.training.parallel.mesh import TORCHRUN, cut_row
 from regard.training.parallel.tensor import check_tensor
 
-RANKS = Path(__file__).resolve().parent.parent / "fleet_ranks.py"
+RANKS = Path(__file__).resolve().parent.parent / "mesh_ranks.py"
 
 
 def start(folder: Path) -> str:
@@ -44,7 +44,7 @@ def start(folder: Path) -> str:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the outcomes of all cases, made once for all of pytest's workers."""
     root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "fleet"
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "mesh"
     done = folder / "done"
     try:
         folder.mkdir()
@@ -84,14 +84,14 @@ def compare(found: dict[str, Any], wanted: dict[str, Any], bound: float) -> None
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_many_devices_train_as_one(case: Case, outcomes: Path) -> None:
-    alone = train(case, Fleet.alone())
+    alone = train(case, Mesh.alone())
     assert alone.norms[0] > 0.1, "the norm is clipped, or nothing is seen of clipping"
     compare(read(outcomes, case), vars(alone), case.bound)
 
 
 def test_state_of_four_goes_on_alone(outcomes: Path) -> None:
     four = read(outcomes, SAVING)
-    resumed = vars(train(SAVING, Fleet.alone(), four["saved"]))
+    resumed = vars(train(SAVING, Mesh.alone(), four["saved"]))
     # What the four did afterwards is what one does from there.
     wanted = {word: four[word][SAVED:] for word in ("losses", "norms")}
     compare(resumed, {**four, **wanted}, SAVING.bound)
@@ -99,7 +99,7 @@ def test_state_of_four_goes_on_alone(outcomes: Path) -> None:
 
 @pytest.mark.parametrize("case", RESUMING, ids=lambda case: case.name)
 def test_state_of_four_goes_on_with_two_and_four(case: Case, outcomes: Path) -> None:
-    uninterrupted = vars(train(case, Fleet.alone()))
+    uninterrupted = vars(train(case, Mesh.alone()))
     wanted = {word: uninterrupted[word][SAVED:] for word in ("losses", "norms")}
     compare(read(outcomes, case), {**uninterrupted, **wanted}, case.bound)
 
@@ -135,18 +135,18 @@ def test_a_gpu_goes_on_bit_for_bit(fused: bool) -> None:
 
 
 def go_on_bit_for_bit(device: str, fused: bool) -> None:
-    fleet = Fleet.alone(device)
-    model = fleet.prepare(make_model("gpt2"))
+    mesh = Mesh.alone(device)
+    model = mesh.prepare(make_model("gpt2"))
     optimizers = make_both(model, fused)
     tune(model, optimizers, range(3))
-    state = fleet.state(model, optimizers)
+    state = mesh.state(model, optimizers)
     assert state is not None
     kept = {name: tensor.clone() for name, tensor in state.items()}
     uninterrupted = tune(model, optimizers, range(3, 6))
-    other = fleet.prepare(make_model("gpt2"))
+    other = mesh.prepare(make_model("gpt2"))
     places = [weight.data_ptr() for weight in other.parameters()]
     others = make_both(other, fused)
-    fleet.restore(other, others, state)
+    mesh.restore(other, others, state)
     assert tune(other, others, range(3, 6)) == uninterrupted
     assert places == [weight.data_ptr() for weight in other.parameters()]
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
@@ -156,12 +156,12 @@ def go_on_bit_for_bit(device: str, fused: bool) -> None:
 
 
 def test_alone_restores_over_other_steps() -> None:
-    fleet, model = Fleet.alone(), make_model("gpt2")
+    mesh, model = Mesh.alone(), make_model("gpt2")
     optimizers = make_both(model)
-    fresh = fleet.state(model, optimizers)
+    fresh = mesh.state(model, optimizers)
     assert fresh is not None and not any(name.startswith("optim/") for name in fresh)
     first = tune(model, optimizers, range(3))
-    fleet.restore(model, optimizers, fresh)
+    mesh.restore(model, optimizers, fresh)
     assert tune(model, optimizers, range(3)) == first
 
 
@@ -169,7 +169,7 @@ def test_state_names_each_tensor_once_as_one_device_does() -> None:
     model = make_model("gpt2")
     optimizers = make_both(model)
     tune(model, optimizers, range(1))
-    state = Fleet.alone().state(model, optimizers)
+    state = Mesh.alone().state(model, optimizers)
     assert state is not None
     weights = [name for name in state if name.startswith("model/")]
     assert weights == ["model/" + name for name, _ in model.named_parameters()]
@@ -182,35 +182,35 @@ def test_state_names_each_tensor_once_as_one_device_does() -> None:
 
 def test_wrapped_models_have_plain_names() -> None:
     model = make_model("gpt2")
-    names = list(Fleet.alone().state(model) or ())
+    names = list(Mesh.alone().state(model) or ())
     wrapped = torch.compile(model, backend="eager")
-    assert list(Fleet.alone().state(wrapped) or ()) == names
+    assert list(Mesh.alone().state(wrapped) or ()) == names
 
 
 def test_a_state_of_another_model_is_refused() -> None:
-    fleet, model = Fleet.alone(), make_model("gpt2")
+    mesh, model = Mesh.alone(), make_model("gpt2")
     optimizers = make_both(model)
     tune(model, optimizers, range(1))
-    state = fleet.state(model, optimizers)
+    state = mesh.state(model, optimizers)
     assert state is not None
     wider = make_model("gpt2", vocab_size=41)
     with pytest.raises(ValueError, match=r"tokens.weight has shape \(37, 20\).*is \(41, 20\)"):
-        fleet.restore(wider, make_both(wider), state)
+        mesh.restore(wider, make_both(wider), state)
     deeper = make_model("gpt2", n_layer=4)
     with pytest.raises(ValueError, match="16 weights are missing"):
-        fleet.restore(deeper, make_both(deeper), state)
+        mesh.restore(deeper, make_both(deeper), state)
     with pytest.raises(ValueError, match="no optimizer has"):
-        fleet.restore(model, optimizers[:1], state)
+        mesh.restore(model, optimizers[:1], state)
     with pytest.raises(ValueError, match="make optimizers after prepare"):
-        fleet.restore(model, make_both(deeper), state)
-    fleet.restore(model, optimizers, {**state, "average/anything": torch.zeros(3)})
+        mesh.restore(model, make_both(deeper), state)
+    mesh.restore(model, optimizers, {**state, "average/anything": torch.zeros(3)})
 
 
 def test_alone_clips_as_torch_does() -> None:
     model, twin = make_model("gpt2"), make_model("gpt2")
     for each in (model, twin):
         each(torch.arange(5)[None]).logits.square().sum().backward()
-    norm = Fleet.alone().clip(model, 0.5)
+    norm = Mesh.alone().clip(model, 0.5)
     assert torch.equal(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.5)) and norm > 0.5
     for one, two in zip(model.parameters(), twin.parameters(), strict=True):
         assert one.grad is None or torch.equal(one.grad, two.grad)
@@ -220,7 +220,7 @@ def test_launch_without_torchrun_says_how_to_start(monkeypatch: pytest.MonkeyPat
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match=r"WORLD_SIZE.*torchrun --nproc-per-node 6"):
-        Fleet.launch(Layout(data=3, tensor=2))
+        Mesh.launch(Layout(data=3, tensor=2))
 
 
 def test_layout_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,9 +228,9 @@ def test_layout_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=r"started 4 processes.* = 6;.*--nproc-per-node 6"):
-        Fleet.launch(Layout(data=3, tensor=2))
+        Mesh.launch(Layout(data=3, tensor=2))
     with pytest.raises(ValueError, match="tpu"):
-        Fleet.launch(Layout(data=4), "tpu")
+        Mesh.launch(Layout(data=4), "tpu")
     with pytest.raises(ValueError, match="data"):
         Layout(data=0)
 
@@ -239,11 +239,11 @@ def test_one_process_of_torchrun_is_alone(monkeypatch: pytest.MonkeyPatch) -> No
     for name in TORCHRUN:
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with Fleet.launch(Layout()) as fleet:
-        assert (fleet.rank, fleet.size, fleet.part, fleet.is_main) == (0, 1, 0, True)
+    with Mesh.launch(Layout()) as mesh:
+        assert (mesh.rank, mesh.size, mesh.part, mesh.is_main) == (0, 1, 0, True)
         batch = {"ids": torch.arange(6).view(2, 3)}
-        assert fleet.cut(batch)["ids"] is batch["ids"]
-        assert fleet.total(torch.tensor(3.0)) == 3 and fleet.any(True) and not fleet.any(False)
+        assert mesh.cut(batch)["ids"] is batch["ids"]
+        assert mesh.total(torch.tensor(3.0)) == 3 and mesh.any(True) and not mesh.any(False)
 
 
 @pytest.mark.parametrize(

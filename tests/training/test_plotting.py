@@ -1,7 +1,6 @@
 """The picture shows the losses that the log holds."""
 
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -81,7 +80,7 @@ def test_a_run_is_drawn_beside_its_log(tmp_path: Path, figures: list[Figure]) ->
     axes = figures[0].axes[0]
     assert [text.get_text() for text in axes.texts] == ["2.5"]
     assert axes.get_title("left") == "my run"
-    assert legend_of(figures[0]) == ["training (smoothed)", "evaluation"]
+    assert legend_of(figures[0]) == ["my run: training", "my run: evaluation"]
     low, high = axes.get_ylim()
     assert low < 2.0 and high < losses[0]  # the first steps do not press the rest flat
     first = (folder / "loss.png").read_bytes()
@@ -96,12 +95,12 @@ def test_runs_lie_over_each_other_in_their_own_colours(
     b = write_run(tmp_path / "b", falling(250), {100: 2.4, 200: 2.3})
     plot_runs({"post-norm": a, "_$x^2$ 語": b / "log.jsonl"}, tmp_path / "deep" / "both.png")
     assert (tmp_path / "deep" / "both.png").stat().st_size > 10_000
-    first, second, seen = curves(figures[0])
+    _, first, _, second, seen = curves(figures[0])
     assert (len(first.get_xdata()), len(second.get_xdata())) == (150, 250)
     assert first.get_color() != second.get_color() == seen.get_color()
-    assert legend_of(figures[0]) == [
-        *("post-norm", "\u200b_$x^2$ 語", "training (smoothed)", "evaluation")
-    ]
+    labels = ["post-norm", "\u200b_$x^2$ 語"]
+    kinds = ("training", "evaluation")
+    assert legend_of(figures[0]) == [f"{label}: {kind}" for label in labels for kind in kinds]
 
 
 def test_a_loss_that_broke_is_marked(tmp_path: Path, figures: list[Figure]) -> None:
@@ -118,19 +117,6 @@ def test_a_loss_that_broke_is_marked(tmp_path: Path, figures: list[Figure]) -> N
 def test_short_runs_are_drawn_too(tmp_path: Path, losses: list[float]) -> None:
     write_run(tmp_path, losses)
     assert plot_losses(tmp_path).stat().st_size > 5_000
-
-
-def test_long_runs_are_thinned_out_and_keep_their_ends(
-    tmp_path: Path, figures: list[Figure]
-) -> None:
-    line = {"lr": 0.1, "grad_norm": 1.0, "tokens": 7, "seconds": 0.1}
-    with (tmp_path / "log.jsonl").open("w") as file:
-        for step in range(1, 20_001):
-            file.write(json.dumps({"kind": "step", "step": step, "loss": 50 / step, **line}) + "\n")
-    plot_losses(tmp_path)
-    for curve in curves(figures[0]):
-        x = curve.get_xdata()
-        assert len(x) == 2000 and (x[0], x[-1]) == (1, 20_000)
 
 
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:

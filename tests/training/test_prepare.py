@@ -20,6 +20,7 @@ from regard.training.init import start
 from regard.training.prepare import (
     Files,
     Prepared,
+    Sides,
     hold_out_pairs,
     hold_out_text,
     prepare,
@@ -96,13 +97,13 @@ def test_the_last_tenth_of_one_document_or_the_last_twentieth_of_many() -> None:
 
 def test_the_last_pairs_up_to_2000_of_them() -> None:
     sources, targets = [f"s{n}" for n in range(60)], [f"t{n}" for n in range(60)]
-    (kept_s, kept_t), (held_s, held_t) = hold_out_pairs(sources, targets)
+    (kept_s, kept_t), (held_s, held_t) = hold_out_pairs(Sides(sources, targets))
     assert (kept_s, held_s) == (sources[:57], sources[57:])
     assert (kept_t, held_t) == (targets[:57], targets[57:])
     many = ["x"] * 100_000
-    assert len(hold_out_pairs(many, many)[1][0]) == 2000
+    assert len(hold_out_pairs(Sides(many, many))[1].sources) == 2000
     with pytest.raises(BadData, match="one pair is left, and one is held out"):
-        hold_out_pairs(["a"], ["b"])
+        hold_out_pairs(Sides(["a"], ["b"]))
 
 
 # ---- Text
@@ -232,7 +233,6 @@ def test_a_tokenizer_that_was_saved_by_halves_does_not_count(
     whole, _ = prepare_quietly(files, LM, tmp_path / "whole")
 
     def save_half(self: Tokenizer, folder: Path) -> None:
-        folder.mkdir(parents=True)
         (folder / "tokenizer.json").write_text(self.texts["tokenizer.json"])
         raise KeyboardInterrupt
 
@@ -271,7 +271,7 @@ def test_ids_are_used_again_while_the_texts_stay(tmp_path: Path) -> None:
 def test_pairs_become_ids_that_are_the_pairs(tmp_path: Path) -> None:
     made, said = prepare_quietly(Files(data=write_pairs(tmp_path)), PAIRS, tmp_path / "run")
     task = made.task
-    assert isinstance(task, TranslationTask) and task.valid is not None and task.told is None
+    assert isinstance(task, TranslationTask) and task.valid is not None
     sources = texts_of(task.pairs.sources, made.tokenizer)
     targets = texts_of(task.pairs.targets, made.tokenizer)
     assert sources == [f"the cat {n} sat" for n in range(48)]
@@ -321,36 +321,6 @@ def test_both_ways_are_learned_each_named_in_front(tmp_path: Path) -> None:
     assert told == {"de": {"prefix": "<2de>"}, "en": {"prefix": "<2en>"}}
     again, _ = prepare_quietly(files, recipe, tmp_path / "run")
     assert again.task.fingerprint == task.fingerprint
-
-
-@pytest.mark.parametrize("both_ways", [False, True])
-def test_links_are_found_for_each_way(tmp_path: Path, both_ways: bool) -> None:
-    recipe = replace(PAIRS, both_ways=both_ways, guide_heads=1, train=replace(TRAIN, guide=0.1))
-    # Turned by one place, so that links there and back are not the same.
-    three = [(a, b, c) for a in "klmn" for b in "opqr" for c in "stuv"]
-    lines = [f"{a} {b} {c}\t{f'{b} {c} {a}'.upper()}" for a, b, c in three]
-    data = write(tmp_path / "p.tsv", "\n".join(lines) + "\n")
-    made, said = prepare_quietly(Files(data=data), recipe, tmp_path / "run")
-    assert isinstance(made.task, TranslationTask) and made.task.told is not None
-    assert made.task.told.offset == int(both_ways)
-    batch, rows = made.task.batch(0), made.task.pairs.batch(0).rows
-    tokenizer, right, n_links = made.tokenizer, 0, 0
-    for b, t, s in batch["links"].nonzero().tolist():
-        one = tokenizer.decode([int(batch["source"][b, s])]).strip()
-        other = tokenizer.decode([int(batch["target_in"][b, t])]).strip()
-        right += one.lower() == other.lower() and one != other
-        n_links += 1
-    assert n_links > len(rows) and right / n_links > 0.7
-    assert any("links in" in line for line in said)
-
-
-def test_no_links_are_sought_where_nobody_is_guided(tmp_path: Path) -> None:
-    files = Files(data=write_pairs(tmp_path))
-    for heads, weight in ((1, 0.0), (0, 0.1)):
-        recipe = replace(PAIRS, guide_heads=heads, train=replace(TRAIN, guide=weight))
-        made, said = prepare_quietly(files, recipe, tmp_path / f"{heads}")
-        assert isinstance(made.task, TranslationTask) and made.task.told is None
-        assert not any("aligning" in line for line in said)
 
 
 def test_files_are_json_that_others_read(tmp_path: Path) -> None:

@@ -26,8 +26,7 @@ from tiny_runs import (
 from torch import Tensor
 
 from regard.models import Transformer
-from regard.training.guided_attention import guide_loss, guided
-from regard.training.tasks import Guide, LanguageTask, TranslationTask
+from regard.training.tasks import LanguageTask, TranslationTask
 
 KINDS = ("lm", "masked", "translate")
 
@@ -147,7 +146,7 @@ def test_gaps_are_asked_for_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_pair_in_a_batch_gets_the_scores_it_gets_alone(tmp_path: Path) -> None:
     model = make_model(ORIGINAL).eval()
-    task = pair_task(tmp_path, guide=False)
+    task = pair_task(tmp_path)
     n_padded = 0
     for number in range(4):
         batch = task.batch(number)
@@ -175,49 +174,10 @@ def test_targets_are_those_of_the_pair_and_its_end(tmp_path: Path) -> None:
         assert batch["target_in"][row, : len(target) + 1].tolist() == [BOS, *target]
 
 
-# ---- The guided term
+# ---- The auxiliary loss
 
 
-def test_links_go_with_their_pairs(tmp_path: Path) -> None:
-    """Targets are made token by token, so most links must lie on the diagonal, one step on."""
-    task = pair_task(tmp_path)
-    links = task.batch(1)["links"]
-    assert links.shape == (*task.batch(1)["target_in"].shape, task.batch(1)["source"].shape[1])
-    b, t, s = links.nonzero(as_tuple=True)
-    assert len(b) > 5 and (t == s + 1).float().mean() > 0.8
-    assert task.told is not None
-    moved = TranslationTask(task.pairs, None, Guide(task.told.links, 0, (0,), offset=1))
-    b, t, s = moved.batch(1)["links"].nonzero(as_tuple=True)
-    assert (t == s).float().mean() > 0.8
-
-
-def test_the_term_is_the_loss_of_the_guided_heads(tmp_path: Path) -> None:
-    task, model = pair_task(tmp_path), make_model(ORIGINAL).eval()
-    batch = task.batch(0)
-    told = task.guide(model, batch)
-    assert told is not None
-    plain = task.vectors(model, batch)
-    with told:
-        heard = task.vectors(model, batch)
-    assert torch.equal(plain, heard)
-    with guided(model, 0, (0,)) as caught:
-        task.vectors(model, batch)
-        expected = guide_loss(caught.log_weights(), batch["links"])
-    assert torch.equal(told.loss(), expected) and expected > 0
-    (gradient,) = torch.autograd.grad(
-        told.loss(),
-        [model.decoder.layers[0].cross_attn.q_proj.weight],  # type: ignore[union-attr]
-    )
-    # Of two heads only the first is told; nothing is left in the model.
-    assert gradient[:6].any() and not gradient[6:].any()
-    assert "_look" not in vars(model.decoder.layers[0].cross_attn)  # type: ignore[union-attr]
-
-
-def test_nobody_is_guided_where_there_are_no_links(tmp_path: Path) -> None:
-    task, model = pair_task(tmp_path), make_model(ORIGINAL)
-    assert all("links" not in batch for batch in task.held_out())
-    assert task.guide(model, next(iter(task.held_out()))) is None
-    bare = pair_task(tmp_path, guide=False)
-    assert "links" not in bare.batch(0) and bare.guide(model, bare.batch(0)) is None
-    text = text_task(tmp_path)
-    assert text.guide(model, text.batch(0)) is None
+def test_tasks_of_the_library_have_no_auxiliary_loss(tmp_path: Path) -> None:
+    model = make_model(ORIGINAL)
+    for task in (pair_task(tmp_path), text_task(tmp_path)):
+        assert task.auxiliary_loss(model, task.batch(0)) is None

@@ -1,10 +1,14 @@
-"""`regard train`: a model from a text file, or from a file of sentence pairs."""
+"""`regard train`: a model from a text file, or from a file of sentence pairs.
 
-# No `from __future__ import annotations`: typer reads the annotations of nested functions.
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+The options of a command are the fields of a dataclass; `add_command` makes typer's signature of it.
+"""
+
+# No `from __future__ import annotations`: typer reads the types of the fields.
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from regard.cli.printing import make_printable, write_line
 
@@ -31,17 +35,68 @@ regard train lm book.txt --out run --set steps=2000 --set lr=0.001
 
 regard train lm input.txt --out run --recipe shakespeare --device cuda
 """
-COMMANDS = {
-    "lm": "`regard train lm`",
-    "masked": "`regard train lm --masked`",
-    "translate": "`regard train translate`",
-}
 TRANSLATE_HELP = """Train a translator on sentence pairs: a .tsv or .jsonl file, or two files.
 
 regard train translate pairs.tsv --out run --valid held_out.tsv
 
 regard train translate train.en --target train.de --out run --recipe multi30k --device cuda
 """
+COMMANDS = {
+    "lm": "`regard train lm`",
+    "masked": "`regard train lm --masked`",
+    "translate": "`regard train translate`",
+}
+
+
+@dataclass(frozen=True)
+class Named:
+    """The help of an option, and its names where they are not the field's."""
+
+    help: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What both commands take."""
+
+    data: Annotated[Path, Named("The file, or the folder of files, to learn from.")]
+    out: Annotated[Path, Named("The folder for the run and the model.", ("--out", "-o"))]
+    valid: Annotated[Path | None, Named("A held-out file, to evaluate with.")] = None
+    recipe: Annotated[str | None, Named("A whole run by name.")] = None
+    size: Annotated[str | None, Named("A model by its named size, such as gpt2.")] = None
+    settings: Annotated[
+        list[str] | None, Named("key=value: a setting of the run, or model.key=value.", ("--set",))
+    ] = None
+    tokenizer: Annotated[Path | None, Named("A tokenizer's folder; else one is trained.")] = None
+    resume: Annotated[bool, Named("Go on with the run in --out.", ("--resume",))] = False
+    tensorboard: Annotated[bool, Named("Write TensorBoard's files too.", ("--tensorboard",))] = (
+        False
+    )
+    device: Annotated[str | None, Named("cpu, cuda, ...; else the best.")] = None
+    test: Annotated[list[Path] | None, Named("Score the model on this, at the end.")] = None
+    data_parallel: Annotated[int, Named("Processes that share the rows of a batch.")] = 1
+    tensor_parallel: Annotated[int, Named("Processes that share each layer.")] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(Options):
+    """What `regard train lm` takes."""
+
+    masked: Annotated[bool, Named("Fill gaps, as BERT does.", ("--masked",))] = False
+    context_parallel: Annotated[int, Named("Processes that share each text.")] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions(Options):
+    """What `regard train translate` takes."""
+
+    target: Annotated[Path | None, Named("The targets, line by line.")] = None
+    valid_target: Annotated[Path | None, Named("The targets of --valid.")] = None
+    test_target: Annotated[Path | None, Named("The targets of --test.")] = None
+    languages: Annotated[str, Named("Source and target, for models that know both ways.")] = (
+        "source,target"
+    )
 
 
 def add_train(app: "typer.Typer") -> None:
@@ -50,176 +105,103 @@ def add_train(app: "typer.Typer") -> None:
 
     trainer = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(trainer, name="train", help=TRAIN_HELP)
-    Data = Annotated[Path, typer.Argument(help="The file, or the folder of files, to learn from.")]
-    Out = Annotated[Path, typer.Option("--out", "-o", help="The folder for the run and the model.")]
-    Valid = Annotated[Path | None, typer.Option(help="A held-out file, to evaluate with.")]
-    Name = Annotated[str | None, typer.Option("--recipe", help="A whole run by name.")]
-    Size = Annotated[str | None, typer.Option(help="A model by its named size, such as gpt2.")]
-    Set = Annotated[
-        list[str] | None,
-        typer.Option("--set", help="key=value: a setting of the run, or model.key=value."),
-    ]
-    Tok = Annotated[Path | None, typer.Option(help="A tokenizer's folder; else one is trained.")]
-    Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")]
-    Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's files too.")]
-    Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; else the best.")]
-    Test = Annotated[list[Path] | None, typer.Option(help="Score the model on this, at the end.")]
-    Data_n = Annotated[int, typer.Option(help="Processes that share the rows of a batch.")]
-    Tensor_n = Annotated[int, typer.Option(help="Processes that share each layer.")]
-    Context_n = Annotated[int, typer.Option(help="Processes that share each text.")]
-
-    @trainer.command("lm", help=LM_HELP)
-    def lm_command(
-        data: Data,
-        out: Out,
-        valid: Valid = None,
-        recipe: Name = None,
-        size: Size = None,
-        masked: Annotated[bool, typer.Option("--masked", help="Fill gaps, as BERT does.")] = False,
-        settings: Set = None,
-        tokenizer: Tok = None,
-        resume: Resume = False,
-        tensorboard: Board = False,
-        device: Device = None,
-        test: Test = None,
-        data_parallel: Data_n = 1,
-        tensor_parallel: Tensor_n = 1,
-        context_parallel: Context_n = 1,
-    ) -> None:
-        """Train a language model."""
-        start(
-            Asked(
-                recipe=recipe or ("masked-small" if masked else "lm-small"),
-                kind="masked" if masked else "lm",
-                files={"data": data, "valid": valid, "tokenizer": tokenizer},
-                tests={"files": tuple(test or ())},
-                layout=(data_parallel, tensor_parallel, context_parallel),
-                out=out,
-                size=size,
-                settings=settings or (),
-                resume=resume,
-                tensorboard=tensorboard,
-                device=device,
-            )
-        )
-
-    @trainer.command("translate", help=TRANSLATE_HELP)
-    def translate_command(
-        data: Data,
-        out: Out,
-        target: Annotated[Path | None, typer.Option(help="The targets, line by line.")] = None,
-        valid: Valid = None,
-        valid_target: Annotated[Path | None, typer.Option(help="Their targets.")] = None,
-        languages: Annotated[
-            str, typer.Option(help="Source and target, for models that know both ways.")
-        ] = "source,target",
-        recipe: Name = None,
-        size: Size = None,
-        settings: Set = None,
-        tokenizer: Tok = None,
-        resume: Resume = False,
-        tensorboard: Board = False,
-        device: Device = None,
-        test: Test = None,
-        test_target: Annotated[Path | None, typer.Option(help="Their targets.")] = None,
-        lexicon: Annotated[
-            Path | None, typer.Option(help="Word pairs (TSV), to score the alignment with.")
-        ] = None,
-        data_parallel: Data_n = 1,
-        tensor_parallel: Tensor_n = 1,
-    ) -> None:
-        """Train a translator."""
-        names = tuple(name.strip() for name in languages.split(","))
-        if len(names) != 2 or not all(names) or names[0] == names[1]:
-            raise typer.BadParameter(f"{languages!r}; expected two, such as en,ja")
-        files = {"data": data, "target": target, "valid": valid, "valid_target": valid_target}
-        start(
-            Asked(
-                recipe=recipe or "translate-small",
-                kind="translate",
-                files=files | {"tokenizer": tokenizer, "languages": names},
-                tests={"files": tuple(test or ()), "target": test_target, "lexicon": lexicon},
-                layout=(data_parallel, tensor_parallel, 1),
-                out=out,
-                size=size,
-                settings=settings or (),
-                resume=resume,
-                tensorboard=tensorboard,
-                device=device,
-            )
-        )
+    trainer.command("lm", help=LM_HELP)(make_command(TextOptions))
+    trainer.command("translate", help=TRANSLATE_HELP)(make_command(PairOptions))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a command line asks for; `files` and `tests` are fields of `Files` and `Tests`."""
+def make_command(kind: type[Options]) -> Callable[..., None]:
+    """A function that typer takes for one with the fields as its parameters."""
+    import typer
 
-    recipe: str
-    kind: str
-    files: dict[str, Any]
-    out: Path
-    tests: dict[str, Any] = field(default_factory=dict)
-    layout: tuple[int, int, int] = (1, 1, 1)
-    """Processes that share rows, layers and texts."""
-    size: str | None = None
-    settings: Sequence[str] = ()
-    resume: bool = False
-    tensorboard: bool = False
-    device: str | None = None
+    def command(**given: Any) -> None:
+        start(kind(**given))
+
+    parameters = []
+    for one in fields(kind):
+        value_type, named = get_args(one.type)
+        make = typer.Argument if one.name == "data" else typer.Option
+        info = make(*named.flags, help=named.help)
+        annotation = Annotated[value_type, info]  # type: ignore[valid-type]
+        default = inspect.Parameter.empty if one.default is MISSING else one.default
+        by_name = inspect.Parameter.KEYWORD_ONLY
+        parameter = inspect.Parameter(one.name, by_name, default=default, annotation=annotation)
+        parameters.append(parameter)
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
 
 
-def start(asked: Asked) -> None:
+def start(options: Options) -> None:
     """Run, or say in one line why not."""
     import typer
     from rich.console import Console
 
     notes = Console(stderr=True)
     try:
-        report = launch(asked)
+        report = launch(options)
     except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as refusal:
         write_line(notes, make_printable(str(refusal), notes.encoding))
         raise typer.Exit(code=2) from None
     except KeyboardInterrupt:
         raise typer.Exit(code=130) from None
     if report["ended"] == "interrupted":
-        write_line(notes, f"go on with: the same command and --resume (--out {asked.out})")
+        write_line(notes, f"go on with: the same command and --resume (--out {options.out})")
         raise typer.Exit(code=130)
 
 
-def launch(asked: Asked) -> dict[str, Any]:
-    """Make the recipe and the fleet, and run."""
+def launch(options: Options) -> dict[str, Any]:
+    """Make the recipe and the mesh, and run."""
     import torch
 
     from regard.models.weights import find_device
     from regard.training.config import split_settings
-    from regard.training.parallel import Fleet, Layout
+    from regard.training.parallel import Layout, Mesh
     from regard.training.prepare import Files
     from regard.training.recipes import named_recipe, sized
     from regard.training.run import Tests, old_recipe, run
 
+    kind, default = "translate", "translate-small"
+    paths: dict[str, Any] = {"data": options.data, "valid": options.valid}
+    wanted = Layout(data=options.data_parallel, tensor=options.tensor_parallel)
+    target = None
+    if isinstance(options, PairOptions):
+        paths |= {"target": options.target, "valid_target": options.valid_target}
+        paths["languages"] = split_languages(options.languages)
+        target = options.test_target
+    elif isinstance(options, TextOptions):
+        kind = "masked" if options.masked else "lm"
+        default = f"{kind}-small"
+        wanted = replace(wanted, context=options.context_parallel)
     # A run goes on as it was told; what this command changes is changed in that.
-    old = old_recipe(asked.out) if asked.resume else None
-    recipe = old or named_recipe(asked.recipe)
-    if recipe.task != asked.kind:
-        what = f"the recipe {asked.recipe!r}" if old is None else f"the run in {asked.out}"
+    old = old_recipe(options.out) if options.resume else None
+    recipe = old or named_recipe(options.recipe or default)
+    if recipe.task != kind:
+        what = f"the run in {options.out}" if old else f"the recipe {options.recipe!r}"
         raise ValueError(f"{what} is for {COMMANDS[recipe.task]}")
-    if asked.size is not None:
-        recipe = sized(recipe, asked.size)
-    recipe = recipe.changed(split_settings(asked.settings))
-    where = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    data, tensor, context = asked.layout
-    wanted = Layout(data=data, tensor=tensor, context=context)
+    if options.size is not None:
+        recipe = sized(recipe, options.size)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        fleet = Fleet.alone(find_device(where)) if wanted.size == 1 else Fleet.launch(wanted, where)
+        mesh = Mesh.alone(find_device(device)) if wanted.size == 1 else Mesh.launch(wanted, device)
     except RuntimeError as wrong:
         raise ValueError(str(wrong)) from wrong
-    with fleet:
+    with mesh:
         return run(
-            Files(**asked.files),
-            recipe,
-            asked.out,
-            tests=Tests(**asked.tests),
-            fleet=fleet,
-            resume=asked.resume,
-            tensorboard=asked.tensorboard,
+            Files(**paths, tokenizer=options.tokenizer),
+            recipe.changed(split_settings(options.settings or ())),
+            options.out,
+            tests=Tests(files=tuple(options.test or ()), target=target),
+            mesh=mesh,
+            resume=options.resume,
+            tensorboard=options.tensorboard,
         )
+
+
+def split_languages(words: str) -> tuple[str, str]:
+    """The two names of "en,ja"."""
+    import typer
+
+    names = [name.strip() for name in words.split(",")]
+    if len(names) != 2 or not all(names) or names[0] == names[1]:
+        raise typer.BadParameter(f"{words!r}; expected two, such as en,ja")
+    return names[0], names[1]

@@ -1,8 +1,9 @@
 """Generation: text from a model, greedy, sampled or searched with beams; whole or as it comes.
 
-`generate.py` and `streaming.py` are the doors, `config.py` says how a text is written; `writing.py`
-and `beams.py` are the two loops around `decoding.py`; `sampling.py` turns scores into tokens,
-`prompts.py` makes rows of prompts, `stopping.py` knows where a text ends. `translation.py`
+`generate.py` and `streaming.py` are the doors, `config.py` says how a text is written;
+`decode_loop.py` and `beams.py` are the two loops around `engine.py`, which runs prefill and decode
+steps; `sampling.py` turns logits into tokens, `prompts.py` makes rows of prompts, `stopping.py`
+knows where a text ends. `translation.py`
 translates texts sentence by sentence, as `sentences.py` finds them.
 """
 

@@ -19,24 +19,19 @@ Letters: B rows, A rows still searching, K beams, N candidates, T steps, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.generation.config import GenerationConfig
-from regard.generation.decode_loop import filler, mark_seen, refuse_scores
+from regard.generation.decode_loop import refuse_logits
 from regard.generation.engine import Decoding
-from regard.generation.prompts import Prompts
-from regard.generation.sampling import Rules
-from regard.models import Transformer
+from regard.generation.prompts import Task
 
 BARRED = -1.0e9
 
 
-@dataclass(frozen=True, eq=False)
-class Beams:
+class Beams(NamedTuple):
     """Texts and their scores, best first: tokens (A, K, T), scores and lengths (A, K).
 
     `real_ak` is False where no text has come yet.
@@ -48,83 +43,65 @@ class Beams:
     real_ak: Tensor
 
     def best(self, k: int) -> Beams:
-        """The k best, best first."""
         return self.take(self.scores_ak.topk(k, dim=1).indices)
 
     def take(self, place_ak: Tensor) -> Beams:
         """The beams at these places of each row."""
         deep = place_ak[:, :, None].expand(-1, -1, self.tokens_akt.shape[2])
-        flat = (self.scores_ak, self.lengths_ak, self.real_ak)
-        return Beams(self.tokens_akt.gather(1, deep), *(x.gather(1, place_ak) for x in flat))
+        return Beams(self.tokens_akt.gather(1, deep), *(x.gather(1, place_ak) for x in self[1:]))
 
     def rows(self, index: Tensor) -> Beams:
-        """The beams of these rows."""
-        return Beams(*(x[index] for x in self._parts()))
+        return Beams(*(x[index] for x in self))
 
     def join(self, other: Beams) -> Beams:
-        """These, and the other's behind them."""
-        pairs = zip(self._parts(), other._parts(), strict=True)
-        return Beams(*(torch.cat(pair, 1) for pair in pairs))
-
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.tokens_akt, self.scores_ak, self.lengths_ak, self.real_ak
+        return Beams(*(torch.cat(pair, 1) for pair in zip(self, other, strict=True)))
 
 
 @torch.inference_mode()
-def search_beams(
-    model: Transformer,
-    prompts: Prompts,
-    config: GenerationConfig,
-    rules: Rules,
-    stop_tokens: Sequence[int],
-) -> list[Beams]:
+def search_beams(task: Task) -> list[Beams]:
     """For each row its finished texts, `num_return_sequences` of them, as Beams with A = 1."""
-    width, n_steps = prompts.ids_bt.shape[1], max(prompts.limits)
-    decoding = Decoding(model, room=width + n_steps, memory=prompts.memory)
-    search = Search(prompts, config, rules, stop_tokens)
-    scores_av = decoding.read(prompts.ids_bt, prompts.real_bt, config.chunk)
+    n_tokens = task.ids_bt.shape[1] + max(task.limits)
+    decoding = Decoding(task.model, room=n_tokens, memory=task.memory)
+    search = Search(task)
+    logits_av = decoding.read(task.ids_bt, task.real_bt, task.config.chunk)
     # One row a prompt becomes K rows, all alike; from here on row a · K + k is beam k of row a.
-    alike = torch.arange(len(prompts.rows), device=scores_av.device)
-    alike = alike.repeat_interleave(config.num_beams)
+    alike = torch.arange(len(task.rows), device=logits_av.device)
+    alike = alike.repeat_interleave(task.config.num_beams)
     decoding.reorder(alike)
-    scores_av = scores_av[alike]
+    logits_av = logits_av[alike]
     while True:
-        index, token = search.step(scores_av)
+        index, token = search.step(logits_av)
         if not search.rows:
             return search.found
         decoding.reorder(index)
-        scores_av = decoding.step(token)
+        logits_av = decoding.step(token)
 
 
 class Search:
     """What is known of each row while beams run."""
 
-    def __init__(
-        self, prompts: Prompts, config: GenerationConfig, rules: Rules, stop_tokens: Sequence[int]
-    ) -> None:
-        device, n_rows = prompts.ids_bt.device, len(prompts.rows)
-        self.config, self.rules = config, rules
+    def __init__(self, task: Task) -> None:
+        device, n_rows, k = task.ids_bt.device, len(task.rows), task.config.num_beams
+        self.config, self.processor = task.config, task.processor
         self.rows = list(range(n_rows))
         """The rows still searching, by their place in the batch."""
         self.found: list[Beams] = [empty_beams(1, 0, 0, 0, device)] * n_rows
         self.step_n = 0
-        self._limits = prompts.limits
-        self._stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=device)
-        k, n_steps = config.num_beams, max(prompts.limits)
-        self._running = empty_beams(n_rows, k, n_steps, filler(rules, stop_tokens), device)
-        self._finished = empty_beams(n_rows, k, n_steps, filler(rules, stop_tokens), device)
+        self._stops = torch.tensor(list(task.stop_tokens), dtype=torch.int64, device=device)
+        self._running = empty_beams(n_rows, k, max(task.limits), task.pad, device)
+        self._finished = empty_beams(n_rows, k, max(task.limits), task.pad, device)
         self._running.scores_ak[:, 0] = 0
-        self._limit_a = torch.tensor(prompts.limits, device=device)
-        self._lone_a = torch.tensor([len(row) == 1 for row in prompts.rows], device=device)
-        seen_bv = mark_seen(prompts, rules)
+        self._limit_a = torch.tensor(task.limits, device=device)
+        self._lone_a = torch.tensor([len(row) == 1 for row in task.rows], device=device)
+        seen_bv = task.mark_seen()
         self._seen = None if seen_bv is None else seen_bv.repeat_interleave(k, 0)
 
-    def step(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the rows a · K + k run on, in order, and their next tokens."""
-        n_rows, k, n_vocab = len(self.rows), self.config.num_beams, scores.shape[-1]
-        self._check(scores)
-        logp = self.rules.reshape(
-            scores.log_softmax(-1),
+        n_rows, k, n_vocab = len(self.rows), self.config.num_beams, logits.shape[-1]
+        self._check(logits)
+        logp = self.processor.process(
+            logits.log_softmax(-1),
             self._seen,
             self.step_n,
             self._lone_a.repeat_interleave(k),
@@ -150,17 +127,17 @@ class Search:
         )
         stays = self._close(ends_an)
         token_ak, from_ak = token_an.gather(1, onward_ak), from_an.gather(1, onward_ak)
-        first_a = torch.arange(n_rows, device=scores.device)[:, None] * k
+        first_a = torch.arange(n_rows, device=logits.device)[:, None] * k
         index = (first_a + from_ak)[stays].flatten()
         token = token_ak[stays].flatten()
         if self._seen is not None:
             self._seen = self._seen[index].scatter(1, token[:, None], True)
         return index, token
 
-    def _check(self, scores: Tensor) -> None:
-        bad = (~scores.amax(-1).isfinite()).tolist()
+    def _check(self, logits: Tensor) -> None:
+        bad = (~logits.amax(-1).isfinite()).tolist()
         if any(bad):
-            refuse_scores(self.rows[bad.index(True) // self.config.num_beams], self.step_n + 1)
+            refuse_logits(self.rows[bad.index(True) // self.config.num_beams], self.step_n + 1)
 
     def _hold(self, candidates: Beams, sum_an: Tensor, ends_an: Tensor) -> None:
         """Of the first K candidates, those that end are held against the finished texts."""
@@ -198,7 +175,6 @@ class Search:
 
 
 def empty_beams(n_rows: int, k: int, n_steps: int, pad: int, device: torch.device) -> Beams:
-    """No text yet."""
     return Beams(
         torch.full((n_rows, k, n_steps), pad, device=device),
         torch.full((n_rows, k), BARRED, device=device),

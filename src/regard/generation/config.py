@@ -3,7 +3,7 @@
 Why: generation has many settings that ask for different ways of choosing a token. A setting that
 the chosen way never looks at is a mistake of the caller's, so it is refused and not dropped.
 
-How: the way is told by two fields.
+How: two fields choose the way.
 
 - `temperature` above 0: tokens are drawn by chance; `top_k`, `top_p` and `min_p` narrow the choice.
 - `num_beams` above 1: beam search; `length_penalty`, `early_stopping` and `num_return_sequences`
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from regard.positions.frequencies import check_count, check_number
+from regard._check import check_count, check_number
 
 EarlyStopping = bool | Literal["never"]
 
@@ -66,10 +66,8 @@ class GenerationConfig:
     """Compile the step that is repeated: slow at first, then fast. Not for beams."""
 
     def __post_init__(self) -> None:
-        check_count("max_new_tokens", self.max_new_tokens)
-        check_count("num_beams", self.num_beams)
-        check_count("num_return_sequences", self.num_return_sequences)
-        check_count("chunk", self.chunk)
+        for name in ("max_new_tokens", "num_beams", "num_return_sequences", "chunk"):
+            check_count(name, getattr(self, name))
         check_number("repetition_penalty", self.repetition_penalty)
         check_number("length_penalty", self.length_penalty, above=float("-inf"))
         if self.early_stopping not in (True, False, "never"):
@@ -94,10 +92,8 @@ class GenerationConfig:
         if self.top_k is not None:
             check_count("top_k", self.top_k)
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
-            if share is None:
-                continue
-            check_number(name, share)
-            if share > 1:
+            check_number(name, 1 if share is None else share)
+            if share is not None and share > 1:
                 raise ValueError(f"{name} is {share!r}; expected a share above 0, at most 1")
         for name in ("top_k", "top_p", "min_p"):
             if getattr(self, name) is not None and not self.samples:
@@ -117,23 +113,19 @@ class GenerationConfig:
                 f"num_beams={self.num_beams} gives; for several draws, give the prompt several "
                 "times"
             )
+        wrong = None
         if self.num_beams == 1:
             if self.length_penalty != 1.0 or self.early_stopping is not False:
-                raise ValueError(
-                    "length_penalty and early_stopping choose among beams, and num_beams is 1"
-                )
-            return
-        if self.samples:
-            raise ValueError(
-                f"num_beams={self.num_beams} searches and temperature={self.temperature} draws: "
-                "give one of them"
-            )
-        if self.compiled:
-            raise ValueError("beams change places at each step, which is not compiled: give one")
-        if self.stop:
-            raise ValueError(
-                "stop strings are not looked for in beams: use stop_tokens, or num_beams=1"
-            )
+                wrong = "length_penalty and early_stopping choose among beams, and num_beams is 1"
+        elif self.samples:
+            wrong = f"num_beams={self.num_beams} searches and temperature={self.temperature} draws"
+            wrong += ": give one of them"
+        elif self.compiled:
+            wrong = "beams change places at each step, which is not compiled: give one"
+        elif self.stop:
+            wrong = "stop strings are not looked for in beams: use stop_tokens, or num_beams=1"
+        if wrong is not None:
+            raise ValueError(wrong)
 
     @property
     def samples(self) -> bool:
@@ -142,7 +134,6 @@ class GenerationConfig:
 
 
 def make_config(config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-    """The config given, or one of the options given; not both."""
     if config is None:
         known = [field.name for field in fields(GenerationConfig)]
         for name in options:
@@ -160,7 +151,6 @@ def make_config(config: GenerationConfig | None, options: dict[str, Any]) -> Gen
 
 
 def as_texts(given: object) -> tuple[str, ...]:
-    """Stop strings as a tuple, none of them empty."""
     texts = (given,) if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"stop is {given!r:.99}; expected a string or a list of strings")
@@ -170,7 +160,6 @@ def as_texts(given: object) -> tuple[str, ...]:
 
 
 def as_ids(name: str, given: object) -> tuple[int, ...]:
-    """Whole numbers from 0 on, as a tuple."""
     if not isinstance(given, Sequence) or not all(
         isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**63 for x in given
     ):

@@ -1,15 +1,15 @@
-"""A batch of texts being written by one model, one token a row and step.
+"""A batch of texts being written by one model: prefill, then one decode step a token.
 
-Why: greedy search, sampling and beams differ in which token they take; reading the prompt, keeping
-keys and running one step is the same for all.
+Why: greedy search, sampling and beams differ in which token they take; reading the prompt, the KV
+cache and the decode step are the same for all.
 
-How: `read` takes the prompts (padded on the left), in chunks where they are long, and gives the
-scores of the next token; `step` takes one token a row and gives the scores of the one after.
-Compiled, a step is one graph over a cache of a set size, and on a GPU one replay of a CUDA graph.
-Graphs are kept with their model and used again for the next batch of the same shape.
+How: `read` is the prefill: it takes the prompts (padded on the left), in chunks where they are
+long, and gives the logits of the next token; `step` takes one token a row and gives the logits of
+the one after. Compiled, a step is one graph over a static cache, and on a GPU one replay of a CUDA
+graph. Graphs are kept with their model and used again for the next batch of the same shape.
 
-Non-finite numbers are not looked for in every layer here: once there, they reach the scores, and
-the scores are checked where a token is chosen.
+Non-finite numbers are not looked for in every layer here: once there, they reach the logits, which
+are checked where a token is chosen.
 
 Left out: batches that rows join and leave, and compiled encoder–decoders.
 
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from regard.layers import DecoderCache, FeedForward, MultiHeadAttention
+from regard.layers.fused_linear import FusedLinear
 from regard.models import Memory, ModelConfig, Transformer
 from regard.ops import call_hook
 from regard.positions import DynamicNTK, LongRoPE
@@ -33,11 +34,11 @@ from regard.positions import DynamicNTK, LongRoPE
 CHUNK = 2048
 """Tokens of a prompt that are read at a time."""
 ROUND = 64
-"""Compiled caches and prompts come in multiples of this, so that graphs can be used again."""
+"""Static caches and recorded prompts come in multiples of this, so that graphs can be reused."""
 MOST = 8
-"""Graphs that are kept with a model, each with a cache of its own."""
+"""Graphs that are kept with a model, each with a static cache of its own."""
 SHORT = 512
-"""Prompts up to this many tokens are read by a recorded graph: launching is what they wait for."""
+"""Prompts up to this many tokens are read by a CUDA graph: launching is what they wait for."""
 
 
 class Decoding:
@@ -56,44 +57,41 @@ class Decoding:
                 "compiled generation runs unseen, and the model is being watched; leave "
                 "compiled=False"
             )
-        self.model, self.memory, self.room = model, memory, room
-        self.compiled = compiled
+        self.model, self.head, self.memory = model, model.head, memory
+        self.n_tokens, self.compiled = room, compiled
         self.graph: StepGraph | None = None
         self.cache: DecoderCache | None = None if compiled else model.make_cache()
 
     def read(self, ids_bt: Tensor, real_bt: Tensor | None = None, chunk: int = CHUNK) -> Tensor:
-        """The prompts, `chunk` tokens at a time; the scores (B, V) of what comes next, float32."""
-        if grows_in(self.model.config, ids_bt.shape[1]):
-            chunk = ids_bt.shape[1]
+        """Prefill, `chunk` tokens at a time; the logits (B, V) of what comes next, float32."""
+        width = ids_bt.shape[1]
+        if grows_in(self.model.config, width):
+            chunk = width
         if self.compiled and self.graph is None:
             # What inference mode makes could not be used outside of it later.
             with torch.inference_mode(False), torch.no_grad():
-                room = self.room + round_up(ids_bt.shape[1]) - ids_bt.shape[1]
-                self.graph = find_graph(self.model, ids_bt.shape[0], room)
+                size = round_up(self.n_tokens + round_up(width) - width)
+                self.graph = find_graph(self.model, ids_bt.shape[0], size)
                 self.cache = self.graph.cache
-                if ids_bt.is_cuda and ids_bt.shape[1] <= min(chunk, SHORT):
+                if ids_bt.is_cuda and width <= min(chunk, SHORT):
                     return self.graph.read(self.model, ids_bt, real_bt)
-        last_bc = None
-        for start in range(0, ids_bt.shape[1], chunk):
+        for start in range(0, width, chunk):
             part = slice(start, start + chunk)
             real = None if real_bt is None else real_bt[:, part]
             x_btc = self.model.run(ids_bt[:, part], real=real, memory=self.memory, cache=self.cache)
-            last_bc = x_btc[:, -1]
-        assert last_bc is not None and self.model.head is not None
-        scores_bv: Tensor = self.model.head(last_bc)
-        return scores_bv.float()
+        logits_bv: Tensor = self.head(x_btc[:, -1])
+        return logits_bv.float()
 
     def step(self, ids_b: Tensor) -> Tensor:
-        """One token a row; the scores (B, V) of what comes next, float32.
+        """One token a row; the logits (B, V) of what comes next, float32.
 
         A compiled step gives the same tensor each time, overwritten.
         """
         if self.graph is not None:
             return self.graph.run(ids_b)
-        assert self.model.head is not None
         x_btc = self.model.run(ids_b[:, None], memory=self.memory, cache=self.cache)
-        scores_bv: Tensor = self.model.head(x_btc[:, -1])
-        return scores_bv.float()
+        logits_bv: Tensor = self.head(x_btc[:, -1])
+        return logits_bv.float()
 
     def run_on(self, ids_b: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """What follows when the likeliest is always taken: n tokens (B, n), and if all is finite.
@@ -113,22 +111,21 @@ class Decoding:
             self.memory = self.memory.reorder(index_b)
 
     def close(self) -> None:
-        """Give a compiled graph back, for the next batch."""
         if self.graph is not None:
             self.graph.busy = False
             self.graph = None
 
 
 class StepGraph:
-    """One compiled step for batches of one shape, and the cache it works on.
+    """One compiled decode step for batches of one shape, and the static cache it works on.
 
-    A step leaves its scores in `scores_bv`, the likeliest tokens in `ids_b1`, where the next step
-    reads, and in the next column of `written_bt`. `finite_b` turns False where a score is not.
+    A step leaves its logits in `logits_bv`, the likeliest tokens in `ids_b1`, where the next step
+    reads, and in the next column of `written_bt`. `finite_b` turns False where a logit is not.
     """
 
-    def __init__(self, model: Transformer, batch: int, room: int) -> None:
-        self.batch, self.room, self.busy = batch, room, False
-        self.cache = model.make_cache(room)
+    def __init__(self, model: Transformer, batch: int, size: int) -> None:
+        self.batch, self.size, self.busy = batch, size, False
+        self.cache = model.make_cache(size)
         self.fused = fuse(model)
         device = next(model.parameters()).device
         # The compiler counts what it makes of one piece of code, and refuses beyond a few; so each
@@ -139,80 +136,73 @@ class StepGraph:
             step, fullgraph=True, dynamic=False
         )
         self.ids_b1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        self.written_bt = torch.zeros(batch, room, dtype=torch.int64, device=device)
+        self.written_bt = torch.zeros(batch, size, dtype=torch.int64, device=device)
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
         self.finite_b = torch.ones(batch, dtype=torch.bool, device=device)
-        self.scores_bv: Tensor | None = None
+        self.logits_bv: Tensor | None = None
         self.recorded: torch.cuda.CUDAGraph | None = None
         self.prompts: dict[int, PromptGraph] = {}
-        self._warm_up(model)
+        # Compile, and on a GPU record, with a text of two tokens that is forgotten again.
+        positions = torch.arange(2, device=device).expand(batch, 2)
+        model.run(self.ids_b1.expand(batch, 2), positions=positions, cache=self.cache)
+        if self.ids_b1.is_cuda:
+            self.recorded = record(self._step)
+        else:
+            self._step()
+        self.cache.reset()
 
     def read(self, model: Transformer, ids_bt: Tensor, real_bt: Tensor | None) -> Tensor:
-        """The scores (B, V) after these prompts, which are the first of their texts."""
+        """The logits (B, V) after these prompts, which are the first of their texts."""
         width = round_up(ids_bt.shape[1])
         if width not in self.prompts:
             self.prompts[width] = PromptGraph(model, self.cache, self.batch, width)
         return self.prompts[width].run(ids_bt, real_bt)
 
     def run(self, ids_b: Tensor) -> Tensor:
-        """The scores (B, V) after these tokens."""
-        self.column.zero_()
-        self.ids_b1.copy_(ids_b[:, None])
-        self._advance()
-        assert self.scores_bv is not None
-        return self.scores_bv
+        """The logits (B, V) after these tokens."""
+        self._advance(ids_b, 1)
+        assert self.logits_bv is not None
+        return self.logits_bv
 
     def run_on(self, ids_b: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """What follows when the likeliest is always taken: (B, n), and which rows are finite."""
-        self.column.zero_()
         self.finite_b.fill_(True)
-        self.ids_b1.copy_(ids_b[:, None])
-        for _ in range(n):
-            self._advance()
+        self._advance(ids_b, n)
         return self.written_bt[:, :n].clone(), self.finite_b.clone()
 
-    def _advance(self) -> None:
-        if self.recorded is not None:
-            self.recorded.replay()
-        else:
+    def _advance(self, ids_b: Tensor, n: int) -> None:
+        self.column.zero_()
+        self.ids_b1.copy_(ids_b[:, None])
+        for _ in range(n):
+            if self.recorded is not None:
+                self.recorded.replay()
+                continue
             # The mode is part of what a graph was compiled for.
             with torch.inference_mode(False), torch.no_grad():
                 self._step()
 
     def _step(self) -> None:
-        self.scores_bv, next_b1, finite_b = self.compiled(self.ids_b1)
+        self.logits_bv, next_b1, finite_b = self.compiled(self.ids_b1)
         self.ids_b1.copy_(next_b1)
         self.written_bt.index_copy_(1, self.column, next_b1)
         self.column += 1
         self.finite_b &= finite_b
 
-    def _warm_up(self, model: Transformer) -> None:
-        """Compile, and on a GPU record, with a text of a few tokens that is forgotten again."""
-        start_bt = torch.zeros(self.batch, 2, dtype=torch.int64, device=self.ids_b1.device)
-        positions = torch.arange(2, device=start_bt.device).expand(self.batch, 2)
-        model.run(start_bt, positions=positions, cache=self.cache)
-        if not start_bt.is_cuda:
-            self._step()
-            self.cache.reset()
-            return
-        self.recorded = record(self._step)
-        self.cache.reset()
-
 
 class PromptGraph:
-    """The reading of prompts of up to `width` tokens, recorded; shorter ones are padded."""
+    """The prefill of prompts of up to `width` tokens as a CUDA graph; shorter ones are padded."""
 
     def __init__(self, model: Transformer, cache: DecoderCache, batch: int, width: int) -> None:
         self.model, self.cache = model, cache
         device = next(model.parameters()).device
         self.ids_bt = torch.zeros(batch, width, dtype=torch.int64, device=device)
         self.positions_bt = torch.arange(width, device=device).expand(batch, width).clone()
-        self.scores_bv: Tensor | None = None
+        self.logits_bv: Tensor | None = None
         self.recorded = record(self._read)
         cache.reset()
 
     def run(self, ids_bt: Tensor, real_bt: Tensor | None) -> Tensor:
-        """The scores (B, V) after these prompts."""
+        """The logits (B, V) after these prompts."""
         n = ids_bt.shape[1]
         if real_bt is None:
             real_bt = torch.ones_like(ids_bt, dtype=torch.bool)
@@ -220,14 +210,14 @@ class PromptGraph:
         self.positions_bt.fill_(-1)
         self.positions_bt[:, -n:] = torch.where(real_bt, real_bt.cumsum(-1) - 1, -1)
         self.recorded.replay()
-        assert self.scores_bv is not None
-        return self.scores_bv.clone()
+        assert self.logits_bv is not None
+        return self.logits_bv.clone()
 
     def _read(self) -> None:
         assert self.model.head is not None
         self.cache.reset()
         x_btc = self.model.run(self.ids_bt, positions=self.positions_bt, cache=self.cache)
-        self.scores_bv = self.model.head(x_btc[:, -1]).float()
+        self.logits_bv = self.model.head(x_btc[:, -1]).float()
 
 
 def record(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
@@ -245,29 +235,28 @@ def record(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def round_up(n: int) -> int:
-    """The next multiple of ROUND."""
     return -(-n // ROUND) * ROUND
 
 
 def take_step(
     ids_b1: Tensor, model: Transformer, cache: DecoderCache, n_parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores (B, V) after one token a row, the likeliest tokens (B, 1), and which are finite."""
+    """Logits (B, V) after one token a row, the likeliest tokens (B, 1), and which are finite."""
     assert model.head is not None
     x_btc = model.run(ids_b1, cache=cache)
-    scores_bv = model.head(x_btc[:, -1]).float()
+    logits_bv = model.head(x_btc[:, -1]).float()
     # The largest of the largest of each part: one long search would keep a GPU waiting.
-    best_bp, at_bp = scores_bv.view(ids_b1.shape[0], n_parts, -1).max(-1)
+    best_bp, at_bp = logits_bv.view(ids_b1.shape[0], n_parts, -1).max(-1)
     best_b, part_b = best_bp.max(-1)
     at_b1 = at_bp.gather(1, part_b[:, None])
-    next_b1 = part_b[:, None] * (scores_bv.shape[1] // n_parts) + at_b1
-    return scores_bv, next_b1, best_b.isfinite()
+    next_b1 = part_b[:, None] * (logits_bv.shape[1] // n_parts) + at_b1
+    return logits_bv, next_b1, best_b.isfinite()
 
 
 def grows_in(config: ModelConfig, n_tokens: int) -> bool:
-    """Whether rotary turns a text of this length otherwise than the first part of it.
+    """Whether rotary rotates a text of this length otherwise than the first part of it.
 
-    Then it is read in one piece, or its first tokens would be turned for a shorter text.
+    Then it is read in one piece, or its first tokens would be rotated for a shorter text.
     """
     scalings = [block.rotary.scaling for block in config.decoder if block.rotary is not None]
     kinds = DynamicNTK | LongRoPE
@@ -290,37 +279,35 @@ class Graphs(list[StepGraph]):
 
 
 def graphs_of(model: Transformer) -> Graphs:
-    """The graphs made for this model so far."""
-    made: Graphs = model.__dict__.setdefault("step_graphs", Graphs())
-    return made
+    found: Graphs = model.__dict__.setdefault("step_graphs", Graphs())
+    return found
 
 
-def find_graph(model: Transformer, batch: int, room: int) -> StepGraph:
+def find_graph(model: Transformer, batch: int, size: int) -> StepGraph:
     """A graph for batches of this shape that nobody uses now, made if there is none."""
-    room = round_up(room)
     graphs = graphs_of(model)
-    graphs[:] = [graph for graph in graphs if all(joint.holds() for joint in graph.fused)]
+    graphs[:] = [graph for graph in graphs if all(fused.holds() for fused in graph.fused)]
     for graph in graphs:
-        if (graph.batch, graph.room, graph.busy) == (batch, room, False):
+        if (graph.batch, graph.size, graph.busy) == (batch, size, False):
             graph.cache.reset()
             break
     else:
         idle = [graph for graph in graphs if not graph.busy]
         for graph in idle[: max(len(idle) - MOST + 1, 0)]:
             graphs.remove(graph)
-        graph = StepGraph(model, batch, room)
+        graph = StepGraph(model, batch, size)
         graphs.append(graph)
     graph.busy = True
     return graph
 
 
-def fuse(model: Transformer) -> list[Any]:
-    """Lay projections that read the same input side by side, all over the model."""
-    joints = []
+def fuse(model: Transformer) -> list[FusedLinear]:
+    """Make fused linears of projections that read the same input, all over the model."""
+    found = []
     for module in model.modules():
         if isinstance(module, MultiHeadAttention | FeedForward):
             if module.fused is None or not module.fused.holds():
                 module.fuse()
             if module.fused is not None:
-                joints.append(module.fused)
-    return joints
+                found.append(module.fused)
+    return found

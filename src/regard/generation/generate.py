@@ -4,8 +4,7 @@ Why: one simple call for text, one for ids; the same answer alone and in a batch
 
 How: a text is encoded, the ids are continued, and the new ids become text again. A decoder goes on
 with the prompt and gives what is new; an encoder–decoder reads the prompt as its source and gives
-all that it writes. `Task` gathers what every way of writing needs: checked prompts, the special
-tokens, the rules, the stop tokens.
+all that it writes.
 
 Nothing about the model is changed, also not when a call is interrupted; it must be in eval mode.
 
@@ -25,11 +24,9 @@ from torch import Tensor
 
 from regard.generation.beams import search_beams
 from regard.generation.config import GenerationConfig, make_config
-from regard.generation.decode_loop import Writing, filler
-from regard.generation.prompts import Ids, Prompts, check_model, make_prompts
-from regard.generation.sampling import Rules
-from regard.generation.stopping import TextWatch, find_stop_tokens, find_tokens
-from regard.models import SpecialTokens, Transformer
+from regard.generation.decode_loop import DecodeLoop
+from regard.generation.prompts import Ids, Task, check_model, need_tokenizer
+from regard.models import Transformer
 from regard.tokens import Tokenizer
 
 
@@ -54,89 +51,41 @@ class Generated:
         return [row[:n] for row, n in zip(self.ids.tolist(), self.lengths, strict=True)]
 
 
-@dataclass(frozen=True, eq=False)
-class Task:
-    """All that is known before the first token."""
+def run_task(task: Task) -> tuple[Generated, list[str] | None]:
+    """All of it; the texts too, where they were watched for stop strings."""
+    if task.config.num_beams > 1:
+        return search(task), None
+    loop = DecodeLoop(task)
+    try:
+        while not loop.over:
+            loop.advance()
+    finally:
+        loop.close()
+    ids_bt, lengths, reasons = loop.result()
+    texts = [loop.take_text(row) for row in range(len(lengths))] if loop.watches else None
+    return Generated(ids_bt, tuple(lengths), tuple(reasons)), texts
 
-    model: Transformer
-    config: GenerationConfig
-    prompts: Prompts
-    tokens: SpecialTokens
-    rules: Rules
-    stop_tokens: tuple[int, ...]
-    tokenizer: Tokenizer | None
 
-    @staticmethod
-    def make(
-        model: Transformer,
-        config: GenerationConfig,
-        tokenizer: Tokenizer | None,
-        *,
-        ids: Ids | None = None,
-        real: Tensor | None = None,
-        source: Ids | None = None,
-        source_real: Tensor | None = None,
-    ) -> Task:
-        check_model(model)
-        if tokenizer is None and config.stop:
-            tokenizer = need_tokenizer(model, None)
-        tokens = find_tokens(model)
-        stops = find_stop_tokens(config, tokens, tokenizer)
-        prompts = make_prompts(model, tokens, config.max_new_tokens, ids, real, source, source_real)
-        device = prompts.ids_bt.device
-        rules = Rules(config, tokens, stops, model.config.vocab_size, device)
-        return Task(model, config, prompts, tokens, rules, stops, tokenizer)
+def write_texts(task: Task) -> list[str]:
+    found, texts = run_task(task)
+    if texts is None:
+        texts = []
+        for place, row in enumerate(found.rows()):
+            watch = task.watch(place)
+            texts.append("".join([*map(watch.step, row), watch.finish()]))
+    return texts
 
-    def watch(self, row: int) -> TextWatch:
-        """What turns the tokens of a row into text."""
-        assert self.tokenizer is not None
-        prompt, stops = self.prompts.rows[row], tuple(self.config.stop)
-        return TextWatch(self.tokenizer, prompt, stops, self.stop_tokens)
 
-    def writing(self, watched: bool = False, streaming: bool = False) -> Writing:
-        """The batch, to be written by greedy search or sampling; `watched`: as text, too."""
-        watches = []
-        if watched or self.config.stop:
-            watches = [self.watch(row) for row in range(len(self.prompts.rows))]
-        return Writing(
-            self.model,
-            self.prompts,
-            self.config,
-            self.rules,
-            self.stop_tokens,
-            watches=watches,
-            streaming=streaming,
-        )
-
-    def run(self) -> tuple[Generated, list[str] | None]:
-        """Write all of it; the texts too, where they were watched for stop strings."""
-        if self.config.num_beams > 1:
-            return self._search(), None
-        writing = self.writing()
-        try:
-            while not writing.over:
-                writing.advance()
-        finally:
-            writing.close()
-        ids_bt, lengths, reasons = writing.result()
-        texts = None
-        if writing.watches:
-            texts = [writing.take_text(row) for row in range(len(lengths))]
-        return Generated(ids_bt, tuple(lengths), tuple(reasons)), texts
-
-    def _search(self) -> Generated:
-        found = search_beams(self.model, self.prompts, self.config, self.rules, self.stop_tokens)
-        lengths = [n for beams in found for n in beams.lengths_ak[0].tolist()]
-        every = [row for beams in found for row in beams.tokens_akt[0].tolist()]
-        scores = [score for beams in found for score in beams.scores_ak[0].tolist()]
-        pad, width = filler(self.rules, self.stop_tokens), max(lengths)
-        rows = [row[:n] + [pad] * (width - n) for row, n in zip(every, lengths, strict=True)]
-        reasons = [
-            "stop" if n and row[n - 1] in self.stop_tokens else "length"
-            for row, n in zip(every, lengths, strict=True)
-        ]
-        ids = torch.tensor(rows, dtype=torch.int64, device=self.prompts.ids_bt.device)
-        return Generated(ids, tuple(lengths), tuple(reasons), tuple(scores))
+def search(task: Task) -> Generated:
+    found = search_beams(task)
+    lengths = [n for beams in found for n in beams.lengths_ak[0].tolist()]
+    rows = [row for beams in found for row in beams.tokens_akt[0].tolist()]
+    scores = [score for beams in found for score in beams.scores_ak[0].tolist()]
+    ids = torch.tensor(rows, dtype=torch.int64, device=task.ids_bt.device)[:, : max(lengths)]
+    reasons = []
+    for row, n in zip(rows, lengths, strict=True):
+        reasons.append("stop" if n and row[n - 1] in task.stop_tokens else "length")
+    return Generated(ids, tuple(lengths), tuple(reasons), tuple(scores))
 
 
 def generate_ids(
@@ -168,7 +117,7 @@ def generate_ids(
         source=source,
         source_real=source_real,
     )
-    return task.run()[0]
+    return run_task(task)[0]
 
 
 def generate(
@@ -219,10 +168,7 @@ def generate_batch(
         )
     check_model(model)
     task = text_task(model, list(prompts), need_tokenizer(model, tokenizer), special, chosen)
-    made, texts = task.run()
-    if texts is None:
-        texts = [decode_row(task, place, row) for place, row in enumerate(made.rows())]
-    return texts
+    return write_texts(task)
 
 
 def text_task(
@@ -232,25 +178,7 @@ def text_task(
     special: bool,
     config: GenerationConfig,
 ) -> Task:
-    """The task of texts: a decoder continues them, an encoder–decoder reads them."""
     rows = [tokenizer.encode(text, special=special).ids for text in prompts]
     if model.config.encoder:
         return Task.make(model, config, tokenizer, source=rows)
     return Task.make(model, config, tokenizer, ids=rows)
-
-
-def decode_row(task: Task, place: int, row: list[int]) -> str:
-    """The text of a row's new tokens, as a stream would give it."""
-    watch = task.watch(place)
-    return "".join([*map(watch.step, row), watch.finish()])
-
-
-def need_tokenizer(model: Transformer, tokenizer: Tokenizer | None) -> Tokenizer:
-    """The one given, or the model's own."""
-    found = model.tokenizer if tokenizer is None else tokenizer
-    if found is None:
-        raise ValueError(
-            "no tokenizer lies beside this model: give tokenizer=, or token ids to generate_ids "
-            "(without stop strings)"
-        )
-    return found

@@ -1,7 +1,7 @@
-"""What a batch starts from: prompts in rows of one length, and the memory of a source.
+"""What a batch starts from: `Task`, with prompts padded on the left, and the memory of a source.
 
-Why: callers have lists of different lengths, or tensors padded on either side; a model that writes
-wants every row to end at the same place, and every row must come out as if it were alone.
+Why: callers have lists of different lengths, or tensors padded on either side; a decode step wants
+every row to end at the same place, and every row must come out as if it were alone.
 
 How: rows are taken apart into their real tokens, checked, and padded on the left. Each row has its
 own `limit`: how many tokens it may still get before the model's length ends.
@@ -19,65 +19,100 @@ import torch
 from torch import Tensor
 
 from regard._check import check_shapes
+from regard.generation.config import GenerationConfig
+from regard.generation.sampling import LogitsProcessor
+from regard.generation.stopping import TextWatch, find_stop_tokens, find_tokens
 from regard.models import Memory, ModelConfig, SpecialTokens, Transformer
+from regard.tokens import Tokenizer
 
 Ids = Tensor | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, eq=False)
-class Prompts:
-    """Prompts (B, T), padded on the left; `real_bt` is None where nothing is padded."""
+class Task:
+    """All that is known before the first new token.
 
+    `ids_bt` are the prompts, padded on the left, and `real_bt` is False at padding, None where
+    there is none. `rows` are the tokens of each prompt, `limits` how many each row may get.
+    `memory` is what the encoder gave for the sources. `n_read` counts the tokens to read: of the
+    prompts, or of the sources where there are any, which took `read_seconds`.
+    """
+
+    model: Transformer
+    config: GenerationConfig
+    tokenizer: Tokenizer | None
+    processor: LogitsProcessor
+    stop_tokens: tuple[int, ...]
     ids_bt: Tensor
     real_bt: Tensor | None
     rows: list[list[int]]
-    """The tokens of each prompt."""
     limits: list[int]
-    """How many tokens each row may get."""
     memory: Memory | None
-    """What the encoder made of the source."""
     n_read: int
-    """How many tokens there are to read: of the prompts, or of the sources where there are any."""
     read_seconds: float
-    """How long the sources took to read."""
 
-
-def make_prompts(
-    model: Transformer,
-    tokens: SpecialTokens,
-    max_new: int,
-    ids: Ids | None,
-    real: Tensor | None,
-    source: Ids | None,
-    source_real: Tensor | None,
-) -> Prompts:
-    """Everything that is told about the prompts, checked; the source is read here."""
-    config = model.config
-    check_model(model)
-    assert model.head is not None
-    device = model.head.weight.device
-    memory, n_read, start = None, 0, time.perf_counter()
-    rows = None if ids is None else as_rows("ids", ids, real, config)
-    if config.encoder:
-        if source is None:
-            raise ValueError("an encoder–decoder writes about a source: give source= token ids")
-        sources = as_rows("source", source, source_real, config)
+    @staticmethod
+    def make(
+        model: Transformer,
+        config: GenerationConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        ids: Ids | None = None,
+        real: Tensor | None = None,
+        source: Ids | None = None,
+        source_real: Tensor | None = None,
+    ) -> Task:
+        """Everything checked, and the sources read."""
+        check_model(model)
+        assert model.head is not None
+        if tokenizer is None and config.stop:
+            tokenizer = need_tokenizer(model, None)
+        device, tokens = model.head.weight.device, find_tokens(model)
+        stops = find_stop_tokens(config, tokens, tokenizer)
+        start = time.perf_counter()
+        rows = None if ids is None else as_rows("ids", ids, real, model.config)
+        memory, n_read = None, 0
+        if model.config.encoder:
+            if source is None:
+                raise ValueError("an encoder–decoder writes about a source: give source= token ids")
+            sources = as_rows("source", source, source_real, model.config)
+            rows = [[] for _ in sources] if rows is None else rows
+            if len(rows) != len(sources):
+                raise ValueError(f"there are {len(rows)} rows of ids and {len(sources)} of source")
+            memory, n_read = read_source(model, sources, device), sum(map(len, sources))
+        elif source is not None or source_real is not None:
+            raise ValueError("source= is for encoder–decoder models; this one continues ids")
+        spent = time.perf_counter() - start
         if rows is None:
-            rows = [[] for _ in sources]
-        if len(rows) != len(sources):
-            raise ValueError(f"there are {len(rows)} rows of ids and {len(sources)} of source")
-        memory = read_source(model, sources, device)
-        n_read = sum(map(len, sources))
-    elif source is not None or source_real is not None:
-        raise ValueError("source= is for encoder–decoder models; this one continues ids")
-    spent = time.perf_counter() - start
-    if rows is None:
-        raise ValueError("give the ids of the prompts, a (B, T) tensor or a list of lists")
-    rows = [row or [first_token(config, tokens)] for row in rows]
-    limits = [find_limit(config.max_len, len(row), max_new) for row in rows]
-    ids_bt, real_bt = pad_rows(rows, "left", tokens.pad or 0, device)
-    n_read = n_read or sum(map(len, rows))
-    return Prompts(ids_bt, real_bt, rows, limits, memory, n_read, spent)
+            raise ValueError("give the ids of the prompts, a (B, T) tensor or a list of lists")
+        rows = [row or [first_token(model.config, tokens)] for row in rows]
+        limits = [find_limit(model.config, len(row), config.max_new_tokens) for row in rows]
+        ids_bt, real_bt = pad_rows(rows, "left", tokens.pad or 0, device)
+        processor = LogitsProcessor(config, tokens, stops, model.config.vocab_size, device)
+        read = n_read or sum(map(len, rows)), spent
+        return Task(
+            model, config, tokenizer, processor, stops, ids_bt, real_bt, rows, limits, memory, *read
+        )
+
+    @property
+    def pad(self) -> int:
+        """What stands behind the end of a row: padding, or an end token where there is none."""
+        pad = self.processor.tokens.pad
+        return pad if pad is not None else next(iter(self.stop_tokens), 0)
+
+    def watch(self, row: int) -> TextWatch:
+        """What turns the tokens of a row into text."""
+        assert self.tokenizer is not None
+        return TextWatch(self.tokenizer, self.rows[row], self.config.stop, self.stop_tokens)
+
+    def mark_seen(self) -> Tensor | None:
+        """Which tokens each prompt has, (B, V), where that is asked for; without padding."""
+        if not self.processor.counts_seen:
+            return None
+        marked = torch.zeros(len(self.rows), self.processor.vocab_size, dtype=torch.bool)
+        for place, row in enumerate(self.rows):
+            marked[place, row] = True
+        return marked.to(self.ids_bt.device)
 
 
 def check_model(model: Transformer) -> None:
@@ -85,13 +120,23 @@ def check_model(model: Transformer) -> None:
     if not isinstance(model, Transformer):
         raise TypeError(f"model is a {type(model).__name__}; expected a regard Transformer")
     if model.decoder is None or model.head is None:
-        lack = "no decoder" if model.decoder is None else "no head, so no scores for tokens"
+        lack = "no decoder" if model.decoder is None else "no head, so no logits"
         raise ValueError(f"this {model.config.family} model has {lack}: it cannot write text")
     if model.training:
         raise ValueError(
             "the model is in training mode, where dropout would change the text: call "
             "model.eval() first, and model.train() to go on training"
         )
+
+
+def need_tokenizer(model: Transformer, tokenizer: Tokenizer | None) -> Tokenizer:
+    found = model.tokenizer if tokenizer is None else tokenizer
+    if found is None:
+        raise ValueError(
+            "no tokenizer lies beside this model: give tokenizer=, or token ids to generate_ids "
+            "(without stop strings)"
+        )
+    return found
 
 
 def as_rows(name: str, ids: Ids, real: Tensor | None, config: ModelConfig) -> list[list[int]]:
@@ -105,10 +150,7 @@ def as_rows(name: str, ids: Ids, real: Tensor | None, config: ModelConfig) -> li
             check_shapes({name: (ids, "B T"), f"real of {name}": (real, "B T")})
             if real.dtype != torch.bool:
                 raise TypeError(f"real is {real.dtype}; expected bool, True at a real token")
-            rows = [
-                [at for at, there in zip(row, kept, strict=True) if there]
-                for row, kept in zip(rows, real.tolist(), strict=True)
-            ]
+            rows = [row[real_t].tolist() for row, real_t in zip(ids.cpu(), real.cpu(), strict=True)]
     else:
         if real is not None:
             raise ValueError(f"real is for a padded tensor; as lists, give {name} without padding")
@@ -142,20 +184,19 @@ def first_token(config: ModelConfig, tokens: SpecialTokens) -> int:
     return tokens.bos
 
 
-def find_limit(max_len: int | None, n_prompt: int, max_new: int) -> int:
+def find_limit(config: ModelConfig, n_prompt: int, max_new: int) -> int:
     """How many tokens a row may get: prompt and answer together are as long as the model reads."""
-    if max_len is None:
+    if config.max_len is None:
         return max_new
-    if n_prompt >= max_len:
+    if n_prompt >= config.max_len:
         raise ValueError(
-            f"a prompt has {n_prompt} tokens, and this model reads {max_len} in all, so there is "
-            "no room for an answer; shorten the prompt"
+            f"a prompt has {n_prompt} tokens, and this model reads {config.max_len} in all, so "
+            "there is no room for an answer; shorten the prompt"
         )
-    return min(max_new, max_len - n_prompt)
+    return min(max_new, config.max_len - n_prompt)
 
 
 def read_source(model: Transformer, rows: list[list[int]], device: torch.device) -> Memory:
-    """The memory of the sources."""
     most = model.config.max_len
     for place, row in enumerate(rows):
         if not row:
@@ -175,12 +216,10 @@ def pad_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Rows (B, T) of one length, and which tokens are real; None if all are."""
     width = max(map(len, rows))
-    gaps = [width - len(row) for row in rows]
-    if side == "left":
-        ids = [[pad] * gap + row for gap, row in zip(gaps, rows, strict=True)]
-        real = [[False] * gap + [True] * (width - gap) for gap in gaps]
-    else:
-        ids = [row + [pad] * gap for gap, row in zip(gaps, rows, strict=True)]
-        real = [[True] * (width - gap) + [False] * gap for gap in gaps]
-    ids_bt = torch.tensor(ids, device=device)
-    return ids_bt, torch.tensor(real, device=device) if any(gaps) else None
+    ids_bt = torch.full((len(rows), width), pad)
+    real_bt = torch.zeros(len(rows), width, dtype=torch.bool)
+    for n, row in enumerate(rows):
+        where = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids_bt[n, where] = torch.tensor(row)
+        real_bt[n, where] = True
+    return ids_bt.to(device), None if bool(real_bt.all()) else real_bt.to(device)

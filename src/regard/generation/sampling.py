@@ -1,11 +1,11 @@
-"""From the scores of the next token to the token: pure functions on tensors.
+"""From the logits of the next token to the token: pure functions on tensors.
 
 Why: what is likely, what is allowed and what is drawn are three questions; each is a few lines.
 
-How: scores (B, V) are reshaped in a fixed order, then one token a row is taken. The order is: the
+How: logits (B, V) are processed in a fixed order, then one token a row is taken. The order is: the
 penalty for repeated tokens, tokens that may not come now, tokens that must; and when tokens are
-drawn, temperature, top-k, top-p, min-p. A token that cannot come has the score -inf. `Rules` holds
-what stays the same over a text and runs them.
+drawn, temperature, top-k, top-p, min-p. A token that cannot come has the logit -inf.
+`LogitsProcessor` holds what stays the same over a text and runs them.
 
 A draw is one number in [0, 1) a row and step, made from the row's own seed, and the token is where
 the running sum of the probabilities passes it. So a row's text does not hang on who else is in the
@@ -29,49 +29,49 @@ from regard.models import SpecialTokens
 NEVER = float("-inf")
 
 
-def penalise_seen(scores_bv: Tensor, seen_bv: Tensor, penalty: float) -> Tensor:
-    """Scores of seen tokens divided by the penalty, or multiplied where they are negative."""
-    lower_bv = torch.where(scores_bv < 0, scores_bv * penalty, scores_bv / penalty)
-    return torch.where(seen_bv, lower_bv, scores_bv)
+def penalise_seen(logits_bv: Tensor, seen_bv: Tensor, penalty: float) -> Tensor:
+    """Logits of seen tokens divided by the penalty, or multiplied where they are negative."""
+    lower_bv = torch.where(logits_bv < 0, logits_bv * penalty, logits_bv / penalty)
+    return torch.where(seen_bv, lower_bv, logits_bv)
 
 
-def keep_top_k(scores_bv: Tensor, k: int) -> Tensor:
-    """The k largest scores of each row, and those equal to the k-th."""
-    least_b1 = scores_bv.topk(min(k, scores_bv.shape[-1]), dim=-1).values[:, -1:]
-    return scores_bv.masked_fill(scores_bv < least_b1, NEVER)
+def keep_top_k(logits_bv: Tensor, k: int) -> Tensor:
+    """The k largest logits of each row, and those equal to the k-th."""
+    least_b1 = logits_bv.topk(min(k, logits_bv.shape[-1]), dim=-1).values[:, -1:]
+    return logits_bv.masked_fill(logits_bv < least_b1, NEVER)
 
 
-def keep_top_p(scores_bv: Tensor, p: float) -> Tensor:
+def keep_top_p(logits_bv: Tensor, p: float) -> Tensor:
     """The likeliest tokens up to and with the one whose probability brings their sum to p."""
-    rising_bv, order_bv = scores_bv.sort(dim=-1)
+    rising_bv, order_bv = logits_bv.sort(dim=-1)
     # Summed from the unlikely end, where the sum is small and exact: a token goes if all that are
     # at most as likely sum to no more than what may be lost.
     tail_bv = rising_bv.softmax(-1).cumsum(-1)
     goes_bv = tail_bv <= 1 - p
     goes_bv[:, -1] = False
-    return scores_bv.masked_fill(goes_bv.scatter(-1, order_bv, goes_bv), NEVER)
+    return logits_bv.masked_fill(goes_bv.scatter(-1, order_bv, goes_bv), NEVER)
 
 
-def keep_min_p(scores_bv: Tensor, share: float) -> Tensor:
+def keep_min_p(logits_bv: Tensor, share: float) -> Tensor:
     """The tokens with at least this share of the likeliest one's probability."""
-    weights_bv = scores_bv.softmax(-1)
-    return scores_bv.masked_fill(weights_bv < share * weights_bv.amax(-1, keepdim=True), NEVER)
+    weights_bv = logits_bv.softmax(-1)
+    return logits_bv.masked_fill(weights_bv < share * weights_bv.amax(-1, keepdim=True), NEVER)
 
 
-def force_token(scores_bv: Tensor, rows_b: Tensor, token: int) -> Tensor:
-    """In the given rows nothing but this token, with score 0."""
-    only_v = torch.full_like(scores_bv[0], NEVER)
+def force_token(logits_bv: Tensor, rows_b: Tensor, token: int) -> Tensor:
+    """In the given rows nothing but this token, with logit 0."""
+    only_v = torch.full_like(logits_bv[0], NEVER)
     only_v[token] = 0
-    return torch.where(rows_b[:, None], only_v, scores_bv)
+    return torch.where(rows_b[:, None], only_v, logits_bv)
 
 
-def draw(scores_bv: Tensor, chance_b: Tensor) -> Tensor:
+def draw(logits_bv: Tensor, chance_b: Tensor) -> Tensor:
     """The token (B,) at which the running sum of the probabilities passes chance_b in [0, 1)."""
-    reached_bv = scores_bv.double().softmax(-1).cumsum(-1)
+    reached_bv = logits_bv.double().softmax(-1).cumsum(-1)
     aim_b1 = (chance_b * reached_bv[:, -1])[:, None]
     # The first sum above the aim: a token of probability 0 adds nothing, so it is never that.
     token_b1 = torch.searchsorted(reached_bv, aim_b1, right=True)
-    return token_b1[:, 0].clamp(max=scores_bv.shape[-1] - 1)
+    return token_b1[:, 0].clamp(max=logits_bv.shape[-1] - 1)
 
 
 def make_chances(seeds: Sequence[int], n_steps: int) -> Tensor:
@@ -85,7 +85,6 @@ def make_chances(seeds: Sequence[int], n_steps: int) -> Tensor:
 
 
 def make_seeds(config: GenerationConfig, n_rows: int) -> list[int]:
-    """Each row's own seed."""
     seed = config.seed
     if seed is None:
         seed = int(torch.randint(2**62, ()))
@@ -96,8 +95,8 @@ def make_seeds(config: GenerationConfig, n_rows: int) -> list[int]:
     return list(seed)
 
 
-class Rules:
-    """What is done to scores at each step of one batch; it holds nothing that changes."""
+class LogitsProcessor:
+    """What is done to logits at each step of one batch; it holds nothing that changes."""
 
     def __init__(
         self,
@@ -127,41 +126,41 @@ class Rules:
 
     @property
     def counts_seen(self) -> bool:
-        """Whether `reshape` needs to know which tokens a row has."""
+        """Whether `process` needs to know which tokens a row has."""
         return self.config.repetition_penalty != 1.0
 
-    def reshape(
-        self, scores_bv: Tensor, seen_bv: Tensor | None, step: int, lone_b: Tensor, limit_b: Tensor
+    def process(
+        self, logits_bv: Tensor, seen_bv: Tensor | None, step: int, lone_b: Tensor, limit_b: Tensor
     ) -> Tensor:
-        """The scores as they count at this step, from 0 on.
+        """The logits as they count at this step, from 0 on.
 
         seen_bv: True for tokens that the row has. lone_b: whether its prompt is one token. limit_b:
         how many steps it has in all.
         """
         config, tokens = self.config, self.tokens
         if seen_bv is not None:
-            scores_bv = penalise_seen(scores_bv, seen_bv, config.repetition_penalty)
+            logits_bv = penalise_seen(logits_bv, seen_bv, config.repetition_penalty)
         if self.banned_v is not None:
-            scores_bv = scores_bv.masked_fill(self.banned_v, NEVER)
+            logits_bv = logits_bv.masked_fill(self.banned_v, NEVER)
         if self.early_v is not None and step < config.min_new_tokens:
-            scores_bv = scores_bv.masked_fill(self.early_v, NEVER)
+            logits_bv = logits_bv.masked_fill(self.early_v, NEVER)
         if tokens.forced_bos is not None and step == 0:
-            scores_bv = force_token(scores_bv, lone_b, tokens.forced_bos)
+            logits_bv = force_token(logits_bv, lone_b, tokens.forced_bos)
         if tokens.forced_eos is not None:
-            scores_bv = force_token(scores_bv, limit_b == step + 1, tokens.forced_eos)
-        return narrow(scores_bv, config) if config.samples else scores_bv
+            logits_bv = force_token(logits_bv, limit_b == step + 1, tokens.forced_eos)
+        return narrow(logits_bv, config) if config.samples else logits_bv
 
 
-def narrow(scores_bv: Tensor, config: GenerationConfig) -> Tensor:
-    """Scores for a draw: temperature, then the three ways to leave out the unlikely."""
+def narrow(logits_bv: Tensor, config: GenerationConfig) -> Tensor:
+    """Logits for a draw: temperature, then the three ways to leave out the unlikely."""
     assert config.temperature is not None
     # From the largest down, by no less than float32 can divide by: no infinity, no NaN.
     temperature = max(config.temperature, 1e-30)
-    scores_bv = (scores_bv - scores_bv.amax(-1, keepdim=True)) / temperature
+    logits_bv = (logits_bv - logits_bv.amax(-1, keepdim=True)) / temperature
     if config.top_k is not None:
-        scores_bv = keep_top_k(scores_bv, config.top_k)
+        logits_bv = keep_top_k(logits_bv, config.top_k)
     if config.top_p is not None and config.top_p < 1:
-        scores_bv = keep_top_p(scores_bv, config.top_p)
+        logits_bv = keep_top_p(logits_bv, config.top_p)
     if config.min_p is not None:
-        scores_bv = keep_min_p(scores_bv, config.min_p)
-    return scores_bv
+        logits_bv = keep_min_p(logits_bv, config.min_p)
+    return logits_bv

@@ -112,7 +112,6 @@ def halve(sentence: Sentence) -> tuple[Sentence, Sentence]:
 
 
 def has_letters(text: str) -> bool:
-    """Whether there is anything to translate."""
     return any(sign.isalpha() for sign in text)
 
 

@@ -4,7 +4,7 @@ Why: a stop string may span several tokens, end within one, or share its beginni
 goes on; and what a token says may hang on its neighbours. Shown text cannot be taken back.
 
 How: `find_tokens` gives the special tokens of a model, as `generation_config.json` beside the
-weights tells them where there is one: chat models name their end of turn only there. `TextWatch`
+weights names them where there is one: chat models name their end of turn only there. `TextWatch`
 follows one row: it gives out text that is certain, whole characters only, and keeps back an end
 that could be the beginning of a stop string. A row stops with the first token after which its text
 contains a stop string, and its text ends just before it.
@@ -31,7 +31,7 @@ N_BEFORE = 32  # tokens of the prompt that a decoder is shown first
 
 
 def find_tokens(model: Transformer) -> SpecialTokens:
-    """The model's special tokens, with what is told beside its weights.
+    """The model's special tokens, with what stands beside its weights.
 
     A file that is there says alone what is forced and suppressed; of the others, what it names.
     """
@@ -39,10 +39,10 @@ def find_tokens(model: Transformer) -> SpecialTokens:
     path = None if model.origin is None else model.origin / BESIDE
     if path is None or not path.is_file():
         return tokens
-    told = read_object(path)
+    beside = read_object(path)
 
     def ids(key: str) -> tuple[int, ...] | None:
-        value = told.get(key)
+        value = beside.get(key)
         if value is None:
             return None
         found = tuple(value) if isinstance(value, list) else (value,)
@@ -66,29 +66,28 @@ def find_tokens(model: Transformer) -> SpecialTokens:
         decoder_start=one("decoder_start_token_id", tokens.decoder_start),
         forced_bos=one("forced_bos_token_id", None),
         forced_eos=one("forced_eos_token_id", None),
-        suppressed=(ids("suppress_tokens") or ()) + bad_words(told, path),
+        suppressed=(ids("suppress_tokens") or ()) + bad_words(beside, path),
     )
 
 
 def read_object(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(path.read_bytes().decode("utf-8"))
+        found = json.loads(path.read_bytes().decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(
             f"{path} is not JSON ({error}); fetch it again, or remove it: the model runs without"
         ) from error
-    if not isinstance(told, dict):
-        raise BadCheckpoint(f"{path} holds a {type(told).__name__}; expected a JSON object")
-    return told
+    if not isinstance(found, dict):
+        raise BadCheckpoint(f"{path} holds a {type(found).__name__}; expected a JSON object")
+    return found
 
 
-def bad_words(told: Mapping[str, Any], path: Path) -> tuple[int, ...]:
+def bad_words(beside: Mapping[str, Any], path: Path) -> tuple[int, ...]:
     """Those of one token; a text of several may be refused only when its end is reached."""
-    given = told.get("bad_words_ids") or []
-    if not isinstance(given, list) or not all(isinstance(word, list) for word in given):
-        raise BadCheckpoint(f"{path}: bad_words_ids is {given!r:.99}; expected lists of token ids")
-    words = [word[0] for word in given if len(word) == 1]
-    if not all(isinstance(at, int) and not isinstance(at, bool) and at >= 0 for at in words):
+    given = beside.get("bad_words_ids") or []
+    good = isinstance(given, list) and all(isinstance(word, list) for word in given)
+    words = [word[0] for word in given if len(word) == 1] if good else []
+    if not good or not all(type(at) is int and at >= 0 for at in words):
         raise BadCheckpoint(f"{path}: bad_words_ids is {given!r:.99}; expected lists of token ids")
     return tuple(words)
 
@@ -150,7 +149,6 @@ class TextWatch:
         return self._stream.step(token) if token < self._vocab_size else ""
 
     def _own(self, text: str) -> str:
-        """Without what belongs to the prompt."""
         n = min(self._foreign, len(text))
         self._foreign -= n
         return text[n:]

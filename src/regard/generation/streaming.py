@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, final
 
 from regard.generation.config import GenerationConfig, make_config
-from regard.generation.generate import Task, need_tokenizer, text_task
-from regard.generation.prompts import check_model
+from regard.generation.decode_loop import DecodeLoop
+from regard.generation.generate import text_task
+from regard.generation.prompts import Task, check_model, need_tokenizer
 from regard.models import Transformer
 from regard.tokens import Tokenizer
 
@@ -48,7 +48,7 @@ class Stream(Iterator[Piece], Generic[Piece]):
         """choose: what is given out of each step's token and text. text: whether there is any."""
         if task.config.num_beams > 1:
             raise ValueError("beams know their text only at the end: stream with num_beams=1")
-        self.n_prompt = task.prompts.n_read
+        self.n_prompt = task.n_read
         self.ids, self.reason = [], None
         self.prefill_seconds = self.decode_seconds = 0.0
         self._steps = self._write(task, text)
@@ -56,11 +56,9 @@ class Stream(Iterator[Piece], Generic[Piece]):
 
     @property
     def n_new(self) -> int:
-        """How many tokens there are so far."""
         return len(self.ids)
 
     def close(self) -> None:
-        """Write no further."""
         self._steps.close()
 
     def __next__(self) -> Piece:
@@ -69,33 +67,27 @@ class Stream(Iterator[Piece], Generic[Piece]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _write(self, task: Task, text: bool) -> Generator[tuple[int, str], None, None]:
         """Each token, and the text that became certain with it."""
-        writing = task.writing(watched=text, streaming=True)
+        loop = DecodeLoop(task, watched=text, streaming=True)
         try:
-            while not writing.over:
+            while not loop.over:
                 start = time.perf_counter()
-                token = int(writing.advance()[0])
+                token = int(loop.advance()[0])
                 spent = time.perf_counter() - start
                 if self.ids:
                     self.decode_seconds += spent
                 else:
-                    self.prefill_seconds = task.prompts.read_seconds + spent
+                    self.prefill_seconds = task.read_seconds + spent
                 self.ids.append(token)
-                piece = writing.take_text(0)
-                if writing.over:
-                    self.reason = writing.result()[2][0]
-                yield token, piece
+                if loop.over:
+                    self.reason = loop.result()[2][0]
+                yield token, loop.take_text(0)
         finally:
-            writing.close()
+            loop.close()
 
 
 def stream(

@@ -1,19 +1,19 @@
 """`translate`: text in another language, whatever the encoder–decoder.
 
-Why: translators differ in how they are told which way to go, and read sentences, not texts.
+Why: translators differ in how they are given a direction, and read sentences, not texts.
 
 How: a model that knows several directions says so in its config.json:
 
     "directions": {"ja": {"prefix": "<2ja>"}, "en": {"prefix": "<2en>"}}
 
 The prefix is a special token of its tokenizer. Its sources are prefix, tokens of the sentence, end
-token, as it was trained; the tokenizer itself adds nothing. Which direction is meant is told by
-`to`, else by the text's script. Texts are split into sentences, which are translated in batches of
+token, as it was trained; the tokenizer itself adds nothing. `to` says which direction is
+meant, else the text's script. Texts are split into sentences, which are translated in batches of
 like length and joined again. A sentence comes out the same in any company; nothing is drawn by
 chance.
 
 A model without "directions" (Marian, T5) reads what its own tokenizer makes of a whole text: it
-may be told what to do by the text itself, so nothing is cut.
+may read in the text itself what to do, so nothing is cut.
 
 Left out: choosing a model, telling languages apart that share a script, glossaries.
 """
@@ -22,11 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final, overload
+from itertools import groupby
+from typing import TypedDict, Unpack, final, overload
 
+from regard._check import check_count
 from regard.generation.config import GenerationConfig
-from regard.generation.generate import Task, decode_row, need_tokenizer
-from regard.generation.prompts import check_model
+from regard.generation.generate import write_texts
+from regard.generation.prompts import Task, check_model, need_tokenizer
 from regard.generation.sentences import (
     Sentence,
     find_language,
@@ -36,7 +38,6 @@ from regard.generation.sentences import (
     split_sentences,
 )
 from regard.models import BadCheckpoint, Transformer
-from regard.positions.frequencies import check_count
 from regard.tokens import Tokenizer
 
 BEAMS = 5
@@ -57,35 +58,31 @@ class Row:
     """Empty where there is nothing to translate."""
 
 
+class Options(TypedDict, total=False):
+    beams: int | None
+    config: GenerationConfig | None
+    split: bool | None
+    progress: Progress | None
+
+
+Texts = list[str] | tuple[str, ...]
+
+
 @overload
 def translate(
-    model: Transformer,
-    text: str,
-    to: str | None = None,
-    *,
-    beams: int | None = None,
-    config: GenerationConfig | None = None,
-    split: bool | None = None,
-    progress: Progress | None = None,
+    model: Transformer, text: str, to: str | None = None, **options: Unpack[Options]
 ) -> str: ...
 
 
 @overload
 def translate(
-    model: Transformer,
-    text: list[str] | tuple[str, ...],
-    to: str | None = None,
-    *,
-    beams: int | None = None,
-    config: GenerationConfig | None = None,
-    split: bool | None = None,
-    progress: Progress | None = None,
+    model: Transformer, text: Texts, to: str | None = None, **options: Unpack[Options]
 ) -> list[str]: ...
 
 
 def translate(
     model: Transformer,
-    text: str | list[str] | tuple[str, ...],
+    text: str | Texts,
     to: str | None = None,
     *,
     beams: int | None = None,
@@ -97,7 +94,7 @@ def translate(
 
     to: the language to translate to, of those that the model's config names; None finds it from
     each text's script: Japanese letters mean English is wanted, Latin ones Japanese. beams: so many
-    translations are searched at once, 5 unless told; 1 is greedy. config: all about the search,
+    translations are searched at once, 5 unless given; 1 is greedy. config: all about the search,
     in place of `beams`; without it a sentence may become twice as long, and a little. split: into
     sentences; None does it for models with directions. progress: called with the number of
     sentences done and of all.
@@ -107,17 +104,15 @@ def translate(
     check_asked(model, beams, config)
     many = isinstance(text, list | tuple)
     texts = list(text) if isinstance(text, list | tuple) else [text]
-    ways = [choose(model, one, to, n if many else None) for n, one in enumerate(texts)]
+    targets = [choose(model, one, to, n if many else None) for n, one in enumerate(texts)]
     reader = Reader(model, bool(read_directions(model)) if split is None else split)
-    rows = [row for n, one in enumerate(texts) for row in reader.read(n, one, ways[n])]
+    rows = [row for n, one in enumerate(texts) for row in reader.read(n, one, targets[n])]
     written = write_rows(reader, rows, config, beams or BEAMS, progress)
-    parts: list[list[str]] = [[] for _ in texts]
-    gaps: list[list[str]] = [[] for _ in texts]
-    for row, sentence in zip(rows, written, strict=True):
-        parts[row.text].append(sentence)
-        gaps[row.text].append(row.sentence.gap)
-    made = [join_sentences(*given) for given in zip(parts, gaps, ways, strict=True)]
-    return made if many else made[0]
+    joined = []
+    for n, group in groupby(zip(rows, written, strict=True), lambda pair: pair[0].text):
+        own, parts = zip(*group, strict=True)
+        joined.append(join_sentences(list(parts), [row.sentence.gap for row in own], targets[n]))
+    return joined if many else joined[0]
 
 
 def check_asked(model: Transformer, beams: int | None, config: GenerationConfig | None) -> None:
@@ -143,18 +138,18 @@ def check_asked(model: Transformer, beams: int | None, config: GenerationConfig 
 
 def read_directions(model: Transformer) -> dict[str, str]:
     """Language -> the special token that asks for it, as the model's config.json names them."""
-    told = model.config.source.get("directions")
-    if told is None:
+    given = model.config.source.get("directions")
+    if given is None:
         return {}
-    good = isinstance(told, Mapping) and all(
-        isinstance(way, Mapping) and isinstance(way.get("prefix"), str) for way in told.values()
+    good = isinstance(given, Mapping) and all(
+        isinstance(one, Mapping) and isinstance(one.get("prefix"), str) for one in given.values()
     )
-    if not good or not told:
+    if not good or not given:
         raise BadCheckpoint(
-            f"config.json: directions is {told!r:.99}; expected an object that gives each language "
-            'its prefix, such as {"ja": {"prefix": "<2ja>"}}'
+            f"config.json: directions is {given!r:.99}; expected an object that gives each "
+            'language its prefix, such as {"ja": {"prefix": "<2ja>"}}'
         )
-    return {name: way["prefix"] for name, way in told.items()}
+    return {name: one["prefix"] for name, one in given.items()}
 
 
 def choose(model: Transformer, text: str, to: str | None, place: int | None) -> str | None:
@@ -191,8 +186,6 @@ def choose(model: Transformer, text: str, to: str | None, place: int | None) -> 
 
 @final
 class Reader:
-    """Turns texts into what the model reads."""
-
     def __init__(self, model: Transformer, split: bool) -> None:
         self.model, self.split = model, split
         self.tokenizer = need_tokenizer(model, None)
@@ -220,14 +213,13 @@ class Reader:
         if to is None:
             return self.tokenizer.encode(text).ids
         prefix, end = self._around[to]
-        made = self.tokenizer.encode(text, special=False)
-        # The name of a special token in the text is not obeyed: it could turn the direction.
-        plain = zip(made.ids, made.special_mask, strict=True)
+        encoded = self.tokenizer.encode(text, special=False)
+        # The name of a special token in the text is not obeyed: it could change the direction.
+        plain = zip(encoded.ids, encoded.special_mask, strict=True)
         return [prefix, *(at for at, special in plain if not special), end]
 
 
 def find_around(model: Transformer, tokenizer: Tokenizer, prefix: str) -> tuple[int, int]:
-    """The tokens before and after a source."""
     known = {tokenizer.token(at): at for at in tokenizer.special.all}
     if prefix not in known:
         raise BadCheckpoint(
@@ -253,17 +245,11 @@ def write_rows(
     done = sum(not row.ids for row in rows)
     for places in make_batches(rows):
         sources = [rows[at].ids for at in places]
-        chosen = config
-        if chosen is None:
-            # By the bucket, not by the longest: no sentence hangs on its neighbours.
-            chosen = GenerationConfig(
-                num_beams=beams, max_new_tokens=2 * bucket_of(rows[places[0]]) + 24
-            )
+        # By the bucket, not by the longest: no sentence hangs on its neighbours.
+        most = 2 * bucket_of(rows[places[0]]) + 24
+        chosen = config or GenerationConfig(num_beams=beams, max_new_tokens=most)
         task = Task.make(reader.model, chosen, reader.tokenizer, source=sources)
-        made, texts = task.run()
-        if texts is None:
-            texts = [decode_row(task, at, ids) for at, ids in enumerate(made.rows())]
-        for at, text in zip(places, texts, strict=True):
+        for at, text in zip(places, write_texts(task), strict=True):
             written[at] = text
         done += len(places)
         if progress is not None:
@@ -272,7 +258,6 @@ def write_rows(
 
 
 def bucket_of(row: Row) -> int:
-    """The row's length, rounded up."""
     return -(-len(row.ids) // BUCKET) * BUCKET
 
 

@@ -1,7 +1,7 @@
 """Layers of the Transformer: attention with weights and memory, feed-forward, blocks, stacks.
 
-`multihead.py` is attention as a layer, `cache.py` what it keeps between calls, `observing.py` how
-it tells what it looked at; `feedforward.py` and `norm.py` are the rest of a block; `block.py` and
+`multihead.py` is attention as a layer, `cache.py` its KV cache, `observing.py` how what it looked
+at is handed out; `feedforward.py` and `norm.py` are the rest of a block; `block.py` and
 `stack.py` put them together.
 """
 

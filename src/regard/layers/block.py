@@ -24,16 +24,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypedDict, get_args
+from functools import partial
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_probability
+from regard._check import check_choice, check_count, check_probability
 from regard.layers.cache import BlockCache
 from regard.layers.dropout import Dropout
 from regard.layers.feedforward import Activation, FeedForward, make_activation
 from regard.layers.multihead import (
+    Factory,
     MultiHeadAttention,
     Places,
     ProjectionBias,
@@ -46,16 +48,8 @@ from regard.layers.multihead import (
 from regard.layers.norm import NormKind, check_norm, make_norm
 from regard.ops import Bias, Mask
 from regard.positions import RotaryConfig
-from regard.positions.frequencies import check_choice, check_count
 
 Order = Literal["pre", "post", "parallel", "sandwich"]
-
-
-class Factory(TypedDict):
-    """Where parameters are made, and in which type."""
-
-    device: torch.device | str | None
-    dtype: torch.dtype | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +60,7 @@ class BlockConfig:
     order an answer is added to norm(x), which the sublayer read, and not to x. `dropout` falls on
     each sublayer's answer before it is added, `attention_dropout` on the weights, `ffn_dropout` on
     the hidden numbers of the feed-forward layer; all in training only. `cross_attention` is for
-    decoders, with `memory_dim` as the width of the memory (dim unless given). The rest is told in
+    decoders, with `memory_dim` as the width of the memory (dim unless given). The rest is as in
     `MultiHeadAttention`, `FeedForward` and `make_norm`.
     """
 
@@ -113,22 +107,24 @@ class BlockConfig:
             check_choice("qk_norm", self.qk_norm, get_args(NormKind))
         for name in ("dropout", "attention_dropout", "ffn_dropout"):
             check_probability(name, getattr(self, name))
-        if self.cross_attention and self.order not in ("pre", "post"):
-            raise ValueError(
-                f"a {self.order} block has no place for cross-attention; use pre or post"
-            )
-        if self.shared_norm and self.order != "parallel":
-            raise ValueError(f"shared_norm is for parallel order; the order is {self.order}")
-        if self.normed_residual and self.order != "pre":
-            raise ValueError(f"normed_residual is for pre order; the order is {self.order}")
+        for name, orders in (
+            ("cross_attention", ("pre", "post")),
+            ("shared_norm", ("parallel",)),
+            ("normed_residual", ("pre",)),
+        ):
+            if getattr(self, name) and self.order not in orders:
+                wanted = " or ".join(orders)
+                raise ValueError(f"{name} is for {wanted} order; the order is {self.order}")
         if self.memory_dim is not None:
             check_count("memory_dim", self.memory_dim)
             if not self.cross_attention:
                 raise ValueError("memory_dim is set, but cross_attention is not")
 
 
-class EncoderBlock(nn.Module):
-    """Self-attention that looks both ways, then feed-forward: (B, T, C) -> (B, T, C)."""
+class Block(nn.Module):
+    """The sublayers of a block, and the order in which they run."""
+
+    causal: ClassVar[bool]
 
     def __init__(
         self,
@@ -138,15 +134,66 @@ class EncoderBlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if config.cross_attention:
+        if config.cross_attention and not self.causal:
             raise ValueError("an encoder has no cross-attention; use a decoder")
         self.config = config
-        factory = Factory(device=device, dtype=dtype)
-        self.self_attn = make_self_attention(config, False, factory)
-        self.self_attn_norm, self.self_attn_after = make_norms(config, factory)
-        self.ffn = make_feed_forward(config, factory)
-        self.ffn_norm, self.ffn_after = make_norms(config, factory, config.shared_norm)
+        where = Factory(device=device, dtype=dtype)
+        self.self_attn = make_attention(config, self.causal, where)
+        self.self_attn_norm, self.self_attn_after = make_norms(config, where)
+        self.cross_attn: MultiHeadAttention | None = None
+        self.cross_attn_norm: nn.Module | None = None
+        if config.cross_attention:
+            self.cross_attn = make_attention(config, False, where, cross=True)
+            self.cross_attn_norm, _ = make_norms(config, where)
+        self.ffn = make_feed_forward(config, where)
+        self.ffn_norm, self.ffn_after = make_norms(config, where, config.shared_norm)
         self.dropout = Dropout(config.dropout)
+
+    def run(
+        self,
+        x_btc: Tensor,
+        attend: Callable[..., Tensor],
+        cross: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """The sublayers in the order that the config names."""
+        if self.config.order != "parallel":
+            x_btc = self._add(x_btc, attend, self.self_attn_norm, self.self_attn_after)
+            if cross is not None:
+                x_btc = self._add(x_btc, cross, self.cross_attn_norm, None)
+            return self._add(x_btc, self.ffn, self.ffn_norm, self.ffn_after)
+        assert self.self_attn_norm is not None
+        ready_btc = self.self_attn_norm(x_btc)
+        seen_btc = attend(ready_btc)
+        ready_btc = ready_btc if self.ffn_norm is None else self.ffn_norm(x_btc)
+        fed_btc: Tensor = self.ffn(ready_btc)
+        if self.training:
+            seen_btc, fed_btc = self.dropout(seen_btc), self.dropout(fed_btc)
+        return x_btc + seen_btc + fed_btc
+
+    def _add(
+        self,
+        x_btc: Tensor,
+        sublayer: Callable[..., Tensor],
+        norm: nn.Module | None,
+        after: nn.Module | None,
+    ) -> Tensor:
+        """x and the sublayer's answer to it, with the norms before or after."""
+        assert norm is not None
+        post = self.config.order == "post"
+        ready_btc = x_btc if post else norm(x_btc)
+        answer_btc = sublayer(ready_btc)
+        if after is not None:
+            answer_btc = after(answer_btc)
+        if self.training:
+            answer_btc = self.dropout(answer_btc)
+        sum_btc: Tensor = (ready_btc if self.config.normed_residual else x_btc) + answer_btc
+        return norm(sum_btc) if post else sum_btc
+
+
+class EncoderBlock(Block):
+    """Self-attention that looks both ways, then feed-forward: (B, T, C) -> (B, T, C)."""
+
+    causal = False
 
     def forward(
         self,
@@ -156,36 +203,13 @@ class EncoderBlock(nn.Module):
         bias: Bias | Tensor | None = None,
         positions: Tensor | Places | None = None,
     ) -> Tensor:
-        def attend(x_btc: Tensor) -> Tensor:
-            seen: Tensor = self.self_attn(x_btc, mask=mask, bias=bias, positions=positions)
-            return seen
-
-        return run_block(self, x_btc, attend, None)
+        return self.run(x_btc, partial(self.self_attn, mask=mask, bias=bias, positions=positions))
 
 
-class DecoderBlock(nn.Module):
+class DecoderBlock(Block):
     """Self-attention that looks back, cross-attention if asked for, then feed-forward."""
 
-    def __init__(
-        self,
-        config: BlockConfig,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        factory = Factory(device=device, dtype=dtype)
-        self.self_attn = make_self_attention(config, True, factory)
-        self.self_attn_norm, self.self_attn_after = make_norms(config, factory)
-        self.cross_attn: MultiHeadAttention | None = None
-        self.cross_attn_norm: nn.Module | None = None
-        if config.cross_attention:
-            self.cross_attn = make_cross_attention(config, factory)
-            self.cross_attn_norm, _ = make_norms(config, factory)
-        self.ffn = make_feed_forward(config, factory)
-        self.ffn_norm, self.ffn_after = make_norms(config, factory, config.shared_norm)
-        self.dropout = Dropout(config.dropout)
+    causal = True
 
     def forward(
         self,
@@ -199,97 +223,40 @@ class DecoderBlock(nn.Module):
         cache: BlockCache | None = None,
     ) -> Tensor:
         """`mask` and `bias` are for self-attention, `memory_mask` for the memory (B, S, M)."""
-        self._check_memory(memory, memory_mask, cache)
         kept = None if cache is None else cache.self_attn
-        kept_memory = None if cache is None else cache.cross_attn
-
-        def attend(x_btc: Tensor) -> Tensor:
-            seen: Tensor = self.self_attn(
-                x_btc, mask=mask, bias=bias, positions=positions, cache=kept
-            )
-            return seen
-
-        def cross(x_btc: Tensor) -> Tensor:
-            assert self.cross_attn is not None
-            seen: Tensor = self.cross_attn(x_btc, memory, mask=memory_mask, cache=kept_memory)
-            return seen
-
-        return run_block(self, x_btc, attend, None if self.cross_attn is None else cross)
-
-    def _check_memory(
-        self, memory: Tensor | None, memory_mask: Mask | Tensor | None, cache: BlockCache | None
-    ) -> None:
-        if self.cross_attn is None:
+        attend = partial(self.self_attn, mask=mask, bias=bias, positions=positions, cache=kept)
+        cross_attn = self.cross_attn
+        if cross_attn is None:
             if memory is not None or memory_mask is not None:
                 raise ValueError(
                     "a memory or memory_mask was given to a decoder without cross-attention; set "
                     "cross_attention=True in its config"
                 )
-            return
-        if cache is not None and cache.cross_attn is None:
+            return self.run(x_btc, attend)
+        kept_memory = None if cache is None else cache.cross_attn
+        if cache is not None and kept_memory is None:
             raise ValueError(
                 "the cache has no place for the memory's keys; use make_cache() of this decoder"
             )
-        held = cache is not None and cache.cross_attn is not None and cache.cross_attn.filled
-        if memory is None and not held:
+        if memory is None and (kept_memory is None or not kept_memory.filled):
             raise ValueError("a decoder with cross-attention needs a memory (B, S, M)")
+        cross = partial(cross_attn, memory=memory, mask=memory_mask, cache=kept_memory)
+        return self.run(x_btc, attend, cross)
 
 
-def run_block(
-    block: EncoderBlock | DecoderBlock,
-    x_btc: Tensor,
-    attend: Callable[[Tensor], Tensor],
-    cross: Callable[[Tensor], Tensor] | None,
-) -> Tensor:
-    """The sublayers of a block in the order its config names."""
-    order = block.config.order
-
-    def drop(answer_btc: Tensor) -> Tensor:
-        return block.dropout(answer_btc) if block.training else answer_btc
-
-    if order == "parallel":
-        assert block.self_attn_norm is not None
-        ready_btc = block.self_attn_norm(x_btc)
-        seen_btc = drop(attend(ready_btc))
-        ready_btc = ready_btc if block.ffn_norm is None else block.ffn_norm(x_btc)
-        parallel_btc: Tensor = x_btc + seen_btc + drop(block.ffn(ready_btc))
-        return parallel_btc
-
-    def add(
-        x_btc: Tensor,
-        sublayer: Callable[[Tensor], Tensor],
-        norm: nn.Module | None,
-        after: nn.Module | None = None,
-    ) -> Tensor:
-        assert norm is not None
-        added_btc: Tensor
-        if order == "post":
-            added_btc = norm(x_btc + drop(sublayer(x_btc)))
-            return added_btc
-        ready_btc = norm(x_btc)
-        answer_btc = sublayer(ready_btc)
-        if after is not None:
-            answer_btc = after(answer_btc)
-        added_btc = (ready_btc if block.config.normed_residual else x_btc) + drop(answer_btc)
-        return added_btc
-
-    x_btc = add(x_btc, attend, block.self_attn_norm, block.self_attn_after)
-    if cross is not None:
-        assert isinstance(block, DecoderBlock)
-        x_btc = add(x_btc, cross, block.cross_attn_norm)
-    return add(x_btc, block.ffn, block.ffn_norm, block.ffn_after)
-
-
-def make_self_attention(config: BlockConfig, causal: bool, made: Factory) -> MultiHeadAttention:
+def make_attention(
+    config: BlockConfig, causal: bool, where: Factory, cross: bool = False
+) -> MultiHeadAttention:
     return MultiHeadAttention(
         config.dim,
         config.n_heads,
         n_kv_heads=config.n_kv_heads,
         head_dim=config.head_dim,
+        kv_dim=config.memory_dim if cross else None,
         bias=config.attention_bias,
-        rotary=config.rotary,
-        alibi=config.alibi,
-        window=config.window,
+        rotary=None if cross else config.rotary,
+        alibi=config.alibi and not cross,
+        window=None if cross else config.window,
         causal=causal,
         softcap=config.softcap,
         scale=config.scale,
@@ -298,30 +265,11 @@ def make_self_attention(config: BlockConfig, causal: bool, made: Factory) -> Mul
         qk_norm_eps=config.qk_norm_eps,
         dropout=config.attention_dropout,
         backend=config.backend,
-        **made,
+        **where,
     )
 
 
-def make_cross_attention(config: BlockConfig, made: Factory) -> MultiHeadAttention:
-    return MultiHeadAttention(
-        config.dim,
-        config.n_heads,
-        n_kv_heads=config.n_kv_heads,
-        head_dim=config.head_dim,
-        kv_dim=config.memory_dim,
-        bias=config.attention_bias,
-        softcap=config.softcap,
-        scale=config.scale,
-        sinks=config.sinks,
-        qk_norm=config.qk_norm,
-        qk_norm_eps=config.qk_norm_eps,
-        dropout=config.attention_dropout,
-        backend=config.backend,
-        **made,
-    )
-
-
-def make_feed_forward(config: BlockConfig, made: Factory) -> FeedForward:
+def make_feed_forward(config: BlockConfig, where: Factory) -> FeedForward:
     """A module given as activation is copied, so that each block has its own parameters."""
     activation = config.activation
     return FeedForward(
@@ -331,17 +279,17 @@ def make_feed_forward(config: BlockConfig, made: Factory) -> FeedForward:
         gated=config.gated,
         bias=config.ffn_bias,
         dropout=config.ffn_dropout,
-        **made,
+        **where,
     )
 
 
-def make_block_norm(config: BlockConfig, made: Factory) -> nn.Module:
-    return make_norm(config.norm, config.dim, eps=config.norm_eps, bias=config.norm_bias, **made)
+def make_block_norm(config: BlockConfig, where: Factory) -> nn.Module:
+    return make_norm(config.norm, config.dim, eps=config.norm_eps, bias=config.norm_bias, **where)
 
 
 def make_norms(
-    config: BlockConfig, made: Factory, shared: bool = False
+    config: BlockConfig, where: Factory, shared: bool = False
 ) -> tuple[nn.Module | None, nn.Module | None]:
     """The norms before and after a sublayer; the one before may be another sublayer's."""
-    before = None if shared else make_block_norm(config, made)
-    return before, make_block_norm(config, made) if config.order == "sandwich" else None
+    before = None if shared else make_block_norm(config, where)
+    return before, make_block_norm(config, where) if config.order == "sandwich" else None

@@ -1,16 +1,14 @@
-"""Keys and values kept from earlier calls, so that each new token is computed once.
+"""The KV cache: keys and values of earlier calls, so that each new token is computed once.
 
-Why: a text grows by a token at a time, and the keys of what came before do not change.
-
-How: a layer hands its new keys and values to `update` and attends to what comes back. Where a key
-lies is not where it stands, so every key is kept with its position; the layer gives these to its
-rules (`mask.at`, `bias.at`). One convention covers padding and empty slots: a negative position is
-not there, and nobody sees it. So each row of a batch starts and goes on by itself. What an empty
-slot holds does not matter, not even when it is NaN.
+How: a layer hands its new keys and values to `update` and attends to what comes back. Which
+positions these have is `Slots`' to say (`cache_slots.py`), and the layer gives them to its rules.
+A negative position is padding or an empty slot, which nobody sees, whatever it holds. So each row
+of a batch starts and goes on by itself.
 
 - `KVCache.growing()` keeps everything, in order of arrival. Gradients pass through it, where they
-  are asked for.
-- `KVCache.fixed(size)` is allocated at its first call and written in place: shapes never change, so
+  are asked for; where they are not, buffers grow by half when they are full, so that a step does
+  not copy all that came before it.
+- `KVCache.fixed(size)` is a static cache: allocated at its first call and written in place, so that
   one compiled graph serves every step. Without gradients.
 - `KVCache.windowed(left)` is a ring for layers that look `left` keys back: it never holds more than
   these and the newest. Without gradients.
@@ -27,8 +25,7 @@ of positions: B, or 1 while all rows of the batch are alike.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -36,15 +33,20 @@ import torch
 from torch import Tensor
 
 from regard._check import check_shapes
-from regard.positions.frequencies import check_positions
+from regard.layers.cache_slots import (
+    FixedSlots,
+    GrowingSlots,
+    RingSlots,
+    Slots,
+    Step,
+    reorder_in_place,
+)
 
 
 class Kept(NamedTuple):
     """What a layer attends to: keys (B, G, S, D), values (B, G, S, E), the keys' positions (N, S).
 
-    `queries` (N, T) is where the new tokens stand. `in_line`: no slot is empty, keys lie in the
-    order of the text, and the last key is the newest token's in every row. Then rules need no
-    positions.
+    `queries` (N, T) is where the new tokens stand. `in_line`: rules need no positions, see `Step`.
     """
 
     k: Tensor
@@ -54,152 +56,137 @@ class Kept(NamedTuple):
     in_line: bool
 
 
-class KVCache(ABC):
+@final
+class KVCache:
     """Keys and values of one self-attention layer."""
 
-    window: int | None = None
-    """How far back a query may look; None is as far as the text goes."""
-    in_order: bool
-    """Whether keys lie in order of arrival, so that a mask over keys as they lie has a meaning."""
+    def __init__(self, slots: Slots) -> None:
+        """slots: which positions are kept; the caches of a stack share theirs."""
+        self.slots = slots
+        self.window = slots.window
+        """How far back a query may look; None is as far as the text goes."""
+        self.in_order = slots.n_slots is None
+        """Whether keys lie in order of arrival, as a mask over keys as they lie takes them."""
+        self._kept: tuple[Tensor, Tensor] | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
-    def growing() -> GrowingCache:
-        """Keeps everything and grows with the text."""
-        return GrowingCache()
+    def growing() -> KVCache:
+        return KVCache(GrowingSlots())
 
     @staticmethod
     def fixed(size: int) -> KVCache:
-        """Room for `size` tokens a row, padding counted."""
-        from regard.layers.static_cache import FixedCache
-
-        return FixedCache(size)
+        """Static buffers for `size` tokens a row, padding counted."""
+        return KVCache(FixedSlots(size))
 
     @staticmethod
     def windowed(left: int) -> KVCache:
         """For layers whose window reaches `left` keys back."""
-        from regard.layers.static_cache import WindowedCache
+        return KVCache(RingSlots(left))
 
-        return WindowedCache(left)
+    @property
+    def length(self) -> Tensor | None:
+        """How long each row's text is, its next position: (N,); None before the first call."""
+        return self.slots.length
 
-    @abstractmethod
-    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Kept:
+    def update(self, k: Tensor, v: Tensor, positions: Tensor | Step | None = None) -> Kept:
         """Keep k (B, G, T, D) and v (B, G, T, E), and give what these tokens may attend to.
 
         `positions` (T,) or (B, T) is where the tokens stand, negative for padding; the real ones
-        grow along a row. None goes on counting, in each row from its own last position.
+        grow along a row. None goes on counting, in each row from its own last position. A `Step` is
+        what `slots.advance` made of either, for all layers that share the slots.
         """
+        if not isinstance(positions, Step):
+            sizes = check_shapes({"k": (k, "B G T D"), "v": (v, "B G T E")})
+            positions = self.slots.advance(sizes["B"], sizes["T"], k.device, positions)
+        read = self._append if self.in_order else self._write
+        k_bgsd, v_bgsd = read(k, v, positions)
+        return Kept(k_bgsd, v_bgsd, positions.keys, positions.queries, positions.in_line)
 
-    @property
-    @abstractmethod
-    def length(self) -> Tensor | None:
-        """How long each row's text is, its next position: (N,); None before the first call."""
+    def reorder(self, index: Tensor, slots: bool = True) -> None:
+        """Row b becomes what row index[b] was; with more or fewer rows, if index has.
 
-    @abstractmethod
-    def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was; with more or fewer rows, if index has."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Forget everything; memory that was allocated stays."""
-
-    def next_positions(self, n: int, device: torch.device) -> Tensor:
-        """Positions (N, n) of the next n tokens of each row."""
-        if n == 1 and self.length is not None:
-            return self.length.to(device)[:, None].clone()
-        steps = torch.arange(n, device=device)[None]
-        return steps if self.length is None else self.length.to(device)[:, None] + steps
-
-    def _find_positions(self, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
-        """The positions (N, T) of these keys and values, given or counted on, checked."""
-        sizes = check_shapes({"k": (k, "B G T D"), "v": (v, "B G T E")})
-        if positions is None:
-            positions = self.next_positions(sizes["T"], k.device)
-        return as_rows(positions, sizes["B"], sizes["T"]).to(k.device)
-
-
-@final
-class GrowingCache(KVCache):
-    """Keeps everything, in order of arrival.
-
-    Where no gradient is asked for, keys are written into memory with room to spare, which grows by
-    half when it is full; so a step does not copy all that came before it.
-    """
-
-    in_order = True
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self._kept: Kept | None = None
-        self._next: Tensor | None = None
-        self._room: tuple[Tensor, Tensor] | None = None
-        self._line: Tensor | None = None
-
-    @property
-    def length(self) -> Tensor | None:
-        return self._next
-
-    def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Kept:
-        old = self._kept
-        at_nt = self._find_positions(k, v, positions)
-        if old is None:
-            kept = Kept(k, v, at_nt, at_nt, positions is None)
-        else:
-            check_fit(old.k, old.v, k, v)
-            keys, values = self._append(old, k, v)
-            in_line = old.in_line and positions is None
-            kept = Kept(keys, values, self._where(old, at_nt, in_line), at_nt, in_line)
-        self._kept = kept
-        if positions is None and at_nt.shape[1]:
-            self._next = at_nt[:, -1] + 1
-        else:
-            self._next = past_the_last(self._next, at_nt)
-        return kept
-
-    def _where(self, old: Kept, at_nt: Tensor, in_line: bool) -> Tensor:
-        """The positions of all kept keys; those of a text in line are known beforehand."""
-        after = old.positions.shape[1] + at_nt.shape[1]
-        if in_line and self._room is not None:
-            if self._line is None or self._line.shape[1] < after:
-                self._line = torch.arange(self._room[0].shape[2], device=at_nt.device)[None]
-            return self._line[:, :after]
-        n = max(old.positions.shape[0], at_nt.shape[0])
-        return torch.cat((old.positions.expand(n, -1), at_nt.expand(n, -1)), 1)
-
-    def _append(self, old: Kept, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The kept keys and values with the new ones behind them."""
-        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (old.k, old.v, k, v))
-        if tracked or torch.compiler.is_compiling():
-            self._room = None
-            return torch.cat((old.k, k), 2), torch.cat((old.v, v), 2)
-        before, after = old.k.shape[2], old.k.shape[2] + k.shape[2]
-        # What inference mode made cannot be written outside of it.
-        locked = self._room is not None and self._room[0].is_inference()
-        locked = locked and not torch.is_inference_mode_enabled()
-        if self._room is None or locked or self._room[0].shape[2] < after:
-            size = after + max(after // 2, 64)
-            room = [x.new_empty(*x.shape[:2], size, x.shape[3]) for x in (old.k, old.v)]
-            for new, kept in zip(room, old[:2], strict=True):
-                new[:, :, :before] = kept
-            self._room = room[0], room[1]
-        for room_x, x in zip(self._room, (k, v), strict=True):
-            room_x[:, :, before:after] = x
-        return self._room[0][:, :, :after], self._room[1][:, :, :after]
-
-    def reorder(self, index: Tensor) -> None:
-        if self._kept is None or self._next is None:
-            return
-        k, v, positions, queries, in_line = self._kept
-        if self._room is None:
+        slots: whether theirs too; a stack has its shared ones done once.
+        """
+        if slots:
+            self.slots.reorder(index)
+        if not self.in_order:
+            if self._buffers is not None:
+                self._buffers = reorder_in_place(self._buffers, index)
+        elif self._kept is not None:
+            n = self._kept[0].shape[2]
+            k, v = self._kept if self._buffers is None else self._buffers
             k, v = k.index_select(0, index), v.index_select(0, index)
-        else:
-            k_room, v_room = (x.index_select(0, index) for x in self._room)
-            k, v = (x[:, :, : k.shape[2]] for x in (k_room, v_room))
-            self._room = k_room, v_room
-        queries = pick_rows(queries, index)
-        self._kept = Kept(k, v, pick_rows(positions, index), queries, in_line)
-        self._next = pick_rows(self._next, index)
+            self._buffers = None if self._buffers is None else (k, v)
+            self._kept = k[:, :, :n], v[:, :, :n]
+
+    def reset(self, slots: bool = True) -> None:
+        """Forget everything; static buffers stay."""
+        if slots:
+            self.slots.reset()
+        self._kept = None
+        if self.in_order:
+            self._buffers = None
+
+    def _append(self, k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """The kept keys and values with the new ones behind them."""
+        if self._kept is None:
+            self._kept = k, v
+            return self._kept
+        old_k, old_v = self._kept
+        check_fit(self._kept, k, v)
+        before, after = old_k.shape[2], old_k.shape[2] + k.shape[2]
+        if after != step.keys.shape[1]:
+            raise ValueError(
+                f"this cache holds {before} keys, and those that it shares its positions with "
+                f"{step.keys.shape[1] - k.shape[2]}: a cache from make_cache() is for the whole "
+                "stack; give a block that runs alone a cache of its own"
+            )
+        tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (old_k, old_v, k, v))
+        if tracked or torch.compiler.is_compiling():
+            self._buffers = None
+            self._kept = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
+            return self._kept
+        buffers = self._buffers
+        # What inference mode made cannot be written outside of it.
+        locked = buffers is not None and buffers[0].is_inference()
+        locked = locked and not torch.is_inference_mode_enabled()
+        if buffers is None or locked or buffers[0].shape[2] < after:
+            k_buffer, v_buffer = allocate(old_k, old_v, after + max(after // 2, 64))
+            k_buffer[:, :, :before], v_buffer[:, :, :before] = old_k, old_v
+            self._buffers = buffers = k_buffer, v_buffer
+        k_buffer, v_buffer = buffers
+        k_buffer[:, :, before:after], v_buffer[:, :, before:after] = k, v
+        self._kept = k_buffer[:, :, :after], v_buffer[:, :, :after]
+        return self._kept
+
+    def _write(self, k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """What static buffers hold, with the new keys and values in their slots."""
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise ValueError(
+                "this cache is written in place and carries no gradient: call the model under "
+                "torch.no_grad(), or use KVCache.growing()"
+            )
+        buffers, slots = self._buffers, self.slots
+        assert slots.n_slots is not None and slots.n_read is not None and step.slots is not None
+        if buffers is None or (step.first and not fits(buffers, k, v)):
+            buffers = allocate(k, v, slots.n_slots)
+        check_fit(buffers, k, v)
+        self._buffers = buffers
+        read = buffers
+        if step.first:
+            read = k, v
+        elif slots.n_read < slots.n_slots:
+            read = buffers[0][:, :, : slots.n_read], buffers[1][:, :, : slots.n_read]
+            if step.keys.shape[1] > slots.n_read:
+                read = torch.cat((read[0], k), 2), torch.cat((read[1], v), 2)
+        # Where they are views, they show what is written now.
+        for buffer, x in zip(buffers, (k, v), strict=True):
+            if step.slots.shape[0] == 1:
+                buffer.index_copy_(2, step.slots[0], x)
+            else:
+                buffer.scatter_(2, step.slots[:, None, :, None].expand_as(x), x)
+        return read
 
 
 @final
@@ -211,7 +198,6 @@ class CrossCache:
 
     @property
     def filled(self) -> bool:
-        """Whether the memory has been seen."""
         return self.k is not None
 
     def reset(self) -> None:
@@ -241,74 +227,61 @@ class BlockCache:
 
 @final
 class DecoderCache:
-    """What a stack of decoder blocks keeps, block by block."""
+    """What a stack of decoder blocks keeps, block by block; `Decoder.make_cache` makes it."""
 
     def __init__(self, blocks: Iterable[BlockCache]) -> None:
         self.blocks = tuple(blocks)
-
-    @staticmethod
-    def build(n_layers: int, make: Callable[[], KVCache], cross: bool) -> DecoderCache:
-        """A cache for each of n blocks, as `make` makes it."""
-        return DecoderCache(
-            BlockCache(make(), CrossCache() if cross else None) for _ in range(n_layers)
-        )
+        self.slots = list(dict.fromkeys(block.self_attn.slots for block in self.blocks))
+        """Each once, however many blocks share it."""
+        self.slots_of = [self.slots.index(block.self_attn.slots) for block in self.blocks]
 
     @property
     def length(self) -> Tensor | None:
         """How long each row's text is so far, (N,); None before the first call."""
-        return self.blocks[0].self_attn.length if self.blocks else None
+        return self.slots[0].length if self.slots else None
+
+    def next_positions(self, n: int, device: torch.device) -> Tensor:
+        """Positions (N, n) of the next n tokens of each row."""
+        return self.slots[0].next_positions(n, device)
 
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row index[b] was, in every block."""
-        for part in self._parts():
-            part.reorder(index)
+        for slots in self.slots:
+            slots.reorder(index)
+        for block in self.blocks:
+            block.self_attn.reorder(index, slots=False)
+            if block.cross_attn is not None:
+                block.cross_attn.reorder(index)
 
     def reset(self) -> None:
         """Forget everything, the memory too."""
-        for part in self._parts():
-            part.reset()
-
-    def _parts(self) -> list[KVCache | CrossCache]:
-        parts: list[KVCache | CrossCache] = []
+        for slots in self.slots:
+            slots.reset()
         for block in self.blocks:
-            parts.append(block.self_attn)
+            block.self_attn.reset(slots=False)
             if block.cross_attn is not None:
-                parts.append(block.cross_attn)
-        return parts
+                block.cross_attn.reset()
 
 
-def as_rows(positions: Tensor, n_rows: int, n_new: int) -> Tensor:
-    """Positions (T,) or (B, T) as int64 (N, T), N being 1 or B, or why they are no such thing."""
-    if not isinstance(positions, Tensor):
-        raise TypeError(f"positions must be a tensor (T,) or (B, T), got {type(positions)}")
-    check_positions(positions)
-    rows = positions if positions.dim() == 2 else positions[None]
-    if rows.shape[1] != n_new or rows.shape[0] not in (1, n_rows):
-        raise ValueError(
-            f"positions have shape {tuple(positions.shape)}; expected (T,) or (B, T) with "
-            f"B={n_rows}, T={n_new}"
-        )
-    return rows.to(torch.int64)
+def allocate(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    k_buffer, v_buffer = (x.new_zeros(*x.shape[:2], size, x.shape[3]) for x in (k, v))
+    return k_buffer, v_buffer
 
 
-def past_the_last(next_n: Tensor | None, at_nt: Tensor) -> Tensor:
-    """Each row's next position: one past the largest so far."""
-    if next_n is None:
-        next_n = at_nt.new_zeros(at_nt.shape[0])
-    n = max(next_n.shape[0], at_nt.shape[0])
-    return torch.cat((next_n.expand(n)[:, None] - 1, at_nt.expand(n, -1)), 1).amax(1) + 1
+def fits(kept: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> bool:
+    for old, new in zip(kept, (k, v), strict=True):
+        if old.dtype != new.dtype or old.device != new.device:
+            return False
+        if old.shape[:2] != new.shape[:2] or old.shape[3] != new.shape[3]:
+            return False
+    return True
 
 
-def pick_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index], or the one row that all share."""
-    return rows if rows.shape[0] == 1 else rows.index_select(0, index)
-
-
-def check_fit(old_k: Tensor, old_v: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse keys and values unlike the kept ones."""
-    check_shapes({"kept k": (old_k, "B G S D"), "k": (k, "B G T D")})
-    check_shapes({"kept v": (old_v, "B G S E"), "v": (v, "B G T E")})
-    for name, old, new in (("k", old_k, k), ("v", old_v, v)):
+def check_fit(kept: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> None:
+    if fits(kept, k, v):
+        return
+    for name, old, new in (("k", kept[0], k), ("v", kept[1], v)):
+        check_shapes({f"kept {name}": (old, "B G S D"), name: (new, "B G T D")})
         if old.dtype != new.dtype or old.device != new.device:
             raise TypeError(
                 f"{name} is {new.dtype} on {new.device}, but the cache holds {old.dtype} on "

@@ -1,10 +1,10 @@
-"""The feed-forward layer: two projections with a bend between them, for each token alone.
+"""The feed-forward layer: two projections with an activation between, for each token alone.
 
 Why: attention moves information between tokens; this works on it inside each.
 
-How: down(bend(up(x))), or gated: down(bend(gate(x)) · up(x)). SwiGLU is "silu" gated, GeGLU
-"gelu" gated. The bend is a word, a module, or any function. A module becomes a submodule as it is,
-so its parameters are trained, copied, moved and saved with the layer.
+How: down(activation(up(x))), or gated: down(activation(gate(x)) · up(x)). SwiGLU is "silu" gated,
+GeGLU "gelu" gated. The activation is a word, a module, or any function. A module becomes a
+submodule as it is, so its parameters are trained, copied, moved and saved with the layer.
 
 Left out: mixtures of experts.
 
@@ -19,11 +19,10 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_probability
+from regard._check import check_choice, check_count, check_probability
 from regard.layers.dropout import Dropout
-from regard.layers.fused_linear import SideBySide, run_side_by_side
-from regard.layers.matvec import gated_row, is_one_row, project
-from regard.positions.frequencies import check_choice, check_count
+from regard.layers.fused_linear import FusedLinear, run_fused
+from regard.layers.matvec import is_one_row, linear_row, project
 
 ActivationWord = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Activation: TypeAlias = ActivationWord | nn.Module | Callable[[Tensor], Tensor]
@@ -57,21 +56,20 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(ffn_dim, dim, bias, device=device, dtype=dtype)
         self.activation = make_activation(activation)
         self.dropout = Dropout(check_probability("dropout", dropout))
-        self.fused: SideBySide | None = None
+        self.fused: FusedLinear | None = None
 
     def fuse(self) -> None:
-        """Lay the gate and up projections side by side in memory; see `SideBySide`."""
         if self.gate_proj is not None:
-            self.fused = SideBySide((self.gate_proj, self.up_proj))
+            self.fused = FusedLinear((self.gate_proj, self.up_proj))
 
     def forward(self, x_btc: Tensor) -> Tensor:
         if self.gate_proj is None:
             hidden_btf = self.activation(project(self.up_proj, x_btc))
-        elif self.fused is not None and isinstance(self.activation, nn.SiLU) and is_one_row(x_btc):
-            hidden_btf = gated_row(x_btc, self.fused.weight, self.fused.bias)
+        elif self.fused is not None and is_one_row(x_btc) and isinstance(self.activation, nn.SiLU):
+            hidden_btf = linear_row(x_btc, self.fused.weight, self.fused.bias, gated=True)
         else:
             layers = (self.gate_proj, self.up_proj)
-            gate_btf, up_btf = run_side_by_side(self.fused, layers, x_btc)
+            gate_btf, up_btf = run_fused(self.fused, layers, x_btc)
             hidden_btf = self.activation(gate_btf) * up_btf
         if self.training:
             hidden_btf = self.dropout(hidden_btf)
@@ -79,7 +77,7 @@ class FeedForward(nn.Module):
 
 
 def make_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
-    """The bend that a word names, or the module or function itself."""
+    """The activation that a word names, or the module or function itself."""
     if not isinstance(activation, str):
         if callable(activation):
             return activation

@@ -3,9 +3,9 @@
 Why: with one token a row a product costs what reading its weights costs, and three short reads cost
 more than one long one.
 
-How: `SideBySide` lays the weights out in a new piece of memory and makes each layer's own weight a
+How: `FusedLinear` lays the weights out in a new piece of memory and makes each layer's own weight a
 view of its part. So the layers stay what they are, are trained, saved and loaded one by one, and
-nothing is held twice. When a layer's weight is replaced, say by `.to()`, `holds` tells it.
+nothing is held twice. When a layer's weight is replaced, say by `.to()`, `holds` is False.
 
 Left out: gradients. The weights are read through the joint memory, which autograd does not know, so
 this is for inference.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from regard.layers.matvec import linear, project
 
 
-class SideBySide:
+class FusedLinear:
     """Linear layers with the same input."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -33,17 +33,14 @@ class SideBySide:
                 layer.weight.data = part
             self.bias: Tensor | None = None
             if any(layer.bias is not None for layer in self.layers):
-                self.bias = torch.cat([self._bias_of(layer) for layer in self.layers])
-                for layer, part in zip(
-                    self.layers, torch.split(self.bias, self.sizes), strict=True
-                ):
+                zeros = self.weight.new_zeros
+                biases: list[Tensor] = [
+                    zeros(n.out_features) if n.bias is None else n.bias for n in self.layers
+                ]
+                self.bias = torch.cat(biases)
+                for layer, part in zip(self.layers, self.bias.split(self.sizes), strict=True):  # type: ignore[no-untyped-call]
                     if layer.bias is not None:
                         layer.bias.data = part
-
-    @staticmethod
-    def _bias_of(layer: nn.Linear) -> Tensor:
-        none = layer.weight.new_zeros(layer.out_features)
-        return none if layer.bias is None else layer.bias
 
     def holds(self) -> bool:
         """Whether every layer still reads its weights from here."""
@@ -51,15 +48,18 @@ class SideBySide:
         return all(layer.weight.data_ptr() == part.data_ptr() for layer, part in parts)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        """Each layer's answer to x."""
         return list(torch.split(linear(x, self.weight, self.bias), self.sizes, -1))
 
 
-def run_side_by_side(
-    joint: SideBySide | None, layers: Sequence[nn.Linear], x: Tensor
-) -> list[Tensor]:
-    """Each layer's answer to x, by one product where `joint` holds and no gradient is asked for."""
-    if joint is None or torch.is_grad_enabled():
-        return [project(layer, x) for layer in layers]
-    trusted = torch.compiler.is_compiling() or joint.holds()
-    return joint(x) if trusted else [project(layer, x) for layer in layers]
+def run_fused(fused: FusedLinear | None, layers: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
+    """Each layer's answer to x, by one product where `fused` holds and no gradient is asked for."""
+    if (
+        fused is not None
+        and not torch.is_grad_enabled()
+        and (torch.compiler.is_compiling() or fused.holds())
+    ):
+        return fused(x)
+    answers = []
+    for layer in layers:
+        answers.append(project(layer, x) if x.is_cuda else layer(x))
+    return answers

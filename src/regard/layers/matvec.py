@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 
 def project(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer's answer to x."""
-    if is_one_row(x) and type(layer) is nn.Linear and not layer._forward_hooks:
+    if x.is_cuda and is_one_row(x) and type(layer) is nn.Linear and not layer._forward_hooks:
         return linear_row(x, layer.weight, layer.bias)
     answer: Tensor = layer(x)
     return answer
@@ -28,16 +27,15 @@ def project(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weightᵀ + bias, by our kernel where it serves."""
-    if is_one_row(x):
+    if x.is_cuda and is_one_row(x):
         return linear_row(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
 
 
 def is_one_row(x: Tensor) -> bool:
-    """Whether our kernel is the one to run."""
     return (
-        torch.compiler.is_compiling()
-        and x.is_cuda
+        x.is_cuda
+        and torch.compiler.is_compiling()
         and not torch.is_grad_enabled()
         and x.shape[:-1].numel() == 1
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -45,16 +43,11 @@ def is_one_row(x: Tensor) -> bool:
     )
 
 
-def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weightᵀ + bias for an x with one row."""
-    made: Tensor = _matvec_op(x.reshape(-1), weight, bias, False)
-    return made.view(*x.shape[:-1], -1)
-
-
-def gated_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(gate) · up for an x with one row, of a weight that has the gates above the ups."""
-    made: Tensor = _matvec_op(x.reshape(-1), weight, bias, True)
-    return made.view(*x.shape[:-1], -1)
+def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
+    """x weightᵀ + bias for an x with one row. gated: silu(gate) · up, of a weight that has the
+    gates above the ups."""
+    row: Tensor = _matvec_op(x.reshape(-1), weight, bias, gated)
+    return row.view(*x.shape[:-1], -1)
 
 
 def _matvec(x_k: Tensor, weight_mk: Tensor, bias_m: Tensor | None, gated: bool) -> Tensor:

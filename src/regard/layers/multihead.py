@@ -24,32 +24,23 @@ M width of the memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeAlias, TypedDict, get_args
+from typing import NamedTuple, Protocol, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_probability, check_shapes
-from regard.layers.cache import CrossCache, KVCache, as_rows
-from regard.layers.fused_linear import SideBySide, run_side_by_side
-from regard.layers.mask_positions import as_they_lie, place_bias, place_mask, unplaced
+from regard._check import check_choice, check_count, check_probability, check_shapes
+from regard.layers.cache import CrossCache, KVCache
+from regard.layers.cache_slots import Step, as_rows, as_they_lie
+from regard.layers.fused_linear import FusedLinear, run_fused
 from regard.layers.matvec import project
 from regard.layers.norm import Norm, NormKind, make_norm
 from regard.layers.observing import Observable
-from regard.ops import (
-    ALiBi,
-    Bias,
-    Causal,
-    Mask,
-    Observation,
-    Wants,
-    Window,
-    observe,
-)
+from regard.ops import ALiBi, Bias, Causal, Mask, Observation, Wants, Window, observe
 from regard.ops.backends import BACKENDS
 from regard.ops.call import as_bias, as_mask, check_number
 from regard.positions import Phases, Rotary, RotaryConfig
-from regard.positions.frequencies import check_choice, check_count
+from regard.positions.rotary import rotate_pairs
 
 Sides: TypeAlias = tuple[int | None, int | None]
 
@@ -68,13 +59,16 @@ class ProjectionBias:
 class Places:
     """Where the tokens of one call stand: made once by `place`, read by each layer of a stack.
 
-    `positions` None: as they lie, or going on where the cache ends. `phases` are rotary's. `keys`
-    are the keys' own positions, where they are not the queries' (see `Elsewhere`).
+    `positions` None: as they lie, or as the cache has them. `phases` are rotary's. `keys` are the
+    keys' own positions, where they are not the queries' (see `Elsewhere`). `step` is for the KV
+    cache, and `key_phases` for kept keys that are rotated anew as the text grows.
     """
 
     positions: Tensor | None = None
     phases: Phases | None = None
     keys: Tensor | None = None
+    step: Step | None = None
+    key_phases: Phases | None = None
 
 
 class Whole(NamedTuple):
@@ -108,6 +102,11 @@ class Rule(TypedDict):
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
+
+
+class Factory(TypedDict):
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class Ready(NamedTuple):
@@ -164,39 +163,33 @@ class MultiHeadAttention(Observable):
         self.dim, self.kv_dim, self.head_dim = dim, kv_dim, head_dim
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads
         self.causal, self.alibi, self.window = causal, alibi, check_window(window)
-        self.scale, self.softcap = scale, softcap
+        self.scale, self.softcap, self.backend = scale, softcap, backend
         self.dropout = check_probability("dropout", dropout)
-        self.backend = backend
-        q_width, kv_width = n_heads * head_dim, n_kv_heads * head_dim
-        self.q_proj = nn.Linear(dim, q_width, bias.q, device=device, dtype=dtype)
-        self.k_proj = nn.Linear(kv_dim, kv_width, bias.k, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(kv_dim, kv_width, bias.v, device=device, dtype=dtype)
-        self.out_proj = nn.Linear(q_width, dim, bias.out, device=device, dtype=dtype)
-        self.q_norm: Norm | None = None
-        self.k_norm: Norm | None = None
-        if qk_norm is not None:
-            check_choice("qk_norm", qk_norm, get_args(NormKind))
-            self.q_norm, self.k_norm = (
-                make_norm(qk_norm, head_dim, eps=qk_norm_eps, device=device, dtype=dtype)
-                for _ in range(2)
-            )
+        where = Factory(device=device, dtype=dtype)
+        kv_width = n_kv_heads * head_dim
+        self.q_proj = nn.Linear(dim, n_heads * head_dim, bias.q, **where)
+        self.k_proj = nn.Linear(kv_dim, kv_width, bias.k, **where)
+        self.v_proj = nn.Linear(kv_dim, kv_width, bias.v, **where)
+        self.out_proj = nn.Linear(n_heads * head_dim, dim, bias.out, **where)
+        self.q_norm, self.k_norm = (
+            None if qk_norm is None else make_norm(qk_norm, head_dim, eps=qk_norm_eps, **where)
+            for _ in range(2)
+        )
         self.rotary = None if rotary is None else Rotary(rotary)
-        self.fused: SideBySide | None = None
-        self.elsewhere: Elsewhere | None = None
-        self.sinks: nn.Parameter | None = None
-        if sinks:
-            self.sinks = nn.Parameter(torch.empty(n_heads, device=device, dtype=dtype))
+        self.sinks = nn.Parameter(torch.empty(n_heads, **where)) if sinks else None
         self.reset_parameters()
-
-    def fuse(self) -> None:
-        """Lay the projections of q, k and v side by side in memory; see `SideBySide`."""
-        if self.kv_dim == self.dim:
-            self.fused = SideBySide((self.q_proj, self.k_proj, self.v_proj))
+        self.own_mask = both(Causal() if causal else None, window and Window(*window))
+        self.fused: FusedLinear | None = None
+        self.elsewhere: Elsewhere | None = None
 
     def reset_parameters(self) -> None:
         """Set what this module itself holds; the projections and norms reset themselves."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
+
+    def fuse(self) -> None:
+        if self.kv_dim == self.dim:
+            self.fused = FusedLinear((self.q_proj, self.k_proj, self.v_proj))
 
     def forward(
         self,
@@ -214,8 +207,7 @@ class MultiHeadAttention(Observable):
         positions: (T,) or (B, T), negative for padding, or what `place` made.
         cache: a `KVCache`; for a memory a `CrossCache`, with which memory may be left out later.
         """
-        ready = self._prepare(x_btc, memory, mask, bias, positions, cache)
-        return self._attend(ready)
+        return self._attend(self._prepare(x_btc, memory, mask, bias, positions, cache))
 
     def observe(
         self,
@@ -235,22 +227,33 @@ class MultiHeadAttention(Observable):
         return replace(seen, output=output_btc)
 
     def place(
-        self, x_btc: Tensor, positions: Tensor | None = None, cache: KVCache | None = None
+        self, x_btc: Tensor, positions: Tensor | None = None, cache: KVCache | Step | None = None
     ) -> Places:
-        """Where the tokens of x stand, and rotary's phases there, for all layers like this one."""
-        check_shapes({"x": (x_btc, "B T C")})
-        n_new, device = x_btc.shape[1], x_btc.device
+        """Where the tokens of x stand, and rotary's phases there, for all layers like this one.
+
+        cache: takes the tokens in here; or the `Step` with which it has done so.
+        """
+        if x_btc.dim() != 3:
+            check_shapes({"x": (x_btc, "B T C")})
+        batch, n_new, device, rotary = *x_btc.shape[:2], x_btc.device, self.rotary
         if self.elsewhere is not None:
             return self.elsewhere.place(self, x_btc, positions)
+        if isinstance(cache, KVCache):
+            cache = cache.slots.advance(batch, n_new, device, positions)
+        if cache is not None:
+            if rotary is None:
+                return Places(step=cache)
+            scaling = rotary.config.scaling
+            late = scaling is not None and scaling.rotates_kept_keys
+            key_phases = rotary.phases(cache.keys) if late else None
+            return Places(None, rotary.phases(cache.queries), None, cache, key_phases)
         if positions is None:
-            if self.rotary is None:
+            if rotary is None:
                 return Places()
-            at = torch.arange(n_new, device=device)
-            at = at if cache is None else cache.next_positions(n_new, device)
-            return Places(None, self.rotary.phases(at))
-        at = as_rows(positions, x_btc.shape[0], n_new).to(device)
-        phases = None if self.rotary is None else self.rotary.phases(at)
-        return Places(None if cache is None and as_they_lie(at) else at, phases)
+            return Places(None, rotary.phases(torch.arange(n_new, device=device)))
+        at = as_rows(positions, batch, n_new).to(device)
+        phases = None if rotary is None else rotary.phases(at)
+        return Places(None if as_they_lie(at) else at, phases)
 
     def _prepare(
         self,
@@ -261,27 +264,28 @@ class MultiHeadAttention(Observable):
         positions: Tensor | Places | None,
         cache: KVCache | CrossCache | None,
     ) -> Ready:
-        sizes = check_shapes({"x": (x_btc, "B T C")})
-        if sizes["C"] != self.dim:
+        if not isinstance(x_btc, Tensor) or x_btc.dim() != 3 or x_btc.shape[2] != self.dim:
+            sizes = check_shapes({"x": (x_btc, "B T C")})
             raise ValueError(f"x has C={sizes['C']}, but the layer has dim={self.dim}")
-        given_mask, given_bias = as_mask(mask), as_bias(bias)
+        mask = None if mask is None else as_mask(mask)
+        bias = None if bias is None else as_bias(bias)
         if memory is None and not isinstance(cache, CrossCache):
-            return self._prepare_self(x_btc, given_mask, given_bias, positions, cache)
+            return self._prepare_self(x_btc, mask, bias, positions, cache)
         if positions is not None or isinstance(cache, KVCache):
             raise ValueError(
                 "attention to a memory takes no positions, and no cache but a CrossCache: "
                 "positions and KVCache speak of x alone"
             )
-        q_bhtd = self._heads(self.q_proj, self.q_norm, x_btc)
+        q_bhtd = self._split(self.q_proj(x_btc), self.q_norm)
         k_bgsd, v_bgsd = self._remember(memory, cache)
-        return Ready(q_bhtd, k_bgsd, v_bgsd, self._rule(given_mask, given_bias))
+        return Ready(q_bhtd, k_bgsd, v_bgsd, self._rule(mask, bias))
 
     def _prepare_self(
         self,
         x_btc: Tensor,
         mask: Mask | None,
         bias: Bias | None,
-        positions: Tensor | Places | None,
+        places: Tensor | Places | None,
         cache: KVCache | None,
     ) -> Ready:
         if self.kv_dim != self.dim:
@@ -289,61 +293,50 @@ class MultiHeadAttention(Observable):
                 f"the layer was made for a memory of width kv_dim={self.kv_dim} and x has "
                 f"dim={self.dim}: pass memory="
             )
-        if not isinstance(positions, Places):
-            positions = self.place(x_btc, positions, cache)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        parts = run_side_by_side(self.fused, projections, x_btc)
-        q_bhtd = self._split(parts[0], self.q_norm)
-        k_bgtd = self._split(parts[1], self.k_norm)
+        if not isinstance(places, Places):
+            places = self.place(x_btc, places, cache)
+        parts = run_fused(self.fused, (self.q_proj, self.k_proj, self.v_proj), x_btc)
+        q_bhtd, k_bgtd = self._split(parts[0], self.q_norm), self._split(parts[1], self.k_norm)
         v_bgtd = self._split(parts[2], None)
-        # Keys that turn anew as the text grows are kept as they were before turning. The newest
-        # token is in every call, so the positions at hand tell how long the text is.
-        late = cache is not None and self._rotates_kept_keys()
-        if self.rotary is not None:
-            if positions.phases is None:
+        rotary = self.rotary
+        if rotary is not None:
+            if places.phases is None:
                 raise ValueError("positions were placed by a layer without rotary; this one has it")
-            q_bhtd = self.rotary.rotate(q_bhtd, positions.phases)
-            if not late:
-                k_bgtd = self.rotary.rotate(k_bgtd, positions.phases)
-        mask, bias = self._own_mask(mask), self._own_bias(bias)
-        at, keys = positions.positions, positions.positions
+            q_bhtd = rotate_pairs(q_bhtd, places.phases, rotary.config)
+            if places.key_phases is None:
+                k_bgtd = rotate_pairs(k_bgtd, places.phases, rotary.config)
+        mask = both(self.own_mask, mask)
+        if self.alibi:  # slopes are made here, so that no buffer can be lost
+            alibi = ALiBi(self.n_heads)
+            bias = alibi if bias is None else alibi + bias
         if cache is None:
+            at, keys = places.positions, places.positions
             if self.elsewhere is not None:
                 rule = self._rule(mask, bias)
-                k_bgtd, v_bgtd, at, keys = self.elsewhere.join(k_bgtd, v_bgtd, positions, rule)
+                k_bgtd, v_bgtd, at, keys = self.elsewhere.join(k_bgtd, v_bgtd, places, rule)
             if at is not None and keys is not None:
-                mask, bias = place_mask(mask, at, keys), place_bias(bias, at, keys)
+                mask, bias = place(mask, bias, at, keys)
             return Ready(q_bhtd, k_bgtd, v_bgtd, self._rule(mask, bias))
-        self._check_cache(cache, mask, bias)
-        kept = cache.update(k_bgtd, v_bgtd, at)
-        if not kept.in_line:
-            mask = place_mask(mask, kept.queries, kept.positions)
-            bias = place_bias(bias, kept.queries, kept.positions)
-        k_bgsd = kept.k
-        if late and self.rotary is not None:
-            k_bgsd = self.rotary.rotate(k_bgsd, kept.positions)
-        return Ready(q_bhtd, k_bgsd, kept.v, self._rule(mask, bias))
+        if cache.window is not None or not cache.in_order:
+            self._check_cache(cache, mask, bias)
+        k_bgsd, v_bgsd, keys, at, in_line = cache.update(k_bgtd, v_bgtd, places.step)
+        if not in_line:
+            mask, bias = place(mask, bias, at, keys)
+        if rotary is not None and places.key_phases is not None:
+            k_bgsd = rotate_pairs(k_bgsd, places.key_phases, rotary.config)
+        return Ready(q_bhtd, k_bgsd, v_bgsd, self._rule(mask, bias))
 
     def _attend(self, ready: Ready) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         heads_bhtd = self._attention(
-            ready.q,
-            ready.k,
-            ready.v,
-            **ready.rule,
-            dropout=dropout,
-            backend=self.backend,
+            ready.q, ready.k, ready.v, **ready.rule, dropout=dropout, backend=self.backend
         )
         return project(self.out_proj, heads_bhtd.transpose(1, 2).flatten(2))
 
-    def _heads(self, proj: nn.Linear, norm: Norm | None, x_bsm: Tensor) -> Tensor:
-        """(B, S, M) -> (B, H or G, S, D)."""
-        return self._split(proj(x_bsm), norm)
-
     def _split(self, wide_bsx: Tensor, norm: Norm | None) -> Tensor:
-        """What a projection gave, as heads."""
-        n_heads = wide_bsx.shape[2] // self.head_dim
-        heads_bshd = wide_bsx.view(*wide_bsx.shape[:2], n_heads, self.head_dim)
+        """What a projection gave, as heads (B, H or G, S, D)."""
+        B, S, X = wide_bsx.shape
+        heads_bshd = wide_bsx.view(B, S, X // self.head_dim, self.head_dim)
         if norm is not None:
             # Under autocast the norm keeps its wide type, and torch's RMSNorm wants x in it too.
             heads_bshd = norm(heads_bshd.to(norm.weight.dtype)).to(heads_bshd.dtype)
@@ -370,31 +363,14 @@ class MultiHeadAttention(Observable):
         sizes = check_shapes({"memory": (memory, "B S M")})
         if sizes["M"] != self.kv_dim:
             raise ValueError(f"memory has M={sizes['M']}, but the layer has kv_dim={self.kv_dim}")
-        k_bgsd = self._heads(self.k_proj, self.k_norm, memory)
-        v_bgsd = self._heads(self.v_proj, None, memory)
+        k_bgsd = self._split(self.k_proj(memory), self.k_norm)
+        v_bgsd = self._split(self.v_proj(memory), None)
         if cache is not None:
             cache.fill(k_bgsd, v_bgsd)
         return k_bgsd, v_bgsd
 
     def _rule(self, mask: Mask | None, bias: Bias | None) -> Rule:
         return Rule(mask=mask, bias=bias, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
-
-    def _own_mask(self, given: Mask | None) -> Mask | None:
-        """Causal, window and the caller's mask, all of which must allow a look."""
-        mask: Mask | None = Causal() if self.causal else None
-        if self.window is not None:
-            window = Window(*self.window)
-            mask = window if mask is None else mask & window
-        if given is None:
-            return mask
-        return given if mask is None else mask & given
-
-    def _own_bias(self, given: Bias | None) -> Bias | None:
-        """ALiBi plus the caller's bias; slopes are made here, so that no buffer can be lost."""
-        if not self.alibi:
-            return given
-        alibi = ALiBi(self.n_heads)
-        return alibi if given is None else alibi + given
 
     def _check_cache(self, cache: KVCache, mask: Mask | None, bias: Bias | None) -> None:
         """Refuse a cache that keeps less than the layer sees, or in another order than asked."""
@@ -406,26 +382,36 @@ class MultiHeadAttention(Observable):
             )
         if cache.in_order:
             return
-        lying = unplaced(mask) or unplaced(bias)
-        if lying is not None:
-            raise ValueError(
-                f"{lying} speaks of keys as they lie in memory, and a {type(cache).__name__} lays "
-                "them otherwise; tell padding by positions (-1 is padding), or use "
-                "KVCache.growing()"
-            )
-
-    def _rotates_kept_keys(self) -> bool:
-        scaling = None if self.rotary is None else self.rotary.config.scaling
-        return scaling is not None and scaling.rotates_kept_keys
+        for term in (mask, bias):
+            lying = None if term is None else term.unplaced()
+            if lying is not None:
+                raise ValueError(
+                    f"{lying} speaks of keys as they lie in memory, and a static cache lays them "
+                    "otherwise; tell padding by positions (-1 is padding), or use KVCache.growing()"
+                )
 
     def extra_repr(self) -> str:
-        said = f"dim={self.dim}, n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}"
-        said += f", head_dim={self.head_dim}"
-        plain = {"causal": False, "window": None, "alibi": False, "dropout": 0.0}
-        for name, value in plain.items():
-            if getattr(self, name) != value:
-                said += f", {name}={getattr(self, name)}"
-        return said
+        names = ["dim", "n_heads", "n_kv_heads", "head_dim"]
+        names += [name for name in ("causal", "window", "alibi", "dropout") if getattr(self, name)]
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+
+def place(
+    mask: Mask | None, bias: Bias | None, queries: Tensor, keys: Tensor
+) -> tuple[Mask, Bias | None]:
+    """The rule with positions given to all parts that speak of them; empty keys are never seen."""
+    if mask is not None and mask.positional:
+        mask = mask.at(queries, keys)
+    else:
+        filled = Window(None, None).at(queries, keys)
+        mask = filled if mask is None else mask.placed(queries, keys) & filled
+    return mask, None if bias is None else bias.placed(queries, keys)
+
+
+def both(one: Mask | None, other: Mask | None) -> Mask | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one & other
 
 
 def check_heads(
@@ -453,7 +439,6 @@ def check_heads(
 
 
 def check_rotary(rotary: RotaryConfig | None, head_dim: int) -> None:
-    """Refuse a rotary config made for another head width."""
     if rotary is not None and rotary.head_dim != head_dim:
         raise ValueError(
             f"rotary was configured for head_dim={rotary.head_dim}, but the layer has "

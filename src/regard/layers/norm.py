@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from regard.positions.frequencies import check_choice, check_count, check_number
+from regard._check import check_choice, check_count, check_number
 
 NormKind = Literal["layer", "rms", "rms_offset"]
 
@@ -56,7 +56,6 @@ def make_norm(
 
 
 def check_norm(kind: str, eps: float, bias: bool | None = None) -> None:
-    """Refuse a norm that cannot be made."""
     check_choice("norm", kind, get_args(NormKind))
     check_number("norm eps", eps)
     if kind != "layer" and bias:

@@ -15,21 +15,21 @@ Letters: B batch, T tokens, S tokens of the memory, C model width, M width of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_shapes
-from regard.layers.block import BlockConfig, DecoderBlock, EncoderBlock, Factory, make_block_norm
+from regard._check import check_count, check_shapes
+from regard.layers.block import Block, BlockConfig, DecoderBlock, EncoderBlock, make_block_norm
 from regard.layers.cache import BlockCache, CrossCache, DecoderCache, KVCache
-from regard.layers.multihead import Places
+from regard.layers.cache_slots import Slots, Step
+from regard.layers.multihead import Factory, MultiHeadAttention, Places
 from regard.ops import Bias, Mask, RelativeTable
 from regard.ops.bias import check_buckets
 from regard.ops.call import as_bias
-from regard.positions import RotaryConfig
-from regard.positions.frequencies import check_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,48 +46,57 @@ class RelativeConfig:
 
 
 class Stack(nn.Module):
-    """What encoders and decoders share: the layers' configs, the last norm, T5's table."""
+    """What encoders and decoders share: their blocks, the last norm, T5's table."""
+
+    block: ClassVar[type[Block]]
 
     def __init__(
         self,
         config: BlockConfig | Sequence[BlockConfig],
-        n_layers: int | None,
-        relative: RelativeConfig | None,
-        made: Factory,
+        n_layers: int | None = None,
+        *,
+        relative: RelativeConfig | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        where = Factory(device=device, dtype=dtype)
         self.configs = list_configs(config, n_layers)
         self.config = self.configs[0]
         # Which phases each layer reads: those of the first layer with the same rotary.
         rotaries = [config.rotary for config in self.configs]
-        self.kinds: list[RotaryConfig | None] = list(dict.fromkeys(rotaries))
-        self.kind_of = [self.kinds.index(rotary) for rotary in rotaries]
-        self.first_of = [rotaries.index(rotary) for rotary in self.kinds]
+        self.kind_of = [rotaries.index(rotary) for rotary in rotaries]
         self.relative = relative
         self.relative_table: nn.Parameter | None = None
         if relative is not None:
             shape = relative.n_buckets, self.config.n_heads
-            self.relative_table = nn.Parameter(torch.empty(shape, **made))
+            self.relative_table = nn.Parameter(torch.empty(shape, **where))
             nn.init.normal_(self.relative_table, std=0.02)
         self.norm: nn.Module | None = None
         if self.config.order != "post":
-            self.norm = make_block_norm(self.config, made)
+            self.norm = make_block_norm(self.config, where)
+        self.layers = nn.ModuleList(self.block(config, **where) for config in self.configs)
 
     def place(
-        self,
-        blocks: nn.ModuleList,
-        x_btc: Tensor,
-        positions: Tensor | None,
-        caches: Sequence[BlockCache | None],
+        self, x_btc: Tensor, positions: Tensor | None, cache: DecoderCache | None
     ) -> list[Places]:
-        """Positions and phases for each kind of layer."""
+        """Positions, phases and the caches' step, for each layer; worked out once for all alike."""
         check_shapes({"x": (x_btc, "B T C")})
+        steps: list[Step | None] = [None]
+        step_of = [0] * len(self.configs)
+        if cache is not None:
+            batch, n_new, _ = x_btc.shape
+            step_of, steps = cache.slots_of, []
+            for slots in cache.slots:
+                steps.append(slots.advance(batch, n_new, x_btc.device, positions))
+        known: dict[tuple[int, int], Places] = {}
         places = []
-        for first in self.first_of:
-            block, cache = blocks[first], caches[first]
-            assert isinstance(block, EncoderBlock | DecoderBlock)
-            kept = None if cache is None else cache.self_attn
-            places.append(block.self_attn.place(x_btc, positions, kept))
+        for layer, alike in enumerate(zip(self.kind_of, step_of, strict=True)):
+            if alike not in known:
+                attn = self.layers[layer].self_attn
+                assert isinstance(attn, MultiHeadAttention)
+                known[alike] = attn.place(x_btc, positions, steps[alike[1]])
+            places.append(known[alike])
         return places
 
     def add_relative(self, bias: Bias | Tensor | None, bidirectional: bool) -> Bias | None:
@@ -98,8 +107,23 @@ class Stack(nn.Module):
         own = RelativeTable(self.relative_table, bidirectional, self.relative.max_distance)
         return own if given is None else own + given
 
-    def finish(self, x_btc: Tensor, states: list[Tensor] | None) -> Tensor:
-        """The last norm."""
+    def run(
+        self,
+        x_btc: Tensor,
+        positions: Tensor | None,
+        states: list[Tensor] | None,
+        cache: DecoderCache | None,
+        *args: Tensor | None,
+        **given: Any,
+    ) -> Tensor:
+        """The blocks in a row, all of which are given the same, and the last norm."""
+        places = self.place(x_btc, positions, cache)
+        for n, (block, where) in enumerate(zip(self.layers, places, strict=True)):
+            if states is not None:
+                states.append(x_btc)
+            if cache is not None:
+                given["cache"] = cache.blocks[n]
+            x_btc = block(x_btc, *args, positions=where, **given)
         if self.norm is not None:
             x_btc = self.norm(x_btc)
         if states is not None:
@@ -108,21 +132,7 @@ class Stack(nn.Module):
 
 
 class Encoder(Stack):
-    """A stack of encoder blocks, and the norm that ends it."""
-
-    def __init__(
-        self,
-        config: BlockConfig | Sequence[BlockConfig],
-        n_layers: int | None = None,
-        *,
-        relative: RelativeConfig | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, n_layers, relative, Factory(device=device, dtype=dtype))
-        self.layers = nn.ModuleList(
-            EncoderBlock(config, device=device, dtype=dtype) for config in self.configs
-        )
+    block = EncoderBlock
 
     def forward(
         self,
@@ -133,48 +143,34 @@ class Encoder(Stack):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        places = self.place(self.layers, x_btc, positions, [None] * len(self.layers))
         bias = self.add_relative(bias, bidirectional=True)
-        for block, kind in zip(self.layers, self.kind_of, strict=True):
-            if states is not None:
-                states.append(x_btc)
-            x_btc = block(x_btc, mask=mask, bias=bias, positions=places[kind])
-        return self.finish(x_btc, states)
+        return self.run(x_btc, positions, states, None, mask=mask, bias=bias)
 
 
 class Decoder(Stack):
-    """A stack of decoder blocks, and the norm that ends it."""
+    block = DecoderBlock
 
-    def __init__(
-        self,
-        config: BlockConfig | Sequence[BlockConfig],
-        n_layers: int | None = None,
-        *,
-        relative: RelativeConfig | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(config, n_layers, relative, Factory(device=device, dtype=dtype))
-        self.layers = nn.ModuleList(
-            DecoderBlock(config, device=device, dtype=dtype) for config in self.configs
-        )
+    def make_cache(
+        self, make: Callable[[], KVCache] | None = None, *, size: int | None = None
+    ) -> DecoderCache:
+        """An empty KV cache for every block: growing, or static with `size` slots a row.
 
-    def make_cache(self, make: Callable[[], KVCache] | None = None) -> DecoderCache:
-        """An empty cache for every block, for example `make_cache(lambda: KVCache.fixed(512))`.
-
-        Without `make` layers with a window keep their window alone, the others everything.
+        Layers with a window keep their window alone. `make` makes a block's cache in their place.
+        All blocks see the same tokens, so caches of one kind share their slots.
         """
-
-        def build(config: BlockConfig) -> KVCache:
-            if make is not None:
-                return make()
+        shared: dict[Hashable, Slots] = {}
+        blocks = []
+        for config in self.configs:
             left = None if config.window is None else config.window[0]
-            return KVCache.growing() if left is None else KVCache.windowed(left)
-
-        return DecoderCache(
-            BlockCache(build(config), CrossCache() if config.cross_attention else None)
-            for config in self.configs
-        )
+            if make is not None:
+                cache = make()
+            elif left is not None and (size is None or left + 1 < size):
+                cache = KVCache.windowed(left)
+            else:
+                cache = KVCache.growing() if size is None else KVCache.fixed(size)
+            cache.slots = shared.setdefault(cache.slots.kind, cache.slots)
+            blocks.append(BlockCache(cache, CrossCache() if config.cross_attention else None))
+        return DecoderCache(blocks)
 
     def forward(
         self,
@@ -194,22 +190,8 @@ class Decoder(Stack):
             raise ValueError(
                 f"the cache is for {len(cache.blocks)} blocks, but the decoder has {n_layers}"
             )
-        kept = [None] * n_layers if cache is None else cache.blocks
-        places = self.place(self.layers, x_btc, positions, kept)
-        bias = self.add_relative(bias, bidirectional=False)
-        for block, kind, block_cache in zip(self.layers, self.kind_of, kept, strict=True):
-            if states is not None:
-                states.append(x_btc)
-            x_btc = block(
-                x_btc,
-                memory,
-                mask=mask,
-                bias=bias,
-                positions=places[kind],
-                memory_mask=memory_mask,
-                cache=block_cache,
-            )
-        return self.finish(x_btc, states)
+        given = {"mask": mask, "bias": self.add_relative(bias, False), "memory_mask": memory_mask}
+        return self.run(x_btc, positions, states, cache, memory, **given)
 
 
 def list_configs(

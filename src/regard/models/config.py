@@ -18,10 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from regard._check import check_probability
+from regard._check import check_choice, check_count, check_number, check_probability
 from regard.layers import BlockConfig, ProjectionBias, RelativeConfig
 from regard.layers.multihead import check_heads
-from regard.positions.frequencies import check_choice, check_count, check_number
 
 Positions = Literal["none", "learned", "sinusoidal"]
 Layout = Literal["interleaved", "halves"]

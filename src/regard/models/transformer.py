@@ -24,12 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from regard._check import check_shapes, readable
-from regard.layers import BlockCache, CrossCache, Decoder, DecoderCache, Encoder, KVCache
+from regard.layers import Decoder, DecoderCache, Encoder
 from regard.layers.dropout import Dropout
 from regard.layers.feedforward import make_activation
 from regard.layers.matvec import linear
 from regard.layers.norm import make_norm
-from regard.layers.static_cache import FixedCache, WindowedCache
 from regard.models.config import ModelConfig
 from regard.ops import Dense, Mask
 from regard.positions import Learned, Sinusoidal
@@ -306,28 +305,7 @@ class Transformer(nn.Module):
         """
         if self.decoder is None:
             raise ValueError("an encoder keeps nothing between calls; only decoders have a cache")
-
-        leaders: dict[int | None, Any] = {}
-
-        def make(left: int | None) -> KVCache:
-            if left is not None and (size is None or left + 1 < size):
-                made: KVCache = WindowedCache(left, leaders.get(left))
-            elif size is None:
-                return KVCache.growing()
-            else:
-                left = None
-                made = FixedCache(size, leaders.get(None))
-            # The first cache of its kind keeps the ledger for all that follow.
-            leaders.setdefault(left, made)
-            return made
-
-        return DecoderCache(
-            BlockCache(
-                make(None if block.window is None else block.window[0]),
-                CrossCache() if block.cross_attention else None,
-            )
-            for block in self.config.decoder
-        )
+        return self.decoder.make_cache(size=size)
 
     def _stand(
         self, ids_bt: Tensor, positions: Tensor | None, cache: DecoderCache | None
@@ -336,7 +314,7 @@ class Transformer(nn.Module):
             return positions
         if cache is None:
             return torch.arange(ids_bt.shape[1], device=ids_bt.device)
-        return cache.blocks[0].self_attn.next_positions(ids_bt.shape[1], ids_bt.device)
+        return cache.next_positions(ids_bt.shape[1], ids_bt.device)
 
 
 def find_positions(

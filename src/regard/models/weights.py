@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from regard._check import all_finite
+from regard._check import all_finite, check_number
 from regard._files import read_bytes, spell_some
 from regard.models.config import ModelConfig
 from regard.models.embedded import find_embedded, is_embedded
@@ -36,7 +36,6 @@ from regard.models.int8 import Int8Folder, is_int8, pack_folder
 from regard.models.meta_init import make_blank
 from regard.models.transformer import Transformer
 from regard.models.weight_map import Link
-from regard.positions.frequencies import check_number
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 KEPT_FILES = ["generation_config.json", "tokenizer.json", "tokenizer_config.json"]

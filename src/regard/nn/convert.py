@@ -8,7 +8,7 @@ swapped by giving it our class. It stays the same object with the same parameter
 tied, optimisers and hooks keep working, type, device, `requires_grad` and the training flag are as
 before, and the root of the model needs no exception.
 
-What is not plainly torch's is left alone and told: subclasses with methods of their own, replaced
+What is not plainly torch's is left alone and named: subclasses with methods of their own, replaced
 `forward`s, parametrized weights. Attention inside such a layer is swapped all the same; torch's
 fast path, which would go round it, is then switched off for that layer.
 
@@ -72,16 +72,18 @@ def convert(model: nn.Module) -> Conversion:
     for name, module, kind, reason in found:
         if reason is not None:
             done.skipped[name] = reason
-        else:
-            module.__class__ = OURS[kind]
-            done.swapped[name] = OURS[kind].__name__
+            continue
+        module.__class__ = OURS[kind]
+        done.swapped[name] = OURS[kind].__name__
     for _, module, _, _ in found:
         switch_off_fast_path(module)
     return done
 
 
 def origin(module: nn.Module) -> type[nn.Module] | None:
-    """Which of torch's classes a module is, or descends from."""
+    """Which of torch's classes a module is, or descends from; None for ours."""
+    if isinstance(module, tuple(OURS.values())):
+        return None
     return next((kind for kind in OURS if isinstance(module, kind)), None)
 
 
@@ -105,7 +107,7 @@ def reason_to_skip(module: nn.Module, kind: type[nn.Module]) -> str | None:
 
 def switch_off_fast_path(module: nn.Module) -> None:
     """Keep a layer of torch's from computing around the attention of ours that it now holds."""
-    if isinstance(module, (nn.TransformerEncoder, TransformerEncoder)):
+    if isinstance(module, nn.TransformerEncoder):
         module.use_nested_tensor = False
     if isinstance(module, nn.TransformerEncoderLayer):
         # torch takes its fast path for relu and gelu only, and this is where it looks.

@@ -20,18 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.nn.errors import CallError, InputError, refuse_nested
-from regard.nn.heads import (
-    Projection,
-    attend,
-    check_widths,
-    extend,
-    learned_pair,
-    project,
-    read_inputs,
-)
-from regard.nn.masks import check_dims, check_kinds, check_sizes, read_masks
+from regard.nn.heads import Projection, attend, learned_pair, read_inputs
+from regard.nn.masks import Masks
 from regard.ops import Causal, Dense, DenseBias, Mask, attention
-from regard.ops.shape import Shape, fits
+from regard.ops.shape import fits
 
 __all__ = ["multi_head_attention_forward", "scaled_dot_product_attention"]
 
@@ -136,16 +128,15 @@ def read_mask(
     """The rule that mask and flag mean, for weights of the given shape (..., H, T, S)."""
     if attn_mask is None:
         return (Causal(align="start") if is_causal else None), None
-    if type(attn_mask).__name__ == "CausalBias":
-        if is_causal:
-            raise CallError(
-                "CausalBias should not be used with causal=True: it is the causal mask already"
-            )
-        return Causal(align="start" if attn_mask.variant.name == "UPPER_LEFT" else "end"), None  # type: ignore[attr-defined]
+    drawn = type(attn_mask).__name__ == "CausalBias"
+    if is_causal and drawn:
+        raise CallError("CausalBias should not be used with causal=True: it is the causal mask")
     if is_causal:
         raise CallError(
             "Explicit attn_mask should not be set when is_causal=True; join the two into one mask"
         )
+    if drawn:
+        return Causal(align="start" if attn_mask.variant.name == "UPPER_LEFT" else "end"), None  # type: ignore[attr-defined]
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise CallError(
             "attn_mask must be bool (True = may look) or float (added to the scores), "
@@ -194,57 +185,36 @@ def multi_head_attention_forward(
     static_k and static_v, (B·H, S, D), stand for keys and values that are projected and split
     already.
     """
-    check_kinds(attn_mask, key_padding_mask)
+    masks = Masks(attn_mask, key_padding_mask, is_causal)
+    masks.check_kinds()
     inputs = read_inputs(query, key, value, batch_first=False)
-    check_dims(attn_mask, key_padding_mask, inputs.batched)
+    masks.check_axes(inputs.batched)
     if embed_dim_to_check % num_heads:
         raise InputError(f"embed_dim {embed_dim_to_check} not divisible by num_heads {num_heads}")
-    apart = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else None
-    made = Projection(
+    apart = None
+    if use_separate_proj_weight:
+        q, k = present(q_proj_weight, "q_proj_weight"), present(k_proj_weight, "k_proj_weight")
+        apart = (q, k, present(v_proj_weight, "v_proj_weight"))
+    projection = Projection(
+        dim=embed_dim_to_check,
         n_heads=num_heads,
         packed=None if use_separate_proj_weight else present(in_proj_weight, "in_proj_weight"),
-        apart=None if apart is None else read_apart(apart),
+        apart=apart,
         bias=in_proj_bias,
+        pair=learned_pair(bias_k, bias_v),
+        zero=add_zero_attn,
     )
-    check_widths(inputs, embed_dim_to_check, made)
-    shape = inputs.sizes(num_heads)
-    if static_k is not None:
-        shape = shape._replace(S=static_k.shape[1])
-    check_sizes(attn_mask, key_padding_mask, shape, inputs.batched)
-    pair = learned_pair(bias_k, bias_v)
-    extra = (pair is not None) + bool(add_zero_attn)
-    mask, bias = read_masks(attn_mask, key_padding_mask, is_causal, shape, extra)
-    q, k, v = project(inputs, made)
-    k = k if static_k is None else read_static(static_k, "key", shape, q, pair is not None)
-    v = v if static_v is None else read_static(static_v, "value", shape, q, pair is not None)
-    k, v = extend(k, v, pair, add_zero_attn)
-    output, weights = attend(q, k, v, mask, bias, dropout_p if training else 0.0, need_weights)
+    dropout = dropout_p if training else 0.0
+    seen = attend(inputs, projection, masks, dropout, need_weights, (static_k, static_v))
+    weights = seen.weights
     if weights is not None:
         weights = inputs.unbatch(weights.mean(1) if average_attn_weights else weights)
-    return inputs.unbatch(F.linear(inputs.join(output), out_proj_weight, out_proj_bias)), weights
+    return inputs.unbatch(F.linear(seen.output, out_proj_weight, out_proj_bias)), weights
 
 
 def present(weight: Tensor | None, name: str) -> Tensor:
-    """The weight, or an error that names it."""
     if weight is None:
         raise InputError(
             f"{name} is None, but use_separate_proj_weight={name != 'in_proj_weight'} needs it"
         )
     return weight
-
-
-def read_apart(weights: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """The three weights of separate projections, all there."""
-    q, k, v = (present(w, f"{name}_proj_weight") for name, w in zip("qkv", weights, strict=True))
-    return q, k, v
-
-
-def read_static(static: Tensor, name: str, shape: Shape, q_bhtd: Tensor, has_pair: bool) -> Tensor:
-    """Keys or values given as (B·H, S, D), as (B, H, S, D)."""
-    if has_pair:
-        raise InputError(f"bias cannot be added to static {name}.")
-    B, H, _, S = shape
-    wanted = (B * H, S, q_bhtd.shape[-1])
-    if static.shape != wanted:
-        raise InputError(f"static {name} must be (B·H, S, D) = {wanted}, got {tuple(static.shape)}")
-    return static.view(B, H, S, -1)

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.nn.errors import CallError, InputError, refuse_nested
-from regard.ops import Bias, Mask, Wants, attention, observe
+from regard.nn.masks import Masks
+from regard.ops import Wants, attention, observe
 from regard.ops.dropout import draw_seed, keep_factor
 from regard.ops.shape import Shape
 
@@ -38,7 +39,6 @@ class Inputs(NamedTuple):
     batched: bool
 
     def sizes(self, n_heads: int) -> Shape:
-        """B, H, T, S."""
         axis_b, axis_t = (0, 1) if self.batch_first else (1, 0)
         return Shape(
             self.query.shape[axis_b], n_heads, self.query.shape[axis_t], self.key.shape[axis_t]
@@ -62,16 +62,21 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Projection:
-    """How inputs become queries, keys and values: one packed weight, (3C, C), or three apart."""
+    """How inputs become queries, keys and values: one packed weight, (3C, C), or three apart.
 
+    `pair` is the key and value that `add_bias_kv` adds, `zero` whether `add_zero_attn` adds one.
+    """
+
+    dim: int
     n_heads: int
     packed: Tensor | None
     apart: tuple[Tensor, Tensor, Tensor] | None
     bias: Tensor | None
+    pair: tuple[Tensor, Tensor] | None
+    zero: bool
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the weights."""
         weight = self.packed if self.apart is None else self.apart[0]
         assert weight is not None
         return weight.dtype
@@ -100,27 +105,24 @@ def read_inputs(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) ->
     return Inputs(q, k, v, True, False)
 
 
-def check_widths(inputs: Inputs, embed_dim: int, made: Projection) -> None:
-    """Refuse inputs that the projection cannot take."""
-    query, key, value = inputs[:3]
+def check_widths(inputs: Inputs, weights: Projection) -> None:
+    (query, key, value), embed_dim = inputs[:3], weights.dim
     if query.shape[-1] != embed_dim:
         raise InputError(
             f"was expecting embedding dimension of {embed_dim}, but got {query.shape[-1]}"
         )
-    if made.apart is None:
-        if key.shape != value.shape:
-            raise InputError(
-                f"key shape {tuple(key.shape)} does not match value shape {tuple(value.shape)}"
-            )
+    n_alike = 3 if weights.apart is None else 2
+    if key.shape[:n_alike] != value.shape[:n_alike]:
+        raise InputError(
+            f"key shape {tuple(key.shape)} does not match value shape {tuple(value.shape)}"
+        )
+    if weights.apart is None:
         if key.shape[-1] != embed_dim:
             raise CallError(f"key and value must have width {embed_dim}, got {key.shape[-1]}")
     else:
-        if key.shape[:2] != value.shape[:2]:
-            raise InputError(
-                f"key's first two sizes {tuple(key.shape[:2])} do not match "
-                f"value's {tuple(value.shape[:2])}"
-            )
-        for name, x, weight in zip(("query", "key", "value"), inputs[:3], made.apart, strict=True):
+        for name, x, weight in zip(
+            ("query", "key", "value"), inputs[:3], weights.apart, strict=True
+        ):
             if weight.shape != (embed_dim, x.shape[-1]):
                 raise InputError(
                     f"{name} has width {x.shape[-1]}, so its weight must be "
@@ -134,29 +136,24 @@ def check_widths(inputs: Inputs, embed_dim: int, made: Projection) -> None:
         )
 
 
-def project(inputs: Inputs, made: Projection) -> tuple[Tensor, Tensor, Tensor]:
+def project(inputs: Inputs, weights: Projection) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values per head, (B, H, T, D) and (B, H, S, D)."""
     query, key, value = inputs[:3]
     # torch takes a bias of another float type than its weight; linear does not.
-    bias = made.bias.to(made.dtype) if made.bias is not None else None
-    if made.packed is None or key is not value:
-        weights = made.packed.chunk(3) if made.packed is not None else made.apart
-        assert weights is not None
+    bias = weights.bias.to(weights.dtype) if weights.bias is not None else None
+    if weights.packed is None or key is not value:
+        parts = weights.packed.chunk(3) if weights.packed is not None else weights.apart
+        assert parts is not None
         biases = bias.chunk(3) if bias is not None else (None, None, None)
-        q, k, v = (
-            F.linear(*part) for part in zip((query, key, value), weights, biases, strict=True)
-        )
+        q, k, v = (F.linear(*part) for part in zip((query, key, value), parts, biases, strict=True))
     elif query is key:
-        q, k, v = F.linear(query, made.packed, bias).chunk(3, -1)
+        q, k, v = F.linear(query, weights.packed, bias).chunk(3, -1)
     else:
         C = query.shape[-1]
-        q = F.linear(query, made.packed[:C], None if bias is None else bias[:C])
-        k, v = F.linear(key, made.packed[C:], None if bias is None else bias[C:]).chunk(2, -1)
-    return (
-        inputs.split(q, made.n_heads),
-        inputs.split(k, made.n_heads),
-        inputs.split(v, made.n_heads),
-    )
+        q = F.linear(query, weights.packed[:C], None if bias is None else bias[:C])
+        k, v = F.linear(key, weights.packed[C:], None if bias is None else bias[C:]).chunk(2, -1)
+    q, k, v = (inputs.split(x, weights.n_heads) for x in (q, k, v))
+    return q, k, v
 
 
 def learned_pair(bias_k: Tensor | None, bias_v: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -187,31 +184,55 @@ def extend(
 
 
 class Attended(NamedTuple):
-    """The output, (B, H, T, D), and the weights after dropout, (B, H, T, S), where wanted."""
+    """The output before `out_proj`, and the weights after dropout, (B, H, T, S), where wanted."""
 
     output: Tensor
     weights: Tensor | None
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    bias: Bias | None,
+    inputs: Inputs,
+    weights: Projection,
+    masks: Masks,
     dropout: float,
     need_weights: bool,
+    static: tuple[Tensor | None, Tensor | None] = (None, None),
     by: Callable[..., Tensor] = attention,
 ) -> Attended:
-    """Attention, and the weights beside it."""
+    """Check, project, attend, and the weights beside it.
+
+    static: keys and values, (B·H, S, D), that stand for projected ones. by: what calls `attention`.
+    """
+    masks.check_axes(inputs.batched)
+    check_widths(inputs, weights)
+    shape = inputs.sizes(weights.n_heads)
+    if static[0] is not None:
+        shape = shape._replace(S=static[0].shape[1])
+    masks.check_sizes(shape, inputs.batched)
+    extra = (weights.pair is not None) + weights.zero
+    mask, bias = masks.read(shape, extra)
     rule: dict[str, Any] = {"mask": mask, "bias": bias}
+    q, k, v = project(inputs, weights)
+    k = k if static[0] is None else read_static("key", static[0], shape, weights)
+    v = v if static[1] is None else read_static("value", static[1], shape, weights)
+    k, v = extend(k, v, weights.pair, weights.zero)
     seed = draw_seed(q.device) if dropout > 0.0 else None
-    output = by(q, k, v, **rule, dropout=dropout, seed=seed)
+    output = inputs.join(by(q, k, v, **rule, dropout=dropout, seed=seed))
     if not need_weights:
         return Attended(output, None)
-    weights = observe(q, k, None, **rule, wants=Wants(weights=True)).weights
-    assert weights is not None
+    seen = observe(q, k, None, **rule, wants=Wants(weights=True)).weights
+    assert seen is not None
     if seed is not None:
-        shape = Shape(*weights.shape)
-        weights = weights * keep_factor(seed, dropout, shape, dtype=weights.dtype)
-    return Attended(output, weights.to(q.dtype))
+        seen = seen * keep_factor(seed, dropout, Shape(*seen.shape), dtype=seen.dtype)
+    return Attended(output, seen.to(q.dtype))
+
+
+def read_static(name: str, static: Tensor, shape: Shape, weights: Projection) -> Tensor:
+    """Keys or values given as (B·H, S, D), as (B, H, S, D)."""
+    if weights.pair is not None:
+        raise InputError(f"bias cannot be added to static {name}.")
+    B, H, _, S = shape
+    wanted = (B * H, S, weights.dim // H)
+    if static.shape != wanted:
+        raise InputError(f"static {name} must be (B·H, S, D) = {wanted}, got {tuple(static.shape)}")
+    return static.view(B, H, S, -1)

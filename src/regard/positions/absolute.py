@@ -15,14 +15,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from regard._check import readable
-from regard.positions.frequencies import (
-    check_choice,
-    check_count,
-    check_number,
-    check_positions,
-    make_frequencies,
-)
+from regard._check import check_choice, check_count, check_number, check_positions, readable
+from regard.positions.frequencies import make_frequencies
 
 Layout = Literal["interleaved", "halves"]
 

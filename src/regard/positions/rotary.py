@@ -1,6 +1,6 @@
-"""Rotary positions: queries and keys are turned, so that their product knows only their distance.
+"""Rotary positions: rotated queries and keys, whose product knows only their distance.
 
-Why: after turning, q at position i times k at position j depends on i - j, and nothing is added to
+Why: after rotating, q at position i times k at position j depends on i - j, and nothing is added to
 the embeddings.
 
 How: a head's first `rotary_dim` numbers make pairs; pair (a, b) at position t becomes (a cos - b
@@ -9,12 +9,12 @@ is x[r] with x[r + R] (Hugging Face's LLaMA, NeoX), "neighbours" is x[2r] with x
 paper, GPT-J, Meta's LLaMA files). Weights are never permuted. `phases` makes (cos, sin) once for a
 pass; `rotate` reads them in every layer.
 
-Phases are float32 whatever the model's type; the turn is computed in float32 or wider and rounded
-once, to the type of x. Nothing is kept between calls.
+Phases are float32 whatever the model's type; the rotation is computed in float32 or wider and
+rounded once, to the type of x. Nothing is kept between calls.
 
-Left out: turning in place, and complex numbers.
+Left out: rotating in place, and complex numbers.
 
-Letters: B batch, T tokens, H heads, D head width, R pairs that turn (rotary_dim / 2).
+Letters: B batch, T tokens, H heads, D head width, R pairs that rotate (rotary_dim / 2).
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,15 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from regard._check import check_float, check_shapes
-from regard.positions.frequencies import (
+from regard._check import (
     check_choice,
     check_count,
+    check_float,
     check_number,
     check_positions,
-    make_frequencies,
+    check_shapes,
 )
+from regard.positions.frequencies import make_frequencies
 from regard.positions.scaling import DynamicNTK, LongRoPE, Scaling
 
 Pairing = Literal["halves", "neighbours"]
@@ -41,7 +42,7 @@ class RotaryConfig:
     """What a family fixes about its rotary positions.
 
     `base` is Hugging Face's rope_theta. `rotary_dim` (even) is how many of the first numbers of a
-    head turn, partial_rotary_factor × head_dim; None is all of them.
+    head rotate, partial_rotary_factor × head_dim; None is all of them.
     """
 
     head_dim: int
@@ -56,11 +57,11 @@ class RotaryConfig:
         check_choice("pairing", self.pairing, get_args(Pairing))
         if self.rotary_dim is not None:
             check_count("rotary_dim", self.rotary_dim)
-        turning = 2 * self.n_pairs
-        if turning != (self.rotary_dim or self.head_dim) or turning > self.head_dim:
+        n_rotated = 2 * self.n_pairs
+        if n_rotated != (self.rotary_dim or self.head_dim) or n_rotated > self.head_dim:
             raise ValueError(
                 f"rotary_dim is {self.rotary_dim} with head_dim {self.head_dim}; expected an even "
-                "number, head_dim at most: set rotary_dim to how many numbers of a head turn"
+                "number, head_dim at most: set rotary_dim to how many numbers of a head rotate"
             )
         if self.scaling is not None:
             self._check_scaling(self.scaling)
@@ -79,7 +80,7 @@ class RotaryConfig:
         if isinstance(scaling, LongRoPE) and len(scaling.short_factor) != self.n_pairs:
             raise ValueError(
                 f"LongRoPE has {len(scaling.short_factor)} divisors; expected one for each of the "
-                f"{self.n_pairs} pairs that turn (rotary_dim / 2)"
+                f"{self.n_pairs} pairs that rotate (rotary_dim / 2)"
             )
         if isinstance(scaling, DynamicNTK) and self.n_pairs == 1:
             raise ValueError("DynamicNTK needs two pairs or more; rotary_dim 2 has one")
@@ -93,7 +94,7 @@ class Phases(NamedTuple):
 
 
 class Rotary(nn.Module):
-    """Turns queries and keys by their positions; no parameters, no buffers, no memory."""
+    """Rotates queries and keys by their positions; no parameters, no buffers, no memory."""
 
     def __init__(self, config: RotaryConfig) -> None:
         super().__init__()
@@ -126,36 +127,19 @@ class Rotary(nn.Module):
     def rotate(
         self, x_bhtd: Tensor, at: Tensor | Phases, *, length: int | Tensor | None = None
     ) -> Tensor:
-        """x turned, in its own type. `at` is positions, (T,) or (B, T), or their phases.
+        """x rotated, in its own type. `at` is positions, (T,) or (B, T), or their phases.
 
-        Queries and keys are turned alike, each by their own positions.
+        Queries and keys are rotated alike, each by their own positions.
         """
         if isinstance(at, Tensor):
             at = self.phases(at, length=length)
         elif length is not None:
             raise ValueError("length came with phases, which have theirs; pass it to phases()")
-        cos, sin = at
-        if cos.ndim == 3 and cos.shape[0] == 1:  # one row for all
-            cos, sin = cos[0], sin[0]
-        self._check_fit(x_bhtd, cos)
-        if cos.ndim == 3:
-            cos, sin = cos[:, None], sin[:, None]
-        n_pairs = self.config.n_pairs
-        # cos and sin are float32, so every product is float32 or wider, whatever the type of x.
-        turning, rest = x_bhtd[..., : 2 * n_pairs], x_bhtd[..., 2 * n_pairs :]
-        if self.config.pairing == "halves":
-            a, b = turning[..., :n_pairs], turning[..., n_pairs:]
-            turned_bhtd = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
-        else:
-            a, b = turning[..., ::2], turning[..., 1::2]
-            pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)
-            turned_bhtd = torch.cat((pairs.flatten(-2), rest), -1)
-        return turned_bhtd.to(x_bhtd.dtype)
+        phases = Phases(*at)
+        self._check_fit(x_bhtd, phases.cos)
+        return rotate_pairs(x_bhtd, phases, self.config)
 
-    def forward(
-        self, x_bhtd: Tensor, at: Tensor | Phases, *, length: int | Tensor | None = None
-    ) -> Tensor:
-        return self.rotate(x_bhtd, at, length=length)
+    forward = rotate
 
     def extra_repr(self) -> str:
         return str(self.config)
@@ -164,13 +148,31 @@ class Rotary(nn.Module):
         check_float("x", x_bhtd)
         if cos.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"phases are {cos.dtype}; expected float32, as phases() makes them")
-        letters = "T R" if cos.ndim == 2 else "B T R"
+        letters = "T R" if cos.ndim == 2 else "1 T R" if cos.shape[0] == 1 else "B T R"
         sizes = check_shapes({"x": (x_bhtd, "B H T D"), "positions or phases": (cos, letters)})
         if sizes["D"] != self.config.head_dim or sizes["R"] != self.config.n_pairs:
             raise ValueError(
-                f"x has D={sizes['D']} and is turned in R={sizes['R']} pairs, but the config has "
+                f"x has D={sizes['D']} and is rotated in R={sizes['R']} pairs, but the config has "
                 f"D=head_dim={self.config.head_dim}, R={self.config.n_pairs}; use this layer's own"
             )
+
+
+def rotate_pairs(x_bhtd: Tensor, phases: Phases, config: RotaryConfig) -> Tensor:
+    """x rotated by phases that fit it, in its own type."""
+    cos, sin = phases
+    if cos.ndim == 3 and cos.shape[0] != 1:
+        cos, sin = cos[:, None], sin[:, None]
+    n_pairs = cos.shape[-1]
+    # cos and sin are float32, so every product is float32 or wider, whatever the type of x.
+    head, rest = x_bhtd[..., : 2 * n_pairs], x_bhtd[..., 2 * n_pairs :]
+    if config.pairing == "halves":
+        a, b = head[..., :n_pairs], head[..., n_pairs:]
+        rotated_bhtd = torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+    else:
+        a, b = head[..., ::2], head[..., 1::2]
+        pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)
+        rotated_bhtd = torch.cat((pairs.flatten(-2), rest), -1)
+    return rotated_bhtd.to(x_bhtd.dtype)
 
 
 def _measure(positions: Tensor, length: int | Tensor | None) -> Tensor:

@@ -6,51 +6,68 @@ in full or refused in words, never ignored.
 How: each is a frozen value, checked when made, with
 - `scale(frequencies_r, base, length)`, the new frequencies; `length` broadcasts against (R,);
 - `needs_length`, whether the length of the text matters; if not, None will do for it;
-- `rotates_kept_keys`, whether keys in a cache turn anew as the text grows;
+- `rotates_kept_keys`, whether kept keys are rotated anew as the text grows;
 - `amplitude`, the factor on cos and sin, whose square is on the scores.
 `scaling_from_dict` reads the `rope_scaling` / `rope_parameters` of a Hugging Face config.
 
 Left out: "proportional", "axial" and "mrope", and the second factor that DeepSeek puts on the
 softmax scale (pass it to attention as `scale=`).
 
-Letters: R pairs that turn.
+Letters: R pairs that rotate.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from regard.positions.frequencies import check_count, check_number
+from regard._check import check_count, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear:
+class Stretch:
+    """What the scalings have unless they say otherwise."""
+
+    needs_length: ClassVar[bool] = False
+    rotates_kept_keys: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse lengths that are no counts and numbers that are not above 0."""
+        for field in fields(self):
+            name, value = f"{type(self).__name__}.{field.name}", getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if field.name.endswith("max_len"):
+                check_count(name, value)
+            elif field.type in (float, float | None):
+                check_number(name, value)
+
+    @property
+    def amplitude(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Stretch):
     """Every frequency divided by `factor`: positions move closer together ("linear")."""
 
     factor: float
-    needs_length: ClassVar[bool] = False
-    rotates_kept_keys: ClassVar[bool] = False
-    amplitude: ClassVar[float] = 1.0
-
-    def __post_init__(self) -> None:
-        check_number("Linear.factor", self.factor)
 
     def scale(self, frequencies_r: Tensor, base: float, length: Tensor | None) -> Tensor:
         return frequencies_r / self.factor
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicNTK:
+class DynamicNTK(Stretch):
     """A base that grows with the text, once it is longer than `original_max_len` ("dynamic").
 
     The fastest pair keeps its frequency, the slowest is divided by the whole stretch, the others
     by a power between. The stretch follows from the length of this text alone.
 
-    Keys in a cache stay as they were turned, for the length of their own call; `transformers` does
+    Kept keys stay as they were rotated, for the length of their own call; `transformers` does
     the same. So a text that has grown past `original_max_len` by a cache is not answered just as
     when all of it is read at once, and a long prompt is to be read in one call.
     """
@@ -58,12 +75,6 @@ class DynamicNTK:
     factor: float
     original_max_len: int
     needs_length: ClassVar[bool] = True
-    rotates_kept_keys: ClassVar[bool] = False
-    amplitude: ClassVar[float] = 1.0
-
-    def __post_init__(self) -> None:
-        check_number("DynamicNTK.factor", self.factor)
-        check_count("DynamicNTK.original_max_len", self.original_max_len)
 
     def scale(self, frequencies_r: Tensor, base: float, length: Tensor | None) -> Tensor:
         assert length is not None
@@ -74,10 +85,10 @@ class DynamicNTK:
 
 
 @dataclass(frozen=True, kw_only=True)
-class YaRN:
+class YaRN(Stretch):
     """Slow pairs divided by `factor`, fast ones kept, a ramp between ("yarn").
 
-    A pair is fast if it turns more than `beta_fast` times within `original_max_len`, slow if less
+    A pair is fast if it rotates more than `beta_fast` times within `original_max_len`, slow if less
     than `beta_slow` times; `truncate` widens the ramp to whole pairs. cos and sin are multiplied by
     `attention_factor`: when None, by 0.1 ln(factor) + 1; with `mscale` and `mscale_all_dim`
     (DeepSeek), by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
@@ -91,16 +102,9 @@ class YaRN:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    needs_length: ClassVar[bool] = False
-    rotates_kept_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_count("YaRN.original_max_len", self.original_max_len)
-        for name in ("factor", "beta_fast", "beta_slow"):
-            check_number(f"YaRN.{name}", getattr(self, name))
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            if getattr(self, name) is not None:
-                check_number(f"YaRN.{name}", getattr(self, name))
+        super().__post_init__()
         if not isinstance(self.truncate, bool):
             raise ValueError(f"YaRN.truncate is {self.truncate!r}; expected True or False")
         if (self.mscale is None) != (self.mscale_all_dim is None):
@@ -108,7 +112,7 @@ class YaRN:
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"YaRN.beta_fast {self.beta_fast} is below beta_slow {self.beta_slow}; "
-                "fast pairs turn more often than slow ones"
+                "fast pairs rotate more often"
             )
 
     @property
@@ -134,13 +138,13 @@ class YaRN:
         return frequencies_r * (1 - slow_r + slow_r / self.factor)
 
     def _find_pair(self, turns: float, n_pairs: int, base: float) -> float:
-        """The pair (a fraction of one, too) that turns this often within original_max_len."""
+        """The pair (a fraction of one, too) that rotates this often within original_max_len."""
         wavelength = self.original_max_len / turns
         return n_pairs * math.log(wavelength / (2 * math.pi)) / math.log(base)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3:
+class Llama3(Stretch):
     """LLaMA 3.1: slow pairs divided by `factor`, fast ones kept, a passage between ("llama3").
 
     Slow is fewer than `low_freq_factor` turns within `original_max_len`, fast is more than
@@ -151,18 +155,13 @@ class Llama3:
     low_freq_factor: float
     high_freq_factor: float
     original_max_len: int
-    needs_length: ClassVar[bool] = False
-    rotates_kept_keys: ClassVar[bool] = False
-    amplitude: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            check_number(f"Llama3.{name}", getattr(self, name))
-        check_count("Llama3.original_max_len", self.original_max_len)
+        super().__post_init__()
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"Llama3.high_freq_factor {self.high_freq_factor} is not above "
-                f"low_freq_factor {self.low_freq_factor}; fast pairs turn more often than slow ones"
+                f"low_freq_factor {self.low_freq_factor}; fast pairs rotate more often"
             )
 
     def scale(self, frequencies_r: Tensor, base: float, length: Tensor | None) -> Tensor:
@@ -173,12 +172,12 @@ class Llama3:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongRoPE:
+class LongRoPE(Stretch):
     """A divisor for every pair, another one beyond `original_max_len` ("longrope", once "su").
 
     cos and sin are multiplied, in short texts too, by `attention_factor`: when None, by
-    sqrt(1 + ln(factor) / ln(original_max_len)), where factor may be told as `max_len`, which is
-    factor × original_max_len. Keys in a cache turn anew once the text is past `original_max_len`.
+    sqrt(1 + ln(factor) / ln(original_max_len)), where factor may be given as `max_len`, which is
+    factor × original_max_len. Kept keys are rotated anew once the text is past `original_max_len`.
     """
 
     short_factor: Sequence[float]
@@ -191,7 +190,7 @@ class LongRoPE:
     rotates_kept_keys: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_count("LongRoPE.original_max_len", self.original_max_len)
+        super().__post_init__()
         check_number("LongRoPE.original_max_len", self.original_max_len, above=1)
         for name in ("short_factor", "long_factor"):
             divisors = tuple(getattr(self, name))
@@ -207,11 +206,6 @@ class LongRoPE:
             raise ValueError("LongRoPE.factor and max_len say the same thing; give one of them")
         if self.factor is None and self.max_len is None and self.attention_factor is None:
             raise ValueError("LongRoPE needs factor, max_len or attention_factor; give one of them")
-        if self.max_len is not None:
-            check_count("LongRoPE.max_len", self.max_len)
-        for name in ("factor", "attention_factor"):
-            if getattr(self, name) is not None:
-                check_number(f"LongRoPE.{name}", getattr(self, name))
 
     @property
     def amplitude(self) -> float:
@@ -240,25 +234,14 @@ def _count_pairs(frequencies_r: Tensor) -> Tensor:
 
 # Hugging Face's types: what each makes, the keys it must have, the keys it may have.
 _ORIGINAL = "original_max_position_embeddings"
-_TYPES: dict[str, tuple[Callable[..., Scaling], frozenset[str], frozenset[str]]] = {
-    "linear": (Linear, frozenset({"factor"}), frozenset()),
-    "dynamic": (DynamicNTK, frozenset({"factor"}), frozenset()),
-    "llama3": (
-        Llama3,
-        frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-        frozenset({_ORIGINAL}),
-    ),
-    "yarn": (
-        YaRN,
-        frozenset(),
-        frozenset({"factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale"})
-        | frozenset({"mscale_all_dim", "truncate", "finetuned"}),
-    ),
-    "longrope": (
-        LongRoPE,
-        frozenset({"short_factor", "long_factor"}),
-        frozenset({"factor", _ORIGINAL, "attention_factor"}),
-    ),
+_YARN = f"factor {_ORIGINAL} beta_fast beta_slow attention_factor mscale mscale_all_dim truncate"
+_TYPES: dict[str, tuple[Callable[..., Scaling | None], str, str]] = {
+    "default": (lambda: None, "", ""),
+    "linear": (Linear, "factor", ""),
+    "dynamic": (DynamicNTK, "factor", ""),
+    "llama3": (Llama3, "factor low_freq_factor high_freq_factor", _ORIGINAL),
+    "yarn": (YaRN, "", f"{_YARN} finetuned"),
+    "longrope": (LongRoPE, "short_factor long_factor", f"factor {_ORIGINAL} attention_factor"),
 }
 
 
@@ -281,14 +264,12 @@ def scaling_from_dict(
     given.pop("partial_rotary_factor", None)
     kind = _take_kind(given)
     _check_keys(kind, given)
-    if kind == "default":
-        return None
     # Says how the weights came about; "yarn" is computed alike with and without it.
     given.pop("finetuned", None)
     in_dict = given.pop(_ORIGINAL, None)
     if kind == "dynamic":  # here the model's own length is the original one
         given["original_max_len"] = _need(kind, "max_len", max_len)
-    elif kind != "linear":
+    elif kind not in ("linear", "default"):
         original = _need(kind, _ORIGINAL, original_max_len or in_dict or max_len)
         given["original_max_len"] = original
         if kind != "llama3" and "factor" not in given:
@@ -299,18 +280,17 @@ def scaling_from_dict(
 def _take_kind(given: dict[str, Any]) -> str:
     kinds = {given.pop(key) for key in ("rope_type", "type") if key in given} or {"default"}
     kinds = {"longrope" if kind == "su" else kind for kind in kinds}  # Phi-3's first name for it
-    unknown = kinds - {"default", *_TYPES}
-    if unknown or len(kinds) > 1:
+    if kinds - set(_TYPES) or len(kinds) > 1:
         raise ValueError(
             f"rotary scaling of type {' and '.join(sorted(map(repr, kinds)))} is not known; "
-            f"expected one of 'default', {', '.join(map(repr, _TYPES))}: without the right one "
-            "every position would be wrong"
+            f"expected one of {', '.join(map(repr, _TYPES))}: without the right one every position "
+            "would be wrong"
         )
     return str(kinds.pop())
 
 
 def _check_keys(kind: str, given: Mapping[str, Any]) -> None:
-    needed, allowed = _TYPES[kind][1:] if kind != "default" else (frozenset(), frozenset())
+    needed, allowed = (set(keys.split()) for keys in _TYPES[kind][1:])
     unknown = sorted(set(given) - needed - allowed)
     if unknown:
         raise ValueError(

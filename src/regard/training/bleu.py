@@ -48,8 +48,8 @@ def translate_rows(
     texts = [""] * len(rows)
     for start in range(0, len(order), at_once):
         some = order[start : start + at_once]
-        made = generate_ids(model, source=[list(rows[row]) for row in some], config=config)
-        for row, ids in zip(some, made.rows(), strict=True):
+        answers = generate_ids(model, source=[list(rows[row]) for row in some], config=config)
+        for row, ids in zip(some, answers.rows(), strict=True):
             texts[row] = tokenizer.decode(ids)
     return texts
 

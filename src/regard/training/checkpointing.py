@@ -18,7 +18,7 @@ from regard.models import Transformer
 
 
 @contextmanager
-def recomputing(model: Transformer) -> Iterator[None]:
+def checkpointed(model: Transformer) -> Iterator[None]:
     """Compute the insides of blocks again in the backward pass, while the block runs."""
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     blocks = [block for stack in stacks for block in stack.layers]

@@ -5,7 +5,7 @@ is checked when it is made, and is saved beside the run.
 
 How: plain numbers and words. `with_settings` changes fields by the words of a command line
 ("lr=0.002"), each read as the type of its field. What the model is, and which data it reads, is
-told elsewhere.
+elsewhere.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from regard._check import check_probability
-from regard.positions.frequencies import check_choice, check_count, check_number
+from regard._check import check_choice, check_count, check_number, check_probability
 
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "constant"]
 OptimizerKind = Literal["adamw", "muon"]
@@ -35,7 +34,6 @@ class TrainConfig:
     one. `minutes`: stop after so long, whatever the step. `precision` "bfloat16" is autocast.
     `compiled`: by torch.compile, for which the first step waits; the others then take less.
     `recompute`: keep no activations inside blocks, and compute them again in the backward pass.
-    `guide`: weight of the alignment term, for translation.
     """
 
     steps: int
@@ -60,7 +58,6 @@ class TrainConfig:
     keep: int = 2
     patience: int | None = None
     minutes: float | None = None
-    guide: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -68,8 +65,8 @@ class TrainConfig:
             check_count(name, getattr(self, name))
         for name in ("lr", "eps", "clip"):
             check_number(name, getattr(self, name), above=0)
-        if self.warmup < 0 or self.seed < 0 or self.guide < 0 or self.weight_decay < 0:
-            raise ValueError("warmup, seed, guide and weight_decay are 0 or more")
+        if self.warmup < 0 or self.seed < 0 or self.weight_decay < 0:
+            raise ValueError("warmup, seed and weight_decay are 0 or more")
         for name in ("beta1", "beta2", "smoothing", "end_share"):
             check_probability(name, getattr(self, name))
         check_choice("schedule", self.schedule, get_args(Schedule))
@@ -84,12 +81,7 @@ class TrainConfig:
         if self.schedule == "inverse_sqrt" and self.warmup == 0:
             raise ValueError("the inverse_sqrt schedule falls from the end of its warmup: above 0")
 
-    def told(self) -> dict[str, Any]:
-        """All fields, as JSON holds them."""
-        return asdict(self)
-
     def with_settings(self, settings: Mapping[str, str]) -> TrainConfig:
-        """The config with fields changed as a command line words them."""
         kinds = typing.get_type_hints(TrainConfig)
         return replace(self, **{name: read(name, word, kinds) for name, word in settings.items()})
 

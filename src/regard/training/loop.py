@@ -20,25 +20,24 @@ import math
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 
 from regard.models import Transformer
-from regard.training.checkpointing import recomputing
+from regard.training.checkpointing import checkpointed
 from regard.training.config import TrainConfig
 from regard.training.data.packing import NOTHING
 from regard.training.loss import plain_loss, summed_loss
 from regard.training.mfu import count_flops, peak_flops
 from regard.training.optim import Average, make_optimizers, rate_share, set_rate
-from regard.training.parallel import Fleet
+from regard.training.parallel import Mesh
 from regard.training.runlog import EvalReport, StepReport
 from regard.training.snapshot import Snapshot, load_best, load_latest, save_snapshot
 from regard.training.tasks import Task
@@ -58,9 +57,7 @@ class Listener(Protocol):
     """Who is told how it goes; a `Monitor`, for one."""
 
     def step(self, report: StepReport) -> None: ...
-
     def evaluated(self, report: EvalReport) -> None: ...
-
     def note(self, text: str) -> None: ...
 
 
@@ -68,14 +65,9 @@ class Listener(Protocol):
 class Silence:
     """A listener that says nothing."""
 
-    def step(self, report: StepReport) -> None:
-        pass
-
-    def evaluated(self, report: EvalReport) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
+    def step(self, report: StepReport) -> None: ...
+    def evaluated(self, report: EvalReport) -> None: ...
+    def note(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +80,19 @@ class Result:
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
+class StepBatches:
     """The batches of one step, and how many tokens of all ranks they ask for."""
 
     batches: list[dict[str, Tensor]]
+    n_tokens: int
+
+
+class Pending(NamedTuple):
+    """A step whose loss has not been read from the device yet."""
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
     n_tokens: int
 
 
@@ -105,7 +106,7 @@ class Progress:
     waited: int = 0
     owed: bool = False
     """Whether a stop came before the evaluation that was due."""
-    pending: deque[tuple[int, Tensor, Tensor, int]] = field(default_factory=deque)
+    pending: list[Pending] = field(default_factory=list)
 
 
 def train(
@@ -114,7 +115,7 @@ def train(
     config: TrainConfig,
     folder: Path,
     *,
-    fleet: Fleet | None = None,
+    mesh: Mesh | None = None,
     resume: bool = False,
     listener: Listener | None = None,
     judge: Judge | None = None,
@@ -125,7 +126,7 @@ def train(
     several ranks, load the snapshot. judge: scores of a model beside its loss, such as BLEU; then
     the first of them, the higher the better, says which evaluation is the best.
     """
-    run = Run(model, task, config, folder, fleet or Fleet.alone(), listener or Silence(), judge)
+    run = Run(model, task, config, folder, mesh or Mesh.alone(), listener or Silence(), judge)
     latest = load_latest(folder)
     if latest is not None and not resume:
         raise FileExistsError(
@@ -151,23 +152,23 @@ class Run:
         task: Task,
         config: TrainConfig,
         folder: Path,
-        fleet: Fleet,
+        mesh: Mesh,
         listener: Listener,
         judge: Judge | None,
     ) -> None:
-        if fleet.size > 1 and (config.average is not None or judge is not None or config.guide):
+        if mesh.size > 1 and (config.average is not None or judge is not None):
             raise ValueError(
-                "average, guide and scores beside the loss are for one device; train without them "
-                "on several, and score the model that comes of it"
+                "average and scores beside the loss are for one device; train without them on "
+                "several, and score the model that comes of it"
             )
         if model.head is None:
             raise ValueError("a model without a head scores no tokens; train one that has one")
         self.model, self.task, self.config, self.folder = model, task, config, folder
-        self.fleet, self.listener, self.judge = fleet, listener, judge
-        self.flops, self.peak = count_flops(model), peak_flops(fleet.device)
-        model.to(fleet.device)
-        fleet.prepare(model)
-        self.optimizers = make_optimizers(model, config, fleet)
+        self.mesh, self.listener, self.judge = mesh, listener, judge
+        self.flops, self.peak = count_flops(model), peak_flops(mesh.device)
+        model.to(mesh.device)
+        mesh.prepare(model)
+        self.optimizers = make_optimizers(model, config, mesh)
         self.average = None if config.average is None else Average(model, config.average)
         self.vectors: Callable[..., Tensor] = task.vectors
         if config.compiled:
@@ -177,34 +178,32 @@ class Run:
 
     # ---- A step
 
-    def go_on(self, fetch: Callable[[int], Ready], asked_to_stop: Callable[[], bool]) -> str:
+    def go_on(self, fetch: Callable[[int], StepBatches], asked_to_stop: Callable[[], bool]) -> str:
         """Step after step, until the last, or a reason to stop."""
         config, progress = self.config, self.progress
-        every = 1 if self.fleet.device.type == "cpu" else READ_EVERY
-        began = self._read_at = time.perf_counter()
-        limit = math.inf if config.minutes is None else began + 60.0 * config.minutes
+        read_every = 1 if self.mesh.device.type == "cpu" else READ_EVERY
+        self._read_at = time.perf_counter()
+        limit = self._read_at + 60.0 * (math.inf if config.minutes is None else config.minutes)
         if progress.owed and self.evaluate():
             self.save(True)
         while progress.step < config.steps and not self.is_tired():
             self.step(fetch(progress.step))
             progress.step += 1
-            late = self.fleet.any(time.perf_counter() > limit)
+            late = self.mesh.any(time.perf_counter() > limit)
+            stop = self.mesh.any(asked_to_stop())
             last = progress.step == config.steps or late
-            stop = self.fleet.any(asked_to_stop())
             due_eval = progress.step % config.eval_every == 0 or last
             due_save = progress.step % config.save_every == 0 or last or stop
-            if due_eval or due_save or progress.step % every == 0:
+            if due_eval or due_save or progress.step % read_every == 0:
                 self.read_losses()
             progress.owed = due_eval and stop
             best = self.evaluate() if due_eval and not stop else False
             if due_save or best or self.is_tired():
                 self.save(best)
-            if stop:
-                self.listener.note(f"stopped after {progress.step} steps; all is saved")
-                return "interrupted"
-            if late:
-                self.listener.note(f"stopped after {progress.step} steps: the time is over")
-                return "time"
+            if stop or late:
+                why = "; all is saved" if stop else ": the time is over"
+                self.listener.note(f"stopped after {progress.step} steps{why}")
+                return "interrupted" if stop else "time"
         if progress.step == config.steps or not self.is_tired():
             return "done"
         self.listener.note(
@@ -214,89 +213,85 @@ class Run:
         return "patience"
 
     def is_tired(self) -> bool:
-        """Whether too many evaluations in a row were no better."""
         return self.progress.waited >= (self.config.patience or math.inf)
 
-    def step(self, ready: Ready) -> None:
-        """One change of the weights."""
+    def step(self, ready: StepBatches) -> None:
         config, step = self.config, self.progress.step
-        rate = config.lr * rate_share(config, step)
-        set_rate(self.optimizers, rate)
-        torch.manual_seed(mix(config.seed, step, self.fleet.part))
-        total: Tensor | None = None
+        set_rate(self.optimizers, config.lr * rate_share(config, step))
+        torch.manual_seed(mix(config.seed, step, self.mesh.part))
+        total = torch.zeros((), device=self.mesh.device)
         for batch in ready.batches:
-            own = {
-                name: x.to(self.fleet.device, non_blocking=True)
-                for name, x in self.fleet.cut(batch).items()
-            }
-            loss = self.loss(own) / ready.n_tokens
+            loss = self.loss(self.on_device(batch)) / ready.n_tokens
             loss.backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        norm = self.fleet.clip(self.model, config.clip)
+            total = total + loss.detach()
+        norm = self.mesh.clip(self.model, config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.follow(self.model, step)
-        self.progress.pending.append((step + 1, self.fleet.total(total), norm, ready.n_tokens))
+        total = self.mesh.total(total)
+        self.progress.pending.append(Pending(step + 1, total, norm, ready.n_tokens))
+
+    def on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's part of a batch, on its device."""
+        device = self.mesh.device
+        return {name: x.to(device, non_blocking=True) for name, x in self.mesh.cut(batch).items()}
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The sum over the batch's tokens, with gradients."""
         model, config, targets = self.model, self.config, batch[self.task.targets]
         with self.autocast():
-            guide = self.task.guide(model, batch) if config.guide and model.training else None
-            with guide or nullcontext():
+            auxiliary = self.task.auxiliary_loss(model, batch) if model.training else None
+            if auxiliary is not None and self.mesh.size > 1:
+                raise ValueError("an auxiliary loss is for one device; train without it on several")
+            with auxiliary or nullcontext():
                 x_btc = self.vectors(model, batch)
             smoothing = config.smoothing if model.training else 0.0
             assert model.head is not None
-            if self.fleet.size > 1:
+            if self.mesh.size > 1:
                 # Weights that are spread over ranks are whole only inside torch's own layers.
                 loss = plain_loss(model.head(x_btc), targets, smoothing)
             else:
                 loss = summed_loss(model.head, x_btc, targets, smoothing)
-        if guide is not None:
-            loss = loss + config.guide * guide.loss() * (targets != NOTHING).sum()
+        if auxiliary is not None:
+            loss = loss + auxiliary.loss() * (targets != NOTHING).sum()
         return loss
 
     def autocast(self) -> Any:
-        """bfloat16 where the config says so."""
         if self.config.precision == "float32":
             return nullcontext()
-        return torch.autocast(self.fleet.device.type, torch.bfloat16)
+        return torch.autocast(self.mesh.device.type, torch.bfloat16)
 
     def read_losses(self) -> None:
         """Look at the losses since the last time, and tell them."""
-        pending = self.progress.pending
+        pending, self.progress.pending = self.progress.pending, []
         if not pending:
             return
-        figures = torch.stack([torch.stack((loss, norm.to(loss))) for _, loss, norm, _ in pending])
-        read = figures.tolist()
+        figures = torch.stack([torch.stack((p.loss, p.grad_norm.to(p.loss))) for p in pending])
+        numbers = figures.tolist()
         now = time.perf_counter()
-        seconds = (now - self._read_at) / len(read)
+        seconds = (now - self._read_at) / len(pending)
         self._read_at = now
-        memory = None
-        if self.fleet.device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(self.fleet.device)
-        for (step, _, _, n_tokens), (loss, norm) in zip(pending, read, strict=True):
-            rate = self.config.lr * rate_share(self.config, step - 1)
-            speed = self.flops * n_tokens / seconds / self.fleet.size
+        device, memory = self.mesh.device, None
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(device)
+        for (step, _, _, n_tokens), (loss, norm) in zip(pending, numbers, strict=True):
+            flops = self.flops * n_tokens / seconds / self.mesh.size
             report = StepReport(
                 step=step,
                 loss=loss,
-                lr=rate,
+                lr=self.config.lr * rate_share(self.config, step - 1),
                 grad_norm=norm,
                 tokens=n_tokens,
                 seconds=seconds,
-                mfu=None if self.peak is None else speed / self.peak,
+                mfu=None if self.peak is None else flops / self.peak,
                 memory=memory,
             )
             self.listener.step(report)
             if not math.isfinite(loss) or not math.isfinite(norm):
-                pending.clear()
                 said = f"the loss is {loss} and the norm of the gradient {norm}"
                 raise Diverged(self._tell_divergence(step, said))
-        pending.clear()
 
     def _tell_divergence(self, step: int, said: str) -> str:
         left = load_latest(self.folder)
@@ -340,8 +335,8 @@ class Run:
         with torch.no_grad():
             for batch in self.task.held_out():
                 n_tokens += int((batch[self.task.targets] != NOTHING).sum())
-                own = {name: x.to(self.fleet.device) for name, x in self.fleet.cut(batch).items()}
-                total += self.fleet.total(self.loss(own).detach()).double().cpu()
+                loss = self.loss(self.on_device(batch)).detach()
+                total += self.mesh.total(loss).double().cpu()
         return float(total) / max(n_tokens, 1), n_tokens
 
     @contextmanager
@@ -359,7 +354,7 @@ class Run:
 
     def save(self, best: bool) -> None:
         """Everything that a run needs to go on."""
-        tensors = self.fleet.state(self.model, self.optimizers)
+        tensors = self.mesh.state(self.model, self.optimizers)
         if tensors is None:
             return
         if self.average is not None:
@@ -369,7 +364,7 @@ class Run:
         if not all(bool(x.isfinite().all()) for x in tensors.values()):
             raise Diverged(self._tell_divergence(progress.step, "not all weights are finite"))
         facts = {
-            "config": self.config.told(),
+            "config": asdict(self.config),
             "data": self.task.fingerprint,
             "best": None if progress.best is None else asdict(progress.best),
             "waited": progress.waited,
@@ -378,7 +373,6 @@ class Run:
         save_snapshot(self.folder, progress.step, tensors, facts, keep=self.config.keep, best=best)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go on where the snapshot was taken."""
         facts = snapshot.facts
         if facts["data"] != self.task.fingerprint:
             raise ValueError(
@@ -386,14 +380,14 @@ class Run:
                 "given now; resume with the same files, or train into another folder"
             )
         free = {"steps", "save_every", "keep", "eval_every", "patience", "minutes"}
-        told, now = facts["config"], self.config.told()
-        changed = [n for n in now if n not in free and told.get(n, now[n]) != now[n]]
+        old, now = facts["config"], asdict(self.config)
+        changed = [n for n in now if n not in free and old.get(n, now[n]) != now[n]]
         if changed:
-            said = ", ".join(f"{name} was {told[name]}, is {now[name]}" for name in changed)
+            said = ", ".join(f"{name} was {old[name]}, is {now[name]}" for name in changed)
             self.listener.note(f"this run goes on with other settings: {said}")
         for said in snapshot.passed_over:
             self.listener.note(said)
-        self.fleet.restore(self.model, self.optimizers, snapshot.tensors)
+        self.mesh.restore(self.model, self.optimizers, snapshot.tensors)
         if self.average is not None:
             for name, tensor in self.average.weights.items():
                 tensor.copy_(snapshot.tensors[f"average/{name}"])
@@ -413,7 +407,7 @@ class Run:
         best = load_best(self.folder)
         if best is not None:
             weights = {n: x for n, x in best.tensors.items() if n.startswith("model/")}
-            self.fleet.restore(self.model, (), weights)
+            self.mesh.restore(self.model, (), weights)
             if self.average is not None:
                 kept = {name: best.tensors[f"average/{name}"] for name in self.average.weights}
                 self.average.put(self.model, kept)
@@ -425,37 +419,35 @@ class Run:
 
     @contextmanager
     def set_up(self) -> Iterator[None]:
-        """The model in training mode."""
         self.model.train()
-        with recomputing(self.model) if self.config.recompute else nullcontext():
+        with checkpointed(self.model) if self.config.recompute else nullcontext():
             yield
 
     @contextmanager
-    def fetching(self) -> Iterator[Callable[[int], Ready]]:
+    def fetching(self) -> Iterator[Callable[[int], StepBatches]]:
         """A function from a step to its batches, which are made ahead by a thread."""
-        made: dict[int, Future[Ready]] = {}
+        futures: dict[int, Future[StepBatches]] = {}
         with ThreadPoolExecutor(1) as maker:
 
-            def fetch(step: int) -> Ready:
+            def fetch(step: int) -> StepBatches:
                 for ahead in range(step, min(step + AHEAD, self.config.steps)):
-                    if ahead not in made:
-                        made[ahead] = maker.submit(self.make_ready, ahead)
-                return made.pop(step).result()
+                    if ahead not in futures:
+                        futures[ahead] = maker.submit(self.make_ready, ahead)
+                return futures.pop(step).result()
 
             try:
                 yield fetch
             finally:
-                for future in made.values():
+                for future in futures.values():
                     future.cancel()
 
-    def make_ready(self, step: int) -> Ready:
-        """The batches of a step."""
+    def make_ready(self, step: int) -> StepBatches:
         first = step * self.config.accumulate
         batches = [self.task.batch(first + i) for i in range(self.config.accumulate)]
         n_tokens = sum(int((batch[self.task.targets] != NOTHING).sum()) for batch in batches)
-        if self.fleet.device.type == "cuda":
+        if self.mesh.device.type == "cuda":
             batches = [{n: x.pin_memory() for n, x in batch.items()} for batch in batches]
-        return Ready(batches, max(n_tokens, 1))
+        return StepBatches(batches, max(n_tokens, 1))
 
     @contextmanager
     def interruptible(self) -> Iterator[Callable[[], bool]]:

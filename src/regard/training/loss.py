@@ -1,22 +1,22 @@
 """Cross-entropy over the vocabulary, from the last vectors on, with its gradient made on the way.
 
-Why: scores over a vocabulary are the largest tensor of a training step, ten times any other, and
+Why: logits over a vocabulary are the largest tensor of a training step, ten times any other, and
 plain code reads and writes it five times.
 
-How: one function is the output layer and the loss. Scores of a part of the tokens are computed,
+How: one function is the output layer and the loss. Logits of a part of the tokens are computed,
 turned in place into the loss's gradient by them, and used at once for the gradients by the vectors
 and by the weight; so they are never kept, and are read and written once. On a GPU the middle step
 is one kernel that goes over each row twice, the second time while it still lies in the cache. The
 backward pass only multiplies by what came from above. A vocabulary whose size is awkward for the
 matrix units is widened with rows of zeros that no token can choose.
 
-The loss of a token with target y, smoothing e and V scores s is
+The loss of a token with target y, smoothing e and V logits s is
 
     logsumexp(s) - (1 - e) · s[y] - e · mean(s)
 
 and that of a batch the sum over its tokens; tokens with the target -100 are left out.
 
-Left out: second derivatives; a softcap of the scores, for which `plain_loss` is there.
+Left out: second derivatives; a softcap of the logits, for which `plain_loss` is there.
 
 Letters: N tokens, C model width, V vocabulary.
 """
@@ -36,9 +36,9 @@ from regard.training.data.packing import NOTHING
 
 EVEN = 128
 """Half-precision matrix units want a vocabulary of a multiple of this."""
-CPU_SCORES = 2**24
-"""Scores computed at a time on a CPU: enough for its matrix products, too few to fill memory."""
-GPU_SCORES = 2**31
+CPU_LOGITS = 2**24
+"""Logits computed at a time on a CPU: enough for its matrix products, too few to fill memory."""
+GPU_LOGITS = 2**31
 """And on a GPU, where only memory sets a bound."""
 
 
@@ -66,20 +66,18 @@ def summed_loss(head: Head, x_btc: Tensor, targets_bt: Tensor, smoothing: float 
         x_nc, weight = x_nc.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(x_nc.device.type, enabled=False):
-        lack = -weight.shape[0] % EVEN
+        n_real = weight.shape[0]
+        lack = -n_real % EVEN
         if x_nc.is_cuda and x_nc.dtype != torch.float32 and lack:
-            n_real = weight.shape[0]
             weight = F.pad(weight, (0, 0, 0, lack))
             bias = None if bias is None else F.pad(bias, (0, lack))
-        else:
-            n_real = weight.shape[0]
         # Asked here: inside a Function gradients are off, and what its inputs need says nothing.
         given = [x for x in (x_nc, weight, bias) if x is not None]
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-        made: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
+        total: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
             x_nc, weight, bias, targets_bt.flatten(), smoothing, n_real, learns
         )
-    return made
+    return total
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -96,7 +94,7 @@ class _SummedLoss(torch.autograd.Function):
         n_real: int,
         learns: bool,
     ) -> Tensor:
-        limit = GPU_SCORES if x_nc.is_cuda else CPU_SCORES
+        limit = GPU_LOGITS if x_nc.is_cuda else CPU_LOGITS
         n_at_once = max(1, min(x_nc.shape[0], limit // weight_vc.shape[0]))
         whole = n_at_once == x_nc.shape[0]
         total = x_nc.new_zeros((), dtype=torch.float32)
@@ -104,24 +102,24 @@ class _SummedLoss(torch.autograd.Function):
         grad_weight = grad_bias = None
         for start in range(0, x_nc.shape[0], n_at_once):
             part_nc = x_nc[start : start + n_at_once]
-            scores_nv = F.linear(part_nc, weight_vc, bias_v)
-            losses_n = turn_into_gradient(
-                scores_nv, targets_n[start : start + n_at_once], smoothing, n_real, learns
+            logits_nv = F.linear(part_nc, weight_vc, bias_v)
+            losses_n = logits_to_gradient(
+                logits_nv, targets_n[start : start + n_at_once], smoothing, n_real, learns
             )
             total += losses_n.sum()
             if grad_x is None:
                 continue
-            torch.mm(scores_nv, weight_vc, out=grad_x[start : start + n_at_once])
+            torch.mm(logits_nv, weight_vc, out=grad_x[start : start + n_at_once])
             if whole:
-                grad_weight = scores_nv.t() @ part_nc
+                grad_weight = logits_nv.t() @ part_nc
             else:
                 if grad_weight is None:
                     grad_weight = torch.zeros_like(weight_vc, dtype=torch.float32)
-                add_product(grad_weight, scores_nv, part_nc)
+                add_product(grad_weight, logits_nv, part_nc)
             if bias_v is not None:
-                sums_v = scores_nv.sum(0, dtype=torch.float32)
+                sums_v = logits_nv.sum(0, dtype=torch.float32)
                 grad_bias = sums_v if grad_bias is None else grad_bias + sums_v
-            del scores_nv
+            del logits_nv
         ctx.save_for_backward(grad_x, grad_weight, grad_bias)
         ctx.kinds = weight_vc.dtype, None if bias_v is None else bias_v.dtype
         return total
@@ -136,26 +134,26 @@ class _SummedLoss(torch.autograd.Function):
         return grad_x * above.to(grad_x.dtype), by_weight, by_bias, None, None, None, None
 
 
-def add_product(total_vc: Tensor, scores_nv: Tensor, part_nc: Tensor) -> None:
-    """total += scoresᵀ part, summed in float32 whatever the type of both."""
-    if scores_nv.dtype == torch.float32:
-        total_vc.addmm_(scores_nv.t(), part_nc)
+def add_product(total_vc: Tensor, logits_nv: Tensor, part_nc: Tensor) -> None:
+    """total += logitsᵀ part, summed in float32 whatever the type of both."""
+    if logits_nv.dtype == torch.float32:
+        total_vc.addmm_(logits_nv.t(), part_nc)
     else:
-        total_vc += scores_nv.t() @ part_nc
+        total_vc += logits_nv.t() @ part_nc
 
 
-def turn_into_gradient(
-    scores_nv: Tensor, targets_n: Tensor, smoothing: float, n_real: int, learns: bool
+def logits_to_gradient(
+    logits_nv: Tensor, targets_n: Tensor, smoothing: float, n_real: int, learns: bool
 ) -> Tensor:
-    """Each token's loss (N,), float32; where it `learns`, scores become its gradient in place.
+    """Each token's loss (N,), float32; where it `learns`, logits become its gradient in place.
 
     The columns from n_real on are no tokens: they count for nothing.
     """
-    if scores_nv.is_cuda and has_triton():
+    if logits_nv.is_cuda and has_triton():
         from regard.training import loss_kernels
 
-        return loss_kernels.run(scores_nv, targets_n, smoothing, n_real, learns)
-    real_nv = scores_nv[:, :n_real]
+        return loss_kernels.run(logits_nv, targets_n, smoothing, n_real, learns)
+    real_nv = logits_nv[:, :n_real]
     # Exponentials of rounded numbers would be far off; float32 is worked on where it lies.
     work_nv = real_nv if real_nv.dtype == torch.float32 else real_nv.float()
     counts_n = targets_n != NOTHING
@@ -173,5 +171,5 @@ def turn_into_gradient(
             work_nv.mul_(counts_n[:, None])
         if work_nv is not real_nv:
             real_nv.copy_(work_nv)
-        scores_nv[:, n_real:] = 0.0
+        logits_nv[:, n_real:] = 0.0
     return torch.where(counts_n, losses_n, 0.0)

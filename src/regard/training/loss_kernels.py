@@ -11,18 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS, WARPS = 2048, 4
-"""Scores of a row read at a time, and how many warps read them: the best that were measured for a
+"""Logits of a row read at a time, and how many warps read them: the best that were measured for a
 vocabulary of 50,304 on an H200."""
 
 
 @triton.jit
-def _turn(
-    scores, targets, losses, smoothing, V, WIDTH, stride,
+def _logits_to_gradient(
+    logits, targets, losses, smoothing, V, WIDTH, stride,
     SMOOTH: tl.constexpr, LEARNS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One row: its loss, and its scores made the loss's gradient."""
+    """One row: its loss, and its logits made the loss's gradient."""
     n = tl.program_id(0).to(tl.int64)
-    row = scores + n * stride
+    row = logits + n * stride
     target = tl.load(targets + n)
     counts = target >= 0
     chosen = tl.load(row + tl.where(counts, target, 0)).to(tl.float32)
@@ -50,23 +50,23 @@ def _turn(
             gradient = tl.exp(s.to(tl.float32) - lse) - smoothing / V
             gradient = tl.where(v == target, gradient - (1.0 - smoothing), gradient)
             gradient = tl.where((v < V) & counts, gradient, 0.0)
-            tl.store(row + v, gradient.to(scores.dtype.element_ty), mask=v < WIDTH)
+            tl.store(row + v, gradient.to(logits.dtype.element_ty), mask=v < WIDTH)
 
 
 def run(
-    scores_nv: Tensor, targets_n: Tensor, smoothing: float, n_real: int, learns: bool
+    logits_nv: Tensor, targets_n: Tensor, smoothing: float, n_real: int, learns: bool
 ) -> Tensor:
-    """See `loss.turn_into_gradient`."""
-    n, width = scores_nv.shape
-    losses_n = torch.empty(n, dtype=torch.float32, device=scores_nv.device)
-    _turn[(n,)](
-        scores_nv,
+    """See `loss.logits_to_gradient`."""
+    n, width = logits_nv.shape
+    losses_n = torch.empty(n, dtype=torch.float32, device=logits_nv.device)
+    _logits_to_gradient[(n,)](
+        logits_nv,
         targets_n,
         losses_n,
         smoothing,
         n_real,
         width,
-        scores_nv.stride(0),
+        logits_nv.stride(0),
         SMOOTH=smoothing > 0.0,
         LEARNS=learns,
         COLUMNS=min(COLUMNS, triton.next_power_of_2(width)),

@@ -1,34 +1,41 @@
 """The monitor of a run: it shows how training goes, logs it, and can feed TensorBoard.
 
-The loop reports each step and each evaluation; `runlog.py` writes them to `log.jsonl`, `display.py`
-shows them, and TensorBoard's files lie in `tensorboard/` beside the log if they are asked for. None
-of these may cost the run anything that matters: a step's report takes tens of microseconds (so
+The loop reports each step and each evaluation. They go to `log.jsonl` (`runlog.py`), to the screen
+(a bar of `rich` on a terminal, a plain line every `PLAIN_SECONDS` elsewhere or without `rich`), and
+to TensorBoard's files beside the log if these are asked for. None of these may cost the run what
+matters: a step's report takes tens of microseconds (so the bar is drawn by a thread, and
 TensorBoard gets at most `BOARD_PER_SECOND` steps a second; the log has them all), and a screen that
 closed, a folder that vanished or a disk that is full is said once, where it still can be, and the
 run goes on. Snapshots are what a full disk must stop, and `snapshot.py` does.
 
-Left out: judging the figures. A loss that is not a number is shown as NaN; the loop stops for it.
+Left out: judging the figures. A loss that is not finite is shown as such; the loop stops for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import sys
 import time
+from collections import deque
 from collections.abc import Mapping
-from importlib import import_module
+from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
-from regard.training.display import Progress, choose_display, spell_eval
 from regard.training.runlog import EvalReport, RunLog, StepReport, read_log
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.live import Live
 
 __all__ = ["EvalReport", "Monitor", "StepReport", "read_log"]
 
+PLAIN_SECONDS = 10.0
+REFRESH_PER_SECOND = 2  # drawing takes milliseconds that the steps could have had
 BOARD_PER_SECOND = 5
+SMOOTHING_STEPS = 50
 
 
 @final
@@ -53,13 +60,13 @@ class Monitor:
         if start < 0 or total < start:
             raise ValueError(f"start={start}, total={total}; expected 0 <= start <= total")
         path = Path(os.fsdecode(folder))
-        # The optional package first: if it is missing, nothing has been touched.
-        make_board = _load_board() if tensorboard else None
+        if tensorboard:  # if the package is missing, nothing has been touched
+            need_tensorboard()
         path.mkdir(parents=True, exist_ok=True)
-        self._progress = Progress(total, start)
-        self._display = choose_display(self._progress, path.resolve().name, console)
+        self._figures = Figures(total, start)
+        self._display = Display(self._figures, path.resolve().name, console)
         self._log = RunLog(path, start)
-        self._board = None if make_board is None else make_board(path / "tensorboard", start)
+        self._board = Board(path / "tensorboard", start) if tensorboard else None
         self._is_open = True
 
     def __enter__(self) -> Self:
@@ -70,35 +77,29 @@ class Monitor:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def step(self, report: StepReport) -> None:
         """Take the report of a finished step; steps must go up."""
         self._log.step(report)
-        self._progress.step(report)
+        self._figures.step(report)
         self._display.step()
         if self._board is not None:
-            self._board.step(report, self._progress.tokens_per_second)
+            self._board.step(report, self._figures)
         self._tell_trouble()
 
     def evaluated(self, report: EvalReport) -> None:
         """Take the report of an evaluation; it is shown at once."""
         self._log.evaluated(report)
-        is_best = self._progress.evaluated(report)
-        self._display.say(spell_eval(report, is_best))
+        self._display.say(self._figures.evaluated(report))
         if self._board is not None:
             self._board.evaluated(report)
         self._tell_trouble()
 
     def note(self, text: str) -> None:
         """Show and log a sentence."""
-        self._log.note(self._progress.done, text)
+        self._log.note(self._figures.done, text)
         self._display.say(text)
         self._tell_trouble()
 
@@ -119,69 +120,254 @@ class Monitor:
         """What the log could not take is shown; what could not be shown is logged."""
         for text in self._log.take_trouble():
             self._display.say(text)
-        screen = self._display.screen
-        if screen.trouble:
-            told, screen.trouble = screen.trouble, []
-            for text in told:
-                self._log.note(self._progress.done, text)
+        trouble = self._display.screen.trouble
+        while trouble:
+            self._log.note(self._figures.done, trouble.pop(0))
+
+
+@final
+class Figures:
+    """Where a run is, from its reports; the loss and the pace are means over the last steps."""
+
+    def __init__(self, total: int, start: int) -> None:
+        self.total, self.done = total, start
+        self.recent: deque[StepReport] = deque(maxlen=SMOOTHING_STEPS)
+        self.last_eval: EvalReport | None = None
+        self.best_eval = math.inf
+        self._first_at, self._first_step = 0.0, -1
+
+    def step(self, report: StepReport) -> None:
+        if self._first_step < 0:  # the first step's time is mostly compiling
+            self._first_at, self._first_step = time.monotonic(), report.step
+        self.done = report.step
+        self.recent.append(report)
+
+    def evaluated(self, report: EvalReport) -> str:
+        """Take the report, and give it in a line."""
+        best = "  (best so far)" if report.loss < self.best_eval else ""
+        self.last_eval = report
+        self.best_eval = report.loss if best else self.best_eval
+        figures = {"perplexity": report.perplexity, **report.scores}
+        words = "  ".join(f"{name} {value:.2f}" for name, value in figures.items())
+        return f"step {report.step:,}  eval loss {report.loss:.4f}  {words}{best}"
+
+    @property
+    def loss(self) -> float:
+        """Smoothed, but never hiding that the last one was not finite."""
+        losses = [report.loss for report in tuple(self.recent)]
+        if not losses or not math.isfinite(losses[-1]):
+            return losses[-1] if losses else math.nan
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        return sum(finite) / len(finite)
+
+    @property
+    def tokens_per_second(self) -> float:
+        reports = tuple(self.recent)
+        seconds = sum(report.seconds for report in reports)
+        return sum(report.tokens for report in reports) / seconds if seconds > 0 else math.nan
+
+    @property
+    def seconds_left(self) -> float:
+        """By the pace so far, evaluations and snapshots included; NaN where nothing is known."""
+        n_steps = self.done - self._first_step
+        if self._first_step < 0 or not n_steps:
+            return math.nan
+        return (time.monotonic() - self._first_at) / n_steps * (self.total - self.done)
+
+    def __str__(self) -> str:
+        """What is known, the most wanted first."""
+        if not self.recent:
+            return "loss –"
+        last, seen = self.recent[-1], self.last_eval
+        parts = {"loss": f"{self.loss:.4f}"}
+        if seen is not None:
+            parts["eval"] = f"{seen.loss:.4f}"
+        parts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
+        if last.mfu is not None:
+            parts["MFU"] = f"{100 * last.mfu:.1f}%"
+        if last.memory is not None:
+            parts["memory"] = f"{last.memory / 2**30:.1f} GiB"
+        parts |= {"lr": f"{last.lr:.2e}", "grad": f"{last.grad_norm:.3g}"}
+        if seen is not None:
+            parts |= {name: f"{score:.2f}" for name, score in seen.scores.items()}
+        return "  ".join(f"{name} {value}" for name, value in parts.items())
+
+
+# ---- The screen
+
+
+@final
+class Screen:
+    """A text stream that no longer takes part after its first error, and says so once.
+
+    A closed pipe or a closed terminal must not end a run of hours.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.is_dead = stream is None
+        self.trouble: list[str] = []
+
+    def write(self, text: str) -> int:
+        try:
+            if not self.is_dead:
+                self.stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self.stream.encoding
+            self.write(text.encode(encoding, "replace").decode(encoding))
+        except (OSError, ValueError) as error:  # ValueError: it was closed in this process
+            self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            if not self.is_dead:
+                self.stream.flush()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def _give_up(self, error: Exception) -> None:
+        self.is_dead = True
+        reason = getattr(error, "strerror", None) or str(error)
+        self.trouble.append(f"the display is closed ({reason}); the run goes on without it")
+        if self.stream in (sys.__stdout__, sys.__stderr__):
+            # What Python still holds for it would fail again when the process ends.
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                devnull = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull, self.stream.fileno())
+                os.close(devnull)
+
+
+@final
+class Display:
+    """A bar at the foot of a terminal, with what is said above it; plain lines elsewhere."""
+
+    def __init__(self, figures: Figures, title: str, console: Console | None) -> None:
+        if console is None:
+            with contextlib.suppress(ImportError):
+                from rich.console import Console as RichConsole
+
+                console = RichConsole()
+        self.screen = Screen(sys.stdout if console is None else console.file)
+        self._figures, self._console = figures, console
+        self._live: Live | None = None
+        if console is not None and console.is_terminal and not console.is_dumb_terminal:
+            self._live = make_live(figures, title, console)
+        self._next_at, self._shown = 0.0, figures.done
+
+    def start(self) -> None:
+        if self._live is not None and self._console is not None:
+            self._console.file = self.screen  # type: ignore[assignment]
+            self._live.start()
+
+    def step(self) -> None:
+        now = time.monotonic()
+        if self._live is None and now >= self._next_at:
+            self._next_at = now + PLAIN_SECONDS
+            self._show_line()
+
+    def say(self, text: str) -> None:
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self.screen.write(text + "\n")
+            self.screen.flush()
+
+    def stop(self) -> None:
+        if self._live is None or self._console is None:
+            if self._figures.done != self._shown:
+                self._show_line()
+            return
+        try:
+            self._live.stop()
+        finally:
+            self._console.show_cursor(True)  # also when a second Ctrl-C cut the stopping short
+            self._console.file = self.screen.stream
+
+    def _show_line(self) -> None:
+        figures = self._figures
+        self._shown, left = figures.done, figures.seconds_left
+        tail = f"  {timedelta(seconds=round(left))} left" if left > 0 else ""
+        self.say(f"step {figures.done:,}/{figures.total:,}  {figures}{tail}")
+
+
+def make_live(figures: Figures, title: str, console: Console) -> Live:
+    """A bar, and below it the figures, of which a narrow terminal cuts the last ones off."""
+    from rich import progress
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(bar_width=None),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console,
+        expand=True,
+    )
+    name = title if console.width >= 70 else ""
+    task = bar.add_task(name, total=figures.total, completed=figures.done)
+
+    def draw() -> Group:
+        bar.update(task, completed=figures.done)
+        style = "bold" if math.isfinite(figures.loss) or not figures.recent else "bold red"
+        line = Text(str(figures), style=style, no_wrap=True, overflow="ellipsis")
+        return Group(bar.get_renderable(), line)
+
+    return Live(get_renderable=draw, console=console, refresh_per_second=REFRESH_PER_SECOND)
 
 
 # ---- TensorBoard
 
 
-def _load_board() -> type[_Board]:
+def need_tensorboard() -> None:
     try:
         import torch.utils.tensorboard  # noqa: F401
     except ImportError as error:
         raise ImportError(
             "writing TensorBoard's files needs the tensorboard package: pip install 'regard[train]'"
         ) from error
-    return _Board
 
 
 @final
-class _Board:
+class Board:
     """TensorBoard's files; a resumed run tells it to forget the steps after its start."""
 
     def __init__(self, folder: Path, start: int) -> None:
-        from torch.utils.tensorboard.writer import FileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        events: Any = import_module("tensorboard.compat.proto.event_pb2")  # has no types
-        self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
-        self._writer: Any = FileWriter(str(folder), flush_secs=10)
-        self._next = 0.0
-        if start:
-            begun = events.SessionLog(status=events.SessionLog.START)
-            self._writer.add_event(events.Event(session_log=begun), start + 1)
+        purge = start + 1 if start else None
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
+        self._next_at = 0.0
 
-    def step(self, report: StepReport, tokens_per_second: float) -> None:
+    def step(self, report: StepReport, figures: Figures) -> None:
         now = time.monotonic()
-        if now < self._next:
+        if now < self._next_at:
             return
-        self._next = now + 1 / BOARD_PER_SECOND
-        figures = {
-            "train/loss": report.loss,
-            "train/lr": report.lr,
-            "train/grad_norm": report.grad_norm,
-            "train/tokens_per_second": tokens_per_second,
+        self._next_at = now + 1 / BOARD_PER_SECOND
+        scalars = {
+            "loss": report.loss,
+            "lr": report.lr,
+            "grad_norm": report.grad_norm,
+            "tokens_per_second": figures.tokens_per_second,
+            "mfu": report.mfu,
+            "memory_gib": None if report.memory is None else report.memory / 2**30,
         }
-        if report.mfu is not None:
-            figures["train/mfu"] = report.mfu
-        if report.memory is not None:
-            figures["train/memory_gib"] = report.memory / 2**30
-        self._add(report.step, figures)
+        self._add("train", report.step, scalars)
 
     def evaluated(self, report: EvalReport) -> None:
-        figures = {"eval/loss": report.loss, "eval/perplexity": report.perplexity}
-        figures.update({f"eval/{name}": score for name, score in report.scores.items()})
-        self._add(report.step, figures)
+        scalars = {"loss": report.loss, "perplexity": report.perplexity, **report.scores}
+        self._add("eval", report.step, scalars)
 
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, step: int, figures: Mapping[str, float]) -> None:
-        values = [
-            self._summary.Value(tag=name, simple_value=float(value))
-            for name, value in figures.items()
-        ]
-        self._writer.add_summary(self._summary(value=values), step)
+    def _add(self, group: str, step: int, scalars: Mapping[str, float | None]) -> None:
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(f"{group}/{name}", value, step)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.training.config import TrainConfig
-from regard.training.parallel import Fleet
+from regard.training.parallel import Mesh
 
 
 def rate_share(config: TrainConfig, step: int) -> float:
@@ -45,46 +45,38 @@ def rate_share(config: TrainConfig, step: int) -> float:
 
 
 def make_optimizers(
-    model: nn.Module, config: TrainConfig, fleet: Fleet
+    model: nn.Module, config: TrainConfig, mesh: Mesh
 ) -> list[torch.optim.Optimizer]:
     """One optimizer, or Muon and the one beside it."""
     learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    turned = [(n, p) for n, p in learned if config.optimizer == "muon" and is_inner(n, p)]
-    inner = {name for name, _ in turned}
+    matrices = [(n, p) for n, p in learned if config.optimizer == "muon" and is_inner(n, p)]
+    inner = {name for name, _ in matrices}
     rest = [(name, p) for name, p in learned if name not in inner]
     groups: list[dict[str, Any]] = [
         {"params": group, "weight_decay": config.weight_decay if decays else 0.0}
         for decays in (True, False)
-        for group in fleet.groups(p for _, p in rest if (p.dim() >= 2) == decays)
+        for group in mesh.groups(p for _, p in rest if (p.dim() >= 2) == decays)
     ]
-    made: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(
-            groups,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            fused=True,
-        )
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, fused=True)
     ]
-    if turned:
-        made.append(
+    if matrices:
+        optimizers.append(
             torch.optim.Muon(
-                [p for _, p in turned],
-                lr=config.lr,
-                weight_decay=config.weight_decay,
+                [p for _, p in matrices],
+                config.lr,
+                config.weight_decay,
                 adjust_lr_fn="match_rms_adamw",
             )
         )
-    return made
+    return optimizers
 
 
 def is_inner(name: str, parameter: Tensor) -> bool:
-    """Whether this is a matrix inside a block."""
     return parameter.dim() == 2 and ".layers." in name
 
 
 def set_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
-    """The learning rate of the step that comes."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -125,7 +117,6 @@ class Average:
     @staticmethod
     @torch.no_grad()
     def put(model: nn.Module, weights: dict[str, Tensor]) -> None:
-        """Copy the given weights into the model."""
         now = dict(model.named_parameters())
         for name, tensor in weights.items():
             now[name].copy_(tensor)

@@ -13,34 +13,24 @@ else the last twentieth of all documents or pairs), never a part that is trained
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from regard._files import replace_folder
 from regard.models import Transformer
 from regard.models.families import config_of
 from regard.tokens import Tokenizer
-from regard.training.data.packing import PackedText
+from regard.training.data.packing import MaskedTokens, PackedText
 from regard.training.data.pairs import PairedText
 from regard.training.data.reading import BadData, Notice, read_documents, read_pairs
-from regard.training.data.store import (
-    TokenFile,
-    encode_documents,
-    encode_pairs_side,
-    write_tokens,
-)
+from regard.training.data.store import TokenFile, encode_texts, reuse_tokens, write_tokens
 from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
-from regard.training.guided_attention import LinkTable
 from regard.training.init import start
 from regard.training.recipes import Recipe
-from regard.training.tasks import Guide, LanguageTask, MaskedTokens, Task, TranslationTask
-from regard.training.word_alignment import Links, align_pairs
+from regard.training.tasks import LanguageTask, Task, TranslationTask
 
 END, PAD, START, MASK = "<|endoftext|>", "<pad>", "<s>", "<mask>"
 HELD_OUT = 0.05
@@ -72,11 +62,10 @@ class Files:
 
 def prepare(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepared:
     """Read, tokenise, and build; what there is to tell goes to `say`."""
-    made = (prepare_pairs if recipe.task == "translate" else prepare_text)(
-        files, recipe, folder, say
-    )
-    start(made.model, recipe.train.seed)
-    return made
+    build_task = prepare_pairs if recipe.task == "translate" else prepare_text
+    prepared = build_task(files, recipe, folder, say)
+    start(prepared.model, recipe.train.seed)
+    return prepared
 
 
 def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepared:
@@ -87,95 +76,76 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepar
     else:
         texts, held = hold_out_text(texts)
     masked = recipe.task == "masked"
-    special = (END, PAD, MASK) if masked else (END,)
-    roles = {"pad": PAD} if masked else {}
     # Characters that only the held-out part has must still have ids.
-    seen = texts if recipe.cutting != "characters" else [*texts, *held]
-    tokenizer = find_tokenizer(files, recipe, folder, seen, special, roles, say)
+    corpus = texts if recipe.cutting != "characters" else [*texts, *held]
+    words = {"special": (END, PAD, MASK), "pad": PAD} if masked else {"special": (END,)}
+    tokenizer = find_tokenizer(files, recipe, folder, corpus, words, say)
     eos = tokenizer.special.eos
-    single = len(texts) == 1 and len(held) <= 1
+    after = end_of_text(tokenizer, single=len(texts) == 1 and len(held) <= 1)
     stores = [
-        encode_documents(some, tokenizer, folder / f"{name}.tokens", eos=None if single else eos)
+        encode_texts(some, tokenizer, folder / f"{name}.tokens", after=after)
         for name, some in (("train", texts), ("valid", held))
         if some
     ]
     say(f"{stores[0].n_tokens:,} tokens in {stores[0].n_documents:,} documents")
-
-    def pack(tokens: TokenFile) -> PackedText:
-        return PackedText(
-            tokens,
-            context=min(recipe.context, tokens.n_tokens - 1)
-            if tokens is not stores[0]
-            else recipe.context,
-            rows=recipe.rows,
-            seed=recipe.train.seed,
-            documents=recipe.documents,
-            shifted=not masked,
-        )
-
-    ids = {"eos_token_id": eos, "bos_token_id": eos}
     if masked:
         ids = {"pad_token_id": tokenizer.special.pad}
+        size, special = tokenizer.vocab_size, tokenizer.special.all
+        hide = MaskedTokens(one_id(tokenizer, MASK), size, special, recipe.train.seed)
+    else:
+        ids, hide = {"eos_token_id": eos, "bos_token_id": eos}, None
     model = build(recipe, tokenizer, ids)
-    hide = None
-    if masked:
-        hide = MaskedTokens(
-            one_id(tokenizer, MASK),
-            tokenizer.vocab_size,
-            tokenizer.special.all,
-            recipe.train.seed,
-        )
-    task = LanguageTask(pack(stores[0]), pack(stores[1]) if len(stores) > 1 else None, hide)
-    return Prepared(model, task, tokenizer)
+    text = pack(stores[0], recipe)
+    valid = pack(stores[1], recipe, shorten=True) if len(stores) > 1 else None
+    return Prepared(model, LanguageTask(text, valid, hide), tokenizer)
+
+
+def pack(tokens: TokenFile, recipe: Recipe, *, shorten: bool = False) -> PackedText:
+    """Windows as the recipe has them; with `shorten`, no longer than a short text."""
+    return PackedText(
+        tokens,
+        context=min(recipe.context, tokens.n_tokens - 1) if shorten else recipe.context,
+        rows=recipe.rows,
+        seed=recipe.train.seed,
+        documents=recipe.documents,
+        shifted=recipe.task != "masked",
+    )
 
 
 def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepared:
-    """For translation."""
-    sources, targets = read_sides(files.data, files.target, say)
+    sides = read_sides(files.data, files.target, say)
     if files.valid is not None:
         held = read_sides(files.valid, files.valid_target, say)
     else:
-        (sources, targets), held = hold_out_pairs(sources, targets)
+        sides, held = hold_out_pairs(sides)
     names = [f"<2{name}>" for name in files.languages] if recipe.both_ways else []
-    special = (PAD, START, END, *names)
-    roles = {"pad": PAD, "bos": START}
-    tokenizer = find_tokenizer(files, recipe, folder, [*sources, *targets], special, roles, say)
+    words = {"special": (PAD, START, END, *names), "pad": PAD, "bos": START}
+    texts = [*sides.sources, *sides.targets]
+    tokenizer = find_tokenizer(files, recipe, folder, texts, words, say)
     prefixes = [one_id(tokenizer, name) for name in names]
+    bos, eos, pad = (one_id(tokenizer, token) for token in (START, END, PAD))
 
-    def encode(name: str, sides: tuple[list[str], list[str]]) -> tuple[TokenFile, TokenFile]:
-        return encode_sides(folder, name, sides, tokenizer, prefixes)
-
-    def pair(stores: tuple[TokenFile, TokenFile]) -> PairedText:
+    def pair(name: str, sides: Sides) -> PairedText:
         return PairedText(
-            *stores,
+            *encode_sides(folder, name, sides, tokenizer, prefixes),
             max_tokens=recipe.max_tokens,
-            bos=one_id(tokenizer, START),
-            eos=one_id(tokenizer, END),
-            pad=one_id(tokenizer, PAD),
+            bos=bos,
+            eos=eos,
+            pad=pad,
             seed=recipe.train.seed,
             max_len=recipe.max_len,
         )
 
-    paired = pair(encode("train", (sources, targets)))
+    paired = pair("train", sides)
     say(f"{paired.n_pairs:,} pairs, {paired.n_batches:,} batches an epoch")
-    for notice in paired.notices:
-        tell(notice, say)
-    guide = None
-    if recipe.train.guide and recipe.guide_heads:
-        guide = make_guide(recipe, folder, (sources, targets), tokenizer, say)
-    extra: dict[str, Any] = {}
+    say_notices(paired.notices, say)
+    extra: dict[str, Any] = {"pad_token_id": pad, "bos_token_id": bos, "eos_token_id": eos}
+    extra["decoder_start_token_id"] = bos
     if recipe.both_ways:
         one, other = files.languages
         extra["directions"] = {name: {"prefix": f"<2{name}>"} for name in (other, one)}
-    ids = {
-        "pad_token_id": one_id(tokenizer, PAD),
-        "bos_token_id": one_id(tokenizer, START),
-        "eos_token_id": one_id(tokenizer, END),
-        "decoder_start_token_id": one_id(tokenizer, START),
-    }
-    model = build(recipe, tokenizer, ids | extra)
-    task = TranslationTask(paired, pair(encode("valid", held)), guide)
-    return Prepared(model, task, tokenizer)
+    model = build(recipe, tokenizer, extra)
+    return Prepared(model, TranslationTask(paired, pair("valid", held)), tokenizer)
 
 
 # ---- Parts
@@ -196,25 +166,28 @@ def build(recipe: Recipe, tokenizer: Tokenizer, extra: dict[str, Any]) -> Transf
     return model
 
 
+class Sides(NamedTuple):
+    """Sentence pairs, one list for each side."""
+
+    sources: list[str]
+    targets: list[str]
+
+
 def read_texts(path: Path, separator: str, say: Say) -> list[str]:
-    """The documents of a file, its notices told."""
     found = read_documents(path, separator=separator)
-    for notice in found.notices:
-        tell(notice, say)
+    say_notices(found.notices, say)
     return found.texts
 
 
-def read_sides(path: Path, target: Path | None, say: Say) -> tuple[list[str], list[str]]:
-    """The two sides of the pairs of a file, or of two."""
+def read_sides(path: Path, target: Path | None, say: Say) -> Sides:
     found = read_pairs(path, target_path=target)
-    for notice in found.notices:
-        tell(notice, say)
-    return found.sources, found.targets
+    say_notices(found.notices, say)
+    return Sides(found.sources, found.targets)
 
 
-def tell(notice: Notice, say: Say) -> None:
-    """A fault of the data that does no harm, with its count."""
-    say(notice.text)
+def say_notices(notices: Iterable[Notice], say: Say) -> None:
+    for notice in notices:
+        say(notice.text)
 
 
 def hold_out_text(texts: list[str]) -> tuple[list[str], list[str]]:
@@ -226,15 +199,13 @@ def hold_out_text(texts: list[str]) -> tuple[list[str], list[str]]:
     return texts[:-n_held], texts[-n_held:]
 
 
-def hold_out_pairs(
-    sources: list[str], targets: list[str]
-) -> tuple[tuple[list[str], list[str]], tuple[list[str], list[str]]]:
+def hold_out_pairs(sides: Sides) -> tuple[Sides, Sides]:
     """The last pairs, kept apart; a sentence that comes twice may still be on both sides."""
-    if len(sources) < 2:
+    n_pairs = len(sides.sources)
+    if n_pairs < 2:
         raise BadData("one pair is left, and one is held out: give more, or a file for --valid")
-    n_held = min(max(1, round(len(sources) * HELD_OUT)), 2000)
-    cut = len(sources) - n_held
-    return (sources[:cut], targets[:cut]), (sources[cut:], targets[cut:])
+    cut = n_pairs - min(max(1, round(n_pairs * HELD_OUT)), 2000)
+    return Sides(*(side[:cut] for side in sides)), Sides(*(side[cut:] for side in sides))
 
 
 def find_tokenizer(
@@ -242,40 +213,41 @@ def find_tokenizer(
     recipe: Recipe,
     folder: Path,
     texts: Sequence[str],
-    special: Sequence[str],
-    roles: dict[str, str],
+    words: Mapping[str, Any],
     say: Say,
 ) -> Tokenizer:
-    """The one given, the one of this run, or a new one made from the texts."""
+    """The one given, the one of this run, or a new one made from the texts.
+
+    words: the special tokens, and which of them has which role, as `train_tokenizer` takes them.
+    """
     kept = folder / "tokenizer"
     if files.tokenizer is not None:
         return Tokenizer.load(files.tokenizer)
     if (kept / "tokenizer.json").is_file():
         return Tokenizer.load(kept)
     say(f"training a vocabulary of {recipe.vocab_size:,} tokens")
-    made = train_tokenizer(
+    tokenizer = train_tokenizer(
         texts,
         recipe.vocab_size,
-        kind="bpe" if recipe.cutting == "scripts" else recipe.cutting,
-        scripts=recipe.cutting == "scripts",
-        special=special,
+        kind=recipe.cutting,
         eos=END,
-        **roles,
+        **words,
     )
-    for notice in vocabulary_notices(made, recipe.vocab_size):
-        if recipe.cutting != "characters":
-            tell(notice, say)
+    if recipe.cutting != "characters":
+        say_notices(vocabulary_notices(tokenizer, recipe.vocab_size), say)
     # Several files, of which a kill must not leave some: they appear together.
-    beside = kept.with_name(".tokenizer.partial")
-    for stale in (beside, kept):
-        shutil.rmtree(stale, ignore_errors=True)
-    made.save(beside)
-    os.replace(beside, kept)
-    return made
+    with replace_folder(kept) as beside:
+        tokenizer.save(beside)
+    return tokenizer
+
+
+def end_of_text(tokenizer: Tokenizer, *, single: bool) -> tuple[int, ...]:
+    """What stands behind each document; nothing, if there is a single one."""
+    eos = tokenizer.special.eos
+    return () if single or eos is None else (eos,)
 
 
 def one_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a special token that training needs."""
     try:
         return tokenizer.id(token)
     except ValueError:
@@ -286,68 +258,37 @@ def one_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def encode_sides(
-    folder: Path,
-    name: str,
-    sides: tuple[list[str], list[str]],
-    tokenizer: Tokenizer,
-    prefixes: Sequence[int],
+    folder: Path, name: str, sides: Sides, tokenizer: Tokenizer, prefixes: Sequence[int]
 ) -> tuple[TokenFile, TokenFile]:
-    """Sources and targets as ids; with prefixes, each pair both ways, the way named in front."""
+    """Sources and targets as ids; with prefixes, each pair both ways, the language in front."""
 
-    def encode(side: int, prefix: Sequence[int], word: str) -> TokenFile:
-        path = folder / f"{name}.{side}.{word}.tokens"
-        return encode_pairs_side(sides[side], tokenizer, path, prefix)
+    def encode(side: int, prefix: Sequence[int] = ()) -> TokenFile:
+        path = side_file(folder, name, side, "named" if prefix else "plain")
+        return encode_texts(sides[side], tokenizer, path, before=prefix)
 
-    plain = encode(0, (), "plain"), encode(1, (), "plain")
+    sources, targets = encode(0), encode(1)
     if not prefixes:
-        return plain
-    there, back = encode(0, prefixes[1:], "named"), encode(1, prefixes[:1], "named")
+        return sources, targets
+    there, back = encode(0, prefixes[1:]), encode(1, prefixes[:1])
     return (
         joined(folder / f"{name}.sources.tokens", there, back),
-        joined(folder / f"{name}.targets.tokens", plain[1], plain[0]),
+        joined(folder / f"{name}.targets.tokens", targets, sources),
     )
+
+
+def side_file(folder: Path, name: str, side: int, kind: str = "plain") -> Path:
+    """Where one side of the pairs lies as ids: 0 the sources, 1 the targets."""
+    return folder / f"{name}.{side}.{kind}.tokens"
 
 
 def joined(path: Path, one: TokenFile, other: TokenFile) -> TokenFile:
-    """The rows of one file, then those of another."""
     fingerprint = f"{one.fingerprint}+{other.fingerprint}"
-    if path.is_file():
-        try:
-            found = TokenFile.open(path)
-        except BadData:
-            found = None
-        if found is not None and found.fingerprint == fingerprint:
-            return found
-    return write_tokens(
-        path,
-        chain(rows_of(one), rows_of(other)),
-        vocab_size=one.vocab_size,
-        fingerprint=fingerprint,
+    found = reuse_tokens(path, fingerprint)
+    if found is not None:
+        return found
+    rows = (
+        tokens.ids[first:end]
+        for tokens in (one, other)
+        for first, end in pairwise(tokens.bounds.tolist())
     )
-
-
-def rows_of(tokens: TokenFile) -> Iterable[np.ndarray[Any, Any]]:
-    """The ids of each document."""
-    bounds = tokens.bounds
-    return (tokens.ids[bounds[n] : bounds[n + 1]] for n in range(tokens.n_documents))
-
-
-def make_guide(
-    recipe: Recipe,
-    folder: Path,
-    sides: tuple[list[str], list[str]],
-    tokenizer: Tokenizer,
-    say: Say,
-) -> Guide:
-    """Links of the training pairs, for the heads that are told about them."""
-    say("aligning words, for the guided heads")
-    plain = encode_sides(folder, "train", sides, tokenizer, ())
-    links: Links = align_pairs(*plain)
-    n_pairs = plain[0].n_documents
-    offset = 0
-    if recipe.both_ways:
-        links, offset = links.then(links.turned(), n_pairs), 1
-        n_pairs *= 2
-    say(f"{len(links):,} links in {n_pairs:,} pairs")
-    table = LinkTable(links, n_pairs)
-    return Guide(table, recipe.guide_layer, tuple(range(recipe.guide_heads)), offset)
+    return write_tokens(path, rows, vocab_size=one.vocab_size, fingerprint=fingerprint)

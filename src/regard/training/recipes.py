@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import json
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from regard._check import check_choice, check_count
 from regard.models.families import FAMILIES, config_of
-from regard.positions.frequencies import check_choice, check_count
-from regard.training.config import TrainConfig, read
+from regard.training.config import TrainConfig, read, split_settings
+from regard.training.data.vocabulary import Kind
 
 ROTARY = ("rope_theta", "partial_rotary_factor")
 TaskKind = Literal["lm", "masked", "translate"]
-Cutting = Literal["bpe", "scripts", "words", "characters"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,6 @@ class Recipe:
 
     `cutting` is the kind of tokenizer that is trained: see `data.vocabulary`. `documents`: whether
     tokens see their own document alone. `both_ways`: each pair is learned in both directions.
-    `guide_layer` and `guide_heads`: which decoder heads the alignment term tells where to look.
     `judge`: sentences of the held-out pairs that each evaluation translates, to compare by BLEU.
     """
 
@@ -38,67 +37,61 @@ class Recipe:
     model: Mapping[str, Any]
     train: TrainConfig
     vocab_size: int = 8192
-    cutting: Cutting = "bpe"
+    cutting: Kind = "bpe"
     context: int = 512
     rows: int = 16
     documents: bool = True
     max_tokens: int = 4096
     max_len: int = 128
     both_ways: bool = False
-    guide_layer: int = 0
-    guide_heads: int = 0
     judge: int = 0
     tokenize: str = "13a"
 
     def __post_init__(self) -> None:
         check_choice("task", self.task, get_args(TaskKind))
-        check_choice("cutting", self.cutting, get_args(Cutting))
+        check_choice("cutting", self.cutting, get_args(Kind))
         for name in ("vocab_size", "context", "rows", "max_tokens", "max_len"):
             check_count(name, getattr(self, name))
 
     def changed(self, settings: Mapping[str, str]) -> Recipe:
         """The recipe with settings changed, as a command line words them."""
-        kinds = typing.get_type_hints(Recipe)
-        own = {name for name in kinds if name not in ("task", "model", "train")}
-        model, train, mine = dict(self.model), {}, {}
-        for name, word in settings.items():
-            if name.startswith("model."):
-                model[name.removeprefix("model.")] = as_json(word)
-            elif name in own:
-                mine[name] = read(name, word, kinds)
-            else:
-                train[name] = word
-        check_words(model, [name for name in settings if name.startswith("model.")])
-        made = replace(self, model=model, train=self.train.with_settings(train))
-        return replace(made, **mine)
+        types = typing.get_type_hints(Recipe)
+        own = types.keys() - {"task", "model", "train"}
+        named = {n.removeprefix("model."): x for n, x in settings.items() if n.startswith("model.")}
+        model = {**self.model, **{name: as_json(word) for name, word in named.items()}}
+        if named:
+            check_words(model, named)
+        train = {n: x for n, x in settings.items() if n not in own and not n.startswith("model.")}
+        return replace(
+            self,
+            model=model,
+            train=self.train.with_settings(train),
+            **{name: read(name, word, types) for name, word in settings.items() if name in own},
+        )
 
 
-class _Told(dict[str, Any]):
-    """A config.json's words that remembers which were asked for."""
+class _AskedWords(dict[str, Any]):
+    """A config.json that remembers which of its words were asked for."""
 
     def __init__(self, words: Mapping[str, Any]) -> None:
         super().__init__(words)
-        self.asked: set[str] = set()
+        self.asked = set(ROTARY)  # Rotary reads a copy.
 
     def get(self, key: str, default: Any = None) -> Any:
         self.asked.add(key)
         return super().get(key, default)
 
 
-def check_words(model: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_words(model: Mapping[str, Any], names: Iterable[str]) -> None:
     """Refuse words that no model of this family reads: they would change nothing, in silence."""
-    if not names:
-        return
-    told = _Told({"vocab_size": 1000, **model})
-    config_of(told)
-    # Rotary reads a copy.
-    known = told.asked | set(ROTARY)
-    strange = [name for name in names if name.removeprefix("model.") not in known]
-    if strange:
-        raise ValueError(
-            f"no setting is named {strange[0]!r}; a model of the kind {model['model_type']!r} has "
-            f"{', '.join(sorted(known))}"
-        )
+    words = _AskedWords({"vocab_size": 1000, **model})
+    config_of(words)
+    for name in names:
+        if name not in words.asked:
+            raise ValueError(
+                f"no setting is named {'model.' + name!r}; a model of the kind "
+                f"{model['model_type']!r} has {', '.join(sorted(words.asked))}"
+            )
 
 
 def as_json(word: str) -> Any:
@@ -110,7 +103,8 @@ def as_json(word: str) -> Any:
 
 
 def named_recipe(name: str) -> Recipe:
-    """The recipe of that name."""
+    if name == "embedded-translate":
+        raise ValueError("embedded-translate is a command of its own: examples/translate_aligned")
     if name not in RECIPES:
         raise ValueError(f"no recipe is named {name!r}; there are {', '.join(RECIPES)}")
     return RECIPES[name]()
@@ -145,25 +139,28 @@ def llama(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) 
 
 def original(dim: int, n_layers: tuple[int, int], n_heads: int, ffn_dim: int) -> dict[str, Any]:
     """An original Transformer, in the words of its config.json."""
-    made: dict[str, Any] = {"model_type": "original", "d_model": dim}
+    model: dict[str, Any] = {"model_type": "original", "d_model": dim}
     for side, count in zip(("encoder", "decoder"), n_layers, strict=True):
-        made |= {
-            f"{side}_layers": count,
-            f"{side}_attention_heads": n_heads,
-            f"{side}_ffn_dim": ffn_dim,
-        }
-    return made
+        model[f"{side}_layers"] = count
+        model[f"{side}_attention_heads"] = n_heads
+        model[f"{side}_ffn_dim"] = ffn_dim
+    return model
+
+
+def make(task: TaskKind, model: Mapping[str, Any], settings: str) -> Recipe:
+    """A recipe from its settings, in the words of --set."""
+    steps, *others = settings.split()
+    train = TrainConfig(steps=int(steps.removeprefix("steps=")))
+    return Recipe(task=task, model=model, train=train).changed(split_settings(others))
 
 
 def small_lm() -> Recipe:
     """What `regard train lm` does unless told otherwise: minutes on a CPU for a small text."""
-    return Recipe(
-        task="lm",
-        model=llama(128, 4, 4, 2, 384),
-        train=TrainConfig(steps=1000, lr=2e-3, warmup=50, eval_every=100, save_every=100),
-        vocab_size=2048,
-        context=128,
-        rows=8,
+    return make(
+        "lm",
+        llama(128, 4, 4, 2, 384),
+        "steps=1000 lr=2e-3 warmup=50 eval_every=100 save_every=100 "
+        "vocab_size=2048 context=128 rows=8",
     )
 
 
@@ -185,21 +182,11 @@ def small_masked() -> Recipe:
 
 def small_translation() -> Recipe:
     """What `regard train translate` does unless told otherwise."""
-    return Recipe(
-        task="translate",
-        model=original(128, (3, 3), 4, 256) | {"normalize_before": True, "dropout": 0.1},
-        train=TrainConfig(
-            steps=2000,
-            lr=2e-3,
-            warmup=200,
-            beta2=0.98,
-            smoothing=0.1,
-            weight_decay=0.01,
-            eval_every=200,
-            save_every=200,
-        ),
-        vocab_size=4000,
-        max_tokens=2048,
+    return make(
+        "translate",
+        original(128, (3, 3), 4, 256) | {"normalize_before": True, "dropout": 0.1},
+        "steps=2000 lr=2e-3 warmup=200 beta2=0.98 smoothing=0.1 weight_decay=0.01 eval_every=200 "
+        "save_every=200 vocab_size=4000 max_tokens=2048",
     )
 
 
@@ -212,122 +199,43 @@ def shakespeare() -> Recipe:
         "n_layer": 6,
         "n_head": 6,
         "n_positions": 256,
-        "resid_pdrop": 0.2,
-        "attn_pdrop": 0.2,
-        "embd_pdrop": 0.2,
+        **dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.2),
     }
-    return Recipe(
-        task="lm",
-        model=model,
-        train=TrainConfig(
-            steps=5000,
-            lr=1e-3,
-            warmup=100,
-            beta2=0.99,
-            eval_every=250,
-            save_every=1000,
-            precision="bfloat16",
-            compiled=True,
-        ),
-        vocab_size=256,
-        cutting="characters",
-        context=256,
-        rows=64,
+    return make(
+        "lm",
+        model,
+        "steps=5000 lr=1e-3 warmup=100 beta2=0.99 eval_every=250 save_every=1000 "
+        "precision=bfloat16 compiled=true vocab_size=256 cutting=characters context=256 rows=64",
     )
 
 
 def multi30k() -> Recipe:
     """A small Transformer for Multi30k's captions, lower-cased and cut into tokens before."""
-    return Recipe(
-        task="translate",
-        model=original(128, (4, 4), 4, 256) | {"normalize_before": True, "dropout": 0.3},
-        train=TrainConfig(
-            steps=8000,
-            lr=5e-3,
-            schedule="inverse_sqrt",
-            warmup=2000,
-            beta2=0.98,
-            smoothing=0.1,
-            weight_decay=1e-4,
-            average=0.999,
-            eval_every=500,
-            save_every=1000,
-            precision="bfloat16",
-        ),
-        vocab_size=10000,
-        cutting="words",
-        max_tokens=4096,
-        judge=1014,
-        tokenize="none",
+    return make(
+        "translate",
+        original(128, (4, 4), 4, 256) | {"normalize_before": True, "dropout": 0.3},
+        "steps=8000 lr=5e-3 schedule=inverse_sqrt warmup=2000 beta2=0.98 smoothing=0.1 "
+        "weight_decay=1e-4 average=0.999 eval_every=500 save_every=1000 precision=bfloat16 "
+        "vocab_size=10000 cutting=words max_tokens=4096 judge=1014 tokenize=none",
     )
 
 
 def paper(before: bool) -> Recipe:
     """The recipe of the original paper at a size for Multi30k; or the same with norms before."""
-    recipe = multi30k()
     model = original(256, (4, 4), 4, 1024) | {"dropout": 0.1, "normalize_before": before}
+    recipe = replace(multi30k(), model=model)
     # The paper's highest rate is 1/√(dim · warmup); here that of a warm-up half as long, 1,000.
-    train = replace(
-        recipe.train,
-        steps=3000,
-        lr=(256 * 1000) ** -0.5,
-        eps=1e-9,
-        weight_decay=0.0,
-        average=None,
-        eval_every=250,
-    )
-    return replace(recipe, model=model, train=train, judge=0)
-
-
-def embedded_translation() -> Recipe:
-    """The model that ships as embedded:translate."""
-    return Recipe(
-        task="translate",
-        model=original(256, (4, 3), 8, 1024)
-        | {"normalize_before": True, "dropout": 0.3, "attention_dropout": 0.1},
-        train=TrainConfig(
-            steps=9000,
-            lr=2e-3,
-            warmup=800,
-            beta2=0.98,
-            smoothing=0.1,
-            weight_decay=0.01,
-            average=0.999,
-            guide=0.1,
-            eval_every=1000,
-            save_every=3000,
-            precision="bfloat16",
-        ),
-        vocab_size=8000,
-        cutting="scripts",
-        max_tokens=12000,
-        both_ways=True,
-        guide_layer=1,
-        guide_heads=2,
-        judge=500,
-        tokenize="char",
-    )
+    settings = f"lr={(256 * 1000) ** -0.5} steps=3000 eps=1e-9 weight_decay=0 average=none"
+    return recipe.changed(split_settings(f"{settings} eval_every=250 judge=0".split()))
 
 
 def embedded_lm() -> Recipe:
     """The model that ships as embedded:lm."""
-    return Recipe(
-        task="lm",
-        model=llama(256, 8, 8, 4, 768),
-        train=TrainConfig(
-            steps=5000,
-            lr=2.5e-3,
-            warmup=300,
-            weight_decay=0.1,
-            average=0.999,
-            eval_every=1000,
-            save_every=2500,
-            precision="bfloat16",
-            compiled=True,
-        ),
-        vocab_size=8192,
-        context=512,
-        rows=64,
+    return make(
+        "lm",
+        llama(256, 8, 8, 4, 768),
+        "steps=5000 lr=2.5e-3 warmup=300 weight_decay=0.1 average=0.999 eval_every=1000 "
+        "save_every=2500 precision=bfloat16 compiled=true vocab_size=8192 context=512 rows=64",
     )
 
 
@@ -339,6 +247,5 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "multi30k": multi30k,
     "paper": lambda: paper(False),
     "paper-pre-norm": lambda: paper(True),
-    "embedded-translate": embedded_translation,
     "embedded-lm": embedded_lm,
 }

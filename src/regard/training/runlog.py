@@ -9,9 +9,8 @@ finite number; such a figure is written as "NaN", "Infinity" or "-Infinity", in 
 back as the number. A run that resumes at a step drops all lines after it (the file is rewritten
 beside and renamed), so no step is told twice; a line torn by a power cut goes too.
 
-A log that cannot be written does not stop a run: `trouble` says what is wrong, once for each kind.
-
-Left out: locking against a second run in the same folder.
+A log that cannot be written does not stop a run: `take_trouble` says what is wrong, once for each
+kind of fault.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from regard._files import replace_file, spell_path
 
 LOG = "log.jsonl"
-LOOK_SECONDS = 1.0  # how often to look whether the file is still where it was
 
-_encode = json.JSONEncoder(allow_nan=False, ensure_ascii=True, separators=(",", ":")).encode
+_encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 @final
@@ -73,25 +71,6 @@ class Log:
     damaged: int
 
 
-# ---- Numbers in strict JSON
-
-
-def _to_json(number: float) -> float | str:
-    number = float(number)
-    if math.isfinite(number):
-        return number
-    return "NaN" if number != number else "Infinity" if number > 0 else "-Infinity"
-
-
-def _from_json(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError("not a number")
-    return float(value)
-
-
-# ---- Writing
-
-
 @final
 class RunLog:
     """The open log of a run that goes on after `start` finished steps (0: a new log)."""
@@ -99,11 +78,10 @@ class RunLog:
     def __init__(self, folder: Path, start: int) -> None:
         self.path = folder / LOG
         self.last_step = start
-        self._had = _drop_after(self.path, start)
+        self._last_eval = _cut_back(self.path, start)
         self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._is_torn = self._is_gone = self._is_refused = False
-        self._looked = time.monotonic()
-        self._told: list[str] = []
+        self._trouble: list[str] = []
 
     def step(self, report: StepReport) -> None:
         if report.step <= self.last_step:
@@ -112,136 +90,114 @@ class RunLog:
                 "finished ones and go up, and a resumed run begins with the one after its start"
             )
         self.last_step = int(report.step)
-        line = {
-            "kind": "step",
-            "step": self.last_step,
-            "time": time.time(),
-            "loss": _to_json(report.loss),
-            "lr": _to_json(report.lr),
-            "grad_norm": _to_json(report.grad_norm),
-            "tokens": int(report.tokens),
-            "seconds": _to_json(report.seconds),
-        }
-        if report.mfu is not None:
-            line["mfu"] = _to_json(report.mfu)
-        if report.memory is not None:
-            line["memory"] = int(report.memory)
-        self._put(line)
+        self._put("step", {name: x for name, x in vars(report).items() if x is not None})
 
     def evaluated(self, report: EvalReport) -> None:
         """Log an evaluation, but for one that the log had already when the run resumed."""
-        line = {
-            "kind": "eval",
-            "step": int(report.step),
-            "time": time.time(),
-            "loss": _to_json(report.loss),
-            "perplexity": _to_json(report.perplexity),
-            "scores": {name: _to_json(score) for name, score in report.scores.items()},
-        }
-        if {**line, "time": 0} != self._had:
-            self._put(line)
+        if _strict(asdict(report)) != self._last_eval:
+            self._put("eval", asdict(report))
 
     def note(self, step: int, text: str) -> None:
-        self._put({"kind": "note", "step": int(step), "time": time.time(), "text": text})
+        self._put("note", {"step": step, "text": text})
 
     def take_trouble(self) -> list[str]:
         """What went wrong with the log since this was last asked."""
-        told, self._told = self._told, []
-        return told
+        trouble, self._trouble = self._trouble, []
+        return trouble
 
     def close(self) -> None:
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
 
-    def _put(self, line: Mapping[str, Any]) -> None:
+    def _put(self, kind: str, fields: dict[str, Any]) -> None:
         if self._handle < 0:
             raise ValueError(f"{spell_path(self.path)} is closed; report before closing")
-        data = (_encode(line) + "\n").encode("ascii")
-        if self._is_torn:
-            data = b"\n" + data  # what there was of the last line stays a line of its own
+        line = {"kind": kind, "step": fields["step"], "time": time.time(), **_strict(fields)}
+        # What there was of a torn line stays a line of its own.
+        data = (("\n" if self._is_torn else "") + _encode(line) + "\n").encode("ascii")
         try:
-            written = os.write(self._handle, data)
-            self._is_torn = written < len(data)
-            self._look()
+            self._is_torn = os.write(self._handle, data) < len(data)
+            if not self._is_gone and not self._is_there():
+                self._is_gone = True
+                self._trouble.append(
+                    f"{spell_path(self.path)} is not there any more: it, or its folder, was moved, "
+                    "replaced or deleted. The run goes on; what it logs from here on may be lost"
+                )
         except OSError as error:
             if not self._is_refused:
                 self._is_refused = True
-                self._told.append(
+                self._trouble.append(
                     f"{spell_path(self.path)} cannot be written: {error.strerror or error}. The "
                     "run goes on; lines are missing from its log"
                 )
 
-    def _look(self) -> None:
+    def _is_there(self) -> bool:
         """Lines still find their way into a file that was moved or deleted; nobody else does."""
-        now = time.monotonic()
-        if self._is_gone or now - self._looked < LOOK_SECONDS:
-            return
-        self._looked = now
         try:
-            self._is_gone = not os.path.samestat(os.stat(self.path), os.fstat(self._handle))
+            return os.path.samestat(os.stat(self.path), os.fstat(self._handle))
         except FileNotFoundError:
-            self._is_gone = True
-        if self._is_gone:
-            self._told.append(
-                f"{spell_path(self.path)} is not there any more: it, or its folder, was moved, "
-                "replaced or deleted. The run goes on; what it logs from here on may be lost"
-            )
+            return False
 
 
-def _drop_after(path: Path, start: int) -> dict[str, Any] | None:
-    """Cut an old log back to `start` steps; give its last evaluation, as if of the time 0."""
-    if start == 0 or not path.exists():
-        if path.exists():
-            with replace_file(path):
-                pass
-        return None
-    kept: list[bytes] = []
-    dropped, last_step, evaluation = 0, 0, None
-    for raw, line in _read_lines(path):
-        told = None if line is None else _check_line(line)
-        if (
-            line is None
-            or told is None
-            or told[1] > start
-            or (told[0] == "step" and told[1] <= last_step)
-        ):
-            dropped += 1
-            continue
-        kept.append(raw)
-        if told[0] == "step":
-            last_step = told[1]
-        elif told[0] == "eval":
-            evaluation = {**line, "time": 0}
-    if dropped:
-        with replace_file(path) as file:
-            file.writelines(kept)
-    return evaluation
+def _strict(value: Any) -> Any:
+    """The value as strict JSON has it: what is not finite by its name."""
+    if isinstance(value, Mapping):
+        return {name: _strict(item) for name, item in value.items()}
+    if isinstance(value, str | int):
+        return value
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if number != number else "Infinity" if number > 0 else "-Infinity"
 
 
 # ---- Reading
 
+_Report = TypeVar("_Report", StepReport, EvalReport)
 
-def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Every line with what it says; None for one that is torn or no JSON object."""
+
+class _Line(NamedTuple):
+    raw: bytes
+    kind: str
+    step: int
+    fields: dict[str, Any]
+    """Empty for a line that is torn, or none of ours."""
+
+
+def _read_lines(path: Path) -> Iterator[_Line]:
     with path.open("rb") as file:
         for raw in file:
             try:
-                line = json.loads(raw) if raw.endswith(b"\n") else None
+                fields = json.loads(raw) if raw.endswith(b"\n") else None
             except (ValueError, RecursionError):
-                line = None
-            yield raw, line if isinstance(line, dict) else None
+                fields = None
+            fields = fields if isinstance(fields, dict) else {}
+            kind, step = fields.get("kind"), fields.get("step")
+            if isinstance(kind, str) and type(step) is int:
+                yield _Line(raw, kind, step, fields)
+            else:
+                yield _Line(raw, "", -1, {})
 
 
-def _check_line(line: Mapping[str, Any]) -> tuple[str, int] | None:
-    """The line's kind and step, or None if it has none."""
-    kind, step = line.get("kind"), line.get("step")
-    if isinstance(kind, str) and isinstance(step, int) and not isinstance(step, bool):
-        return kind, step
-    return None
-
-
-_STEP_NUMBERS = [f.name for f in fields(StepReport) if f.name not in ("step", "mfu", "memory")]
+def _cut_back(path: Path, start: int) -> dict[str, Any] | None:
+    """Cut an old log back to `start` steps; give its last evaluation."""
+    kept: list[bytes] = []
+    n_lines, last_step, evaluation = 0, 0, None
+    for line in _read_lines(path) if path.exists() else ():
+        n_lines += 1
+        is_new = line.kind != "step" or line.step > last_step
+        if not start or not line.fields or line.step > start or not is_new:
+            continue
+        kept.append(line.raw)
+        if line.kind == "step":
+            last_step = line.step
+        elif line.kind == "eval":
+            evaluation = {k: x for k, x in line.fields.items() if k not in ("kind", "time")}
+    if len(kept) < n_lines:
+        with replace_file(path) as file:
+            file.writelines(kept)
+    return evaluation
 
 
 def read_log(path: str | os.PathLike[str]) -> Log:
@@ -251,7 +207,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
     if not path.is_file():
         raise ValueError(f"{spell_path(path)} is not there; expected a run's folder or its {LOG}")
     log, damaged = Log([], [], [], 0), 0
-    for _, line in _read_lines(path):
+    for line in _read_lines(path):
         try:
             _add_line(log, line)
         except (KeyError, TypeError, ValueError, AttributeError):
@@ -259,28 +215,26 @@ def read_log(path: str | os.PathLike[str]) -> Log:
     return Log(log.steps, log.evaluations, log.notes, damaged)
 
 
-def _add_line(log: Log, line: dict[str, Any] | None) -> None:
-    told = None if line is None else _check_line(line)
-    if line is None or told is None:
+def _add_line(log: Log, line: _Line) -> None:
+    if line.kind == "step":
+        log.steps.append(_to_report(StepReport, line.fields))
+    elif line.kind == "eval":
+        log.evaluations.append(_to_report(EvalReport, line.fields))
+    elif line.kind == "note":
+        log.notes.append((line.step, str(line.fields["text"])))
+    elif not line.kind:
         raise ValueError("no line of a log")
-    kind, step = told
-    if kind == "step":
-        numbers: dict[str, Any] = {name: _from_json(line[name]) for name in _STEP_NUMBERS}
-        numbers["tokens"] = int(numbers["tokens"])
-        mfu, memory = line.get("mfu"), line.get("memory")
-        log.steps.append(
-            StepReport(
-                step=step,
-                **numbers,
-                mfu=None if mfu is None else _from_json(mfu),
-                memory=None if memory is None else int(memory),
-            )
-        )
-    elif kind == "eval":
-        scores = {name: _from_json(score) for name, score in line["scores"].items()}
-        loss, perplexity = _from_json(line["loss"]), _from_json(line["perplexity"])
-        log.evaluations.append(
-            EvalReport(step=step, loss=loss, perplexity=perplexity, scores=scores)
-        )
-    elif kind == "note":
-        log.notes.append((step, str(line["text"])))
+
+
+def _to_report(kind: type[_Report], found: Mapping[str, Any]) -> _Report:
+    """The report of a line; ValueError or TypeError where a figure is missing or no number."""
+    types = {one.name: str(one.type) for one in fields(kind) if one.name in found}
+    return kind(**{name: _to_number(found[name], types[name]) for name in types})
+
+
+def _to_number(value: Any, type_name: str) -> Any:
+    if isinstance(value, dict) and type_name.startswith("Mapping"):
+        return {name: _to_number(item, "float") for name, item in value.items()}
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("not a number")
+    return int(value) if type_name.startswith("int") else float(value)

@@ -16,9 +16,9 @@ old snapshots go, oldest first, never the best one. So at each moment the last w
 there, and `best.json` names a file that is there. Tensors are hashed while they are written, one
 at a time; no second copy of the state is made.
 
-Left out: two runs in one folder. Snapshots of later steps than the one saved (a run that went
-back by hand) are neither counted nor removed, and `load_latest` would choose them: move them away
-when going back. If a run saves the best one's step again, the new file takes its place.
+Left out: snapshots of later steps than the one saved (a run that went back by hand) are neither
+counted nor removed, and `load_latest` would choose them: move them away when going back. If a run
+saves the best one's step again, the new file takes its place.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, BinaryIO, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from regard._files import (
     MAX_HEADER_BYTES,
-    Entry,
+    Header,
+    open_file,
     parse_json,
     read_bytes,
     read_header,
@@ -55,7 +56,6 @@ from regard.models.save_folder import check_tensor, make_header, to_bytes
 
 VERSION = 1
 BEST = "best.json"
-
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _OPENING = b'{"__metadata__":{"header_sha256":"'
 _SUM_AT = slice(8 + len(_OPENING), 8 + len(_OPENING) + 64)
@@ -124,9 +124,10 @@ def save_snapshot(
     header, order = make_header(stored, metadata)
     folder = Path(os.fsdecode(root))
     path = folder / f"step-{step:08d}.safetensors"
-
     with _disk_errors(path, len(header) + int(metadata["data_bytes"])):
-        _make_folder(folder)
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
         remove_leftovers(folder)
         with replace_file(path) as file:
             file.write(header)
@@ -142,32 +143,24 @@ def save_snapshot(
     return path
 
 
-def _to_storable(
-    tensors: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:
-    """The tensors, with types that header readers do not know as bytes; and what those really are.
+class _OddType(NamedTuple):
+    """What a tensor is that is stored as bytes: complex128 or an 8-bit float."""
 
-    Such are complex128 and the 8-bit floats.
-    """
+    dtype: str
+    shape: list[int]
+
+
+def _to_storable(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, _OddType]]:
+    """The tensors, with types that safetensors may not know as bytes; and what those really are."""
     stored: dict[str, Tensor] = {}
-    odd: dict[str, tuple[str, list[int]]] = {}
+    odd: dict[str, _OddType] = {}
     for name, tensor in tensors.items():
-        if _is_odd(tensor):
-            odd[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        if isinstance(tensor, Tensor) and tensor.dtype not in DTYPES.values():
+            odd[name] = _OddType(str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
             tensor = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
         check_tensor(name, tensor)
         stored[name] = tensor
     return stored, odd
-
-
-def _is_odd(tensor: object) -> bool:
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.dtype not in DTYPES.values()
-        and tensor.layout == torch.strided
-        and not tensor.is_meta
-        and not tensor.is_quantized
-    )
 
 
 def _to_json(facts: Mapping[str, Any]) -> str:
@@ -193,26 +186,18 @@ def _check_keys(value: object, where: str) -> None:
             if not isinstance(key, str):
                 raise ValueError(f"{where} has the key {spell(key)}; JSON has only strings as keys")
             _check_keys(item, f"{where}[{spell(key)}]")
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             _check_keys(item, f"{where}[{number}]")
 
 
-def _make_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)
-
-
 def _write_data(file: BinaryIO, tensors: Mapping[str, Tensor], order: list[str]) -> str:
-    """Write the tensors' bytes in this order; give their sum."""
     total = hashlib.sha256()
     for name in order:
         data = to_bytes(tensors[name]).data
         for start in range(0, len(data), _CHUNK):
-            piece = data[start : start + _CHUNK]
-            total.update(piece)
-            file.write(piece)
+            total.update(data[start : start + _CHUNK])
+            file.write(data[start : start + _CHUNK])
     return total.hexdigest()
 
 
@@ -227,25 +212,20 @@ def _put_sum(head: bytes, digits: str) -> bytes:
 @contextlib.contextmanager
 def _disk_errors(path: Path, needed: int) -> Iterator[None]:
     """Say what a refusing disk refused, and that nothing older was lost."""
+    free = ""
     try:
         yield
     except OSError as error:
-        told = SnapshotNotSaved(
+        with contextlib.suppress(OSError):
+            parent = next(folder for folder in path.parents if folder.exists())
+            free = f"; {shutil.disk_usage(parent).free:,} are free there"
+        refusal = SnapshotNotSaved(
             f"{spell_path(path)} could not be written: {error.strerror or error}. It takes "
-            f"{needed:,} bytes{_tell_free(path.parent)}. What was saved before is untouched; make "
-            "room (or give another folder) and resume"
+            f"{needed:,} bytes{free}. What was saved before is untouched; make room (or give "
+            "another folder) and resume"
         )
-        told.errno, told.strerror, told.filename = error.errno, error.strerror, str(path)
-        raise told from error
-
-
-def _tell_free(folder: Path) -> str:
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return f"; {shutil.disk_usage(folder).free:,} are free there"
-    except OSError:
-        return ""
+        refusal.errno, refusal.strerror, refusal.filename = error.errno, error.strerror, str(path)
+        raise refusal from error
 
 
 def _remove_old(folder: Path, step: int, keep: int) -> None:
@@ -265,8 +245,8 @@ def _remove_old(folder: Path, step: int, keep: int) -> None:
 
 def _best_line(name: str) -> bytes:
     """The whole of `best.json`; its sum tells a damaged name from one that was meant."""
-    said = {"file": name, "sha256": hashlib.sha256(name.encode("utf-8")).hexdigest()}
-    return (json.dumps(said) + "\n").encode("utf-8")
+    fields = {"file": name, "sha256": hashlib.sha256(name.encode("utf-8")).hexdigest()}
+    return (json.dumps(fields) + "\n").encode("utf-8")
 
 
 def _read_best(folder: Path) -> str | None:
@@ -296,9 +276,7 @@ def load_best(root: str | os.PathLike[str]) -> Snapshot | None:
 def _step_of(path: Path) -> int:
     """The step that the file's name tells; -1 for any other file."""
     match = _NAME.fullmatch(path.name)
-    if match is None:
-        return -1
-    step = int(match[1])
+    step = -1 if match is None else int(match[1])
     return step if path.name == f"step-{step:08d}.safetensors" else -1
 
 
@@ -334,31 +312,28 @@ def load_latest(root: str | os.PathLike[str]) -> Snapshot | None:
 def load_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     """Read one snapshot into CPU memory, every byte of it checked."""
     path = Path(os.fsdecode(path))
+    where = spell_path(path)
     if not path.is_file():
-        raise BadSnapshot(f"{spell_path(path)} is not there, or is not a file")
-    try:
-        with path.open("rb") as file:
-            length, metadata = _read_head(file, path)
-            found = read_header(path, BadSnapshot)
-            if found.stamp != stamp_of(os.fstat(file.fileno())):
-                raise BadSnapshot(f"{spell_path(path)} was replaced while it was read; try again")
-            file.seek(8 + length)
-            tensors = _read_data(file, path, found.entries, metadata["data_sha256"])
-        where = spell_path(path)
-        facts = parse_json(metadata["facts"].encode("utf-8"), f"{where}: facts", BadSnapshot)
-        odd = parse_json(metadata["odd_types"].encode("utf-8"), f"{where}: odd_types", BadSnapshot)
-    except OSError as error:
-        raise BadSnapshot(
-            f"{spell_path(path)} cannot be read: {error.strerror or error}"
-        ) from error
+        raise BadSnapshot(f"{where} is not there, or is not a file")
+    with open_file(path, BadSnapshot) as file:
+        status = os.fstat(file.fileno())
+        _check_sum(file, where, status.st_size)
+    header = read_header(path, BadSnapshot, framework="pt")
+    if header.stamp != stamp_of(status):
+        raise BadSnapshot(f"{where} was replaced while it was read; try again")
+    metadata = header.metadata
+    if _step_of(path) not in (-1, int(metadata["step"])):
+        raise BadSnapshot(f"{where} is of step {metadata['step']}; give it back its name")
+    tensors = _read_data(header, where)
+    facts = parse_json(metadata["facts"].encode("utf-8"), f"{where}: facts", BadSnapshot)
+    odd = parse_json(metadata["odd_types"].encode("utf-8"), f"{where}: odd_types", BadSnapshot)
     for name, (word, shape) in odd.items():
         tensors[name] = tensors[name].view(getattr(torch, word)).reshape(shape)
     return Snapshot(path, int(metadata["step"]), tensors, facts)
 
 
-def _read_head(file: BinaryIO, path: Path) -> tuple[int, dict[str, str]]:
-    """The header's length and metadata, once its sum, the version and the file's size are right."""
-    where, size = spell_path(path), os.fstat(file.fileno()).st_size
+def _check_sum(file: BinaryIO, where: str, size: int) -> None:
+    """Judge a header by its checksum, then the version, then the size that it promises."""
     first = file.read(_SUM_AT.stop)
     if len(first) < _SUM_AT.stop:
         raise BadSnapshot(f"{where} is cut short: it has {size} bytes, less than any snapshot")
@@ -367,14 +342,11 @@ def _read_head(file: BinaryIO, path: Path) -> tuple[int, dict[str, str]]:
         raise BadSnapshot(f"{where} is not a snapshot, or its first bytes are damaged")
     head = first + file.read(max(0, 8 + length - len(first)))
     if len(head) != 8 + length:
-        raise BadSnapshot(
-            f"{where} is cut short or its first bytes are damaged: its header should have "
-            f"{length} bytes, {max(0, size - 8)} are there"
-        )
+        missing = f"its header should have {length} bytes, {max(0, size - 8)} are there"
+        raise BadSnapshot(f"{where} is cut short or its first bytes are damaged: {missing}")
     if _header_sum(head).encode("ascii") != first[_SUM_AT]:
         raise BadSnapshot(f"{where} is damaged: its header does not match its checksum")
-    header = parse_json(head[8:], f"the header of {where}", BadSnapshot)
-    metadata: dict[str, str] = header["__metadata__"]
+    metadata = parse_json(head[8:], f"the header of {where}", BadSnapshot)["__metadata__"]
     if metadata.get("snapshot") != str(VERSION):
         raise BadSnapshot(
             f"{where} is of the format {spell(metadata.get('snapshot'))}; this version of regard "
@@ -384,28 +356,17 @@ def _read_head(file: BinaryIO, path: Path) -> tuple[int, dict[str, str]]:
     if size != expected:
         word = "cut short" if size < expected else "damaged"
         raise BadSnapshot(f"{where} is {word}: it has {size:,} bytes, {expected:,} were written")
-    if _step_of(path) not in (-1, int(metadata["step"])):
-        raise BadSnapshot(f"{where} is of step {metadata['step']}; give it back its name")
-    return length, metadata
 
 
-def _read_data(
-    file: BinaryIO, path: Path, entries: Mapping[str, Entry], expected: str
-) -> dict[str, Tensor]:
-    """Read each tensor into memory of its own; the sum is taken on the way."""
+def _read_data(header: Header, where: str) -> dict[str, Tensor]:
+    """Each tensor in memory of its own, and their sum, which is of the bytes before the copy."""
     total = hashlib.sha256()
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    entries = header.entries
     for name in sorted(entries, key=lambda name: (entries[name].start, entries[name].end)):
-        tensor = torch.empty(entries[name].shape, dtype=DTYPES[entries[name].dtype])
-        data = to_bytes(tensor).data
-        for start in range(0, len(data), _CHUNK):
-            piece = data[start : start + _CHUNK]
-            if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]
-                raise BadSnapshot(f"{spell_path(path)} became shorter while it was read")
-            total.update(piece)
-        found[name] = tensor
-    if total.hexdigest() != expected:
-        raise BadSnapshot(
-            f"{spell_path(path)} is damaged: its tensors' bytes do not match their checksum"
-        )
-    return {name: found[name] for name in entries}
+        mapped = header.handle.get_tensor(name)
+        total.update(to_bytes(mapped).data)
+        tensors[name] = mapped.clone()
+    if total.hexdigest() != header.metadata["data_sha256"]:
+        raise BadSnapshot(f"{where} is damaged: its tensors' bytes do not match their checksum")
+    return {name: tensors[name] for name in entries}

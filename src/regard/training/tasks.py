@@ -3,31 +3,39 @@
 Why: the loop should not know what a batch is made of.
 
 How: a task gives batches as plain dicts of tensors, each a pure function of its number; says how
-the model's last vectors come of one (`vectors`, which the loop may compile), and what the targets
-are. The loss is then the same for all: cross-entropy of the head's scores. Translation may add the
-guided term of `guiding.py`.
+the model's last hidden states come of one (`vectors`, which the loop may compile), and what the
+targets are. The loss is then the same for all: cross-entropy of the head's logits. A task may add
+an auxiliary loss of what the model did meanwhile; examples/translate_aligned has one.
 
-Left out: evaluation by scores (`scores.py`), and reading files (`data`).
+Left out: evaluation by BLEU (`bleu.py`), and reading files (`data`).
 
 Letters: B rows, T tokens, S tokens of the source, C model width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Protocol, final
 
-import torch
 from torch import Tensor
 
 from regard.models import Transformer
 from regard.ops import Documents
-from regard.training.data.packing import PackedText, TextBatch, mask_tokens
+from regard.training.data.packing import MaskedTokens, PackedText, TextBatch, mask_tokens
 from regard.training.data.pairs import PairBatch, PairedText
-from regard.training.guided_attention import LinkTable, guide_loss, guided
 
 Batch = Mapping[str, Tensor]
+
+
+class AuxiliaryLoss(Protocol):
+    """A term beside the cross-entropy: entered before the forward pass, asked after it."""
+
+    def __enter__(self) -> AuxiliaryLoss: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def loss(self) -> Tensor:
+        """The weighted term, as a mean over tokens."""
 
 
 class Task(Protocol):
@@ -52,33 +60,10 @@ class Task(Protocol):
         """Batches the model does not learn from; none, if there are none."""
 
     def vectors(self, model: Transformer, batch: Batch) -> Tensor:
-        """The model's last vectors (B, T, C), one for each target."""
+        """The model's last hidden states (B, T, C), one for each target."""
 
-    def guide(self, model: Transformer, batch: Batch) -> Guiding | None:
-        """What listens to the model while it makes `vectors`, where the task has such a term."""
-
-
-class Guiding(Protocol):
-    """A term of the loss that is worked out from what attention did; used in a `with`."""
-
-    def __enter__(self) -> Guiding: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def loss(self) -> Tensor:
-        """The term, as a mean; after the block."""
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class MaskedTokens:
-    """How masked language modelling hides tokens."""
-
-    mask_id: int
-    vocab_size: int
-    special: Sequence[int]
-    seed: int
-    share: float = 0.15
+    def auxiliary_loss(self, model: Transformer, batch: Batch) -> AuxiliaryLoss | None:
+        """The auxiliary loss of a training batch, where the task has one."""
 
 
 @final
@@ -98,53 +83,22 @@ class LanguageTask:
         return self.text.tokens.fingerprint
 
     def batch(self, number: int) -> dict[str, Tensor]:
-        return as_dict(self._hide(self.text.batch(number), number))
+        return text_dict(self._hide(self.text.batch(number), number))
 
     def held_out(self) -> Iterator[dict[str, Tensor]]:
         if self.valid is not None:
             for number, batch in enumerate(self.valid.in_order()):
-                yield as_dict(self._hide(batch, number))
+                yield text_dict(self._hide(batch, number))
 
     def vectors(self, model: Transformer, batch: Batch) -> Tensor:
         mask = Documents(batch["documents"]) if "documents" in batch else None
         return model.run(batch["ids"], positions=batch.get("positions"), mask=mask)
 
-    def guide(self, model: Transformer, batch: Batch) -> None:
+    def auxiliary_loss(self, model: Transformer, batch: Batch) -> None:
         return None
 
     def _hide(self, batch: TextBatch, number: int) -> TextBatch:
-        how = self.masked
-        if how is None:
-            return batch
-        return mask_tokens(
-            batch,
-            mask_id=how.mask_id,
-            vocab_size=how.vocab_size,
-            special=how.special,
-            share=how.share,
-            seed=how.seed,
-            step=number,
-        )
-
-
-def as_dict(batch: TextBatch) -> dict[str, Tensor]:
-    """The tensors of a batch that are there."""
-    made = {"ids": batch.ids, "targets": batch.targets}
-    if batch.documents is not None and batch.positions is not None:
-        made |= {"documents": batch.documents, "positions": batch.positions}
-    return made
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Guide:
-    """Which heads of which decoder layer are told about links, and about which."""
-
-    links: LinkTable
-    layer: int
-    heads: tuple[int, ...]
-    offset: int = 0
-    """Tokens that stand before a source, such as the one that names the language."""
+        return batch if self.masked is None else mask_tokens(batch, self.masked, number)
 
 
 @final
@@ -154,22 +108,15 @@ class TranslationTask:
     targets = "target_out"
     one_size = False
 
-    def __init__(
-        self, pairs: PairedText, valid: PairedText | None, guide: Guide | None = None
-    ) -> None:
-        self.pairs, self.valid, self.told = pairs, valid, guide
+    def __init__(self, pairs: PairedText, valid: PairedText | None) -> None:
+        self.pairs, self.valid = pairs, valid
 
     @property
     def fingerprint(self) -> str:
         return f"{self.pairs.sources.fingerprint} {self.pairs.targets.fingerprint}"
 
     def batch(self, number: int) -> dict[str, Tensor]:
-        batch = self.pairs.batch(number)
-        made = pair_dict(batch)
-        if self.told is not None:
-            S, T = batch.source.shape[1], batch.target_in.shape[1]
-            made["links"] = self.told.links.batch(batch.rows, S, T, offset=self.told.offset)
-        return made
+        return pair_dict(self.pairs.batch(number))
 
     def held_out(self) -> Iterator[dict[str, Tensor]]:
         if self.valid is not None:
@@ -177,36 +124,21 @@ class TranslationTask:
 
     def vectors(self, model: Transformer, batch: Batch) -> Tensor:
         memory = model.encode(batch["source"], batch["source_real"])
-        # Padding comes last and nobody before it looks ahead, so the decoder need not be told.
+        # Padding comes last and nobody before it looks ahead, so the decoder needs no mask of it.
         return model.run(batch["target_in"], memory=memory)
 
-    def guide(self, model: Transformer, batch: Batch) -> Guiding | None:
-        if self.told is None or "links" not in batch:
-            return None
-        return _Heads(model, self.told, batch["links"])
+    def auxiliary_loss(self, model: Transformer, batch: Batch) -> None:
+        return None
 
 
-class _Heads:
-    """The guided term of one batch."""
-
-    def __init__(self, model: Transformer, told: Guide, links_bts: Tensor) -> None:
-        self._catching = guided(model, told.layer, told.heads)
-        self._links_bts = links_bts
-
-    def __enter__(self) -> _Heads:
-        self._caught = self._catching.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._catching.__exit__(None, None, None)
-
-    def loss(self) -> Tensor:
-        with torch.autocast(self._links_bts.device.type, enabled=False):
-            return guide_loss(self._caught.log_weights(), self._links_bts)
+def text_dict(batch: TextBatch) -> dict[str, Tensor]:
+    tensors = {"ids": batch.ids, "targets": batch.targets}
+    if batch.documents is not None and batch.positions is not None:
+        tensors |= {"documents": batch.documents, "positions": batch.positions}
+    return tensors
 
 
 def pair_dict(batch: PairBatch) -> dict[str, Tensor]:
-    """The tensors of a batch of pairs."""
     return {
         "source": batch.source,
         "source_real": batch.source_real,

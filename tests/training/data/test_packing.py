@@ -19,15 +19,9 @@ from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.transformer import Transformer
 from regard.ops import Causal, Documents
 from regard.positions import RotaryConfig
-from regard.training.data import (
-    NOTHING,
-    BadData,
-    PackedText,
-    TextBatch,
-    TokenFile,
-    mask_tokens,
-    write_tokens,
-)
+from regard.training.data.packing import NOTHING, MaskedTokens, PackedText, TextBatch, mask_tokens
+from regard.training.data.reading import BadData
+from regard.training.data.store import TokenFile, write_tokens
 
 T, ROWS = 13, 3
 LENGTHS = [5, 1, 29, 2, 3, 17, 1, 1, 40, 11, 7]
@@ -281,7 +275,7 @@ def plain_batch(rows: int = 64, width: int = 499) -> TextBatch:
 
 def test_masking_hides_15_percent_as_80_10_10_and_asks_for_these_alone() -> None:
     batch = plain_batch()
-    masked = mask_tokens(batch, step=1, **MASKING)
+    masked = mask_tokens(batch, MaskedTokens(**MASKING), 1)
     chosen = masked.targets != NOTHING
     ordinary = batch.ids > 3
     assert not (chosen & ~ordinary).any()
@@ -299,11 +293,11 @@ def test_masking_hides_15_percent_as_80_10_10_and_asks_for_these_alone() -> None
 def test_masking_follows_from_seed_and_step_alone_and_leaves_the_batch() -> None:
     batch = plain_batch(3, 31)
     before = batch.ids.clone()
-    one = mask_tokens(batch, step=1, **MASKING)
-    assert same(one, mask_tokens(batch, step=1, **MASKING))
-    assert not torch.equal(one.targets, mask_tokens(batch, step=2, **MASKING).targets)
+    one = mask_tokens(batch, MaskedTokens(**MASKING), 1)
+    assert same(one, mask_tokens(batch, MaskedTokens(**MASKING), 1))
+    assert not torch.equal(one.targets, mask_tokens(batch, MaskedTokens(**MASKING), 2).targets)
     again = {**MASKING, "seed": 6}
-    assert not torch.equal(one.targets, mask_tokens(batch, step=1, **again).targets)
+    assert not torch.equal(one.targets, mask_tokens(batch, MaskedTokens(**again), 1).targets)
     assert torch.equal(batch.ids, before) and torch.equal(batch.targets, before)
 
 
@@ -311,11 +305,11 @@ def test_masking_keeps_documents_and_asks_for_something_where_it_can() -> None:
     ids = torch.tensor([[0, 7, 1]])
     batch = TextBatch(ids, ids.clone(), torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 0]]))
     for step in range(20):
-        masked = mask_tokens(batch, step=step, share=0.01, **MASKING)
+        masked = mask_tokens(batch, MaskedTokens(share=0.01, **MASKING), step)
         assert masked.targets.tolist() == [[NOTHING, 7, NOTHING]]
         assert masked.documents is batch.documents and masked.positions is batch.positions
     nothing = TextBatch(ids, torch.full_like(ids, NOTHING))
-    assert (mask_tokens(nothing, step=0, **MASKING).targets == NOTHING).all()
+    assert (mask_tokens(nothing, MaskedTokens(**MASKING), 0).targets == NOTHING).all()
 
 
 @pytest.mark.parametrize(
@@ -323,4 +317,4 @@ def test_masking_keeps_documents_and_asks_for_something_where_it_can() -> None:
 )
 def test_masking_refuses_what_makes_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        mask_tokens(plain_batch(1, 3), step=0, **{**MASKING, **wrong})
+        mask_tokens(plain_batch(1, 3), MaskedTokens(**{**MASKING, **wrong}), 0)

@@ -11,17 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from regard.training.data import (
-    NOTHING,
-    BadData,
-    PairBatch,
-    PairedText,
-    TokenFile,
-    write_tokens,
-)
+from regard.training.data import pairs as pairs_module
+from regard.training.data.packing import NOTHING
+from regard.training.data.pairs import PairBatch, PairedText
+from regard.training.data.reading import BadData
+from regard.training.data.store import TokenFile, write_tokens
 
 V = 101
 ROLES: dict[str, Any] = {"bos": 1, "eos": 2, "pad": 0, "seed": 7}
+
+
+@pytest.fixture(autouse=True)
+def odd_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiples of five, which no length is by chance."""
+    monkeypatch.setattr(pairs_module, "MULTIPLE", 5)
 
 
 def make_side(folder: Path, name: str, lengths: list[int]) -> tuple[TokenFile, list[list[int]]]:
@@ -39,7 +42,7 @@ def make(
     other = np.maximum(0, lengths + rng.integers(-3, 4, count))
     sources, source_rows = make_side(folder, "a", lengths.tolist())
     targets, target_rows = make_side(folder, "bc", other.tolist())
-    options = {"max_tokens": 211, "multiple": 5, **ROLES, **more}
+    options = {"max_tokens": 211, **ROLES, **more}
     return PairedText(sources, targets, **options), source_rows, target_rows
 
 
@@ -139,13 +142,13 @@ def test_in_order_gives_every_pair_once_the_longest_first(
 
 def test_a_bucket_deals_its_pairs_evenly(tmp_path: Path) -> None:
     side, _ = make_side(tmp_path, "a", [4] * 11)
-    made = PairedText(side, side, max_tokens=50, multiple=5, **ROLES)
+    made = PairedText(side, side, max_tokens=50, **ROLES)
     assert sorted(len(made.batch(step).rows) for step in range(made.n_batches)) == [5, 6]
 
 
 def test_rare_lengths_share_a_bucket(tmp_path: Path) -> None:
     side, _ = make_side(tmp_path, "a", [4] * 40 + [49, 39, 29])
-    made = PairedText(side, side, max_tokens=200, multiple=5, **ROLES)
+    made = PairedText(side, side, max_tokens=200, **ROLES)
     shapes = [tuple(made.batch(step).source.shape) for step in range(made.n_batches)]
     # The three long ones do not fill the 4 rows of width 50, so one of the next shorter joins them.
     assert sorted(shapes) == [(4, 50), (39, 5)]
@@ -172,8 +175,8 @@ def test_sides_of_different_length_and_pairs_that_do_not_fit_are_refused(tmp_pat
     other, _ = make_side(tmp_path, "bc", [3, 4, 90])
     with pytest.raises(BadData, match=r"has 2 sentences and .* has 3"):
         PairedText(one, other, max_tokens=99, **ROLES)
-    with pytest.raises(ValueError, match="max_tokens is 95, but pair 2 alone is 96 wide"):
-        PairedText(other, other, max_tokens=95, **ROLES)
+    with pytest.raises(ValueError, match="max_tokens is 94, but pair 2 alone is 95 wide"):
+        PairedText(other, other, max_tokens=94, **ROLES)
     made = PairedText(other, other, max_tokens=96, **ROLES)
     with pytest.raises(ValueError, match="max_tokens is 50"):
         next(made.in_order(50))

@@ -12,8 +12,14 @@ from typing import Any
 
 import pytest
 
-from regard.training.data import BadData, Notice, read_documents, read_pairs
-from regard.training.data.reading import LONG_LINE, LONG_SIDE
+from regard.training.data.reading import (
+    LONG_LINE,
+    LONG_SIDE,
+    BadData,
+    Notice,
+    read_documents,
+    read_pairs,
+)
 
 END = "<|endoftext|>"
 

@@ -14,15 +14,10 @@ import pytest
 
 import regard
 from regard.tokens import Tokenizer
-from regard.training.data import (
-    BadData,
-    TokenFile,
-    encode_documents,
-    encode_pairs_side,
-    store,
-    train_tokenizer,
-    write_tokens,
-)
+from regard.training.data import store
+from regard.training.data.reading import BadData
+from regard.training.data.store import TokenFile, encode_texts, write_tokens
+from regard.training.data.vocabulary import train_tokenizer
 
 DOCUMENTS = [[3, 1, 4], [], [1, 5, 9, 2, 6], [5]]
 TEXTS = ["Two birds in a tree.\nOne bird.", "A tree <|endoftext|> no end", "", "Ünï çødé 猫"]
@@ -107,7 +102,7 @@ def test_another_version_and_a_strangers_file_are_named(tmp_path: Path) -> None:
     path.write_text("Dear diary")
     with pytest.raises(BadData, match="is no file of token ids"):
         TokenFile.open(path)
-    with pytest.raises(BadData, match="cannot be read"):
+    with pytest.raises(BadData, match="is missing"):
         TokenFile.open(tmp_path / "none")
 
 
@@ -128,7 +123,7 @@ def test_a_writer_that_fails_leaves_the_old_file_whole(tmp_path: Path) -> None:
 def test_documents_are_encoded_as_the_tokenizer_does_and_end(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
-    file = encode_documents(TEXTS, tokenizer, tmp_path / "t", eos=0)
+    file = encode_texts(TEXTS, tokenizer, tmp_path / "t", after=(0,))
     made = rows(file)
     assert [row[-1] for row in made] == [0] * 4
     assert [tokenizer.decode(row[:-1]) for row in made] == TEXTS
@@ -136,14 +131,14 @@ def test_documents_are_encoded_as_the_tokenizer_does_and_end(
         assert made[at][:-1] == tokenizer.encode(TEXTS[at]).ids
     # The name of a special token in a text is text, and ends nothing.
     assert 0 not in made[1][:-1]
-    bare = encode_documents(TEXTS, tokenizer, tmp_path / "u", eos=None)
+    bare = encode_texts(TEXTS, tokenizer, tmp_path / "u")
     assert rows(bare) == [row[:-1] for row in made]
 
 
 def test_a_side_of_pairs_gets_its_prefix_and_no_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    plain = rows(encode_pairs_side(TEXTS, tokenizer, tmp_path / "t"))
+    plain = rows(encode_texts(TEXTS, tokenizer, tmp_path / "t"))
     assert plain[0] == tokenizer.encode(TEXTS[0]).ids
-    led = rows(encode_pairs_side(TEXTS, tokenizer, tmp_path / "u", prefix=(7, 5)))
+    led = rows(encode_texts(TEXTS, tokenizer, tmp_path / "u", before=(7, 5)))
     assert led == [[7, 5, *row] for row in plain]
 
 
@@ -151,7 +146,7 @@ def test_a_file_is_used_again_just_when_it_was_made_from_the_same(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "t"
-    first = encode_documents(TEXTS, tokenizer, path, eos=0)
+    first = encode_texts(TEXTS, tokenizer, path, after=(0,))
     made: list[int] = []
     plain = store._rows
 
@@ -160,20 +155,16 @@ def test_a_file_is_used_again_just_when_it_was_made_from_the_same(
         return plain(*what)
 
     monkeypatch.setattr(store, "_rows", counted)
-    calls: list[tuple[int, int]] = []
-    total = sum(map(len, TEXTS))
-    again = encode_documents(
-        TEXTS, tokenizer, path, eos=0, progress=lambda *call: calls.append(call)
-    )
-    assert not made and rows(again) == rows(first) and calls == [(total, total)]
+    again = encode_texts(TEXTS, tokenizer, path, after=(0,))
+    assert not made and rows(again) == rows(first)
     other = train_tokenizer(TEXTS, 258)
     for changed in (
-        lambda: encode_documents([*TEXTS[:3], "x"], tokenizer, path, eos=0),
-        lambda: encode_documents(TEXTS, tokenizer, path, eos=None),
-        lambda: encode_documents(TEXTS, tokenizer, path, eos=1),
-        lambda: encode_documents(TEXTS, other, path, eos=1),
-        lambda: encode_documents(["".join(TEXTS[:2]), *TEXTS[2:]], other, path, eos=1),
-        lambda: encode_pairs_side(TEXTS, other, path, prefix=(1,)),
+        lambda: encode_texts([*TEXTS[:3], "x"], tokenizer, path, after=(0,)),
+        lambda: encode_texts(TEXTS, tokenizer, path),
+        lambda: encode_texts(TEXTS, tokenizer, path, after=(1,)),
+        lambda: encode_texts(TEXTS, other, path, after=(1,)),
+        lambda: encode_texts(["".join(TEXTS[:2]), *TEXTS[2:]], other, path, after=(1,)),
+        lambda: encode_texts(TEXTS, other, path, before=(1,)),
     ):
         before = len(made)
         changed()
@@ -181,7 +172,7 @@ def test_a_file_is_used_again_just_when_it_was_made_from_the_same(
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
-    encode_pairs_side(TEXTS, other, path, prefix=(1,))
+    encode_texts(TEXTS, other, path, before=(1,))
     assert len(made) == 7
 
 
@@ -189,7 +180,7 @@ def test_a_file_that_is_not_ours_is_never_overwritten(tmp_path: Path, tokenizer:
     path = tmp_path / "diary"
     path.write_text("Dear diary")
     with pytest.raises(BadData, match="is there, and is no file of token ids"):
-        encode_documents(TEXTS, tokenizer, path, eos=0)
+        encode_texts(TEXTS, tokenizer, path, after=(0,))
     assert path.read_text() == "Dear diary"
 
 
@@ -202,42 +193,48 @@ def test_a_long_text_is_encoded_in_pieces_with_the_same_ids(
     texts = ["".join(rng.choice(signs, size)) for size in (0, 1, 1999, 3, 997)]
     tokenizer = train_tokenizer(texts, 300, kind=kind)
     monkeypatch.setattr(store, "CHUNK", 37)
-    calls: list[tuple[int, int]] = []
-    file = encode_documents(
-        texts, tokenizer, tmp_path / "t", eos=None, progress=lambda *call: calls.append(call)
-    )
+    sizes: list[int] = []
+    encode = store._encode_chunk
+
+    def counted(backend: Any, chunk: Any) -> Any:
+        sizes.append(sum(len(piece.text) for piece in chunk))
+        return encode(backend, chunk)
+
+    monkeypatch.setattr(store, "_encode_chunk", counted)
+    file = encode_texts(texts, tokenizer, tmp_path / "t")
     assert rows(file) == [tokenizer.encode(text).ids for text in texts]
-    assert calls[-1] == (sum(map(len, texts)),) * 2 and calls == sorted(calls)
-    assert len(calls) > 30 if kind != "words" else len(calls) > 1
+    assert sum(sizes) == sum(map(len, texts))
+    assert len(sizes) > 30 if kind != "words" else len(sizes) > 1
 
 
 def test_a_character_the_vocabulary_does_not_have_is_named(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["abc"], 7, kind="characters")
     with pytest.raises(BadData, match="text 1 has the character 'x', which the vocabulary does"):
-        encode_documents(["ab", "axb"], tokenizer, tmp_path / "t", eos=0)
+        encode_texts(["ab", "axb"], tokenizer, tmp_path / "t", after=(0,))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_texts_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     with pytest.raises(BadData, match="no texts to encode"):
-        encode_documents([], tokenizer, tmp_path / "t", eos=0)
+        encode_texts([], tokenizer, tmp_path / "t", after=(0,))
     with pytest.raises(TypeError, match="one text"):
-        encode_documents("abc", tokenizer, tmp_path / "t", eos=0)
+        encode_texts("abc", tokenizer, tmp_path / "t", after=(0,))
 
 
 FORK = """
 import os, sys
-from regard.training.data import encode_documents, train_tokenizer
+from regard.training.data.store import encode_texts
+from regard.training.data.vocabulary import train_tokenizer
 def count_threads():
     return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
 texts = ["some text here", "and more of it"] * 50
 before = count_threads()
 tokenizer = train_tokenizer(texts, 300)
-encode_documents(texts, tokenizer, sys.argv[1], eos=0)
+encode_texts(texts, tokenizer, sys.argv[1], after=(0,))
 assert count_threads() == before, "threads are left, which a fork would lose"
 child = os.fork()
 if child == 0:
-    encode_documents(texts[:7], tokenizer, sys.argv[1] + "2", eos=0)
+    encode_texts(texts[:7], tokenizer, sys.argv[1] + "2", after=(0,))
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
 print(os.environ.get("TOKENIZERS_PARALLELISM"))

@@ -16,7 +16,8 @@ from tokenmakers import TEXTS
 
 import regard
 from regard.tokens import Tokenizer
-from regard.training.data import BadData, train_tokenizer, vocabulary_notices
+from regard.training.data.reading import BadData
+from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
 
 PAIRS = [
     "Tom has helped me many times. I don't know what's going on, Tom.",
@@ -27,7 +28,7 @@ PAIRS = [
 ROLES = {"special": ("<pad>", "<s>", "</s>"), "bos": "<s>", "eos": "</s>", "pad": "<pad>"}
 KINDS: dict[str, dict[str, Any]] = {
     "bpe": {},
-    "scripts": {"scripts": True},
+    "scripts": {"kind": "scripts"},
     "words": {"kind": "words"},
 }
 
@@ -98,7 +99,7 @@ def test_rare_characters_are_spelled_in_bytes() -> None:
 
 def test_the_most_frequent_characters_get_the_room_there_is() -> None:
     often, seldom = "龍亀鶴", "".join(map(chr, range(0x5000, 0x5080)))
-    made = train_tokenizer([seldom * 2, often * 9], 257 + 10, scripts=True)
+    made = train_tokenizer([seldom * 2, often * 9], 257 + 10, kind="scripts")
     learned = {made.token(number) for number in range(257, made.vocab_size)}
     # Half of the room is for characters: these three, the space, and of equals the first.
     assert {letter for letter in learned if len(letter) == 1} == {*often, " ", "\u5000"}
@@ -168,7 +169,7 @@ def test_a_vocabulary_too_small_for_its_alphabet_is_refused() -> None:
     with pytest.raises(BadData, match="256 bytes and 1 special tokens need 257 already"):
         train_tokenizer(PAIRS, 256)
     with pytest.raises(BadData, match="leave no room for characters"):
-        train_tokenizer(PAIRS, 258, scripts=True)
+        train_tokenizer(PAIRS, 258, kind="scripts")
     with pytest.raises(BadData, match=r"vocab_size is 3, but the texts have 3 .*ask for 4"):
         train_tokenizer(["abc"], 3, kind="characters")
     assert train_tokenizer(PAIRS, 257).vocab_size == 257
@@ -195,7 +196,6 @@ def test_texts_without_text_are_refused() -> None:
     [
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"kind": "bytes"}, "kind is 'bytes'"),
-        ({"kind": "words", "scripts": True}, "kind='words' has none"),
         ({"special": ()}, "eos is '<|endoftext|>', which is not among"),
         ({"special": ("a", "a"), "eos": "a"}, "distinct"),
         ({"pad": "<pad>"}, "pad is '<pad>', which is not among"),

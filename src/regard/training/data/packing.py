@@ -21,7 +21,7 @@ Letters: B rows, T tokens of a window.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -80,19 +80,14 @@ class PackedText:
         check_count("context", context)
         check_count("rows", rows)
         check_seed(seed)
-        needed = context + int(shifted)
-        if tokens.n_tokens < needed:
+        if tokens.n_tokens < context + int(shifted):
+            after = " and the token after it" if shifted else ""
             raise BadData(
                 f"{tokens.path}: has {tokens.n_tokens:,} tokens, fewer than one window of "
-                f"{context:,}{' and the token after it' if shifted else ''}; give more text, or a "
-                "smaller context"
+                f"{context:,}{after}; give more text, or a smaller context"
             )
-        self.tokens = tokens
-        self.context = context
-        self.rows = rows
-        self.seed = seed
-        self.documents = documents
-        self.shifted = shifted
+        self.tokens, self.context, self.rows, self.seed = tokens, context, rows, seed
+        self.documents, self.shifted = documents, shifted
         self.n_windows = tokens.n_tokens // context
         """Windows of an epoch."""
         # Where something new begins on the ring, laid out twice so that a window may run over.
@@ -176,44 +171,47 @@ class PackedText:
         return new
 
 
-def mask_tokens(
-    batch: TextBatch,
-    *,
-    mask_id: int,
-    vocab_size: int,
-    special: Collection[int],
-    share: float = 0.15,
-    seed: int,
-    step: int,
-) -> TextBatch:
+@final
+@dataclass(frozen=True, eq=False)
+class MaskedTokens:
+    """How masked language modelling hides tokens: `share` of those that are not special."""
+
+    mask_id: int
+    vocab_size: int
+    special: Collection[int]
+    seed: int
+    share: float = 0.15
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        check_count("vocab_size", self.vocab_size)
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share is {self.share!r}, expected a part of all tokens, up to 1")
+        if not 0 <= self.mask_id < self.vocab_size:
+            raise ValueError(f"mask_id is {self.mask_id}, expected 0 to {self.vocab_size - 1}")
+
+
+def mask_tokens(batch: TextBatch, how: MaskedTokens, step: int) -> TextBatch:
     """A batch for a masked model: some tokens are hidden, and only these are asked for.
 
     Each token that is not special is chosen with probability `share` (and at least one in the
     batch is). Of the chosen, 80% become `mask_id`, 10% any token that is not special, and 10% stay
     as they are. The batch comes from a `PackedText` with `shifted=False`.
     """
-    check_seed(seed)
     check_step(step)
-    check_count("vocab_size", vocab_size)
-    if not 0 < share <= 1:
-        raise ValueError(f"share is {share!r}, expected a part of all tokens, above 0 and up to 1")
-    if not 0 <= mask_id < vocab_size:
-        raise ValueError(f"mask_id is {mask_id}, expected 0 to {vocab_size - 1}")
-    held = np.array(sorted({int(number) for number in special} | {int(mask_id)}), np.int64)
-    plain = np.setdiff1d(np.arange(vocab_size), held)
+    held = np.array(sorted({int(number) for number in how.special} | {int(how.mask_id)}), np.int64)
+    plain = np.setdiff1d(np.arange(how.vocab_size), held)
     if not len(plain):
-        raise ValueError(f"all {vocab_size} tokens are special; there is nothing to mask")
+        raise ValueError(f"all {how.vocab_size} tokens are special; there is nothing to mask")
     ids, targets = batch.ids.numpy(), batch.targets.numpy()
-    draws = draw_shares(3 * ids.size, seed, _MASKED, int(step)).reshape(3, *ids.shape)
+    draws = draw_shares(3 * ids.size, how.seed, _MASKED, int(step)).reshape(3, *ids.shape)
     allowed = (targets != NOTHING) & ~np.isin(ids, held)
-    chosen = allowed & (draws[0] < share)
+    chosen = allowed & (draws[0] < how.share)
     if not chosen.any() and allowed.any():
         chosen.flat[np.argmin(np.where(allowed, draws[0], 2.0))] = True
     shown = ids.copy()
-    shown[chosen & (draws[1] < 0.8)] = mask_id
+    shown[chosen & (draws[1] < 0.8)] = how.mask_id
     other = chosen & (draws[1] >= 0.9)
     shown[other] = plain[(draws[2][other] * len(plain)).astype(np.int64)]
-    asked = np.where(chosen, targets, NOTHING)
-    return TextBatch(
-        torch.from_numpy(shown), torch.from_numpy(asked), batch.documents, batch.positions
-    )
+    asked = torch.from_numpy(np.where(chosen, targets, NOTHING))
+    return replace(batch, ids=torch.from_numpy(shown), targets=asked)

@@ -3,7 +3,7 @@
 Why: sentences are padded to the longest of their batch, so those of about one length belong
 together; and a step should cost the same whether its sentences are long or short.
 
-How: pairs go into buckets by the longer of their sides, in steps of `multiple`, once. A bucket has
+How: pairs go into buckets by the longer of their sides, in steps of `MULTIPLE`, once. A bucket has
 one width, and at most `max_tokens // width` rows a batch. Lengths that are too rare to fill a batch
 are filled up with the next shorter ones. Each epoch shuffles the pairs within their buckets and
 the batches among each other, from (seed, epoch). A bucket's pairs are dealt out evenly, so that no
@@ -33,6 +33,9 @@ from regard.training.data.packing import NOTHING
 from regard.training.data.reading import BadData, Notice
 from regard.training.data.shuffle import check_count, check_seed, check_step, draw_order, draw_words
 from regard.training.data.store import TokenFile
+
+MULTIPLE = 8
+"""Widths of batches are multiples of this."""
 
 _PAIRS, _BATCHES = 4, 5
 
@@ -77,12 +80,10 @@ class PairedText:
         eos: int,
         pad: int,
         seed: int,
-        multiple: int = 8,
         max_len: int | None = None,
     ) -> None:
         """`max_len`: pairs with more tokens on a side, end token counted, are left out."""
         check_count("max_tokens", max_tokens)
-        check_count("multiple", multiple)
         check_seed(seed)
         if sources.n_documents != targets.n_documents:
             raise BadData(
@@ -96,7 +97,7 @@ class PairedText:
                         f"{name} is {number}, expected 0 to {file.vocab_size - 1} as in {file.path}"
                     )
         self.sources, self.targets = sources, targets
-        self.max_tokens, self.multiple, self.seed = max_tokens, multiple, seed
+        self.max_tokens, self.seed = max_tokens, seed
         self.bos, self.eos, self.pad = bos, eos, pad
         lengths = np.maximum(np.diff(sources.bounds), np.diff(targets.bounds)) + 1
         keep = np.arange(len(lengths))
@@ -108,12 +109,12 @@ class PairedText:
             lost = len(lengths) - len(keep)
             if lost:
                 words = "pair was" if lost == 1 else "pairs were"
-                told = f"{lost:,} {words} longer than {max_len:,} tokens and left out"
-                self.notices = (Notice(told, lost),)
+                text = f"{lost:,} {words} longer than {max_len:,} tokens and left out"
+                self.notices = (Notice(text, lost),)
         if not len(keep):
             raise BadData(f"{sources.path}: no pair is left of {len(lengths):,}; expected some")
         self._keep = keep
-        self._widths = _round_up(lengths[keep], multiple)
+        self._widths = _round_up(lengths[keep])
         """How wide each pair is, by its longer side."""
         _check_fit(self._widths, keep, max_tokens)
         self._bucket, wide = _make_buckets(self._widths, max_tokens)
@@ -129,7 +130,6 @@ class PairedText:
 
     @property
     def n_batches(self) -> int:
-        """Batches of an epoch."""
         return len(self._ends)
 
     def batch(self, step: int) -> PairBatch:
@@ -155,7 +155,7 @@ class PairedText:
             at += len(some)
             rows = self._keep[some]
             longest = [int(np.diff(_spans(side, rows)).max()) + 1 for side in self._sides]
-            wide = [int(_round_up(np.array(n), self.multiple)) for n in longest]
+            wide = [int(_round_up(np.array(n))) for n in longest]
             yield self._make(rows, wide[0], wide[1])
 
     @property
@@ -191,8 +191,8 @@ class PairedText:
         )
 
 
-def _round_up(lengths: Int, multiple: int) -> Int:
-    return -(-lengths // multiple) * multiple
+def _round_up(lengths: Int) -> Int:
+    return -(-lengths // MULTIPLE) * MULTIPLE
 
 
 def _check_fit(widths: Int, keep: Int, max_tokens: int) -> None:
@@ -242,8 +242,7 @@ def _gather(side: TokenFile, rows: Int, width: int, pad: int) -> tuple[Int, Int]
     """The sentences as rows of one width, padded on the right, and how long each is."""
     spans = _spans(side, rows)
     lengths = spans[:, 1] - spans[:, 0]
-    made = np.full((len(rows), width), pad, np.int64)
+    padded = np.full((len(rows), width), pad, np.int64)
     real = np.arange(width) < lengths[:, None]
-    places = (spans[:, :1] + np.arange(width))[real]
-    made[real] = side.ids[places]
-    return made, lengths
+    padded[real] = side.ids[(spans[:, :1] + np.arange(width))[real]]
+    return padded, lengths

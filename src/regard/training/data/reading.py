@@ -17,11 +17,13 @@ import gzip
 import json
 import lzma
 import os
+import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 LONG_LINE = 1_000_000
 """Characters of a line of running text that are worth a word."""
@@ -117,17 +119,17 @@ def read_pairs(
     else:
         rows = _tab_pairs(file, tally)
     sources, targets = [], []
-    for place, source, target in rows:
+    for where, source, target in rows:
         source, target = source.strip(), target.strip()
         if not source and not target:
-            tally.add("line", "empty and left out", place)
+            tally.add("line", "empty and left out", where)
         elif not source or not target:
-            tally.add("pair", "empty on one side and left out", place)
+            tally.add("pair", "empty on one side and left out", where)
         elif max(len(source), len(target)) > LONG_SIDE:
-            tally.add("pair", f"longer than {LONG_SIDE:,} characters and left out", place)
+            tally.add("pair", f"longer than {LONG_SIDE:,} characters and left out", where)
         else:
             if source == target:
-                tally.add("pair", "the same on both sides (kept)", place)
+                tally.add("pair", "the same on both sides (kept)", where)
             sources.append(source)
             targets.append(target)
     if not sources:
@@ -140,23 +142,28 @@ def read_pairs(
 # ---- Faults, counted
 
 
+class _Fault(NamedTuple):
+    unit: str
+    what: str
+
+
 @final
 class _Tally:
     """How often each fault was met, and where first."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], int] = {}
-        self._first: dict[tuple[str, str], str] = {}
+        self._counts: Counter[_Fault] = Counter()
+        self._first: dict[_Fault, str] = {}
 
-    def add(self, unit: str, fault: str, place: str, count: int = 1) -> None:
-        key = unit, fault
-        self._counts[key] = self._counts.get(key, 0) + count
-        self._first.setdefault(key, place)
+    def add(self, unit: str, what: str, where: str, count: int = 1) -> None:
+        fault = _Fault(unit, what)
+        self._counts[fault] += count
+        self._first.setdefault(fault, where)
 
     def notices(self) -> tuple[Notice, ...]:
         return tuple(
-            Notice(f"{_count(count, unit)} {fault}, first: {self._first[unit, fault]}", count)
-            for (unit, fault), count in self._counts.items()
+            Notice(f"{_count(count, fault.unit)} {fault.what}, first: {self._first[fault]}", count)
+            for fault, count in self._counts.items()
         )
 
 
@@ -181,20 +188,13 @@ def _remarks(texts: Sequence[str]) -> list[Notice]:
     """What is odd about documents as a whole. Lines of a lone document count as things too."""
     found = [] if len(texts) == 1 else _repeats(texts, "document")
     lengths = [max(map(len, text.split("\n"))) for text in texts]
-    long = sum(length > LONG_LINE for length in lengths)
-    if long:
-        longest = max(lengths)
-        found.append(
-            Notice(
-                f"{_count(long, 'document')} found with lines over {LONG_LINE:,} characters, the "
-                f"longest has {longest:,} (kept; is it text?)",
-                long,
-            )
-        )
-    if len(texts) == 1:
-        lines = [line for line in texts[0].split("\n") if line.strip()]
-        if len(lines) == 1 or all(line == lines[0] for line in lines):
-            found += _repeats(lines, "line")
+    n_long = sum(length > LONG_LINE for length in lengths)
+    if n_long:
+        what = f"{_count(n_long, 'document')} found with lines over {LONG_LINE:,} characters, the "
+        found.append(Notice(f"{what}longest has {max(lengths):,} (kept; is it text?)", n_long))
+    lines = [line for line in texts[0].split("\n") if line.strip()] if len(texts) == 1 else []
+    if lines and all(line == lines[0] for line in lines):
+        found += _repeats(lines, "line")
     return found
 
 
@@ -254,11 +254,10 @@ def _read(file: Path, tally: _Tally) -> str:
     except UnicodeDecodeError as error:
         raise BadData(_tell_undecodable(file, data, error)) from error
     if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
         raise BadData(
-            f"{file}: {text.count(chr(0)):,} NUL bytes, the first in line {line}; expected text. "
-            "Is it UTF-16 (convert it with iconv), or no text at all? "
-            f"To remove them: tr -d '\\000' < {file.name} > new.txt"
+            f"{file}: {text.count(chr(0)):,} NUL bytes, the first in line "
+            f"{_line_of(text, chr(0))}; expected text. Is it UTF-16 (convert it with iconv), or "
+            f"no text at all? To remove them: tr -d '\\000' < {file.name} > new.txt"
         )
     if text.startswith("\ufeff"):
         tally.add("byte order mark", "left out", file.name)
@@ -271,30 +270,25 @@ def _read(file: Path, tally: _Tally) -> str:
         tally.add("line", "ended by CR (read as a plain line end)", file.name, text.count("\r"))
         text = text.replace("\r", "\n")
     if _BROKEN in text:
-        line = text.count("\n", 0, text.index(_BROKEN)) + 1
-        tally.add(
-            "character",
-            "U+FFFD, what a wrong decoding leaves behind (kept)",
-            f"{file.name} line {line}",
-            text.count(_BROKEN),
-        )
+        what = "U+FFFD, what a wrong decoding leaves behind (kept)"
+        where = f"{file.name} line {_line_of(text, _BROKEN)}"
+        tally.add("character", what, where, text.count(_BROKEN))
     return text
+
+
+def _line_of(text: str, sign: str) -> int:
+    return text.count("\n", 0, text.index(sign)) + 1
 
 
 def _tell_undecodable(file: Path, data: bytes, error: UnicodeDecodeError) -> str:
     lines = data.split(b"\n")
-    bad = 0
-    for line in lines:
-        try:
-            line.decode("utf-8")
-        except UnicodeDecodeError:
-            bad += 1
+    n_bad = sum(line.decode("utf-8", "replace").encode("utf-8") != line for line in lines)
     number = data.count(b"\n", 0, error.start) + 1
     byte = data[error.start]
     return (
-        f"{file}: {bad:,} of {len(lines):,} lines are not UTF-8, the first is line {number} (byte "
-        f"0x{byte:02X}, {bytes([byte]).decode('latin-1')!r} if it is Latin-1); save the file as "
-        f"UTF-8, for example: iconv -f LATIN1 -t UTF-8 {file.name} > new.txt"
+        f"{file}: {n_bad:,} of {len(lines):,} lines are not UTF-8, the first is line {number} "
+        f"(byte 0x{byte:02X}, {bytes([byte]).decode('latin-1')!r} if it is Latin-1); save the file "
+        f"as UTF-8, for example: iconv -f LATIN1 -t UTF-8 {file.name} > new.txt"
     )
 
 
@@ -305,26 +299,16 @@ def _split(text: str, separator: str | None, file: Path, tally: _Tally) -> list[
     """The documents between the separators. A text without one is kept to the last character."""
     if not separator or separator not in text:
         return [text]
-    pieces: list[str] = []
-    start = at = 0
-    inside = 0
-    while (at := text.find(separator, at)) >= 0:
-        end = at + len(separator)
-        if (at == 0 or text[at - 1] == "\n") and (end == len(text) or text[end] == "\n"):
-            pieces.append(text[start : max(start, at - 1)])
-            start = end + 1
-        else:
-            inside += 1
-        at = end
-    pieces.append(text[start:])
-    if inside:
-        tally.add("separator", "inside a line and read as text", file.name, inside)
-    documents = [piece for piece in pieces if piece.strip()]
+    *pieces, last = re.split(rf"(?m)^{re.escape(separator)}$\n?", text)
+    n_inside = text.count(separator) - len(pieces)
+    if n_inside:
+        tally.add("separator", "inside a line and read as text", file.name, n_inside)
     # Nothing before a first separator and nothing after a last one is how such files look.
-    empty = sum(not piece.strip() for piece in pieces[1:-1])
-    if empty:
-        tally.add("document", "empty and left out", file.name, empty)
-    return documents
+    n_empty = sum(not piece.strip() for piece in pieces[1:])
+    if n_empty:
+        tally.add("document", "empty and left out", file.name, n_empty)
+    pieces = [piece.removesuffix("\n") for piece in pieces]
+    return [piece for piece in (*pieces, last) if piece.strip()]
 
 
 def _objects(
@@ -353,10 +337,9 @@ def _objects(
 
 def _check_field(row: dict[str, Any], field: str, where: str) -> None:
     if field not in row:
-        there = ", ".join(map(repr, list(row)[:9])) or "none"
-        raise BadData(
-            f"{where} has no field {field!r} (there: {there}); name the one with the text"
-        )
+        names = ", ".join(map(repr, list(row)[:9])) or "none"
+        what = f"has no field {field!r} (there: {names}); name the one with the text"
+        raise BadData(f"{where} {what}")
     value = row[field]
     if not isinstance(value, str):
         raise BadData(f"{where}: {field!r} is a {type(value).__name__}, expected a text")
@@ -370,6 +353,14 @@ def _check_field(row: dict[str, Any], field: str, where: str) -> None:
         ) from None
 
 
+class _Row(NamedTuple):
+    """A pair, and where it stands."""
+
+    where: str
+    source: str
+    target: str
+
+
 def _lines(file: Path, tally: _Tally) -> list[str]:
     """The lines of a file; the newline at its end does not start another."""
     text = _read(file, tally)
@@ -378,7 +369,7 @@ def _lines(file: Path, tally: _Tally) -> list[str]:
     return text.removesuffix("\n").split("\n")
 
 
-def _tab_pairs(file: Path, tally: _Tally) -> Iterator[tuple[str, str, str]]:
+def _tab_pairs(file: Path, tally: _Tally) -> Iterator[_Row]:
     lines = _lines(file, tally)
     filled = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     bare = [number for number, line in filled if "\t" not in line]
@@ -390,27 +381,25 @@ def _tab_pairs(file: Path, tally: _Tally) -> Iterator[tuple[str, str, str]]:
             "For two parallel files give the second one as target_path"
         )
     for number, line in enumerate(lines, start=1):
-        place = f"{file.name} line {number}"
+        where = f"{file.name} line {number}"
         if not line.strip():
-            yield place, "", ""
+            yield _Row(where, "", "")
         elif "\t" not in line:
-            tally.add("line", "without a tab and left out", place)
+            tally.add("line", "without a tab and left out", where)
         else:
             source, target, *rest = line.split("\t")
             if rest:
-                tally.add("line", "found with more than two columns (the first two count)", place)
-            yield place, source, target
+                tally.add("line", "found with more than two columns (the first two count)", where)
+            yield _Row(where, source, target)
 
 
-def _json_pairs(
-    file: Path, fields: tuple[str, str], tally: _Tally
-) -> Iterator[tuple[str, str, str]]:
+def _json_pairs(file: Path, fields: tuple[str, str], tally: _Tally) -> Iterator[_Row]:
     text = "\n".join(_lines(file, tally))
-    for place, row in _objects(text, file, fields, tally):
-        yield place, row[fields[0]], row[fields[1]]
+    for where, row in _objects(text, file, fields, tally):
+        yield _Row(where, row[fields[0]], row[fields[1]])
 
 
-def _parallel(file: Path, other: Path, tally: _Tally) -> Iterator[tuple[str, str, str]]:
+def _parallel(file: Path, other: Path, tally: _Tally) -> Iterator[_Row]:
     sources, targets = _lines(file, tally), _lines(other, tally)
     if len(sources) != len(targets):
         raise BadData(
@@ -418,4 +407,4 @@ def _parallel(file: Path, other: Path, tally: _Tally) -> Iterator[tuple[str, str
             "in both, since line n of the one belongs to line n of the other"
         )
     for number, (source, target) in enumerate(zip(sources, targets, strict=True), start=1):
-        yield f"{file.name} line {number}", source, target
+        yield _Row(f"{file.name} line {number}", source, target)

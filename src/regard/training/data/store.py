@@ -7,8 +7,8 @@ How: one file. A header of 4096 bytes (magic, then JSON padded with spaces), the
 where the vocabulary allows, else four), zeros up to a multiple of eight, and the bounds: document d
 is `ids[bounds[d] : bounds[d + 1]]`. The header tells sizes, the fingerprint of what was encoded and
 a checksum of everything else. A file is written beside its place and renamed, so that a half one is
-never seen under its name. `encode_documents` and `encode_pairs_side` write such a file, or open the
-one that is there if it was made from the same texts by the same tokenizer.
+never seen under its name. `encode_texts` writes such a file, or opens the one that is there if it
+was made from the same texts by the same tokenizer.
 
 Texts are read as plain text: where one holds the name of a special token, it is spelled out, so
 that data cannot end a document or pass for padding.
@@ -18,26 +18,26 @@ Left out: packing and batches (`packing.py`, `pairs.py`), appending, several wri
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
+from regard._files import open_file, parse_json, replace_file
 from regard.tokens import Tokenizer
 from regard.training.data.reading import BadData
 from regard.training.data.vocabulary import backend_module, one_thread
 
 Ids = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 Bounds = npt.NDArray[np.int64]
-Progress = Callable[[int, int], None]
 
 MAGIC = b"regardt\n"
 VERSION = 1
@@ -59,11 +59,8 @@ class TokenFile:
     def __init__(
         self, path: Path, ids: Ids, bounds: Bounds, *, vocab_size: int, fingerprint: str
     ) -> None:
-        self.path = path
-        self.ids = ids
-        self.bounds = bounds
-        self.vocab_size = vocab_size
-        self.fingerprint = fingerprint
+        self.path, self.ids, self.bounds = path, ids, bounds
+        self.vocab_size, self.fingerprint = vocab_size, fingerprint
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> TokenFile:
@@ -78,22 +75,17 @@ class TokenFile:
             raise BadData(f"{file}: has {there:,} bytes, its header tells of {size:,}; {_AGAIN}")
         whole = np.memmap(file, np.uint8, mode="r")
         body = whole[HEADER:]
-        told = header.pop("checksum")
+        expected = header.pop("checksum")
         digest = hashlib.sha256(np.ascontiguousarray(body).data)
-        if _seal(digest, header) != told:
+        if _seal(digest, header) != expected:
             raise BadData(f"{file}: is damaged (its checksum does not fit); {_AGAIN}")
         # Plain arrays over the mapping: the class for mapped ones makes each access slower.
         ids = np.asarray(body[: n_tokens * dtype.itemsize]).view(dtype)
         bounds = np.asarray(body[start:]).view(np.int64)
         if bounds[0] != 0 or bounds[-1] != n_tokens or (np.diff(bounds) < 0).any():
             raise BadData(f"{file}: the bounds of its documents do not fit its ids; {_AGAIN}")
-        return TokenFile(
-            file,
-            ids,
-            bounds,
-            vocab_size=header["vocab_size"],
-            fingerprint=header["fingerprint"],
-        )
+        sizes = {name: header[name] for name in ("vocab_size", "fingerprint")}
+        return TokenFile(file, ids, bounds, **sizes)
 
     @property
     def n_tokens(self) -> int:
@@ -120,74 +112,61 @@ def write_tokens(
     file = Path(path)
     dtype = np.dtype(np.uint16 if vocab_size <= SMALL else np.uint32)
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}.partial")
     digest = hashlib.sha256()
-    try:
-        with beside.open("wb") as out:
-            out.write(b"\0" * HEADER)
+    with replace_file(file) as out:
+        out.write(b"\0" * HEADER)
 
-            def put(data: bytes) -> None:
-                digest.update(data)
-                out.write(data)
+        def put(data: bytes) -> None:
+            digest.update(data)
+            out.write(data)
 
-            bounds = [0]
-            for document in documents:
-                ids = _as_ids(document, vocab_size, len(bounds) - 1)
-                put(ids.astype(dtype).tobytes())
-                bounds.append(bounds[-1] + len(ids))
-            used = bounds[-1] * dtype.itemsize
-            put(b"\0" * (_padded(used) - used))
-            put(np.array(bounds, np.int64).tobytes())
-            header = {
-                "version": VERSION,
-                "vocab_size": vocab_size,
-                "n_tokens": bounds[-1],
-                "n_documents": len(bounds) - 1,
-                "fingerprint": fingerprint,
-            }
-            text = json.dumps(header | {"checksum": _seal(digest, header)}).encode()
-            if len(text) > HEADER - len(MAGIC):
-                raise ValueError(f"the fingerprint has {len(fingerprint):,} characters; too many")
-            out.seek(0)
-            out.write((MAGIC + text).ljust(HEADER))
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(beside, file)
-    finally:
-        beside.unlink(missing_ok=True)
+        bounds = [0]
+        for document in documents:
+            ids = _as_ids(document, vocab_size, len(bounds) - 1)
+            put(ids.astype(dtype).tobytes())
+            bounds.append(bounds[-1] + len(ids))
+        used = bounds[-1] * dtype.itemsize
+        put(b"\0" * (_padded(used) - used))
+        put(np.array(bounds, np.int64).tobytes())
+        header = {
+            "version": VERSION,
+            "vocab_size": vocab_size,
+            "n_tokens": bounds[-1],
+            "n_documents": len(bounds) - 1,
+            "fingerprint": fingerprint,
+        }
+        text = json.dumps(header | {"checksum": _seal(digest, header)}).encode()
+        if len(text) > HEADER - len(MAGIC):
+            raise ValueError(f"the fingerprint has {len(fingerprint):,} characters; too many")
+        out.seek(0)
+        out.write((MAGIC + text).ljust(HEADER))
     return TokenFile.open(file)
 
 
-def encode_documents(
+def encode_texts(
     texts: Sequence[str],
     tokenizer: Tokenizer,
     path: str | os.PathLike[str],
     *,
-    eos: int | None,
-    progress: Progress | None = None,
+    before: Sequence[int] = (),
+    after: Sequence[int] = (),
 ) -> TokenFile:
-    """The texts as ids in the file at `path`, each followed by `eos`, if there is one.
+    """The texts as ids in the file at `path`, each between the ids `before` and `after`.
 
-    A file that is there already is used if it was made from the same. `progress` is called with the
-    characters done and all of them.
+    A file that is there already is used if it was made from the same.
     """
-    after = () if eos is None else (eos,)
-    return _encode(texts, tokenizer, Path(path), ((), after), progress)
-
-
-def encode_pairs_side(
-    texts: Sequence[str],
-    tokenizer: Tokenizer,
-    path: str | os.PathLike[str],
-    prefix: Sequence[int] = (),
-    *,
-    progress: Progress | None = None,
-) -> TokenFile:
-    """One side of sentence pairs as ids, each after `prefix` (which may name a language).
-
-    No start, no end: `PairedText` adds these. Otherwise as `encode_documents`.
-    """
-    return _encode(texts, tokenizer, Path(path), (tuple(prefix), ()), progress)
+    file = Path(path)
+    if isinstance(texts, str):
+        raise TypeError("texts is one text, expected a list of them")
+    if not texts:
+        raise BadData(f"{file}: there are no texts to encode; expected at least one")
+    fingerprint = _fingerprint(texts, tokenizer, [list(map(int, ids)) for ids in (before, after)])
+    found = reuse_tokens(file, fingerprint)
+    if found is not None:
+        return found
+    first, last = np.array(before, np.int64), np.array(after, np.int64)
+    rows = (np.concatenate((first, ids, last)) for ids in _rows(texts, tokenizer))
+    return write_tokens(file, rows, vocab_size=tokenizer.vocab_size, fingerprint=fingerprint)
 
 
 # ---- The file
@@ -204,19 +183,16 @@ def _seal(digest: Any, header: dict[str, Any]) -> str:
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as source:
-            start = source.read(HEADER)
-    except OSError as error:
-        raise BadData(f"{file}: cannot be read ({error.strerror}); check the path") from error
+    with open_file(file, BadData) as source:
+        start = source.read(HEADER)
     if not start.startswith(MAGIC):
         raise BadData(f"{file}: is no file of token ids; name another one")
     try:
-        header: dict[str, Any] = json.loads(start[len(MAGIC) :])
+        header = parse_json(start[len(MAGIC) :], "it", ValueError)
     except ValueError as error:
         raise BadData(f"{file}: its header is damaged ({error}); {_AGAIN}") from error
-    version = header.get("version") if isinstance(header, dict) else None
-    if version != VERSION:
+    if header.get("version") != VERSION:
+        version = header.get("version")
         raise BadData(f"{file}: is of version {version!r}, expected {VERSION}; {_AGAIN}")
     kinds = {"vocab_size": int, "n_tokens": int, "n_documents": int}
     for name, kind in {**kinds, "fingerprint": str, "checksum": str}.items():
@@ -242,35 +218,9 @@ def _as_ids(
 # ---- Encoding
 
 
-def _encode(
-    texts: Sequence[str],
-    tokenizer: Tokenizer,
-    file: Path,
-    around: tuple[tuple[int, ...], tuple[int, ...]],
-    progress: Progress | None,
-) -> TokenFile:
-    if isinstance(texts, str):
-        raise TypeError("texts is one text, expected a list of them")
-    if not texts:
-        raise BadData(f"{file}: there are no texts to encode; expected at least one")
-    fingerprint = _fingerprint(texts, tokenizer, around)
-    with contextlib.suppress(FileNotFoundError):
-        found = _reuse(file, fingerprint)
-        if found is not None:
-            if progress is not None:
-                total = sum(map(len, texts))
-                progress(total, total)
-            return found
-    before, after = (np.array(ids, np.int64) for ids in around)
-    rows = (np.concatenate((before, ids, after)) for ids in _rows(texts, tokenizer, progress))
-    return write_tokens(file, rows, vocab_size=tokenizer.vocab_size, fingerprint=fingerprint)
-
-
-def _fingerprint(
-    texts: Sequence[str], tokenizer: Tokenizer, around: tuple[tuple[int, ...], tuple[int, ...]]
-) -> str:
-    told = [VERSION, tokenizer.texts["tokenizer.json"], [list(map(int, ids)) for ids in around]]
-    digest = hashlib.sha256(json.dumps(told).encode())
+def _fingerprint(texts: Sequence[str], tokenizer: Tokenizer, around: list[list[int]]) -> str:
+    how = json.dumps([VERSION, tokenizer.texts["tokenizer.json"], around])
+    digest = hashlib.sha256(how.encode())
     for text in texts:
         data = text.encode("utf-8")
         digest.update(len(data).to_bytes(8, "little"))
@@ -278,12 +228,14 @@ def _fingerprint(
     return digest.hexdigest()
 
 
-def _reuse(file: Path, fingerprint: str) -> TokenFile | None:
+def reuse_tokens(file: Path, fingerprint: str) -> TokenFile | None:
     """What lies there, if it is whole and made from the same. A stranger's file is left alone."""
-    if file.stat().st_size:
-        with file.open("rb") as source:
-            if source.read(len(MAGIC)) != MAGIC:
-                raise BadData(f"{file}: is there, and is no file of token ids; name another place")
+    if not file.exists():
+        return None
+    with file.open("rb") as source:
+        magic = source.read(len(MAGIC))
+    if magic and magic != MAGIC:
+        raise BadData(f"{file}: is there, and is no file of token ids; name another place")
     try:
         found = TokenFile.open(file)
     except BadData:
@@ -291,96 +243,92 @@ def _reuse(file: Path, fingerprint: str) -> TokenFile | None:
     return found if found.fingerprint == fingerprint else None
 
 
-def _rows(
-    texts: Sequence[str], tokenizer: Tokenizer, progress: Progress | None
-) -> Iterator[npt.NDArray[np.int64]]:
+class _Piece(NamedTuple):
+    """A stretch of a text, in one go through the tokenizer."""
+
+    number: int
+    text: str
+    is_last: bool
+
+
+def _rows(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int64]]:
     """The ids of each text, in order. Two threads encode while the last chunk is written."""
-    told = tokenizer.texts["tokenizer.json"]
-    backend = backend_module().Tokenizer.from_str(told)
+    backend = backend_module().Tokenizer.from_str(tokenizer.texts["tokenizer.json"])
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
-    total, done = sum(map(len, texts)), 0
     parts: list[npt.NDArray[np.int64]] = []
-
-    def encode(chunk: list[tuple[int, str, bool]]) -> list[npt.NDArray[np.int64]]:
-        return _encode_chunk(backend, chunk)
-
+    chunks = _chunks(texts, _may_cut(tokenizer.texts["tokenizer.json"]))
     with one_thread(), ThreadPoolExecutor(2) as pool:
-        for chunk, made in _ahead(pool, encode, _chunks(texts, _may_cut(told))):
-            for (_, text, is_last), ids in zip(chunk, made, strict=True):
-                done += len(text)
+        for chunk, encoded in _ahead(pool, backend, chunks):
+            for piece, ids in zip(chunk, encoded, strict=True):
                 parts.append(ids)
-                if is_last:
+                if piece.is_last:
                     yield np.concatenate(parts)
                     parts = []
-            if progress is not None:
-                progress(done, total)
 
 
 def _ahead(
-    pool: ThreadPoolExecutor, work: Callable[[Any], Any], items: Iterable[Any]
-) -> Iterator[tuple[Any, Any]]:
-    """Each item and what `work` makes of it, in order, with only a few under way at a time."""
-    waiting: list[tuple[Any, Future[Any]]] = []
-    for item in items:
-        waiting.append((item, pool.submit(work, item)))
+    pool: ThreadPoolExecutor, backend: Any, chunks: Iterable[list[_Piece]]
+) -> Iterator[tuple[list[_Piece], list[npt.NDArray[np.int64]]]]:
+    """Each chunk and its ids, in order, with only a few under way at a time."""
+    waiting: deque[tuple[list[_Piece], Future[list[npt.NDArray[np.int64]]]]] = deque()
+    for chunk in chunks:
+        waiting.append((chunk, pool.submit(_encode_chunk, backend, chunk)))
         if len(waiting) > 3:
-            first, future = waiting.pop(0)
+            first, future = waiting.popleft()
             yield first, future.result()
     for first, future in waiting:
         yield first, future.result()
 
 
-def _encode_chunk(backend: Any, chunk: list[tuple[int, str, bool]]) -> list[npt.NDArray[np.int64]]:
+def _encode_chunk(backend: Any, chunk: list[_Piece]) -> list[npt.NDArray[np.int64]]:
     try:
-        made = backend.encode_batch_fast([text for _, text, _ in chunk], add_special_tokens=False)
+        found = backend.encode_batch_fast([p.text for p in chunk], add_special_tokens=False)
     except Exception as error:  # the backend raises nothing more exact
-        for number, text, _ in chunk:
-            for letter in sorted(set(text)):
+        for piece in chunk:
+            for letter in sorted(set(piece.text)):
                 try:
                     backend.encode(letter, add_special_tokens=False)
                 except Exception:
                     raise BadData(
-                        f"text {number} has the character {letter!r}, which the vocabulary does "
-                        "not have; take it out, or train a vocabulary that has it (kind='bpe' has "
-                        "every character)"
+                        f"text {piece.number} has the character {letter!r}, which the vocabulary "
+                        "does not have; take it out, or train a vocabulary that has it (kind='bpe' "
+                        "has every character)"
                     ) from error
-        raise BadData(f"texts {chunk[0][0]} to {chunk[-1][0]}: {error}; see them") from error
-    return [np.array(encoding.ids, np.int64) for encoding in made]
+        raise BadData(
+            f"texts {chunk[0].number} to {chunk[-1].number}: {error}; see them"
+        ) from error
+    return [np.array(encoding.ids, np.int64) for encoding in found]
 
 
-def _may_cut(told: str) -> bool:
+def _may_cut(tokenizer_json: str) -> bool:
     """Whether a text may be cut at a space between words without changing its ids."""
-    plan = json.loads(told)
+    plan = json.loads(tokenizer_json)
     rule = plan.get("pre_tokenizer") or {}
-    byte_level = rule.get("type") == "ByteLevel" and not rule.get("add_prefix_space", True)
-    by_letter = plan["model"].get("type") == "WordLevel" and rule.get("pattern") == {
-        "Regex": r"[\s\S]"
-    }
-    return (
-        plan.get("normalizer") is None and (byte_level and rule.get("use_regex", True)) | by_letter
-    )
+    is_bytes = rule.get("type") == "ByteLevel" and not rule.get("add_prefix_space", True)
+    is_letters = plan["model"].get("type") == "WordLevel"
+    is_letters = is_letters and rule.get("pattern") == {"Regex": r"[\s\S]"}
+    may_cut = is_letters or (is_bytes and rule.get("use_regex", True))
+    return plan.get("normalizer") is None and bool(may_cut)
 
 
-def _chunks(texts: Sequence[str], may_cut: bool) -> Iterator[list[tuple[int, str, bool]]]:
-    """Number of the text, a piece of it, and whether it is the last; about CHUNK characters."""
-    chunk: list[tuple[int, str, bool]] = []
+def _chunks(texts: Sequence[str], may_cut: bool) -> Iterator[list[_Piece]]:
+    """The texts in chunks of about CHUNK characters."""
+    chunk: list[_Piece] = []
     size = 0
     for number, text in enumerate(texts):
-        start = 0
-        while True:
-            seam = None
-            if may_cut and len(text) - start > CHUNK:
-                seam = _SEAM.search(text, start + CHUNK)
+        start, is_last = 0, False
+        while not is_last:
+            is_long = may_cut and len(text) - start > CHUNK
+            seam = _SEAM.search(text, start + CHUNK) if is_long else None
             end = len(text) if seam is None else seam.start()
-            chunk.append((number, text[start:end], end == len(text)))
+            is_last = end == len(text)
+            chunk.append(_Piece(number, text[start:end], is_last))
             size += end - start
             if size >= CHUNK:
                 yield chunk
                 chunk, size = [], 0
             start = end
-            if end == len(text):
-                break
     if chunk:
         yield chunk

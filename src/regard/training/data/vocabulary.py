@@ -7,7 +7,7 @@ How: the `tokenizers` package counts and merges; what is decided here is where m
 that `decode(encode(text))` is the text, whatever it holds:
 
 - "bpe": bytes, merged within what GPT-2's rule takes for words. Every text has ids.
-- "bpe" with `scripts`: characters, merged within one script, so that a Japanese word never hangs
+- "scripts": characters, merged within one script, so that a Japanese word never hangs
   together with its particle or its full stop. Rare characters are spelled in bytes. Where a text
   starts with neither Han nor kana, it gets a space in front, which the decoder takes away: so
   "Tom" is the same token at the start of a sentence as within.
@@ -29,12 +29,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, get_args
 
+from regard._check import check_choice
 from regard.tokens import Tokenizer
 from regard.training.data.reading import BadData, Notice
 
-Kind = Literal["bpe", "words", "characters"]
+Kind = Literal["bpe", "scripts", "words", "characters"]
 
 N_BYTES = 256
 LONGEST_RUN = 1_000
@@ -74,48 +76,42 @@ def train_tokenizer(
     bos: str | None = None,
     eos: str | None = "<|endoftext|>",
     pad: str | None = None,
-    scripts: bool = False,
 ) -> Tokenizer:
     """A tokenizer with at most `vocab_size` tokens, `special` ones first, made from the texts.
 
-    `bos`, `eos` and `pad` name some of `special`. `scripts` keeps writing systems apart, for
-    Japanese. Texts may hold too little for so many tokens: see `vocabulary_notices`.
+    `bos`, `eos` and `pad` name some of `special`. Texts may hold too little for so many tokens: see
+    `vocabulary_notices`.
     """
     roles = {"bos": bos, "eos": eos, "pad": pad}
-    _check(vocab_size, kind, special, roles, scripts)
+    _check(vocab_size, kind, special, roles)
     kept = _checked(texts)
     if kind == "characters":
-        told = _characters(kept, vocab_size, special)
-    elif scripts:
-        told = _by_script(kept, vocab_size, special)
+        plan = _characters(kept, vocab_size, special)
+    elif kind == "scripts":
+        plan = _by_script(kept, vocab_size, special)
     else:
-        told = _by_byte(kept, vocab_size, special, words=kind == "words")
+        plan = _by_byte(kept, vocab_size, special, words=kind == "words")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
     config |= {f"{role}_token": token for role, token in roles.items() if token is not None}
-    return Tokenizer.from_parts(json.dumps(told, ensure_ascii=False), config)
+    return Tokenizer.from_parts(json.dumps(plan, ensure_ascii=False), config)
 
 
 def vocabulary_notices(tokenizer: Tokenizer, vocab_size: int) -> tuple[Notice, ...]:
     """A word where a trained vocabulary is smaller than the one asked for."""
-    made = tokenizer.vocab_size
-    if made >= vocab_size:
+    size = tokenizer.vocab_size
+    if size >= vocab_size:
         return ()
-    return (
-        Notice(
-            f"the vocabulary has {made:,} tokens, not the {vocab_size:,} asked for: the texts "
-            "support no more",
-            made,
-        ),
-    )
+    text = f"the vocabulary has {size:,} tokens, not the {vocab_size:,} asked for: the texts "
+    return (Notice(f"{text}support no more", size),)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Keeps `tokenizers` from starting threads: it warns, and may hang, when a process that did
-    is forked later. Its calls let go of Python's lock, so that threads of ours serve as well."""
+    is forked later. Its calls release the GIL, so that threads of ours serve as well."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -138,24 +134,17 @@ def backend_module() -> Any:
     return tokenizers
 
 
-# ---- At the door
+# ---- Checks
 
 
 def _check(
-    vocab_size: int,
-    kind: str,
-    special: Sequence[str],
-    roles: dict[str, str | None],
-    scripts: bool,
+    vocab_size: int, kind: str, special: Sequence[str], roles: dict[str, str | None]
 ) -> None:
     if isinstance(special, str):
         raise TypeError(f"special is one text, {special!r}; expected a list of token names")
     if type(vocab_size) is not int or vocab_size < 1:
         raise ValueError(f"vocab_size is {vocab_size!r}, expected a whole number of tokens")
-    if kind not in ("bpe", "words", "characters"):
-        raise ValueError(f"kind is {kind!r}, expected 'bpe', 'words' or 'characters'")
-    if scripts and kind != "bpe":
-        raise ValueError(f"scripts keeps the pieces of kind='bpe' apart; kind={kind!r} has none")
+    check_choice("kind", kind, get_args(Kind))
     if len(set(special)) != len(special) or not all(special):
         raise ValueError(f"special tokens are {list(special)}; expected distinct, non-empty texts")
     for role, token in roles.items():
@@ -199,8 +188,8 @@ def _train(backend: Any, texts: Iterable[str], **how: Any) -> dict[str, Any]:
     trainer = backend_module().trainers.BpeTrainer(show_progress=False, min_frequency=2, **how)
     with one_thread():
         backend.train_from_iterator(_pieces(texts), trainer)
-    told: dict[str, Any] = json.loads(backend.to_str())
-    return told
+    plan: dict[str, Any] = json.loads(backend.to_str())
+    return plan
 
 
 def _by_byte(
@@ -232,52 +221,44 @@ def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dic
     """Trained on characters; then the bytes are put into the vocabulary, before the characters."""
     hf = backend_module()
     before, after = hf.pre_tokenizers, hf.decoders
-    room = vocab_size - N_BYTES - len(special)
-    if room < 2:
+    n_free = vocab_size - N_BYTES - len(special)
+    if n_free < 2:
         raise BadData(
             f"vocab_size is {vocab_size}, but {N_BYTES} bytes and {len(special)} special tokens "
             "leave no room for characters; ask for more"
         )
-    alphabet = _alphabet(texts, room // 2)
+    alphabet = _alphabet(texts, n_free // 2)
     backend = hf.Tokenizer(hf.models.BPE())
     backend.normalizer = hf.normalizers.Replace(hf.Regex(_STARTS), " ")
     backend.pre_tokenizer = before.Split(hf.Regex(_SCRIPTS), "isolated")
     steps = [after.ByteFallback(), after.Fuse(), after.Strip(" ", 1, 0)]
     backend.decoder = after.Sequence(steps)
-    told = _train(
-        backend,
-        texts,
-        vocab_size=room,
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
+    plan = _train(
+        backend, texts, vocab_size=n_free, initial_alphabet=alphabet, limit_alphabet=len(alphabet)
     )
-    model = told["model"]
+    model = plan["model"]
     learned = sorted(model["vocab"], key=model["vocab"].__getitem__)
     names = [*special, *(f"<0x{byte:02X}>" for byte in range(N_BYTES)), *learned]
     model["vocab"] = {name: at for at, name in enumerate(names)}
     if len(model["vocab"]) != len(names):
         raise BadData("a special token has the name of a byte or of a learned piece; rename it")
     model["byte_fallback"] = True
-    told["added_tokens"] = _added(special)
-    return told
+    plan["added_tokens"] = _added(special)
+    return plan
 
 
-def _alphabet(texts: list[str], room: int) -> list[str]:
+def _alphabet(texts: list[str], limit: int) -> list[str]:
     """The characters with a token of their own: the most frequent, but none that is rare."""
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(text)
+    counts = Counter(chain.from_iterable(texts))
     counts[" "] += RARE  # it may stand in front of every text
     often = [letter for letter, count in counts.items() if count >= RARE]
     often.sort(key=lambda letter: (-counts[letter], letter))
-    return sorted(often[:room])
+    return sorted(often[:limit])
 
 
 def _characters(texts: list[str], vocab_size: int, special: Sequence[str]) -> dict[str, Any]:
     hf = backend_module()
-    letters: set[str] = set()
-    for text in texts:
-        letters.update(text)
+    letters = set().union(*texts)
     names = [*special, *sorted(letters - set(special))]
     if len(names) > vocab_size:
         raise BadData(
@@ -289,9 +270,9 @@ def _characters(texts: list[str], vocab_size: int, special: Sequence[str]) -> di
     backend = hf.Tokenizer(hf.models.WordLevel(vocabulary, unk_token="<none>"))
     backend.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex(r"[\s\S]"), "isolated")
     backend.decoder = hf.decoders.Fuse()
-    told: dict[str, Any] = json.loads(backend.to_str())
-    told["added_tokens"] = _added(special)
-    return told
+    plan: dict[str, Any] = json.loads(backend.to_str())
+    plan["added_tokens"] = _added(special)
+    return plan
 
 
 def _added(special: Sequence[str]) -> list[dict[str, Any]]:

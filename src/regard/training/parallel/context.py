@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from regard.layers.cache import as_rows
-from regard.layers.mask_positions import unplaced
+from regard.layers.cache_slots import as_rows
 from regard.layers.multihead import MultiHeadAttention, Places, Rule, Whole
 from regard.models import Transformer
 from regard.ops import Mask
@@ -83,8 +82,8 @@ class Parts:
         if (
             mask is not None
             and mask.looks_back
-            and unplaced(mask) is None
-            and unplaced(bias) is None
+            and mask.unplaced() is None
+            and (bias is None or bias.unplaced() is None)
         ):
             end = (self._index + 1) * n_own
             return Whole(k_bgsd[:, :, :end], v_bgsd[:, :, :end], None, None)

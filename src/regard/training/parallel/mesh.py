@@ -2,8 +2,8 @@
 
 Why: a training loop should read the same on one device and on many.
 
-How: `Fleet.alone(device)` is one process, in which every method does the least there is to do;
-`Fleet.launch(layout)` joins the processes that torchrun started. Ranks lie as (data, context,
+How: `Mesh.alone(device)` is one process, in which every method does the least there is to do;
+`Mesh.launch(layout)` joins the processes that torchrun started. Ranks lie as (data, context,
 tensor), tensor ranks next to each other, since they talk the most. Every rank makes the same global
 batch from seed and step, and cuts its part (`cut`); it divides the sum of its losses by the tokens
 of the global batch, so gradients are summed over ranks, never averaged, and `total` of the ranks'
@@ -18,7 +18,7 @@ Left out: generation on a prepared model (load the state into a model of its own
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -35,10 +35,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from regard._check import check_count
 from regard.layers.feedforward import FeedForward
 from regard.layers.multihead import MultiHeadAttention
 from regard.models import Transformer
-from regard.positions.frequencies import check_count
 from regard.training.data.packing import NOTHING
 from regard.training.parallel.context import Parts, check_context, cut_text
 from regard.training.parallel.state import clip_gradients, gather, named_state, put_back
@@ -79,7 +79,7 @@ class _Ties:
 
 
 @final
-class Fleet:
+class Mesh:
     """All processes, seen from one of them. Made by `alone` or `launch`."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, ties: _Ties | None) -> None:
@@ -87,12 +87,11 @@ class Fleet:
         self._ties = ties
 
     @staticmethod
-    def alone(device: torch.device | str = "cpu") -> Fleet:
-        """One process on one device."""
-        return Fleet(Layout(), 0, torch.device(device), None)
+    def alone(device: torch.device | str = "cpu") -> Mesh:
+        return Mesh(Layout(), 0, torch.device(device), None)
 
     @staticmethod
-    def launch(layout: Layout, device_type: str = "cpu") -> Fleet:
+    def launch(layout: Layout, device_type: str = "cpu") -> Mesh:
         """This process among those that torchrun started; gloo on "cpu", NCCL on "cuda".
 
         A process group that is open already is used, and left open by `close`.
@@ -105,7 +104,7 @@ class Fleet:
             device = torch.device("cuda", find_gpu(int(os.environ["LOCAL_RANK"])))
             torch.cuda.set_device(device)
         if size == 1:
-            return Fleet(layout, rank, device, None)
+            return Mesh(layout, rank, device, None)
         owned = not dist.is_initialized()
         if owned:
             dist.init_process_group(BACKENDS[device_type])
@@ -119,7 +118,7 @@ class Fleet:
             names = ("data", "context", "tensor")
             cuts = init_device_mesh(device_type, shape, mesh_dim_names=names)["context"]
             parts = Parts(cuts.get_group(), cuts.get_local_rank(), layout.context)
-        return Fleet(layout, rank, device, _Ties(mesh, parts, owned))
+        return Mesh(layout, rank, device, _Ties(mesh, parts, owned))
 
     @property
     def size(self) -> int:
@@ -182,7 +181,7 @@ class Fleet:
         if self._ties is None:
             return dict(batch)
         data, context = divmod(self.part, layout.context)
-        made = {}
+        own = {}
         for name, tensor in batch.items():
             rows = tensor.tensor_split(layout.data)[data]
             if not len(rows):
@@ -191,16 +190,16 @@ class Fleet:
                     rows = torch.full_like(rows, NOTHING)
             if layout.context > 1:
                 rows = cut_row(name, rows, layout.context)[context]
-            made[name] = rows
-        return made
+            own[name] = rows
+        return own
 
     def total(self, x: Tensor) -> Tensor:
         """The sum over the ranks that read different tokens, the same on every rank."""
         if self._ties is None or self.layout.size == self.layout.tensor:
             return x.detach()
-        made = x.detach().to(self.device, copy=True)
-        dist.all_reduce(made, group=self._ties.mesh.get_group("parts"))
-        return made.to(x.device)
+        total = x.detach().to(self.device, copy=True)
+        dist.all_reduce(total, group=self._ties.mesh.get_group("parts"))
+        return total.to(x.device)
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says yes: a stop that reached one process reaches all."""
@@ -215,11 +214,11 @@ class Fleet:
 
         Give an optimizer a group of its own for each list.
         """
-        made: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
         for parameter in parameters:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            made.setdefault(mesh, []).append(parameter)
-        return list(made.values())
+            groups.setdefault(mesh, []).append(parameter)
+        return list(groups.values())
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale gradients to a norm of at most `max_norm` over the whole model; the norm before.
@@ -254,7 +253,7 @@ class Fleet:
             dist.destroy_process_group()
         self._ties = None
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> Mesh:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -318,10 +317,10 @@ def shard(model: Transformer, mesh: DeviceMesh, compute: torch.dtype | None) -> 
             module.set_gradient_divide_factor(1.0)
             # A sum that is a sum: gloo has no product-and-sum in one.
             module.set_force_sum_reduction_for_comms(True)
-    open_doors(model)
+    gather_around_methods(model)
 
 
-def open_doors(model: Transformer) -> None:
+def gather_around_methods(model: Transformer) -> None:
     """Let `run` and `encode` be called by themselves, as `forward` can be.
 
     FSDP2 gathers weights around `forward` alone, and can be asked to do so around other methods;
@@ -331,15 +330,10 @@ def open_doors(model: Transformer) -> None:
     model.register_forward_pre_hook(lambda module, _: within.append(module))
     model.register_forward_hook(lambda *_: within.clear(), always_call=True)
 
-    def open_door(name: str) -> None:
-        plain = getattr(model, name)
-        register_fsdp_forward_method(model, name)
-        gathering = getattr(model, name)
-
-        def call(*given: Any, **named: Any) -> Any:
-            return (plain if within else gathering)(*given, **named)
-
-        setattr(model, name, call)
+    def wrap(plain: Callable[..., Any], gathering: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: (plain if within else gathering)(*args, **named)
 
     for name in ("run", "encode"):
-        open_door(name)
+        plain = getattr(model, name)
+        register_fsdp_forward_method(model, name)
+        setattr(model, name, wrap(plain, getattr(model, name)))

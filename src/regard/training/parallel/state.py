@@ -3,9 +3,9 @@
 Why: a snapshot must load on another number of devices, and on one.
 
 How: names are those of one device. Each tensor is gathered whole, one at a time, and laid on the
-CPU of the main rank. Back, every rank has the whole tensors and takes its own piece without asking
-anyone. The order of cuts is fixed: first over the tensor ranks, then, of what that left, over the
-ranks that read different tokens; so pieces are taken from the last axis of the mesh to the first.
+CPU of the main rank. Back, every rank has the whole tensors and takes its own shard without asking
+anyone. The order of shards is fixed: first over the tensor ranks, then, of what that left, over the
+ranks that read different tokens; so shards are taken from the last axis of the mesh to the first.
 
 Left out: learning rates and other numbers of an optimizer's groups, which belong to the loop.
 """
@@ -13,16 +13,14 @@ Left out: learning rates and other numbers of an optimizer's groups, which belon
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-
-from regard.training.parallel.context import all_gather
 
 MODEL, OPTIM = "model/", "optim/"
 # What wrappers put into the names of the parameters below them.
@@ -51,12 +49,17 @@ def plain_name(name: str) -> str:
     return name
 
 
-def held_states(
-    weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
-) -> dict[str, tuple[Tensor, Optimizer]]:
+class Held(NamedTuple):
+    """A parameter and the optimizer that moves it."""
+
+    weight: Tensor
+    optimizer: Optimizer
+
+
+def held_states(weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Held]:
     """For each name, the parameter and the optimizer that moves it."""
     names = {id(weight): name for name, weight in weights.items()}
-    held: dict[str, tuple[Tensor, Optimizer]] = {}
+    held: dict[str, Held] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for weight in group["params"]:
@@ -69,7 +72,7 @@ def held_states(
                     )
                 if name in held:
                     raise ValueError(f"two optimizers, or two groups of one, hold {name}")
-                held[name] = (weight, optimizer)
+                held[name] = Held(weight, optimizer)
     return held
 
 
@@ -93,65 +96,35 @@ def named_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[t
 
 def gather(tensors: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor] | None:
     """Each tensor whole, as a copy on the CPU; all ranks must ask, those that `keep` get."""
-    made: dict[str, Tensor] = {}
+    whole: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        whole = join_pieces(tensor.detach())
+        x = tensor.detach()
+        x = x.full_tensor() if isinstance(x, DTensor) else x
         if keep:
-            made[name] = torch.empty_like(whole, device="cpu").copy_(whole)
-    return made if keep else None
+            whole[name] = torch.empty_like(x, device="cpu").copy_(x)
+    return whole if keep else None
 
 
-def cuts_of(tensor: DTensor) -> list[tuple[int, int]]:
-    """Each axis of the mesh that cuts the tensor, and the axis of the tensor it cuts, in order.
+def own_shard(like: Tensor, whole: Tensor) -> Tensor:
+    """What this rank holds of a whole tensor, sharded as `like` is.
 
-    Not by the placement's class: which one a cut of a cut has, differs between versions of torch.
+    Not by the placement's class: which one a shard of a shard has, differs between versions of
+    torch. Some ranks get nothing where there is less than one row each.
     """
-    axes = reversed(range(tensor.device_mesh.ndim))
-    dims = ((axis, getattr(tensor.placements[axis], "dim", None)) for axis in axes)
-    return [(axis, dim) for axis, dim in dims if dim is not None]
-
-
-def piece_at(whole: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
-    """What one cut leaves this rank; some ranks get nothing where there is less than one each."""
-    pieces, at = whole.chunk(mesh.size(axis), dim), mesh.get_local_rank(axis)
-    return pieces[at] if at < len(pieces) else whole.narrow(dim, 0, 0)
-
-
-def own_piece(like: Tensor, whole: Tensor) -> Tensor:
-    """What this rank holds of a whole tensor, cut as `like` is."""
-    if isinstance(like, DTensor):
-        for axis, dim in cuts_of(like):
-            whole = piece_at(whole, like.device_mesh, axis, dim)
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        dim = getattr(like.placements[axis], "dim", None)
+        if dim is not None:
+            shards, rank = whole.chunk(mesh.size(axis), dim), mesh.get_local_rank(axis)
+            whole = shards[rank] if rank < len(shards) else whole.narrow(dim, 0, 0)
     return whole
 
 
-def join_pieces(tensor: Tensor) -> Tensor:
-    """The whole tensor of which each rank holds its `own_piece`; all ranks must ask."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    mesh, piece = tensor.device_mesh, own_part(tensor)
-    # How long each cut finds the tensor, of which nothing else is read here.
-    sizes, shape = [], torch.empty(tensor.shape, device="meta")
-    for axis, dim in cuts_of(tensor):
-        sizes.append((axis, dim, shape.shape[dim]))
-        shape = piece_at(shape, mesh, axis, dim)
-    for axis, dim, size in reversed(sizes):
-        each = -(-size // mesh.size(axis))
-        own = piece.movedim(dim, 0)
-        padded = own.new_zeros((each, *own.shape[1:]))
-        padded[: own.shape[0]] = own
-        joined = own.new_empty((mesh.size(axis) * each, *own.shape[1:]))
-        all_gather(joined, padded, group=mesh.get_group(axis))
-        piece = joined[:size].movedim(0, dim)
-    return piece
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """The plain tensor that this rank holds, sharing its memory."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    part: Tensor = tensor.to_local()
-    return part
+def local(tensor: Tensor) -> Tensor:
+    shard: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return shard
 
 
 @torch.no_grad()
@@ -162,7 +135,7 @@ def fill(target: Tensor, name: str, whole: Tensor) -> None:
             f"{name} has shape {tuple(whole.shape)}, but the model's is {tuple(target.shape)}: "
             "the tensors are of another model"
         )
-    own_part(target).copy_(own_piece(target, whole))
+    local(target).copy_(own_shard(target, whole))
 
 
 def put_back(
@@ -173,11 +146,8 @@ def put_back(
     held = held_states(weights, optimizers)
     states = split_states(tensors, held)
     missing = [name for name in weights if MODEL + name not in tensors]
-    strange = [
-        name
-        for name in tensors
-        if name.startswith(MODEL) and name.removeprefix(MODEL) not in weights
-    ]
+    given = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
+    strange = [name for name in given if name not in weights]
     if missing or strange:
         raise ValueError(
             f"the tensors are of another model: {len(missing)} weights are missing"
@@ -187,10 +157,10 @@ def put_back(
         fill(weight, name, tensors[MODEL + name])
     for name, (weight, optimizer) in held.items():
         state = optimizer.state[weight]
-        given = states.get(name, {})
-        for word in set(state) - set(given):
+        words = states.get(name, {})
+        for word in set(state) - set(words):
             del state[word]
-        for word, whole in given.items():
+        for word, whole in words.items():
             if not isinstance(state.get(word), Tensor):
                 state[word] = make_state(optimizer, weight, word, whole)
             fill(state[word], f"{word} of {name}", whole)
@@ -199,7 +169,6 @@ def put_back(
 def split_states(
     tensors: Mapping[str, Tensor], held: Mapping[str, object]
 ) -> dict[str, dict[str, Tensor]]:
-    """Optimizer state by the name of its parameter."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         if key.startswith(OPTIM):
@@ -234,36 +203,20 @@ def make_state(optimizer: Optimizer, weight: Tensor, word: str, whole: Tensor) -
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients so that their norm over all ranks is at most `max_norm`; that norm.
 
-    What is cut over an axis of the mesh is summed over it; what is whole on all ranks counts once.
+    What is sharded over an axis of the mesh is summed over it; what is whole counts once.
     """
     reshard(model)
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     if not grads:
         return torch.zeros(())
-    parts = [own_part(grad) for grad in grads]
-    wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
-    norms = torch._foreach_norm(parts, 2.0, wide)
-    sums: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for grad, norm in zip(grads, norms, strict=True):
-        sums.setdefault(cut_over(grad), []).append(norm.square())
-    total = torch.zeros((), device=parts[0].device, dtype=wide)
-    for groups, squares in sums.items():
-        square = torch.stack(squares).sum()
-        for group in groups:
-            dist.all_reduce(square, group=group)
-        total += square
-    norm = total.sqrt()
-    torch._foreach_mul_(parts, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    for grad in grads:
+        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(grad)
+    norms = [nn.utils.get_total_norm(group) for group in by_mesh.values()]
+    norm: Tensor = torch.stack(
+        [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
+    ).norm()
+    shards = [local(grad) for grad in grads]
+    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
-
-
-def cut_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups of ranks that hold different pieces of a tensor."""
-    if not isinstance(tensor, DTensor):
-        return ()
-    mesh = tensor.device_mesh
-    return tuple(
-        mesh.get_group(axis)
-        for axis, placement in enumerate(tensor.placements)
-        if not placement.is_replicate()
-    )

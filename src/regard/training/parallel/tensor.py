@@ -10,7 +10,7 @@ unchanged on fewer.
 
 Left out: what holds a number for each head (sinks, ALiBi's slopes, T5's table) or is shared between
 heads (norms of q and k): a rank would need its share of it, or the others' gradients. They are
-refused. Dropout of the residual stream must fall alike on all tensor ranks: seed by `Fleet.part`.
+refused. Dropout of the residual stream must fall alike on all tensor ranks: seed by `Mesh.part`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def check_tensor(model: Transformer, count: int) -> None:
 
 
 def refuse_attention(layer: MultiHeadAttention, count: int) -> str | None:
-    """Why the heads of a layer cannot be shared out."""
     for word in ("n_heads", "n_kv_heads"):
         if getattr(layer, word) % count:
             return f"has {word}={getattr(layer, word)}, which {count} does not divide"
@@ -60,7 +59,6 @@ def refuse_attention(layer: MultiHeadAttention, count: int) -> str | None:
 
 
 def refuse_feed_forward(layer: FeedForward, count: int) -> str | None:
-    """Why the hidden numbers of a layer cannot be shared out."""
     hidden = layer.up_proj.out_features
     if hidden % count:
         return f"has ffn_dim={hidden}, which {count} does not divide"

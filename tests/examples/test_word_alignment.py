@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from regard.training.word_alignment import Cells, Fit, Links, Rows, align_pairs, digamma
+from word_alignment import Cells, Fit, Links, Rows, align_pairs, digamma
 
 Pairs = tuple[Rows, Rows, set[tuple[int, int, int]]]
 

@@ -1,6 +1,6 @@
 """Small trainings for several processes: what each does, and the program that one process runs.
 
-`python fleet_ranks.py FOLDER` runs all cases, first those of 4 processes, then those of 2, each lot
+`python mesh_ranks.py FOLDER` runs all cases, first those of 4 processes, then those of 2, each lot
 in one go, since starting processes costs more than training. The main rank leaves losses, gradient
 norms and the final state of each case in FOLDER; `tests/training/test_parallel.py` trains the same
 on one device, and compares.
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.models import Transformer
 from regard.ops import Documents
-from regard.training.parallel import Fleet, Layout
+from regard.training.parallel import Layout, Mesh
 
 STEPS, SAVED = 5, 3
 S = 12
@@ -140,9 +140,9 @@ def make_batch(case: Case, step: int) -> dict[str, Tensor]:
     return batch
 
 
-def make_optimizers(case: Case, fleet: Fleet, model: nn.Module) -> list[torch.optim.Optimizer]:
+def make_optimizers(case: Case, mesh: Mesh, model: nn.Module) -> list[torch.optim.Optimizer]:
     def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        groups = [{"params": group} for group in fleet.groups(parameters)]
+        groups = [{"params": group} for group in mesh.groups(parameters)]
         # With a large eps, since some gradients are 0 but for rounding (keys' biases), and without
         # it AdamW would make whole steps of that.
         return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, fused=case.family == "gpt2")
@@ -173,7 +173,7 @@ def find_logits(case: Case, model: Transformer, own: dict[str, Tensor]) -> Tenso
 
 def train(
     case: Case,
-    fleet: Fleet,
+    mesh: Mesh,
     begin: dict[str, Tensor] | None = None,
 ) -> Outcome:
     """Train as a loop would: the sum of this rank's losses, by the tokens of the global batch.
@@ -186,20 +186,20 @@ def train(
             layer.p = 0.0
         elif isinstance(getattr(layer, "dropout", None), float):
             layer.dropout = 0.0  # type: ignore[assignment]
-    if fleet.rank or begin is not None:
+    if mesh.rank or begin is not None:
         # Only the main rank's weights count, or those that are restored.
         with torch.no_grad():
             for weight in model.parameters():
                 weight += 0.1
-    fleet.prepare(model, torch.bfloat16 if case.how == "bfloat16" and fleet.size > 1 else None)
+    mesh.prepare(model, torch.bfloat16 if case.how == "bfloat16" and mesh.size > 1 else None)
     if case.how == "recomputed":
         for block in model.decoder.layers:
             block.forward = lambda *a, f=block.forward, **k: checkpoint(
                 f, *a, use_reentrant=False, **k
             )
-    optimizers = make_optimizers(case, fleet, model)
+    optimizers = make_optimizers(case, mesh, model)
     if begin is not None:
-        fleet.restore(model, optimizers, begin)
+        mesh.restore(model, optimizers, begin)
     outcome = Outcome()
     for step in range(case.steps) if begin is None else range(SAVED, case.steps):
         batch = make_batch(case, step)
@@ -209,22 +209,22 @@ def train(
             pieces = [{k: v[i : i + 2] for k, v in batch.items()} for i in (0, 2)]
         total = torch.zeros(())
         for piece in pieces:
-            own = fleet.cut(piece)
+            own = mesh.cut(piece)
             logits = find_logits(case, model, own)
             loss = F.cross_entropy(logits.flatten(0, 1), own["targets"].flatten(), reduction="sum")
             (loss / n_tokens).backward()
             total += loss.detach() / n_tokens
-        outcome.norms.append(float(fleet.clip(model, 0.1)))
-        outcome.losses.append(float(fleet.total(total)))
+        outcome.norms.append(float(mesh.clip(model, 0.1)))
+        outcome.losses.append(float(mesh.total(total)))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if case == SAVING and step == SAVED - 1:
-            outcome.saved = fleet.state(model, optimizers)
+            outcome.saved = mesh.state(model, optimizers)
     with torch.no_grad():
         # An evaluation leaves FSDP2's outermost weights gathered; the state must not mind.
-        find_logits(case, model, fleet.cut(make_batch(case, 0)))
-    outcome.state = fleet.state(model, optimizers)
+        find_logits(case, model, mesh.cut(make_batch(case, 0)))
+    outcome.state = mesh.state(model, optimizers)
     return outcome
 
 
@@ -237,18 +237,18 @@ def run_all(folder: Path) -> None:
     for case in CASES + RESUMING:
         if case.n_processes != size:
             continue
-        fleet = Fleet.launch(Layout(**case.layout))
+        mesh = Mesh.launch(Layout(**case.layout))
         begin = None
         if case in RESUMING:
             begin = torch.load(folder / f"{SAVING.name}.pt", weights_only=True)["saved"]
         began = time.monotonic()
-        outcome = train(case, fleet, begin)
+        outcome = train(case, mesh, begin)
         print(f"{time.monotonic() - began:.2f} s for {case.name}", flush=True)
-        assert fleet.any(fleet.rank == size - 1) and not fleet.any(False)
-        assert (outcome.state is None) == (not fleet.is_main)
-        if fleet.is_main:
+        assert mesh.any(mesh.rank == size - 1) and not mesh.any(False)
+        assert (outcome.state is None) == (not mesh.is_main)
+        if mesh.is_main:
             torch.save(vars(outcome), folder / f"{case.name}.pt")
-        fleet.close()
+        mesh.close()
     dist.destroy_process_group()
 
 

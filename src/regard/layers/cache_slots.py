@@ -1,0 +1,314 @@
+"""Where the keys in a KV cache stand: the position of each slot, and the slot mapping of a call.
+
+Why: a key's place in memory is not its place in the text. All layers of a stack keep the same
+tokens, so this is worked out once a call, at the top, and only read below.
+
+How: `advance` takes the tokens of a call in and gives a `Step`: their positions, the positions of
+all keys they attend to, and the slots where a static buffer takes the new keys. A negative position
+is padding or an empty slot, which nobody sees.
+
+- `GrowingSlots`: as many as there are tokens, in order of arrival. While nobody gives positions
+  they are known beforehand, and nothing is written.
+- `FixedSlots`: a set number, filled in order. Written in place: one compiled graph serves every
+  step.
+- `RingSlots`: the token at position p lies in slot p mod (left + 1), so that no more is kept than a
+  window sees.
+
+Letters: B batch, T new tokens, S keys. N rows of positions: B, or 1 while all rows are alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from regard._check import check_count, check_positions, readable
+
+
+class Step(NamedTuple):
+    """The tokens of one call, as the caches of all layers take them in.
+
+    `queries` (N, T) are their positions, `keys` (N, S) those of all keys they attend to, `slots`
+    (N, T) where static buffers take them. `first`: nothing was kept before. `in_line`: no slot is
+    empty, keys lie in the order of the text, and the last key is the newest token's in every row.
+    Then rules need no positions.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    slots: Tensor | None
+    first: bool
+    in_line: bool
+
+
+class Slots(ABC):
+    """The positions of what a KV cache keeps."""
+
+    window: int | None = None
+    """How far back a query may look; None is as far as the text goes."""
+    n_slots: int | None = None
+    """Slots of a static buffer; None where the buffer grows."""
+    n_read: int | None = None
+    """Those of them that are read."""
+    _keys: Tensor | None = None
+    _next: Tensor | None = None
+    _started = False
+
+    @property
+    def kind(self) -> Hashable:
+        """What the slots of two caches have in common if they may be shared."""
+        return type(self), self.n_slots
+
+    @property
+    def length(self) -> Tensor | None:
+        """How long each row's text is, its next position: (N,); None before the first call."""
+        return self._next if self._started else None
+
+    def next_positions(self, n: int, device: torch.device) -> Tensor:
+        """Positions (N, n) of the next n tokens of each row."""
+        length = self.length
+        if length is None:
+            return torch.arange(n, device=device)[None]
+        first_n1 = length.to(device)[:, None]
+        return first_n1.clone() if n == 1 else first_n1 + torch.arange(n, device=device)
+
+    def advance(
+        self, batch: int, n_new: int, device: torch.device, positions: Tensor | None
+    ) -> Step:
+        """Take in n_new tokens a row. `positions` (T,) or (B, T) is where they stand, negative for
+        padding; the real ones grow along a row. None counts on, in each row from its own last."""
+        if positions is None:
+            return self._take(self.next_positions(n_new, device), batch, True)
+        return self._take(as_rows(positions, batch, n_new).to(device), batch, False)
+
+    @abstractmethod
+    def _take(self, queries: Tensor, batch: int, counted: bool) -> Step:
+        """`advance`, with positions (N, T); `counted`: nobody gave them."""
+
+    @abstractmethod
+    def reorder(self, index: Tensor) -> None:
+        """Row b becomes what row index[b] was; with more or fewer rows, if index has."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything; memory that was allocated stays."""
+
+
+@final
+class GrowingSlots(Slots):
+    """A slot for each token, in order of arrival."""
+
+    _n_keys = 0
+    _in_line = True
+    _line: Tensor | None = None
+    _device: torch.device
+
+    def reset(self) -> None:
+        self._n_keys, self._in_line, self._started = 0, True, False
+        self._keys = self._next = None
+
+    @property
+    def length(self) -> Tensor | None:
+        if not self._in_line or not self._started:
+            return self._next
+        return self._count(self._n_keys, self._n_keys + 1, self._device)[0]
+
+    def next_positions(self, n: int, device: torch.device) -> Tensor:
+        if self._in_line:
+            return self._count(self._n_keys, self._n_keys + n, device)
+        return super().next_positions(n, device)
+
+    def _take(self, queries: Tensor, batch: int, counted: bool) -> Step:
+        first, before, device = not self._started, self._n_keys, queries.device
+        after = before + queries.shape[1]
+        if self._in_line and counted:
+            keys = self._count(0, after, device)
+        else:
+            old, last = self._keys, self._next
+            if self._in_line:
+                old, last = self._count(0, before, device), None if first else self.length
+            assert old is not None
+            keys = join_rows(old, queries)
+            self._in_line, self._keys, self._next = False, keys, past_the_last(last, queries)
+        self._n_keys, self._started, self._device = after, True, device
+        return Step(queries, keys, None, first, self._in_line)
+
+    def reorder(self, index: Tensor) -> None:
+        if self._keys is not None and self._next is not None:
+            self._keys, self._next = pick_rows(self._keys, index), pick_rows(self._next, index)
+
+    def _count(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """start, start + 1, ... as (1, n); a slice of a longer line, which is kept."""
+        if torch.compiler.is_compiling():
+            return torch.arange(start, stop, device=device)[None]
+        line = self._line
+        if line is None or line.shape[1] < stop or line.device != device:
+            # What inference mode made could not be used everywhere outside of it.
+            with torch.inference_mode(False):
+                self._line = line = torch.arange(stop + max(stop // 2, 64), device=device)[None]
+        return line[:, start:stop]
+
+
+class StaticSlots(Slots):
+    """A set number of slots, written in place: what the fixed and the ring have in common."""
+
+    n_slots: int
+    n_read: int
+
+    def reset(self) -> None:
+        self._started = False
+        if self._keys is not None and self._next is not None:
+            self._keys.fill_(-1)
+            self._next.zero_()
+
+    def reorder(self, index: Tensor) -> None:
+        if self._keys is not None and self._next is not None and self._keys.shape[0] > 1:
+            self._keys, self._next = reorder_in_place((self._keys, self._next), index)
+
+    def _take(self, queries: Tensor, batch: int, counted: bool) -> Step:
+        first = not self._started
+        keys, last = self._find_rows(queries, batch)
+        slots = self._map(queries, last)
+        read = keys if self.n_read == self.n_slots else keys[:, : self.n_read]
+        if first:
+            read = queries
+        elif self.window is not None and queries.shape[1] > 1:
+            read = join_rows(read, queries)
+        n = keys.shape[0]
+        keys.scatter_(1, slots.expand(n, -1), queries.expand(n, -1))
+        last.copy_(past_the_last(last, queries))
+        self._started = True
+        return Step(queries, read, slots, first, first and counted)
+
+    def _find_rows(self, queries: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Positions of the slots (N, S) and next ones (N,), with a row for each of the queries'."""
+        keys, last, n = self._keys, self._next, queries.shape[0]
+        usable = keys is not None and (
+            self._started or (keys.device == queries.device and keys.shape[0] in (n, batch))
+        )
+        if keys is None or last is None or not usable:
+            keys = torch.full((1, self.n_slots), -1, dtype=torch.int64, device=queries.device)
+            last = torch.zeros_like(keys[:, 0])
+        if n > keys.shape[0]:
+            keys, last = keys.expand(n, -1).clone(), last.expand(n).clone()
+        self._keys, self._next = keys, last
+        return keys, last
+
+    @abstractmethod
+    def _map(self, queries: Tensor, last: Tensor) -> Tensor:
+        """The slot mapping of tokens at these positions."""
+
+
+@final
+class FixedSlots(StaticSlots):
+    """`size` slots a row, filled in order of arrival; padding takes one too.
+
+    More tokens than there are slots left are refused. Where reading the count would stop a device
+    or a compiled graph, the refusal is torch's asynchronous assertion, with the same words.
+    """
+
+    def __init__(self, size: int) -> None:
+        check_count("size", size)
+        self.n_slots = self.n_read = size
+        self._used: Tensor | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        if self._used is not None:
+            self._used.zero_()
+
+    def _map(self, queries: Tensor, last: Tensor) -> Tensor:
+        n_new, device, size = queries.shape[1], queries.device, self.n_slots
+        if self._used is None or self._used.device != device:
+            self._used = torch.zeros((), dtype=torch.int64, device=device)
+        used = self._used
+        words = f"a fixed cache of size {size} has no room for {n_new} more tokens"
+        advice = "; make it larger, or reset() it for a new text"
+        if not self._started and n_new > size:
+            raise ValueError(f"{words}: it is empty{advice}")
+        slots_t = used + torch.arange(n_new, device=device)
+        if device.type == "cpu" and readable(used):
+            if int(used) + n_new > size:
+                raise ValueError(f"{words}: {int(used)} slots are taken{advice}")
+        else:
+            torch._assert_async(used + n_new <= size, words + advice)
+            # A graph may write before it asserts; a slot that is there lets the assertion speak.
+            slots_t = slots_t.clamp(max=size - 1)
+        used += n_new
+        return slots_t[None]
+
+
+@final
+class RingSlots(StaticSlots):
+    """`left` + 1 slots a row: the token at position p lies in slot p mod (left + 1).
+
+    Padding is not kept, so it never pushes a real token out; it goes to one slot more, behind the
+    ring, which is never read. Several tokens attend to the ring as it was with themselves behind
+    it, since the first of them looks furthest back; a single one to the ring alone.
+    """
+
+    def __init__(self, left: int) -> None:
+        if left != 0:
+            check_count("left", left)
+        self.window, self.n_read, self.n_slots = left, left + 1, left + 2
+
+    def _map(self, queries: Tensor, last: Tensor) -> Tensor:
+        size = self.n_read
+        newest_n1 = past_the_last(last, queries)[:, None] - 1
+        stays = (queries >= 0) & (queries > newest_n1 - size)
+        return torch.where(stays, queries % size, size)
+
+
+def as_rows(positions: Tensor, n_rows: int, n_new: int) -> Tensor:
+    """Positions (T,) or (B, T) as int64 (N, T), N being 1 or B, or why they are no such thing."""
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"positions must be a tensor (T,) or (B, T), got {type(positions)}")
+    check_positions(positions)
+    rows = positions if positions.dim() == 2 else positions[None]
+    if rows.shape[1] != n_new or rows.shape[0] not in (1, n_rows):
+        raise ValueError(
+            f"positions have shape {tuple(positions.shape)}; expected (T,) or (B, T) with "
+            f"B={n_rows}, T={n_new}"
+        )
+    return rows.to(torch.int64)
+
+
+def as_they_lie(at_nt: Tensor) -> bool:
+    """Whether every row is 0, 1, 2, ...: then rules need no positions.
+
+    Only said where reading values costs nothing; not knowing is slower, and as right.
+    """
+    if at_nt.device.type != "cpu" or not readable(at_nt):
+        return False
+    return bool((at_nt == torch.arange(at_nt.shape[1])).all())
+
+
+def join_rows(one_ns: Tensor, other_nt: Tensor) -> Tensor:
+    n = max(one_ns.shape[0], other_nt.shape[0])
+    return torch.cat((one_ns.expand(n, -1), other_nt.expand(n, -1)), 1)
+
+
+def past_the_last(next_n: Tensor | None, at_nt: Tensor) -> Tensor:
+    """Each row's next position: one past the largest so far."""
+    if next_n is None:
+        next_n = at_nt.new_zeros(at_nt.shape[0])
+    return join_rows(next_n[:, None] - 1, at_nt).amax(1) + 1
+
+
+def pick_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index], or the one row that all share."""
+    return rows if rows.shape[0] == 1 else rows.index_select(0, index)
+
+
+def reorder_in_place(pair: tuple[Tensor, Tensor], index: Tensor) -> tuple[Tensor, Tensor]:
+    """Row b of both as row index[b] was, in the same memory where the number of rows stays."""
+    one, other = (x.index_select(0, index) for x in pair)
+    if one.shape != pair[0].shape:
+        return one, other
+    pair[0].copy_(one)
+    pair[1].copy_(other)
+    return pair

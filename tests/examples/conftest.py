@@ -1,0 +1,6 @@
+"""The examples are programs, no package: their folders are put where Python looks."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "translate_aligned"))
