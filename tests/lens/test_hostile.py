@@ -271,6 +271,19 @@ def test_wrong_numbers(name: str, good: bytes, tmp_path: Path) -> None:
     refused(tmp_path / "x.regard", join(header, told, changed))
 
 
+def test_check_looks_at_every_array_at_once(good: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.regard"
+    path.write_bytes(good)
+    assert Record.open(path).check().places
+    header, about, arrays = parts(good)
+    first, _ = header["0.entropy"]["data_offsets"]
+    changed = arrays[:first] + struct.pack("<f", np.nan) + arrays[first + 4 :]
+    path.write_bytes(join(header, about, changed))
+    record = Record.open(path)
+    with pytest.raises(BadRecord, match="entropy of place 0 holds NaN"):
+        record.check()
+
+
 FORMS: dict[str, dict[str, Any]] = {
     "a shape": {"shape": [2, 21]},
     "an axis more": {"shape": [1, 2, 7, 3]},

@@ -23,6 +23,7 @@ from regard.lens import bias_forms, stitch_calls
 from regard.lens.record import Record
 from regard.lens.schema import Description, Place
 from regard.lens.token_labels import label
+from regard.lens.viewers import VIEWERS
 from regard.lens.watch import watch
 from regard.ops import Causal, Map, Wants
 from regard.tokens import Tokenizer
@@ -411,6 +412,18 @@ def test_what_could_not_be_opened_again_is_not_written(tmp_path: Path) -> None:
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
     record.describe(spans=[(0, 1), (1, 1)]).save(path)
     assert Record.open(path).text == "a"
+
+
+def test_a_record_is_shown_by_the_viewers_that_were_entered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert set(VIEWERS) == {"plot", "write_page", "make_widget"}
+    for name in VIEWERS:
+        monkeypatch.setitem(VIEWERS, name, lambda *args, **more: (args, more))
+    record = handmade()
+    assert record.plot(1, dpi=3) == ((record, 1), {"dpi": 3})
+    assert record.html("x", budget=5) == (("x", record), {"budget": 5})
+    assert record.show(line="head") == ((record,), {"line": "head"})
 
 
 class Letters:
