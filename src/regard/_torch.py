@@ -34,9 +34,28 @@ flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def register_pytree(kind: type[Any], flatten: Callable[..., Any], unflatten: Any) -> None:
-    """Make a class a node of torch's pytrees."""
-    _pytree.register_pytree_node(kind, flatten, unflatten)
+def register_pytree(
+    kind: type[Any],
+    flatten: Callable[[Any], tuple[dict[str, Any], Any]],
+    unflatten: Callable[[Any, Any], Any],
+) -> None:
+    """Make a class a node of torch's pytrees; flatten gives its children by name, and the rest."""
+
+    def with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+        children, rest = flatten(node)
+        return [(_pytree.GetAttrKey(name), child) for name, child in children.items()], rest
+
+    def without_keys(node: Any) -> tuple[list[Any], Any]:
+        children, rest = flatten(node)
+        return list(children.values()), rest
+
+    _pytree.register_pytree_node(
+        kind,
+        without_keys,
+        unflatten,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=with_keys,
+    )
 
 
 def is_transforming() -> bool:

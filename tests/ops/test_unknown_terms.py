@@ -259,3 +259,29 @@ def test_two_classes_of_one_name_stay_apart_in_graphs() -> None:
     for ours, mask in zip(found, masks, strict=True):
         torch.testing.assert_close(ours, attention(q, k, v, mask=mask, softcap=5.0))
     assert not torch.equal(*found)
+
+
+def test_a_term_is_an_input_of_an_exported_program() -> None:
+    class Takes(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+            return attention(q, k, v, mask=mask)
+
+    mask, _ = terms()
+    q, k, v = inputs()
+    exported = torch.export.export(Takes(), (q, k, v, mask))
+    other = SameColour(mask.keys.flip(0), mask.queries.flip(0))
+    for given in (mask, other):
+        torch.testing.assert_close(exported.module()(q, k, v, given), Takes()(q, k, v, given))
+
+
+@pytest.mark.parametrize("backend", ["auto", "blockwise", "reference"])
+def test_one_tensor_given_three_times_compiles_with_its_gradient(backend: str) -> None:
+    q = inputs()[0].requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        return attention(x, x, x, mask=Causal(), backend=backend)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    (ours,) = torch.autograd.grad(compiled(q).square().sum(), q)
+    (plain,) = torch.autograd.grad(run(q).square().sum(), q)
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)

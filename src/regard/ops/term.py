@@ -81,12 +81,11 @@ def rebuild(kind: type[Any], values: Sequence[Any]) -> Any:
     return term
 
 
-def _flatten(term: Term) -> tuple[list[Any], tuple[Any, ...]]:
+def _flatten(term: Term) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """For pytrees: tensors and terms are children, the rest goes with the structure."""
     held = term.held()
-    children = [value for value in held.values() if isinstance(value, (Tensor, Term))]
-    rest = tuple(_HERE if isinstance(value, (Tensor, Term)) else value for value in held.values())
-    return children, rest
+    children = {name: x for name, x in held.items() if isinstance(x, (Tensor, Term))}
+    return children, tuple(_HERE if name in children else x for name, x in held.items())
 
 
 def _unflatten(kind: type[Term], children: Sequence[Any], rest: tuple[Any, ...]) -> Term:
