@@ -327,3 +327,11 @@ def test_a_safetensors_file_is_no_record(tmp_path: Path) -> None:
     save_file({"0.q": np.zeros((1, 2, 3), np.float32)}, tmp_path / "x.regard")
     with pytest.raises(BadRecord, match="no record"):
         Record.open(tmp_path / "x.regard")
+
+
+def test_a_link_to_itself_is_no_record_and_a_missing_file_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "loop.regard").symlink_to("loop.regard")
+    with pytest.raises(BadRecord, match="Too many levels of symbolic links"):
+        Record.open(tmp_path / "loop.regard")
+    with pytest.raises(FileNotFoundError):
+        Record.open(tmp_path / "none.regard")

@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+import regard
 from regard.models.hf_folder import BadCheckpoint, Folder, Stored
 
 INDEX = "model.safetensors.index.json"
@@ -487,3 +488,12 @@ def test_right_headers_open(tmp_path_factory: pytest.TempPathFactory, shapes: li
         reached += takes
     write_raw(root / "model.safetensors", header, bytes(reached))
     assert open_and_read(root) == reached
+
+
+def test_a_folder_that_is_a_link_to_itself_is_told_and_no_hub_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_loop(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadCheckpoint, match="'model' is a link that leads nowhere, or to itself"):
+        regard.load("model")

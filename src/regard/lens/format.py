@@ -97,7 +97,7 @@ class File(Mapping[str, Array]):
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], File]:
     """The record's own JSON and its arrays, checked as far as the header goes."""
     path = Path(path)
-    os.stat(path)  # a missing file is a FileNotFoundError, not a bad record
+    os.lstat(path)  # a missing file is a FileNotFoundError, not a bad record
     header = read_header(path, BadRecord)
     if set(header.metadata) != {"regard", "regard.crc"}:
         raise BadRecord(f"{path.name} is a safetensors file, but no record")

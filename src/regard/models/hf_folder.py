@@ -184,7 +184,8 @@ def _check_root(path: str | os.PathLike[str]) -> Path:
     if os.path.isdir(root):
         return root
     if not os.path.exists(root):
-        what = f"there is no folder or file {where}"
+        linked = "is a link that leads nowhere, or to itself" if os.path.islink(root) else ""
+        what = f"{where} {linked}" if linked else f"there is no folder or file {where}"
         raise BadCheckpoint(f"{what}; give a folder with config.json and weights, or a GGUF file")
     what = "is a file; expected a folder with config.json and weights"
     if root.suffix == ".safetensors":

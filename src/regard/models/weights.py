@@ -78,7 +78,7 @@ def load(
     if is_embedded(path_or_name):
         path = find_embedded(str(path_or_name))
     # Of os.path, since Path's raises where a name is too long to be one.
-    if not os.path.exists(path) and looks_like_a_name(path_or_name):
+    if not os.path.lexists(path) and looks_like_a_name(path_or_name):
         path = fetch_folder(str(path_or_name), revision)
     elif revision is not None:
         raise ValueError(f"revision={revision!r} is for hub names, but {path} is on this machine")
