@@ -2,6 +2,7 @@
 
 import ast
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 from test_imports import PACKAGE, ROOT, UPSTREAM
@@ -48,3 +49,18 @@ def test_every_name_stands_in_the_file_that_the_page_gives_it_to() -> None:
         if (PACKAGE / path).is_file() and names - defined_in(PACKAGE / path)
     }
     assert not wrong, wrong
+
+
+def test_every_test_file_has_a_source_files_name_or_a_reason() -> None:
+    sources = {path.stem.lstrip("_") for path in PACKAGE.rglob("*.py")}
+    sources |= {path.name.lstrip("_") for path in PACKAGE.rglob("*") if path.is_dir()}
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    reasons = re.findall(r"(?:[\w*]+/)?(test_[\w*]+\.py)", text)
+    unexplained = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if path.stem.removeprefix("test_") not in sources
+        and not any(fnmatch(path.name, reason) for reason in reasons if reason != "test_*.py")
+        and path.parent.name != "examples"
+    ]
+    assert not unexplained, unexplained
