@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cells import SDPA_REFUSALS, TYPES, by_formula, check_cell, judge
 from plain import CASES
 
-from regard.ops import attention, blockwise, flash_cpu, flex
+from regard.ops import Wants, attention, blockwise, explain, flash_cpu, flex
 from regard.ops.backends import BACKENDS
+from regard.ops.call import make_call
 
 REFUSALS = {"sdpa": SDPA_REFUSALS}
 FLEX_REFUSALS = {
@@ -108,3 +111,19 @@ def test_reference_is_the_formula_filled_in_pair_by_pair(name: str) -> None:
 def test_every_refusal_in_the_grid_is_one_of_a_known_backend_and_feature() -> None:
     assert set(REFUSALS) <= set(BACKENDS)
     assert all(name in CASES for rows in REFUSALS.values() for name in rows)
+
+
+def test_a_backend_that_is_named_insists_on_doing_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = torch.randn(1, 2, 5, 4)
+    helped = replace(BACKENDS["blockwise"], refuse_alone=lambda call: "it needs another's output")
+    monkeypatch.setitem(BACKENDS, "blockwise", helped)
+    with pytest.raises(ValueError, match="refuses this call: it needs another's output"):
+        attention(q, q, q, backend="blockwise")
+    told = explain(q, q, q, wants=Wants(entropy=True))
+    assert told.chosen == "blockwise"
+    assert str(told).endswith("blockwise looks at the weights, and the output comes from sdpa")
+    looking = replace(make_call(q, q, q), wants=Wants(entropy=True))
+    assert "another backend" in str(BACKENDS["triton"].refuse_alone(looking))
+    assert BACKENDS["triton"].refuse_alone(replace(looking, v=q[..., :0])) is None

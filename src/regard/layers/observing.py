@@ -104,7 +104,7 @@ def observing(model: nn.Module, wants: Wants) -> Iterator[Seen]:
             f"{type(model).__name__} has no attention layer of ours, so nothing can be observed; "
             "regard.convert(model) swaps torch.nn's layers for ours"
         )
-    before = [(layer, layer.wants, layer.seen) for layer in layers.values()]
+    before = [(vars(layer), dict(vars(layer))) for layer in layers.values()]
     seen = Seen({name: [] for name in layers})
     try:
         for name, layer in layers.items():
@@ -112,5 +112,8 @@ def observing(model: nn.Module, wants: Wants) -> Iterator[Seen]:
         with call_hook.hooked(look):
             yield seen
     finally:
-        for layer, old_wants, old_seen in before:
-            layer.wants, layer.seen = old_wants, old_seen
+        for held, as_it_was in before:
+            for name in ("wants", "seen"):
+                held.pop(name)
+                if name in as_it_was:
+                    held[name] = as_it_was[name]
