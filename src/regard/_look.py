@@ -34,10 +34,7 @@ block to read in, and in it what `watch` takes as its progress."""
 
 
 def look(
-    text: str,
-    model: str | os.PathLike[str] | Transformer = DEFAULT_MODEL,
-    *,
-    to: str | None = None,
+    text: str, model: str | os.PathLike[str] | Transformer = DEFAULT_MODEL, *, to: str | None = None
 ) -> Record:
     """What every head of a model does with a text; `.show()` is the picture, in a notebook.
 
@@ -83,11 +80,7 @@ class Said:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What it takes to watch a model read.
-
-    n_layers: how many places are to be seen, as far as that is known before. `run` takes ids
-    (1, T); what it gives back is not looked at.
-    """
+    """What it takes to watch a model read; `run` takes ids (1, T), its answer is not looked at."""
 
     name: str
     module: nn.Module
@@ -97,7 +90,6 @@ class Subject:
     run: Callable[[Tensor], object]
 
     def read(self, text: str) -> Said:
-        """The text as tokens, which the model can take."""
         said = self.encode(text)
         if not said.ids:
             raise ValueError(

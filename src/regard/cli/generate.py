@@ -62,7 +62,6 @@ def write_text(
     device: str | None = None,
     **options: Any,
 ) -> None:
-    """Load the model, write what it generates to `console`, and what it took to `notes`."""
     from regard.generation import GenerationConfig, generate, stream
 
     config = GenerationConfig(**options)
@@ -100,7 +99,6 @@ def sum_up(pieces: "Stream[str]") -> str:
 
 
 def add_generate(app: "typer.Typer") -> None:
-    """`regard generate`, whose options are the fields of `GenerationConfig`."""
     from rich.console import Console
     from typer import Argument, Context, Option
 

@@ -71,14 +71,12 @@ def foreign_subject(name: str, unknown: UnknownFamily, *, device: str) -> Subjec
 
 
 def tell_package(subject: Subject) -> str:
-    """Who runs the model, for the notes."""
     version = importlib.import_module("transformers").__version__
     kind = type(subject.module).__name__
     return f"transformers {version} runs this model ({kind}), which is no family of regard's"
 
 
 def find_package(name: str, unknown: UnknownFamily) -> Any:
-    """The package, or what to do where it is not there."""
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as missing:
@@ -105,7 +103,6 @@ def find_folder(name: str) -> Path:
 
 
 def read_config(transformers: Any, name: str, folder: Path, unknown: UnknownFamily) -> Any:
-    """The config, where the package knows the architecture and it reads one text."""
     version = transformers.__version__
     with refusing_as(f"{name}: {unknown}. Nor can transformers {version} read it"):
         config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
@@ -144,7 +141,6 @@ def load_weights(transformers: Any, name: str, folder: Path, config: Any) -> Any
 
 
 def encode_text(tokenizer: Any, text: str) -> Said:
-    """All tokens of a text; nothing is cut."""
     fast = bool(tokenizer.is_fast)
     found = tokenizer(text, return_offsets_mapping=fast, verbose=False)
     ids = [int(number) for number in found["input_ids"]]

@@ -29,10 +29,7 @@ JOINERS = "\u200c\u200d"
 
 
 def make_printable(text: str, encoding: str, kept: str = "") -> str:
-    """Spell out each character that would steer the terminal, hide, reorder, or not encode.
-
-    Those in `kept` stay as they are.
-    """
+    """Spell out each character that would steer the terminal, hide, reorder, or not encode."""
 
     def spell(char: str) -> str:
         if char.isprintable() or char in JOINERS + kept:

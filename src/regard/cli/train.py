@@ -81,16 +81,12 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(Options):
-    """What `regard train lm` takes."""
-
     masked: Annotated[bool, Named("Fill gaps, as BERT does.", ("--masked",))] = False
     context_parallel: Annotated[int, Named("Processes that share each text.")] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairOptions(Options):
-    """What `regard train translate` takes."""
-
     target: Annotated[Path | None, Named("The targets, line by line.")] = None
     valid_target: Annotated[Path | None, Named("The targets of --valid.")] = None
     test_target: Annotated[Path | None, Named("The targets of --test.")] = None
@@ -100,7 +96,6 @@ class PairOptions(Options):
 
 
 def add_train(app: "typer.Typer") -> None:
-    """`regard train lm` and `regard train translate`."""
     import typer
 
     trainer = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -132,7 +127,6 @@ def make_command(kind: type[Options]) -> Callable[..., None]:
 
 
 def start(options: Options) -> None:
-    """Run, or say in one line why not."""
     import typer
     from rich.console import Console
 
@@ -150,7 +144,6 @@ def start(options: Options) -> None:
 
 
 def launch(options: Options) -> dict[str, Any]:
-    """Make the recipe and the mesh, and run."""
     import torch
 
     from regard.models.weights import find_device
@@ -198,7 +191,6 @@ def launch(options: Options) -> dict[str, Any]:
 
 
 def split_languages(words: str) -> tuple[str, str]:
-    """The two names of "en,ja"."""
     import typer
 
     names = [name.strip() for name in words.split(",")]

@@ -74,7 +74,6 @@ class Counter:
         self._start = self._said = time.perf_counter()
 
     def begin(self, first: int, n_lines: int) -> None:
-        """The next call of `translate` is about these lines."""
         self._lines, self._part, self._before = first, n_lines, self._sentences
 
     def __call__(self, done: int, total: int) -> None:
@@ -110,7 +109,6 @@ def translate_text(
     to: str | None,
     beams: int,
 ) -> str:
-    """One text, as one text; and that text."""
     from regard.generation import translate
     from regard.generation.sentences import find_language
 
@@ -131,7 +129,6 @@ def translate_lines(
     to: str | None,
     beams: int,
 ) -> None:
-    """Line by line, in order; those without letters as they are."""
     from regard.generation import translate
     from regard.generation.sentences import has_letters
 
@@ -162,7 +159,6 @@ def read_lines(path: Path | None) -> list[str]:
 
 
 def look_at(record: "Record", notes: "Console", html: Path | None) -> None:
-    """Show what the translator's heads did, in the terminal and as a page."""
     from rich.console import Console
 
     from regard.cli.digest import write_digest

@@ -55,7 +55,6 @@ class RelativeBook:
         self.n_heads = 0
 
     def add(self, bias: Bias, call: Call, offset: int) -> None:
-        """One more call, whose first key is the record's key `offset`."""
         shape, placed = call.shape, isinstance(bias, BiasAt)
         bias, queries, keys = positions_under(bias, shape)
         if not placed:
@@ -67,7 +66,6 @@ class RelativeBook:
         self.queries_at.append(queries)
 
     def write(self) -> Written | None:
-        """The table over all differences that occur."""
         assert self.bias is not None
         queries = np.concatenate(self.queries_at)
         lowest = int(self.keys_at.min() - queries.max())
@@ -165,7 +163,6 @@ class DenseBook:
         self.whole.append(wide)
 
     def _so_far(self, heads: int) -> Array:
-        """What was seen before, weight by weight."""
         keys = np.arange(self.n_keys)[None]
         if self.form == "column":
             return self.lookup.at(np.repeat(keys, self.n_queries, 0))
@@ -177,7 +174,6 @@ class DenseBook:
         return np.arange(self.n_queries) + (self.n_keys - self.n_queries)
 
     def write(self) -> Written | None:
-        """The bias in its form, or nothing where it was zero."""
         keys = np.arange(self.n_keys, dtype=np.int32)
         if self.form == "zero":
             return None

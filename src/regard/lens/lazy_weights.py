@@ -58,7 +58,6 @@ class Runs:
         return first - first[0], np.asarray(self.pairs[first[0] : first[-1]])
 
     def bounds(self, head: int, t0: int, t1: int) -> tuple[Array, Array]:
-        """The first and past-the-last key of each row, the same where a row sees nothing."""
         first, pairs = self.of(head, t0, t1)
         lo, hi = np.zeros(t1 - t0, np.int64), np.zeros(t1 - t0, np.int64)
         some = first[1:] > first[:-1]
@@ -129,8 +128,6 @@ class Base:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """All that the weights of one place are made from."""
-
     q_htd: Array
     k_gsd: Array
     lse_ht: Array
@@ -193,7 +190,6 @@ class Kept:
                 yield inside, self.piece(head, inside)
 
     def part(self, head: int, window: Window) -> Array:
-        """All weights of a window, (t, s)."""
         t0, t1, s0, s1 = window
         found = np.zeros((t1 - t0, s1 - s0), np.float32)
         for (a, z, b, y), part in self.pieces(head, window):

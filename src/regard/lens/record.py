@@ -166,7 +166,6 @@ class Record:
         return self
 
     def _ids_of(self, n_queries: int, places: Iterable[int]) -> Array | None:
-        """The tokens of the first of these that is self-attention over so many."""
         for number in places:
             here = self.places[number]
             if here.kind == "self" and here.n_queries == n_queries:
@@ -211,7 +210,6 @@ class Record:
         return found
 
     def _no_numbers(self) -> Array:
-        """NaN for each place and head; it stays where a place has no such head."""
         return np.full((len(self.places), max(place.n_heads for place in self.places)), np.nan)
 
     def _heads_of(self, place: int) -> dict[str, Array]:
@@ -385,7 +383,6 @@ class Record:
         return self._weights_of[place]
 
     def _pictured(self, place: int, head: int, window: Window, size: tuple[int, int]) -> Array:
-        """The answer of a place whose weights cannot be made again."""
         here, grid = self.places[place], self.grid(place)
         t0, t1, s0, s1 = window
         if self.has_weights(place):

@@ -88,7 +88,6 @@ class Recorder:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """What happens inside is part of a call that was seen already."""
         self.running.hooks += 1
         try:
             yield
@@ -100,11 +99,7 @@ class Recorder:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Keep track of which module is running, and of the tokens that are read.
-
-        By hooks that belong to no module: torch.nn's fast paths ask modules for theirs, and take
-        another way where there are any.
-        """
+        """Track the running module, by hooks of no module: torch.nn's fast paths shun those."""
 
         def enter(module: nn.Module, args: Any) -> None:
             if id(module) not in self.names:
@@ -146,7 +141,6 @@ class Recorder:
         return not around.isdisjoint(self.layers)
 
     def run(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record a call, and then let the function do what it does, unwatched."""
         self.take(call)
         with self.alone():
             return function(*args, **kwargs)
@@ -221,7 +215,6 @@ class Recorder:
         take.add(fit, ids)
 
     def _ids(self, B: int, row: int, T: int) -> Tensor | None:
-        """The tokens of the queries, where as many were read last as there are queries."""
         ids = self.ids_bt
         if ids is None or ids.shape[1] != T or ids.shape[0] not in (1, B):
             return None
@@ -239,7 +232,6 @@ class Recorder:
         return self._runs[key][1]
 
     def finish(self) -> tuple[Description, dict[str, Array]]:
-        """What was seen; an error where nothing was."""
         kind = type(self.model).__name__
         if not self.order and self._passed_over:
             raise ValueError(
@@ -265,7 +257,6 @@ class Recorder:
 
 
 def layer_of(name: str) -> int | None:
-    """The first number in a dotted name."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
@@ -293,7 +284,6 @@ def _age(tensor: Tensor) -> Any:
 
 
 def _word_tables(model: nn.Module) -> set[int]:
-    """The embeddings that read tokens, as far as their names tell."""
     return {
         id(module)
         for name, module in model.named_modules()

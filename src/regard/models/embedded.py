@@ -22,12 +22,10 @@ NAMES = {
 
 
 def is_embedded(name: str | os.PathLike[str]) -> bool:
-    """Whether this asks for a model inside the package; a path object never does."""
     return isinstance(name, str) and name.startswith(SCHEME)
 
 
 def find_embedded(name: str) -> Path:
-    """The folder of "embedded:NAME"."""
     short = name.removeprefix(SCHEME)
     if short not in NAMES:
         known = "; ".join(f"{SCHEME}{key} ({what})" for key, what in NAMES.items())

@@ -79,10 +79,7 @@ CAP, FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What tells the architectures apart in the format. `more`: settings beside the usual.
-
-    LLaMA's rows of queries and keys are permuted, Gemma's norms have 1 added.
-    """
+    """What tells the architectures apart in the format; `more`: settings beside the usual."""
 
     model_type: str
     layer: Mapping[str, str]
@@ -264,10 +261,7 @@ def read_alike(metadata: Metadata, key: str, n_layers: int, default: int | None 
 
 
 def check_sizes(header: Header, arch: str, config: Mapping[str, Any]) -> None:
-    """The embedding has its width, and no other width is beyond all tensors.
-
-    What fits exactly is for the loader to see; this keeps it from allocating nonsense.
-    """
+    """Refuse settings that no tensor bears out, before anything of their size is allocated."""
     where = header.metadata.where
     if "token_embd.weight" not in header.tensors:
         raise BadCheckpoint(f"{where} has no tensor 'token_embd.weight', the embedding of tokens")
@@ -351,7 +345,6 @@ def name_divisors(divisors: Tensor, config: Mapping[str, Any], where: str) -> di
 
 
 def finish_llama(header: Header, arch: str) -> dict[str, Any]:
-    """Biases, and the window that makes it a Mistral."""
     metadata = header.metadata
     if n_experts := metadata.count(f"{arch}.expert_count", 0, least=0):
         what = f"{metadata.where} is a mixture of {n_experts} experts"

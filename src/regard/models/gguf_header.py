@@ -64,8 +64,6 @@ class Packed:
 
 @dataclass(frozen=True)
 class Header:
-    """All that the file says, its mapping, and which file that was."""
-
     metadata: Metadata
     tensors: dict[str, Packed]
     data: mmap.mmap
@@ -74,8 +72,6 @@ class Header:
 
 @final
 class Metadata(Values):
-    """The keys of a file."""
-
     def words(self, key: str) -> list[str]:
         value = self.get(key, None)
         if not isinstance(value, list):
@@ -140,7 +136,6 @@ class Cursor:
         raise BadCheckpoint(f"{self.where}{what}; {AGAIN}") from None
 
     def step(self, n: int, what: str) -> int:
-        """Go on by n bytes and tell where they start."""
         start = self.offset
         if n > self.end - start:
             self.refuse(
@@ -163,7 +158,6 @@ class Cursor:
             self.refuse(f": {what} is not UTF-8 text: {spell(self.data[start : start + 40])}")
 
     def check_count(self, n: int, n_bytes: int, most: int, what: str) -> None:
-        """Refuse a count of entries that cannot be there, each of at least `n_bytes`."""
         left = self.end - self.offset
         if n > most or n * n_bytes > left:
             self.refuse(
@@ -220,7 +214,6 @@ def read_numbers(cursor: Cursor, kind: int, n: int, what: str) -> np.ndarray[Any
 
 
 def read_tensors(cursor: Cursor, n_tensors: int, metadata: Metadata) -> dict[str, Packed]:
-    """Each tensor's shape, type and bytes, all of them one after the other in the file."""
     n_parts = metadata.count("split.count", 1, least=0)
     if n_parts > 1:
         what = f"{cursor.where} is one of {n_parts} parts of a model; join them with"
@@ -258,7 +251,6 @@ def align(offset: int, alignment: int) -> int:
 
 
 def read_tensor(cursor: Cursor, n: int) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape in torch's order, type and offset of one tensor."""
     name = cursor.text(f"the name of tensor {n}", MAX_NAME_BYTES)
     what = f"the entry of tensor {spell(name)}"
     n_axes = cursor.number("<I", what)
@@ -271,7 +263,6 @@ def read_tensor(cursor: Cursor, n: int) -> tuple[str, tuple[int, ...], int, int]
 
 
 def count_bytes(shape: tuple[int, ...], kind: int, tensor: str) -> int:
-    """How many bytes a tensor takes: its rows are whole blocks of its type."""
     gguf = import_gguf()
     try:
         block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]

@@ -59,8 +59,6 @@ _PICKLE_WORDS = (
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor, as the header of its file tells it."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path
@@ -68,8 +66,6 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Shard:
-    """One safetensors file: its tensors, and its header, which holds the mapping."""
-
     path: Path
     stored: dict[str, Stored]
     header: Header
@@ -198,8 +194,6 @@ def _check_root(path: str | os.PathLike[str]) -> Path:
 
 
 def _refuse_without_weights(root: Path, names: set[str]) -> NoReturn:
-    """Say what is there instead of weights that can be read, and the way out."""
-
     def having(endings: tuple[str, ...]) -> list[str]:
         return sorted(name for name in names if name.endswith(endings))
 
@@ -230,7 +224,6 @@ def _refuse_without_weights(root: Path, names: set[str]) -> NoReturn:
 
 
 def _open_shards(view: View, names: set[str]) -> list[_Shard]:
-    """Every shard that the index names, with index and headers telling the same tale."""
     path = view.locate(INDEX)
     weight_map = _parse_index(path)
     files = list(dict.fromkeys(weight_map.values()))

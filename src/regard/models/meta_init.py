@@ -24,15 +24,12 @@ DRAWS = ("normal_", "uniform_")
 
 
 def make_blank(config: ModelConfig) -> Transformer:
-    """The model of a config, every parameter on the meta device."""
     with _Undrawn():
         return Transformer(config, device="meta")
 
 
 @final
 class _Undrawn(TorchFunctionMode):
-    """While this is on, nothing is drawn."""
-
     def __torch_function__(
         self,
         func: Callable[..., Any],

@@ -33,7 +33,6 @@ class Link:
 
 
 def same(theirs: str, ours: str) -> Link:
-    """The same tensor under another name."""
     return Link((theirs,), (ours,), list, list)
 
 
@@ -92,10 +91,8 @@ def renamed(theirs: str, ours: str, names: Mapping[str, str], has_bias: bool = T
 
 
 def both(theirs: str, ours: str) -> list[Link]:
-    """Weight and bias of a layer under another name."""
     return [same(f"{theirs}.{part}", f"{ours}.{part}") for part in ("weight", "bias")]
 
 
 def weight(theirs: str, ours: str) -> list[Link]:
-    """The weight of a layer that has no bias."""
     return [same(f"{theirs}.weight", f"{ours}.weight")]

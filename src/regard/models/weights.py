@@ -128,7 +128,6 @@ def gather(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def to_theirs(model: Transformer, links: Iterable[Link]) -> dict[str, Tensor]:
-    """The model's tensors under the names and in the shapes of the links."""
     ours = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, Tensor] = {}
     for link in links:
@@ -179,7 +178,6 @@ def files_beside(model: Transformer) -> dict[str, bytes]:
 
 
 def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> Transformer:
-    """The model of a checkpoint: everything is checked by name and shape, then read."""
     config = config_of(checkpoint.config)
     n_layers = len(config.encoder) + len(config.decoder)
     if n_layers > len(checkpoint.stored):
@@ -269,7 +267,6 @@ def check_tensors(
     expected: Mapping[str, tuple[int, ...]],
     config: ModelConfig,
 ) -> None:
-    """None missing, none left over, every shape right, every repeated tensor equal."""
     stored = checkpoint.stored
     if missing := [name for name in expected if name not in stored]:
         hint = "; if its output layer is the embedding, set tie_word_embeddings in config.json"
@@ -315,7 +312,6 @@ def is_constant(checkpoint: Checkpoint, name: str, family: Family, config: Model
 
 
 def find_copied(name: str, family: Family) -> str | None:
-    """The name of the tensor that this one repeats in tied models."""
     found = (original for pattern, original in family.copies.items() if re.fullmatch(pattern, name))
     return next(found, None)
 
@@ -323,7 +319,6 @@ def find_copied(name: str, family: Family) -> str | None:
 def check_copy(
     checkpoint: Checkpoint, name: str, original: str, expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """A repeated tensor must be equal to the one it repeats."""
     if original not in expected:
         original = next((full for full in expected if original.endswith(f".{full}")), original)
     if not are_equal(checkpoint, name, original):
@@ -381,7 +376,6 @@ def check_path(path_or_name: str | os.PathLike[str]) -> Path:
 
 
 def find_device(device: torch.device | str) -> torch.device:
-    """The device, known to be there before anything is read."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):

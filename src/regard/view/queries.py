@@ -99,10 +99,7 @@ def _ask(record: Record, kind: str, place: int, head: int, numbers: Sequence[int
 def make_tile(
     record: Record, place: int, head: int, levels: tuple[int, int], at: tuple[int, int]
 ) -> Floats:
-    """One tile of the pyramid; at most four maps are asked for, each of whole cells of one size.
-
-    The finest level is that of the weights, or of the only picture that the record kept.
-    """
+    """One tile of the pyramid, whose finest level is the weights, or the only picture kept."""
     here, grid = record.places[place], record.grid(place)
     if grid is None:
         raise BadView(f"{cut(here.name, 80)} kept no map")

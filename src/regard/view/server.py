@@ -49,8 +49,6 @@ HEADERS = {
 
 
 class Refused(Exception):
-    """A request that gets no answer; carries the status and one sentence."""
-
     def __init__(self, status: HTTPStatus, words: str) -> None:
         super().__init__(words)
         self.status = status
@@ -72,7 +70,6 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Server:
-        """Answer in a thread of its own; gives the server back."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._http.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
@@ -89,7 +86,6 @@ class Server:
         self._http.hang_up()
 
     def wait(self) -> None:
-        """Until the server is closed, or Ctrl-C, which closes it."""
         try:
             while self._thread is not None and self._thread.is_alive():
                 self._thread.join(0.5)
@@ -112,8 +108,6 @@ def serve(record: Record, other: Record | None = None, *, open_browser: bool = T
 
 
 class _Loopback(ThreadingHTTPServer):
-    """What the handlers serve: the manifest, and answers, each made once while it is remembered."""
-
     daemon_threads = True
     block_on_close = False
 

@@ -22,11 +22,7 @@ WIDGET_BUDGET = 2_000_000  # bytes of data in a notebook; more is asked of the k
 
 
 def make_widget(
-    record: Record,
-    other: Record | None = None,
-    *,
-    line: str = "",
-    budget: int = WIDGET_BUDGET,
+    record: Record, other: Record | None = None, *, line: str = "", budget: int = WIDGET_BUDGET
 ) -> Any:
     """A widget that shows a record, or compares two; put it last in a cell.
 

@@ -22,7 +22,6 @@ PIECE = 1 << 22
 
 
 def flex_rule(mask_mod: Function, q_bhtd: Tensor, k_bgsd: Tensor) -> Mask | None:
-    """A mask function as a mask: asked for every pair."""
     (B, H, T, _), S = q_bhtd.shape, k_bgsd.shape[2]
     if getattr(mask_mod, "__name__", "") == "noop_mask":
         return None

@@ -52,8 +52,6 @@ class Step:
 
 
 class ScoreTrace:
-    """The scores that are on their way."""
-
     def __init__(self) -> None:
         self.steps: Any = WeakIdKeyDictionary()
 
@@ -121,7 +119,6 @@ class ScoreTrace:
 
 
 def product(q: Any, k_t: Any, result: Tensor) -> Step | None:
-    """A product of two activations of the same number of axes."""
     if not isinstance(q, Tensor) or not isinstance(k_t, Tensor) or q.dim() != k_t.dim():
         return None
     weights = any(isinstance(x, nn.Parameter) for y in (q, k_t) for x in (y, y._base))
@@ -133,7 +130,6 @@ def product(q: Any, k_t: Any, result: Tensor) -> Step | None:
 
 
 def added_product(args: Any, kwargs: dict[str, Any], result: Tensor) -> Step | None:
-    """`baddbmm`: beta · input + alpha · b1 b2."""
     names = ("input", "batch1", "batch2")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     beta, alpha = given.get("beta", 1), given.get("alpha", 1)
@@ -197,7 +193,6 @@ def call_of(name: str, step: Step) -> Call | None:
 
 
 def agrees(call: Call, scores_bhts: Tensor) -> bool:
-    """Whether some rows of the scores come out of the trace again."""
     shape, dtype = call.shape, score_dtype(call.q.dtype)
     if tuple(scores_bhts.shape) != tuple(shape):
         return False
@@ -218,7 +213,6 @@ def agrees(call: Call, scores_bhts: Tensor) -> bool:
 
 
 def number(value: Any) -> float | None:
-    """A plain number, or a tensor with one."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if plain or (isinstance(value, Tensor) and value.dim() == 0) else None
 

@@ -106,7 +106,6 @@ def unsqueeze(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def link_layer(theirs: str, ours: str, crossed: bool) -> list[Link]:
-    """One layer; `crossed` ones look at the encoder."""
     names = {"fc1": "ffn.up_proj", "fc2": "ffn.down_proj", "final_layer_norm": "ffn_norm"}
     attentions = {"self_attn": "self_attn"} | ({"encoder_attn": "cross_attn"} if crossed else {})
     for name, our_name in attentions.items():

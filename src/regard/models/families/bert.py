@@ -72,7 +72,6 @@ def config_from(read: ConfigReader) -> ModelConfig:
 
 
 def make_links(config: ModelConfig, prefix: str) -> list[Link]:
-    """The names of the model inside its head, `prefix` first."""
     embed = f"{prefix}embeddings"
     found = [
         same(f"{embed}.word_embeddings.weight", "encoder_embed.tokens.weight"),

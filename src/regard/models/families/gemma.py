@@ -32,7 +32,6 @@ def make_block(read: ConfigReader, **more: Any) -> BlockConfig:
 
 
 def make_sandwich(read: ConfigReader, **more: Any) -> BlockConfig:
-    """A layer of Gemma 2 or 3: a norm after each sublayer too."""
     scale = read.number("query_pre_attn_scalar", 256)
     if scale <= 0:
         read.count("query_pre_attn_scalar")

@@ -36,10 +36,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
 
 
 def find_rotary(read: ConfigReader, *, local: bool) -> RotaryConfig:
-    """The rotary of layers with a window, or of those without.
-
-    New files have an object for each; older ones two bases, and a scaling for layers without.
-    """
+    """The rotary of layers with or without a window; older files have two bases for them."""
     kind = "sliding_attention" if local else "full_attention"
     given = dict(ConfigReader(read.mapping("rope_parameters")).mapping(kind))
     if not local:

@@ -92,7 +92,6 @@ def links(config: ModelConfig) -> list[Link]:
 
 
 def link_layer(theirs: str, ours: str, block: BlockConfig) -> list[Link]:
-    """One layer: its sublayers are numbered."""
     attentions = [("SelfAttention", "self_attn"), ("EncDecAttention", "cross_attn")]
     attentions = attentions[: 1 + block.cross_attention]
     names = {}
