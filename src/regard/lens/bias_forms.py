@@ -183,12 +183,10 @@ class DenseBook:
             table, own = without_nan(self.lookup.table), self._own().astype(np.int32)
             arrays = {"table": table, "queries_at": own, "keys_at": keys}
             return Written("relative", arrays, self.lookup.lowest)
-        whole = np.zeros((max(map(len, self.whole)), self.n_queries, self.n_keys), np.float32)
-        row = 0
-        for part in self.whole:
-            whole[:, row : row + part.shape[1], : part.shape[2]] = part
-            row += part.shape[1]
-        return Written("whole", {"whole": whole})
+        heads = max(map(len, self.whole))
+        wide = [np.pad(x, ((0, 0), (0, 0), (0, self.n_keys - x.shape[2]))) for x in self.whole]
+        rows = [np.broadcast_to(x, (heads, *x.shape[1:])) for x in wide]
+        return Written("whole", {"whole": np.concatenate(rows, 1)})
 
 
 Book = RelativeBook | DenseBook

@@ -183,36 +183,30 @@ class Recorder:
                 moved = take.fit_slots(call)
                 fit = None if moved is None else take.fit(moved, self.runs_of(moved))
             if fit is not None:
-                take.add(fit, ids)
-                return
+                return take.add(fit, ids)
             if take.grows(call, ids):
                 # The same text, read anew and farther: generation without a cache.
                 fresh = replace(take)
                 takes[takes.index(take)] = self.order[self.order.index(take)] = fresh
-                self._start(fresh, call, runs, ids)
-                return
+                break
+        else:
+            fresh = self._make_take(call, takes)
+        fit = fresh.fit(call, runs)
+        assert fit is not None, "the first call of a take always fits"
+        fresh.add(fit, ids)
+
+    def _make_take(self, call: Call, takes: list[Take]) -> Take:
         if len(takes) >= MOST_TAKES:
             raise ValueError(
                 f"{call.name} was called {MOST_TAKES} times for texts that do not continue each "
                 "other; a block records one text, and what is written after it"
             )
-        take = Take(
-            name=f"{call.name}@{len(takes) + 1}" if takes else call.name,
-            layer=layer_of(call.name) or 0,
-            wants=self.wants,
-            keep=self.keep,
-            copier=self.copier,
-            cross=is_cross(call),
-            heads=self.heads or (),
-        )
+        name = f"{call.name}@{len(takes) + 1}" if takes else call.name
+        layer, cross, heads = layer_of(call.name) or 0, is_cross(call), self.heads or ()
+        take = Take(name, layer, self.wants, self.keep, self.copier, cross, heads)
         takes.append(take)
         self.order.append(take)
-        self._start(take, call, runs, ids)
-
-    def _start(self, take: Take, call: Call, runs: FoundRuns | None, ids: Tensor | None) -> None:
-        fit = take.fit(call, runs)
-        assert fit is not None, "the first call of a take always fits"
-        take.add(fit, ids)
+        return take
 
     def _ids(self, B: int, row: int, T: int) -> Tensor | None:
         ids = self.ids_bt

@@ -219,8 +219,8 @@ class CheckedArrays:
         return self._good[full]
 
     def all(self) -> dict[str, Array]:
-        parts = [(full, *full.split(".", 1)) for full in self._arrays]
-        return {full: self.get(int(place), name) for full, place, name in parts}
+        parts = {full: full.split(".", 1) for full in self._arrays}
+        return {full: self.get(int(place), name) for full, (place, name) in parts.items()}
 
     def _check_form(self, full: str, number: int, name: str) -> None:
         if isinstance(self._arrays, File):
@@ -357,11 +357,10 @@ def read_bias(arrays: CheckedArrays, place: int, number: int, bias: dict[str, An
 
 def check_runs(first: Array, pairs: Array, place: int) -> None:
     """Runs must lie in order, none empty, and all of them belong to rows."""
-    good = first[0] == 0 and first[-1] == len(pairs) and bool((np.diff(first) >= 0).all())
-    good = good and bool((pairs[:, 0] < pairs[:, 1]).all())
-    if good and len(pairs) > 1:
-        same_row = np.ones(len(pairs), np.bool_)
-        same_row[np.asarray(first[:-1])[np.asarray(first[:-1]) < len(pairs)]] = False
-        good = bool((pairs[1:, 0] > pairs[:-1, 1])[same_row[1:]].all())
+    good = first[0] == 0 and first[-1] == len(pairs) and (np.diff(first) >= 0).all()
+    if good:
+        row = np.repeat(np.arange(len(first) - 1), np.diff(first))
+        in_order = (pairs[1:, 0] > pairs[:-1, 1]) | (row[1:] > row[:-1])
+        good = (pairs[:, 0] < pairs[:, 1]).all() and in_order.all()
     if not good:
         refuse(f"the runs of place {place} are not in order")

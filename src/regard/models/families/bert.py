@@ -89,8 +89,8 @@ def make_links(config: ModelConfig, prefix: str) -> list[Link]:
 def links(config: ModelConfig) -> list[Link]:
     found = make_links(config, "bert.")
     if config.head.kind == "masked":
-        found += both("cls.predictions.transform.dense", "head.dense")
-        found += both("cls.predictions.transform.LayerNorm", "head.norm")
+        names = {"dense": "dense", "LayerNorm": "norm"}
+        found += renamed("cls.predictions.transform", "head", names)
         found.append(same("cls.predictions.bias", "head.bias"))
     return found
 

@@ -57,11 +57,16 @@ def links(config: ModelConfig) -> list[Link]:
         found += renamed(theirs, ours, LAYER)
         out = {"attention.dense": "self_attn.out_proj"}
         found += renamed(theirs, ours, out, bool(block.attention_bias))
-        for part in ("weight", "bias") if block.attention_bias else ("weight",):
-            name = f"{theirs}.attention.query_key_value.{part}"
-            projections = [f"{ours}.self_attn.{letter}_proj.{part}" for letter in "qkv"]
-            found.append(interleaved(name, projections, block.n_heads))
+        found += link_qkv(f"{theirs}.attention", ours, block.n_heads, bool(block.attention_bias))
     return found
+
+
+def link_qkv(theirs: str, ours: str, n_heads: int, has_bias: bool) -> list[Link]:
+    def link(part: str) -> Link:
+        projections = [f"{ours}.self_attn.{letter}_proj.{part}" for letter in "qkv"]
+        return interleaved(f"{theirs}.query_key_value.{part}", projections, n_heads)
+
+    return [link(part) for part in ("weight", "bias")[: 1 + has_bias]]
 
 
 def size(dim: int, n_layers: int, n_heads: int, vocab_size: int = 50304, **more: Any) -> Source:
