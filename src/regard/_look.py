@@ -97,10 +97,8 @@ class Subject:
                 "characters, so there is nothing to look at; give one with words in it"
             )
         if self.max_len is not None and len(said.ids) > self.max_len:
-            raise ValueError(
-                f"the text has {len(said.ids):,} tokens, but {self.name} takes {self.max_len:,}; "
-                "give a shorter one"
-            )
+            what = f"the text has {len(said.ids):,} tokens, but {self.name} takes {self.max_len:,}"
+            raise ValueError(f"{what}; give a shorter one")
         return said
 
 
@@ -110,10 +108,8 @@ def own_subject(model: Transformer, name: str) -> Subject:
     if tokenizer is None:
         raise ValueError(f"{name} has no tokenizer beside its weights, so it cannot read a text")
     if config.encoder and config.decoder:
-        raise ValueError(
-            f"{name} is an encoder–decoder, which reads one text and writes another: use "
-            "`regard translate --look`"
-        )
+        what = f"{name} is an encoder–decoder, which reads one text and writes another"
+        raise ValueError(f"{what}: use `regard translate --look`")
 
     def encode(text: str) -> Said:
         said = tokenizer.encode(text)

@@ -59,14 +59,11 @@ def foreign_subject(name: str, unknown: UnknownFamily, *, device: str) -> Subjec
         with quiet(transformers), refusing_as(f"transformers cannot run {what}", RUN_FAULTS):
             return model(input_ids=ids_bt)
 
-    text_config = config.get_text_config()
-    max_len, n_layers = (
-        value if isinstance(value, int) and value > 0 else None
-        for value in (
-            getattr(text_config, "max_position_embeddings", None),
-            getattr(text_config, "num_hidden_layers", None),
-        )
-    )
+    def size(key: str) -> int | None:
+        value = getattr(config.get_text_config(), key, None)
+        return value if isinstance(value, int) and value > 0 else None
+
+    max_len, n_layers = size("max_position_embeddings"), size("num_hidden_layers")
     return Subject(name, model, max_len, n_layers, encode, run)
 
 

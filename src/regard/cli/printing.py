@@ -46,6 +46,13 @@ def write_line(console: Console, line: Text | str = "") -> None:
     console.print(line if isinstance(line, Text) else Text(line), soft_wrap=True)
 
 
+def write_out(text: str, kept: str) -> None:
+    """Write to standard output at once, with no end of line of its own."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write(make_printable(text, encoding, kept))
+    sys.stdout.flush()
+
+
 def read_utf8(path: Path | None) -> str:
     """The text of a file, or of standard input, which must be UTF-8."""
     if path is not None:
@@ -73,7 +80,7 @@ def refusing(notes: Console) -> Iterator[None]:
         yield
     except BrokenPipeError:  # the reader has gone, as `head` does; typer leaves without a word
         raise
-    except (ValueError, TypeError, OSError, ImportError) as refusal:
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as refusal:
         write_line(notes, make_printable(str(refusal), notes.encoding))
         raise typer.Exit(code=2) from None
     except KeyboardInterrupt:

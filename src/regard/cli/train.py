@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from regard.cli.printing import make_printable, write_line
+from regard.cli.printing import refusing, write_line
 
 if TYPE_CHECKING:
     import typer
@@ -131,13 +131,8 @@ def start(options: Options) -> None:
     from rich.console import Console
 
     notes = Console(stderr=True)
-    try:
+    with refusing(notes):
         report = launch(options)
-    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as refusal:
-        write_line(notes, make_printable(str(refusal), notes.encoding))
-        raise typer.Exit(code=2) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(code=130) from None
     if report["ended"] == "interrupted":
         write_line(notes, f"go on with: the same command and --resume (--out {options.out})")
         raise typer.Exit(code=130)

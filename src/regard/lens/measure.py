@@ -35,17 +35,8 @@ MOST_RUNS = 1 << 23
 
 
 def measure(call: Call, wants: Wants) -> Observation:
-    return observe(
-        call.q,
-        call.k,
-        None,
-        wants=wants,
-        mask=call.mask,
-        bias=call.bias,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
+    rule = {name: getattr(call, name) for name in ("mask", "bias", "scale", "softcap", "sinks")}
+    return observe(call.q, call.k, None, wants=wants, **rule)
 
 
 def spot_weights(call: Call, lse_ht: Tensor, t_p: Tensor, s_p: Tensor) -> Tensor:

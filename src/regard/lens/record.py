@@ -105,10 +105,8 @@ class Record:
     @property
     def _arrays(self) -> CheckedArrays:
         if self._checked is None:
-            raise RuntimeError(
-                "the record is still being made: it can be asked when the `with watch(...)` block "
-                "has ended"
-            )
+            what = "the record is still being made: it can be asked when the `with watch(...)`"
+            raise RuntimeError(f"{what} block has ended")
         return self._checked
 
     def _fill(self, seen: Description, arrays: Mapping[str, Array]) -> None:

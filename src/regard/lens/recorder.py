@@ -162,10 +162,8 @@ class Recorder:
     def _take(self, call: Call) -> None:
         B = call.shape.B
         if self.row is None and B > 1 and not call.is_row:
-            raise ValueError(
-                f"{call.name} attends in a batch of {B} rows, and a record is of one: name it, "
-                "watch(model, row=0)"
-            )
+            what = f"{call.name} attends in a batch of {B} rows, and a record is of one"
+            raise ValueError(f"{what}: name it, watch(model, row=0)")
         row = 0 if call.is_row else self.row or 0
         if not -B <= row < B:
             raise ValueError(f"row is {row}, and the batch has {B} rows")

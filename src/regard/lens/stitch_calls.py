@@ -300,7 +300,7 @@ class Take:
             for counts, found in self.runs:
                 each = head if len(counts) > 1 else 0
                 first.append(counts[each])
-                pairs.append(found.split(counts.sum(1).tolist())[each])
+                pairs.append(torch.split(found, counts.sum(1).tolist())[each])
         counts_all, pairs_all = torch.cat(first), torch.cat(pairs).int()
         full = torch.tensor([0, self.n_keys], dtype=torch.int32)
         if bool((counts_all == 1).all()) and bool((pairs_all == full).all()):

@@ -300,10 +300,8 @@ def find_scaling(
     if kind == "none":
         return None
     metadata.choice(f"{key}.type", ("none", "linear", "yarn"), "none")
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": metadata.number(f"{key}.factor", above=0),
-    }
+    factor = metadata.number(f"{key}.factor", above=0)
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         longest = config["max_position_embeddings"]
         original = metadata.count(f"{key}.original_context_length", longest)

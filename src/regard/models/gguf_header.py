@@ -138,9 +138,8 @@ class Cursor:
     def step(self, n: int, what: str) -> int:
         start = self.offset
         if n > self.end - start:
-            self.refuse(
-                f": {what} would take {n} bytes at {start}, but the file ends at {self.end}"
-            )
+            claim = f"{what} would take {n} bytes at {start}"
+            self.refuse(f": {claim}, but the file ends at {self.end}")
         self.offset += n
         return start
 
@@ -160,10 +159,8 @@ class Cursor:
     def check_count(self, n: int, n_bytes: int, most: int, what: str) -> None:
         left = self.end - self.offset
         if n > most or n * n_bytes > left:
-            self.refuse(
-                f" claims {n} {what}, but {left} bytes are left, and more than {most} are never "
-                "expected"
-            )
+            claim = f" claims {n} {what}, but {left} bytes are left"
+            self.refuse(f"{claim}, and more than {most} are never expected")
 
 
 def read_keys(cursor: Cursor, n_keys: int) -> dict[str, Value]:
@@ -231,10 +228,8 @@ def read_tensors(cursor: Cursor, n_tensors: int, metadata: Metadata) -> dict[str
             cursor.refuse(f"{tensor} is there twice")
         start, n_bytes = base + offset, count_bytes(shape, kind, f"{cursor.where}{tensor}")
         if offset != expected:
-            cursor.refuse(
-                f"{tensor} lies at {offset} among the tensors; expected {expected}, right after "
-                "the one before it"
-            )
+            what = f"{tensor} lies at {offset} among the tensors"
+            cursor.refuse(f"{what}; expected {expected}, right after the one before it")
         if start + n_bytes > cursor.end:
             end = f"{tensor} would end at byte {start + n_bytes}"
             cursor.refuse(f"{end}, but the file has {cursor.end}")

@@ -72,7 +72,8 @@ def load(
     revision: the branch, tag or commit of a hub name. A folder of that name goes before the hub;
     what the hub sends is kept in its own cache.
     """
-    check_dtype(dtype)
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}, as torch types")
     target = find_device(device)
     path = check_path(path_or_name)
     if is_embedded(path_or_name):
@@ -195,7 +196,9 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.devic
         theirs = [read_checked(checkpoint, names[name], dtype) for name in link.theirs]
         for name, tensor in zip(link.ours, link.read(theirs), strict=True):
             # A part of a stacked tensor is a view of it; only what lies in one piece may stay one.
-            put(model, name, tensor.to(device=device, dtype=dtype).contiguous())
+            tensor = tensor.to(device=device, dtype=dtype).contiguous()
+            path, _, last = name.rpartition(".")
+            model.get_submodule(path)._parameters[last] = nn.Parameter(tensor)
     if model.head is not None and config.head.tied:
         embed = model.decoder_embed or model.encoder_embed
         assert embed is not None
@@ -348,21 +351,11 @@ def read_checked(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tenso
     return tensor
 
 
-def put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, last = name.rpartition(".")
-    model.get_submodule(path)._parameters[last] = nn.Parameter(tensor)
-
-
 def stored_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
     """The type a model is loaded in when none is asked for: config.json's, else its embedding's."""
     word = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     found: torch.dtype = DTYPES.get(str(word).removeprefix("torch."), checkpoint.stored[name].dtype)
     return found if found in DTYPES.values() else torch.float32
-
-
-def check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype not in DTYPES.values():
-        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}, as torch types")
 
 
 def check_path(path_or_name: str | os.PathLike[str]) -> Path:

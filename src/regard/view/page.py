@@ -48,8 +48,7 @@ def write_page(
     budget: int = BUDGET,
 ) -> Path:
     """Write the page to a file, whole or not at all; gives its path."""
-    out = Path(os.fsdecode(path))
-    text = make_page(record, other, budget=budget)
+    out, text = Path(os.fsdecode(path)), make_page(record, other, budget=budget)
     with replace_file(out) as file:
         file.write(text.encode())
     return out

@@ -201,9 +201,8 @@ def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
     across = min(max(record.places[number].n_heads for number in places), 16)
     rows = [(n, head) for n in places for head in range(0, record.places[n].n_heads, across)]
     if len(rows) > 200:
-        raise ValueError(
-            f"{len(rows)} rows of heads do not fit on one picture; give place= to draw one place"
-        )
+        what = f"{len(rows)} rows of heads do not fit on one picture"
+        raise ValueError(f"{what}; give place= to draw one place")
     figure = _make_figure(0.7 + across * 0.75, 0.4 + len(rows) * 0.85)
     if title is not None:
         figure.suptitle(printable(title, 90), fontsize=9, color=INK)

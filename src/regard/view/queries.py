@@ -46,10 +46,7 @@ def answer(records: Sequence[Record], question: str) -> Floats:
     if kind == "top" and len(pairs) != 1:
         raise BadView("the largest weights are those of one head")
     numbers = [_index(word, 1 << 31, "number") for word in rest]
-    total = sum(
-        _ask(record, kind, one_place, one_head, numbers).astype(np.float64)
-        for one_place, one_head in pairs
-    )
+    total = sum(_ask(record, kind, *pair, numbers).astype(np.float64) for pair in pairs)
     return (np.asarray(total) / len(pairs)).astype(np.float32)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,7 +54,7 @@ class Step:
 
 class ScoreTrace:
     def __init__(self) -> None:
-        self.steps: Any = WeakIdKeyDictionary()
+        self.steps: MutableMapping[Tensor, Step] = WeakIdKeyDictionary()
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Remember what a function did, where it made scores or changed them."""
@@ -100,8 +101,7 @@ class ScoreTrace:
         return None
 
     def _known(self, value: Any) -> Step | None:
-        found: Step | None = self.steps.get(value) if isinstance(value, Tensor) else None
-        return found
+        return self.steps.get(value) if isinstance(value, Tensor) else None
 
     def end(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Call | None:
         """The call that a softmax ends, if what it is taken of was followed."""

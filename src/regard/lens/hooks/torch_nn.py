@@ -129,9 +129,8 @@ def read_module(
 def nested_row(recorder: Recorder, x: Tensor) -> Tensor:
     rows = x.unbind()
     if recorder.row is None and len(rows) > 1:
-        raise ValueError(
-            f"the batch has {len(rows)} rows, and a record is of one: name it, watch(model, row=0)"
-        )
+        what = f"the batch has {len(rows)} rows, and a record is of one"
+        raise ValueError(f"{what}: name it, watch(model, row=0)")
     return rows[recorder.row or 0][None]
 
 
