@@ -58,6 +58,7 @@ class Runs:
         return first - first[0], np.asarray(self.pairs[first[0] : first[-1]])
 
     def bounds(self, head: int, t0: int, t1: int) -> tuple[Array, Array]:
+        """The first and past-the-last key of each row, the same where a row sees nothing."""
         first, pairs = self.of(head, t0, t1)
         lo, hi = np.zeros(t1 - t0, np.int64), np.zeros(t1 - t0, np.int64)
         some = first[1:] > first[:-1]

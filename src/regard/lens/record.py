@@ -208,6 +208,7 @@ class Record:
         return found
 
     def _no_numbers(self) -> Array:
+        """NaN for each place and head; it stays where a place has no such head."""
         return np.full((len(self.places), max(place.n_heads for place in self.places)), np.nan)
 
     def _heads_of(self, place: int) -> dict[str, Array]:

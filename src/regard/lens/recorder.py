@@ -88,6 +88,7 @@ class Recorder:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
+        """What happens inside is part of a call that was seen already."""
         self.running.hooks += 1
         try:
             yield
@@ -99,7 +100,7 @@ class Recorder:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Track the running module, by hooks of no module: torch.nn's fast paths shun those."""
+        """Track the running module, by global hooks: torch.nn's fast paths avoid any others."""
 
         def enter(module: nn.Module, args: Any) -> None:
             if id(module) not in self.names:
@@ -207,6 +208,7 @@ class Recorder:
         return take
 
     def _ids(self, B: int, row: int, T: int) -> Tensor | None:
+        """The tokens of the queries, where as many were read last as there are queries."""
         ids = self.ids_bt
         if ids is None or ids.shape[1] != T or ids.shape[0] not in (1, B):
             return None

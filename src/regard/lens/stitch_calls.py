@@ -286,6 +286,7 @@ class Take:
         return arrays
 
     def _joint_picture(self) -> dict[str, Array]:
+        """The map of the whole, where all calls made it weight by weight."""
         rows = sum(picture.shape[1] for _, picture in self.pictures)
         ends = max((at + picture.shape[2] for at, picture in self.pictures), default=0)
         if (rows, ends) != (self.n_queries, self.n_keys):
@@ -345,6 +346,7 @@ def fingerprints(k_gsd: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def mixing(n_heads: int, width: int, device: torch.device) -> Tensor:
+    """What the numbers of a key are multiplied by, (G, D): products that wrap round."""
     mix_d = torch.arange(width, device=device) * 2654435761 + 1013904223
     return 1000003 ** torch.arange(n_heads, device=device)[:, None] * mix_d
 

@@ -22,6 +22,7 @@ NAMES = {
 
 
 def is_embedded(name: str | os.PathLike[str]) -> bool:
+    """Whether this asks for a model inside the package; a path object never does."""
     return isinstance(name, str) and name.startswith(SCHEME)
 
 

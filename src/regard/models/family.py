@@ -115,11 +115,7 @@ class ConfigReader(Values):
 
     def token(self, key: str) -> int | None:
         """A token id; absent is None."""
-        value = self.source.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= MAX_INT:
-            raise self.wrong(key, value, "a token id")
+        value = self.count(key, -1, least=-1)
         return None if value < 0 else value
 
     def tokens(self, key: str) -> tuple[int, ...]:

@@ -33,10 +33,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._files import spell, spell_path, spell_some, stamp_of
+from regard._files import spell, spell_path, spell_some
 from regard.models.gguf_header import Header, Metadata, Packed, import_gguf, read_gguf_header
 from regard.models.gguf_tokens import find_tokens, make_tokenizer
-from regard.models.hf_folder import BadCheckpoint, Stored
+from regard.models.header import BadCheckpoint, check_unchanged
+from regard.models.hf_folder import Stored
 from regard.positions import Llama3
 from regard.tokens import Tokenizer
 
@@ -146,10 +147,7 @@ class GGUFFile:
         return make_tokenizer(self._header.metadata, self.config["vocab_size"])
 
     def _unpack(self, source: str) -> Tensor:
-        if not self.path.exists() or stamp_of(self.path.stat()) != self._header.stamp:
-            raise BadCheckpoint(
-                f"{spell_path(self.path)} was changed or deleted after it was opened; open it again"
-            )
+        check_unchanged(self.path, self._header.stamp)
         return unpack(self._header.data, self._header.tensors[source])
 
 

@@ -30,6 +30,8 @@ def make_blank(config: ModelConfig) -> Transformer:
 
 @final
 class _Undrawn(TorchFunctionMode):
+    """While this is on, nothing is drawn."""
+
     def __torch_function__(
         self,
         func: Callable[..., Any],

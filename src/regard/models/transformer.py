@@ -76,7 +76,7 @@ class Embedding(nn.Module):
         self.scale = embed.scale
         self.tokens = tokens
         narrow = embed.dim is not None
-        self.project = nn.Linear(config.embed_dim, dim, False, **factory) if narrow else None
+        self.project = nn.Linear(config.embed_dim, dim, bias=False, **factory) if narrow else None
         self.positions: Learned | Sinusoidal | None = None
         if embed.positions == "sinusoidal":
             self.positions = Sinusoidal(dim, config.max_len, layout=embed.layout)
@@ -124,7 +124,7 @@ class Head(nn.Module):
             self.activation = make_activation(head.activation)  # type: ignore[arg-type]
             self.norm = make_norm("layer", dim, eps=head.norm_eps, **factory)
         narrow = config.embed.dim is not None
-        self.project = nn.Linear(dim, embed_dim, False, **factory) if narrow else None
+        self.project = nn.Linear(dim, embed_dim, bias=False, **factory) if narrow else None
         self.weight = tokens.weight
         if not head.tied:
             self.weight = nn.Parameter(torch.empty(config.vocab_size, embed_dim, **factory))

@@ -179,6 +179,7 @@ def files_beside(model: Transformer) -> dict[str, bytes]:
 
 
 def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> Transformer:
+    """The model of a checkpoint: everything is checked by name and shape, then read."""
     config = config_of(checkpoint.config)
     n_layers = len(config.encoder) + len(config.decoder)
     if n_layers > len(checkpoint.stored):
@@ -270,6 +271,7 @@ def check_tensors(
     expected: Mapping[str, tuple[int, ...]],
     config: ModelConfig,
 ) -> None:
+    """None missing, none left over, every shape right, every repeated tensor equal."""
     stored = checkpoint.stored
     if missing := [name for name in expected if name not in stored]:
         hint = "; if its output layer is the embedding, set tie_word_embeddings in config.json"

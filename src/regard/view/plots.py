@@ -143,7 +143,7 @@ def _draw(axes: Axes, weights: Floats, extent: tuple[float, float, float, float]
 
 
 def top_of(weights: Floats) -> float:
-    """The end of the colour scale: the largest weight, or of a large picture its 99.5 %."""
+    """The end of the colour scale; in a large picture short of the few large weights at its top."""
     seen = weights[np.isfinite(weights) & (weights > 0)]
     if not seen.size:
         return 1.0
@@ -274,6 +274,7 @@ def _look_again() -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def _warn_missing(characters: str) -> None:
+    """Once for the same characters."""
     shown = cut(characters, 20)
     warnings.warn(
         f"no installed font has {shown!r}, which will be drawn as boxes; install one that does, "

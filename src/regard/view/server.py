@@ -70,6 +70,7 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Server:
+        """Answer in a thread of its own; gives the server back."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._http.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
@@ -86,6 +87,7 @@ class Server:
         self._http.hang_up()
 
     def wait(self) -> None:
+        """Until the server is closed, or Ctrl-C, which closes it."""
         try:
             while self._thread is not None and self._thread.is_alive():
                 self._thread.join(0.5)

@@ -130,6 +130,7 @@ def product(q: Any, k_t: Any, result: Tensor) -> Step | None:
 
 
 def added_product(args: Any, kwargs: dict[str, Any], result: Tensor) -> Step | None:
+    """`baddbmm`: beta · input + alpha · b1 b2."""
     names = ("input", "batch1", "batch2")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     beta, alpha = given.get("beta", 1), given.get("alpha", 1)

@@ -72,6 +72,7 @@ def reader_of(module: nn.Module) -> Read | None:
 
 
 def shadow(recorder: Recorder, module: nn.Module, read: Read) -> Callable[..., Any]:
+    """A `forward` that records the call, and then runs the module's own without our mode."""
     forward = module.forward
     signature = inspect.signature(forward)
 

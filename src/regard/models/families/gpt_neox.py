@@ -20,11 +20,8 @@ LAYER = {
 def config_from(read: ConfigReader) -> ModelConfig:
     dim, n_heads = read.count("hidden_size"), read.count("num_attention_heads")
     dropout = read.number("hidden_dropout", 0.0)
-    rotary = read.rotary(
-        max(dim // n_heads, 1),
-        base=read.number("rotary_emb_base", 10000.0),
-        fraction=read.number("rotary_pct", 0.25),
-    )
+    base, fraction = read.number("rotary_emb_base", 10000.0), read.number("rotary_pct", 0.25)
+    rotary = read.rotary(max(dim // n_heads, 1), base=base, fraction=fraction)
     block = BlockConfig(
         dim=dim,
         n_heads=n_heads,
