@@ -66,7 +66,8 @@ def own_modules() -> dict[str, Path]:
 
 
 def imported_modules(source: str, module: str, is_package: bool, known: set[str]) -> Iterator[str]:
-    """Every module of ours that the source imports, wherever in the file the import stands."""
+    """Every module of ours that the source imports, wherever in the file the import stands, or
+    names in a string constant, through which it could import it unseen."""
     package = module if is_package else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
         targets: list[str] = []
@@ -85,6 +86,8 @@ def imported_modules(source: str, module: str, is_package: bool, known: set[str]
             name = node.args[0]
             if called in ("import_module", "__import__") and isinstance(name, ast.Constant):
                 targets = [str(name.value)]
+        elif isinstance(node, ast.Constant) and node.value in known - {"regard"}:
+            targets = [node.value]  # "regard" alone is a word like any other
         yield from (name for name in targets if name.split(".")[0] == "regard")
 
 
@@ -123,6 +126,7 @@ def test_every_file_lives_in_a_known_room() -> None:
         ("regard.ops.mask", "from regard import observe"),
         ("regard.ops.mask", "def late():\n    if True:\n        from regard import nn"),
         ("regard.ops.mask", "import importlib\nimportlib.import_module('regard.nn')"),
+        ("regard.lens.watch", "HOME = 'regard.view'\nfetch(HOME)"),
         ("regard.positions", "from regard.nn import functional"),
         ("regard.nn.convert", "from regard.models import weights"),
         ("regard.models.config", "import regard.nn"),

@@ -34,10 +34,7 @@ block to read in, and in it what `watch` takes as its progress."""
 
 
 def look(
-    text: str,
-    model: str | os.PathLike[str] | Transformer = DEFAULT_MODEL,
-    *,
-    to: str | None = None,
+    text: str, model: str | os.PathLike[str] | Transformer = DEFAULT_MODEL, *, to: str | None = None
 ) -> Record:
     """What every head of a model does with a text; `.show()` is the picture, in a notebook.
 
@@ -83,11 +80,7 @@ class Said:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What it takes to watch a model read.
-
-    n_layers: how many places are to be seen, as far as that is known before. `run` takes ids
-    (1, T); what it gives back is not looked at.
-    """
+    """What it takes to watch a model read; `run` takes ids (1, T), its answer is not looked at."""
 
     name: str
     module: nn.Module
@@ -97,7 +90,6 @@ class Subject:
     run: Callable[[Tensor], object]
 
     def read(self, text: str) -> Said:
-        """The text as tokens, which the model can take."""
         said = self.encode(text)
         if not said.ids:
             raise ValueError(
@@ -105,10 +97,8 @@ class Subject:
                 "characters, so there is nothing to look at; give one with words in it"
             )
         if self.max_len is not None and len(said.ids) > self.max_len:
-            raise ValueError(
-                f"the text has {len(said.ids):,} tokens, but {self.name} takes {self.max_len:,}; "
-                "give a shorter one"
-            )
+            what = f"the text has {len(said.ids):,} tokens, but {self.name} takes {self.max_len:,}"
+            raise ValueError(f"{what}; give a shorter one")
         return said
 
 
@@ -118,10 +108,8 @@ def own_subject(model: Transformer, name: str) -> Subject:
     if tokenizer is None:
         raise ValueError(f"{name} has no tokenizer beside its weights, so it cannot read a text")
     if config.encoder and config.decoder:
-        raise ValueError(
-            f"{name} is an encoder–decoder, which reads one text and writes another: use "
-            "`regard translate --look`"
-        )
+        what = f"{name} is an encoder–decoder, which reads one text and writes another"
+        raise ValueError(f"{what}: use `regard translate --look`")
 
     def encode(text: str) -> Said:
         said = tokenizer.encode(text)

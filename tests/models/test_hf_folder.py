@@ -379,7 +379,7 @@ def test_a_file_that_changed_after_opening_is_not_read(single: Path, how: str) -
         os.replace(single / "new", file)
     else:
         file.unlink()
-    with pytest.raises(BadCheckpoint, match=r"was (changed|deleted) after the folder was opened"):
+    with pytest.raises(BadCheckpoint, match=r"was (changed|deleted) after it was opened"):
         folder.read("wte.weight")
 
 

@@ -67,12 +67,8 @@ def build_app() -> "typer.Typer":
     ) -> None:
         pass
 
-    add_look(app)
-    add_view(app)
-    add_translate(app)
-    add_generate(app)
-    add_train(app)
-    add_doctor(app)
+    for add in (add_look, add_view, add_translate, add_generate, add_train, add_doctor):
+        add(app)
     return app
 
 

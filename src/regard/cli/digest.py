@@ -80,7 +80,6 @@ def write_digest(record: Record, console: Console, word: str | None = None) -> N
 
 
 def tell_heads(record: Record) -> list[str]:
-    """A line for each kind of head there is."""
     lines = []
     for name, values in record.heads().items():
         if name not in KINDS:
@@ -95,7 +94,6 @@ def tell_heads(record: Record) -> list[str]:
 
 
 def head_name(record: Record, place: int, head: int) -> str:
-    """layer.head, and which kind of attention where there are several."""
     here = record.places[place]
     several = len({each.kind for each in record.places}) > 1
     stack = "encoder " if here.stack == "encoder" and several else ""

@@ -21,7 +21,6 @@ the output along when you report a problem.
 
 
 def version_of(package: str) -> str:
-    """The installed version of a package, or words that say it is not there."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -29,7 +28,6 @@ def version_of(package: str) -> str:
 
 
 def doctor(console: "Console") -> None:
-    """Write the versions, the devices, and which backend answers a plain causal call on each."""
     import torch
 
     from regard.ops import Causal, explain

@@ -10,10 +10,11 @@ Left out: talking in turns; --chat puts one message.
 
 # No `from __future__ import annotations` here: see `cli/__init__.py`.
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from regard.cli.loading import few_threads, is_small, load_model
-from regard.cli.printing import make_printable, read_utf8, refusing, write_line
+from regard.cli.printing import read_utf8, refusing, write_line, write_out
 
 if TYPE_CHECKING:
     import typer
@@ -54,7 +55,6 @@ The text goes to standard output; what it took, in tokens and seconds, to standa
 def write_text(
     model_name: str,
     prompt: str,
-    console: "Console",
     notes: "Console",
     *,
     chat: bool = False,
@@ -62,7 +62,6 @@ def write_text(
     device: str | None = None,
     **options: Any,
 ) -> None:
-    """Load the model, write what it generates to `console`, and what it took to `notes`."""
     from regard.generation import GenerationConfig, generate, stream
 
     config = GenerationConfig(**options)
@@ -72,10 +71,7 @@ def write_text(
             raise ValueError(f"{model_name} has no chat template; leave out --chat")
         prompt = model.tokenizer.apply_chat([{"role": "user", "content": prompt}])
 
-    def show(piece: str) -> None:
-        console.file.write(make_printable(piece, console.encoding, kept="\n\t"))
-        console.file.flush()
-
+    show = partial(write_out, kept="\n\t")
     with few_threads(is_small(model)):
         if config.num_beams > 1:
             start = time.perf_counter()
@@ -100,7 +96,6 @@ def sum_up(pieces: "Stream[str]") -> str:
 
 
 def add_generate(app: "typer.Typer") -> None:
-    """`regard generate`, whose options are the fields of `GenerationConfig`."""
     from rich.console import Console
     from typer import Argument, Context, Option
 
@@ -143,4 +138,4 @@ def add_generate(app: "typer.Typer") -> None:
             plain = temperature is None and top_k is None and top_p is None and min_p is None
             if model == DEFAULT_MODEL and plain and num_beams == 1:
                 options |= LIVELY | ({} if seed is None else {"seed": seed})
-            write_text(model, text, Console(), notes, **options | {"stop": stop or ()})
+            write_text(model, text, notes, **options | {"stop": stop or ()})

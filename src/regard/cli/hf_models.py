@@ -59,26 +59,21 @@ def foreign_subject(name: str, unknown: UnknownFamily, *, device: str) -> Subjec
         with quiet(transformers), refusing_as(f"transformers cannot run {what}", RUN_FAULTS):
             return model(input_ids=ids_bt)
 
-    text_config = config.get_text_config()
-    max_len, n_layers = (
-        value if isinstance(value, int) and value > 0 else None
-        for value in (
-            getattr(text_config, "max_position_embeddings", None),
-            getattr(text_config, "num_hidden_layers", None),
-        )
-    )
+    def size(key: str) -> int | None:
+        value = getattr(config.get_text_config(), key, None)
+        return value if isinstance(value, int) and value > 0 else None
+
+    max_len, n_layers = size("max_position_embeddings"), size("num_hidden_layers")
     return Subject(name, model, max_len, n_layers, encode, run)
 
 
 def tell_package(subject: Subject) -> str:
-    """Who runs the model, for the notes."""
     version = importlib.import_module("transformers").__version__
     kind = type(subject.module).__name__
     return f"transformers {version} runs this model ({kind}), which is no family of regard's"
 
 
 def find_package(name: str, unknown: UnknownFamily) -> Any:
-    """The package, or what to do where it is not there."""
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as missing:
@@ -105,7 +100,6 @@ def find_folder(name: str) -> Path:
 
 
 def read_config(transformers: Any, name: str, folder: Path, unknown: UnknownFamily) -> Any:
-    """The config, where the package knows the architecture and it reads one text."""
     version = transformers.__version__
     with refusing_as(f"{name}: {unknown}. Nor can transformers {version} read it"):
         config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
@@ -144,7 +138,6 @@ def load_weights(transformers: Any, name: str, folder: Path, config: Any) -> Any
 
 
 def encode_text(tokenizer: Any, text: str) -> Said:
-    """All tokens of a text; nothing is cut."""
     fast = bool(tokenizer.is_fast)
     found = tokenizer(text, return_offsets_mapping=fast, verbose=False)
     ids = [int(number) for number in found["input_ids"]]

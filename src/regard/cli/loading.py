@@ -33,7 +33,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 def load_model(
     name: str, notes: Console, *, dtype: str | None = None, device: str | None = None
 ) -> Transformer:
-    """Load the model; a terminal says that it takes a moment."""
     import torch
 
     from regard.models import load
@@ -81,7 +80,6 @@ def is_small(model: nn.Module) -> bool:
 
 @contextmanager
 def few_threads(small: bool) -> Iterator[None]:
-    """One thread while this runs, if the work is small."""
     import torch
 
     if not small or "OMP_NUM_THREADS" in os.environ:

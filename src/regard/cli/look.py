@@ -118,7 +118,6 @@ def show_page(
 
 
 def find_place(record: "Record", layer: int | None, head: int | None) -> int | None:
-    """The place of a layer; a head without one is refused."""
     if layer is None:
         if head is not None:
             raise ValueError("--head is one of a layer's heads: give --layer too")

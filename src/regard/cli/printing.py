@@ -29,10 +29,7 @@ JOINERS = "\u200c\u200d"
 
 
 def make_printable(text: str, encoding: str, kept: str = "") -> str:
-    """Spell out each character that would steer the terminal, hide, reorder, or not encode.
-
-    Those in `kept` stay as they are.
-    """
+    """Spell out each character that would steer the terminal, hide, reorder, or not encode."""
 
     def spell(char: str) -> str:
         if char.isprintable() or char in JOINERS + kept:
@@ -47,6 +44,13 @@ def write_line(console: Console, line: Text | str = "") -> None:
     from rich.text import Text
 
     console.print(line if isinstance(line, Text) else Text(line), soft_wrap=True)
+
+
+def write_out(text: str, kept: str) -> None:
+    """Write to standard output at once, with no end of line of its own."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write(make_printable(text, encoding, kept))
+    sys.stdout.flush()
 
 
 def read_utf8(path: Path | None) -> str:
@@ -76,7 +80,7 @@ def refusing(notes: Console) -> Iterator[None]:
         yield
     except BrokenPipeError:  # the reader has gone, as `head` does; typer leaves without a word
         raise
-    except (ValueError, TypeError, OSError, ImportError) as refusal:
+    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as refusal:
         write_line(notes, make_printable(str(refusal), notes.encoding))
         raise typer.Exit(code=2) from None
     except KeyboardInterrupt:

@@ -28,11 +28,7 @@ MANY = 2000  # tokens; from here on reading takes more than a moment
 def showing(
     notes: Console, n_tokens: int, n_places: int | None, *, again: bool = False
 ) -> Iterator[Progress | None]:
-    """Show how far the reading of so many tokens is, while this runs.
-
-    n_places: how many places there are to be seen, where that is known. again: the tokens were
-    there before, as those of a translation were.
-    """
+    """Show how far the reading is; `again`: the tokens were there before (a translation)."""
     if n_tokens < MANY:
         yield None
         return
@@ -62,7 +58,6 @@ def showing(
 
 
 def working(notes: Console, doing: str) -> AbstractContextManager[object]:
-    """Say what is being done, on a terminal, while this runs."""
     from rich.text import Text
 
     return notes.status(Text(doing))

@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from regard.cli.printing import make_printable, write_line
+from regard.cli.printing import refusing, write_line
 
 if TYPE_CHECKING:
     import typer
@@ -81,16 +81,12 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(Options):
-    """What `regard train lm` takes."""
-
     masked: Annotated[bool, Named("Fill gaps, as BERT does.", ("--masked",))] = False
     context_parallel: Annotated[int, Named("Processes that share each text.")] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairOptions(Options):
-    """What `regard train translate` takes."""
-
     target: Annotated[Path | None, Named("The targets, line by line.")] = None
     valid_target: Annotated[Path | None, Named("The targets of --valid.")] = None
     test_target: Annotated[Path | None, Named("The targets of --test.")] = None
@@ -100,7 +96,6 @@ class PairOptions(Options):
 
 
 def add_train(app: "typer.Typer") -> None:
-    """`regard train lm` and `regard train translate`."""
     import typer
 
     trainer = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -132,25 +127,18 @@ def make_command(kind: type[Options]) -> Callable[..., None]:
 
 
 def start(options: Options) -> None:
-    """Run, or say in one line why not."""
     import typer
     from rich.console import Console
 
     notes = Console(stderr=True)
-    try:
+    with refusing(notes):
         report = launch(options)
-    except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as refusal:
-        write_line(notes, make_printable(str(refusal), notes.encoding))
-        raise typer.Exit(code=2) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(code=130) from None
     if report["ended"] == "interrupted":
         write_line(notes, f"go on with: the same command and --resume (--out {options.out})")
         raise typer.Exit(code=130)
 
 
 def launch(options: Options) -> dict[str, Any]:
-    """Make the recipe and the mesh, and run."""
     import torch
 
     from regard.models.weights import find_device
@@ -198,7 +186,6 @@ def launch(options: Options) -> dict[str, Any]:
 
 
 def split_languages(words: str) -> tuple[str, str]:
-    """The two names of "en,ja"."""
     import typer
 
     names = [name.strip() for name in words.split(",")]

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, final
 
 from regard._look import see_translation
+from regard.cli.digest import write_digest
 from regard.cli.loading import few_threads, is_small, load_model
-from regard.cli.printing import make_printable, read_utf8, refusing, write_line
+from regard.cli.look import show_page
+from regard.cli.printing import read_utf8, refusing, write_line, write_out
 from regard.cli.progress import showing
 
 if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
-    from regard.lens.record import Record
     from regard.models import Transformer
 
 DEFAULT_MODEL = "embedded:translate"
@@ -74,7 +75,6 @@ class Counter:
         self._start = self._said = time.perf_counter()
 
     def begin(self, first: int, n_lines: int) -> None:
-        """The next call of `translate` is about these lines."""
         self._lines, self._part, self._before = first, n_lines, self._sentences
 
     def __call__(self, done: int, total: int) -> None:
@@ -97,26 +97,15 @@ class Counter:
         write_line(self._notes, f"{counted} in {spent:.2f} s, {searched}")
 
 
-def show(text: str, console: "Console") -> None:
-    console.file.write(make_printable(text, console.encoding, kept=KEPT) + "\n")
-    console.file.flush()
-
-
 def translate_text(
-    model: "Transformer",
-    text: str,
-    console: "Console",
-    notes: "Console",
-    to: str | None,
-    beams: int,
+    model: "Transformer", text: str, notes: "Console", to: str | None, beams: int
 ) -> str:
-    """One text, as one text; and that text."""
     from regard.generation import translate
     from regard.generation.sentences import find_language
 
     counter = Counter(notes)
     translation = translate(model, text, to, beams=beams, progress=counter)
-    show(translation, console)
+    write_out(f"{translation}\n", kept=KEPT)
     if to is not None and to == find_language(text):
         write_line(notes, f"The text looks like {to} already; it was translated as --to asked.")
     counter.close(beams)
@@ -124,21 +113,14 @@ def translate_text(
 
 
 def translate_lines(
-    model: "Transformer",
-    lines: Sequence[str],
-    console: "Console",
-    notes: "Console",
-    to: str | None,
-    beams: int,
+    model: "Transformer", lines: Sequence[str], notes: "Console", to: str | None, beams: int
 ) -> None:
-    """Line by line, in order; those without letters as they are."""
     from regard.generation import translate
     from regard.generation.sentences import has_letters
 
     if not any(map(has_letters, lines)):
-        raise ValueError(
-            f"there are no letters in the {len(lines):,} lines, so there is nothing to translate"
-        )
+        what = f"there are no letters in the {len(lines):,} lines"
+        raise ValueError(f"{what}, so there is nothing to translate")
     counter = Counter(notes, len(lines))
     for first in range(0, len(lines), LINES_AT_ONCE):
         part = lines[first : first + LINES_AT_ONCE]
@@ -149,7 +131,7 @@ def translate_lines(
         except ValueError as refusal:
             raise ValueError(f"in lines {first + 1} to {first + len(part)}: {refusal}") from None
         for line in part:
-            show(next(translated) if has_letters(line) else line, console)
+            write_out((next(translated) if has_letters(line) else line) + "\n", kept=KEPT)
     counter.close(beams)
 
 
@@ -159,19 +141,6 @@ def read_lines(path: Path | None) -> list[str]:
     if not text.strip():
         raise ValueError(f"{where} is empty; expected one sentence a line")
     return [line.removesuffix("\r") for line in lines]
-
-
-def look_at(record: "Record", notes: "Console", html: Path | None) -> None:
-    """Show what the translator's heads did, in the terminal and as a page."""
-    from rich.console import Console
-
-    from regard.cli.digest import write_digest
-    from regard.cli.look import show_page
-
-    console = Console()
-    write_line(console)
-    write_digest(record, console)
-    show_page(record, notes, html=html)
 
 
 def add_translate(app: "typer.Typer") -> None:
@@ -201,14 +170,16 @@ def add_translate(app: "typer.Typer") -> None:
             if from_file is not None or text == ["-"]:
                 lines = read_lines(from_file)
                 loaded = load_model(model, notes, device=device)
-                translate_lines(loaded, lines, Console(), notes, to, beams)
+                translate_lines(loaded, lines, notes, to, beams)
                 return
             if not whole.strip():
                 raise ValueError('the text is empty; try: regard translate "The cat sat."')
             loaded = load_model(model, notes, device=device)
             with few_threads(len(whole) < SHORT and is_small(loaded)):
-                translation = translate_text(loaded, whole, Console(), notes, to, beams)
+                translation = translate_text(loaded, whole, notes, to, beams)
                 if look:
                     progress = partial(showing, notes, again=True)
                     seen = see_translation(loaded, model, whole, translation, to, progress)
-                    look_at(seen, notes, html)
+                    write_line(Console())
+                    write_digest(seen, Console())
+                    show_page(seen, notes, html=html)

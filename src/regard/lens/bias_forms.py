@@ -55,7 +55,6 @@ class RelativeBook:
         self.n_heads = 0
 
     def add(self, bias: Bias, call: Call, offset: int) -> None:
-        """One more call, whose first key is the record's key `offset`."""
         shape, placed = call.shape, isinstance(bias, BiasAt)
         bias, queries, keys = positions_under(bias, shape)
         if not placed:
@@ -67,7 +66,6 @@ class RelativeBook:
         self.queries_at.append(queries)
 
     def write(self) -> Written | None:
-        """The table over all differences that occur."""
         assert self.bias is not None
         queries = np.concatenate(self.queries_at)
         lowest = int(self.keys_at.min() - queries.max())
@@ -165,7 +163,6 @@ class DenseBook:
         self.whole.append(wide)
 
     def _so_far(self, heads: int) -> Array:
-        """What was seen before, weight by weight."""
         keys = np.arange(self.n_keys)[None]
         if self.form == "column":
             return self.lookup.at(np.repeat(keys, self.n_queries, 0))
@@ -177,7 +174,6 @@ class DenseBook:
         return np.arange(self.n_queries) + (self.n_keys - self.n_queries)
 
     def write(self) -> Written | None:
-        """The bias in its form, or nothing where it was zero."""
         keys = np.arange(self.n_keys, dtype=np.int32)
         if self.form == "zero":
             return None
@@ -187,12 +183,10 @@ class DenseBook:
             table, own = without_nan(self.lookup.table), self._own().astype(np.int32)
             arrays = {"table": table, "queries_at": own, "keys_at": keys}
             return Written("relative", arrays, self.lookup.lowest)
-        whole = np.zeros((max(map(len, self.whole)), self.n_queries, self.n_keys), np.float32)
-        row = 0
-        for part in self.whole:
-            whole[:, row : row + part.shape[1], : part.shape[2]] = part
-            row += part.shape[1]
-        return Written("whole", {"whole": whole})
+        heads = max(map(len, self.whole))
+        wide = [np.pad(x, ((0, 0), (0, 0), (0, self.n_keys - x.shape[2]))) for x in self.whole]
+        rows = [np.broadcast_to(x, (heads, *x.shape[1:])) for x in wide]
+        return Written("whole", {"whole": np.concatenate(rows, 1)})
 
 
 Book = RelativeBook | DenseBook

@@ -26,11 +26,7 @@ from regard.ops.term import Cut, Keys
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
-    """q, k and the rule of one call.
-
-    `cross`: whether it looks at another text, where the hook knows. `is_row`: whether the hook has
-    taken the recorded row out of the batch already.
-    """
+    """q, k and the rule of one call; `is_row`: the hook took the recorded row out already."""
 
     name: str
     q: Tensor
@@ -49,13 +45,8 @@ class Call:
 
     @functools.cached_property
     def rule(self) -> Rule:
-        """The rule, with its tensors beside q."""
         rule = Rule(
-            shape=self.shape,
-            scale=self.scale,
-            mask=self.mask,
-            bias=self.bias,
-            softcap=self.softcap,
+            shape=self.shape, scale=self.scale, mask=self.mask, bias=self.bias, softcap=self.softcap
         )
         return rule.on(self.q.device)
 

@@ -36,8 +36,6 @@ def is_large(values: Tensor) -> bool:
 
 
 class HostCopier:
-    """Copies tensors to the CPU; `close` it at the end."""
-
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._changed = threading.Condition()

@@ -44,7 +44,6 @@ NAMES: dict[np.dtype[Any], str] = {dtype: name for name, dtype in TYPES.items()}
 
 
 def write(path: str | os.PathLike[str], about: dict[str, Any], arrays: Mapping[str, Array]) -> None:
-    """Write a record, whole or not at all."""
     laid = {name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())}
     for name, array in laid.items():
         if array.dtype.newbyteorder("<") not in NAMES:
@@ -84,7 +83,6 @@ class File(Mapping[str, Array]):
         return array
 
     def form(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Type and shape of an array, from the header alone."""
         return self._header.entries[name].dtype, self._header.entries[name].shape
 
     def __iter__(self) -> Iterator[str]:

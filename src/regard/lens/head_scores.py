@@ -40,11 +40,7 @@ from regard.lens.schema import SPOTS
 def sum_spots(
     call: Call, lse_ht: Tensor, real_t: Tensor, first: int, ids_s: Tensor | None, cross: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sums of single weights and how many there are, each (scores, H), for the scores of `SPOTS`.
-
-    real_t: the queries that count. first: the first key that is seen. ids_s: the tokens at the
-    keys, by which induction is found.
-    """
+    """Sums of single weights and their counts, each (scores, H); `real_t`: queries that count."""
     T, S = call.shape.T, call.shape.S
     tokens = b""
     if not cross and ids_s is not None and len(ids_s) == S:
@@ -56,10 +52,7 @@ def sum_spots(
 
 @functools.lru_cache(maxsize=4)
 def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: bool) -> NamedKeys:
-    """The key that counts for each score and query, (scores, T).
-
-    Kept for a while, since all layers of a model ask the same; so arrays come as their bytes.
-    """
+    """The key for each score and query, (scores, T); cached, as all layers ask the same."""
     is_real = np.frombuffer(real, np.bool_)
     own = np.arange(T) + S - T
     keys = np.full((len(SPOTS), T), -1, np.int32)

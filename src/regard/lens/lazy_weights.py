@@ -129,8 +129,6 @@ class Base:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """All that the weights of one place are made from."""
-
     q_htd: Array
     k_gsd: Array
     lse_ht: Array
@@ -141,10 +139,6 @@ class Kept:
     added: tuple[Added, ...]
     base: Base | None
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self.q_htd.shape[1], self.k_gsd.shape[1]
-
     def piece(self, head: int, window: Window) -> Array:
         """The weights of a window, (t, s) float32, made at once: for windows of bounded size."""
         t0, t1, s0, s1 = window
@@ -154,19 +148,17 @@ class Kept:
             return self._weigh(head, window, (q * q.dtype.type(self.scale)) @ k.T)
 
     def _weigh(self, head: int, window: Window, scores: Array) -> Array:
-        t0, t1, _, _ = window
         if self.softcap is not None:
             scores = self.softcap * np.tanh(scores / self.softcap)
         for part in self.added:
             scores = scores + part.at(head, window)
-        lse = np.asarray(self.lse_ht[head, t0:t1])
+        lse = np.asarray(self.lse_ht[head, window[0] : window[1]])
         empty = np.isneginf(lse)
         scores -= np.where(empty, 0.0, lse).astype(scores.dtype)[:, None]
         allowed = None if self.runs is None else self.runs.allowed(head, window)
         if allowed is not None:
             scores[~allowed] = -np.inf
-        if empty.any():
-            scores[empty] = -np.inf
+        scores[empty] = -np.inf
         np.exp(scores, out=scores)
         if scores.size and not scores.max() <= WEIGHT_LIMIT:  # also where it is NaN
             raise BadRecord(
@@ -193,7 +185,6 @@ class Kept:
                 yield inside, self.piece(head, inside)
 
     def part(self, head: int, window: Window) -> Array:
-        """All weights of a window, (t, s)."""
         t0, t1, s0, s1 = window
         found = np.zeros((t1 - t0, s1 - s0), np.float32)
         for (a, z, b, y), part in self.pieces(head, window):

@@ -35,17 +35,8 @@ MOST_RUNS = 1 << 23
 
 
 def measure(call: Call, wants: Wants) -> Observation:
-    return observe(
-        call.q,
-        call.k,
-        None,
-        wants=wants,
-        mask=call.mask,
-        bias=call.bias,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
+    rule = {name: getattr(call, name) for name in ("mask", "bias", "scale", "softcap", "sinks")}
+    return observe(call.q, call.k, None, wants=wants, **rule)
 
 
 def spot_weights(call: Call, lse_ht: Tensor, t_p: Tensor, s_p: Tensor) -> Tensor:
@@ -85,10 +76,7 @@ class NamedKeys:
 
 
 def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
-    """Sums over the queries of each one's weight on the key named for it, (N, H), float64.
-
-    They stay where q is, so that no device is waited for.
-    """
+    """Sums over queries of the weight on the key named for each, (N, H) float64, where q is."""
     rule = call.rule
     refused = is_little(rule.shape) or refuse_tensors(call.q, call.q.shape[3]) is not None
     bounds = None if refused else find_bounds(rule, call.q.device)
@@ -107,10 +95,7 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class FoundRuns:
-    """How many runs each row has, (1 or H, T), and all of them in order, (R, 2): lo, hi.
-
-    What follows from them is worked out once, since all layers of a model ask the same.
-    """
+    """How many runs each row has, (1 or H, T), and all of them in order, (R, 2): lo, hi."""
 
     counts: Tensor
     pairs: Tensor
@@ -126,8 +111,7 @@ class FoundRuns:
 
     @functools.cached_property
     def ahead(self) -> int:
-        """By how much, at the most, the last key that a row sees has a higher number than the row;
-        at least -T."""
+        """The most by which the last key that a row sees has a higher number than it, from -T."""
         counts, n_rows = self.counts.numpy(), self.counts.shape[1]
         rows = np.repeat(np.tile(np.arange(n_rows), len(counts)), counts.reshape(-1))
         return int((self.pairs[:, 1].numpy() - 1 - rows).max(initial=-n_rows))

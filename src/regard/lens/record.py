@@ -105,10 +105,8 @@ class Record:
     @property
     def _arrays(self) -> CheckedArrays:
         if self._checked is None:
-            raise RuntimeError(
-                "the record is still being made: it can be asked when the `with watch(...)` block "
-                "has ended"
-            )
+            what = "the record is still being made: it can be asked when the `with watch(...)`"
+            raise RuntimeError(f"{what} block has ended")
         return self._checked
 
     def _fill(self, seen: Description, arrays: Mapping[str, Array]) -> None:
@@ -166,7 +164,6 @@ class Record:
         return self
 
     def _ids_of(self, n_queries: int, places: Iterable[int]) -> Array | None:
-        """The tokens of the first of these that is self-attention over so many."""
         for number in places:
             here = self.places[number]
             if here.kind == "self" and here.n_queries == n_queries:
@@ -385,7 +382,6 @@ class Record:
         return self._weights_of[place]
 
     def _pictured(self, place: int, head: int, window: Window, size: tuple[int, int]) -> Array:
-        """The answer of a place whose weights cannot be made again."""
         here, grid = self.places[place], self.grid(place)
         t0, t1, s0, s1 = window
         if self.has_weights(place):

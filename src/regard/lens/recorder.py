@@ -100,11 +100,7 @@ class Recorder:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Keep track of which module is running, and of the tokens that are read.
-
-        By hooks that belong to no module: torch.nn's fast paths ask modules for theirs, and take
-        another way where there are any.
-        """
+        """Track the running module, by global hooks: torch.nn's fast paths avoid any others."""
 
         def enter(module: nn.Module, args: Any) -> None:
             if id(module) not in self.names:
@@ -146,7 +142,6 @@ class Recorder:
         return not around.isdisjoint(self.layers)
 
     def run(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record a call, and then let the function do what it does, unwatched."""
         self.take(call)
         with self.alone():
             return function(*args, **kwargs)
@@ -168,10 +163,8 @@ class Recorder:
     def _take(self, call: Call) -> None:
         B = call.shape.B
         if self.row is None and B > 1 and not call.is_row:
-            raise ValueError(
-                f"{call.name} attends in a batch of {B} rows, and a record is of one: name it, "
-                "watch(model, row=0)"
-            )
+            what = f"{call.name} attends in a batch of {B} rows, and a record is of one"
+            raise ValueError(f"{what}: name it, watch(model, row=0)")
         row = 0 if call.is_row else self.row or 0
         if not -B <= row < B:
             raise ValueError(f"row is {row}, and the batch has {B} rows")
@@ -189,36 +182,30 @@ class Recorder:
                 moved = take.fit_slots(call)
                 fit = None if moved is None else take.fit(moved, self.runs_of(moved))
             if fit is not None:
-                take.add(fit, ids)
-                return
+                return take.add(fit, ids)
             if take.grows(call, ids):
                 # The same text, read anew and farther: generation without a cache.
                 fresh = replace(take)
                 takes[takes.index(take)] = self.order[self.order.index(take)] = fresh
-                self._start(fresh, call, runs, ids)
-                return
+                break
+        else:
+            fresh = self._make_take(call, takes)
+        fit = fresh.fit(call, runs)
+        assert fit is not None, "the first call of a take always fits"
+        fresh.add(fit, ids)
+
+    def _make_take(self, call: Call, takes: list[Take]) -> Take:
         if len(takes) >= MOST_TAKES:
             raise ValueError(
                 f"{call.name} was called {MOST_TAKES} times for texts that do not continue each "
                 "other; a block records one text, and what is written after it"
             )
-        take = Take(
-            name=f"{call.name}@{len(takes) + 1}" if takes else call.name,
-            layer=layer_of(call.name) or 0,
-            wants=self.wants,
-            keep=self.keep,
-            copier=self.copier,
-            cross=is_cross(call),
-            heads=self.heads or (),
-        )
+        name = f"{call.name}@{len(takes) + 1}" if takes else call.name
+        layer, cross, heads = layer_of(call.name) or 0, is_cross(call), self.heads or ()
+        take = Take(name, layer, self.wants, self.keep, self.copier, cross, heads)
         takes.append(take)
         self.order.append(take)
-        self._start(take, call, runs, ids)
-
-    def _start(self, take: Take, call: Call, runs: FoundRuns | None, ids: Tensor | None) -> None:
-        fit = take.fit(call, runs)
-        assert fit is not None, "the first call of a take always fits"
-        take.add(fit, ids)
+        return take
 
     def _ids(self, B: int, row: int, T: int) -> Tensor | None:
         """The tokens of the queries, where as many were read last as there are queries."""
@@ -239,7 +226,6 @@ class Recorder:
         return self._runs[key][1]
 
     def finish(self) -> tuple[Description, dict[str, Array]]:
-        """What was seen; an error where nothing was."""
         kind = type(self.model).__name__
         if not self.order and self._passed_over:
             raise ValueError(
@@ -265,7 +251,6 @@ class Recorder:
 
 
 def layer_of(name: str) -> int | None:
-    """The first number in a dotted name."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
@@ -293,7 +278,6 @@ def _age(tensor: Tensor) -> Any:
 
 
 def _word_tables(model: nn.Module) -> set[int]:
-    """The embeddings that read tokens, as far as their names tell."""
     return {
         id(module)
         for name, module in model.named_modules()

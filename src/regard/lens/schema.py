@@ -18,16 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from regard.lens.format import NAMES, VERSION, File
-from regard.lens.lazy_weights import (
-    Added,
-    Array,
-    BadRecord,
-    Base,
-    Kept,
-    Relative,
-    Runs,
-    Whole,
-)
+from regard.lens.lazy_weights import Added, Array, BadRecord, Base, Kept, Relative, Runs, Whole
 
 MAX_TOKENS = 1 << 24
 MAX_TEXT = 1 << 26
@@ -59,10 +50,7 @@ class Place:
 
     @property
     def stack(self) -> str:
-        """ "encoder", "decoder" or "", by the dotted name: the one rule that all tell it by.
-
-        An `encoder_attn` is the decoder's look at the encoder; so is an encoder in a decoder.
-        """
+        """By the dotted name; an `encoder_attn` is the decoder's look at the encoder."""
         name = self.name.lower()
         return next((stack for stack in ("decoder", "encoder") if stack in name), "")
 
@@ -84,7 +72,6 @@ class Description:
     rules: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """The description as plain values, as `read_description` takes them."""
         plain = {name: value for name, value in vars(self).items() if name != "rules"}
         plain["spans"] = None if self.spans is None else [list(span) for span in self.spans]
         plain["places"] = [
@@ -133,7 +120,6 @@ def listed(each: Is, low: int, high: int) -> Is:
 
 
 def check(value: Any, what: str, wanted: dict[str, Is]) -> None:
-    """Whether a JSON object has these fields and no others."""
     if not isinstance(value, dict) or set(value) != set(wanted):
         refuse(f"{what} lacks something, or has more than belongs there")
     for name, each in wanted.items():
@@ -176,14 +162,10 @@ RULE = {
     "cell": whole(0, MAX_TOKENS),
     "biases": listed(ANY, 0, 8),
 }
-BIAS = {
-    "kind": one_of("relative", "column", "whole"),
-    "lowest": whole(-MAX_TOKENS, MAX_TOKENS),
-}
+BIAS = {"kind": one_of("relative", "column", "whole"), "lowest": whole(-MAX_TOKENS, MAX_TOKENS)}
 
 
 def read_description(about: dict[str, Any]) -> Description:
-    """A description from a stranger's JSON."""
     check(about, "the description", DESCRIPTION)
     spans, n_characters = about["spans"], len(about["text"])
     if spans is not None:
@@ -198,7 +180,6 @@ def read_description(about: dict[str, Any]) -> Description:
 
 
 def read_place(entry: Any, what: str) -> tuple[Place, dict[str, Any]]:
-    """One place and its rule, the numbers that make its weights."""
     check(entry, what, PLACE)
     rule, values = entry["rule"], {name: entry[name] for name in entry if name != "rule"}
     check(rule, f"the rule of {what}", RULE)
@@ -226,7 +207,6 @@ class CheckedArrays:
         return f"{place}.{name}" in self._arrays
 
     def get(self, place: int, name: str) -> Array:
-        """An array, its numbers checked."""
         full = f"{place}.{name}"
         if full not in self._good:
             if full not in self._arrays:
@@ -239,9 +219,8 @@ class CheckedArrays:
         return self._good[full]
 
     def all(self) -> dict[str, Array]:
-        """Every array by its full name, all of them checked."""
-        parts = [(full, *full.split(".", 1)) for full in self._arrays]
-        return {full: self.get(int(place), name) for full, place, name in parts}
+        parts = {full: full.split(".", 1) for full in self._arrays}
+        return {full: self.get(int(place), name) for full, (place, name) in parts.items()}
 
     def _check_form(self, full: str, number: int, name: str) -> None:
         if isinstance(self._arrays, File):
@@ -264,10 +243,7 @@ def _plain(name: str) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """What an array can be: its types, its axes in letters, and the range of its numbers.
-
-    Axes: H, T, S as the place has them; 1 or H is `?`; any size is `*`; `T+1` is for `first`.
-    """
+    """An array's types, axes and range; `?` is 1 or H, `*` any size, `rows` T + 1 or H · T + 1."""
 
     types: tuple[str, ...]
     axes: str
@@ -336,7 +312,6 @@ FORMS = {
 
 
 def make_kept(about: Description, arrays: CheckedArrays, place: int) -> Kept:
-    """What the weights of a place are made from, all of it checked."""
     here, rule = about.places[place], about.rules[place]
     q, k = arrays.get(place, "q"), arrays.get(place, "k")
     if q.dtype != k.dtype or q.shape[2] != k.shape[2]:
@@ -382,11 +357,10 @@ def read_bias(arrays: CheckedArrays, place: int, number: int, bias: dict[str, An
 
 def check_runs(first: Array, pairs: Array, place: int) -> None:
     """Runs must lie in order, none empty, and all of them belong to rows."""
-    good = first[0] == 0 and first[-1] == len(pairs) and bool((np.diff(first) >= 0).all())
-    good = good and bool((pairs[:, 0] < pairs[:, 1]).all())
-    if good and len(pairs) > 1:
-        same_row = np.ones(len(pairs), np.bool_)
-        same_row[np.asarray(first[:-1])[np.asarray(first[:-1]) < len(pairs)]] = False
-        good = bool((pairs[1:, 0] > pairs[:-1, 1])[same_row[1:]].all())
+    good = first[0] == 0 and first[-1] == len(pairs) and (np.diff(first) >= 0).all()
+    if good:
+        row = np.repeat(np.arange(len(first) - 1), np.diff(first))
+        in_order = (pairs[1:, 0] > pairs[:-1, 1]) | (row[1:] > row[:-1])
+        good = (pairs[:, 0] < pairs[:, 1]).all() and in_order.all()
     if not good:
         refuse(f"the runs of place {place} are not in order")

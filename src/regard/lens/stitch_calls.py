@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from regard.lens.bias_forms import Biases, TooLarge
@@ -136,7 +137,14 @@ class Take:
             self.causal = self.causal and runs.ahead <= S - T
         sees, real = self._count(call, seen.lse[0], runs, own - offset)
         if not self.calls:
-            self._set_up(call, runs)
+            group = call.shape.H // call.k.shape[1]
+            self.rule = {
+                "scale": float(call.rule.factor(call.q.shape[3])),
+                "softcap": None if call.softcap is None else float(call.softcap),
+                "key_heads": [h // group for h in range(call.shape.H)],
+            }
+            if runs is not None and len(runs.pairs):
+                self.first = int(runs.pairs[:, 0].min())
         self._add_rows(seen, sees, real, offset)
         first, key_ids = max(self.first - offset, 0), self._key_ids(offset, S)
         spots, counts = sum_spots(call, seen.lse[0], real, first, key_ids, self.cross)
@@ -152,16 +160,6 @@ class Take:
         self.calls += 1
         measured = self._measured() if self.calls == 1 else {}
         self.early = self.copier.copy({name: x for name, x in measured.items() if is_large(x)})
-
-    def _set_up(self, call: Call, runs: FoundRuns | None) -> None:
-        H = call.shape.H
-        self.rule = {
-            "scale": float(call.rule.factor(call.q.shape[3])),
-            "softcap": None if call.softcap is None else float(call.softcap),
-            "key_heads": [h // (H // call.k.shape[1]) for h in range(H)],
-        }
-        if runs is not None and len(runs.pairs):
-            self.first = int(runs.pairs[:, 0].min())
 
     def _observe(self, call: Call, offset: int) -> Observation:
         T, S = call.shape.T, call.shape.S
@@ -220,10 +218,8 @@ class Take:
         for name, values in new.items():
             self.rows.setdefault(name, []).append(values)
         if seen.received is not None:
-            for name, values in (
-                ("received", seen.received.total[0]),
-                ("seen_by", seen.received.seen_by[0]),
-            ):
+            by_key = {"received": seen.received.total[0], "seen_by": seen.received.seen_by[0]}
+            for name, values in by_key.items():
                 self.by_key[name] = put_at(self.by_key.get(name), values, offset)
 
     def _keep(self, call: Call, offset: int, own: Array) -> None:
@@ -263,7 +259,6 @@ class Take:
         return place, rule, arrays
 
     def _measured(self) -> dict[str, Tensor]:
-        """What was measured, on the device where it is."""
         measured = {
             name: join(parts, dim=0 if name == "real" else 1)
             for name, parts in self.rows.items()
@@ -296,13 +291,8 @@ class Take:
         ends = max((at + picture.shape[2] for at, picture in self.pictures), default=0)
         if (rows, ends) != (self.n_queries, self.n_keys):
             return {}
-        whole = np.zeros((len(self.pictures[0][1]), rows, ends), np.float32)
-        row = 0
-        for at, picture in self.pictures:
-            _, t, s = picture.shape
-            whole[:, row : row + t, at : at + s] = picture.cpu().numpy()
-            row += t
-        return {"map": whole}
+        wide = [F.pad(x.cpu(), (at, ends - at - x.shape[2])) for at, x in self.pictures]
+        return {"map": torch.cat(wide, 1).numpy()}
 
     def _runs(self) -> dict[str, Array]:
         """All rows' runs; a place where every row sees every key needs none."""
@@ -310,14 +300,13 @@ class Take:
         for head in range(max(len(counts) for counts, _ in self.runs)):
             for counts, found in self.runs:
                 each = head if len(counts) > 1 else 0
-                ends = torch.cat([torch.zeros(1, dtype=torch.long), counts.sum(1).cumsum(0)])
                 first.append(counts[each])
-                pairs.append(found[int(ends[each]) : int(ends[each + 1])])
+                pairs.append(torch.split(found, counts.sum(1).tolist())[each])
         counts_all, pairs_all = torch.cat(first), torch.cat(pairs).int()
         full = torch.tensor([0, self.n_keys], dtype=torch.int32)
         if bool((counts_all == 1).all()) and bool((pairs_all == full).all()):
             return {}
-        starts = torch.cat([torch.zeros(1, dtype=torch.long), counts_all.cumsum(0)])
+        starts = F.pad(counts_all.cumsum(0), (1, 0))
         return {"first": starts.numpy(), "pairs": pairs_all.numpy()}
 
 
@@ -369,14 +358,9 @@ def join(parts: list[Tensor], dim: int) -> Tensor:
 
 def put_at(known: Tensor | None, new: Tensor, offset: int) -> Tensor:
     """Numbers by key, added to those of the calls before, from key `offset` on."""
-    if known is None and not offset:
-        return new
     size = max(0 if known is None else known.shape[1], offset + new.shape[1])
-    total = new.new_zeros((len(new), size))
-    if known is not None:
-        total[:, : known.shape[1]] += known
-    total[:, offset : offset + new.shape[1]] += new
-    return total
+    total = F.pad(new, (offset, size - offset - new.shape[1]))
+    return total if known is None else total + F.pad(known, (0, size - known.shape[1]))
 
 
 def as_array(values: Tensor) -> Array:

@@ -104,10 +104,7 @@ def words_of(record: Record) -> tuple[list[Word], list[Word]]:
 
 
 def reads_source(record: Record, place: int) -> bool:
-    """Whether queries and keys are the source's words: an encoder's, in an encoder–decoder.
-
-    The place's name tells; where it does not, a length that only the source has.
-    """
+    """Whether an encoder–decoder's encoder reads here: by name, else by a length of the source."""
     here = record.places[place]
     if record.source_tokens is None or here.kind == "cross":
         return False
@@ -117,10 +114,7 @@ def reads_source(record: Record, place: int) -> bool:
 
 @dataclass(frozen=True)
 class Alignment:
-    """The cross-attention head that looks most firmly, and for each word its word of the source.
-
-    `pairs` are (word, source word, weight).
-    """
+    """The firmest cross-attention head, and `pairs` (word, its word of the source, weight)."""
 
     place: int
     head: int
@@ -128,11 +122,7 @@ class Alignment:
 
 
 def find_alignment(record: Record) -> Alignment | None:
-    """Of the heads of cross-attention, the one whose words have the largest weights on words.
-
-    None without cross-attention. How firm a head is, is the mean over words of the text of the
-    largest weight on one real word of the source.
-    """
+    """The cross-attention head whose words have the largest mean peak on words of the source."""
     own, source = words_of(record)
     plain_q = [n for n, word in enumerate(own) if not word.is_mark]
     plain_k = np.array([not word.is_mark for word in source])
@@ -164,7 +154,6 @@ def _word_weights(
 
 
 def sum_words(weights_ts: Array, queries: Sequence[Word], keys: Sequence[Word]) -> Array:
-    """W (Q, K) of one head's weights."""
     return _by_word(_by_word(weights_ts.T, keys, mean=False).T, queries, mean=True)
 
 
@@ -200,11 +189,7 @@ def find_links(record: Record) -> list[Link]:
 def links_of_word(
     record: Record, own: Sequence[Word], word: int, *, looking: bool, telling: bool
 ) -> list[Link]:
-    """What a word of self-attention looks at, or who looks at it; each other word's best head.
-
-    Sorted by how telling they are, or, for long texts, where only this word's rows and columns are
-    made, by weight.
-    """
+    """What a word looks at or who looks at it, each other's best head; by weight if not telling."""
     places = [
         number
         for number, place in enumerate(record.places)

@@ -29,14 +29,12 @@ class Values:
     def count(
         self, key: str, default: int | None = None, most: int = MAX_INT, least: int = 1
     ) -> int:
-        """A whole number."""
         value = self.get(key, default)
         if type(value) is not int or not least <= value <= most:
             raise self.wrong(key, value, f"a whole number from {least} to {most}")
         return value
 
     def number(self, key: str, default: float | None = None, above: float | None = None) -> float:
-        """A finite number."""
         value = self.get(key, default)
         if type(value) not in (int, float):
             raise self.wrong(key, value, "a number")

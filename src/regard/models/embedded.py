@@ -27,7 +27,6 @@ def is_embedded(name: str | os.PathLike[str]) -> bool:
 
 
 def find_embedded(name: str) -> Path:
-    """The folder of "embedded:NAME"."""
     short = name.removeprefix(SCHEME)
     if short not in NAMES:
         known = "; ".join(f"{SCHEME}{key} ({what})" for key, what in NAMES.items())

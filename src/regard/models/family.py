@@ -71,7 +71,6 @@ class Family:
 
 
 def usual_size(kind: str, cls: str, dim: int, n_layers: int, n_heads: int, **more: Any) -> Source:
-    """A `config.json` in the words that most architectures use."""
     return {
         "model_type": kind,
         "architectures": [cls],
@@ -90,8 +89,6 @@ def link_head(config: ModelConfig, theirs: str = "lm_head") -> list[Link]:
 
 @final
 class ConfigReader(Values):
-    """Checked reading of one `config.json`."""
-
     def model(self, family: str, **fields: Any) -> ModelConfig:
         """The config with what nearly every family reads alike, where `fields` has no other."""
         if "head" not in fields:
@@ -118,11 +115,7 @@ class ConfigReader(Values):
 
     def token(self, key: str) -> int | None:
         """A token id; absent is None."""
-        value = self.source.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value <= MAX_INT:
-            raise self.wrong(key, value, "a token id")
+        value = self.count(key, -1, least=-1)
         return None if value < 0 else value
 
     def tokens(self, key: str) -> tuple[int, ...]:
@@ -143,10 +136,7 @@ class ConfigReader(Values):
             raise self.wrong(key, value, f"{known}; other settings are not supported")
 
     def expect_class(self, *endings: str) -> None:
-        """Refuse a class with a head that we do not have, such as BertForSequenceClassification.
-
-        The bare model of a family and classes whose names tell of no head pass.
-        """
+        """Refuse a class with a head that we do not have, such as BertForSequenceClassification."""
         value = self.source.get("architectures")
         named = value[0] if isinstance(value, list) and value else None
         if isinstance(named, str) and "For" in named and not named.endswith(endings):
@@ -176,10 +166,7 @@ class ConfigReader(Values):
         pairing: Pairing = "halves",
         parameters: Mapping[str, Any] | None = None,
     ) -> RotaryConfig:
-        """Rotary from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files.
-
-        `base` and `fraction` are the family's defaults; `parameters` stands for another entry.
-        """
+        """Rotary from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files."""
         given = dict(self.mapping("rope_scaling"))
         given.update(self.mapping("rope_parameters") if parameters is None else parameters)
         reader = ConfigReader({**self.source, **given})

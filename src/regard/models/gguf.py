@@ -33,10 +33,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._files import spell, spell_path, spell_some, stamp_of
+from regard._files import spell, spell_path, spell_some
 from regard.models.gguf_header import Header, Metadata, Packed, import_gguf, read_gguf_header
 from regard.models.gguf_tokens import find_tokens, make_tokenizer
-from regard.models.hf_folder import BadCheckpoint, Stored
+from regard.models.header import BadCheckpoint, check_unchanged
+from regard.models.hf_folder import Stored
 from regard.positions import Llama3
 from regard.tokens import Tokenizer
 
@@ -79,10 +80,7 @@ CAP, FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What tells the architectures apart in the format. `more`: settings beside the usual.
-
-    LLaMA's rows of queries and keys are permuted, Gemma's norms have 1 added.
-    """
+    """What tells the architectures apart in the format; `more`: settings beside the usual."""
 
     model_type: str
     layer: Mapping[str, str]
@@ -149,10 +147,7 @@ class GGUFFile:
         return make_tokenizer(self._header.metadata, self.config["vocab_size"])
 
     def _unpack(self, source: str) -> Tensor:
-        if not self.path.exists() or stamp_of(self.path.stat()) != self._header.stamp:
-            raise BadCheckpoint(
-                f"{spell_path(self.path)} was changed or deleted after it was opened; open it again"
-            )
+        check_unchanged(self.path, self._header.stamp)
         return unpack(self._header.data, self._header.tensors[source])
 
 
@@ -264,10 +259,7 @@ def read_alike(metadata: Metadata, key: str, n_layers: int, default: int | None 
 
 
 def check_sizes(header: Header, arch: str, config: Mapping[str, Any]) -> None:
-    """The embedding has its width, and no other width is beyond all tensors.
-
-    What fits exactly is for the loader to see; this keeps it from allocating nonsense.
-    """
+    """Refuse settings that no tensor bears out, before anything of their size is allocated."""
     where = header.metadata.where
     if "token_embd.weight" not in header.tensors:
         raise BadCheckpoint(f"{where} has no tensor 'token_embd.weight', the embedding of tokens")
@@ -306,10 +298,8 @@ def find_scaling(
     if kind == "none":
         return None
     metadata.choice(f"{key}.type", ("none", "linear", "yarn"), "none")
-    scaling: dict[str, Any] = {
-        "rope_type": kind,
-        "factor": metadata.number(f"{key}.factor", above=0),
-    }
+    factor = metadata.number(f"{key}.factor", above=0)
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         longest = config["max_position_embeddings"]
         original = metadata.count(f"{key}.original_context_length", longest)
@@ -351,7 +341,6 @@ def name_divisors(divisors: Tensor, config: Mapping[str, Any], where: str) -> di
 
 
 def finish_llama(header: Header, arch: str) -> dict[str, Any]:
-    """Biases, and the window that makes it a Mistral."""
     metadata = header.metadata
     if n_experts := metadata.count(f"{arch}.expert_count", 0, least=0):
         what = f"{metadata.where} is a mixture of {n_experts} experts"

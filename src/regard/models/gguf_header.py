@@ -64,8 +64,6 @@ class Packed:
 
 @dataclass(frozen=True)
 class Header:
-    """All that the file says, its mapping, and which file that was."""
-
     metadata: Metadata
     tensors: dict[str, Packed]
     data: mmap.mmap
@@ -74,8 +72,6 @@ class Header:
 
 @final
 class Metadata(Values):
-    """The keys of a file."""
-
     def words(self, key: str) -> list[str]:
         value = self.get(key, None)
         if not isinstance(value, list):
@@ -140,12 +136,10 @@ class Cursor:
         raise BadCheckpoint(f"{self.where}{what}; {AGAIN}") from None
 
     def step(self, n: int, what: str) -> int:
-        """Go on by n bytes and tell where they start."""
         start = self.offset
         if n > self.end - start:
-            self.refuse(
-                f": {what} would take {n} bytes at {start}, but the file ends at {self.end}"
-            )
+            claim = f"{what} would take {n} bytes at {start}"
+            self.refuse(f": {claim}, but the file ends at {self.end}")
         self.offset += n
         return start
 
@@ -163,13 +157,10 @@ class Cursor:
             self.refuse(f": {what} is not UTF-8 text: {spell(self.data[start : start + 40])}")
 
     def check_count(self, n: int, n_bytes: int, most: int, what: str) -> None:
-        """Refuse a count of entries that cannot be there, each of at least `n_bytes`."""
         left = self.end - self.offset
         if n > most or n * n_bytes > left:
-            self.refuse(
-                f" claims {n} {what}, but {left} bytes are left, and more than {most} are never "
-                "expected"
-            )
+            claim = f" claims {n} {what}, but {left} bytes are left"
+            self.refuse(f"{claim}, and more than {most} are never expected")
 
 
 def read_keys(cursor: Cursor, n_keys: int) -> dict[str, Value]:
@@ -220,7 +211,6 @@ def read_numbers(cursor: Cursor, kind: int, n: int, what: str) -> np.ndarray[Any
 
 
 def read_tensors(cursor: Cursor, n_tensors: int, metadata: Metadata) -> dict[str, Packed]:
-    """Each tensor's shape, type and bytes, all of them one after the other in the file."""
     n_parts = metadata.count("split.count", 1, least=0)
     if n_parts > 1:
         what = f"{cursor.where} is one of {n_parts} parts of a model; join them with"
@@ -238,10 +228,8 @@ def read_tensors(cursor: Cursor, n_tensors: int, metadata: Metadata) -> dict[str
             cursor.refuse(f"{tensor} is there twice")
         start, n_bytes = base + offset, count_bytes(shape, kind, f"{cursor.where}{tensor}")
         if offset != expected:
-            cursor.refuse(
-                f"{tensor} lies at {offset} among the tensors; expected {expected}, right after "
-                "the one before it"
-            )
+            what = f"{tensor} lies at {offset} among the tensors"
+            cursor.refuse(f"{what}; expected {expected}, right after the one before it")
         if start + n_bytes > cursor.end:
             end = f"{tensor} would end at byte {start + n_bytes}"
             cursor.refuse(f"{end}, but the file has {cursor.end}")
@@ -258,7 +246,6 @@ def align(offset: int, alignment: int) -> int:
 
 
 def read_tensor(cursor: Cursor, n: int) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape in torch's order, type and offset of one tensor."""
     name = cursor.text(f"the name of tensor {n}", MAX_NAME_BYTES)
     what = f"the entry of tensor {spell(name)}"
     n_axes = cursor.number("<I", what)
@@ -271,7 +258,6 @@ def read_tensor(cursor: Cursor, n: int) -> tuple[str, tuple[int, ...], int, int]
 
 
 def count_bytes(shape: tuple[int, ...], kind: int, tensor: str) -> int:
-    """How many bytes a tensor takes: its rows are whole blocks of its type."""
     gguf = import_gguf()
     try:
         block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]

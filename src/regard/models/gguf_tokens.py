@@ -60,7 +60,6 @@ SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
 
 
 def find_roles(metadata: Metadata, n_tokens: int) -> dict[str, int]:
-    """Which tokens have a meaning of their own: "bos", "eos", "pad", "unk"."""
     found: dict[str, int] = {}
     is_llama = metadata.word(f"{KEY}.model", "none") == "llama"
     for role, word in ROLES.items():

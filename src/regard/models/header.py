@@ -1,8 +1,12 @@
-"""The one error of a bad checkpoint, and the types that safetensors and torch both have."""
+"""The error of a bad checkpoint, a check of its files, and the types that torch has of them."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+
+from regard._files import Stamp, spell_path, stamp_of
 
 MAX_CONFIG_BYTES = 10_000_000
 
@@ -14,3 +18,10 @@ DTYPES |= {f"U{n}": getattr(torch, f"uint{n}") for n in (64, 32, 16, 8)}
 
 class BadCheckpoint(ValueError):
     """A model folder or a file in it is not what it should be; the message says which and why."""
+
+
+def check_unchanged(path: Path, stamp: Stamp) -> None:
+    """Refuse a file that is no longer the one whose header was checked."""
+    if not path.exists() or stamp_of(path.stat()) != stamp:
+        how = "changed" if path.exists() else "deleted"
+        raise BadCheckpoint(f"{spell_path(path)} was {how} after it was opened; open it again")

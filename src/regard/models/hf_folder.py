@@ -21,7 +21,6 @@ that the index tells in its metadata (often stale, never needed), other names (`
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,9 +40,8 @@ from regard._files import (
     spell,
     spell_path,
     spell_some,
-    stamp_of,
 )
-from regard.models.header import DTYPES, MAX_CONFIG_BYTES, BadCheckpoint
+from regard.models.header import DTYPES, MAX_CONFIG_BYTES, BadCheckpoint, check_unchanged
 from regard.models.save_folder import CONFIG, INDEX, SINGLE, View, is_plain_name, write_folder
 
 __all__ = ["BadCheckpoint", "Folder", "Stored", "write_folder"]
@@ -68,8 +66,6 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Shard:
-    """One safetensors file: its tensors, and its header, which holds the mapping."""
-
     path: Path
     stored: dict[str, Stored]
     header: Header
@@ -87,16 +83,6 @@ class _Shard:
                 )
             stored[name] = Stored(entry.shape, DTYPES[entry.dtype], path)
         return _Shard(path, stored, header)
-
-    def check_unchanged(self) -> None:
-        """Refuse a file that is no longer the one whose header was checked."""
-        stamp = None
-        with contextlib.suppress(FileNotFoundError):
-            stamp = stamp_of(self.path.stat())
-        if stamp != self.header.stamp:
-            how = "deleted" if stamp is None else "changed"
-            what = f"{spell_path(self.path)} was {how} after the folder was opened"
-            raise BadCheckpoint(f"{what}; open the folder again")
 
 
 @final
@@ -151,7 +137,7 @@ class Folder:
         if shard is None:
             what = f"{spell_path(self.path)} has no tensor {spell(name)}"
             raise BadCheckpoint(f"{what}; it has {len(self.stored)}: {spell_some(self.stored)}")
-        shard.check_unchanged()
+        check_unchanged(shard.path, shard.header.stamp)
         try:
             tensor: Tensor = shard.header.handle.get_tensor(name)
         except (SafetensorError, OSError, RuntimeError) as fault:
@@ -199,8 +185,6 @@ def _check_root(path: str | os.PathLike[str]) -> Path:
 
 
 def _refuse_without_weights(root: Path, names: set[str]) -> NoReturn:
-    """Say what is there instead of weights that can be read, and the way out."""
-
     def having(endings: tuple[str, ...]) -> list[str]:
         return sorted(name for name in names if name.endswith(endings))
 
@@ -231,7 +215,6 @@ def _refuse_without_weights(root: Path, names: set[str]) -> NoReturn:
 
 
 def _open_shards(view: View, names: set[str]) -> list[_Shard]:
-    """Every shard that the index names, with index and headers telling the same tale."""
     path = view.locate(INDEX)
     weight_map = _parse_index(path)
     files = list(dict.fromkeys(weight_map.values()))

@@ -31,10 +31,7 @@ def looks_like_a_name(name: str | os.PathLike[str]) -> bool:
 
 
 def fetch_folder(name: str, revision: str | None, more: Sequence[str] = ()) -> Path:
-    """The folder in the hub's cache that holds this model, fetched where it is not there yet.
-
-    more: patterns of files that are wanted beside those of `load`.
-    """
+    """The model's folder in the hub's cache; `more`: patterns of files beside those of `load`."""
     advice = f"fetch it where there is a network (hf download {name}) and copy its folder here"
     try:
         from huggingface_hub import snapshot_download

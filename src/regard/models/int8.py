@@ -61,7 +61,6 @@ def pack_rows(matrix_nm: Tensor) -> tuple[Tensor, Tensor]:
 def pack_folder(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors of a plain folder, as they are stored in this way."""
     packed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not bool(torch.isfinite(tensor.float()).all()):
@@ -110,7 +109,6 @@ class Int8Folder:
                 self.stored[name] = found
 
     def read(self, name: str) -> Tensor:
-        """The tensor in floating point; a matrix is made anew from whole numbers and scales."""
         if name + NUMBERS not in self._folder.stored:
             return self._folder.read(name)
         numbers_nm = self._folder.read(name + NUMBERS)

@@ -24,7 +24,6 @@ DRAWS = ("normal_", "uniform_")
 
 
 def make_blank(config: ModelConfig) -> Transformer:
-    """The model of a config, every parameter on the meta device."""
     with _Undrawn():
         return Transformer(config, device="meta")
 

@@ -113,11 +113,9 @@ class View:
         return View(root, tag, tuple(files), tuple(stale))
 
     def beside(self, name: str) -> Path:
-        """Where a file waits until it gets its name."""
         return self.root / f"{MARK}{self.tag}-{name}"
 
     def locate(self, name: str) -> Path:
-        """Where the file of that name is now."""
         if name in self.files and os.path.lexists(self.beside(name)):
             return self.beside(name)
         return self.root / name
@@ -227,7 +225,6 @@ def _check_file(name: str, content: object, taken: Mapping[str, object]) -> None
 def _plan_weights(
     tensors: Mapping[str, Tensor], max_shard_bytes: int
 ) -> dict[str, bytes | Mapping[str, Tensor]]:
-    """Which file gets which tensors, and the index if there is more than one file."""
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
     if not tensors:
@@ -269,10 +266,7 @@ def check_tensor(name: str, tensor: object) -> None:
 def make_header(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
-    """The header, in the mapping's order, and the order in which the bytes must follow it.
-
-    Wide types come first in the bytes, so that each value lies at a multiple of its own size.
-    """
+    """The header, and the order of the bytes: wide types first, so that each value is aligned."""
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     described = {
         name: (_DTYPE_WORDS[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
@@ -282,7 +276,6 @@ def make_header(
 
 
 def _write_file(path: Path, content: bytes | Mapping[str, Tensor]) -> None:
-    """Write bytes, or tensors as one safetensors file, and bring them to the disk."""
     with path.open("xb") as file:
         if isinstance(content, bytes):
             file.write(content)

@@ -75,21 +75,17 @@ class Embedding(nn.Module):
         embed, dim = config.embed, config.dim
         self.scale = embed.scale
         self.tokens = tokens
-        self.project: nn.Linear | None = None
-        if embed.dim is not None:
-            self.project = nn.Linear(embed.dim, dim, bias=False, **factory)
+        narrow = embed.dim is not None
+        self.project = nn.Linear(config.embed_dim, dim, bias=False, **factory) if narrow else None
         self.positions: Learned | Sinusoidal | None = None
         if embed.positions == "sinusoidal":
             self.positions = Sinusoidal(dim, config.max_len, layout=embed.layout)
         elif embed.positions == "learned":
             assert config.max_len is not None
             self.positions = Learned(config.max_len, dim, embed.offset, **factory)
-        self.token_types: nn.Embedding | None = None
-        if embed.n_token_types:
-            self.token_types = nn.Embedding(embed.n_token_types, dim, **factory)
-        self.norm: nn.Module | None = None
-        if embed.norm:
-            self.norm = make_norm("layer", dim, eps=embed.norm_eps, **factory)
+        n_types, eps = embed.n_token_types, embed.norm_eps
+        self.token_types = nn.Embedding(n_types, dim, **factory) if n_types else None
+        self.norm = make_norm("layer", dim, eps=eps, **factory) if embed.norm else None
         self.dropout = Dropout(embed.dropout)
 
     def forward(
@@ -127,16 +123,13 @@ class Head(nn.Module):
             self.dense = nn.Linear(dim, dim, **factory)
             self.activation = make_activation(head.activation)  # type: ignore[arg-type]
             self.norm = make_norm("layer", dim, eps=head.norm_eps, **factory)
-        self.project: nn.Linear | None = None
-        if config.embed.dim is not None:
-            self.project = nn.Linear(dim, embed_dim, bias=False, **factory)
+        narrow = config.embed.dim is not None
+        self.project = nn.Linear(dim, embed_dim, bias=False, **factory) if narrow else None
         self.weight = tokens.weight
         if not head.tied:
             self.weight = nn.Parameter(torch.empty(config.vocab_size, embed_dim, **factory))
             nn.init.normal_(self.weight, std=0.02)
-        self.bias: nn.Parameter | None = None
-        if head.bias:
-            self.bias = nn.Parameter(torch.zeros(config.vocab_size, **factory))
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size, **factory)) if head.bias else None
 
     def ready(self, x_btc: Tensor) -> Tensor:
         """The vectors, brought to where one product with the table is left."""
@@ -182,12 +175,9 @@ class Transformer(nn.Module):
         if config.decoder:
             self.decoder_embed = Embedding(config, tokens, **factory)
             self.decoder = Decoder(config.decoder, relative=config.relative, **factory)
-        self.pooler: nn.Linear | None = None
-        if config.head.pooler:
-            self.pooler = nn.Linear(config.dim, config.dim, **factory)
-        self.head: Head | None = None
-        if config.head.kind != "none":
-            self.head = Head(config, tokens, **factory)
+        dim, head = config.dim, config.head
+        self.pooler = nn.Linear(dim, dim, **factory) if head.pooler else None
+        self.head = Head(config, tokens, **factory) if head.kind != "none" else None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -239,9 +229,7 @@ class Transformer(nn.Module):
             cache=cache,
             states=states,
         )
-        pooled = None
-        if self.pooler is not None:
-            pooled = torch.tanh(self.pooler(last_btc[:, 0]))
+        pooled = None if self.pooler is None else torch.tanh(self.pooler(last_btc[:, 0]))
         logits = None if self.head is None else self.head(last_btc)
         hidden = None if states is None else tuple(states)
         return Output(logits, last_btc, memory, pooled, hidden)

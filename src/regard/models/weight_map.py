@@ -33,7 +33,6 @@ class Link:
 
 
 def same(theirs: str, ours: str) -> Link:
-    """The same tensor under another name."""
     return Link((theirs,), (ours,), list, list)
 
 
@@ -47,10 +46,7 @@ def transposed(theirs: str, ours: str) -> Link:
 
 
 def stacked(theirs: str, ours: Sequence[str], n_rows: int, is_transposed: bool) -> Link:
-    """One tensor of theirs that holds several of ours, one below the other, `n_rows` each.
-
-    `is_transposed`: side by side in a Conv1D, whose rows are our columns.
-    """
+    """Several of ours, `n_rows` each, one below the other, or side by side in a Conv1D."""
 
     def read(tensors: Tensors) -> Tensors:
         return list(torch.split(tensors[0].T if is_transposed else tensors[0], n_rows))
@@ -63,10 +59,7 @@ def stacked(theirs: str, ours: Sequence[str], n_rows: int, is_transposed: bool) 
 
 
 def interleaved(theirs: str, ours: Sequence[str], n_heads: int) -> Link:
-    """One tensor of theirs that holds several of ours head by head: q, k, v of head 0, then of 1.
-
-    NeoX and BLOOM keep their projections so; ours have the same number of heads each.
-    """
+    """One tensor of theirs that holds several of ours head by head: q, k, v of head 0, of 1, ..."""
 
     def read(tensors: Tensors) -> Tensors:
         n_rows = tensors[0].shape[0] // (n_heads * len(ours))
@@ -92,10 +85,8 @@ def renamed(theirs: str, ours: str, names: Mapping[str, str], has_bias: bool = T
 
 
 def both(theirs: str, ours: str) -> list[Link]:
-    """Weight and bias of a layer under another name."""
     return [same(f"{theirs}.{part}", f"{ours}.{part}") for part in ("weight", "bias")]
 
 
 def weight(theirs: str, ours: str) -> list[Link]:
-    """The weight of a layer that has no bias."""
     return [same(f"{theirs}.weight", f"{ours}.weight")]

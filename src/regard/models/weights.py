@@ -72,7 +72,8 @@ def load(
     revision: the branch, tag or commit of a hub name. A folder of that name goes before the hub;
     what the hub sends is kept in its own cache.
     """
-    check_dtype(dtype)
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}, as torch types")
     target = find_device(device)
     path = check_path(path_or_name)
     if is_embedded(path_or_name):
@@ -128,7 +129,6 @@ def gather(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def to_theirs(model: Transformer, links: Iterable[Link]) -> dict[str, Tensor]:
-    """The model's tensors under the names and in the shapes of the links."""
     ours = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, Tensor] = {}
     for link in links:
@@ -197,7 +197,9 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.devic
         theirs = [read_checked(checkpoint, names[name], dtype) for name in link.theirs]
         for name, tensor in zip(link.ours, link.read(theirs), strict=True):
             # A part of a stacked tensor is a view of it; only what lies in one piece may stay one.
-            put(model, name, tensor.to(device=device, dtype=dtype).contiguous())
+            tensor = tensor.to(device=device, dtype=dtype).contiguous()
+            path, _, last = name.rpartition(".")
+            model.get_submodule(path)._parameters[last] = nn.Parameter(tensor)
     if model.head is not None and config.head.tied:
         embed = model.decoder_embed or model.encoder_embed
         assert embed is not None
@@ -315,7 +317,6 @@ def is_constant(checkpoint: Checkpoint, name: str, family: Family, config: Model
 
 
 def find_copied(name: str, family: Family) -> str | None:
-    """The name of the tensor that this one repeats in tied models."""
     found = (original for pattern, original in family.copies.items() if re.fullmatch(pattern, name))
     return next(found, None)
 
@@ -323,7 +324,6 @@ def find_copied(name: str, family: Family) -> str | None:
 def check_copy(
     checkpoint: Checkpoint, name: str, original: str, expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """A repeated tensor must be equal to the one it repeats."""
     if original not in expected:
         original = next((full for full in expected if original.endswith(f".{full}")), original)
     if not are_equal(checkpoint, name, original):
@@ -353,21 +353,11 @@ def read_checked(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tenso
     return tensor
 
 
-def put(model: nn.Module, name: str, tensor: Tensor) -> None:
-    path, _, last = name.rpartition(".")
-    model.get_submodule(path)._parameters[last] = nn.Parameter(tensor)
-
-
 def stored_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
     """The type a model is loaded in when none is asked for: config.json's, else its embedding's."""
     word = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     found: torch.dtype = DTYPES.get(str(word).removeprefix("torch."), checkpoint.stored[name].dtype)
     return found if found in DTYPES.values() else torch.float32
-
-
-def check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype not in DTYPES.values():
-        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}, as torch types")
 
 
 def check_path(path_or_name: str | os.PathLike[str]) -> Path:
@@ -381,7 +371,6 @@ def check_path(path_or_name: str | os.PathLike[str]) -> Path:
 
 
 def find_device(device: torch.device | str) -> torch.device:
-    """The device, known to be there before anything is read."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):

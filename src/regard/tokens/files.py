@@ -39,7 +39,6 @@ MAKE_ONE = (
 
 
 def read_texts(path: Path) -> dict[str, str]:
-    """Every known file of a folder, or the one file given, as text under its plain name."""
     if path.is_file():
         return {TOKENIZER: _read(path)}
     if not path.is_dir():
@@ -79,16 +78,12 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def parse(texts: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
-    """The JSON object in the file `name`; empty where there is no such file."""
     data = texts.get(name, "{}").encode("utf-8", "surrogatepass")
     return parse_json(data, f"{origin}: {name}", ValueError, MAX_VALUES)
 
 
 def special_tokens(texts: Mapping[str, str], origin: str) -> dict[str, dict[str, Any]]:
-    """Role ("bos", ...) -> the token's "content" and how it is matched ("lstrip", "rstrip", ...).
-
-    Where both files name a token, `tokenizer_config.json` is believed.
-    """
+    """Role ("bos", ...) -> the token's entry; `tokenizer_config.json` goes before the other."""
     found: dict[str, dict[str, Any]] = {}
     for name in (CONFIG, SPECIAL):
         named = parse(texts, name, origin)
@@ -133,7 +128,6 @@ def chat_templates(texts: Mapping[str, str], origin: str) -> dict[str, str]:
 
 
 def _byte_level(folder: Path, texts: Mapping[str, str]) -> dict[str, str]:
-    """GPT-2's `vocab.json` and `merges.txt` as a `tokenizer.json` and its config."""
     vocab = parse({"vocab.json": _read(folder / "vocab.json")}, "vocab.json", str(folder))
     for key, value in vocab.items():
         if type(value) is not int:

@@ -360,7 +360,6 @@ class Tokenizer:
 
 
 def _share(spans: list[tuple[int, int]], run: list[int], text: str) -> None:
-    """Give the end of `text` to the tokens at `run`, which hold one byte each."""
     first = spans[run[0]][0]
     letters = text[first:]
     owners = [first + at for at, letter in enumerate(letters) for _ in letter.encode("utf-8")]

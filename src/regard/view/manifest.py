@@ -96,10 +96,7 @@ def sides_of(record: Record, number: int) -> tuple[str, str]:
 
 
 def _alignment(record: Record) -> tuple[int, int] | None:
-    """The place and head that align target and source most firmly: where a page opens.
-
-    None without cross-attention between the words that are known, or where it is too much of it.
-    """
+    """The place and head where a page opens: the firmest between target and source, if any."""
     weights = sum(
         place.n_heads * place.n_queries * place.n_keys
         for number, place in enumerate(record.places)
@@ -128,11 +125,7 @@ def cut(text: str, length: int) -> str:
 def _pieces(
     text: str, spans: Sequence[tuple[int, int]] | None, count: int
 ) -> list[list[str]] | None:
-    """For each token the text since the token before it, and its own: what the text page shows.
-
-    None where there are no spans, or where they do not lie in order inside the text; the labels
-    are shown instead.
-    """
+    """Each token's text and what stands before it; None where spans do not lie in the text."""
     if spans is None or len(spans) != count:
         return None
     pieces, done = [], 0

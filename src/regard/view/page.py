@@ -48,8 +48,7 @@ def write_page(
     budget: int = BUDGET,
 ) -> Path:
     """Write the page to a file, whole or not at all; gives its path."""
-    out = Path(os.fsdecode(path))
-    text = make_page(record, other, budget=budget)
+    out, text = Path(os.fsdecode(path)), make_page(record, other, budget=budget)
     with replace_file(out) as file:
         file.write(text.encode())
     return out
@@ -86,21 +85,17 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
 
 @final
 class _Parts:
-    """Arrays by name, as text, and the bytes that are left."""
-
     def __init__(self, budget: int) -> None:
         self.held: dict[str, str] = {}
         self.left = budget
         self._reserved = 0
 
     def reserve(self, share: float) -> None:
-        """Keep a share of what is left for later."""
         self.left += self._reserved
         self._reserved = int(max(0, self.left) * share)
         self.left -= self._reserved
 
     def put(self, name: str, values: Floats) -> bool:
-        """Hold an array if it fits; says whether it did."""
         packed = zlib.compress(values.astype("<f4").tobytes(), 6)
         text = base64.b64encode(packed).decode("ascii")
         cost = len(text) + len(name) + 6
@@ -112,7 +107,6 @@ class _Parts:
 
 
 def _put_small(parts: _Parts, records: Sequence[Record]) -> None:
-    """A small map of every head and what its keys receive, as large as their share allows."""
     places = [
         (which, number, place)
         for which, record in enumerate(records)
@@ -152,10 +146,7 @@ def _most_telling(records: Sequence[Record]) -> list[tuple[int, int, int]]:
 
 
 def _whole_cost(record: Record, place: int) -> float:
-    """About the bytes of one head's matrix in a page.
-
-    Weights hardly shrink, base64 is a third longer; what a causal mask hides shrinks to nothing.
-    """
+    """About the bytes of one head's matrix: base64 lengthens, what a causal mask hides shrinks."""
     height, width = record.grid(place) or (0, 0)
     return 4 * height * width * 1.25 * (0.5 if record.places[place].causal else 1.0)
 

@@ -143,11 +143,7 @@ def _draw(axes: Axes, weights: Floats, extent: tuple[float, float, float, float]
 
 
 def top_of(weights: Floats) -> float:
-    """The weight at the end of the scale: the largest, or in a large picture almost the largest.
-
-    The first queries of a long causal text have few keys and so large weights; with them as the
-    measure, all the rest would be pale.
-    """
+    """The end of the colour scale; in a large picture short of the few large weights at its top."""
     seen = weights[np.isfinite(weights) & (weights > 0)]
     if not seen.size:
         return 1.0
@@ -155,7 +151,6 @@ def top_of(weights: Floats) -> float:
 
 
 def _labels(record: Record, place: int) -> tuple[list[str], list[str]]:
-    """Words for queries and keys, or nothing where they are too many or unknown."""
     manifest = make_manifest([record], "png")["records"][0]
     sides = {"target": manifest["tokens"], "source": manifest["source_tokens"], "positions": None}
     here = manifest["places"][place]
@@ -203,13 +198,11 @@ def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float) -> 
 
 
 def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
-    """Every head as a small map, one row a place."""
     across = min(max(record.places[number].n_heads for number in places), 16)
     rows = [(n, head) for n in places for head in range(0, record.places[n].n_heads, across)]
     if len(rows) > 200:
-        raise ValueError(
-            f"{len(rows)} rows of heads do not fit on one picture; give place= to draw one place"
-        )
+        what = f"{len(rows)} rows of heads do not fit on one picture"
+        raise ValueError(f"{what}; give place= to draw one place")
     figure = _make_figure(0.7 + across * 0.75, 0.4 + len(rows) * 0.85)
     if title is not None:
         figure.suptitle(printable(title, 90), fontsize=9, color=INK)

@@ -46,10 +46,7 @@ def answer(records: Sequence[Record], question: str) -> Floats:
     if kind == "top" and len(pairs) != 1:
         raise BadView("the largest weights are those of one head")
     numbers = [_index(word, 1 << 31, "number") for word in rest]
-    total = sum(
-        _ask(record, kind, one_place, one_head, numbers).astype(np.float64)
-        for one_place, one_head in pairs
-    )
+    total = sum(_ask(record, kind, *pair, numbers).astype(np.float64) for pair in pairs)
     return (np.asarray(total) / len(pairs)).astype(np.float32)
 
 
@@ -99,10 +96,7 @@ def _ask(record: Record, kind: str, place: int, head: int, numbers: Sequence[int
 def make_tile(
     record: Record, place: int, head: int, levels: tuple[int, int], at: tuple[int, int]
 ) -> Floats:
-    """One tile of the pyramid; at most four maps are asked for, each of whole cells of one size.
-
-    The finest level is that of the weights, or of the only picture that the record kept.
-    """
+    """One tile of the pyramid, whose finest level is the weights, or the only picture kept."""
     here, grid = record.places[place], record.grid(place)
     if grid is None:
         raise BadView(f"{cut(here.name, 80)} kept no map")

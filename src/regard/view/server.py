@@ -49,8 +49,6 @@ HEADERS = {
 
 
 class Refused(Exception):
-    """A request that gets no answer; carries the status and one sentence."""
-
     def __init__(self, status: HTTPStatus, words: str) -> None:
         super().__init__(words)
         self.status = status
@@ -112,8 +110,6 @@ def serve(record: Record, other: Record | None = None, *, open_browser: bool = T
 
 
 class _Loopback(ThreadingHTTPServer):
-    """What the handlers serve: the manifest, and answers, each made once while it is remembered."""
-
     daemon_threads = True
     block_on_close = False
 

@@ -22,11 +22,7 @@ WIDGET_BUDGET = 2_000_000  # bytes of data in a notebook; more is asked of the k
 
 
 def make_widget(
-    record: Record,
-    other: Record | None = None,
-    *,
-    line: str = "",
-    budget: int = WIDGET_BUDGET,
+    record: Record, other: Record | None = None, *, line: str = "", budget: int = WIDGET_BUDGET
 ) -> Any:
     """A widget that shows a record, or compares two; put it last in a cell.
 
@@ -47,10 +43,8 @@ def _widget_class() -> Any:
         import anywidget
         import traitlets
     except ImportError as error:
-        raise ImportError(
-            "showing a record in a notebook needs the anywidget package: "
-            "pip install 'regard[view]'; record.html(\"page.html\") works without it"
-        ) from error
+        what = "showing a record in a notebook needs the anywidget package: pip install"
+        raise ImportError(f"{what} 'regard[view]'; record.html(...) works without it") from error
 
     class RecordWidget(anywidget.AnyWidget):  # type: ignore[misc, unused-ignore]
         """The page as a widget. `line` is what is being looked at, and can be set."""

@@ -22,35 +22,31 @@ PIECE = 1 << 22
 
 
 def flex_rule(mask_mod: Function, q_bhtd: Tensor, k_bgsd: Tensor) -> Mask | None:
-    """A mask function as a mask: asked for every pair."""
     (B, H, T, _), S = q_bhtd.shape, k_bgsd.shape[2]
     if getattr(mask_mod, "__name__", "") == "noop_mask":
         return None
-    if B * H * T * S > MOST:
-        raise ValueError(
-            f"a mask given as a function would be asked for {B * H * T * S:,} pairs to be "
-            f"recorded; at most {MOST:,}"
-        )
+    check_pairs("a mask", B * H * T * S, MOST)
     return Dense(ask(mask_mod, (B, H, T, S), q_bhtd.device, torch.bool))
 
 
 def flex_scores(score_mod: Function, q_bhtd: Tensor, k_bgsd: Tensor, scale: float) -> Tensor:
     """The scores of all pairs after a function of them, (B, H, T, S)."""
     (B, H, T, _), S = q_bhtd.shape, k_bgsd.shape[2]
-    if B * H * T * S > MOST // 4:
-        raise ValueError(
-            f"scores given by a function would be made whole to be recorded, {B * H * T * S:,} of "
-            f"them; at most {MOST // 4:,}"
-        )
+    check_pairs("scores", B * H * T * S, MOST // 4)
     dtype = score_dtype(q_bhtd.dtype)
     k_bhsd = k_bgsd.repeat_interleave(H // k_bgsd.shape[1], 1)
     plain = (q_bhtd.to(dtype) @ k_bhsd.to(dtype).mT) * scale
-    return ask(
-        lambda b, h, t, s: score_mod(plain[b, h, t, s], b, h, t, s),
-        plain.shape,
-        q_bhtd.device,
-        dtype,
-    )
+
+    def changed(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return score_mod(plain[b, h, t, s], b, h, t, s)
+
+    return ask(changed, plain.shape, q_bhtd.device, dtype)
+
+
+def check_pairs(what: str, n_pairs: int, most: int) -> None:
+    if n_pairs > most:
+        pairs = f"{n_pairs:,} pairs to be recorded; at most {most:,}"
+        raise ValueError(f"{what} given by a function would be asked for {pairs}")
 
 
 def ask(function: Function, sizes: Any, device: torch.device, dtype: torch.dtype) -> Tensor:

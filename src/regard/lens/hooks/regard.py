@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @contextmanager
 def hook_regard(recorder: Recorder) -> Iterator[None]:
-    """Record the calls while a module of the model is running."""
-
     def record(seen: call.Call) -> None:
         if torch.compiler.is_compiling():
             raise RuntimeError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,10 +53,8 @@ class Step:
 
 
 class ScoreTrace:
-    """The scores that are on their way."""
-
     def __init__(self) -> None:
-        self.steps: Any = WeakIdKeyDictionary()
+        self.steps: MutableMapping[Tensor, Step] = WeakIdKeyDictionary()
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Remember what a function did, where it made scores or changed them."""
@@ -102,8 +101,7 @@ class ScoreTrace:
         return None
 
     def _known(self, value: Any) -> Step | None:
-        found: Step | None = self.steps.get(value) if isinstance(value, Tensor) else None
-        return found
+        return self.steps.get(value) if isinstance(value, Tensor) else None
 
     def end(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Call | None:
         """The call that a softmax ends, if what it is taken of was followed."""
@@ -121,7 +119,6 @@ class ScoreTrace:
 
 
 def product(q: Any, k_t: Any, result: Tensor) -> Step | None:
-    """A product of two activations of the same number of axes."""
     if not isinstance(q, Tensor) or not isinstance(k_t, Tensor) or q.dim() != k_t.dim():
         return None
     weights = any(isinstance(x, nn.Parameter) for y in (q, k_t) for x in (y, y._base))
@@ -197,7 +194,6 @@ def call_of(name: str, step: Step) -> Call | None:
 
 
 def agrees(call: Call, scores_bhts: Tensor) -> bool:
-    """Whether some rows of the scores come out of the trace again."""
     shape, dtype = call.shape, score_dtype(call.q.dtype)
     if tuple(scores_bhts.shape) != tuple(shape):
         return False
@@ -218,7 +214,6 @@ def agrees(call: Call, scores_bhts: Tensor) -> bool:
 
 
 def number(value: Any) -> float | None:
-    """A plain number, or a tensor with one."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if plain or (isinstance(value, Tensor) and value.dim() == 0) else None
 

@@ -44,7 +44,6 @@ Read = Callable[["Recorder", Any, dict[str, Any]], Call | None]
 
 @contextmanager
 def hook_torch_nn(recorder: Recorder) -> Iterator[None]:
-    """Shadow `forward` of torch.nn's attention modules in the model."""
     shadowed: list[nn.Module] = []
     try:
         for module in recorder.model.modules():
@@ -103,7 +102,6 @@ def read_attention(recorder: Recorder, module: Any, given: dict[str, Any]) -> Ca
 
 
 def read_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call:
-    """A call of `TransformerEncoderLayer`: its self-attention, on either path."""
     nested = given["src"].is_nested
     x = nested_row(recorder, given["src"]) if nested else given["src"]
     with torch.no_grad():
@@ -121,7 +119,6 @@ def read_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call:
 def read_module(
     recorder: Recorder, module: Any, query: Tensor, key: Tensor, given: dict[str, Any], cross: bool
 ) -> Call:
-    """A call of a `MultiheadAttention`, as its functional twin would have it."""
     if module.batch_first and query.dim() == 3:
         query, key = query.transpose(0, 1), key.transpose(0, 1)
     own = {name: getattr(module, name) for name in OWN}
@@ -131,12 +128,10 @@ def read_module(
 
 
 def nested_row(recorder: Recorder, x: Tensor) -> Tensor:
-    """The recorded row of a nested tensor, as a batch of one."""
     rows = x.unbind()
     if recorder.row is None and len(rows) > 1:
-        raise ValueError(
-            f"the batch has {len(rows)} rows, and a record is of one: name it, watch(model, row=0)"
-        )
+        what = f"the batch has {len(rows)} rows, and a record is of one"
+        raise ValueError(f"{what}: name it, watch(model, row=0)")
     return rows[recorder.row or 0][None]
 
 
@@ -156,7 +151,6 @@ def read_heads(name: str, given: dict[str, Any], cross: bool | None = None) -> C
 
 
 def project(query_tbc: Tensor, key_sbc: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Queries and keys, (B, H, T, D) and (B, H, S, D)."""
     C, n_heads, bias = query_tbc.shape[-1], given["num_heads"], given.get("in_proj_bias")
     if given.get("use_separate_proj_weight"):
         q_weight, k_weight = given["q_proj_weight"], given["k_proj_weight"]

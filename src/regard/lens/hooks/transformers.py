@@ -79,7 +79,6 @@ def hook_transformers(recorder: Recorder) -> Iterator[None]:
 
 
 def recording(recorder: Recorder, function: Any) -> Any:
-    """The function, recording what it is called with where the module is one of the model's."""
     if not callable(function) or getattr(function, "_recorder", None) is recorder:
         return function
 
@@ -120,7 +119,6 @@ def read_call(name: str, module: nn.Module, function: Attend, given: dict[str, A
 
 
 def implementation(function: Attend) -> str:
-    """Which of the interface's kinds a function is, by its name."""
     named = getattr(function, "__name__", "")
     return next((kind for kind in ("flex", "sdpa", "flash", "paged") if kind in named), "eager")
 

@@ -44,7 +44,6 @@ class UnknownFamily(BadCheckpoint):
 
 
 def find_family(source: Mapping[str, Any]) -> Family:
-    """The family of a `config.json`, by its model_type."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in BY_MODEL_TYPE:
         came = f"model_type {spell(kind)}, which regard does not know"

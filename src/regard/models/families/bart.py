@@ -106,7 +106,6 @@ def unsqueeze(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def link_layer(theirs: str, ours: str, crossed: bool) -> list[Link]:
-    """One layer; `crossed` ones look at the encoder."""
     names = {"fc1": "ffn.up_proj", "fc2": "ffn.down_proj", "final_layer_norm": "ffn_norm"}
     attentions = {"self_attn": "self_attn"} | ({"encoder_attn": "cross_attn"} if crossed else {})
     for name, our_name in attentions.items():
@@ -130,19 +129,11 @@ def shape(dim: int, n_layers: int, n_heads: int, ffn_dim: int, vocab_size: int) 
 
 
 def size(dim: int, n_layers: int, **more: Any) -> Source:
-    return {
-        **shape(dim, n_layers, dim // 64, 4 * dim, 50265),
-        "model_type": "bart",
-        "architectures": ["BartForConditionalGeneration"],
-        "max_position_embeddings": 1024,
-        "activation_function": "gelu",
-        "bos_token_id": 0,
-        "pad_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 2,
-        "forced_eos_token_id": 2,
-        **more,
-    }
+    named = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}
+    usual = {"max_position_embeddings": 1024, "activation_function": "gelu"}
+    tokens = {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+    tokens |= {"decoder_start_token_id": 2, "forced_eos_token_id": 2}
+    return {**shape(dim, n_layers, dim // 64, 4 * dim, 50265), **named, **usual, **tokens, **more}
 
 
 MBART = {"model_type": "mbart", "architectures": ["MBartForConditionalGeneration"]}

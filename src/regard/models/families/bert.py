@@ -72,7 +72,6 @@ def config_from(read: ConfigReader) -> ModelConfig:
 
 
 def make_links(config: ModelConfig, prefix: str) -> list[Link]:
-    """The names of the model inside its head, `prefix` first."""
     embed = f"{prefix}embeddings"
     found = [
         same(f"{embed}.word_embeddings.weight", "encoder_embed.tokens.weight"),
@@ -90,8 +89,8 @@ def make_links(config: ModelConfig, prefix: str) -> list[Link]:
 def links(config: ModelConfig) -> list[Link]:
     found = make_links(config, "bert.")
     if config.head.kind == "masked":
-        found += both("cls.predictions.transform.dense", "head.dense")
-        found += both("cls.predictions.transform.LayerNorm", "head.norm")
+        names = {"dense": "dense", "LayerNorm": "norm"}
+        found += renamed("cls.predictions.transform", "head", names)
         found.append(same("cls.predictions.bias", "head.bias"))
     return found
 

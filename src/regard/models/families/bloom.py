@@ -6,7 +6,7 @@ from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, ModelConfig
 from regard.models.families import gpt_neox
 from regard.models.family import ConfigReader, Family, Source, link_head
-from regard.models.weight_map import Link, both, interleaved, renamed, same
+from regard.models.weight_map import Link, both, renamed, same
 
 LAYER = {**gpt_neox.LAYER, "self_attention.dense": "self_attn.out_proj"}
 
@@ -48,25 +48,14 @@ def links(config: ModelConfig) -> list[Link]:
     for n, block in enumerate(config.decoder):
         theirs, ours = f"transformer.h.{n}", f"decoder.layers.{n}"
         found += renamed(theirs, ours, LAYER)
-        for part in ("weight", "bias"):
-            name = f"{theirs}.self_attention.query_key_value.{part}"
-            projections = [f"{ours}.self_attn.{letter}_proj.{part}" for letter in "qkv"]
-            found.append(interleaved(name, projections, block.n_heads))
+        found += gpt_neox.link_qkv(f"{theirs}.self_attention", ours, block.n_heads, has_bias=True)
     return found
 
 
 def size(dim: int, n_layers: int, n_heads: int) -> Source:
-    return {
-        "model_type": "bloom",
-        "architectures": ["BloomForCausalLM"],
-        "hidden_size": dim,
-        "n_layer": n_layers,
-        "n_head": n_heads,
-        "vocab_size": 250880,
-        "pad_token_id": 3,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    named = {"model_type": "bloom", "architectures": ["BloomForCausalLM"], "vocab_size": 250880}
+    sizes = {"hidden_size": dim, "n_layer": n_layers, "n_head": n_heads}
+    return {**named, **sizes, "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2}
 
 
 FAMILY = Family(

@@ -32,17 +32,11 @@ def make_block(read: ConfigReader, **more: Any) -> BlockConfig:
 
 
 def make_sandwich(read: ConfigReader, **more: Any) -> BlockConfig:
-    """A layer of Gemma 2 or 3: a norm after each sublayer too."""
     scale = read.number("query_pre_attn_scalar", 256)
     if scale <= 0:
         read.count("query_pre_attn_scalar")
-    return make_block(
-        read,
-        order="sandwich",
-        activation=read.activation("hidden_activation", "gelu_pytorch_tanh"),
-        scale=scale**-0.5,
-        **more,
-    )
+    more["activation"] = read.activation("hidden_activation", "gelu_pytorch_tanh")
+    return make_block(read, order="sandwich", scale=scale**-0.5, **more)
 
 
 def make_config(

@@ -20,26 +20,19 @@ def config_from(read: ConfigReader) -> ModelConfig:
     slides = [(n + 1) % every != 0 for n in range(read.layers("num_hidden_layers"))]
     softcap = gemma.read_cap(read, "attn_logit_softcapping", None)
     local, everywhere = find_rotary(read, local=True), find_rotary(read, local=False)
-    norms = {"qk_norm": "rms_offset", "qk_norm_eps": read.number("rms_norm_eps", 1e-6)}
+    more = {"qk_norm": "rms_offset", "qk_norm_eps": read.number("rms_norm_eps", 1e-6)}
+    more["softcap"] = softcap
+    windows = llama.find_windows(read, read.count("sliding_window", 4096), slides)
     blocks = [
-        gemma.make_sandwich(
-            read,
-            window=window,
-            softcap=softcap,
-            rotary=everywhere if window is None else local,
-            **norms,
-        )
-        for window in llama.find_windows(read, read.count("sliding_window", 4096), slides)
+        gemma.make_sandwich(read, window=seen, rotary=local if seen else everywhere, **more)
+        for seen in windows
     ]
     final = gemma.read_cap(read, "final_logit_softcapping", None)
     return gemma.make_config("gemma3", read, blocks, final)
 
 
 def find_rotary(read: ConfigReader, *, local: bool) -> RotaryConfig:
-    """The rotary of layers with a window, or of those without.
-
-    New files have an object for each; older ones two bases, and a scaling for layers without.
-    """
+    """The rotary of layers with or without a window; older files have two bases for them."""
     kind = "sliding_attention" if local else "full_attention"
     given = dict(ConfigReader(read.mapping("rope_parameters")).mapping(kind))
     if not local:

@@ -62,17 +62,9 @@ def links(config: ModelConfig) -> list[Link]:
 
 
 def size(dim: int, n_layers: int, n_heads: int) -> Source:
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_embd": dim,
-        "n_layer": n_layers,
-        "n_head": n_heads,
-        "n_positions": 1024,
-        "vocab_size": 50257,
-        "bos_token_id": 50256,
-        "eos_token_id": 50256,
-    }
+    named = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 1024}
+    sizes = {"n_embd": dim, "n_layer": n_layers, "n_head": n_heads, "vocab_size": 50257}
+    return {**named, **sizes, "bos_token_id": 50256, "eos_token_id": 50256}
 
 
 FAMILY = Family(

@@ -20,11 +20,8 @@ LAYER = {
 def config_from(read: ConfigReader) -> ModelConfig:
     dim, n_heads = read.count("hidden_size"), read.count("num_attention_heads")
     dropout = read.number("hidden_dropout", 0.0)
-    rotary = read.rotary(
-        max(dim // n_heads, 1),
-        base=read.number("rotary_emb_base", 10000.0),
-        fraction=read.number("rotary_pct", 0.25),
-    )
+    base, fraction = read.number("rotary_emb_base", 10000.0), read.number("rotary_pct", 0.25)
+    rotary = read.rotary(max(dim // n_heads, 1), base=base, fraction=fraction)
     block = BlockConfig(
         dim=dim,
         n_heads=n_heads,
@@ -57,11 +54,16 @@ def links(config: ModelConfig) -> list[Link]:
         found += renamed(theirs, ours, LAYER)
         out = {"attention.dense": "self_attn.out_proj"}
         found += renamed(theirs, ours, out, bool(block.attention_bias))
-        for part in ("weight", "bias") if block.attention_bias else ("weight",):
-            name = f"{theirs}.attention.query_key_value.{part}"
-            projections = [f"{ours}.self_attn.{letter}_proj.{part}" for letter in "qkv"]
-            found.append(interleaved(name, projections, block.n_heads))
+        found += link_qkv(f"{theirs}.attention", ours, block.n_heads, bool(block.attention_bias))
     return found
+
+
+def link_qkv(theirs: str, ours: str, n_heads: int, has_bias: bool) -> list[Link]:
+    def link(part: str) -> Link:
+        projections = [f"{ours}.self_attn.{letter}_proj.{part}" for letter in "qkv"]
+        return interleaved(f"{theirs}.query_key_value.{part}", projections, n_heads)
+
+    return [link(part) for part in ("weight", "bias")[: 1 + has_bias]]
 
 
 def size(dim: int, n_layers: int, n_heads: int, vocab_size: int = 50304, **more: Any) -> Source:

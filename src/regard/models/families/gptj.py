@@ -6,8 +6,10 @@ from regard.layers import BlockConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.families import gpt2
 from regard.models.family import ConfigReader, Family, link_head
-from regard.models.weight_map import Link, both, same, weight
+from regard.models.weight_map import Link, both, renamed, same, weight
 from regard.positions import RotaryConfig
+
+LAYER = {"ln_1": "self_attn_norm", "mlp.fc_in": "ffn.up_proj", "mlp.fc_out": "ffn.down_proj"}
 
 
 def config_from(read: ConfigReader) -> ModelConfig:
@@ -46,14 +48,14 @@ def links(config: ModelConfig) -> list[Link]:
         found.append(same("lm_head.bias", "head.bias"))
     for n in range(len(config.decoder)):
         theirs, ours = f"transformer.h.{n}", f"decoder.layers.{n}"
-        found += both(f"{theirs}.ln_1", f"{ours}.self_attn_norm")
+        found += renamed(theirs, ours, LAYER)
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
             found += weight(f"{theirs}.attn.{name}", f"{ours}.self_attn.{name}")
-        found += both(f"{theirs}.mlp.fc_in", f"{ours}.ffn.up_proj")
-        found += both(f"{theirs}.mlp.fc_out", f"{ours}.ffn.down_proj")
     return found
 
 
+NAMED = {"model_type": "gptj", "architectures": ["GPTJForCausalLM"]}
+SIZES = {"rotary_dim": 64, "n_positions": 2048, "vocab_size": 50400}
 FAMILY = Family(
     name="gptj",
     config_from=config_from,
@@ -61,14 +63,5 @@ FAMILY = Family(
     prefix="transformer.",
     ignored=(r"h\.\d+\.attn\.(bias|masked_bias|embed_positions)",),
     copies={r"lm_head\.weight": "transformer.wte.weight"},
-    sizes={
-        "gpt-j-6b": {
-            **gpt2.size(4096, 28, 16),
-            "model_type": "gptj",
-            "architectures": ["GPTJForCausalLM"],
-            "rotary_dim": 64,
-            "n_positions": 2048,
-            "vocab_size": 50400,
-        }
-    },
+    sizes={"gpt-j-6b": {**gpt2.size(4096, 28, 16), **NAMED, **SIZES}},
 )

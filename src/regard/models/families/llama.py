@@ -40,7 +40,6 @@ def make_block(read: ConfigReader, **more: Any) -> BlockConfig:
 def make_config(
     family: str, read: ConfigReader, blocks: Sequence[BlockConfig], **more: Any
 ) -> ModelConfig:
-    """A decoder of such layers, its head tied or not."""
     head = HeadConfig(tied=read.flag("tie_word_embeddings", False))
     found = {"max_len": read.max_len(blocks), "decoder": tuple(blocks), "head": head}
     return read.model(family, **{**found, **more})
@@ -108,7 +107,6 @@ def make_family(
     links: Callable[[ModelConfig], list[Link]] = make_links,
     **more: Any,
 ) -> Family:
-    """LLaMA itself, or a descendant with its names of tensors."""
     return Family(
         name=name,
         config_from=config_from,

@@ -47,19 +47,11 @@ def position_table(config: ModelConfig, shape: tuple[int, ...]) -> Tensor | None
 
 
 def size(vocab_size: int) -> Source:
-    return {
-        **bart.shape(512, 6, 8, 2048, vocab_size),
-        "model_type": "marian",
-        "architectures": ["MarianMTModel"],
-        "max_position_embeddings": 512,
-        "activation_function": "swish",
-        "scale_embedding": True,
-        "eos_token_id": 0,
-        "forced_eos_token_id": 0,
-        "pad_token_id": vocab_size - 1,
-        "decoder_start_token_id": vocab_size - 1,
-        "bad_words_ids": [[vocab_size - 1]],
-    }
+    named = {"model_type": "marian", "architectures": ["MarianMTModel"], "scale_embedding": True}
+    usual = {"max_position_embeddings": 512, "activation_function": "swish"}
+    pad, ends = vocab_size - 1, {"eos_token_id": 0, "forced_eos_token_id": 0}
+    starts = {"pad_token_id": pad, "decoder_start_token_id": pad, "bad_words_ids": [[pad]]}
+    return {**bart.shape(512, 6, 8, 2048, vocab_size), **named, **usual, **ends, **starts}
 
 
 FAMILY = Family(

@@ -18,12 +18,8 @@ def config_from(read: ConfigReader) -> ModelConfig:
     # The only key whose absence and null differ: absent is Mistral 7B's window, null is none.
     n_seen = read.count("sliding_window", 4096)
     has_window = read.has("sliding_window") or "sliding_window" not in read.source
-    block = llama.make_block(
-        read,
-        attention_bias=False,
-        ffn_bias=False,
-        window=llama.look_back(n_seen) if has_window else None,
-    )
+    window = llama.look_back(n_seen) if has_window else None
+    block = llama.make_block(read, attention_bias=False, ffn_bias=False, window=window)
     return llama.make_config("mistral", read, (block,) * n_layers)
 
 

@@ -15,6 +15,7 @@ from regard.models.weight_map import Link, both, renamed, same, weight
 
 LAYER = {f"self_attn.{name}_proj": f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")}
 LAYER |= {"fc1": "ffn.up_proj", "fc2": "ffn.down_proj"}
+NORMS = {"self_attn_layer_norm": "self_attn_norm", "final_layer_norm": "ffn_norm"}
 
 
 def config_from(read: ConfigReader) -> ModelConfig:
@@ -59,8 +60,7 @@ def links(config: ModelConfig) -> list[Link]:
         found += weight("model.decoder.project_out", "head.project")
     for n, block in enumerate(config.decoder):
         theirs, ours = f"model.decoder.layers.{n}", f"decoder.layers.{n}"
-        found += both(f"{theirs}.self_attn_layer_norm", f"{ours}.self_attn_norm")
-        found += both(f"{theirs}.final_layer_norm", f"{ours}.ffn_norm")
+        found += renamed(theirs, ours, NORMS)
         found += renamed(theirs, ours, LAYER, block.ffn_bias)
     return found
 

@@ -26,7 +26,7 @@ import math
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
 from regard.models.families import bart
 from regard.models.family import ConfigReader, Family, Source
-from regard.models.weight_map import Link, both, same
+from regard.models.weight_map import Link, both, renamed, same
 
 
 def config_from(read: ConfigReader) -> ModelConfig:
@@ -57,9 +57,8 @@ def links(config: ModelConfig) -> list[Link]:
             parts.append(f"{name}_norm")
         if blocks[0].order == "pre":
             found += both(f"{side}.norm", f"{side}.norm")
-        for n in range(len(blocks)):
-            for part in parts:
-                found += both(f"{side}.layers.{n}.{part}", f"{side}.layers.{n}.{part}")
+        for layer in (f"{side}.layers.{n}" for n in range(len(blocks))):
+            found += renamed(layer, layer, dict(zip(parts, parts, strict=True)))
     return found
 
 

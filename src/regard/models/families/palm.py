@@ -9,7 +9,11 @@ from __future__ import annotations
 from regard.layers import BlockConfig
 from regard.models.config import HeadConfig, ModelConfig
 from regard.models.family import ConfigReader, Family, Source
-from regard.models.weight_map import Link, same, weight
+from regard.models.weight_map import Link, renamed, weight
+
+LAYER = {"norm": "self_attn_norm"}
+LAYER |= {f"attention.{name}_proj": f"self_attn.{name}_proj" for name in ("q", "k", "v", "out")}
+LAYER |= {f"ffn.{name}_proj": f"ffn.{name}_proj" for name in ("gate", "up", "down")}
 
 
 def config_from(read: ConfigReader) -> ModelConfig:
@@ -39,17 +43,9 @@ def config_from(read: ConfigReader) -> ModelConfig:
 
 
 def links(config: ModelConfig) -> list[Link]:
-    found = [
-        same("embed.weight", "decoder_embed.tokens.weight"),
-        same("norm.weight", "decoder.norm.weight"),
-    ]
+    found = [*weight("embed", "decoder_embed.tokens"), *weight("norm", "decoder.norm")]
     for n in range(len(config.decoder)):
-        theirs, ours = f"layers.{n}", f"decoder.layers.{n}"
-        found += weight(f"{theirs}.norm", f"{ours}.self_attn_norm")
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            found += weight(f"{theirs}.attention.{name}", f"{ours}.self_attn.{name}")
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            found += weight(f"{theirs}.ffn.{name}", f"{ours}.ffn.{name}")
+        found += renamed(f"layers.{n}", f"decoder.layers.{n}", LAYER, has_bias=False)
     return found
 
 

@@ -35,17 +35,10 @@ def links(config: ModelConfig) -> list[Link]:
 
 def size(kind: str, dim: int, n_layers: int, n_heads: int, vocab_size: int) -> Source:
     cls = {"roberta": "RobertaForMaskedLM", "xlm-roberta": "XLMRobertaForMaskedLM"}[kind]
-    return {
-        **bert.size(dim, n_layers, n_heads, vocab_size),
-        "model_type": kind,
-        "architectures": [cls],
-        "max_position_embeddings": 514,
-        "type_vocab_size": 1,
-        "layer_norm_eps": 1e-5,
-        "pad_token_id": 1,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-    }
+    named = {"model_type": kind, "architectures": [cls], "max_position_embeddings": 514}
+    tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    usual = {**bert.size(dim, n_layers, n_heads, vocab_size), **named, **tokens}
+    return {**usual, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
 
 FAMILY = Family(

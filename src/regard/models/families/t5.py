@@ -29,9 +29,7 @@ FEEDS: dict[str, tuple[Any, bool]] = {
 
 
 def config_from(read: ConfigReader) -> ModelConfig:
-    read.expect_class(
-        "T5ForConditionalGeneration", "T5WithLMHeadModel", "MT5ForConditionalGeneration"
-    )
+    read.expect_class("T5ForConditionalGeneration", "T5WithLMHeadModel", *MT5["architectures"])
     multilingual = read.word("model_type", "t5") == "mt5"
     feed = read.choice("feed_forward_proj", FEEDS, "gated-gelu" if multilingual else "relu")
     activation, gated = FEEDS[feed]
@@ -92,7 +90,6 @@ def links(config: ModelConfig) -> list[Link]:
 
 
 def link_layer(theirs: str, ours: str, block: BlockConfig) -> list[Link]:
-    """One layer: its sublayers are numbered."""
     attentions = [("SelfAttention", "self_attn"), ("EncDecAttention", "cross_attn")]
     attentions = attentions[: 1 + block.cross_attention]
     names = {}
@@ -111,20 +108,10 @@ def link_layer(theirs: str, ours: str, block: BlockConfig) -> list[Link]:
 
 
 def size(dim: int, n_layers: int, heads: int, ffn_dim: int, **more: Any) -> Source:
-    return {
-        "model_type": "t5",
-        "architectures": ["T5ForConditionalGeneration"],
-        "d_model": dim,
-        "num_layers": n_layers,
-        "num_heads": heads,
-        "d_kv": 64,
-        "d_ff": ffn_dim,
-        "vocab_size": 32128,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 0,
-        **more,
-    }
+    named = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+    sizes = {"d_model": dim, "num_layers": n_layers, "num_heads": heads, "d_ff": ffn_dim}
+    usual = {"d_kv": 64, "vocab_size": 32128, "pad_token_id": 0, "eos_token_id": 1}
+    return {**named, **sizes, **usual, "decoder_start_token_id": 0, **more}
 
 
 NEWER: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
