@@ -14,8 +14,7 @@ of a batch starts and goes on by itself.
   these and the newest. Without gradients.
 - `CrossCache` holds the keys and values of a memory, which are computed once.
 
-The first call finds nothing kept and gets back just what it brought, so a prompt costs what it
-costs without a cache.
+The first call gets back just what it brought, so a prompt costs what it costs without a cache.
 
 Left out: pages shared between rows, quantised keys, going back to an earlier position.
 
@@ -81,7 +80,6 @@ class KVCache:
 
     @staticmethod
     def windowed(left: int) -> KVCache:
-        """For layers whose window reaches `left` keys back."""
         return KVCache(RingSlots(left))
 
     @property
@@ -173,10 +171,8 @@ class KVCache:
             buffers = allocate(k, v, slots.n_slots)
         check_fit(buffers, k, v)
         self._buffers = buffers
-        read = buffers
-        if step.first:
-            read = k, v
-        elif slots.n_read < slots.n_slots:
+        read = (k, v) if step.first else buffers
+        if slots.n_read < slots.n_slots and not step.first:
             read = buffers[0][:, :, : slots.n_read], buffers[1][:, :, : slots.n_read]
             if step.keys.shape[1] > slots.n_read:
                 read = torch.cat((read[0], k), 2), torch.cat((read[1], v), 2)
@@ -201,12 +197,10 @@ class CrossCache:
         return self.k is not None
 
     def reset(self) -> None:
-        """Forget the memory."""
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
     def fill(self, k: Tensor, v: Tensor) -> None:
-        """Keep k (B, G, S, D) and v (B, G, S, E)."""
         check_shapes({"k": (k, "B G S D"), "v": (v, "B G S E")})
         self.k, self.v = k, v
 
