@@ -14,6 +14,8 @@ How: a block adds the answers of its sublayers to what passes through it.
 What speaks of positions in the config (rotary, alibi, window) belongs to self-attention;
 everything else holds for cross-attention too.
 
+Left out: stacks (`stack.py`); embeddings and heads, which are the model's.
+
 Letters: B batch, T tokens, S tokens of the memory, C model width, M width of the memory.
 """
 
@@ -37,9 +39,7 @@ from regard.layers.multihead import (
     ProjectionBias,
     Sides,
     check_heads,
-    check_rotary,
-    check_scores,
-    check_window,
+    check_rule,
 )
 from regard.layers.norm import Factory, NormKind, check_norm, make_norm
 from regard.ops import Bias, Mask
@@ -96,9 +96,7 @@ class BlockConfig:
         check_count("ffn_dim", self.ffn_dim)
         check_choice("order", self.order, get_args(Order))
         check_norm(self.norm, self.norm_eps, self.norm_bias)
-        check_rotary(self.rotary, head_dim)
-        check_scores(self.scale, self.softcap, self.backend)
-        check_window(self.window)
+        check_rule(head_dim, self.rotary, self.window, self.scale, self.softcap, self.backend)
         make_activation(self.activation)
         if self.qk_norm is not None:
             check_choice("qk_norm", self.qk_norm, get_args(NormKind))

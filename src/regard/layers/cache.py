@@ -62,10 +62,9 @@ class KVCache:
     def __init__(self, slots: Slots) -> None:
         """slots: which positions are kept; the caches of a stack share theirs."""
         self.slots = slots
-        self.window = slots.window
-        """How far back a query may look; None is as far as the text goes."""
+        self.window = slots.window  # how far back a query may look; None is the whole text
+        # Whether keys lie in order of arrival, as a mask over keys as they lie takes them.
         self.in_order = slots.n_slots is None
-        """Whether keys lie in order of arrival, as a mask over keys as they lie takes them."""
         self._kept: tuple[Tensor, Tensor] | None = None
         self._buffers: tuple[Tensor, Tensor] | None = None
 
@@ -127,7 +126,6 @@ class KVCache:
             self._buffers = None
 
     def _append(self, k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """The kept keys and values with the new ones behind them."""
         if self._kept is None:
             self._kept = k, v
             return self._kept
@@ -205,7 +203,6 @@ class CrossCache:
         self.k, self.v = k, v
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was."""
         if self.k is not None and self.v is not None:
             self.k, self.v = self.k.index_select(0, index), self.v.index_select(0, index)
 
@@ -225,9 +222,9 @@ class DecoderCache:
 
     def __init__(self, blocks: Iterable[BlockCache]) -> None:
         self.blocks = tuple(blocks)
-        self.slots = list(dict.fromkeys(block.self_attn.slots for block in self.blocks))
-        """Each once, however many blocks share it."""
-        self.slots_of = [self.slots.index(block.self_attn.slots) for block in self.blocks]
+        of_blocks = [block.self_attn.slots for block in self.blocks]
+        self.slots = list(dict.fromkeys(of_blocks))  # each once, however many blocks share it
+        self.slots_of = [self.slots.index(slots) for slots in of_blocks]
 
     @property
     def length(self) -> Tensor | None:

@@ -49,12 +49,9 @@ class Step(NamedTuple):
 class Slots(ABC):
     """The positions of what a KV cache keeps."""
 
-    window: int | None = None
-    """How far back a query may look; None is as far as the text goes."""
-    n_slots: int | None = None
-    """Slots of a static buffer; None where the buffer grows."""
-    n_read: int | None = None
-    """Those of them that are read."""
+    window: int | None = None  # how far back a query may look; None is as far as the text goes
+    n_slots: int | None = None  # of a static buffer; None where the buffer grows
+    n_read: int | None = None  # those of them that are read
     _keys: Tensor | None = None
     _next: Tensor | None = None
     _started = False
@@ -87,7 +84,7 @@ class Slots(ABC):
 
     @abstractmethod
     def _take(self, queries: Tensor, batch: int, counted: bool) -> Step:
-        """`advance`, with positions (N, T); `counted`: nobody gave them."""
+        """Positions are (N, T); `counted`: nobody gave them."""
 
     @abstractmethod
     def reorder(self, index: Tensor) -> None:

@@ -150,13 +150,12 @@ class MultiHeadAttention(Observable):
         super().__init__()
         n_kv_heads, head_dim = check_heads(dim, n_heads, n_kv_heads, head_dim)
         check_count("kv_dim", kv_dim := dim if kv_dim is None else kv_dim)
-        check_rotary(rotary, head_dim)
-        check_scores(scale, softcap, backend)
+        check_rule(head_dim, rotary, window, scale, softcap, backend)
         if isinstance(bias, bool):
             bias = ProjectionBias(q=bias, k=bias, v=bias, out=bias)
         self.dim, self.kv_dim, self.head_dim = dim, kv_dim, head_dim
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads
-        self.causal, self.alibi, self.window = causal, alibi, check_window(window)
+        self.causal, self.alibi, self.window = causal, alibi, window
         self.scale, self.softcap, self.backend = scale, softcap, backend
         self.dropout = check_probability("dropout", dropout)
         self.q_proj = nn.Linear(dim, n_heads * head_dim, bias.q, **where)
@@ -326,7 +325,6 @@ class MultiHeadAttention(Observable):
         return project(self.out_proj, heads_bhtd.transpose(1, 2).flatten(2))
 
     def _split(self, wide_bsx: Tensor, norm: Norm | None) -> Tensor:
-        """What a projection gave, as heads (B, H or G, S, D)."""
         B, S, X = wide_bsx.shape
         heads_bshd = wide_bsx.view(B, S, X // self.head_dim, self.head_dim)
         if norm is not None:
@@ -365,7 +363,6 @@ class MultiHeadAttention(Observable):
         return Rule(mask=mask, bias=bias, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
 
     def _check_cache(self, cache: KVCache, mask: Mask | None, bias: Bias | None) -> None:
-        """Refuse a cache that keeps less than the layer sees, or in another order than asked."""
         left = None if self.window is None else self.window[0]
         if cache.window is not None and (left is None or left > cache.window):
             raise ValueError(
@@ -430,31 +427,29 @@ def check_heads(
     return n_kv_heads, head_dim
 
 
-def check_rotary(rotary: RotaryConfig | None, head_dim: int) -> None:
+def check_rule(
+    head_dim: int,
+    rotary: RotaryConfig | None,
+    window: Sides | None,
+    scale: float | None,
+    softcap: float | None,
+    backend: str,
+) -> None:
+    """Refuse what `attention` would refuse, when the layer is made."""
     if rotary is not None and rotary.head_dim != head_dim:
         raise ValueError(
             f"rotary was configured for head_dim={rotary.head_dim}, but the layer has "
             f"head_dim={head_dim}"
         )
-
-
-def check_scores(scale: float | None, softcap: float | None, backend: str) -> None:
-    """Refuse numbers that `attention` would refuse, when the layer is made."""
     if scale is not None:
         check_number("scale", scale)
     if softcap is not None:
         check_number("softcap", softcap, positive=True)
     check_choice("backend", backend, ("auto", *BACKENDS))
-
-
-def check_window(window: Sides | None) -> Sides | None:
-    """Two sides, each a number from 0 on or None."""
-    if window is None:
-        return None
-    if not isinstance(window, tuple) or len(window) != 2:
+    if window is not None and (not isinstance(window, tuple) or len(window) != 2):
         raise ValueError(
             f"window is {window!r}; expected (left, right): how many keys before and after its own "
             "a query may see, None for all"
         )
-    Window(*window)
-    return window
+    if window is not None:
+        Window(*window)

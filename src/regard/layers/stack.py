@@ -8,6 +8,8 @@ same rotary share its phases. A stack ends with a norm, except in "post" order, 
 normed already. `states`, a list, is filled with what enters each block and with what leaves the
 stack: n_layers + 1 tensors.
 
+Left out: embeddings and heads, which are the model's.
+
 Letters: B batch, T tokens, S tokens of the memory, C model width, M width of the memory.
 """
 

@@ -29,7 +29,6 @@ def refuse_nested(*tensors: Tensor | None) -> None:
 
 
 def refuse_script(module: nn.Module) -> NoReturn:
-    """What `torch.jit.script` is told; it calls a module's `__prepare_scriptable__` first."""
     raise NotImplementedError(
         f"regard.nn.{type(module).__name__} does not support TorchScript; use torch.compile(model) "
         "or torch.export.export(model, ...) instead of torch.jit.script(model)"

@@ -39,10 +39,8 @@ class Inputs(NamedTuple):
     batched: bool
 
     def sizes(self, n_heads: int) -> Shape:
-        axis_b, axis_t = (0, 1) if self.batch_first else (1, 0)
-        return Shape(
-            self.query.shape[axis_b], n_heads, self.query.shape[axis_t], self.key.shape[axis_t]
-        )
+        (n, m), S = self.query.shape[:2], self.key.shape[1 if self.batch_first else 0]
+        return Shape(n, n_heads, m, S) if self.batch_first else Shape(m, n_heads, n, S)
 
     def split(self, x_xyc: Tensor, n_heads: int) -> Tensor:
         """(X, Y, C) as (B, H, T, D), without a copy."""
@@ -80,12 +78,6 @@ class Projection:
     bias: Tensor | None
     pair: tuple[Tensor, Tensor] | None
     zero: bool
-
-    @property
-    def dtype(self) -> torch.dtype:
-        weight = self.packed if self.apart is None else self.apart[0]
-        assert weight is not None
-        return weight.dtype
 
 
 def read_inputs(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) -> Inputs:
@@ -135,11 +127,11 @@ def check_widths(inputs: Inputs, weights: Projection) -> None:
 def project(inputs: Inputs, weights: Projection) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values per head, (B, H, T, D) and (B, H, S, D)."""
     query, key, value = inputs[:3]
+    parts = weights.packed.chunk(3) if weights.packed is not None else weights.apart
+    assert parts is not None
     # torch takes a bias of another float type than its weight; linear does not.
-    bias = weights.bias.to(weights.dtype) if weights.bias is not None else None
+    bias = None if weights.bias is None else weights.bias.to(parts[0].dtype)
     if weights.packed is None or key is not value:
-        parts = weights.packed.chunk(3) if weights.packed is not None else weights.apart
-        assert parts is not None
         biases = bias.chunk(3) if bias is not None else (None, None, None)
         q, k, v = (F.linear(*part) for part in zip((query, key, value), parts, biases, strict=True))
     elif query is key:
@@ -213,7 +205,6 @@ def attend(
 
 
 def read_static(name: str, static: Tensor, shape: Shape, weights: Projection) -> Tensor:
-    """Keys or values given as (B·H, S, D), as (B, H, S, D)."""
     if weights.pair is not None:
         raise InputError(f"bias cannot be added to static {name}.")
     B, H, _, S = shape
