@@ -65,6 +65,15 @@ def seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
+def nothing_compiled_before(request: pytest.FixtureRequest) -> None:
+    """Torch compiles one function a few times and then gives up; each test has all of them."""
+    if "compil" in request.node.name:
+        import torch
+
+        torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
 def torch_left_as_found() -> Iterator[None]:
     """A test that changes a global of torch for good would change its neighbours."""
     import torch

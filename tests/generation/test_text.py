@@ -320,6 +320,7 @@ def test_the_file_beside_the_weights_tells_the_tokens(tmp_path: Path) -> None:
     [
         "{",
         "[]",
+        '{"a": ' + "[" * 200 + "]" * 200 + "}",
         {"eos_token_id": "2"},
         {"eos_token_id": [2, 17]},
         {"forced_bos_token_id": True},

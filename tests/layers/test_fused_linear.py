@@ -87,12 +87,12 @@ def run_cases() -> None:
                     wide = nn.functional.linear(
                         x.double(), weight.double(), None if bias is None else bias.double()
                     )
-                    for kernel, expected in (
-                        ("_matvec", wide[:n_out]),
-                        ("_gated", nn.functional.silu(wide[:n_out]) * wide[n_out:]),
+                    for gated, expected in (
+                        (False, wide[:n_out]),
+                        (True, nn.functional.silu(wide[:n_out]) * wide[n_out:]),
                     ):
                         out = torch.empty(n_out, dtype=dtype)
-                        plain = getattr(matvec_kernels, kernel).fn.fn
+                        plain = matvec_kernels._matvec.fn.fn
                         even = n_out % rows == 0 and n_in % columns == 0
                         plain[(triton.cdiv(n_out, rows),)](
                             x,
@@ -103,12 +103,13 @@ def run_cases() -> None:
                             n_in,
                             weight.stride(0),
                             BIAS=biased,
+                            GATED=gated,
                             EVEN=even,
                             ROWS=rows,
                             COLUMNS=columns,
                         )
                         error = float((out.double() - expected).abs().max())
-                        case = f"{kernel} {dtype} {n_out}x{n_in} {rows} {columns} {biased}"
+                        case = f"{gated} {dtype} {n_out}x{n_in} {rows} {columns} {biased}"
                         report[case] = [error, 40 * torch.finfo(dtype).eps]
     print(json.dumps(report))
 

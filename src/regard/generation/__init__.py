@@ -3,8 +3,8 @@
 `generate.py` and `streaming.py` are the doors, `config.py` says how a text is written;
 `decode_loop.py` and `beams.py` are the two loops around `engine.py`, which runs prefill and decode
 steps; `sampling.py` turns logits into tokens, `prompts.py` makes rows of prompts, `stopping.py`
-knows where a text ends. `translation.py`
-translates texts sentence by sentence, as `sentences.py` finds them.
+knows where a text ends. `translation.py` translates texts sentence by sentence, as `sentences.py`
+finds them.
 """
 
 from regard.generation.config import GenerationConfig

@@ -7,12 +7,10 @@ every running beam, by the sum of log-probabilities. Of the best (1 + number of 
 candidates at least K do not end, and the best K of these run on; of the first K, those that end
 are held against the finished ones, by their sum / length ** length_penalty. A row is over when no
 running beam can get in among the finished (see `early_stopping`), and leaves the batch: it never
-hangs on its neighbours.
+hangs on its neighbours. The prompt is read once for a row, not once for a beam.
 
 What is not possible has the score `BARRED` added: far below every sum, yet finite, so that order
 and sums stay defined while a row has fewer than K texts. At the start all beams but one are.
-
-The prompt is read once for a row, not once for a beam.
 
 Letters: B rows, A rows still searching, K beams, N candidates, T steps, V vocabulary.
 """
@@ -83,8 +81,7 @@ class Search:
     def __init__(self, task: Task) -> None:
         device, n_rows, k = task.ids_bt.device, len(task.rows), task.config.num_beams
         self.config, self.processor = task.config, task.processor
-        self.rows = list(range(n_rows))
-        """The rows still searching, by their place in the batch."""
+        self.rows = list(range(n_rows))  # those still searching, by their place in the batch
         self.found: list[Beams] = [empty_beams(1, 0, 0, 0, device)] * n_rows
         self.step_n = 0
         self._stops = torch.tensor(list(task.stop_tokens), dtype=torch.int64, device=device)
@@ -99,14 +96,12 @@ class Search:
     def step(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Which of the rows a · K + k run on, in order, and their next tokens."""
         n_rows, k, n_vocab = len(self.rows), self.config.num_beams, logits.shape[-1]
-        self._check(logits)
-        logp = self.processor.process(
-            logits.log_softmax(-1),
-            self._seen,
-            self.step_n,
-            self._lone_a.repeat_interleave(k),
-            self._limit_a.repeat_interleave(k),
-        )
+        bad = (~logits.amax(-1).isfinite()).tolist()
+        if any(bad):
+            refuse_logits(self.rows[bad.index(True) // k], self.step_n + 1)
+        lone, limit = self._lone_a.repeat_interleave(k), self._limit_a.repeat_interleave(k)
+        logp = logits.log_softmax(-1)
+        logp = self.processor.process(logp, self._seen, self.step_n, lone, limit)
         total_an = (logp.view(n_rows, k, n_vocab) + self._running.scores_ak[:, :, None]).flatten(1)
         n_wide = min(k * max(2, 1 + len(self._stops)), total_an.shape[1])
         sum_an, place_an = total_an.topk(n_wide, dim=1)
@@ -114,30 +109,19 @@ class Search:
         candidates = self._running.take(from_an)
         candidates.tokens_akt[:, :, self.step_n] = token_an
         self.step_n += 1
-        ends_an = (token_an[:, :, None] == self._stops).any(-1)
-        ends_an = ends_an | (self._limit_a == self.step_n)[:, None]
+        ends_an = torch.isin(token_an, self._stops) | (self._limit_a == self.step_n)[:, None]
         self._hold(candidates, sum_an, ends_an)
 
-        onward_ak = (sum_an + ends_an * BARRED).topk(k, dim=1).indices
-        self._running = Beams(
-            candidates.take(onward_ak).tokens_akt,
-            (sum_an + ends_an * BARRED).gather(1, onward_ak),
-            self._running.lengths_ak,
-            self._running.real_ak,
-        )
+        score_ak, onward_ak = (sum_an + ends_an * BARRED).topk(k, dim=1)
+        tokens_akt = candidates.take(onward_ak).tokens_akt
+        self._running = self._running._replace(tokens_akt=tokens_akt, scores_ak=score_ak)
         stays = self._close(ends_an)
         token_ak, from_ak = token_an.gather(1, onward_ak), from_an.gather(1, onward_ak)
         first_a = torch.arange(n_rows, device=logits.device)[:, None] * k
-        index = (first_a + from_ak)[stays].flatten()
-        token = token_ak[stays].flatten()
+        index, token = (first_a + from_ak)[stays].flatten(), token_ak[stays].flatten()
         if self._seen is not None:
             self._seen = self._seen[index].scatter(1, token[:, None], True)
         return index, token
-
-    def _check(self, logits: Tensor) -> None:
-        bad = (~logits.amax(-1).isfinite()).tolist()
-        if any(bad):
-            refuse_logits(self.rows[bad.index(True) // self.config.num_beams], self.step_n + 1)
 
     def _hold(self, candidates: Beams, sum_an: Tensor, ends_an: Tensor) -> None:
         """Of the first K candidates, those that end are held against the finished texts."""

@@ -1,10 +1,9 @@
 """How a text is written: `GenerationConfig`, one frozen value, checked when it is made.
 
-Why: generation has many settings that ask for different ways of choosing a token. A setting that
-the chosen way never looks at is a mistake of the caller's, so it is refused and not dropped.
+Why: a setting that the chosen way of taking tokens never looks at is a mistake of the caller's, so
+it is refused and not dropped.
 
 How: two fields choose the way.
-
 - `temperature` above 0: tokens are drawn by chance; `top_k`, `top_p` and `min_p` narrow the choice.
 - `num_beams` above 1: beam search; `length_penalty`, `early_stopping` and `num_return_sequences`
   belong to it.

@@ -35,7 +35,7 @@ class DecodeLoop:
         config, device, n_rows = task.config, task.ids_bt.device, len(task.rows)
         self.task, self.over = task, False
         self.watches = [task.watch(n) for n in range(n_rows)] if watched or config.stop else []
-        self._texts = [""] * len(self.watches)
+        self._texts = [""] * n_rows
         self._looks = streaming or bool(self.watches) or device.type == "cpu"
         self._runs_on = config.compiled and task.processor.plain and not (streaming or self.watches)
         self._stops = torch.tensor(list(task.stop_tokens), dtype=torch.int64, device=device)
@@ -56,15 +56,15 @@ class DecodeLoop:
             self._row_a = torch.arange(n_rows, device=device)
             self._done_a = torch.zeros_like(self._lone_a)
             self._bad_a = torch.zeros_like(self._lone_a)
+            self._token_a: Tensor | None = None
             self._chance_at: Tensor | None = None
             if config.samples:
                 self._chance_at = make_chances(make_seeds(config, n_rows), n_steps).to(device)
             self._seen_av = task.mark_seen()
-            n_tokens = task.ids_bt.shape[1] + n_steps
+            n_tokens, compiled = task.ids_bt.shape[1] + n_steps, config.compiled
             self._decoding = Decoding(
-                task.model, room=n_tokens, memory=task.memory, compiled=config.compiled
+                task.model, room=n_tokens, memory=task.memory, compiled=compiled
             )
-            self._token_a: Tensor | None = None
 
     @torch.inference_mode()
     def advance(self) -> Tensor:
@@ -77,7 +77,16 @@ class DecodeLoop:
             logits_av = self._decoding.read(task.ids_bt, task.real_bt, task.config.chunk)
         else:
             logits_av = self._decoding.step(self._token_a)
-        token_a = self._choose(logits_av)
+        # Largest logit NaN or inf: some logit is; -inf: all are.
+        self._bad_a = self._bad_a | (~logits_av.amax(-1).isfinite() & ~self._done_a)
+        logits_av = task.processor.process(
+            logits_av, self._seen_av, self._step, self._lone_a, self._limit_a
+        )
+        if self._chance_at is None:
+            token_a = logits_av.argmax(-1)
+        else:
+            token_a = draw(logits_av, self._chance_at[:, self._step])
+        token_a = torch.where(self._done_a, task.pad, token_a)
         self._out_bt[self._row_a, self._step] = token_a
         self._done_a = self._done_a | (token_a[:, None] == self._stops).any(1)
         if self._seen_av is not None:
@@ -121,22 +130,8 @@ class DecodeLoop:
 
     def take_text(self, row: int) -> str:
         """The text of a watched row that became certain since it was taken last; "" of others."""
-        if not self.watches:
-            return ""
         new, self._texts[row] = self._texts[row], ""
         return new
-
-    def _choose(self, logits_av: Tensor) -> Tensor:
-        # Largest logit NaN or inf: some logit is; -inf: all are.
-        self._bad_a = self._bad_a | (~logits_av.amax(-1).isfinite() & ~self._done_a)
-        logits_av = self.task.processor.process(
-            logits_av, self._seen_av, self._step, self._lone_a, self._limit_a
-        )
-        if self._chance_at is None:
-            token_a = logits_av.argmax(-1)
-        else:
-            token_a = draw(logits_av, self._chance_at[:, self._step])
-        return torch.where(self._done_a, self.task.pad, token_a)
 
     def _look(self) -> None:
         """Read back who has ended, and let rows leave."""
@@ -151,7 +146,9 @@ class DecodeLoop:
             if not at_limit:
                 stays.append(place)
             if (done[place] or at_limit) and row not in self._ended:
-                self._ended[row] = self._count(row)
+                n = min(self._step, self.task.limits[row])
+                ends = (self._out_bt[row, :n, None] == self._stops).any(-1).nonzero()
+                self._ended[row] = int(ends[0]) + 1 if len(ends) else n
                 if self.watches:
                     self._texts[row] += self.watches[row].finish()
         running = [place for place in stays if self._rows[place] not in self._ended]
@@ -163,11 +160,6 @@ class DecodeLoop:
         if len(stays) < len(self._rows):
             self._leave(stays)
 
-    def _count(self, row: int) -> int:
-        n = min(self._step, self.task.limits[row])
-        ends = (self._out_bt[row, :n, None] == self._stops).any(-1).nonzero()
-        return int(ends[0]) + 1 if len(ends) else n
-
     def _follow_texts(self, done: list[bool]) -> None:
         """Give each running row's token to its watch; a stop string ends the row."""
         assert self._token_a is not None
@@ -178,20 +170,17 @@ class DecodeLoop:
             watch = self.watches[row]
             self._texts[row] += watch.step(token)
             if watch.stopped and not done[place]:
-                done[place] = True
-                self._done_a[place] = True
+                done[place] = self._done_a[place] = True
 
     def _leave(self, stays: list[int]) -> None:
         """Go on with the rows at these places alone."""
         index = torch.tensor(stays, device=self._row_a.device)
         self._decoding.reorder(index)
         self._rows = [self._rows[place] for place in stays]
-        for name in ("_row_a", "_limit_a", "_lone_a", "_done_a", "_bad_a", "_token_a"):
-            setattr(self, name, getattr(self, name)[index])
-        if self._chance_at is not None:
-            self._chance_at = self._chance_at[index]
-        if self._seen_av is not None:
-            self._seen_av = self._seen_av[index]
+        names = ["_row_a", "_limit_a", "_lone_a", "_done_a", "_bad_a", "_token_a"]
+        for name in (*names, "_chance_at", "_seen_av"):
+            if (of_rows := getattr(self, name)) is not None:
+                setattr(self, name, of_rows[index])
 
 
 def refuse_logits(row: int, step: int) -> NoReturn:

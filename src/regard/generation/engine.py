@@ -8,9 +8,6 @@ long, and gives the logits of the next token; `step` takes one token a row and g
 the one after. Compiled, a step is one graph over a static cache, and on a GPU one replay of a CUDA
 graph. Graphs are kept with their model and used again for the next batch of the same shape.
 
-Non-finite numbers are not looked for in every layer here: once there, they reach the logits, which
-are checked where a token is chosen.
-
 Left out: batches that rows join and leave, and compiled encoder–decoders.
 
 Letters: B batch, T tokens, V vocabulary.
@@ -20,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,10 +45,8 @@ class Decoding:
         if compiled and memory is not None:
             raise ValueError("compiled generation is for decoders alone; leave compiled=False")
         if compiled and call_hook.active is not None:
-            raise ValueError(
-                "compiled generation runs unseen, and the model is being watched; leave "
-                "compiled=False"
-            )
+            what = "compiled generation runs unseen, and the model is being watched"
+            raise ValueError(f"{what}; leave compiled=False")
         self.model, self.head, self.memory = model, model.head, memory
         self.n_tokens, self.compiled = room, compiled
         self.graph: StepGraph | None = None
@@ -90,10 +84,7 @@ class Decoding:
         return logits_bv.float()
 
     def run_on(self, ids_b: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """What follows when the likeliest is always taken: n tokens (B, n), and if all is finite.
-
-        For compiled decoding. On a GPU nothing is read back in between, so it never waits.
-        """
+        """The likeliest token, n times over: tokens (B, n), and which rows stayed finite (B,)."""
         assert self.graph is not None
         return self.graph.run_on(ids_b, n)
 
@@ -126,7 +117,8 @@ class StepGraph:
         device = next(model.parameters()).device
         # The compiler counts what it makes of one piece of code, and refuses beyond a few; so each
         # graph has its own copy, to which its model and cache belong as defaults.
-        given = model, self.cache, find_parts(model.config.vocab_size)
+        n_parts = max(n for n in range(1, 257) if model.config.vocab_size % n == 0)
+        given = model, self.cache, n_parts
         step = FunctionType(take_step.__code__.replace(), take_step.__globals__, "step", given)
         self.compiled: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] = torch.compile(
             step, fullgraph=True, dynamic=False
@@ -148,20 +140,17 @@ class StepGraph:
         self.cache.reset()
 
     def read(self, model: Transformer, ids_bt: Tensor, real_bt: Tensor | None) -> Tensor:
-        """The logits (B, V) after these prompts, which are the first of their texts."""
         width = round_up(ids_bt.shape[1])
         if width not in self.prompts:
             self.prompts[width] = PromptGraph(model, self.cache, self.batch, width)
         return self.prompts[width].run(ids_bt, real_bt)
 
     def run(self, ids_b: Tensor) -> Tensor:
-        """The logits (B, V) after these tokens."""
         self._advance(ids_b, 1)
         assert self.logits_bv is not None
         return self.logits_bv
 
     def run_on(self, ids_b: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """What follows when the likeliest is always taken: (B, n), and which rows are finite."""
         self.finite_b.fill_(True)
         self._advance(ids_b, n)
         return self.written_bt[:, :n].clone(), self.finite_b.clone()
@@ -198,7 +187,6 @@ class PromptGraph:
         cache.reset()
 
     def run(self, ids_bt: Tensor, real_bt: Tensor | None) -> Tensor:
-        """The logits (B, V) after these prompts."""
         n = ids_bt.shape[1]
         if real_bt is None:
             real_bt = torch.ones_like(ids_bt, dtype=torch.bool)
@@ -250,25 +238,14 @@ def take_step(
 
 
 def grows_in(config: ModelConfig, n_tokens: int) -> bool:
-    """Whether rotary rotates a text of this length otherwise than the first part of it.
-
-    Then it is read in one piece, or its first tokens would be rotated for a shorter text.
-    """
+    """Whether rotary rotates the first part of a text of this length otherwise than alone."""
     scalings = [block.rotary.scaling for block in config.decoder if block.rotary is not None]
     kinds = DynamicNTK | LongRoPE
     return any(isinstance(x, kinds) and n_tokens > x.original_max_len for x in scalings)
 
 
-def find_parts(vocab_size: int) -> int:
-    """Into how many equal parts a vocabulary is cut to be searched; 1 where it cannot be."""
-    return max(n for n in range(1, 257) if vocab_size % n == 0)
-
-
 class Graphs(list[StepGraph]):
     """The graphs of one model, kept with it, newest last; a copy of the model starts without."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
-        return Graphs()
 
     def __reduce__(self) -> tuple[type[Graphs], tuple[()]]:
         return Graphs, ()

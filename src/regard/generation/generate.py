@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -68,24 +69,20 @@ def run_task(task: Task) -> tuple[Generated, list[str] | None]:
 
 def write_texts(task: Task) -> list[str]:
     found, texts = run_task(task)
-    if texts is None:
-        texts = []
-        for place, row in enumerate(found.rows()):
-            watch = task.watch(place)
-            texts.append("".join([*map(watch.step, row), watch.finish()]))
-    return texts
+    if texts is not None:
+        return texts
+    rows = [(task.watch(place), row) for place, row in enumerate(found.rows())]
+    return ["".join([*map(watch.step, row), watch.finish()]) for watch, row in rows]
 
 
 def search(task: Task) -> Generated:
     found = search_beams(task)
-    lengths = [n for beams in found for n in beams.lengths_ak[0].tolist()]
-    rows = [row for beams in found for row in beams.tokens_akt[0].tolist()]
-    scores = [score for beams in found for score in beams.scores_ak[0].tolist()]
-    ids = torch.tensor(rows, dtype=torch.int64, device=task.ids_bt.device)[:, : max(lengths)]
+    ids, scores, lengths, _ = (torch.cat(parts, 1)[0] for parts in zip(*found, strict=True))
+    sizes = tuple(lengths.tolist())
     reasons = []
-    for row, n in zip(rows, lengths, strict=True):
+    for row, n in zip(ids.tolist(), sizes, strict=True):
         reasons.append("stop" if n and row[n - 1] in task.stop_tokens else "length")
-    return Generated(ids, tuple(lengths), tuple(reasons), tuple(scores))
+    return Generated(ids[:, : max(sizes)], sizes, tuple(reasons), tuple(scores.tolist()))
 
 
 def generate_ids(
@@ -108,16 +105,8 @@ def generate_ids(
     that gets there ends with "length", and a prompt without room for a token is refused. tokenizer:
     for stop strings, where the model has none of its own.
     """
-    task = Task.make(
-        model,
-        make_config(config, options),
-        tokenizer,
-        ids=ids,
-        real=real,
-        source=source,
-        source_real=source_real,
-    )
-    return run_task(task)[0]
+    make = partial(Task.make, model, make_config(config, options), tokenizer)
+    return run_task(make(ids=ids, real=real, source=source, source_real=source_real))[0]
 
 
 def generate(
@@ -143,10 +132,8 @@ def generate(
             f"prompt is a {type(prompt).__name__}, expected str; generate_batch takes several "
             "texts, generate_ids token ids"
         )
-    texts = generate_batch(
-        model, [prompt], tokenizer=tokenizer, special=special, config=config, **options
-    )
-    return texts[0]
+    given: dict[str, Any] = {"tokenizer": tokenizer, "special": special, "config": config}
+    return generate_batch(model, [prompt], **given, **options)[0]
 
 
 def generate_batch(
@@ -166,18 +153,18 @@ def generate_batch(
         raise ValueError(
             "num_return_sequences: one text comes back for each prompt; generate_ids gives more"
         )
-    check_model(model)
-    task = text_task(model, list(prompts), need_tokenizer(model, tokenizer), special, chosen)
-    return write_texts(task)
+    return write_texts(text_task(model, list(prompts), tokenizer, special, chosen))
 
 
 def text_task(
     model: Transformer,
     prompts: list[str],
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     special: bool,
     config: GenerationConfig,
 ) -> Task:
+    check_model(model)
+    tokenizer = need_tokenizer(model, tokenizer)
     rows = [tokenizer.encode(text, special=special).ids for text in prompts]
     if model.config.encoder:
         return Task.make(model, config, tokenizer, source=rows)

@@ -1,7 +1,7 @@
 """What a batch starts from: `Task`, with prompts padded on the left, and the memory of a source.
 
 Why: callers have lists of different lengths, or tensors padded on either side; a decode step wants
-every row to end at the same place, and every row must come out as if it were alone.
+every row to end at the same place.
 
 How: rows are taken apart into their real tokens, checked, and padded on the left. Each row has its
 own `limit`: how many tokens it may still get before the model's length ends.
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from regard._check import check_shapes
 from regard.generation.config import GenerationConfig
@@ -215,11 +216,7 @@ def pad_rows(
     rows: list[list[int]], side: str, pad: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Rows (B, T) of one length, and which tokens are real; None if all are."""
-    width = max(map(len, rows))
-    ids_bt = torch.full((len(rows), width), pad)
-    real_bt = torch.zeros(len(rows), width, dtype=torch.bool)
-    for n, row in enumerate(rows):
-        where = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-        ids_bt[n, where] = torch.tensor(row)
-        real_bt[n, where] = True
+    ids_bt = pad_sequence([torch.tensor(row) for row in rows], True, pad, side)
+    real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    real_bt = pad_sequence(real, True, padding_side=side)
     return ids_bt.to(device), None if bool(real_bt.all()) else real_bt.to(device)

@@ -1,7 +1,7 @@
 """Where a text ends: the tokens and the strings that end it.
 
 Why: a stop string may span several tokens, end within one, or share its beginning with text that
-goes on; and what a token says may hang on its neighbours. Shown text cannot be taken back.
+goes on. Shown text cannot be taken back.
 
 How: `find_tokens` gives the special tokens of a model, as `generation_config.json` beside the
 weights names them where there is one: chat models name their end of turn only there. `TextWatch`
@@ -15,17 +15,16 @@ Left out: bad words of more than one token, which `generation_config.json` may n
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
+from regard._files import read_json
 from regard.generation.config import GenerationConfig
 from regard.models import BadCheckpoint, SpecialTokens, Transformer
 from regard.tokens import Tokenizer
 
 BESIDE = "generation_config.json"
+MAX_BYTES = 1 << 24
 HALF = "\N{REPLACEMENT CHARACTER}"
 N_BEFORE = 32  # tokens of the prompt that a decoder is shown first
 
@@ -39,7 +38,7 @@ def find_tokens(model: Transformer) -> SpecialTokens:
     path = None if model.origin is None else model.origin / BESIDE
     if path is None or not path.is_file():
         return tokens
-    beside = read_object(path)
+    beside = read_json(path, MAX_BYTES, BadCheckpoint)
 
     def ids(key: str) -> tuple[int, ...] | None:
         value = beside.get(key)
@@ -57,6 +56,12 @@ def find_tokens(model: Transformer) -> SpecialTokens:
     def one(key: str, default: int | None) -> int | None:
         return (ids(key) or (default,))[0]
 
+    # Bad words of one token; one of several may be refused only when its end is reached.
+    words = beside.get("bad_words_ids") or []
+    good = isinstance(words, list) and all(isinstance(word, list) for word in words)
+    bad = tuple(word[0] for word in words if len(word) == 1) if good else ()
+    if not good or not all(type(at) is int and at >= 0 for at in bad):
+        raise BadCheckpoint(f"{path}: bad_words_ids is {words!r:.99}; expected lists of token ids")
     eos = ids("eos_token_id")
     return replace(
         tokens,
@@ -66,30 +71,8 @@ def find_tokens(model: Transformer) -> SpecialTokens:
         decoder_start=one("decoder_start_token_id", tokens.decoder_start),
         forced_bos=one("forced_bos_token_id", None),
         forced_eos=one("forced_eos_token_id", None),
-        suppressed=(ids("suppress_tokens") or ()) + bad_words(beside, path),
+        suppressed=(ids("suppress_tokens") or ()) + bad,
     )
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes().decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(
-            f"{path} is not JSON ({error}); fetch it again, or remove it: the model runs without"
-        ) from error
-    if not isinstance(found, dict):
-        raise BadCheckpoint(f"{path} holds a {type(found).__name__}; expected a JSON object")
-    return found
-
-
-def bad_words(beside: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    """Those of one token; a text of several may be refused only when its end is reached."""
-    given = beside.get("bad_words_ids") or []
-    good = isinstance(given, list) and all(isinstance(word, list) for word in given)
-    words = [word[0] for word in given if len(word) == 1] if good else []
-    if not good or not all(type(at) is int and at >= 0 for at in words):
-        raise BadCheckpoint(f"{path}: bad_words_ids is {given!r:.99}; expected lists of token ids")
-    return tuple(words)
 
 
 def find_stop_tokens(
@@ -110,8 +93,7 @@ class TextWatch:
         self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], ends: Sequence[int]
     ) -> None:
         """prompt: the tokens before, whose text is not given out. ends: the stop tokens."""
-        self.stopped = False
-        """Whether a stop string was found."""
+        self.stopped = False  # whether a stop string was found
         self._stops = tuple(stops)
         self._ends = frozenset(ends)
         self._vocab_size = tokenizer.vocab_size
@@ -127,10 +109,7 @@ class TextWatch:
         if token in self._ends:
             return ""
         self._kept += self._own(self._add(token))
-        if not self._stops:
-            given, self._kept = self._kept, ""
-            return given
-        text = self._kept + self._held()[self._foreign :]
+        text = self._kept + self._held()[self._foreign :] if self._stops else ""
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if found:
             self.stopped, self._kept = True, ""
@@ -159,8 +138,6 @@ class TextWatch:
 
     def _n_begun(self) -> int:
         """How many characters at the end of the kept text are the beginning of a stop string."""
-        longest = max(map(len, self._stops)) - 1
-        for n in range(min(longest, len(self._kept)), 0, -1):
-            if any(stop.startswith(self._kept[-n:]) for stop in self._stops):
-                return n
-        return 0
+        longest = max(map(len, self._stops), default=1) - 1
+        ends = (self._kept[-n:] for n in range(min(longest, len(self._kept)), 0, -1))
+        return len(next((end for end in ends if any(s.startswith(end) for s in self._stops)), ""))

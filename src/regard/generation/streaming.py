@@ -5,8 +5,7 @@ Why: a reader need not wait for the end, and may go away before it.
 How: both are iterators over one row that is written a token at a time, when the next piece is asked
 for. Pieces put together are what `generate` gives: whole characters, and never a part of a stop
 string. `close` (or leaving a `with`, or the garbage collector) ends the writing and frees what it
-kept; nothing else was changed, so an interruption leaves nothing behind. Beside the pieces stand
-the counts and times that a caller may show.
+kept. Beside the pieces stand the counts and times that a caller may show.
 
 Left out: beams, which know their text only at the end.
 """
@@ -20,7 +19,7 @@ from typing import Any, Generic, Self, TypeVar, final
 from regard.generation.config import GenerationConfig, make_config
 from regard.generation.decode_loop import DecodeLoop
 from regard.generation.generate import text_task
-from regard.generation.prompts import Task, check_model, need_tokenizer
+from regard.generation.prompts import Task
 from regard.models import Transformer
 from regard.tokens import Tokenizer
 
@@ -36,12 +35,6 @@ class Stream(Iterator[Piece], Generic[Piece]):
     time between two questions. `reason` is why the text ended, "stop" or "length".
     """
 
-    n_prompt: int
-    ids: list[int]
-    prefill_seconds: float
-    decode_seconds: float
-    reason: str | None
-
     def __init__(
         self, task: Task, choose: Callable[[Iterator[tuple[int, str]]], Iterator[Piece]], text: bool
     ) -> None:
@@ -49,7 +42,8 @@ class Stream(Iterator[Piece], Generic[Piece]):
         if task.config.num_beams > 1:
             raise ValueError("beams know their text only at the end: stream with num_beams=1")
         self.n_prompt = task.n_read
-        self.ids, self.reason = [], None
+        self.ids: list[int] = []
+        self.reason: str | None = None
         self.prefill_seconds = self.decode_seconds = 0.0
         self._steps = self._write(task, text)
         self._pieces = choose(self._steps)
@@ -107,8 +101,7 @@ def stream(
     if not isinstance(prompt, str):
         raise TypeError(f"prompt is a {type(prompt).__name__}, expected str: one text")
     chosen = make_config(config, options)
-    check_model(model)
-    task = text_task(model, [prompt], need_tokenizer(model, tokenizer), special, chosen)
+    task = text_task(model, [prompt], tokenizer, special, chosen)
     return Stream(task, lambda steps: (piece for _, piece in steps if piece), True)
 
 
@@ -122,11 +115,7 @@ def stream_ids(
     **options: Any,
 ) -> Stream[int]:
     """The tokens that `generate_ids` gives for this one row, as they come."""
-    task = Task.make(
-        model,
-        make_config(config, options),
-        tokenizer,
-        ids=None if ids is None else [ids],
-        source=None if source is None else [source],
-    )
+    rows, sources = None if ids is None else [ids], None if source is None else [source]
+    chosen = make_config(config, options)
+    task = Task.make(model, chosen, tokenizer, ids=rows, source=sources)
     return Stream(task, lambda steps: (token for token, _ in steps), False)

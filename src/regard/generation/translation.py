@@ -38,7 +38,6 @@ from regard.generation.sentences import (
     split_sentences,
 )
 from regard.models import BadCheckpoint, Transformer
-from regard.tokens import Tokenizer
 
 BEAMS = 5
 MOST_TOKENS = 256  # of a sentence; a longer one is cut, as translators never saw its like
@@ -54,8 +53,7 @@ class Row:
 
     text: int
     sentence: Sentence
-    ids: list[int]
-    """Empty where there is nothing to translate."""
+    ids: list[int]  # empty where there is nothing to translate
 
 
 class Options(TypedDict, total=False):
@@ -189,10 +187,17 @@ class Reader:
         self.model, self.split = model, split
         self.tokenizer = need_tokenizer(model, None)
         self.most = min(MOST_TOKENS, model.config.max_len or MOST_TOKENS)
-        self._around = {
-            name: find_around(model, self.tokenizer, prefix)
-            for name, prefix in read_directions(model).items()
-        }
+        known = {self.tokenizer.token(at): at for at in self.tokenizer.special.all}
+        self._prefixes: dict[str, int] = {}
+        for name, prefix in read_directions(model).items():
+            if prefix not in known:
+                raise BadCheckpoint(
+                    f"config.json: directions have the prefix {prefix[:60]!r}, which is no special "
+                    "token of the tokenizer beside it; the two are not of one model"
+                )
+            if not model.config.tokens.eos:
+                raise BadCheckpoint("config.json has directions and no eos_token_id to end sources")
+            self._prefixes[name] = known[prefix]
 
     def read(self, place: int, text: str, to: str | None) -> list[Row]:
         """The sentences of a text, those that are too long in parts."""
@@ -211,25 +216,11 @@ class Reader:
         """The source's tokens, with what the model expects around them."""
         if to is None:
             return self.tokenizer.encode(text).ids
-        prefix, end = self._around[to]
+        prefix, end = self._prefixes[to], self.model.config.tokens.eos[0]
         encoded = self.tokenizer.encode(text, special=False)
         # The name of a special token in the text is not obeyed: it could change the direction.
         plain = zip(encoded.ids, encoded.special_mask, strict=True)
         return [prefix, *(at for at, special in plain if not special), end]
-
-
-def find_around(model: Transformer, tokenizer: Tokenizer, prefix: str) -> tuple[int, int]:
-    known = {tokenizer.token(at): at for at in tokenizer.special.all}
-    if prefix not in known:
-        raise BadCheckpoint(
-            f"config.json: directions have the prefix {prefix[:60]!r}, which is no special token "
-            "of the tokenizer beside it; the two are not of one model"
-        )
-    if not model.config.tokens.eos:
-        raise BadCheckpoint(
-            "config.json has directions and no eos_token_id, with which their sources end"
-        )
-    return known[prefix], model.config.tokens.eos[0]
 
 
 def write_rows(

@@ -34,21 +34,19 @@ from regard.layers.cache import BlockCache
 from regard.layers.dropout import Dropout
 from regard.layers.feedforward import Activation, FeedForward, make_activation
 from regard.layers.multihead import (
-    Factory,
     MultiHeadAttention,
     Places,
     ProjectionBias,
     Sides,
     check_heads,
-    check_rotary,
-    check_scores,
-    check_window,
+    check_rule,
 )
-from regard.layers.norm import NormKind, check_norm, make_norm
+from regard.layers.norm import Factory, NormKind, check_norm, make_norm
 from regard.ops import Bias, Mask
 from regard.positions import RotaryConfig
 
 Order = Literal["pre", "post", "parallel", "sandwich"]
+Sublayer = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +96,7 @@ class BlockConfig:
         check_count("ffn_dim", self.ffn_dim)
         check_choice("order", self.order, get_args(Order))
         check_norm(self.norm, self.norm_eps, self.norm_bias)
-        check_rotary(self.rotary, head_dim)
-        check_scores(self.scale, self.softcap, self.backend)
-        check_window(self.window)
+        check_rule(head_dim, self.rotary, self.window, self.scale, self.softcap, self.backend)
         make_activation(self.activation)
         if self.qk_norm is not None:
             check_choice("qk_norm", self.qk_norm, get_args(NormKind))
@@ -141,12 +137,7 @@ class Block(nn.Module):
         self.ffn_norm, self.ffn_after = make_norms(config, where, config.shared_norm)
         self.dropout = Dropout(config.dropout)
 
-    def run(
-        self,
-        x_btc: Tensor,
-        attend: Callable[..., Tensor],
-        cross: Callable[..., Tensor] | None = None,
-    ) -> Tensor:
+    def run(self, x_btc: Tensor, attend: Sublayer, cross: Sublayer | None = None) -> Tensor:
         """The sublayers in the order that the config names."""
         if self.config.order != "parallel":
             x_btc = self._add(x_btc, attend, self.self_attn_norm, self.self_attn_after)
@@ -163,11 +154,7 @@ class Block(nn.Module):
         return x_btc + seen_btc + fed_btc
 
     def _add(
-        self,
-        x_btc: Tensor,
-        sublayer: Callable[..., Tensor],
-        norm: nn.Module | None,
-        after: nn.Module | None,
+        self, x_btc: Tensor, sublayer: Sublayer, norm: nn.Module | None, after: nn.Module | None
     ) -> Tensor:
         """x and the sublayer's answer to it, with the norms before or after."""
         assert norm is not None
@@ -239,40 +226,22 @@ class DecoderBlock(Block):
 def make_attention(
     config: BlockConfig, causal: bool, where: Factory, cross: bool = False
 ) -> MultiHeadAttention:
+    names = ["n_kv_heads", "head_dim", "softcap", "scale", "sinks", "qk_norm", "qk_norm_eps"]
+    names += ["backend"] if cross else ["backend", "rotary", "alibi", "window"]
+    given = {name: getattr(config, name) for name in names}
+    given |= {"bias": config.attention_bias, "dropout": config.attention_dropout}
+    kv_dim = config.memory_dim if cross else None
     return MultiHeadAttention(
-        config.dim,
-        config.n_heads,
-        n_kv_heads=config.n_kv_heads,
-        head_dim=config.head_dim,
-        kv_dim=config.memory_dim if cross else None,
-        bias=config.attention_bias,
-        rotary=None if cross else config.rotary,
-        alibi=config.alibi and not cross,
-        window=None if cross else config.window,
-        causal=causal,
-        softcap=config.softcap,
-        scale=config.scale,
-        sinks=config.sinks,
-        qk_norm=config.qk_norm,
-        qk_norm_eps=config.qk_norm_eps,
-        dropout=config.attention_dropout,
-        backend=config.backend,
-        **where,
+        config.dim, config.n_heads, kv_dim=kv_dim, causal=causal, **given, **where
     )
 
 
 def make_feed_forward(config: BlockConfig, where: Factory) -> FeedForward:
-    """A module given as activation is copied, so that each block has its own parameters."""
-    activation = config.activation
-    return FeedForward(
-        config.dim,
-        config.ffn_dim,
-        copy.deepcopy(activation) if isinstance(activation, nn.Module) else activation,
-        gated=config.gated,
-        bias=config.ffn_bias,
-        dropout=config.ffn_dropout,
-        **where,
-    )
+    activation, gated, bias = config.activation, config.gated, config.ffn_bias
+    if isinstance(activation, nn.Module):  # each block has its own parameters
+        activation = copy.deepcopy(activation)
+    layer = partial(FeedForward, config.dim, config.ffn_dim, activation, gated=gated, bias=bias)
+    return layer(dropout=config.ffn_dropout, **where)
 
 
 def make_block_norm(config: BlockConfig, where: Factory) -> nn.Module:

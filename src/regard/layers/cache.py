@@ -14,8 +14,7 @@ of a batch starts and goes on by itself.
   these and the newest. Without gradients.
 - `CrossCache` holds the keys and values of a memory, which are computed once.
 
-The first call finds nothing kept and gets back just what it brought, so a prompt costs what it
-costs without a cache.
+The first call gets back just what it brought, so a prompt costs what it costs without a cache.
 
 Left out: pages shared between rows, quantised keys, going back to an earlier position.
 
@@ -63,10 +62,9 @@ class KVCache:
     def __init__(self, slots: Slots) -> None:
         """slots: which positions are kept; the caches of a stack share theirs."""
         self.slots = slots
-        self.window = slots.window
-        """How far back a query may look; None is as far as the text goes."""
+        self.window = slots.window  # how far back a query may look; None is the whole text
+        # Whether keys lie in order of arrival, as a mask over keys as they lie takes them.
         self.in_order = slots.n_slots is None
-        """Whether keys lie in order of arrival, as a mask over keys as they lie takes them."""
         self._kept: tuple[Tensor, Tensor] | None = None
         self._buffers: tuple[Tensor, Tensor] | None = None
 
@@ -81,7 +79,6 @@ class KVCache:
 
     @staticmethod
     def windowed(left: int) -> KVCache:
-        """For layers whose window reaches `left` keys back."""
         return KVCache(RingSlots(left))
 
     @property
@@ -129,7 +126,6 @@ class KVCache:
             self._buffers = None
 
     def _append(self, k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """The kept keys and values with the new ones behind them."""
         if self._kept is None:
             self._kept = k, v
             return self._kept
@@ -173,10 +169,8 @@ class KVCache:
             buffers = allocate(k, v, slots.n_slots)
         check_fit(buffers, k, v)
         self._buffers = buffers
-        read = buffers
-        if step.first:
-            read = k, v
-        elif slots.n_read < slots.n_slots:
+        read = (k, v) if step.first else buffers
+        if slots.n_read < slots.n_slots and not step.first:
             read = buffers[0][:, :, : slots.n_read], buffers[1][:, :, : slots.n_read]
             if step.keys.shape[1] > slots.n_read:
                 read = torch.cat((read[0], k), 2), torch.cat((read[1], v), 2)
@@ -201,17 +195,14 @@ class CrossCache:
         return self.k is not None
 
     def reset(self) -> None:
-        """Forget the memory."""
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
     def fill(self, k: Tensor, v: Tensor) -> None:
-        """Keep k (B, G, S, D) and v (B, G, S, E)."""
         check_shapes({"k": (k, "B G S D"), "v": (v, "B G S E")})
         self.k, self.v = k, v
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was."""
         if self.k is not None and self.v is not None:
             self.k, self.v = self.k.index_select(0, index), self.v.index_select(0, index)
 
@@ -231,9 +222,9 @@ class DecoderCache:
 
     def __init__(self, blocks: Iterable[BlockCache]) -> None:
         self.blocks = tuple(blocks)
-        self.slots = list(dict.fromkeys(block.self_attn.slots for block in self.blocks))
-        """Each once, however many blocks share it."""
-        self.slots_of = [self.slots.index(block.self_attn.slots) for block in self.blocks]
+        of_blocks = [block.self_attn.slots for block in self.blocks]
+        self.slots = list(dict.fromkeys(of_blocks))  # each once, however many blocks share it
+        self.slots_of = [self.slots.index(slots) for slots in of_blocks]
 
     @property
     def length(self) -> Tensor | None:

@@ -49,12 +49,9 @@ class Step(NamedTuple):
 class Slots(ABC):
     """The positions of what a KV cache keeps."""
 
-    window: int | None = None
-    """How far back a query may look; None is as far as the text goes."""
-    n_slots: int | None = None
-    """Slots of a static buffer; None where the buffer grows."""
-    n_read: int | None = None
-    """Those of them that are read."""
+    window: int | None = None  # how far back a query may look; None is as far as the text goes
+    n_slots: int | None = None  # of a static buffer; None where the buffer grows
+    n_read: int | None = None  # those of them that are read
     _keys: Tensor | None = None
     _next: Tensor | None = None
     _started = False
@@ -71,8 +68,7 @@ class Slots(ABC):
 
     def next_positions(self, n: int, device: torch.device) -> Tensor:
         """Positions (N, n) of the next n tokens of each row."""
-        length = self.length
-        if length is None:
+        if (length := self.length) is None:
             return torch.arange(n, device=device)[None]
         first_n1 = length.to(device)[:, None]
         return first_n1.clone() if n == 1 else first_n1 + torch.arange(n, device=device)
@@ -88,7 +84,7 @@ class Slots(ABC):
 
     @abstractmethod
     def _take(self, queries: Tensor, batch: int, counted: bool) -> Step:
-        """`advance`, with positions (N, T); `counted`: nobody gave them."""
+        """Positions are (N, T); `counted`: nobody gave them."""
 
     @abstractmethod
     def reorder(self, index: Tensor) -> None:
@@ -139,8 +135,9 @@ class GrowingSlots(Slots):
         return Step(queries, keys, None, first, self._in_line)
 
     def reorder(self, index: Tensor) -> None:
-        if self._keys is not None and self._next is not None:
-            self._keys, self._next = pick_rows(self._keys, index), pick_rows(self._next, index)
+        # A single row is shared by all.
+        if self._keys is not None and self._next is not None and self._keys.shape[0] > 1:
+            self._keys, self._next = (x.index_select(0, index) for x in (self._keys, self._next))
 
     def _count(self, start: int, stop: int, device: torch.device) -> Tensor:
         """start, start + 1, ... as (1, n); a slice of a longer line, which is kept."""
@@ -174,10 +171,8 @@ class StaticSlots(Slots):
         first = not self._started
         keys, last = self._find_rows(queries, batch)
         slots = self._map(queries, last)
-        read = keys if self.n_read == self.n_slots else keys[:, : self.n_read]
-        if first:
-            read = queries
-        elif self.window is not None and queries.shape[1] > 1:
+        read = queries if first else keys[:, : self.n_read]
+        if not first and self.window is not None and queries.shape[1] > 1:
             read = join_rows(read, queries)
         n = keys.shape[0]
         keys.scatter_(1, slots.expand(n, -1), queries.expand(n, -1))
@@ -298,11 +293,6 @@ def past_the_last(next_n: Tensor | None, at_nt: Tensor) -> Tensor:
     if next_n is None:
         next_n = at_nt.new_zeros(at_nt.shape[0])
     return join_rows(next_n[:, None] - 1, at_nt).amax(1) + 1
-
-
-def pick_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index], or the one row that all share."""
-    return rows if rows.shape[0] == 1 else rows.index_select(0, index)
 
 
 def reorder_in_place(pair: tuple[Tensor, Tensor], index: Tensor) -> tuple[Tensor, Tensor]:

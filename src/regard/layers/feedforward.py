@@ -14,15 +14,15 @@ Letters: B batch, T tokens, C model width, F hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, Unpack, get_args
 
-import torch
 from torch import Tensor, nn
 
 from regard._check import check_choice, check_count, check_probability
 from regard.layers.dropout import Dropout
 from regard.layers.fused_linear import FusedLinear, run_fused
 from regard.layers.matvec import is_one_row, linear_row, project
+from regard.layers.norm import Factory
 
 ActivationWord = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Activation: TypeAlias = ActivationWord | nn.Module | Callable[[Tensor], Tensor]
@@ -42,18 +42,15 @@ class FeedForward(nn.Module):
         gated: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **where: Unpack[Factory],
     ) -> None:
-        """`dropout` falls on the hidden numbers, in training only."""
+        """`dropout` falls on the hidden numbers, in training only. where: device and dtype."""
         super().__init__()
         check_count("dim", dim)
         check_count("ffn_dim", ffn_dim)
-        self.up_proj = nn.Linear(dim, ffn_dim, bias, device=device, dtype=dtype)
-        self.gate_proj = (
-            nn.Linear(dim, ffn_dim, bias, device=device, dtype=dtype) if gated else None
-        )
-        self.down_proj = nn.Linear(ffn_dim, dim, bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(dim, ffn_dim, bias, **where)
+        self.gate_proj = nn.Linear(dim, ffn_dim, bias, **where) if gated else None
+        self.down_proj = nn.Linear(ffn_dim, dim, bias, **where)
         self.activation = make_activation(activation)
         self.dropout = Dropout(check_probability("dropout", dropout))
         self.fused: FusedLinear | None = None

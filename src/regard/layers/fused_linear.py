@@ -4,11 +4,10 @@ Why: with one token a row a product costs what reading its weights costs, and th
 more than one long one.
 
 How: `FusedLinear` lays the weights out in a new piece of memory and makes each layer's own weight a
-view of its part. So the layers stay what they are, are trained, saved and loaded one by one, and
-nothing is held twice. When a layer's weight is replaced, say by `.to()`, `holds` is False.
+view of its part: nothing is held twice, and layers are saved and loaded one by one. When a layer's
+weight is replaced, say by `.to()`, `holds` is False.
 
-Left out: gradients. The weights are read through the joint memory, which autograd does not know, so
-this is for inference.
+Left out: gradients; autograd does not know the joint memory.
 """
 
 from __future__ import annotations
@@ -33,14 +32,11 @@ class FusedLinear:
                 layer.weight.data = part
             self.bias: Tensor | None = None
             if any(layer.bias is not None for layer in self.layers):
-                zeros = self.weight.new_zeros
-                biases: list[Tensor] = [
-                    zeros(n.out_features) if n.bias is None else n.bias for n in self.layers
-                ]
-                self.bias = torch.cat(biases)
-                for layer, part in zip(self.layers, self.bias.split(self.sizes), strict=True):  # type: ignore[no-untyped-call]
+                self.bias = self.weight.new_zeros(sum(self.sizes))
+                parts = torch.split(self.bias, self.sizes)
+                for layer, part in zip(self.layers, parts, strict=True):
                     if layer.bias is not None:
-                        layer.bias.data = part
+                        layer.bias.data = part.copy_(layer.bias)
 
     def holds(self) -> bool:
         """Whether every layer still reads its weights from here."""

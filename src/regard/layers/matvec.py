@@ -1,13 +1,11 @@
 """A linear layer for a single row, as a Triton kernel: one pass over the weights.
 
-Why: with one token in all, a product costs what reading its weights costs. A matrix kernel leaves
-much of that speed unused when there is one row.
+Why: with one row a product costs what reading its weights costs, and a matrix kernel leaves much of
+that speed unused.
 
 How: `project` runs a layer; inside a compiled graph on a GPU, without gradients, and with one row
 in all, it runs our kernel instead, in which every program reads a few rows of the weight from end
 to end and sums in float32.
-
-Left out: everything else, which is the layer's own.
 
 Letters: M outputs, K inputs.
 """

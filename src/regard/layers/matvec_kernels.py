@@ -54,44 +54,32 @@ def _sum_rows(
 EVENNESS = {"EVEN": lambda args: args["M"] % args["ROWS"] == 0 and args["K"] % args["COLUMNS"] == 0}
 
 
-@triton.autotune(configs=SHAPES, key=["M", "K"])
+@triton.autotune(configs=SHAPES, key=["M", "K", "GATED"])
 @triton.heuristics(EVENNESS)
 @triton.jit
 def _matvec(
-    x, weight, bias, out, M, K, stride,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, weight, bias, out, M, K, stride, BIAS: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS outputs: each the sum of a row of the weight times x."""
+    """ROWS outputs: each the sum of a row of the weight times x. GATED: silu(gate) · up, whose
+    gates are rows 0 .. M of the weight, and ups the next."""
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     sum_m = _sum_rows(x, weight, bias, m, M, K, stride, BIAS, EVEN, ROWS, COLUMNS)
+    if GATED:
+        # Rounded where two layers would have given them on.
+        dtype = out.dtype.element_ty
+        gate_m, ups = sum_m.to(dtype).to(tl.float32), weight + M.to(tl.int64) * stride
+        up_m = _sum_rows(x, ups, bias + M, m, M, K, stride, BIAS, EVEN, ROWS, COLUMNS)
+        silu_m = (gate_m / (1.0 + tl.exp(-gate_m))).to(dtype).to(tl.float32)
+        sum_m = silu_m * up_m.to(dtype).to(tl.float32)
     tl.store(out + m, sum_m.to(out.dtype.element_ty), mask=m < M)
-
-
-@triton.autotune(configs=SHAPES, key=["M", "K"])
-@triton.heuristics(EVENNESS)
-@triton.jit
-def _gated(
-    x, weight, bias, out, M, K, stride,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """ROWS outputs silu(gate) · up, whose gates are rows 0 .. M of the weight, and ups the next."""
-    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    gate_m = _sum_rows(x, weight, bias, m, M, K, stride, BIAS, EVEN, ROWS, COLUMNS)
-    # Rounded where two layers would have given them on.
-    gate_m = gate_m.to(out.dtype.element_ty).to(tl.float32)
-    up_m = _sum_rows(
-        x, weight + M.to(tl.int64) * stride, bias + M, m, M, K, stride, BIAS, EVEN, ROWS, COLUMNS
-    )
-    up_m = up_m.to(out.dtype.element_ty).to(tl.float32)
-    bent_m = (gate_m / (1.0 + tl.exp(-gate_m))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + m, (bent_m * up_m).to(out.dtype.element_ty), mask=m < M)
 
 
 def run(x_k: Tensor, weight_mk: Tensor, bias_m: Tensor | None, out_m: Tensor) -> None:
     """out = weight x + bias; with twice as many rows as out, silu of the upper half · lower."""
     M, K = out_m.shape[0], weight_mk.shape[1]
     weight_mk = weight_mk if weight_mk.stride(1) == 1 else weight_mk.contiguous()
-    kernel = _matvec if weight_mk.shape[0] == M else _gated
-    launch: Any = kernel[lambda chosen: (triton.cdiv(M, chosen["ROWS"]),)]
-    bias = out_m if bias_m is None else bias_m
-    launch(x_k, weight_mk, bias, out_m, M, K, weight_mk.stride(0), BIAS=bias_m is not None)
+    launch: Any = _matvec[lambda chosen: (triton.cdiv(M, chosen["ROWS"]),)]
+    bias, given = (out_m, False) if bias_m is None else (bias_m, True)
+    gated = weight_mk.shape[0] != M
+    launch(x_k, weight_mk, bias, out_m, M, K, weight_mk.stride(0), BIAS=given, GATED=gated)

@@ -3,17 +3,16 @@
 Why: the operation in `attention` knows tensors and a rule; a layer has weights, and knows where its
 tokens stand and what came before.
 
-How: four plain projections. They are separate modules on purpose: grouped heads and a memory of
-another width give them different shapes, each has a bias or not, and files, sharding, adapters and
-quantisation all speak of them one by one. The layer's own rule (causal, window, ALiBi) joins what
-the caller gives: masks with "and", biases by sum.
+How: four plain projections, separate modules since files, sharding, adapters and quantisation speak
+of them one by one. The layer's own rule (causal, window, ALiBi) joins what the caller gives: masks
+with "and", biases by sum.
 
 Positions: without any, tokens stand as they lie. Given ones, (T,) or (B, T), move every rule that
 speaks of positions, and rotary; a negative position is padding, which nobody sees. With a cache
 they go on by themselves. `place` works them out once, for all layers of a stack.
 
 A memory has no positions in common with x: layers that are causal, windowed, rotary or ALiBi refuse
-one. Masks and biases of the caller may speak of anything.
+one.
 
 Left out: a value width other than the key width.
 
@@ -24,7 +23,7 @@ M width of the memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeAlias, TypedDict
+from typing import NamedTuple, Protocol, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from regard.layers.cache import CrossCache, KVCache
 from regard.layers.cache_slots import Step, as_rows, as_they_lie
 from regard.layers.fused_linear import FusedLinear, run_fused
 from regard.layers.matvec import project
-from regard.layers.norm import Norm, NormKind, make_norm
+from regard.layers.norm import Factory, Norm, NormKind, make_norm
 from regard.layers.observing import Observable
 from regard.ops import ALiBi, Bias, Causal, Mask, Observation, Wants, Window, observe
 from regard.ops.backends import BACKENDS
@@ -104,13 +103,6 @@ class Rule(TypedDict):
     sinks: Tensor | None
 
 
-class Factory(TypedDict, total=False):
-    """Where parameters are allocated, and in which type, as torch.nn takes it."""
-
-    device: torch.device | str | None
-    dtype: torch.dtype | None
-
-
 class Ready(NamedTuple):
     """All that one call of attention needs."""
 
@@ -143,8 +135,7 @@ class MultiHeadAttention(Observable):
         qk_norm_eps: float = 1e-6,
         dropout: float = 0.0,
         backend: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **where: Unpack[Factory],
     ) -> None:
         """dim: C. n_heads: H. n_kv_heads: G (H unless given). head_dim: D (C / H unless given).
 
@@ -154,24 +145,22 @@ class MultiHeadAttention(Observable):
         softcap, scale: as in `attention`. sinks: a learned score in each head's sum, 0 at first.
         qk_norm: a norm of each head's queries and keys over D, before rotary.
         dropout: of the weights, in training only. backend: "auto", or the only one allowed.
+        where: device and dtype of the parameters.
         """
         super().__init__()
         n_kv_heads, head_dim = check_heads(dim, n_heads, n_kv_heads, head_dim)
         check_count("kv_dim", kv_dim := dim if kv_dim is None else kv_dim)
-        check_rotary(rotary, head_dim)
-        check_scores(scale, softcap, backend)
+        check_rule(head_dim, rotary, window, scale, softcap, backend)
         if isinstance(bias, bool):
             bias = ProjectionBias(q=bias, k=bias, v=bias, out=bias)
         self.dim, self.kv_dim, self.head_dim = dim, kv_dim, head_dim
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads
-        self.causal, self.alibi, self.window = causal, alibi, check_window(window)
+        self.causal, self.alibi, self.window = causal, alibi, window
         self.scale, self.softcap, self.backend = scale, softcap, backend
         self.dropout = check_probability("dropout", dropout)
-        where = Factory(device=device, dtype=dtype)
-        kv_width = n_kv_heads * head_dim
         self.q_proj = nn.Linear(dim, n_heads * head_dim, bias.q, **where)
-        self.k_proj = nn.Linear(kv_dim, kv_width, bias.k, **where)
-        self.v_proj = nn.Linear(kv_dim, kv_width, bias.v, **where)
+        self.k_proj = nn.Linear(kv_dim, n_kv_heads * head_dim, bias.k, **where)
+        self.v_proj = nn.Linear(kv_dim, n_kv_heads * head_dim, bias.v, **where)
         self.out_proj = nn.Linear(n_heads * head_dim, dim, bias.out, **where)
         self.q_norm, self.k_norm = (
             None if qk_norm is None else make_norm(qk_norm, head_dim, eps=qk_norm_eps, **where)
@@ -272,7 +261,7 @@ class MultiHeadAttention(Observable):
         mask = None if mask is None else as_mask(mask)
         bias = None if bias is None else as_bias(bias)
         if memory is None and not isinstance(cache, CrossCache):
-            return self._prepare_self(x_btc, mask, bias, positions, cache)
+            return self._prepare_self(x_btc, positions, cache, mask, bias)
         if positions is not None or isinstance(cache, KVCache):
             raise ValueError(
                 "attention to a memory takes no positions, and no cache but a CrossCache: "
@@ -285,10 +274,10 @@ class MultiHeadAttention(Observable):
     def _prepare_self(
         self,
         x_btc: Tensor,
-        mask: Mask | None,
-        bias: Bias | None,
         places: Tensor | Places | None,
         cache: KVCache | None,
+        mask: Mask | None,
+        bias: Bias | None,
     ) -> Ready:
         if self.kv_dim != self.dim:
             raise ValueError(
@@ -336,7 +325,6 @@ class MultiHeadAttention(Observable):
         return project(self.out_proj, heads_bhtd.transpose(1, 2).flatten(2))
 
     def _split(self, wide_bsx: Tensor, norm: Norm | None) -> Tensor:
-        """What a projection gave, as heads (B, H or G, S, D)."""
         B, S, X = wide_bsx.shape
         heads_bshd = wide_bsx.view(B, S, X // self.head_dim, self.head_dim)
         if norm is not None:
@@ -375,7 +363,6 @@ class MultiHeadAttention(Observable):
         return Rule(mask=mask, bias=bias, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
 
     def _check_cache(self, cache: KVCache, mask: Mask | None, bias: Bias | None) -> None:
-        """Refuse a cache that keeps less than the layer sees, or in another order than asked."""
         left = None if self.window is None else self.window[0]
         if cache.window is not None and (left is None or left > cache.window):
             raise ValueError(
@@ -440,31 +427,29 @@ def check_heads(
     return n_kv_heads, head_dim
 
 
-def check_rotary(rotary: RotaryConfig | None, head_dim: int) -> None:
+def check_rule(
+    head_dim: int,
+    rotary: RotaryConfig | None,
+    window: Sides | None,
+    scale: float | None,
+    softcap: float | None,
+    backend: str,
+) -> None:
+    """Refuse what `attention` would refuse, when the layer is made."""
     if rotary is not None and rotary.head_dim != head_dim:
         raise ValueError(
             f"rotary was configured for head_dim={rotary.head_dim}, but the layer has "
             f"head_dim={head_dim}"
         )
-
-
-def check_scores(scale: float | None, softcap: float | None, backend: str) -> None:
-    """Refuse numbers that `attention` would refuse, when the layer is made."""
     if scale is not None:
         check_number("scale", scale)
     if softcap is not None:
         check_number("softcap", softcap, positive=True)
     check_choice("backend", backend, ("auto", *BACKENDS))
-
-
-def check_window(window: Sides | None) -> Sides | None:
-    """Two sides, each a number from 0 on or None."""
-    if window is None:
-        return None
-    if not isinstance(window, tuple) or len(window) != 2:
+    if window is not None and (not isinstance(window, tuple) or len(window) != 2):
         raise ValueError(
             f"window is {window!r}; expected (left, right): how many keys before and after its own "
             "a query may see, None for all"
         )
-    Window(*window)
-    return window
+    if window is not None:
+        Window(*window)

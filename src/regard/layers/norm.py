@@ -11,7 +11,7 @@ Left out: norms over other axes than the last.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,13 @@ from torch import Tensor, nn
 from regard._check import check_choice, check_count, check_number
 
 NormKind = Literal["layer", "rms", "rms_offset"]
+
+
+class Factory(TypedDict, total=False):
+    """Where parameters are allocated, and in which type, as torch.nn takes it."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class OffsetRMSNorm(nn.RMSNorm):
@@ -42,17 +49,14 @@ def make_norm(
     *,
     eps: float = 1e-5,
     bias: bool | None = None,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    **where: Unpack[Factory],
 ) -> Norm:
     """A norm over the last axis, of width `dim`. `bias`: None is what the kind has by itself."""
     check_norm(kind, eps, bias)
     check_count("dim", dim)
-    if kind == "rms":
-        return nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype)
-    if kind == "rms_offset":
-        return OffsetRMSNorm(dim, eps=eps, device=device, dtype=dtype)
-    return nn.LayerNorm(dim, eps=eps, bias=bias is not False, device=device, dtype=dtype)
+    if kind == "layer":
+        return nn.LayerNorm(dim, eps=eps, bias=bias is not False, **where)
+    return (nn.RMSNorm if kind == "rms" else OffsetRMSNorm)(dim, eps=eps, **where)
 
 
 def check_norm(kind: str, eps: float, bias: bool | None = None) -> None:

@@ -26,7 +26,8 @@ from regard._check import check_count, check_shapes
 from regard.layers.block import Block, BlockConfig, DecoderBlock, EncoderBlock, make_block_norm
 from regard.layers.cache import BlockCache, CrossCache, DecoderCache, KVCache
 from regard.layers.cache_slots import Slots, Step
-from regard.layers.multihead import Factory, MultiHeadAttention, Places
+from regard.layers.multihead import MultiHeadAttention, Places
+from regard.layers.norm import Factory
 from regard.ops import Bias, Mask, RelativeTable
 from regard.ops.bias import check_buckets
 from regard.ops.call import as_bias
@@ -67,12 +68,10 @@ class Stack(nn.Module):
         self.relative = relative
         self.relative_table: nn.Parameter | None = None
         if relative is not None:
-            shape = relative.n_buckets, self.config.n_heads
-            self.relative_table = nn.Parameter(torch.empty(shape, **where))
-            nn.init.normal_(self.relative_table, std=0.02)
-        self.norm: nn.Module | None = None
-        if self.config.order != "post":
-            self.norm = make_block_norm(self.config, where)
+            table = torch.empty(relative.n_buckets, self.config.n_heads, **where)
+            self.relative_table = nn.Parameter(nn.init.normal_(table, std=0.02))
+        post = self.config.order == "post"
+        self.norm = None if post else make_block_norm(self.config, where)
         self.layers = nn.ModuleList(self.block(config, **where) for config in self.configs)
 
     def place(
@@ -183,11 +182,8 @@ class Decoder(Stack):
         states: list[Tensor] | None = None,
     ) -> Tensor:
         """`mask` and `bias` are for self-attention, `memory_mask` for the memory (B, S, M)."""
-        n_layers = len(self.layers)
-        if cache is not None and len(cache.blocks) != n_layers:
-            raise ValueError(
-                f"the cache is for {len(cache.blocks)} blocks, but the decoder has {n_layers}"
-            )
+        if cache is not None and len(cache.blocks) != (n := len(self.layers)):
+            raise ValueError(f"the cache is for {len(cache.blocks)} blocks; the decoder has {n}")
         given = {"mask": mask, "bias": self.add_relative(bias, False), "memory_mask": memory_mask}
         return self.run(x_btc, positions, states, cache, memory, **given)
 

@@ -5,8 +5,7 @@ without rebuilding it.
 
 How: our classes hold the same parameters and submodules under the same names, so a module is
 swapped by giving it our class. It stays the same object with the same parameters: tied weights stay
-tied, optimisers and hooks keep working, type, device, `requires_grad` and the training flag are as
-before, and the root of the model needs no exception.
+tied, optimisers and hooks keep working.
 
 What is not plainly torch's is left alone and named: subclasses with methods of their own, replaced
 `forward`s, parametrized weights. Attention inside such a layer is swapped all the same; torch's
@@ -23,22 +22,15 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.utils import parametrize
 
-from regard.nn.multihead import MultiheadAttention
-from regard.nn.transformer import (
-    Transformer,
-    TransformerDecoder,
-    TransformerDecoderLayer,
-    TransformerEncoder,
-    TransformerEncoderLayer,
-)
+from regard.nn import multihead, transformer
 
 OURS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.MultiheadAttention: MultiheadAttention,
-    nn.TransformerEncoderLayer: TransformerEncoderLayer,
-    nn.TransformerDecoderLayer: TransformerDecoderLayer,
-    nn.TransformerEncoder: TransformerEncoder,
-    nn.TransformerDecoder: TransformerDecoder,
-    nn.Transformer: Transformer,
+    nn.MultiheadAttention: multihead.MultiheadAttention,
+    nn.TransformerEncoderLayer: transformer.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer: transformer.TransformerDecoderLayer,
+    nn.TransformerEncoder: transformer.TransformerEncoder,
+    nn.TransformerDecoder: transformer.TransformerDecoder,
+    nn.Transformer: transformer.Transformer,
 }
 HARMLESS = {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__constants__"}
 HARMLESS |= {"__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__"}
@@ -64,31 +56,25 @@ def convert(model: nn.Module) -> Conversion:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     done = Conversion(model)
-    found = []
     for name, module in model.named_modules():
-        kind = origin(module)
-        if kind is not None:
-            found.append((name, module, kind, reason_to_skip(module, kind)))
-    for name, module, kind, reason in found:
-        if reason is not None:
-            done.skipped[name] = reason
+        kind = next((kind for kind in OURS if isinstance(module, kind)), None)
+        if kind is None or isinstance(module, OURS[kind]):
             continue
-        module.__class__ = OURS[kind]
-        done.swapped[name] = OURS[kind].__name__
-    for _, module, _, _ in found:
-        switch_off_fast_path(module)
+        if (reason := reason_to_skip(module, kind)) is not None:
+            done.skipped[name] = reason
+        else:
+            module.__class__ = OURS[kind]
+            done.swapped[name] = OURS[kind].__name__
+        # A layer that stays torch's would compute around the attention of ours that it now holds.
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # torch takes its fast path for relu and gelu only, and this is where it looks.
+            module.activation_relu_or_gelu = 0
     return done
 
 
-def origin(module: nn.Module) -> type[nn.Module] | None:
-    """Which of torch's classes a module is, or descends from; None for ours."""
-    if isinstance(module, tuple(OURS.values())):
-        return None
-    return next((kind for kind in OURS if isinstance(module, kind)), None)
-
-
 def reason_to_skip(module: nn.Module, kind: type[nn.Module]) -> str | None:
-    """Why a module cannot be swapped; None when it can."""
     if "forward" in vars(module):
         return "its forward was replaced on this one module, and would be lost"
     if parametrize.is_parametrized(module):
@@ -103,12 +89,3 @@ def reason_to_skip(module: nn.Module, kind: type[nn.Module]) -> str | None:
         return None
     base = f"torch.nn.{kind.__name__}"
     return f"{type(module).__name__} is a subclass of {base} with its own {', '.join(own)}"
-
-
-def switch_off_fast_path(module: nn.Module) -> None:
-    """Keep a layer of torch's from computing around the attention of ours that it now holds."""
-    if isinstance(module, nn.TransformerEncoder):
-        module.use_nested_tensor = False
-    if isinstance(module, nn.TransformerEncoderLayer):
-        # torch takes its fast path for relu and gelu only, and this is where it looks.
-        module.activation_relu_or_gelu = 0

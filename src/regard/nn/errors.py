@@ -1,11 +1,7 @@
 """What regard.nn says when it refuses, in the types that torch.nn has for it.
 
 Code that moves here from torch.nn may catch what torch raises: AssertionError in some places,
-RuntimeError in others. The house raises ValueError. So an error here is both; which of torch's two
-it is follows torch, place by place.
-
-Left out: what torch checks with the same type as the house (a width of 0 heads is a ValueError
-there too).
+RuntimeError in others. The house raises ValueError. So an error here is both.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ class CallError(RuntimeError, ValueError):
 
 
 def refuse_nested(*tensors: Tensor | None) -> None:
-    """Say what to do instead of passing a nested tensor."""
     if any(t is not None and t.is_nested for t in tensors):
         raise InputError(
             "regard.nn.MultiheadAttention does not support NestedTensor outside or inside a "
@@ -34,7 +29,6 @@ def refuse_nested(*tensors: Tensor | None) -> None:
 
 
 def refuse_script(module: nn.Module) -> NoReturn:
-    """What `torch.jit.script` is told; it calls a module's `__prepare_scriptable__` first."""
     raise NotImplementedError(
         f"regard.nn.{type(module).__name__} does not support TorchScript; use torch.compile(model) "
         "or torch.export.export(model, ...) instead of torch.jit.script(model)"

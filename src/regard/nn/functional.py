@@ -62,7 +62,6 @@ def scaled_dot_product_attention(
 
 
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse tensors that do not fit: in axes, widths, lengths, types or devices."""
     wrong = None
     mixed = query.dtype != key.dtype or query.dtype != value.dtype
     if min(query.dim(), key.dim(), value.dim()) < 2:
@@ -85,26 +84,19 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def leading_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """The axes before (T, E) of the output: all broadcast, but for grouped heads."""
-    if not enable_gqa:
-        return broadcast(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-    if min(query.dim(), key.dim(), value.dim()) < 3:
+    if enable_gqa and min(query.dim(), key.dim(), value.dim()) < 3:
         raise CallError(
             "enable_gqa needs a head axis: query (..., H, T, D), key and value (..., G, S, D)"
         )
-    H = query.shape[-3]
-    for name, x in (("key", key), ("value", value)):
-        G = x.shape[-3]
+    heads = query.shape[-3:-2] if enable_gqa else ()
+    for name, x in (("key", key), ("value", value)) if enable_gqa else ():
+        G, H = x.shape[-3], query.shape[-3]
         if G == 0 or H % G:
-            raise CallError(
-                f"with enable_gqa the heads of {name} (G={G}) must divide those of query (H={H})"
-            )
-    return (*broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3]), H)
-
-
-def broadcast(*shapes: torch.Size) -> tuple[int, ...]:
-    """The shape that all broadcast to, or an error that names them."""
+            what = f"the heads of {name} (G={G}) must divide those of query (H={H})"
+            raise CallError(f"with enable_gqa {what}")
+    shapes = [x.shape[: -2 - len(heads)] for x in (query, key, value)]
     try:
-        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+        return (*torch.broadcast_shapes(*shapes), *heads)  # type: ignore[no-untyped-call]
     except RuntimeError:
         named = ", ".join(str(tuple(shape)) for shape in shapes)
         raise CallError(
@@ -129,12 +121,10 @@ def read_mask(
     if attn_mask is None:
         return (Causal(align="start") if is_causal else None), None
     drawn = type(attn_mask).__name__ == "CausalBias"
-    if is_causal and drawn:
-        raise CallError("CausalBias should not be used with causal=True: it is the causal mask")
     if is_causal:
-        raise CallError(
-            "Explicit attn_mask should not be set when is_causal=True; join the two into one mask"
-        )
+        what = "CausalBias should not be used with causal=True: it is the causal mask"
+        other = "Explicit attn_mask should not be set when is_causal=True; join the two into one"
+        raise CallError(what if drawn else other)
     if drawn:
         return Causal(align="start" if attn_mask.variant.name == "UPPER_LEFT" else "end"), None  # type: ignore[attr-defined]
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
@@ -188,28 +178,28 @@ def multi_head_attention_forward(
     masks = Masks(attn_mask, key_padding_mask, is_causal)
     masks.check_kinds()
     inputs = read_inputs(query, key, value, batch_first=False)
-    masks.check_axes(inputs.batched)
     if embed_dim_to_check % num_heads:
         raise InputError(f"embed_dim {embed_dim_to_check} not divisible by num_heads {num_heads}")
-    apart = None
+    packed = apart = None
     if use_separate_proj_weight:
         q, k = present(q_proj_weight, "q_proj_weight"), present(k_proj_weight, "k_proj_weight")
         apart = (q, k, present(v_proj_weight, "v_proj_weight"))
+    else:
+        packed = present(in_proj_weight, "in_proj_weight")
     projection = Projection(
         dim=embed_dim_to_check,
         n_heads=num_heads,
-        packed=None if use_separate_proj_weight else present(in_proj_weight, "in_proj_weight"),
+        packed=packed,
         apart=apart,
         bias=in_proj_bias,
         pair=learned_pair(bias_k, bias_v),
         zero=add_zero_attn,
     )
     dropout = dropout_p if training else 0.0
-    seen = attend(inputs, projection, masks, dropout, need_weights, (static_k, static_v))
-    weights = seen.weights
-    if weights is not None:
-        weights = inputs.unbatch(weights.mean(1) if average_attn_weights else weights)
-    return inputs.unbatch(F.linear(seen.output, out_proj_weight, out_proj_bias)), weights
+    static = (static_k, static_v)
+    output, weights = attend(inputs, projection, masks, dropout, need_weights, static)
+    output = F.linear(output, out_proj_weight, out_proj_bias)
+    return inputs.give_back(output, weights, average_attn_weights)
 
 
 def present(weight: Tensor | None, name: str) -> Tensor:

@@ -39,10 +39,8 @@ class Inputs(NamedTuple):
     batched: bool
 
     def sizes(self, n_heads: int) -> Shape:
-        axis_b, axis_t = (0, 1) if self.batch_first else (1, 0)
-        return Shape(
-            self.query.shape[axis_b], n_heads, self.query.shape[axis_t], self.key.shape[axis_t]
-        )
+        (n, m), S = self.query.shape[:2], self.key.shape[1 if self.batch_first else 0]
+        return Shape(n, n_heads, m, S) if self.batch_first else Shape(m, n_heads, n, S)
 
     def split(self, x_xyc: Tensor, n_heads: int) -> Tensor:
         """(X, Y, C) as (B, H, T, D), without a copy."""
@@ -55,9 +53,15 @@ class Inputs(NamedTuple):
         x_xyhd = x_bhtd.transpose(1, 2) if self.batch_first else x_bhtd.permute(2, 0, 1, 3)
         return x_xyhd.flatten(2)
 
-    def unbatch(self, x: Tensor) -> Tensor:
-        """An output or weights as they are given back: without the batch axis if none came."""
-        return x if self.batched else x.squeeze(0)
+    def give_back(
+        self, output: Tensor, weights: Tensor | None, average: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and weights as torch gives them: without the batch axis if none came."""
+        if weights is not None and average:
+            weights = weights.mean(1)
+        if self.batched:
+            return output, weights
+        return output.squeeze(0), None if weights is None else weights.squeeze(0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,29 +79,20 @@ class Projection:
     pair: tuple[Tensor, Tensor] | None
     zero: bool
 
-    @property
-    def dtype(self) -> torch.dtype:
-        weight = self.packed if self.apart is None else self.apart[0]
-        assert weight is not None
-        return weight.dtype
-
 
 def read_inputs(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) -> Inputs:
     """Check the axes and add a batch axis where there is none; one tensor given twice stays one."""
     refuse_nested(query, key, value)
-    if query.dim() not in (2, 3):
+    n_axes = query.dim()
+    if n_axes not in (2, 3):
+        raise InputError(f"query should be unbatched 2D or batched 3D tensor, got {n_axes}-D")
+    if key.dim() != n_axes or value.dim() != n_axes:
+        kind = "batched (3-D)" if n_axes == 3 else "unbatched (2-D)"
         raise InputError(
-            "query should be unbatched 2D or batched 3D tensor "
-            f"but received {query.dim()}-D query tensor"
-        )
-    batched = query.dim() == 3
-    if key.dim() != query.dim() or value.dim() != query.dim():
-        kind = "batched (3-D)" if batched else "unbatched (2-D)"
-        raise InputError(
-            f"for {kind} `query`, expected `key` and `value` to be {query.dim()}-D "
+            f"for {kind} `query`, expected `key` and `value` to be {n_axes}-D "
             f"but found {key.dim()}-D and {value.dim()}-D tensors respectively"
         )
-    if batched:
+    if n_axes == 3:
         return Inputs(query, key, value, batch_first, True)
     q = query.unsqueeze(0)
     k = q if key is query else key.unsqueeze(0)
@@ -116,34 +111,27 @@ def check_widths(inputs: Inputs, weights: Projection) -> None:
         raise InputError(
             f"key shape {tuple(key.shape)} does not match value shape {tuple(value.shape)}"
         )
-    if weights.apart is None:
-        if key.shape[-1] != embed_dim:
-            raise CallError(f"key and value must have width {embed_dim}, got {key.shape[-1]}")
-    else:
-        for name, x, weight in zip(
-            ("query", "key", "value"), inputs[:3], weights.apart, strict=True
-        ):
-            if weight.shape != (embed_dim, x.shape[-1]):
-                raise InputError(
-                    f"{name} has width {x.shape[-1]}, so its weight must be "
-                    f"({embed_dim}, {x.shape[-1]}), got {tuple(weight.shape)}"
-                )
+    if weights.apart is None and key.shape[-1] != embed_dim:
+        raise CallError(f"key and value must have width {embed_dim}, got {key.shape[-1]}")
+    for name, x, weight in zip(inputs._fields, inputs[:3], weights.apart or (), strict=False):
+        wanted = (embed_dim, x.shape[-1])
+        if weight.shape != wanted:
+            raise InputError(f"the weight of {name} must be {wanted}, got {tuple(weight.shape)}")
     axis_b = 0 if inputs.batch_first else 1
-    if query.shape[axis_b] != key.shape[axis_b]:
-        raise CallError(
-            f"query has batch size B={query.shape[axis_b]}, but key and value have "
-            f"B={key.shape[axis_b]} (batch_first={inputs.batch_first})"
-        )
+    n_queries, n_keys = query.shape[axis_b], key.shape[axis_b]
+    if n_queries != n_keys:
+        where = f"(batch_first={inputs.batch_first})"
+        raise CallError(f"query has B={n_queries}, but key and value have B={n_keys} {where}")
 
 
 def project(inputs: Inputs, weights: Projection) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values per head, (B, H, T, D) and (B, H, S, D)."""
     query, key, value = inputs[:3]
+    parts = weights.packed.chunk(3) if weights.packed is not None else weights.apart
+    assert parts is not None
     # torch takes a bias of another float type than its weight; linear does not.
-    bias = weights.bias.to(weights.dtype) if weights.bias is not None else None
+    bias = None if weights.bias is None else weights.bias.to(parts[0].dtype)
     if weights.packed is None or key is not value:
-        parts = weights.packed.chunk(3) if weights.packed is not None else weights.apart
-        assert parts is not None
         biases = bias.chunk(3) if bias is not None else (None, None, None)
         q, k, v = (F.linear(*part) for part in zip((query, key, value), parts, biases, strict=True))
     elif query is key:
@@ -171,23 +159,12 @@ def extend(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values with the learned pair and the zero pair behind them, where asked."""
     B, H, _, D = k_bhsd.shape
-    k_parts, v_parts = [k_bhsd], [v_bhsd]
     if bias is not None:
-        for parts, x_11c in ((k_parts, bias[0]), (v_parts, bias[1])):
-            parts.append(x_11c.to(k_bhsd.dtype).view(1, H, 1, D).expand(B, H, 1, D))
+        k_bh1d, v_bh1d = (x.to(k_bhsd.dtype).view(1, H, 1, D).expand(B, H, 1, D) for x in bias)
+        k_bhsd, v_bhsd = torch.cat((k_bhsd, k_bh1d), 2), torch.cat((v_bhsd, v_bh1d), 2)
     if zero:
-        k_parts.append(k_bhsd.new_zeros(B, H, 1, D))
-        v_parts.append(v_bhsd.new_zeros(B, H, 1, D))
-    if len(k_parts) == 1:
-        return k_bhsd, v_bhsd
-    return torch.cat(k_parts, 2), torch.cat(v_parts, 2)
-
-
-class Attended(NamedTuple):
-    """The output before `out_proj`, and the weights after dropout, (B, H, T, S), where wanted."""
-
-    output: Tensor
-    weights: Tensor | None
+        k_bhsd, v_bhsd = F.pad(k_bhsd, (0, 0, 0, 1)), F.pad(v_bhsd, (0, 0, 0, 1))
+    return k_bhsd, v_bhsd
 
 
 def attend(
@@ -198,8 +175,8 @@ def attend(
     need_weights: bool,
     static: tuple[Tensor | None, Tensor | None] = (None, None),
     by: Callable[..., Tensor] = attention,
-) -> Attended:
-    """Check, project, attend, and the weights beside it.
+) -> tuple[Tensor, Tensor | None]:
+    """The output before `out_proj`, and the weights after dropout, (B, H, T, S), where wanted.
 
     static: keys and values, (B·H, S, D), that stand for projected ones. by: what calls `attention`.
     """
@@ -219,16 +196,15 @@ def attend(
     seed = draw_seed(q.device) if dropout > 0.0 else None
     output = inputs.join(by(q, k, v, **rule, dropout=dropout, seed=seed))
     if not need_weights:
-        return Attended(output, None)
+        return output, None
     seen = observe(q, k, None, **rule, wants=Wants(weights=True)).weights
     assert seen is not None
     if seed is not None:
         seen = seen * keep_factor(seed, dropout, Shape(*seen.shape), dtype=seen.dtype)
-    return Attended(output, seen.to(q.dtype))
+    return output, seen.to(q.dtype)
 
 
 def read_static(name: str, static: Tensor, shape: Shape, weights: Projection) -> Tensor:
-    """Keys or values given as (B·H, S, D), as (B, H, S, D)."""
     if weights.pair is not None:
         raise InputError(f"bias cannot be added to static {name}.")
     B, H, _, S = shape

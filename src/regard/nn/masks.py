@@ -36,7 +36,6 @@ class Masks(NamedTuple):
     is_causal: bool
 
     def check_kinds(self) -> None:
-        """Refuse masks that are neither bool nor float."""
         for name in ("key_padding_mask", "attn_mask"):
             mask = getattr(self, name)
             if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
@@ -46,7 +45,6 @@ class Masks(NamedTuple):
                 )
 
     def check_axes(self, batched: bool) -> None:
-        """Refuse masks with the wrong number of axes."""
         kind, wanted = ("batched (3-D)", 2) if batched else ("unbatched (2-D)", 1)
         for name, allowed in (("key_padding_mask", (wanted,)), ("attn_mask", (2, 3))):
             mask = getattr(self, name)
@@ -86,29 +84,25 @@ class Masks(NamedTuple):
             )
         masks: list[Mask] = []
         biases: list[Bias] = []
+        parts: list[Tensor] = []
         if attn_mask is not None:
             believed = self.is_causal and not extra and not attn_mask.requires_grad
             if believed and is_causal_mask(attn_mask):
                 masks.append(Causal(align="start"))
             else:
-                grid = attn_mask if attn_mask.dim() == 2 else attn_mask.reshape(shape)
-                add_part(grid, extra, masks, biases)
+                parts.append(attn_mask if attn_mask.dim() == 2 else attn_mask.reshape(shape))
         if padding is not None:
             lengths = read_lengths(padding) if not extra else None
             if lengths is not None:
                 masks.append(Lengths(lengths))
             else:
-                add_part(padding.reshape(-1, 1, 1, shape.S), extra, masks, biases)
-        mask = reduce(and_, masks) if masks else None
-        return mask, reduce(add, biases) if biases else None
-
-
-def add_part(part: Tensor, extra: int, masks: list[Mask], biases: list[Bias]) -> None:
-    """Put a mask that broadcasts to (B, H, T, S) on its list, widened for the extra keys."""
-    if part.dtype == torch.bool:
-        masks.append(Dense(F.pad(~part, (0, extra), value=True) if extra else ~part))
-    else:
-        biases.append(DenseBias(F.pad(part, (0, extra)) if extra else part))
+                parts.append(padding.reshape(-1, 1, 1, shape.S))
+        for part in parts:
+            if part.dtype == torch.bool:
+                masks.append(Dense(F.pad(~part, (0, extra), value=True) if extra else ~part))
+            else:
+                biases.append(DenseBias(F.pad(part, (0, extra)) if extra else part))
+        return reduce(and_, masks) if masks else None, reduce(add, biases) if biases else None
 
 
 def is_causal_mask(mask: Tensor) -> bool:

@@ -6,11 +6,10 @@ weights, and each loads the other's state_dict.
 Unlike torch's: there is one path, in training and in evaluation alike. Asking for weights changes
 the output in no bit. A row that may see nothing gives zeros, in output and weights, forward and
 backward. `is_causal` is a hint that can only make a call faster. Masks of any float type, and a
-bool mask beside a float one, mean what they say. A module put in the place of `out_proj` is called,
-and hooks on it fire. `observing(model, Wants(...))` shows what the heads looked at, of which the
-keys that `add_bias_kv` and `add_zero_attn` add are the last.
+bool mask beside a float one, mean what they say. `observing(model, Wants(...))` shows what the
+heads looked at, of which the keys that `add_bias_kv` and `add_zero_attn` add are the last.
 
-Left out: nested tensors, refused in words; TorchScript, refused in words.
+Left out: nested tensors and TorchScript, both refused in words.
 
 Letters: B batch, T queries, S keys, H heads, D head width, C model width.
 """
@@ -71,16 +70,8 @@ class MultiheadAttention(Observable, nn.MultiheadAttention):
         masks.check_kinds()
         inputs = read_inputs(query, key, value, self.batch_first)
         dropout = self.dropout if self.training else 0.0
-        weights = self._projection()
-        seen = attend(inputs, weights, masks, dropout, need_weights, by=self._attention)
-        shown = seen.weights
-        if shown is not None:
-            shown = inputs.unbatch(shown.mean(1) if average_attn_weights else shown)
-        return inputs.unbatch(self.out_proj(seen.output)), shown
-
-    def _projection(self) -> Projection:
         apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        return Projection(
+        weights = Projection(
             dim=self.embed_dim,
             n_heads=self.num_heads,
             packed=self.in_proj_weight,
@@ -89,10 +80,11 @@ class MultiheadAttention(Observable, nn.MultiheadAttention):
             pair=learned_pair(self.bias_k, self.bias_v),
             zero=self.add_zero_attn,
         )
+        output, shown = attend(inputs, weights, masks, dropout, need_weights, by=self._attention)
+        return inputs.give_back(self.out_proj(output), shown, average_attn_weights)
 
 
 def check_heads(embed_dim: int, num_heads: int) -> None:
-    """Refuse a width that the heads do not divide."""
     given = f"got embed_dim={embed_dim} and num_heads={num_heads}"
     if embed_dim <= 0 or num_heads <= 0:
         raise ValueError(f"embed_dim and num_heads must be greater than 0, {given}")

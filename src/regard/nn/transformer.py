@@ -4,9 +4,8 @@ Why: so that changing `torch.nn` to `regard.nn` is the whole migration; see `mul
 differs in attention.
 
 How: each class is torch's own with our attention in it, and without the fast path: evaluation runs
-the same code as training, so outputs agree, hooks on every submodule fire and outputs keep their
-length under padding. `enable_nested_tensor` and `mask_check` are kept and do nothing: padded keys
-are skipped anyway. A stack looks once whether its mask is the causal one, and says so to its
+the same code as training. `enable_nested_tensor` and `mask_check` are kept and do nothing: padded
+keys are skipped anyway. A stack looks once whether its mask is the causal one, and says so to its
 layers.
 
 Left out: nested tensors and TorchScript, both refused in words.
@@ -87,16 +86,11 @@ class TransformerEncoder(nn.TransformerEncoder):
 
     __prepare_scriptable__ = refuse_script
 
-    def __init__(
-        self,
-        encoder_layer: nn.Module,
-        num_layers: int,
-        norm: nn.Module | None = None,
-        enable_nested_tensor: bool = True,
-        mask_check: bool = True,
-    ) -> None:
-        super().__init__(encoder_layer, num_layers, norm, False, mask_check)  # type: ignore[arg-type]
-        self.enable_nested_tensor = enable_nested_tensor
+    @signed_as(nn.TransformerEncoder.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = signature(nn.TransformerEncoder).bind(*args, **kwargs).arguments
+        super().__init__(**{**given, "enable_nested_tensor": False})
+        self.enable_nested_tensor = given.get("enable_nested_tensor", True)
 
     def forward(
         self,
@@ -110,13 +104,11 @@ class TransformerEncoder(nn.TransformerEncoder):
         causal = is_causal if is_causal is not None else mask is not None and is_causal_mask(mask)
         output = src
         for layer in self.layers:
-            given = (mask, src_key_padding_mask)
+            own, padding = mask, src_key_padding_mask
             if not isinstance(layer, TransformerEncoderLayer):
                 # A layer of the user's own gets what torch's encoder would hand it: floats.
-                given = (as_float(mask, src.dtype), as_float(src_key_padding_mask, src.dtype))
-            output = layer(
-                output, src_mask=given[0], is_causal=causal, src_key_padding_mask=given[1]
-            )
+                own, padding = as_float(own, src.dtype), as_float(padding, src.dtype)
+            output = layer(output, src_mask=own, is_causal=causal, src_key_padding_mask=padding)
         return output if self.norm is None else self.norm(output)
 
 
@@ -158,19 +150,15 @@ class Transformer(nn.Transformer):
         bound.apply_defaults()
         given = bound.arguments
         sizes = [given[name] for name in LAYER.split()]
-
-        def make_norm() -> nn.LayerNorm:
-            where = {name: given[name] for name in ("bias", "device", "dtype")}
-            return nn.LayerNorm(given["d_model"], eps=given["layer_norm_eps"], **where)
-
-        if given["custom_encoder"] is None:
-            encoder_layer = TransformerEncoderLayer(*sizes)
-            depth = given["num_encoder_layers"]
-            given["custom_encoder"] = TransformerEncoder(encoder_layer, depth, make_norm())
-        if given["custom_decoder"] is None:
-            decoder_layer = TransformerDecoderLayer(*sizes)
-            depth = given["num_decoder_layers"]
-            given["custom_decoder"] = TransformerDecoder(decoder_layer, depth, make_norm())
+        parts: dict[str, tuple[Any, Any]] = {
+            "encoder": (TransformerEncoder, TransformerEncoderLayer),
+            "decoder": (TransformerDecoder, TransformerDecoderLayer),
+        }
+        for name, (stack, layer) in parts.items():
+            if given[f"custom_{name}"] is None:
+                where = {key: given[key] for key in ("bias", "device", "dtype")}
+                norm = nn.LayerNorm(given["d_model"], eps=given["layer_norm_eps"], **where)
+                given[f"custom_{name}"] = stack(layer(*sizes), given[f"num_{name}_layers"], norm)
         super().__init__(**given)
 
     @signed_as(nn.Transformer.forward)
@@ -178,16 +166,12 @@ class Transformer(nn.Transformer):
         """Encode src, then decode tgt; the memory is masked only by its own masks."""
         refuse_nested(src, tgt)
         axis_b = 0 if self.batch_first else 1
-        wrong = None
+        came = f"got src {tuple(src.shape)} and tgt {tuple(tgt.shape)}"
         if src.dim() == 3 and (tgt.dim() != 3 or src.shape[axis_b] != tgt.shape[axis_b]):
-            wrong = f"one batch size (batch_first={self.batch_first})"
-        elif src.shape[-1] != self.d_model or tgt.shape[-1] != self.d_model:
-            wrong = f"the width d_model={self.d_model}"
-        if wrong is not None:
-            raise CallError(
-                f"src and tgt must have {wrong}, got src {tuple(src.shape)} and tgt "
-                f"{tuple(tgt.shape)}"
-            )
+            what = f"one batch size (batch_first={self.batch_first})"
+            raise CallError(f"src and tgt must have {what}, {came}")
+        if src.shape[-1] != self.d_model or tgt.shape[-1] != self.d_model:
+            raise CallError(f"src and tgt must have the width d_model={self.d_model}, {came}")
         return super().forward(src, tgt, *args, **kwargs)
 
 

@@ -36,10 +36,8 @@ def sinusoidal(
     """
     if length != 0:
         check_count("length", length)
-    encoding_tc: Tensor = Sinusoidal(dim, base=base, layout=layout)(
-        torch.arange(length, device=device)
-    )
-    return encoding_tc
+    positions_t = torch.arange(length, device=device)
+    return Sinusoidal(dim, base=base, layout=layout).forward(positions_t)
 
 
 class Sinusoidal(nn.Module):
@@ -75,8 +73,7 @@ class Sinusoidal(nn.Module):
 
     def add(self, x_btc: Tensor, positions: Tensor) -> Tensor:
         """x plus its encoding, summed in float32 (or wider) and rounded once, to the type of x."""
-        encoding_tc: Tensor = self(positions)
-        return (x_btc + encoding_tc).to(x_btc.dtype)
+        return x_btc.add(self(positions)).to(x_btc.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, max_len={self.max_len}, base={self.base:g}, layout={self.layout!r}"
@@ -116,8 +113,7 @@ class Learned(nn.Module):
 
     def add(self, x_btc: Tensor, positions: Tensor) -> Tensor:
         """x plus its encoding, in the type of x."""
-        encoding_tc: Tensor = self(positions)
-        return (x_btc + encoding_tc).to(x_btc.dtype)
+        return x_btc.add(self(positions)).to(x_btc.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.max_len}, {self.dim}, offset={self.offset}"

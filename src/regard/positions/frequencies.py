@@ -5,10 +5,7 @@ float32 has lost three digits, bfloat16 all of them.
 
 How: frequencies are computed at every call, from plain numbers, on the device, in float64. None is
 ever stored, so there is no buffer that `.bfloat16()`, `to_empty()` or a longer text seen earlier
-could spoil, and nothing in a state_dict. Only elementwise operations are used; autocast lowers
-none of them.
-
-Left out: a cache of angles. A model makes them once a pass and hands them down.
+could spoil. Only elementwise operations are used; autocast lowers none of them.
 
 Letters: R pairs of numbers, each with one frequency.
 """

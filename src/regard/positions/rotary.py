@@ -63,15 +63,8 @@ class RotaryConfig:
                 f"rotary_dim is {self.rotary_dim} with head_dim {self.head_dim}; expected an even "
                 "number, head_dim at most: set rotary_dim to how many numbers of a head rotate"
             )
-        if self.scaling is not None:
-            self._check_scaling(self.scaling)
-
-    @property
-    def n_pairs(self) -> int:
-        return (self.rotary_dim or self.head_dim) // 2
-
-    def _check_scaling(self, scaling: Scaling) -> None:
-        if not isinstance(scaling, Scaling):
+        scaling = self.scaling
+        if scaling is not None and not isinstance(scaling, Scaling):
             raise TypeError(
                 f"scaling is a {type(scaling).__name__}; expected one of "
                 f"{', '.join(kind.__name__ for kind in get_args(Scaling))}, or None. "
@@ -84,6 +77,10 @@ class RotaryConfig:
             )
         if isinstance(scaling, DynamicNTK) and self.n_pairs == 1:
             raise ValueError("DynamicNTK needs two pairs or more; rotary_dim 2 has one")
+
+    @property
+    def n_pairs(self) -> int:
+        return (self.rotary_dim or self.head_dim) // 2
 
 
 class Phases(NamedTuple):
@@ -135,16 +132,7 @@ class Rotary(nn.Module):
             at = self.phases(at, length=length)
         elif length is not None:
             raise ValueError("length came with phases, which have theirs; pass it to phases()")
-        phases = Phases(*at)
-        self._check_fit(x_bhtd, phases.cos)
-        return rotate_pairs(x_bhtd, phases, self.config)
-
-    forward = rotate
-
-    def extra_repr(self) -> str:
-        return str(self.config)
-
-    def _check_fit(self, x_bhtd: Tensor, cos: Tensor) -> None:
+        cos = at[0]
         check_float("x", x_bhtd)
         if cos.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"phases are {cos.dtype}; expected float32, as phases() makes them")
@@ -155,6 +143,12 @@ class Rotary(nn.Module):
                 f"x has D={sizes['D']} and is rotated in R={sizes['R']} pairs, but the config has "
                 f"D=head_dim={self.config.head_dim}, R={self.config.n_pairs}; use this layer's own"
             )
+        return rotate_pairs(x_bhtd, Phases(*at), self.config)
+
+    forward = rotate
+
+    def extra_repr(self) -> str:
+        return str(self.config)
 
 
 def rotate_pairs(x_bhtd: Tensor, phases: Phases, config: RotaryConfig) -> Tensor:

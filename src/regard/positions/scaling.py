@@ -262,22 +262,6 @@ def scaling_from_dict(
     given = {key: value for key, value in (rope_scaling or {}).items() if value is not None}
     given.pop("rope_theta", None)
     given.pop("partial_rotary_factor", None)
-    kind = _take_kind(given)
-    _check_keys(kind, given)
-    # Says how the weights came about; "yarn" is computed alike with and without it.
-    given.pop("finetuned", None)
-    in_dict = given.pop(_ORIGINAL, None)
-    if kind == "dynamic":  # here the model's own length is the original one
-        given["original_max_len"] = _need(kind, "max_len", max_len)
-    elif kind not in ("linear", "default"):
-        original = _need(kind, _ORIGINAL, original_max_len or in_dict or max_len)
-        given["original_max_len"] = original
-        if kind != "llama3" and "factor" not in given:
-            given["factor"] = _need(kind, "factor or max_len", max_len) / original
-    return _TYPES[kind][0](**given)
-
-
-def _take_kind(given: dict[str, Any]) -> str:
     kinds = {given.pop(key) for key in ("rope_type", "type") if key in given} or {"default"}
     kinds = {"longrope" if kind == "su" else kind for kind in kinds}  # Phi-3's first name for it
     if kinds - set(_TYPES) or len(kinds) > 1:
@@ -286,10 +270,7 @@ def _take_kind(given: dict[str, Any]) -> str:
             f"expected one of {', '.join(map(repr, _TYPES))}: without the right one every position "
             "would be wrong"
         )
-    return str(kinds.pop())
-
-
-def _check_keys(kind: str, given: Mapping[str, Any]) -> None:
+    kind = str(kinds.pop())
     needed, allowed = (set(keys.split()) for keys in _TYPES[kind][1:])
     unknown = sorted(set(given) - needed - allowed)
     if unknown:
@@ -301,6 +282,17 @@ def _check_keys(kind: str, given: Mapping[str, Any]) -> None:
     missing = sorted(needed - set(given))
     if missing:
         raise ValueError(f"rotary scaling {kind!r} lacks {', '.join(missing)}; add it to the dict")
+    # Says how the weights came about; "yarn" is computed alike with and without it.
+    given.pop("finetuned", None)
+    in_dict = given.pop(_ORIGINAL, None)
+    if kind == "dynamic":  # here the model's own length is the original one
+        given["original_max_len"] = _need(kind, "max_len", max_len)
+    elif kind not in ("linear", "default"):
+        original = _need(kind, _ORIGINAL, original_max_len or in_dict or max_len)
+        given["original_max_len"] = original
+        if kind != "llama3" and "factor" not in given:
+            given["factor"] = _need(kind, "factor or max_len", max_len) / original
+    return _TYPES[kind][0](**given)
 
 
 def _need(kind: str, name: str, value: Any) -> Any:
