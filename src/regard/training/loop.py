@@ -42,10 +42,8 @@ from regard.training.runlog import EvalReport, StepReport
 from regard.training.snapshot import Snapshot, load_best, load_latest, save_snapshot
 from regard.training.tasks import Task
 
-READ_EVERY = 10
-"""Steps between two looks at a GPU's losses."""
-AHEAD = 2
-"""Steps whose batches are made before they are needed."""
+READ_EVERY = 10  # steps between two looks at a GPU's losses
+AHEAD = 2  # steps whose batches are made before they are needed
 Judge = Callable[[Transformer], Mapping[str, float]]
 
 
@@ -79,8 +77,7 @@ class Result:
     best: EvalReport | None
 
 
-@dataclass(frozen=True, eq=False)
-class StepBatches:
+class StepBatches(NamedTuple):
     """The batches of one step, and how many tokens of all ranks they ask for."""
 
     batches: list[dict[str, Tensor]]
@@ -104,8 +101,7 @@ class Progress:
     step: int = 0
     best: EvalReport | None = None
     waited: int = 0
-    owed: bool = False
-    """Whether a stop came before the evaluation that was due."""
+    owed: bool = False  # whether a stop came before the evaluation that was due
     pending: list[Pending] = field(default_factory=list)
 
 
@@ -135,7 +131,9 @@ def train(
         )
     if latest is not None:
         run.restore(latest)
-    with run.interruptible() as asked_to_stop, run.fetching() as fetch, run.set_up():
+    model.train()
+    recomputing = checkpointed(model) if config.recompute else nullcontext()
+    with run.interruptible() as asked_to_stop, run.fetching() as fetch, recomputing:
         reason = run.go_on(fetch, asked_to_stop)
     if reason != "interrupted":
         run.take_best()
@@ -143,30 +141,28 @@ def train(
 
 
 @final
+@dataclass(eq=False)
 class Run:
     """One run and all it holds."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        task: Task,
-        config: TrainConfig,
-        folder: Path,
-        mesh: Mesh,
-        listener: Listener,
-        judge: Judge | None,
-    ) -> None:
-        if mesh.size > 1 and (config.average is not None or judge is not None):
+    model: Transformer
+    task: Task
+    config: TrainConfig
+    folder: Path
+    mesh: Mesh
+    listener: Listener
+    judge: Judge | None
+
+    def __post_init__(self) -> None:
+        model, task, config, mesh = self.model, self.task, self.config, self.mesh
+        if mesh.size > 1 and (config.average is not None or self.judge is not None):
             raise ValueError(
                 "average and scores beside the loss are for one device; train without them on "
                 "several, and score the model that comes of it"
             )
         if model.head is None:
             raise ValueError("a model without a head scores no tokens; train one that has one")
-        self.model, self.task, self.config, self.folder = model, task, config, folder
-        self.mesh, self.listener, self.judge = mesh, listener, judge
         self.flops, self.peak = count_flops(model), peak_flops(mesh.device)
-        model.to(mesh.device)
         mesh.prepare(model)
         self.optimizers = make_optimizers(model, config, mesh)
         self.average = None if config.average is None else Average(model, config.average)
@@ -206,10 +202,8 @@ class Run:
                 return "interrupted" if stop else "time"
         if progress.step == config.steps or not self.is_tired():
             return "done"
-        self.listener.note(
-            f"stopped after {progress.step} steps: {progress.waited} evaluations in a row were no "
-            "better than the best"
-        )
+        why = f"{progress.waited} evaluations in a row were no better than the best"
+        self.listener.note(f"stopped after {progress.step} steps: {why}")
         return "patience"
 
     def is_tired(self) -> bool:
@@ -241,7 +235,8 @@ class Run:
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The sum over the batch's tokens, with gradients."""
         model, config, targets = self.model, self.config, batch[self.task.targets]
-        with self.autocast():
+        is_half = config.precision == "bfloat16"
+        with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=is_half):
             auxiliary = self.task.auxiliary_loss(model, batch) if model.training else None
             if auxiliary is not None and self.mesh.size > 1:
                 raise ValueError("an auxiliary loss is for one device; train without it on several")
@@ -258,11 +253,6 @@ class Run:
             loss = loss + auxiliary.loss() * (targets != NOTHING).sum()
         return loss
 
-    def autocast(self) -> Any:
-        if self.config.precision == "float32":
-            return nullcontext()
-        return torch.autocast(self.mesh.device.type, torch.bfloat16)
-
     def read_losses(self) -> None:
         """Look at the losses since the last time, and tell them."""
         pending, self.progress.pending = self.progress.pending, []
@@ -270,12 +260,10 @@ class Run:
             return
         figures = torch.stack([torch.stack((p.loss, p.grad_norm.to(p.loss))) for p in pending])
         numbers = figures.tolist()
-        now = time.perf_counter()
-        seconds = (now - self._read_at) / len(pending)
-        self._read_at = now
-        device, memory = self.mesh.device, None
-        if device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(device)
+        began, self._read_at = self._read_at, time.perf_counter()
+        seconds = (self._read_at - began) / len(pending)
+        device = self.mesh.device
+        memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         for (step, _, _, n_tokens), (loss, norm) in zip(pending, numbers, strict=True):
             flops = self.flops * n_tokens / seconds / self.mesh.size
             report = StepReport(
@@ -291,53 +279,43 @@ class Run:
             self.listener.step(report)
             if not math.isfinite(loss) or not math.isfinite(norm):
                 said = f"the loss is {loss} and the norm of the gradient {norm}"
-                raise Diverged(self._tell_divergence(step, said))
+                raise self.divergence(step, said)
 
-    def _tell_divergence(self, step: int, said: str) -> str:
+    def divergence(self, step: int, said: str) -> Diverged:
         left = load_latest(self.folder)
         kept = "no snapshot was saved before it"
         if left is not None:
             kept = f"the snapshot after {left.step} steps is whole: {left.path}"
-        return (
-            f"step {step}: {said}, so training stopped; {kept}. A lower lr, a longer warmup or a "
-            "smaller clip help most often"
-        )
+        advice = "A lower lr, a longer warmup or a smaller clip help most often"
+        return Diverged(f"step {step}: {said}, so training stopped; {kept}. {advice}")
 
     # ---- Evaluation
 
     def evaluate(self) -> bool:
         """Loss on held-out data, and scores; whether it is the best so far."""
-        began = time.perf_counter()
-        progress = self.progress
+        began, progress = time.perf_counter(), self.progress
         progress.owed = False
+        total, n_tokens = 0.0, 0
         with self.as_given():
-            loss, n_tokens = self.held_out_loss()
+            for batch in self.task.held_out():
+                n_tokens += int((batch[self.task.targets] != NOTHING).sum())
+                with torch.no_grad():
+                    total += float(self.mesh.total(self.loss(self.on_device(batch))))
             if n_tokens == 0:
                 return False
             scores = {} if self.judge is None else dict(self.judge(self.model))
-        report = EvalReport(
-            step=progress.step, loss=loss, perplexity=math.exp(min(loss, 700.0)), scores=scores
-        )
+        loss = total / n_tokens
+        perplexity = math.exp(min(loss, 700.0))
+        report = EvalReport(step=progress.step, loss=loss, perplexity=perplexity, scores=scores)
         self.listener.evaluated(report)
         if not math.isfinite(loss):
-            raise Diverged(self._tell_divergence(progress.step, f"the held-out loss is {loss}"))
+            raise self.divergence(progress.step, f"the held-out loss is {loss}")
         better = progress.best is None or figure_of(report) > figure_of(progress.best)
         progress.waited = 0 if better else progress.waited + 1
         progress.best = report if better else progress.best
         # What evaluation took is no part of the steps' time.
         self._read_at += time.perf_counter() - began
         return better
-
-    def held_out_loss(self) -> tuple[float, int]:
-        """The mean over held-out tokens, and their number."""
-        total = torch.zeros((), dtype=torch.float64)
-        n_tokens = 0
-        with torch.no_grad():
-            for batch in self.task.held_out():
-                n_tokens += int((batch[self.task.targets] != NOTHING).sum())
-                loss = self.loss(self.on_device(batch)).detach()
-                total += self.mesh.total(loss).double().cpu()
-        return float(total) / max(n_tokens, 1), n_tokens
 
     @contextmanager
     def as_given(self) -> Iterator[None]:
@@ -362,7 +340,7 @@ class Run:
         progress = self.progress
         # A loss is of the weights before its step; what the step made of them is seen here.
         if not all(bool(x.isfinite().all()) for x in tensors.values()):
-            raise Diverged(self._tell_divergence(progress.step, "not all weights are finite"))
+            raise self.divergence(progress.step, "not all weights are finite")
         facts = {
             "config": asdict(self.config),
             "data": self.task.fingerprint,
@@ -391,12 +369,11 @@ class Run:
         if self.average is not None:
             for name, tensor in self.average.weights.items():
                 tensor.copy_(snapshot.tensors[f"average/{name}"])
-        best = facts["best"]
-        self.progress.best = None if best is None else EvalReport(**best)
-        self.progress.waited, self.progress.owed = facts["waited"], facts.get("owed", False)
-        self.progress.step = snapshot.step
+        best = None if facts["best"] is None else EvalReport(**facts["best"])
+        owed = facts.get("owed", False)
+        self.progress = Progress(snapshot.step, best, facts["waited"], owed)
         self.listener.note(f"going on after {snapshot.step} steps")
-        if best is not None and best["step"] == snapshot.step:
+        if best is not None and best.step == snapshot.step:
             # A kill may fall between a snapshot and the word that it is the best.
             named = load_best(self.folder)
             if named is None or named.step != snapshot.step:
@@ -408,38 +385,31 @@ class Run:
         if best is not None:
             weights = {n: x for n, x in best.tensors.items() if n.startswith("model/")}
             self.mesh.restore(self.model, (), weights)
-            if self.average is not None:
-                kept = {name: best.tensors[f"average/{name}"] for name in self.average.weights}
-                self.average.put(self.model, kept)
-        elif self.average is not None:
-            self.average.put(self.model, self.average.weights)
+        if self.average is not None:
+            averaged = self.average.weights
+            if best is not None:
+                averaged = {name: best.tensors[f"average/{name}"] for name in averaged}
+            self.average.put(self.model, averaged)
         self.model.eval()
 
     # ---- What is around the loop
 
     @contextmanager
-    def set_up(self) -> Iterator[None]:
-        self.model.train()
-        with checkpointed(self.model) if self.config.recompute else nullcontext():
-            yield
-
-    @contextmanager
     def fetching(self) -> Iterator[Callable[[int], StepBatches]]:
         """A function from a step to its batches, which are made ahead by a thread."""
         futures: dict[int, Future[StepBatches]] = {}
-        with ThreadPoolExecutor(1) as maker:
+        maker = ThreadPoolExecutor(1)
 
-            def fetch(step: int) -> StepBatches:
-                for ahead in range(step, min(step + AHEAD, self.config.steps)):
-                    if ahead not in futures:
-                        futures[ahead] = maker.submit(self.make_ready, ahead)
-                return futures.pop(step).result()
+        def fetch(step: int) -> StepBatches:
+            for ahead in range(step, min(step + AHEAD, self.config.steps)):
+                if ahead not in futures:
+                    futures[ahead] = maker.submit(self.make_ready, ahead)
+            return futures.pop(step).result()
 
-            try:
-                yield fetch
-            finally:
-                for future in futures.values():
-                    future.cancel()
+        try:
+            yield fetch
+        finally:
+            maker.shutdown(cancel_futures=True)
 
     def make_ready(self, step: int) -> StepBatches:
         first = step * self.config.accumulate

@@ -41,7 +41,7 @@ from regard.layers.multihead import MultiHeadAttention
 from regard.models import Transformer
 from regard.training.data.packing import NOTHING
 from regard.training.parallel.context import Parts, check_context, cut_text
-from regard.training.parallel.state import clip_gradients, gather, named_state, put_back
+from regard.training.parallel.state import clip_gradients, gather_state, put_back
 from regard.training.parallel.tensor import check_tensor, cut_layers
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -236,7 +236,7 @@ class Mesh:
 
         "model/<parameter>" and "optim/<parameter>/<word>", named as on one device. All ranks call.
         """
-        return gather(named_state(model, optimizers), self.is_main)
+        return gather_state(model, optimizers, self.is_main)
 
     def restore(
         self, model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
