@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from regard.generation import GenerationConfig, generate_ids
 from regard.models import Transformer
@@ -57,10 +56,13 @@ def translate_rows(
 def score(translations: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> Scores:
     """BLEU and chrF of translations against one reference each."""
     if len(translations) != len(references):
-        raise ValueError(
-            f"{len(translations)} translations and {len(references)} references; expected as many"
-        )
-    metrics = metrics_module()
+        what = f"{len(translations)} translations and {len(references)} references"
+        raise ValueError(f"{what}; expected as many")
+    try:
+        from sacrebleu import metrics
+    except ModuleNotFoundError as missing:
+        what = f"scoring translations needs the package {missing.name}: pip install 'regard[train]'"
+        raise ModuleNotFoundError(what, name=missing.name) from None
     # force: it would warn of text that was cut before, which is what "none" says.
     bleu, chrf = metrics.BLEU(tokenize=tokenize, force=tokenize == "none"), metrics.CHRF()
     by_bleu = bleu.corpus_score(list(translations), [list(references)])
@@ -72,15 +74,3 @@ def score(translations: Sequence[str], references: Sequence[str], tokenize: str 
         chrf_signature=str(chrf.get_signature()),
         n_sentences=len(references),
     )
-
-
-def metrics_module() -> Any:
-    """sacrebleu's metrics, or which extra they come with."""
-    try:
-        from sacrebleu import metrics
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            f"scoring translations needs the package {missing.name}: pip install 'regard[train]'",
-            name=missing.name,
-        ) from None
-    return metrics

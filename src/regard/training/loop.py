@@ -1,14 +1,11 @@
-"""The training loop: `train`.
-
-Why: the same loop trains every model on every task, on one device or many, and can be stopped at
-any moment and go on as if it had not been.
+"""The training loop: `train`, for every model and task, on one device or many.
 
 How: a step is a pure function of the weights, the optimizer's state, and its number: batches,
 dropout and learning rate are drawn from the seed and the number alone. So a snapshot is the weights
 and the optimizer's state, and a resumed run gives the losses and weights of one that was never
-stopped, on a CPU bit for bit. Batches are made one step ahead by a thread. Losses are read from a
-GPU every few steps only, since reading waits for it; each is still looked at, and the first that is
-not finite stops the run before anything is saved.
+stopped, on a CPU bit for bit. Batches are made ahead by a thread. Losses are read from a GPU every
+few steps only, since reading waits for it; each is still looked at, and the first that is not
+finite stops the run before anything is saved.
 
 Left out: what a batch is (`tasks.py`), how devices share the work (`parallel`).
 """

@@ -5,11 +5,8 @@ plain code reads and writes it five times.
 
 How: one function is the output layer and the loss. Logits of a part of the tokens are computed,
 turned in place into the loss's gradient by them, and used at once for the gradients by the vectors
-and by the weight; so they are never kept, and are read and written once. On a GPU the middle step
-is one kernel that goes over each row twice, the second time while it still lies in the cache. The
-backward pass only multiplies by what came from above. A vocabulary whose size is awkward for the
-matrix units is widened with rows of zeros that no token can choose.
-
+and by the weight; so they are never kept. On a GPU the middle step is one kernel. A vocabulary
+whose size is awkward for the matrix units is widened with rows of zeros that no token can choose.
 The loss of a token with target y, smoothing e and V logits s is
 
     logsumexp(s) - (1 - e) · s[y] - e · mean(s)

@@ -4,10 +4,7 @@ Why: the loop should not know what a batch is made of.
 
 How: a task gives batches as plain dicts of tensors, each a pure function of its number; says how
 the model's last hidden states come of one (`vectors`, which the loop may compile), and what the
-targets are. The loss is then the same for all: cross-entropy of the head's logits. A task may add
-an auxiliary loss of what the model did meanwhile; examples/translate_aligned has one.
-
-Left out: evaluation by BLEU (`bleu.py`), and reading files (`data`).
+targets are. A task may add an auxiliary loss, as examples/translate_aligned does.
 
 Letters: B rows, T tokens, S tokens of the source, C model width.
 """
@@ -139,9 +136,5 @@ def text_dict(batch: TextBatch) -> dict[str, Tensor]:
 
 
 def pair_dict(batch: PairBatch) -> dict[str, Tensor]:
-    return {
-        "source": batch.source,
-        "source_real": batch.source_real,
-        "target_in": batch.target_in,
-        "target_out": batch.target_out,
-    }
+    names = ("source", "source_real", "target_in", "target_out")
+    return {name: getattr(batch, name) for name in names}

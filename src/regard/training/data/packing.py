@@ -1,19 +1,14 @@
 """Windows of running text for language models, each batch from seed and step alone.
 
-Why: documents are short and long, a batch is a rectangle. Laid end to end and cut into windows,
-nothing is padded; but then a window holds several documents, and none may see another.
+Why: laid end to end and cut into windows, documents need no padding; but then a window holds
+several of them, and none may see another.
 
 How: an epoch lays a comb of windows over the ring of all tokens, at a phase of its own, and takes
 them in an order of its own; window s · rows + r is row r of step s. So every token is seen once an
 epoch, but for fewer than one window's at the seam, which lies elsewhere each time. In a window,
 documents are numbered 0, 1, 2, ... and positions restart at 0 in each: with the mask
-`Causal() & Documents(batch.documents)` each answers as if it were alone. A document's last token
-has no target: it is the end token, after which nothing of it comes.
-
-With `documents=False` the text is one stream, as in nanoGPT: everything may see what lies before
-it in the window, and every token but the last of all has the next one as its target.
-
-Left out: models and masks themselves; sorting documents so that fewer are cut.
+`Causal() & Documents(batch.documents)` each answers as if it were alone. A document's last token,
+the end token, has no target. With `documents=False` the text is one stream, as in nanoGPT.
 
 Letters: B rows, T tokens of a window.
 """
@@ -40,8 +35,7 @@ from regard.training.data.shuffle import (
 )
 from regard.training.data.store import TokenFile
 
-NOTHING = -100
-"""The target where nothing is asked: what torch's cross-entropy leaves out."""
+NOTHING = -100  # the target where nothing is asked: what torch's cross-entropy leaves out
 
 # What is drawn for different ends from one seed must not be the same.
 _PHASE, _WINDOWS, _MASKED = 1, 2, 3
@@ -88,8 +82,7 @@ class PackedText:
             )
         self.tokens, self.context, self.rows, self.seed = tokens, context, rows, seed
         self.documents, self.shifted = documents, shifted
-        self.n_windows = tokens.n_tokens // context
-        """Windows of an epoch."""
+        self.n_windows = tokens.n_tokens // context  # of an epoch
         # Where something new begins on the ring, laid out twice so that a window may run over.
         n_tokens = tokens.n_tokens
         starts = np.asarray(tokens.bounds[:-1]) if documents else np.zeros(1, np.int64)
@@ -151,19 +144,14 @@ class PackedText:
             since = np.maximum.accumulate(np.where(inside, count, 0), axis=1)
             documents = torch.from_numpy(np.cumsum(inside, axis=1, dtype=np.int64))
             positions = torch.from_numpy(count - since)
-        return TextBatch(
-            torch.from_numpy(np.ascontiguousarray(ids)),
-            torch.from_numpy(targets),
-            documents,
-            positions,
-        )
+        rows = torch.from_numpy(np.ascontiguousarray(ids))
+        return TextBatch(rows, torch.from_numpy(targets), documents, positions)
 
     def _find_breaks(self, starts: Int) -> npt.NDArray[np.bool_]:
         """(B, T + 1): whether a document starts at this token, or the ring does."""
         width = self.context + 1
-        first = np.searchsorted(self._breaks, starts, side="left")
-        past = np.searchsorted(self._breaks, starts + width, side="left")
-        counts = past - first
+        first = np.searchsorted(self._breaks, starts)
+        counts = np.searchsorted(self._breaks, starts + width) - first
         rows = np.repeat(np.arange(len(starts)), counts)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         new = np.zeros((len(starts), width), np.bool_)

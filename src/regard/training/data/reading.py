@@ -1,7 +1,5 @@
 """Files in: documents or pairs of sentences out, and every fault told before training starts.
 
-Why: a file that is half UTF-16, or has no tab in it, must not be found out at step 900.
-
 How: a file is read whole, unpacked (.gz, .xz), checked as bytes and decoded as UTF-8; then it is
 cut into documents or pairs. What cannot be meant is one `BadData`, a sentence that names the file,
 the line, what came, what was expected and what to do. What can be lived with (empty lines, CRLF,

@@ -1,16 +1,12 @@
 """Token ids on disk, mapped into memory: written once, checked when opened, read at no cost.
 
-Why: a corpus is encoded once and read for many epochs, and a list of numbers in Python takes
-twenty times their room.
+Why: a corpus is encoded once and read for many epochs; Python's lists take twenty times its memory.
 
 How: one file. A header of 4096 bytes (magic, then JSON padded with spaces), the ids (two bytes each
 where the vocabulary allows, else four), zeros up to a multiple of eight, and the bounds: document d
 is `ids[bounds[d] : bounds[d + 1]]`. The header tells sizes, the fingerprint of what was encoded and
 a checksum of everything else. `encode_texts` writes such a file, or opens the one that is there if
-it was made from the same texts by the same tokenizer.
-
-Texts are read as plain text: where one holds the name of a special token, it is spelled out, so
-that data cannot end a document or pass for padding.
+it was made from the same. Where a text holds the name of a special token, it is spelled out.
 
 Left out: packing and batches (`packing.py`, `pairs.py`), appending, several writers of one file.
 """
