@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from regard.generation import GenerationConfig, generate_ids
 from regard.models import Transformer
@@ -20,8 +21,6 @@ from regard.tokens import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a set of translations scores, and how it was counted."""
-
     bleu: float
     chrf: float
     bleu_signature: str
@@ -63,8 +62,9 @@ def score(translations: Sequence[str], references: Sequence[str], tokenize: str 
     except ModuleNotFoundError as missing:
         what = f"scoring translations needs the package {missing.name}: pip install 'regard[train]'"
         raise ModuleNotFoundError(what, name=missing.name) from None
+    sacrebleu: Any = metrics
     # force: it would warn of text that was cut before, which is what "none" says.
-    bleu, chrf = metrics.BLEU(tokenize=tokenize, force=tokenize == "none"), metrics.CHRF()
+    bleu, chrf = sacrebleu.BLEU(tokenize=tokenize, force=tokenize == "none"), sacrebleu.CHRF()
     by_bleu = bleu.corpus_score(list(translations), [list(references)])
     by_chrf = chrf.corpus_score(list(translations), [list(references)])
     return Scores(

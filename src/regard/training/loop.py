@@ -58,8 +58,6 @@ class Listener(Protocol):
 
 @final
 class Silence:
-    """A listener that says nothing."""
-
     def step(self, report: StepReport) -> None: ...
     def evaluated(self, report: EvalReport) -> None: ...
     def note(self, text: str) -> None: ...
@@ -81,15 +79,6 @@ class StepBatches(NamedTuple):
     n_tokens: int
 
 
-class Pending(NamedTuple):
-    """A step whose loss has not been read from the device yet."""
-
-    step: int
-    loss: Tensor
-    grad_norm: Tensor
-    n_tokens: int
-
-
 @final
 @dataclass(eq=False)
 class Progress:
@@ -99,7 +88,8 @@ class Progress:
     best: EvalReport | None = None
     waited: int = 0
     owed: bool = False  # whether a stop came before the evaluation that was due
-    pending: list[Pending] = field(default_factory=list)
+    # Steps whose loss and norm of the gradient were not read from the device yet; their tokens.
+    pending: list[tuple[int, Tensor, Tensor, int]] = field(default_factory=list)
 
 
 def train(
@@ -122,10 +112,8 @@ def train(
     run = Run(model, task, config, folder, mesh or Mesh.alone(), listener or Silence(), judge)
     latest = load_latest(folder)
     if latest is not None and not resume:
-        raise FileExistsError(
-            f"{folder} holds the snapshots of a run, the last after {latest.step} steps: resume "
-            "it, or train into another folder"
-        )
+        what = f"{folder} holds the snapshots of a run, the last after {latest.step} steps"
+        raise FileExistsError(f"{what}: resume it, or train into another folder")
     if latest is not None:
         run.restore(latest)
     model.train()
@@ -140,8 +128,6 @@ def train(
 @final
 @dataclass(eq=False)
 class Run:
-    """One run and all it holds."""
-
     model: Transformer
     task: Task
     config: TrainConfig
@@ -153,10 +139,8 @@ class Run:
     def __post_init__(self) -> None:
         model, task, config, mesh = self.model, self.task, self.config, self.mesh
         if mesh.size > 1 and (config.average is not None or self.judge is not None):
-            raise ValueError(
-                "average and scores beside the loss are for one device; train without them on "
-                "several, and score the model that comes of it"
-            )
+            todo = "train without them on several, and score the model that comes of it"
+            raise ValueError(f"average and scores beside the loss are for one device; {todo}")
         if model.head is None:
             raise ValueError("a model without a head scores no tokens; train one that has one")
         self.flops, self.peak = count_flops(model), peak_flops(mesh.device)
@@ -172,7 +156,6 @@ class Run:
     # ---- A step
 
     def go_on(self, fetch: Callable[[int], StepBatches], asked_to_stop: Callable[[], bool]) -> str:
-        """Step after step, until the last, or a reason to stop."""
         config, progress = self.config, self.progress
         read_every = 1 if self.mesh.device.type == "cpu" else READ_EVERY
         self._read_at = time.perf_counter()
@@ -221,11 +204,9 @@ class Run:
             optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.follow(self.model, step)
-        total = self.mesh.total(total)
-        self.progress.pending.append(Pending(step + 1, total, norm, ready.n_tokens))
+        self.progress.pending.append((step + 1, self.mesh.total(total), norm, ready.n_tokens))
 
     def on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of a batch, on its device."""
         device = self.mesh.device
         return {name: x.to(device, non_blocking=True) for name, x in self.mesh.cut(batch).items()}
 
@@ -251,12 +232,11 @@ class Run:
         return loss
 
     def read_losses(self) -> None:
-        """Look at the losses since the last time, and tell them."""
         pending, self.progress.pending = self.progress.pending, []
         if not pending:
             return
-        figures = torch.stack([torch.stack((p.loss, p.grad_norm.to(p.loss))) for p in pending])
-        numbers = figures.tolist()
+        figures = [torch.stack((loss, norm.to(loss))) for _, loss, norm, _ in pending]
+        numbers = torch.stack(figures).tolist()
         began, self._read_at = self._read_at, time.perf_counter()
         seconds = (self._read_at - began) / len(pending)
         device = self.mesh.device
@@ -328,7 +308,6 @@ class Run:
     # ---- Snapshots
 
     def save(self, best: bool) -> None:
-        """Everything that a run needs to go on."""
         tensors = self.mesh.state(self.model, self.optimizers)
         if tensors is None:
             return
@@ -350,10 +329,8 @@ class Run:
     def restore(self, snapshot: Snapshot) -> None:
         facts = snapshot.facts
         if facts["data"] != self.task.fingerprint:
-            raise ValueError(
-                f"{snapshot.path} was trained on other data, or with another tokenizer, than is "
-                "given now; resume with the same files, or train into another folder"
-            )
+            what = f"{snapshot.path} was trained on other data, or with another tokenizer, than now"
+            raise ValueError(f"{what}; resume with the same files, or train into another folder")
         free = {"steps", "save_every", "keep", "eval_every", "patience", "minutes"}
         old, now = facts["config"], asdict(self.config)
         changed = [n for n in now if n not in free and old.get(n, now[n]) != now[n]]

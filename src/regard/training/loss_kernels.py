@@ -56,7 +56,6 @@ def _logits_to_gradient(
 def run(
     logits_nv: Tensor, targets_n: Tensor, smoothing: float, n_real: int, learns: bool
 ) -> Tensor:
-    """See `loss.logits_to_gradient`."""
     n, width = logits_nv.shape
     losses_n = torch.empty(n, dtype=torch.float32, device=logits_nv.device)
     _logits_to_gradient[(n,)](

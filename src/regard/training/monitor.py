@@ -110,7 +110,6 @@ class Monitor:
             self._board.evaluated(report)
 
     def note(self, text: str) -> None:
-        """Show and log a sentence."""
         self._note(text)
         self._say(text)
 
@@ -179,11 +178,9 @@ class Figures:
     @property
     def loss(self) -> float:
         """Smoothed, but never hiding that the last one was not finite."""
-        losses = [report.loss for report in tuple(self.recent)]
-        if not losses or not math.isfinite(losses[-1]):
-            return losses[-1] if losses else math.nan
+        losses = [math.nan, *(report.loss for report in tuple(self.recent))]
         finite = [loss for loss in losses if math.isfinite(loss)]
-        return sum(finite) / len(finite)
+        return sum(finite) / len(finite) if math.isfinite(losses[-1]) else losses[-1]
 
     @property
     def tokens_per_second(self) -> float:
@@ -200,7 +197,6 @@ class Figures:
         return (time.monotonic() - self._first_at) / n_steps * (self.total - self.done)
 
     def __str__(self) -> str:
-        """What is known, the most wanted first."""
         if not self.recent:
             return "loss –"
         last, seen = self.recent[-1], self.last_eval
@@ -223,10 +219,7 @@ class Figures:
 
 @final
 class Screen:
-    """A text stream that no longer takes part after its first error, and says so once.
-
-    A closed pipe or a closed terminal must not end a run of hours.
-    """
+    """A text stream that falls silent after its first error, such as a closed pipe, and says so."""
 
     def __init__(self, stream: Any, say: Callable[[str], None]) -> None:
         self.stream, self._say = stream, say

@@ -47,7 +47,6 @@ def rate_share(config: TrainConfig, step: int) -> float:
 def make_optimizers(
     model: nn.Module, config: TrainConfig, mesh: Mesh
 ) -> list[torch.optim.Optimizer]:
-    """One optimizer, or Muon and the one beside it."""
     learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [(n, p) for n, p in learned if config.optimizer == "muon" and is_inner(n, p)]
     names = {name for name, _ in matrices}
@@ -81,8 +80,7 @@ def set_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
 class Average:
     """Weights that follow the model's: average = keep · average + (1 - keep) · weights.
 
-    In its first steps an average of this kind is mostly the random start; so `keep` begins low, at
-    (1 + n) / (10 + n) after n steps.
+    So that the random start is soon forgotten, `keep` begins low: (1 + n) / (10 + n) at step n.
     """
 
     def __init__(self, model: nn.Module, keep: float) -> None:
@@ -92,8 +90,8 @@ class Average:
         }
 
     def follow(self, model: nn.Module, n_steps: int) -> None:
-        """Take in the weights after so many steps."""
-        follow = get_ema_multi_avg_fn(min(self.keep, (1 + n_steps) / (10 + n_steps)))
+        keep = min(self.keep, (1 + n_steps) / (10 + n_steps))
+        follow = get_ema_multi_avg_fn(keep)  # type: ignore[no-untyped-call]
         now = dict(model.named_parameters())
         follow(list(self.weights.values()), [now[name] for name in self.weights], n_steps)
 

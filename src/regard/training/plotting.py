@@ -33,10 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def plot_losses(folder: str | os.PathLike[str]) -> Path:
-    """Draw the run in `folder` from its `log.jsonl` into its `loss.png`; give the picture's path.
-
-    The log itself may be given too; the picture then lies beside it.
-    """
+    """Draw the run in `folder` (or of that log) into a `loss.png` beside its log; its path."""
     path = Path(os.fsdecode(folder))
     path = path if path.is_dir() else path.parent
     plot_runs({path.resolve().name: folder}, path / PLOT)
@@ -86,10 +83,8 @@ def _make_figure() -> Figure:
 
 
 def smooth(values: Floats, window: int) -> Floats:
-    """The mean over `window` values around each; what is not finite is left out, and stays a gap.
-
-    Towards the beginning, where losses fall fast, the window shrinks on both sides alike.
-    """
+    """The mean over `window` values around each; what is not finite is left out: a gap."""
+    # Towards the beginning, where losses fall fast, the window shrinks on both sides alike.
     finite = np.isfinite(values)
     sums = np.cumsum(np.append(0.0, np.where(finite, values, 0.0)))
     counts = np.cumsum(np.append(0, finite))
@@ -101,7 +96,6 @@ def smooth(values: Floats, window: int) -> Floats:
 
 
 def _curve(reports: list[StepReport | EvalReport]) -> tuple[Floats, Floats]:
-    """Steps and losses, of each step the last report."""
     losses = {report.step: report.loss for report in reports}
     return np.array(list(losses), np.float64), np.array(list(losses.values()), np.float64)
 

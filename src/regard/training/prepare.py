@@ -37,8 +37,6 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """All that a run starts from."""
-
     model: Transformer
     task: Task
     tokenizer: Tokenizer
@@ -66,7 +64,6 @@ def prepare(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepared:
 
 
 def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepared:
-    """For language models, masked or not."""
     texts = read_texts(files.data, files.separator, say)
     if files.valid is not None:
         held = read_texts(files.valid, files.separator, say)
@@ -121,9 +118,9 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepa
     ids = {role: one_id(tokenizer, token) for role, token in roles.items()}
 
     def pair(name: str, sides: Sides) -> PairedText:
-        stores = encode_sides(folder, name, sides, tokenizer, prefixes)
+        sources, targets = encode_sides(folder, name, sides, tokenizer, prefixes)
         limits = {"max_tokens": recipe.max_tokens, "max_len": recipe.max_len}
-        return PairedText(*stores, **limits, **ids, seed=recipe.train.seed)
+        return PairedText(sources, targets, **limits, **ids, seed=recipe.train.seed)
 
     paired = pair("train", sides)
     say(f"{paired.n_pairs:,} pairs, {paired.n_batches:,} batches an epoch")
@@ -141,7 +138,6 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepa
 
 
 def build(recipe: Recipe, tokenizer: Tokenizer, extra: dict[str, Any]) -> Transformer:
-    """The recipe's model for the tokenizer's vocabulary."""
     words = {**recipe.model, **extra, "vocab_size": tokenizer.vocab_size}
     model = Transformer(config_of(words))
     model.tokenizer = tokenizer
@@ -154,8 +150,6 @@ def build(recipe: Recipe, tokenizer: Tokenizer, extra: dict[str, Any]) -> Transf
 
 
 class Sides(NamedTuple):
-    """Sentence pairs, one list for each side."""
-
     sources: list[str]
     targets: list[str]
 
@@ -178,7 +172,6 @@ def say_notices(notices: Iterable[Notice], say: Say) -> None:
 
 
 def hold_out_text(texts: list[str]) -> tuple[list[str], list[str]]:
-    """The end of the text, or of the documents, kept apart."""
     if len(texts) == 1:
         cut = int(len(texts[0]) * (1.0 - LONG_DOCUMENT))
         return [texts[0][:cut]], [texts[0][cut:]]

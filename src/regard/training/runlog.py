@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from regard._files import replace_file, spell_path
 
@@ -73,10 +73,7 @@ class Log:
 
 @final
 class RunLog:
-    """The open log of a run that goes on after `start` finished steps (0: a new log).
-
-    `say` is told what is wrong with the file.
-    """
+    """The open log of a run after `start` steps (0: a new one); `say` is told what is wrong."""
 
     def __init__(self, folder: Path, start: int, say: Callable[[str], None]) -> None:
         self.path = folder / LOG
@@ -88,10 +85,8 @@ class RunLog:
 
     def step(self, report: StepReport) -> None:
         if report.step <= self._last_step:
-            raise ValueError(
-                f"step {report.step} was reported after step {self._last_step}; steps count "
-                "finished ones and go up, and a resumed run begins with the one after its start"
-            )
+            what = f"step {report.step} was reported after step {self._last_step}"
+            raise ValueError(f"{what}; steps go up, from the one after the start of the run")
         self._last_step = int(report.step)
         self._put("step", {name: x for name, x in vars(report).items() if x is not None})
 
@@ -114,71 +109,61 @@ class RunLog:
         line = {"kind": kind, "step": fields["step"], "time": time.time(), **_strict(fields)}
         # What there was of a torn line stays a line of its own.
         data = (("\n" if self._is_torn else "") + _encode(line) + "\n").encode("ascii")
-        fault = None
+        fault = ""
         try:
             self._is_torn = os.write(self._handle, data) < len(data)
             # Lines still find their way into a file that was moved or deleted; nobody else does.
             if not os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
                 raise FileNotFoundError
         except FileNotFoundError:
-            fault = (
-                "is not there any more: it, or its folder, was moved, replaced or deleted. The run "
-                "goes on; what it logs from here on may be lost"
-            )
+            fault = "is not there any more: it, or its folder, was moved or deleted"
         except OSError as error:
-            fault = f"cannot be written: {error.strerror or error}. The run goes on; lines are "
-            fault += "missing from its log"
-        if fault is not None and fault not in self._said:
+            fault = f"cannot be written: {error.strerror or error}"
+        if fault and fault not in self._said:
             self._said.add(fault)
-            self._say(f"{spell_path(self.path)} {fault}")
+            self._say(f"{spell_path(self.path)} {fault}. The run goes on; its log will lack lines")
 
 
 def _strict(value: Any) -> Any:
     """The value as strict JSON has it: what is not finite by its name."""
     if isinstance(value, Mapping):
         return {name: _strict(item) for name, item in value.items()}
-    if isinstance(value, str | int) or math.isfinite(value):
-        return value if isinstance(value, str | int) else float(value)
+    if isinstance(value, str | int):
+        return value
+    if math.isfinite(value):
+        return float(value)
     return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
 
 
 # ---- Reading
 
 
-class _Line(NamedTuple):
-    """One line; `kind` is "" for a line that is torn, or none of ours."""
-
-    raw: bytes
-    kind: str
-    step: int
-    fields: dict[str, Any]
-
-
-def _read_lines(path: Path) -> Iterator[_Line]:
+def _read_lines(path: Path) -> Iterator[tuple[bytes, str, int, dict[str, Any]]]:
+    """Each line, its kind ("" for one that is torn, or none of ours), its step and its fields."""
     with path.open("rb") as file:
         for raw in file:
-            line = _Line(raw, "", -1, {})
+            kind, step, fields = "", -1, {}
             with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
-                fields = json.loads(raw if raw.endswith(b"\n") else b"")
-                if isinstance(fields["kind"], str) and type(fields["step"]) is int:
-                    line = _Line(raw, fields.pop("kind"), fields["step"], fields)
-            yield line
+                found = json.loads(raw if raw.endswith(b"\n") else b"")
+                if isinstance(found["kind"], str) and type(found["step"]) is int:
+                    kind, step, fields = found.pop("kind"), found["step"], found
+            yield raw, kind, step, fields
 
 
 def _cut_back(path: Path, start: int) -> dict[str, Any] | None:
     """Cut an old log back to `start` steps; give its last evaluation."""
     kept: list[bytes] = []
     is_whole, last_step, evaluation = True, 0, None
-    for line in _read_lines(path) if path.exists() else ():
-        is_again = line.kind == "step" and line.step <= last_step
-        if not start or not line.kind or line.step > start or is_again:
+    for raw, kind, step, fields in _read_lines(path) if path.exists() else ():
+        is_again = kind == "step" and step <= last_step
+        if not start or not kind or step > start or is_again:
             is_whole = False
             continue
-        kept.append(line.raw)
-        if line.kind == "step":
-            last_step = line.step
-        elif line.kind == "eval":
-            evaluation = {name: x for name, x in line.fields.items() if name != "time"}
+        kept.append(raw)
+        if kind == "step":
+            last_step = step
+        elif kind == "eval":
+            evaluation = {name: x for name, x in fields.items() if name != "time"}
     if not is_whole:
         with replace_file(path) as file:
             file.writelines(kept)

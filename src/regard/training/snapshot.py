@@ -145,7 +145,6 @@ def save_snapshot(
 
 
 def _to_json(facts: Mapping[str, Any]) -> str:
-    """The facts as JSON that reads back equal; what JSON cannot say is refused here."""
     if not isinstance(facts, Mapping):
         raise TypeError(f"facts must be a dict of plain JSON, got {type(facts).__name__}")
     _check_keys(facts, "facts")
@@ -153,10 +152,9 @@ def _to_json(facts: Mapping[str, Any]) -> str:
         text = json.dumps(dict(facts), allow_nan=False, separators=(",", ":"))
         parse_json(text.encode("utf-8"), "facts", ValueError)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"facts cannot be written as plain JSON: {error}; give strings, finite numbers, "
-            "booleans, None, lists and dicts, and put arrays among the tensors"
-        ) from error
+        todo = "give strings, finite numbers, booleans, None, lists and dicts"
+        what = f"facts cannot be written as plain JSON: {error}"
+        raise ValueError(f"{what}; {todo}, and put arrays among the tensors") from error
     return text
 
 
@@ -189,7 +187,6 @@ def _header_sum(head: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _disk_errors(path: Path, needed: int) -> Iterator[None]:
-    """Say what a refusing disk refused, and that nothing older was lost."""
     try:
         yield
     except OSError as error:
@@ -233,10 +230,8 @@ def _read_best(folder: Path) -> str | None:
     data = read_bytes(path, 1000, BadSnapshot)
     name = parse_json(data, spell_path(path), BadSnapshot).get("file")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or _best_line(name) != data:
-        raise BadSnapshot(
-            f"{spell_path(path)} is damaged: it has {spell(data)}, and does not match its own "
-            "checksum. Delete it, or choose a snapshot by its step"
-        )
+        what = f"{spell_path(path)} is damaged: {spell(data)} does not match its own checksum"
+        raise BadSnapshot(f"{what}. Delete it, or choose a snapshot by its step")
     return name
 
 
@@ -268,8 +263,7 @@ def list_snapshots(root: str | os.PathLike[str]) -> list[Path]:
 def load_latest(root: str | os.PathLike[str]) -> Snapshot | None:
     """The newest snapshot that is whole; None if there is none at all.
 
-    Damaged ones are passed over and told in `passed_over`. If all are damaged that is an error:
-    starting from nothing would be a surprise, and would overwrite what may still be saved.
+    If all are damaged that is an error: starting anew would overwrite what may still be saved.
     """
     faults: list[str] = []
     for path in list_snapshots(root):
@@ -278,10 +272,8 @@ def load_latest(root: str | os.PathLike[str]) -> Snapshot | None:
         except BadSnapshot as error:
             faults.append(str(error))
     if faults:
-        raise BadSnapshot(
-            f"none of the {len(faults)} snapshots in {spell_path(Path(os.fsdecode(root)))} is "
-            f"whole; move them away to start anew. The newest: {faults[0]}"
-        )
+        what = f"none of the {len(faults)} snapshots in {os.fsdecode(root)!r} is whole"
+        raise BadSnapshot(f"{what}; move them away to start anew. The newest: {faults[0]}")
     return None
 
 

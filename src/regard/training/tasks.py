@@ -12,7 +12,8 @@ Letters: B rows, T tokens, S tokens of the source, C model width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol, final
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, final
 
 from torch import Tensor
 
@@ -24,12 +25,8 @@ from regard.training.data.pairs import PairBatch, PairedText
 Batch = Mapping[str, Tensor]
 
 
-class AuxiliaryLoss(Protocol):
+class AuxiliaryLoss(AbstractContextManager[Any], Protocol):
     """A term beside the cross-entropy: entered before the forward pass, asked after it."""
-
-    def __enter__(self) -> AuxiliaryLoss: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
     def loss(self) -> Tensor:
         """The weighted term, as a mean over tokens."""
@@ -129,10 +126,7 @@ class TranslationTask:
 
 
 def text_dict(batch: TextBatch) -> dict[str, Tensor]:
-    tensors = {"ids": batch.ids, "targets": batch.targets}
-    if batch.documents is not None and batch.positions is not None:
-        tensors |= {"documents": batch.documents, "positions": batch.positions}
-    return tensors
+    return {name: tensor for name, tensor in vars(batch).items() if tensor is not None}
 
 
 def pair_dict(batch: PairBatch) -> dict[str, Tensor]:

@@ -24,15 +24,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from regard._check import check_count
 from regard.training.data.reading import BadData
-from regard.training.data.shuffle import (
-    check_count,
-    check_seed,
-    check_step,
-    draw_order,
-    draw_shares,
-    draw_words,
-)
+from regard.training.data.shuffle import check_seed, check_step, draw_order, draw_shares, draw_words
 from regard.training.data.store import TokenFile
 
 NOTHING = -100  # the target where nothing is asked: what torch's cross-entropy leaves out
@@ -75,11 +69,9 @@ class PackedText:
         check_count("rows", rows)
         check_seed(seed)
         if tokens.n_tokens < context + int(shifted):
+            what = f"{tokens.path}: has {tokens.n_tokens:,} tokens, fewer than one window"
             after = " and the token after it" if shifted else ""
-            raise BadData(
-                f"{tokens.path}: has {tokens.n_tokens:,} tokens, fewer than one window of "
-                f"{context:,}{after}; give more text, or a smaller context"
-            )
+            raise BadData(f"{what} of {context:,}{after}; give more text, or a smaller context")
         self.tokens, self.context, self.rows, self.seed = tokens, context, rows, seed
         self.documents, self.shifted = documents, shifted
         self.n_windows = tokens.n_tokens // context  # of an epoch
@@ -116,7 +108,6 @@ class PackedText:
             yield self._cut(starts[some], firsts[some] - starts[some])
 
     def _starts(self, epoch: int) -> Int:
-        """Where each window of an epoch starts, in the order of that epoch."""
         last, starts = self._epoch
         if last == epoch:
             return starts

@@ -18,16 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from regard._check import check_count
 from regard.training.data.packing import NOTHING
 from regard.training.data.reading import BadData, Notice
-from regard.training.data.shuffle import check_count, check_seed, check_step, draw_order, draw_words
+from regard.training.data.shuffle import check_seed, check_step, draw_order, draw_words
 from regard.training.data.store import TokenFile
 
 MULTIPLE = 8  # widths of batches are multiples of this
@@ -39,17 +40,14 @@ Int = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PairBatch:
-    """Sources (B, S) and targets (B, T); `_real` is False at padding, `target_out` -100 there.
-
-    `rows` are the numbers of the pairs in the store.
-    """
+    """Sources (B, S) and targets (B, T); `_real` is False at padding, `target_out` -100 there."""
 
     source: Tensor
     source_real: Tensor
     target_in: Tensor
     target_out: Tensor
     target_real: Tensor
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # the numbers of the pairs in the store
 
 
 class _Epoch(NamedTuple):
@@ -80,10 +78,8 @@ class PairedText:
         check_count("max_tokens", max_tokens)
         check_seed(seed)
         if sources.n_documents != targets.n_documents:
-            raise BadData(
-                f"{sources.path} has {sources.n_documents:,} sentences and {targets.path} has "
-                f"{targets.n_documents:,}; expected as many: they belong together"
-            )
+            sides = (f"{side.path} has {side.n_documents:,}" for side in (sources, targets))
+            raise BadData(f"{' sentences and '.join(sides)}; expected as many of both")
         for name, number in (("bos", bos), ("eos", eos), ("pad", pad)):
             for file in (sources, targets):
                 if not 0 <= number < (size := file.vocab_size):
@@ -168,7 +164,8 @@ class PairedText:
         target[np.arange(len(rows)), target_len] = self.eos
         out = np.where(target_real, target, NOTHING)
         arrays = (source, source_real, shifted, out, target_real)
-        return PairBatch(*map(torch.from_numpy, arrays), tuple(rows.tolist()))
+        fields: list[Any] = [*map(torch.from_numpy, arrays), tuple(rows.tolist())]
+        return PairBatch(*fields)
 
 
 def _round_up(lengths: Int) -> Int:
@@ -178,10 +175,10 @@ def _round_up(lengths: Int) -> Int:
 def _check_fit(widths: Int, keep: Int, max_tokens: int) -> None:
     longest = int(widths.argmax())
     if widths[longest] > max_tokens:
-        raise ValueError(
-            f"max_tokens is {max_tokens:,}, but pair {keep[longest]} alone is {widths[longest]:,} "
-            "wide; raise max_tokens, or leave long pairs out with max_len"
+        what = (
+            f"max_tokens is {max_tokens:,}, but pair {keep[longest]} alone is {widths[longest]:,}"
         )
+        raise ValueError(f"{what} wide; raise max_tokens, or leave long pairs out with max_len")
 
 
 def _make_buckets(widths: Int, max_tokens: int) -> tuple[Int, Int]:

@@ -52,8 +52,6 @@ class Notice:
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts, each a world of its own."""
-
     texts: list[str]
     notices: tuple[Notice, ...] = ()
 
@@ -220,7 +218,6 @@ def _unpack(file: Path) -> bytes:
 
 
 def _read(file: Path, tally: _Tally) -> str:
-    """The text of a file, with plain line ends and no byte order mark."""
     data = _unpack(file)
     for mark, name in _MARKS.items():
         if data.startswith(mark):
@@ -350,9 +347,7 @@ def _tab_pairs(file: Path, tally: _Tally) -> Iterator[tuple[str, str, str]]:
 def _parallel(file: Path, other: Path, tally: _Tally) -> Iterator[tuple[str, str, str]]:
     sources, targets = _lines(file, tally), _lines(other, tally)
     if len(sources) != len(targets):
-        raise BadData(
-            f"{file} has {len(sources):,} lines and {other} has {len(targets):,}; expected as many "
-            "in both, since line n of the one belongs to line n of the other"
-        )
+        what = f"{file} has {len(sources):,} lines and {other} has {len(targets):,}"
+        raise BadData(f"{what}; expected as many: line n of the one belongs to line n of the other")
     for number, (source, target) in enumerate(zip(sources, targets, strict=True), start=1):
         yield f"{file.name} line {number}", source, target

@@ -39,10 +39,8 @@ Bounds = npt.NDArray[np.int64]
 MAGIC = b"regardt\n"
 VERSION = 1
 HEADER = 4096
-SMALL = 65_536
-"""The largest vocabulary whose ids take two bytes."""
-CHUNK = 1_000_000
-"""Characters that are encoded in one go; a longer text is cut, where that changes nothing."""
+SMALL = 65_536  # the largest vocabulary whose ids take two bytes
+CHUNK = 1_000_000  # characters encoded in one go; a longer text is cut, where that changes nothing
 
 _AGAIN = "remove the file, and it will be made again"
 # A space between two things that are not white: byte-level rules start a new word there anyway.
@@ -122,13 +120,9 @@ def write_tokens(
             bounds.append(bounds[-1] + len(ids))
         put(b"\0" * (-bounds[-1] * dtype.itemsize % 8))
         put(np.array(bounds, np.int64).tobytes())
-        header = {
-            "version": VERSION,
-            "vocab_size": vocab_size,
-            "n_tokens": bounds[-1],
-            "n_documents": len(bounds) - 1,
-            "fingerprint": fingerprint,
-        }
+        header: dict[str, Any] = {"version": VERSION, "vocab_size": vocab_size}
+        header |= {"n_tokens": bounds[-1], "n_documents": len(bounds) - 1}
+        header["fingerprint"] = fingerprint
         text = json.dumps(header | {"checksum": _seal(digest, header)}).encode()
         if len(text) > HEADER - len(MAGIC):
             raise ValueError(f"the fingerprint has {len(fingerprint):,} characters; too many")
@@ -145,19 +139,15 @@ def encode_texts(
     before: Sequence[int] = (),
     after: Sequence[int] = (),
 ) -> TokenFile:
-    """The texts as ids in the file at `path`, each between the ids `before` and `after`.
-
-    A file that is there already is used if it was made from the same.
-    """
+    """The texts as ids in the file at `path`, each between the ids `before` and `after`."""
     file = Path(path)
     if isinstance(texts, str):
         raise TypeError("texts is one text, expected a list of them")
     if not texts:
         raise BadData(f"{file}: there are no texts to encode; expected at least one")
     around = [list(map(int, ids)) for ids in (before, after)]
-    digest = hashlib.sha256(
-        json.dumps([VERSION, tokenizer.texts["tokenizer.json"], around]).encode()
-    )
+    how = json.dumps([VERSION, tokenizer.texts["tokenizer.json"], around])
+    digest = hashlib.sha256(how.encode())
     for text in texts:
         data = text.encode("utf-8")
         digest.update(len(data).to_bytes(8, "little") + data)
@@ -203,10 +193,8 @@ def _check_ids(ids: npt.NDArray[np.int64], vocab_size: int, number: int) -> None
     if ids.ndim != 1:
         raise ValueError(f"document {number} has shape {ids.shape}, expected a row of ids")
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise BadData(
-            f"document {number} has ids from {ids.min()} to {ids.max()}; expected 0 to "
-            f"{vocab_size - 1}: it was made for another vocabulary"
-        )
+        what = f"document {number} has ids from {ids.min()} to {ids.max()}"
+        raise BadData(f"{what}; expected 0 to {vocab_size - 1}: it is of another vocabulary")
 
 
 def reuse_tokens(file: Path, fingerprint: str) -> TokenFile | None:
@@ -226,8 +214,6 @@ def reuse_tokens(file: Path, fingerprint: str) -> TokenFile | None:
 
 
 class _Piece(NamedTuple):
-    """A stretch of a text, in one go through the tokenizer."""
-
     number: int
     text: str
     is_last: bool
@@ -274,11 +260,9 @@ def _encode_chunk(backend: Any, chunk: list[_Piece]) -> _Encoded:
                 try:
                     backend.encode(letter, add_special_tokens=False)
                 except Exception:
-                    raise BadData(
-                        f"text {piece.number} has the character {letter!r}, which the vocabulary "
-                        "does not have; take it out, or train a vocabulary that has it (kind='bpe' "
-                        "has every character)"
-                    ) from error
+                    what = f"text {piece.number} has the character {letter!r}, which the vocabulary"
+                    todo = "take it out, or train one that has it (kind='bpe' has every character)"
+                    raise BadData(f"{what} does not have; {todo}") from error
         span = f"texts {chunk[0].number} to {chunk[-1].number}"
         raise BadData(f"{span}: {error}; see them") from error
     return [(p, np.array(one.ids, np.int64)) for p, one in zip(chunk, found, strict=True)]
@@ -296,7 +280,6 @@ def _may_cut(tokenizer_json: str) -> bool:
 
 
 def _chunks(texts: Sequence[str], may_cut: bool) -> Iterator[list[_Piece]]:
-    """The texts in chunks of about CHUNK characters."""
     chunk: list[_Piece] = []
     size = 0
     for number, text in enumerate(texts):

@@ -26,6 +26,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -85,7 +86,8 @@ def train_tokenizer(
     kept = [text for text in texts if text]
     if not any(text.strip() for text in kept):
         raise BadData("a vocabulary was asked for, but the texts are empty; give some text")
-    make = {"characters": _characters, "scripts": _by_script, "words": _by_word, "bpe": _by_byte}
+    make: dict[str, Any] = {"characters": _characters, "scripts": _by_script, "bpe": _by_byte}
+    make["words"] = partial(_by_byte, words=_WORDS)
     plan = make[kind](kept, vocab_size, special)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     config["clean_up_tokenization_spaces"] = False
@@ -192,10 +194,6 @@ def _by_byte(
     return _train(backend, texts, vocab_size=vocab_size, **how)
 
 
-def _by_word(texts: list[str], vocab_size: int, special: Sequence[str]) -> dict[str, Any]:
-    return _by_byte(texts, vocab_size, special, _WORDS)
-
-
 def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dict[str, Any]:
     """Trained on characters; then the bytes are put into the vocabulary, before the characters."""
     hf = backend_module()
@@ -233,10 +231,9 @@ def _characters(texts: list[str], vocab_size: int, special: Sequence[str]) -> di
     letters = set().union(*texts)
     names = [*special, *sorted(letters - set(special))]
     if len(names) > vocab_size:
-        raise BadData(
-            f"vocab_size is {vocab_size}, but the texts have {len(letters)} different characters "
-            f"and there are {len(special)} special tokens; ask for {len(names)}, or for kind='bpe'"
-        )
+        what = f"the texts have {len(letters)} characters, and {len(special)} tokens are special"
+        todo = f"ask for {len(names)}, or for kind='bpe'"
+        raise BadData(f"vocab_size is {vocab_size}, but {what}; {todo}")
     vocabulary = {name: at for at, name in enumerate(names)}
     # A word model without a token for the unknown refuses what it does not know.
     backend = hf.Tokenizer(hf.models.WordLevel(vocabulary, unk_token="<none>"))

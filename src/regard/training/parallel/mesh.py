@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -29,7 +30,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from regard._check import check_count
@@ -38,7 +38,7 @@ from regard.layers.multihead import MultiHeadAttention
 from regard.models import Transformer
 from regard.training.data.packing import NOTHING
 from regard.training.parallel.context import Parts, check_context, cut_text
-from regard.training.parallel.state import clip_gradients, gather_state, put_back
+from regard.training.parallel.state import clip_gradients, gather_state, group_by_mesh, put_back
 from regard.training.parallel.tensor import check_tensor, cut_layers
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -72,7 +72,7 @@ class _Ties(NamedTuple):
 
 
 @final
-class Mesh:
+class Mesh(AbstractContextManager["Mesh"]):
     """All processes, seen from one of them. Made by `alone` or `launch`."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, ties: _Ties | None) -> None:
@@ -94,7 +94,11 @@ class Mesh:
         rank, size = read_environment(layout)
         device = torch.device(device_type)
         if device_type == "cuda":
-            device = torch.device("cuda", find_gpu(int(os.environ["LOCAL_RANK"])))
+            local_rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            if local_rank >= count:
+                what = f"process {local_rank} of this machine has no GPU: torch sees {count}"
+                raise RuntimeError(f"{what}; start no more than that, or use device_type='cpu'")
+            device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
         if size == 1:
             return Mesh(layout, rank, device, None)
@@ -117,7 +121,6 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that writes and speaks."""
         return self.rank == 0
 
     @property
@@ -128,8 +131,7 @@ class Mesh:
     def prepare(self, model: Transformer, compute: torch.dtype | None = None) -> Transformer:
         """Spread a model over all processes, in place; each begins with the main rank's weights.
 
-        compute: the type in which FSDP2 gathers weights and runs layers, while the weights
-        themselves and the sums of gradients stay as they are (autocast works as well).
+        compute: the type in which FSDP2 gathers weights and runs layers (autocast works as well).
         """
         model.to(self.device)
         if self._ties is None:
@@ -161,9 +163,8 @@ class Mesh:
     ) -> dict[str, Tensor]:
         """This rank's rows of the global batch, and its part of the text.
 
-        All tensors are (B, ...), and with context parallel (B, S, ...). Rows that do not come out
-        even go to the first ranks. A rank for which no row is left must run all the same, since the
-        others wait for it: it gets the first row, with nothing asked (-100 in `targets`).
+        A rank for which no row is left must run all the same, since the others wait for it: it gets
+        the first row, with nothing asked (-100 in `targets`).
         """
         if self._ties is None:
             return dict(batch)
@@ -194,11 +195,7 @@ class Mesh:
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         """Parameters that one fused step can take together; each list is an optimizer's group."""
-        groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault(mesh, []).append(parameter)
-        return list(groups.values())
+        return group_by_mesh(parameters)
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
         """Scale gradients to a norm of at most `max_norm` (inf only measures); the norm before."""
@@ -218,10 +215,7 @@ class Mesh:
     def restore(
         self, model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
     ) -> None:
-        """Go on from such a state, of any layout, given whole on every rank.
-
-        Other tensors (not "model/" or "optim/") are left alone. Set in place, before any step too.
-        """
+        """Go on from such a state, of any layout, given whole on every rank; set in place."""
         put_back(model, optimizers, tensors)
 
     def close(self) -> None:
@@ -229,9 +223,6 @@ class Mesh:
         if self._ties is not None and self._ties.owned and dist.is_initialized():
             dist.destroy_process_group()
         self._ties = None
-
-    def __enter__(self) -> Mesh:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -251,24 +242,12 @@ def read_environment(layout: Layout) -> tuple[int, int]:
     return rank, size
 
 
-def find_gpu(local_rank: int) -> int:
-    """The GPU of a process, or that there are too few."""
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        what = f"process {local_rank} of this machine has no GPU of its own: torch sees {count}"
-        raise RuntimeError(f"{what}; start no more than that, or use device_type='cpu'")
-    return local_rank
-
-
 def cut_row(name: str, rows: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The rows' parts along the text, all as long."""
     if count == 1:
         return (rows,)
     if rows.dim() < 2 or rows.shape[1] % count:
-        raise ValueError(
-            f"{name} is {tuple(rows.shape)}; with context={count} every tensor is (B, S, ...) "
-            f"with an S that {count} divides: take such a context length"
-        )
+        what = f"{name} is {tuple(rows.shape)}; with context={count} every tensor is (B, S, ...)"
+        raise ValueError(f"{what} with an S that {count} divides: take such a context length")
     return rows.chunk(count, 1)
 
 
@@ -281,11 +260,10 @@ def shard(model: Transformer, mesh: DeviceMesh, compute: torch.dtype | None) -> 
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     for module in (*(block for stack in stacks for block in stack.layers), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # A sum that is a sum: gloo has no product-and-sum in one.
-            module.set_force_sum_reduction_for_comms(True)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        # A sum that is a sum: gloo has no product-and-sum in one.
+        module.set_force_sum_reduction_for_comms(True)
     gather_around_methods(model)
 
 

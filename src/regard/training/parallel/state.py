@@ -13,7 +13,8 @@ Left out: learning rates and other numbers of an optimizer's groups, which belon
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 from regard._torch import multiply_all
 
 MODEL, OPTIM = "model/", "optim/"
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 # What wrappers put into the names of the parameters below them.
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
@@ -55,11 +57,9 @@ def find_optimizers(
         for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
             name = names.get(id(weight))
             if name is None:
-                raise ValueError(
-                    f"{type(optimizer).__name__} holds a parameter of shape {tuple(weight.shape)} "
-                    "that is not the model's; make optimizers after prepare(), which replaces "
-                    "parameters"
-                )
+                what = f"{type(optimizer).__name__} holds a parameter {tuple(weight.shape)} that is"
+                todo = "make optimizers after prepare(), which replaces parameters"
+                raise ValueError(f"{what} not the model's; {todo}")
             if name in found:
                 raise ValueError(f"two optimizers, or two groups of one, hold {name}")
             found[name] = optimizer
@@ -69,10 +69,7 @@ def find_optimizers(
 def gather_state(
     model: nn.Module, optimizers: Sequence[Optimizer], keep: bool
 ) -> dict[str, Tensor] | None:
-    """All that training changes, each tensor whole, as a copy on the CPU of those that `keep`.
-
-    All ranks must ask: each tensor is gathered in its turn, in the same order on every rank.
-    """
+    """All that training changes, whole, on the CPU of those that `keep`; all ranks must ask."""
     weights = named_weights(model)
     tensors = {MODEL + name: weight for name, weight in weights.items()}
     for name, optimizer in find_optimizers(weights, optimizers).items():
@@ -80,10 +77,10 @@ def gather_state(
             if isinstance(value, Tensor):
                 tensors[f"{OPTIM}{name}/{word}"] = value
             elif value is not None:
-                raise TypeError(
-                    f"{type(optimizer).__name__} keeps {word} of {name} as a "
-                    f"{type(value).__name__}; only optimizers whose state is tensors can be saved"
+                what = (
+                    f"{type(optimizer).__name__} keeps {word} of {name} as {type(value).__name__}"
                 )
+                raise TypeError(f"{what}; only optimizers whose state is tensors can be saved")
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         x = tensor.detach()
@@ -94,11 +91,8 @@ def gather_state(
 
 
 def own_shard(like: Tensor, whole: Tensor) -> Tensor:
-    """What this rank holds of a whole tensor, sharded as `like` is.
-
-    Not by the placement's class: which one a shard of a shard has, differs between versions of
-    torch. Some ranks get nothing where there is less than one row each.
-    """
+    """What this rank holds of a whole tensor, sharded as `like` is; it may be nothing."""
+    # Not by the placement's class: that of a shard of a shard differs between versions of torch.
     if not isinstance(like, DTensor):
         return whole
     mesh = like.device_mesh
@@ -117,7 +111,6 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(target: Tensor, name: str, whole: Tensor) -> None:
-    """Set a tensor, in place, to what this rank holds of the whole one."""
     if tuple(target.shape) != tuple(whole.shape):
         what = f"{name} has shape {tuple(whole.shape)}, but the model's is {tuple(target.shape)}"
         raise ValueError(f"{what}: the tensors are of another model")
@@ -166,21 +159,23 @@ def make_state(optimizer: Optimizer, weight: Tensor, whole: Tensor) -> Tensor:
     return torch.empty_like(whole, device=weight.device if on_device else "cpu")
 
 
+def group_by_mesh(tensors: Iterable[_Tensor]) -> list[list[_Tensor]]:
+    groups: dict[DeviceMesh | None, list[_Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        groups.setdefault(mesh, []).append(tensor)
+    return list(groups.values())
+
+
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients so that their norm over all ranks is at most `max_norm`; that norm.
-
-    What is sharded over an axis of the mesh is summed over it; what is whole counts once.
-    """
+    """Scale the gradients so that their norm over all ranks is at most `max_norm`; that norm."""
     reshard(model)
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     if not grads:
         return torch.zeros(())
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for grad in grads:
-        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
-        by_mesh.setdefault(mesh, []).append(grad)
-    norms = [nn.utils.get_total_norm(group) for group in by_mesh.values()]
-    norm = torch.stack([x.full_tensor() if isinstance(x, DTensor) else x for x in norms]).norm()
+    norms = [nn.utils.get_total_norm(group) for group in group_by_mesh(grads)]
+    whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
+    norm: Tensor = torch.stack(whole).norm()
     multiply_all([local(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

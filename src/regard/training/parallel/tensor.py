@@ -37,9 +37,7 @@ def check_tensor(model: Transformer, count: int) -> None:
         elif getattr(layer, "relative_table", None) is not None:
             reason = "has a relative table (T5), a number for each head, which is not cut"
         if reason is not None:
-            raise ValueError(
-                f"tensor={count}, but {name} {reason}; use data= or context= in its place"
-            )
+            raise ValueError(f"tensor={count}, but {name} {reason}; use data= or context= instead")
 
 
 def refuse_attention(layer: MultiHeadAttention, count: int) -> str | None:
@@ -66,7 +64,6 @@ def refuse_feed_forward(layer: FeedForward, count: int) -> str | None:
 
 
 def cut_layers(model: Transformer, mesh: DeviceMesh) -> None:
-    """Give each rank of the mesh its heads and hidden numbers."""
     for layer in model.modules():
         plan: dict[str, ParallelStyle] = {}
         if isinstance(layer, MultiHeadAttention):
