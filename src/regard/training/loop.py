@@ -243,16 +243,10 @@ class Run:
         memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         for (step, _, _, n_tokens), (loss, norm) in zip(pending, numbers, strict=True):
             flops = self.flops * n_tokens / seconds / self.mesh.size
-            report = StepReport(
-                step=step,
-                loss=loss,
-                lr=self.config.lr * rate_share(self.config, step - 1),
-                grad_norm=norm,
-                tokens=n_tokens,
-                seconds=seconds,
-                mfu=None if self.peak is None else flops / self.peak,
-                memory=memory,
-            )
+            mfu = None if self.peak is None else flops / self.peak
+            cost: dict[str, Any] = {"tokens": n_tokens, "seconds": seconds, "memory": memory}
+            lr = self.config.lr * rate_share(self.config, step - 1)
+            report = StepReport(step=step, loss=loss, lr=lr, grad_norm=norm, mfu=mfu, **cost)
             self.listener.step(report)
             if not math.isfinite(loss) or not math.isfinite(norm):
                 said = f"the loss is {loss} and the norm of the gradient {norm}"

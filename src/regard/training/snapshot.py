@@ -281,8 +281,6 @@ def load_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     """Read one snapshot into CPU memory, every byte of it checked."""
     path = Path(os.fsdecode(path))
     where = spell_path(path)
-    if not path.is_file():
-        raise BadSnapshot(f"{where} is not there, or is not a file")
     with open_file(path, BadSnapshot) as file:
         stamp = stamp_of(status := os.fstat(file.fileno()))
         _check_sum(file, where, status.st_size)

@@ -93,11 +93,7 @@ class PackedText:
         return self._cut(starts, np.zeros(self.rows, np.int64))
 
     def in_order(self, rows: int | None = None) -> Iterator[TextBatch]:
-        """All of the text once, from its start, for evaluation; the last batch may have fewer rows.
-
-        The last window ends where the text does; what it has in common with the one before is asked
-        only once.
-        """
+        """All of the text once, from its start, for evaluation; no target is asked for twice."""
         rows = self.rows if rows is None else rows
         check_count("rows", rows)
         asked = self.tokens.n_tokens - int(self.shifted)
@@ -173,9 +169,8 @@ class MaskedTokens:
 def mask_tokens(batch: TextBatch, how: MaskedTokens, step: int) -> TextBatch:
     """A batch for a masked model: some tokens are hidden, and only these are asked for.
 
-    Each token that is not special is chosen with probability `share` (and at least one in the
-    batch is). Of the chosen, 80% become `mask_id`, 10% any token that is not special, and 10% stay
-    as they are. The batch comes from a `PackedText` with `shifted=False`.
+    Each token that is not special is chosen with probability `share`, at least one in all. Of these
+    80% become `mask_id`, 10% any token that is not special. The batch comes with `shifted=False`.
     """
     check_step(step)
     held = np.array(sorted({int(number) for number in how.special} | {int(how.mask_id)}), np.int64)
