@@ -78,7 +78,7 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepar
     after = end_of_text(tokenizer, single=len(texts) == 1 and len(held) <= 1)
     tokens = encode_texts(texts, tokenizer, folder / "train.tokens", after=after)
     say(f"{tokens.n_tokens:,} tokens in {tokens.n_documents:,} documents")
-    valid = None
+    text, valid = pack(tokens, recipe), None
     if held:
         held_tokens = encode_texts(held, tokenizer, folder / "valid.tokens", after=after)
         valid = pack(held_tokens, recipe, shorten=True)
@@ -88,7 +88,7 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepar
         size, special = tokenizer.vocab_size, tokenizer.special.all
         hide = MaskedTokens(one_id(tokenizer, MASK), size, special, recipe.train.seed)
     model = build(recipe, tokenizer, ids)
-    return Prepared(model, LanguageTask(pack(tokens, recipe), valid, hide), tokenizer)
+    return Prepared(model, LanguageTask(text, valid, hide), tokenizer)
 
 
 def pack(tokens: TokenFile, recipe: Recipe, *, shorten: bool = False) -> PackedText:

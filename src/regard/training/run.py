@@ -70,8 +70,7 @@ def run(
     One process at a time may train into a folder; a second one gets a BlockingIOError at once.
     """
     mesh = mesh or Mesh.alone()
-    folder = out / "training"
-    began = time.perf_counter()
+    folder, began = out / "training", time.perf_counter()
     notes: list[str] = []
     with ExitStack() as stack:
         if mesh.is_main:
@@ -87,9 +86,9 @@ def run(
         ready = time.perf_counter()
         latest = load_latest(folder / "snapshots") if resume else None
         start = 0 if latest is None else latest.step
-        total = max(recipe.train.steps, start)
         monitor: Listener = Silence()
         if mesh.is_main:
+            total = max(recipe.train.steps, start)
             opened = Monitor(folder, total=total, start=start, tensorboard=tensorboard)
             monitor = stack.enter_context(opened)
         for note in notes:
