@@ -21,8 +21,6 @@ from regard.tokens import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a set of translations scores, and how it was counted."""
-
     bleu: float
     chrf: float
     bleu_signature: str
@@ -57,12 +55,16 @@ def translate_rows(
 def score(translations: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> Scores:
     """BLEU and chrF of translations against one reference each."""
     if len(translations) != len(references):
-        raise ValueError(
-            f"{len(translations)} translations and {len(references)} references; expected as many"
-        )
-    metrics = metrics_module()
+        what = f"{len(translations)} translations and {len(references)} references"
+        raise ValueError(f"{what}; expected as many")
+    try:
+        from sacrebleu import metrics
+    except ModuleNotFoundError as missing:
+        what = f"scoring translations needs the package {missing.name}: pip install 'regard[train]'"
+        raise ModuleNotFoundError(what, name=missing.name) from None
+    sacrebleu: Any = metrics
     # force: it would warn of text that was cut before, which is what "none" says.
-    bleu, chrf = metrics.BLEU(tokenize=tokenize, force=tokenize == "none"), metrics.CHRF()
+    bleu, chrf = sacrebleu.BLEU(tokenize=tokenize, force=tokenize == "none"), sacrebleu.CHRF()
     by_bleu = bleu.corpus_score(list(translations), [list(references)])
     by_chrf = chrf.corpus_score(list(translations), [list(references)])
     return Scores(
@@ -72,15 +74,3 @@ def score(translations: Sequence[str], references: Sequence[str], tokenize: str 
         chrf_signature=str(chrf.get_signature()),
         n_sentences=len(references),
     )
-
-
-def metrics_module() -> Any:
-    """sacrebleu's metrics, or which extra they come with."""
-    try:
-        from sacrebleu import metrics
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            f"scoring translations needs the package {missing.name}: pip install 'regard[train]'",
-            name=missing.name,
-        ) from None
-    return metrics

@@ -1,11 +1,8 @@
 """How a model is trained, as one frozen value: `TrainConfig`.
 
 Why: a run is repeated, resumed and compared by what it was told; so all of it stands in one place,
-is checked when it is made, and is saved beside the run.
-
-How: plain numbers and words. `with_settings` changes fields by the words of a command line
-("lr=0.002"), each read as the type of its field. What the model is, and which data it reads, is
-elsewhere.
+is checked when it is made, and is saved beside the run. `with_settings` changes fields by the words
+of a command line ("lr=0.002"), each read as the type of its field.
 """
 
 from __future__ import annotations
@@ -87,7 +84,6 @@ class TrainConfig:
 
 
 def read(name: str, word: str, kinds: Mapping[str, Any]) -> Any:
-    """The word as the type of the field of that name."""
     if name not in kinds:
         known = ", ".join(field.name for field in fields(TrainConfig))
         raise ValueError(f"no setting is named {name!r}; there are {known}")
@@ -96,21 +92,19 @@ def read(name: str, word: str, kinds: Mapping[str, Any]) -> Any:
         if word.lower() == "none":
             return None
         kind = next(each for each in get_args(kind) if each is not type(None))
-    if kind is bool:
-        if word.lower() not in ("true", "false"):
-            raise ValueError(f"{name}={word!r}; expected true or false")
-        return word.lower() == "true"
-    if kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{name}={word!r}; expected {wanted}") from None
-    return word
+    readers: dict[Any, Any] = {
+        bool: {"true": True, "false": False}.__getitem__,
+        int: int,
+        float: float,
+    }
+    wanted = {bool: "true or false", int: "a whole number", float: "a number"}
+    try:
+        return readers.get(kind, str)(word.lower() if kind is bool else word)
+    except (ValueError, KeyError):
+        raise ValueError(f"{name}={word!r}; expected {wanted[kind]}") from None
 
 
 def split_settings(words: Iterable[str]) -> dict[str, str]:
-    """key=value words as a dict."""
     settings = {}
     for word in words:
         name, equals, value = word.partition("=")

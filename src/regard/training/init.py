@@ -1,7 +1,5 @@
 """The weights a model is trained from.
 
-Why: torch's default for a linear layer is none of those that Transformers were trained from.
-
 How: all matrices normal with standard deviation 0.02, the two that end a sublayer (`out_proj`,
 `down_proj`) divided by √(2 · layers), so that what passes through keeps its size however many
 layers add to it (GPT-2). Where the table is multiplied by √dim on the way in (the original

@@ -1,14 +1,11 @@
-"""The training loop: `train`.
-
-Why: the same loop trains every model on every task, on one device or many, and can be stopped at
-any moment and go on as if it had not been.
+"""The training loop: `train`, for every model and task, on one device or many.
 
 How: a step is a pure function of the weights, the optimizer's state, and its number: batches,
 dropout and learning rate are drawn from the seed and the number alone. So a snapshot is the weights
 and the optimizer's state, and a resumed run gives the losses and weights of one that was never
-stopped, on a CPU bit for bit. Batches are made one step ahead by a thread. Losses are read from a
-GPU every few steps only, since reading waits for it; each is still looked at, and the first that is
-not finite stops the run before anything is saved.
+stopped, on a CPU bit for bit. Batches are made ahead by a thread. Losses are read from a GPU every
+few steps only, since reading waits for it; each is still looked at, and the first that is not
+finite stops the run before anything is saved.
 
 Left out: what a batch is (`tasks.py`), how devices share the work (`parallel`).
 """
@@ -42,10 +39,8 @@ from regard.training.runlog import EvalReport, StepReport
 from regard.training.snapshot import Snapshot, load_best, load_latest, save_snapshot
 from regard.training.tasks import Task
 
-READ_EVERY = 10
-"""Steps between two looks at a GPU's losses."""
-AHEAD = 2
-"""Steps whose batches are made before they are needed."""
+READ_EVERY = 10  # steps between two looks at a GPU's losses
+AHEAD = 2  # steps whose batches are made before they are needed
 Judge = Callable[[Transformer], Mapping[str, float]]
 
 
@@ -63,8 +58,6 @@ class Listener(Protocol):
 
 @final
 class Silence:
-    """A listener that says nothing."""
-
     def step(self, report: StepReport) -> None: ...
     def evaluated(self, report: EvalReport) -> None: ...
     def note(self, text: str) -> None: ...
@@ -79,20 +72,10 @@ class Result:
     best: EvalReport | None
 
 
-@dataclass(frozen=True, eq=False)
-class StepBatches:
+class StepBatches(NamedTuple):
     """The batches of one step, and how many tokens of all ranks they ask for."""
 
     batches: list[dict[str, Tensor]]
-    n_tokens: int
-
-
-class Pending(NamedTuple):
-    """A step whose loss has not been read from the device yet."""
-
-    step: int
-    loss: Tensor
-    grad_norm: Tensor
     n_tokens: int
 
 
@@ -104,9 +87,9 @@ class Progress:
     step: int = 0
     best: EvalReport | None = None
     waited: int = 0
-    owed: bool = False
-    """Whether a stop came before the evaluation that was due."""
-    pending: list[Pending] = field(default_factory=list)
+    owed: bool = False  # whether a stop came before the evaluation that was due
+    # Steps whose loss and norm of the gradient were not read from the device yet; their tokens.
+    pending: list[tuple[int, Tensor, Tensor, int]] = field(default_factory=list)
 
 
 def train(
@@ -129,13 +112,13 @@ def train(
     run = Run(model, task, config, folder, mesh or Mesh.alone(), listener or Silence(), judge)
     latest = load_latest(folder)
     if latest is not None and not resume:
-        raise FileExistsError(
-            f"{folder} holds the snapshots of a run, the last after {latest.step} steps: resume "
-            "it, or train into another folder"
-        )
+        what = f"{folder} holds the snapshots of a run, the last after {latest.step} steps"
+        raise FileExistsError(f"{what}: resume it, or train into another folder")
     if latest is not None:
         run.restore(latest)
-    with run.interruptible() as asked_to_stop, run.fetching() as fetch, run.set_up():
+    model.train()
+    recomputing = checkpointed(model) if config.recompute else nullcontext()
+    with run.interruptible() as asked_to_stop, run.fetching() as fetch, recomputing:
         reason = run.go_on(fetch, asked_to_stop)
     if reason != "interrupted":
         run.take_best()
@@ -143,30 +126,24 @@ def train(
 
 
 @final
+@dataclass(eq=False)
 class Run:
-    """One run and all it holds."""
+    model: Transformer
+    task: Task
+    config: TrainConfig
+    folder: Path
+    mesh: Mesh
+    listener: Listener
+    judge: Judge | None
 
-    def __init__(
-        self,
-        model: Transformer,
-        task: Task,
-        config: TrainConfig,
-        folder: Path,
-        mesh: Mesh,
-        listener: Listener,
-        judge: Judge | None,
-    ) -> None:
-        if mesh.size > 1 and (config.average is not None or judge is not None):
-            raise ValueError(
-                "average and scores beside the loss are for one device; train without them on "
-                "several, and score the model that comes of it"
-            )
+    def __post_init__(self) -> None:
+        model, task, config, mesh = self.model, self.task, self.config, self.mesh
+        if mesh.size > 1 and (config.average is not None or self.judge is not None):
+            todo = "train without them on several, and score the model that comes of it"
+            raise ValueError(f"average and scores beside the loss are for one device; {todo}")
         if model.head is None:
             raise ValueError("a model without a head scores no tokens; train one that has one")
-        self.model, self.task, self.config, self.folder = model, task, config, folder
-        self.mesh, self.listener, self.judge = mesh, listener, judge
         self.flops, self.peak = count_flops(model), peak_flops(mesh.device)
-        model.to(mesh.device)
         mesh.prepare(model)
         self.optimizers = make_optimizers(model, config, mesh)
         self.average = None if config.average is None else Average(model, config.average)
@@ -179,7 +156,6 @@ class Run:
     # ---- A step
 
     def go_on(self, fetch: Callable[[int], StepBatches], asked_to_stop: Callable[[], bool]) -> str:
-        """Step after step, until the last, or a reason to stop."""
         config, progress = self.config, self.progress
         read_every = 1 if self.mesh.device.type == "cpu" else READ_EVERY
         self._read_at = time.perf_counter()
@@ -206,10 +182,8 @@ class Run:
                 return "interrupted" if stop else "time"
         if progress.step == config.steps or not self.is_tired():
             return "done"
-        self.listener.note(
-            f"stopped after {progress.step} steps: {progress.waited} evaluations in a row were no "
-            "better than the best"
-        )
+        why = f"{progress.waited} evaluations in a row were no better than the best"
+        self.listener.note(f"stopped after {progress.step} steps: {why}")
         return "patience"
 
     def is_tired(self) -> bool:
@@ -230,18 +204,17 @@ class Run:
             optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.follow(self.model, step)
-        total = self.mesh.total(total)
-        self.progress.pending.append(Pending(step + 1, total, norm, ready.n_tokens))
+        self.progress.pending.append((step + 1, self.mesh.total(total), norm, ready.n_tokens))
 
     def on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of a batch, on its device."""
         device = self.mesh.device
         return {name: x.to(device, non_blocking=True) for name, x in self.mesh.cut(batch).items()}
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         """The sum over the batch's tokens, with gradients."""
         model, config, targets = self.model, self.config, batch[self.task.targets]
-        with self.autocast():
+        is_half = config.precision == "bfloat16"
+        with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=is_half):
             auxiliary = self.task.auxiliary_loss(model, batch) if model.training else None
             if auxiliary is not None and self.mesh.size > 1:
                 raise ValueError("an auxiliary loss is for one device; train without it on several")
@@ -258,86 +231,62 @@ class Run:
             loss = loss + auxiliary.loss() * (targets != NOTHING).sum()
         return loss
 
-    def autocast(self) -> Any:
-        if self.config.precision == "float32":
-            return nullcontext()
-        return torch.autocast(self.mesh.device.type, torch.bfloat16)
-
     def read_losses(self) -> None:
-        """Look at the losses since the last time, and tell them."""
         pending, self.progress.pending = self.progress.pending, []
         if not pending:
             return
-        figures = torch.stack([torch.stack((p.loss, p.grad_norm.to(p.loss))) for p in pending])
-        numbers = figures.tolist()
-        now = time.perf_counter()
-        seconds = (now - self._read_at) / len(pending)
-        self._read_at = now
-        device, memory = self.mesh.device, None
-        if device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(device)
+        figures = [torch.stack((loss, norm.to(loss))) for _, loss, norm, _ in pending]
+        numbers = torch.stack(figures).tolist()
+        began, self._read_at = self._read_at, time.perf_counter()
+        seconds = (self._read_at - began) / len(pending)
+        device = self.mesh.device
+        memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         for (step, _, _, n_tokens), (loss, norm) in zip(pending, numbers, strict=True):
             flops = self.flops * n_tokens / seconds / self.mesh.size
-            report = StepReport(
-                step=step,
-                loss=loss,
-                lr=self.config.lr * rate_share(self.config, step - 1),
-                grad_norm=norm,
-                tokens=n_tokens,
-                seconds=seconds,
-                mfu=None if self.peak is None else flops / self.peak,
-                memory=memory,
-            )
+            mfu = None if self.peak is None else flops / self.peak
+            cost: dict[str, Any] = {"tokens": n_tokens, "seconds": seconds, "memory": memory}
+            lr = self.config.lr * rate_share(self.config, step - 1)
+            report = StepReport(step=step, loss=loss, lr=lr, grad_norm=norm, mfu=mfu, **cost)
             self.listener.step(report)
             if not math.isfinite(loss) or not math.isfinite(norm):
                 said = f"the loss is {loss} and the norm of the gradient {norm}"
-                raise Diverged(self._tell_divergence(step, said))
+                raise self.divergence(step, said)
 
-    def _tell_divergence(self, step: int, said: str) -> str:
+    def divergence(self, step: int, said: str) -> Diverged:
         left = load_latest(self.folder)
         kept = "no snapshot was saved before it"
         if left is not None:
             kept = f"the snapshot after {left.step} steps is whole: {left.path}"
-        return (
-            f"step {step}: {said}, so training stopped; {kept}. A lower lr, a longer warmup or a "
-            "smaller clip help most often"
-        )
+        advice = "A lower lr, a longer warmup or a smaller clip help most often"
+        return Diverged(f"step {step}: {said}, so training stopped; {kept}. {advice}")
 
     # ---- Evaluation
 
     def evaluate(self) -> bool:
         """Loss on held-out data, and scores; whether it is the best so far."""
-        began = time.perf_counter()
-        progress = self.progress
+        began, progress = time.perf_counter(), self.progress
         progress.owed = False
+        total, n_tokens = 0.0, 0
         with self.as_given():
-            loss, n_tokens = self.held_out_loss()
+            for batch in self.task.held_out():
+                n_tokens += int((batch[self.task.targets] != NOTHING).sum())
+                with torch.no_grad():
+                    total += float(self.mesh.total(self.loss(self.on_device(batch))))
             if n_tokens == 0:
                 return False
             scores = {} if self.judge is None else dict(self.judge(self.model))
-        report = EvalReport(
-            step=progress.step, loss=loss, perplexity=math.exp(min(loss, 700.0)), scores=scores
-        )
+        loss = total / n_tokens
+        perplexity = math.exp(min(loss, 700.0))
+        report = EvalReport(step=progress.step, loss=loss, perplexity=perplexity, scores=scores)
         self.listener.evaluated(report)
         if not math.isfinite(loss):
-            raise Diverged(self._tell_divergence(progress.step, f"the held-out loss is {loss}"))
+            raise self.divergence(progress.step, f"the held-out loss is {loss}")
         better = progress.best is None or figure_of(report) > figure_of(progress.best)
         progress.waited = 0 if better else progress.waited + 1
         progress.best = report if better else progress.best
         # What evaluation took is no part of the steps' time.
         self._read_at += time.perf_counter() - began
         return better
-
-    def held_out_loss(self) -> tuple[float, int]:
-        """The mean over held-out tokens, and their number."""
-        total = torch.zeros((), dtype=torch.float64)
-        n_tokens = 0
-        with torch.no_grad():
-            for batch in self.task.held_out():
-                n_tokens += int((batch[self.task.targets] != NOTHING).sum())
-                loss = self.loss(self.on_device(batch)).detach()
-                total += self.mesh.total(loss).double().cpu()
-        return float(total) / max(n_tokens, 1), n_tokens
 
     @contextmanager
     def as_given(self) -> Iterator[None]:
@@ -353,7 +302,6 @@ class Run:
     # ---- Snapshots
 
     def save(self, best: bool) -> None:
-        """Everything that a run needs to go on."""
         tensors = self.mesh.state(self.model, self.optimizers)
         if tensors is None:
             return
@@ -362,7 +310,7 @@ class Run:
         progress = self.progress
         # A loss is of the weights before its step; what the step made of them is seen here.
         if not all(bool(x.isfinite().all()) for x in tensors.values()):
-            raise Diverged(self._tell_divergence(progress.step, "not all weights are finite"))
+            raise self.divergence(progress.step, "not all weights are finite")
         facts = {
             "config": asdict(self.config),
             "data": self.task.fingerprint,
@@ -375,10 +323,8 @@ class Run:
     def restore(self, snapshot: Snapshot) -> None:
         facts = snapshot.facts
         if facts["data"] != self.task.fingerprint:
-            raise ValueError(
-                f"{snapshot.path} was trained on other data, or with another tokenizer, than is "
-                "given now; resume with the same files, or train into another folder"
-            )
+            what = f"{snapshot.path} was trained on other data, or with another tokenizer, than now"
+            raise ValueError(f"{what}; resume with the same files, or train into another folder")
         free = {"steps", "save_every", "keep", "eval_every", "patience", "minutes"}
         old, now = facts["config"], asdict(self.config)
         changed = [n for n in now if n not in free and old.get(n, now[n]) != now[n]]
@@ -391,12 +337,11 @@ class Run:
         if self.average is not None:
             for name, tensor in self.average.weights.items():
                 tensor.copy_(snapshot.tensors[f"average/{name}"])
-        best = facts["best"]
-        self.progress.best = None if best is None else EvalReport(**best)
-        self.progress.waited, self.progress.owed = facts["waited"], facts.get("owed", False)
-        self.progress.step = snapshot.step
+        best = None if facts["best"] is None else EvalReport(**facts["best"])
+        owed = facts.get("owed", False)
+        self.progress = Progress(snapshot.step, best, facts["waited"], owed)
         self.listener.note(f"going on after {snapshot.step} steps")
-        if best is not None and best["step"] == snapshot.step:
+        if best is not None and best.step == snapshot.step:
             # A kill may fall between a snapshot and the word that it is the best.
             named = load_best(self.folder)
             if named is None or named.step != snapshot.step:
@@ -408,38 +353,31 @@ class Run:
         if best is not None:
             weights = {n: x for n, x in best.tensors.items() if n.startswith("model/")}
             self.mesh.restore(self.model, (), weights)
-            if self.average is not None:
-                kept = {name: best.tensors[f"average/{name}"] for name in self.average.weights}
-                self.average.put(self.model, kept)
-        elif self.average is not None:
-            self.average.put(self.model, self.average.weights)
+        if self.average is not None:
+            averaged = self.average.weights
+            if best is not None:
+                averaged = {name: best.tensors[f"average/{name}"] for name in averaged}
+            self.average.put(self.model, averaged)
         self.model.eval()
 
     # ---- What is around the loop
 
     @contextmanager
-    def set_up(self) -> Iterator[None]:
-        self.model.train()
-        with checkpointed(self.model) if self.config.recompute else nullcontext():
-            yield
-
-    @contextmanager
     def fetching(self) -> Iterator[Callable[[int], StepBatches]]:
         """A function from a step to its batches, which are made ahead by a thread."""
         futures: dict[int, Future[StepBatches]] = {}
-        with ThreadPoolExecutor(1) as maker:
+        maker = ThreadPoolExecutor(1)
 
-            def fetch(step: int) -> StepBatches:
-                for ahead in range(step, min(step + AHEAD, self.config.steps)):
-                    if ahead not in futures:
-                        futures[ahead] = maker.submit(self.make_ready, ahead)
-                return futures.pop(step).result()
+        def fetch(step: int) -> StepBatches:
+            for ahead in range(step, min(step + AHEAD, self.config.steps)):
+                if ahead not in futures:
+                    futures[ahead] = maker.submit(self.make_ready, ahead)
+            return futures.pop(step).result()
 
-            try:
-                yield fetch
-            finally:
-                for future in futures.values():
-                    future.cancel()
+        try:
+            yield fetch
+        finally:
+            maker.shutdown(cancel_futures=True)
 
     def make_ready(self, step: int) -> StepBatches:
         first = step * self.config.accumulate

@@ -5,11 +5,8 @@ plain code reads and writes it five times.
 
 How: one function is the output layer and the loss. Logits of a part of the tokens are computed,
 turned in place into the loss's gradient by them, and used at once for the gradients by the vectors
-and by the weight; so they are never kept, and are read and written once. On a GPU the middle step
-is one kernel that goes over each row twice, the second time while it still lies in the cache. The
-backward pass only multiplies by what came from above. A vocabulary whose size is awkward for the
-matrix units is widened with rows of zeros that no token can choose.
-
+and by the weight; so they are never kept. On a GPU the middle step is one kernel. A vocabulary
+whose size is awkward for the matrix units is widened with rows of zeros that no token can choose.
 The loss of a token with target y, smoothing e and V logits s is
 
     logsumexp(s) - (1 - e) · s[y] - e · mean(s)
@@ -34,12 +31,9 @@ from regard.models.transformer import Head
 from regard.ops.kernels.backend import has_triton
 from regard.training.data.packing import NOTHING
 
-EVEN = 128
-"""Half-precision matrix units want a vocabulary of a multiple of this."""
-CPU_LOGITS = 2**24
-"""Logits computed at a time on a CPU: enough for its matrix products, too few to fill memory."""
-GPU_LOGITS = 2**31
-"""And on a GPU, where only memory sets a bound."""
+EVEN = 128  # half-precision matrix units want a vocabulary of a multiple of this
+CPU_LOGITS = 2**24  # computed at a time: enough for matrix products, too few to fill memory
+GPU_LOGITS = 2**31  # and on a GPU, where only memory sets a bound
 
 
 def plain_loss(logits_btv: Tensor, targets_bt: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -115,7 +109,10 @@ class _SummedLoss(torch.autograd.Function):
             else:
                 if grad_weight is None:
                     grad_weight = torch.zeros_like(weight_vc, dtype=torch.float32)
-                add_product(grad_weight, logits_nv, part_nc)
+                if logits_nv.dtype == torch.float32:
+                    grad_weight.addmm_(logits_nv.t(), part_nc)
+                else:
+                    grad_weight += logits_nv.t() @ part_nc
             if bias_v is not None:
                 sums_v = logits_nv.sum(0, dtype=torch.float32)
                 grad_bias = sums_v if grad_bias is None else grad_bias + sums_v
@@ -132,14 +129,6 @@ class _SummedLoss(torch.autograd.Function):
         by_bias = None if grad_bias is None else (grad_bias * above).to(bias_kind)
         by_weight = (grad_weight * above.to(grad_weight.dtype)).to(kind)
         return grad_x * above.to(grad_x.dtype), by_weight, by_bias, None, None, None, None
-
-
-def add_product(total_vc: Tensor, logits_nv: Tensor, part_nc: Tensor) -> None:
-    """total += logitsᵀ part, summed in float32 whatever the type of both."""
-    if logits_nv.dtype == torch.float32:
-        total_vc.addmm_(logits_nv.t(), part_nc)
-    else:
-        total_vc += logits_nv.t() @ part_nc
 
 
 def logits_to_gradient(

@@ -56,20 +56,11 @@ def _logits_to_gradient(
 def run(
     logits_nv: Tensor, targets_n: Tensor, smoothing: float, n_real: int, learns: bool
 ) -> Tensor:
-    """See `loss.logits_to_gradient`."""
     n, width = logits_nv.shape
     losses_n = torch.empty(n, dtype=torch.float32, device=logits_nv.device)
+    sizes, columns = (n_real, width, logits_nv.stride(0)), triton.next_power_of_2(width)
+    how = {"SMOOTH": smoothing > 0.0, "LEARNS": learns, "COLUMNS": min(COLUMNS, columns)}
     _logits_to_gradient[(n,)](
-        logits_nv,
-        targets_n,
-        losses_n,
-        smoothing,
-        n_real,
-        width,
-        logits_nv.stride(0),
-        SMOOTH=smoothing > 0.0,
-        LEARNS=learns,
-        COLUMNS=min(COLUMNS, triton.next_power_of_2(width)),
-        num_warps=WARPS,
+        logits_nv, targets_n, losses_n, smoothing, *sizes, **how, num_warps=WARPS
     )
     return losses_n

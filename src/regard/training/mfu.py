@@ -25,8 +25,7 @@ PEAKS = {
 def count_flops(model: Transformer) -> float:
     """Operations that one token takes in training, without attention's scores: 6 a weight.
 
-    Every matrix is multiplied with once on the way forward, two operations a weight, and twice on
-    the way back. The table counts as the output layer it is; looking a row up costs nothing.
+    The table counts as the output layer it is; looking a row up costs nothing.
     """
     inner = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name)
     output = 0 if model.head is None else model.head.weight.numel()

@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
@@ -60,21 +60,32 @@ class Monitor:
         if start < 0 or total < start:
             raise ValueError(f"start={start}, total={total}; expected 0 <= start <= total")
         path = Path(os.fsdecode(folder))
-        if tensorboard:  # if the package is missing, nothing has been touched
-            need_tensorboard()
+        # First: if the package is missing, nothing has been touched.
+        self._board = Board(path / "tensorboard", start) if tensorboard else None
         path.mkdir(parents=True, exist_ok=True)
         self._figures = Figures(total, start)
-        self._display = Display(self._figures, path.resolve().name, console)
-        self._log = RunLog(path, start)
-        self._board = Board(path / "tensorboard", start) if tensorboard else None
+        # What the log cannot take is shown; what cannot be shown is logged.
+        self._log = RunLog(path, start, self._say)
+        if console is None:
+            with contextlib.suppress(ImportError):
+                from rich.console import Console as RichConsole
+
+                console = RichConsole()
+        self._screen = Screen(sys.stdout if console is None else console.file, self._note)
+        self._live: Live | None = None
+        if console is not None and console.is_terminal and not console.is_dumb_terminal:
+            self._live = make_live(self._figures, path.resolve().name, console)
+        self._next_at, self._shown = 0.0, start
         self._is_open = True
 
     def __enter__(self) -> Self:
-        try:
-            self._display.start()
-        except BaseException:
-            self.close()
-            raise
+        if self._live is not None:
+            self._live.console.file = self._screen  # type: ignore[assignment]
+            try:
+                self._live.start()
+            except BaseException:
+                self.close()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,24 +95,23 @@ class Monitor:
         """Take the report of a finished step; steps must go up."""
         self._log.step(report)
         self._figures.step(report)
-        self._display.step()
+        now = time.monotonic()
+        if self._live is None and now >= self._next_at:
+            self._next_at = now + PLAIN_SECONDS
+            self._show_line()
         if self._board is not None:
             self._board.step(report, self._figures)
-        self._tell_trouble()
 
     def evaluated(self, report: EvalReport) -> None:
         """Take the report of an evaluation; it is shown at once."""
         self._log.evaluated(report)
-        self._display.say(self._figures.evaluated(report))
+        self._say(self._figures.evaluated(report))
         if self._board is not None:
             self._board.evaluated(report)
-        self._tell_trouble()
 
     def note(self, text: str) -> None:
-        """Show and log a sentence."""
-        self._log.note(self._figures.done, text)
-        self._display.say(text)
-        self._tell_trouble()
+        self._note(text)
+        self._say(text)
 
     def close(self) -> None:
         """End the display and close the files; may be done again."""
@@ -109,20 +119,34 @@ class Monitor:
             return
         self._is_open = False
         try:
-            self._display.stop()
-            self._tell_trouble()
+            if self._live is not None:
+                self._live.stop()
+            elif self._figures.done != self._shown:
+                self._show_line()
         finally:
+            if self._live is not None:
+                # Also when a second Ctrl-C cut the stopping short.
+                self._live.console.show_cursor(True)
+                self._live.console.file = self._screen.stream
             self._log.close()
             if self._board is not None:
                 self._board.close()
 
-    def _tell_trouble(self) -> None:
-        """What the log could not take is shown; what could not be shown is logged."""
-        for text in self._log.take_trouble():
-            self._display.say(text)
-        trouble = self._display.screen.trouble
-        while trouble:
-            self._log.note(self._figures.done, trouble.pop(0))
+    def _note(self, text: str) -> None:
+        self._log.note(self._figures.done, text)
+
+    def _say(self, text: str) -> None:
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._screen.write(text + "\n")
+            self._screen.flush()
+
+    def _show_line(self) -> None:
+        figures = self._figures
+        self._shown, left = figures.done, figures.seconds_left
+        tail = f"  {timedelta(seconds=round(left))} left" if left > 0 else ""
+        self._say(f"step {figures.done:,}/{figures.total:,}  {figures}{tail}")
 
 
 @final
@@ -154,11 +178,9 @@ class Figures:
     @property
     def loss(self) -> float:
         """Smoothed, but never hiding that the last one was not finite."""
-        losses = [report.loss for report in tuple(self.recent)]
-        if not losses or not math.isfinite(losses[-1]):
-            return losses[-1] if losses else math.nan
+        losses = [math.nan, *(report.loss for report in tuple(self.recent))]
         finite = [loss for loss in losses if math.isfinite(loss)]
-        return sum(finite) / len(finite)
+        return sum(finite) / len(finite) if math.isfinite(losses[-1]) else losses[-1]
 
     @property
     def tokens_per_second(self) -> float:
@@ -175,7 +197,6 @@ class Figures:
         return (time.monotonic() - self._first_at) / n_steps * (self.total - self.done)
 
     def __str__(self) -> str:
-        """What is known, the most wanted first."""
         if not self.recent:
             return "loss –"
         last, seen = self.recent[-1], self.last_eval
@@ -198,19 +219,15 @@ class Figures:
 
 @final
 class Screen:
-    """A text stream that no longer takes part after its first error, and says so once.
+    """A text stream that falls silent after its first error, such as a closed pipe, and says so."""
 
-    A closed pipe or a closed terminal must not end a run of hours.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.is_dead = stream is None
-        self.trouble: list[str] = []
+    def __init__(self, stream: Any, say: Callable[[str], None]) -> None:
+        self.stream, self._say = stream, say
+        self._is_dead = stream is None
 
     def write(self, text: str) -> int:
         try:
-            if not self.is_dead:
+            if not self._is_dead:
                 self.stream.write(text)
         except UnicodeEncodeError:
             encoding = self.stream.encoding
@@ -221,7 +238,7 @@ class Screen:
 
     def flush(self) -> None:
         try:
-            if not self.is_dead:
+            if not self._is_dead:
                 self.stream.flush()
         except (OSError, ValueError) as error:
             self._give_up(error)
@@ -230,68 +247,15 @@ class Screen:
         return getattr(self.stream, name)
 
     def _give_up(self, error: Exception) -> None:
-        self.is_dead = True
+        self._is_dead = True
         reason = getattr(error, "strerror", None) or str(error)
-        self.trouble.append(f"the display is closed ({reason}); the run goes on without it")
+        self._say(f"the display is closed ({reason}); the run goes on without it")
         if self.stream in (sys.__stdout__, sys.__stderr__):
             # What Python still holds for it would fail again when the process ends.
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 devnull = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(devnull, self.stream.fileno())
                 os.close(devnull)
-
-
-@final
-class Display:
-    """A bar at the foot of a terminal, with what is said above it; plain lines elsewhere."""
-
-    def __init__(self, figures: Figures, title: str, console: Console | None) -> None:
-        if console is None:
-            with contextlib.suppress(ImportError):
-                from rich.console import Console as RichConsole
-
-                console = RichConsole()
-        self.screen = Screen(sys.stdout if console is None else console.file)
-        self._figures, self._console = figures, console
-        self._live: Live | None = None
-        if console is not None and console.is_terminal and not console.is_dumb_terminal:
-            self._live = make_live(figures, title, console)
-        self._next_at, self._shown = 0.0, figures.done
-
-    def start(self) -> None:
-        if self._live is not None and self._console is not None:
-            self._console.file = self.screen  # type: ignore[assignment]
-            self._live.start()
-
-    def step(self) -> None:
-        now = time.monotonic()
-        if self._live is None and now >= self._next_at:
-            self._next_at = now + PLAIN_SECONDS
-            self._show_line()
-
-    def say(self, text: str) -> None:
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self.screen.write(text + "\n")
-            self.screen.flush()
-
-    def stop(self) -> None:
-        if self._live is None or self._console is None:
-            if self._figures.done != self._shown:
-                self._show_line()
-            return
-        try:
-            self._live.stop()
-        finally:
-            self._console.show_cursor(True)  # also when a second Ctrl-C cut the stopping short
-            self._console.file = self.screen.stream
-
-    def _show_line(self) -> None:
-        figures = self._figures
-        self._shown, left = figures.done, figures.seconds_left
-        tail = f"  {timedelta(seconds=round(left))} left" if left > 0 else ""
-        self.say(f"step {figures.done:,}/{figures.total:,}  {figures}{tail}")
 
 
 def make_live(figures: Figures, title: str, console: Console) -> Live:
@@ -325,24 +289,19 @@ def make_live(figures: Figures, title: str, console: Console) -> Live:
 # ---- TensorBoard
 
 
-def need_tensorboard() -> None:
-    try:
-        import torch.utils.tensorboard  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "writing TensorBoard's files needs the tensorboard package: pip install 'regard[train]'"
-        ) from error
-
-
 @final
 class Board:
     """TensorBoard's files; a resumed run tells it to forget the steps after its start."""
 
     def __init__(self, folder: Path, start: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            what = "writing TensorBoard's files needs the tensorboard package"
+            raise ImportError(f"{what}: pip install 'regard[train]'") from error
         purge = start + 1 if start else None
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
+        self.close = self._writer.close
         self._next_at = 0.0
 
     def step(self, report: StepReport, figures: Figures) -> None:
@@ -350,22 +309,14 @@ class Board:
         if now < self._next_at:
             return
         self._next_at = now + 1 / BOARD_PER_SECOND
-        scalars = {
-            "loss": report.loss,
-            "lr": report.lr,
-            "grad_norm": report.grad_norm,
-            "tokens_per_second": figures.tokens_per_second,
-            "mfu": report.mfu,
-            "memory_gib": None if report.memory is None else report.memory / 2**30,
-        }
+        scalars = {name: getattr(report, name) for name in ("loss", "lr", "grad_norm", "mfu")}
+        scalars["tokens_per_second"] = figures.tokens_per_second
+        scalars["memory_gib"] = None if report.memory is None else report.memory / 2**30
         self._add("train", report.step, scalars)
 
     def evaluated(self, report: EvalReport) -> None:
         scalars = {"loss": report.loss, "perplexity": report.perplexity, **report.scores}
         self._add("eval", report.step, scalars)
-
-    def close(self) -> None:
-        self._writer.close()
 
     def _add(self, group: str, step: int, scalars: Mapping[str, float | None]) -> None:
         for name, value in scalars.items():

@@ -18,6 +18,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from regard.training.config import TrainConfig
 from regard.training.parallel import Mesh
@@ -36,8 +37,7 @@ def rate_share(config: TrainConfig, step: int) -> float:
         return 1.0
     if config.schedule == "inverse_sqrt":
         return math.sqrt(config.warmup / (step + 1))
-    done = (step - config.warmup) / max(1, config.steps - 1 - config.warmup)
-    done = min(done, 1.0)
+    done = min(1.0, (step - config.warmup) / max(1, config.steps - 1 - config.warmup))
     end = config.end_share
     if config.schedule == "linear":
         return 1.0 - (1.0 - end) * done
@@ -47,28 +47,22 @@ def rate_share(config: TrainConfig, step: int) -> float:
 def make_optimizers(
     model: nn.Module, config: TrainConfig, mesh: Mesh
 ) -> list[torch.optim.Optimizer]:
-    """One optimizer, or Muon and the one beside it."""
     learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [(n, p) for n, p in learned if config.optimizer == "muon" and is_inner(n, p)]
-    inner = {name for name, _ in matrices}
-    rest = [(name, p) for name, p in learned if name not in inner]
+    names = {name for name, _ in matrices}
+    rest = [p for name, p in learned if name not in names]
     groups: list[dict[str, Any]] = [
         {"params": group, "weight_decay": config.weight_decay if decays else 0.0}
         for decays in (True, False)
-        for group in mesh.groups(p for _, p in rest if (p.dim() >= 2) == decays)
+        for group in mesh.groups(p for p in rest if (p.dim() >= 2) == decays)
     ]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), config.eps, fused=True)
     ]
     if matrices:
-        optimizers.append(
-            torch.optim.Muon(
-                [p for _, p in matrices],
-                config.lr,
-                config.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
+        inner = [p for _, p in matrices]
+        rates = config.lr, config.weight_decay
+        optimizers.append(torch.optim.Muon(inner, *rates, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 
@@ -86,8 +80,7 @@ def set_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
 class Average:
     """Weights that follow the model's: average = keep · average + (1 - keep) · weights.
 
-    In its first steps an average of this kind is mostly the random start; so `keep` begins low, at
-    (1 + n) / (10 + n) after n steps.
+    So that the random start is soon forgotten, `keep` begins low: (1 + n) / (10 + n) at step n.
     """
 
     def __init__(self, model: nn.Module, keep: float) -> None:
@@ -97,12 +90,10 @@ class Average:
         }
 
     def follow(self, model: nn.Module, n_steps: int) -> None:
-        """Take in the weights after so many steps."""
-        share = 1.0 - min(self.keep, (1 + n_steps) / (10 + n_steps))
+        keep = min(self.keep, (1 + n_steps) / (10 + n_steps))
+        follow = get_ema_multi_avg_fn(keep)  # type: ignore[no-untyped-call]
         now = dict(model.named_parameters())
-        torch._foreach_lerp_(
-            list(self.weights.values()), [now[name].detach() for name in self.weights], share
-        )
+        follow(list(self.weights.values()), [now[name] for name in self.weights], n_steps)
 
     @contextmanager
     def shown(self, model: nn.Module) -> Iterator[None]:

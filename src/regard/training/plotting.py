@@ -33,10 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def plot_losses(folder: str | os.PathLike[str]) -> Path:
-    """Draw the run in `folder` from its `log.jsonl` into its `loss.png`; give the picture's path.
-
-    The log itself may be given too; the picture then lies beside it.
-    """
+    """Draw the run in `folder` (or of that log) into a `loss.png` beside its log; its path."""
     path = Path(os.fsdecode(folder))
     path = path if path.is_dir() else path.parent
     plot_runs({path.resolve().name: folder}, path / PLOT)
@@ -50,8 +47,8 @@ def plot_runs(runs: Mapping[str, str | os.PathLike[str]], out: str | os.PathLike
     logs = {label: read_log(path) for label, path in runs.items()}
     for label, log in logs.items():
         if not np.isfinite(_curve([*log.steps, *log.evaluations])[1]).any():
-            path = spell_path(Path(os.fsdecode(runs[label])))
-            raise ValueError(f"{path} has no step with a finite loss in its {LOG}; train first")
+            where = spell_path(Path(os.fsdecode(runs[label])))
+            raise ValueError(f"{where} has no step with a finite loss in its {LOG}; train first")
     figure = _make_figure()
     axes = figure.add_subplot()
     in_view = [_draw(axes, label, log, f"C{n}") for n, (label, log) in enumerate(logs.items())]
@@ -64,30 +61,33 @@ def plot_runs(runs: Mapping[str, str | os.PathLike[str]], out: str | os.PathLike
     axes.set_title(next(iter(logs)) if len(logs) == 1 else "", loc="left", parse_math=False)
     for text in axes.legend(frameon=False).get_texts():
         text.set_parse_math(False)
-    _save(figure, Path(os.fsdecode(out)))
+    drawn = io.BytesIO()
+    with warnings.catch_warnings():
+        # A label in a script that the font lacks gets boxes; that is no reason to have no picture.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(drawn, format="png", metadata={"Software": None})
+    path = Path(os.fsdecode(out))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(path) as file:
+        file.write(drawn.getbuffer())
 
 
 def _make_figure() -> Figure:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "drawing losses needs the matplotlib package: pip install 'regard[train]'"
-        ) from error
-    figure = Figure(figsize=(8.0, 4.5), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)  # drawn into memory: no window, no state shared with anyone's plots
-    return figure
+        what = "drawing losses needs the matplotlib package"
+        raise ImportError(f"{what}: pip install 'regard[train]'") from error
+    # Not pyplot's: no window, no state shared with anyone's plots.
+    return Figure(figsize=(8.0, 4.5), dpi=160, layout="constrained")
 
 
 def smooth(values: Floats, window: int) -> Floats:
-    """The mean over `window` values around each; what is not finite is left out, and stays a gap.
-
-    Towards the beginning, where losses fall fast, the window shrinks on both sides alike.
-    """
+    """The mean over `window` values around each; what is not finite is left out: a gap."""
+    # Towards the beginning, where losses fall fast, the window shrinks on both sides alike.
     finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
+    sums = np.cumsum(np.append(0.0, np.where(finite, values, 0.0)))
+    counts = np.cumsum(np.append(0, finite))
     index = np.arange(len(values))
     half = np.minimum(index, window // 2)
     first, last = index - half, np.minimum(index + half + 1, len(values))
@@ -96,7 +96,6 @@ def smooth(values: Floats, window: int) -> Floats:
 
 
 def _curve(reports: list[StepReport | EvalReport]) -> tuple[Floats, Floats]:
-    """Steps and losses, of each step the last report."""
     losses = {report.step: report.loss for report in reports}
     return np.array(list(losses), np.float64), np.array(list(losses.values()), np.float64)
 
@@ -110,33 +109,18 @@ def _draw(axes: Axes, label: str, log: Log, colour: str) -> Floats:
         axes.plot(steps, losses, color=colour, alpha=0.2, linewidth=0.7)
         losses = smooth(losses, len(losses) // 40)
     axes.plot(steps, losses, color=colour, label=f"{label}: training")
-    broken = steps[~np.isfinite(losses)]
-    if len(broken):
-        axes.axvline(broken[0], color=colour, linestyle=":")
-        words = f"not finite from step {int(broken[0]):,}"
-        where = (float(broken[0]), 0.97)
-        axes.annotate(words, where, xycoords=("data", "axes fraction"), ha="right", va="top")
-    eval_steps, eval_losses = _curve([*log.evaluations])
-    if len(eval_losses):
-        axes.plot(eval_steps, eval_losses, "o--", color=colour, label=f"{label}: evaluation")
-    if np.isfinite(eval_losses).any():
-        best = int(np.nanargmin(np.where(np.isfinite(eval_losses), eval_losses, np.nan)))
-        at = (float(eval_steps[best]), float(eval_losses[best]))
-        axes.annotate(f"{eval_losses[best]:.4g}", at, color=colour, ha="right", va="top")
+    for broken in steps[~np.isfinite(losses)][:1].tolist():
+        axes.axvline(broken, color=colour, linestyle=":")
+        words, scales = f"not finite from step {int(broken):,}", ("data", "axes fraction")
+        axes.annotate(words, (broken, 0.97), xycoords=scales, ha="right", va="top")
+    seen_steps, seen = _curve([*log.evaluations])
+    if len(seen):
+        axes.plot(seen_steps, seen, "o--", color=colour, label=f"{label}: evaluation")
+    if np.isfinite(seen).any():
+        best = int(np.argmin(np.where(np.isfinite(seen), seen, np.inf)))
+        at = (float(seen_steps[best]), float(seen[best]))
+        axes.annotate(f"{seen[best]:.4g}", at, color=colour, ha="right", va="top")
     # The first steps fall from far above, and the first evaluation may be of the untrained model.
-    late = np.concatenate([losses[len(losses) // 50 :], eval_losses[len(eval_losses) > 1 :]])
-    late = late if np.isfinite(late).any() else np.concatenate([losses, eval_losses])
+    late = np.concatenate([losses[len(losses) // 50 :], seen[len(seen) > 1 :]])
+    late = late if np.isfinite(late).any() else np.concatenate([losses, seen])
     return np.asarray(late[np.isfinite(late)], np.float64)
-
-
-def _save(figure: Figure, out: Path) -> None:
-    """Draw first, then put the file in place, so that no error leaves half a picture."""
-    drawn = io.BytesIO()
-    with warnings.catch_warnings():
-        # A label in a script that the font lacks gets boxes; that is no reason to have no picture.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(drawn, format="png", metadata={"Software": None})
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replace_file(out) as file:
-        file.write(drawn.getbuffer())

@@ -1,8 +1,5 @@
 """From files to a task and a model to train on it.
 
-Why: between a text file and the first step lie reading, a vocabulary, token ids and sizes, each of
-which has something to say when it goes wrong.
-
 How: files are read and their faults counted; a tokenizer is trained, given, or found in the run's
 folder from before; ids go into memory-mapped files in that folder, which are used again while the
 texts stay the same. The model is the recipe's, with the vocabulary's size and special tokens.
@@ -40,8 +37,6 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """All that a run starts from."""
-
     model: Transformer
     task: Task
     tokenizer: Tokenizer
@@ -69,7 +64,6 @@ def prepare(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepared:
 
 
 def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepared:
-    """For language models, masked or not."""
     texts = read_texts(files.data, files.separator, say)
     if files.valid is not None:
         held = read_texts(files.valid, files.separator, say)
@@ -82,21 +76,18 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepar
     tokenizer = find_tokenizer(files, recipe, folder, corpus, words, say)
     eos = tokenizer.special.eos
     after = end_of_text(tokenizer, single=len(texts) == 1 and len(held) <= 1)
-    stores = [
-        encode_texts(some, tokenizer, folder / f"{name}.tokens", after=after)
-        for name, some in (("train", texts), ("valid", held))
-        if some
-    ]
-    say(f"{stores[0].n_tokens:,} tokens in {stores[0].n_documents:,} documents")
+    tokens = encode_texts(texts, tokenizer, folder / "train.tokens", after=after)
+    say(f"{tokens.n_tokens:,} tokens in {tokens.n_documents:,} documents")
+    text, valid = pack(tokens, recipe), None
+    if held:
+        held_tokens = encode_texts(held, tokenizer, folder / "valid.tokens", after=after)
+        valid = pack(held_tokens, recipe, shorten=True)
+    ids, hide = {"eos_token_id": eos, "bos_token_id": eos}, None
     if masked:
         ids = {"pad_token_id": tokenizer.special.pad}
         size, special = tokenizer.vocab_size, tokenizer.special.all
         hide = MaskedTokens(one_id(tokenizer, MASK), size, special, recipe.train.seed)
-    else:
-        ids, hide = {"eos_token_id": eos, "bos_token_id": eos}, None
     model = build(recipe, tokenizer, ids)
-    text = pack(stores[0], recipe)
-    valid = pack(stores[1], recipe, shorten=True) if len(stores) > 1 else None
     return Prepared(model, LanguageTask(text, valid, hide), tokenizer)
 
 
@@ -123,24 +114,19 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepa
     texts = [*sides.sources, *sides.targets]
     tokenizer = find_tokenizer(files, recipe, folder, texts, words, say)
     prefixes = [one_id(tokenizer, name) for name in names]
-    bos, eos, pad = (one_id(tokenizer, token) for token in (START, END, PAD))
+    roles = {"bos": START, "eos": END, "pad": PAD}
+    ids = {role: one_id(tokenizer, token) for role, token in roles.items()}
 
     def pair(name: str, sides: Sides) -> PairedText:
-        return PairedText(
-            *encode_sides(folder, name, sides, tokenizer, prefixes),
-            max_tokens=recipe.max_tokens,
-            bos=bos,
-            eos=eos,
-            pad=pad,
-            seed=recipe.train.seed,
-            max_len=recipe.max_len,
-        )
+        sources, targets = encode_sides(folder, name, sides, tokenizer, prefixes)
+        limits = {"max_tokens": recipe.max_tokens, "max_len": recipe.max_len}
+        return PairedText(sources, targets, **limits, **ids, seed=recipe.train.seed)
 
     paired = pair("train", sides)
     say(f"{paired.n_pairs:,} pairs, {paired.n_batches:,} batches an epoch")
     say_notices(paired.notices, say)
-    extra: dict[str, Any] = {"pad_token_id": pad, "bos_token_id": bos, "eos_token_id": eos}
-    extra["decoder_start_token_id"] = bos
+    extra: dict[str, Any] = {f"{role}_token_id": number for role, number in ids.items()}
+    extra["decoder_start_token_id"] = ids["bos"]
     if recipe.both_ways:
         one, other = files.languages
         extra["directions"] = {name: {"prefix": f"<2{name}>"} for name in (other, one)}
@@ -152,23 +138,18 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepa
 
 
 def build(recipe: Recipe, tokenizer: Tokenizer, extra: dict[str, Any]) -> Transformer:
-    """The recipe's model for the tokenizer's vocabulary."""
     words = {**recipe.model, **extra, "vocab_size": tokenizer.vocab_size}
     model = Transformer(config_of(words))
     model.tokenizer = tokenizer
     limit = model.config.max_len
     longest = recipe.max_len if recipe.task == "translate" else recipe.context
     if limit is not None and longest > limit:
-        raise ValueError(
-            f"texts have up to {longest} tokens, but the model takes {limit}: lower context or "
-            "max_len, or choose a model that takes more"
-        )
+        what = f"texts have up to {longest} tokens, but the model takes {limit}"
+        raise ValueError(f"{what}: lower context or max_len, or choose a model that takes more")
     return model
 
 
 class Sides(NamedTuple):
-    """Sentence pairs, one list for each side."""
-
     sources: list[str]
     targets: list[str]
 
@@ -191,7 +172,6 @@ def say_notices(notices: Iterable[Notice], say: Say) -> None:
 
 
 def hold_out_text(texts: list[str]) -> tuple[list[str], list[str]]:
-    """The end of the text, or of the documents, kept apart."""
     if len(texts) == 1:
         cut = int(len(texts[0]) * (1.0 - LONG_DOCUMENT))
         return [texts[0][:cut]], [texts[0][cut:]]
@@ -216,23 +196,14 @@ def find_tokenizer(
     words: Mapping[str, Any],
     say: Say,
 ) -> Tokenizer:
-    """The one given, the one of this run, or a new one made from the texts.
-
-    words: the special tokens, and which of them has which role, as `train_tokenizer` takes them.
-    """
+    """The one given, the one of this run, or a new one made from the texts with these words."""
     kept = folder / "tokenizer"
     if files.tokenizer is not None:
         return Tokenizer.load(files.tokenizer)
     if (kept / "tokenizer.json").is_file():
         return Tokenizer.load(kept)
     say(f"training a vocabulary of {recipe.vocab_size:,} tokens")
-    tokenizer = train_tokenizer(
-        texts,
-        recipe.vocab_size,
-        kind=recipe.cutting,
-        eos=END,
-        **words,
-    )
+    tokenizer = train_tokenizer(texts, recipe.vocab_size, kind=recipe.cutting, eos=END, **words)
     if recipe.cutting != "characters":
         say_notices(vocabulary_notices(tokenizer, recipe.vocab_size), say)
     # Several files, of which a kill must not leave some: they appear together.
@@ -251,10 +222,8 @@ def one_id(tokenizer: Tokenizer, token: str) -> int:
     try:
         return tokenizer.id(token)
     except ValueError:
-        raise ValueError(
-            f"the tokenizer has no token {token!r}, which training needs here; let one be trained, "
-            "or add the token"
-        ) from None
+        what = f"the tokenizer has no token {token!r}, which training needs here"
+        raise ValueError(f"{what}; let one be trained, or add the token") from None
 
 
 def encode_sides(
@@ -283,12 +252,8 @@ def side_file(folder: Path, name: str, side: int, kind: str = "plain") -> Path:
 
 def joined(path: Path, one: TokenFile, other: TokenFile) -> TokenFile:
     fingerprint = f"{one.fingerprint}+{other.fingerprint}"
-    found = reuse_tokens(path, fingerprint)
-    if found is not None:
+    if (found := reuse_tokens(path, fingerprint)) is not None:
         return found
-    rows = (
-        tokens.ids[first:end]
-        for tokens in (one, other)
-        for first, end in pairwise(tokens.bounds.tolist())
-    )
+    spans = ((tokens.ids, pairwise(tokens.bounds.tolist())) for tokens in (one, other))
+    rows = (ids[first:end] for ids, bounds in spans for first, end in bounds)
     return write_tokens(path, rows, vocab_size=one.vocab_size, fingerprint=fingerprint)

@@ -1,7 +1,5 @@
 """Recipes: whole runs, each a function that returns one.
 
-Why: a run that somebody else should be able to repeat is a name, not a list of settings.
-
 How: a recipe is a model (in the words of its config.json, without what the vocabulary decides), a
 `TrainConfig`, and how the data is cut. `changed` takes the settings of a command line: a field of
 `TrainConfig`, one of the recipe, or model.<word> for the model's.
@@ -20,7 +18,6 @@ from regard.models.families import FAMILIES, config_of
 from regard.training.config import TrainConfig, read, split_settings
 from regard.training.data.vocabulary import Kind
 
-ROTARY = ("rope_theta", "partial_rotary_factor")
 TaskKind = Literal["lm", "masked", "translate"]
 
 
@@ -71,11 +68,11 @@ class Recipe:
 
 
 class _AskedWords(dict[str, Any]):
-    """A config.json that remembers which of its words were asked for."""
+    """A config.json that remembers which of its words were asked for (rotary reads a copy)."""
 
     def __init__(self, words: Mapping[str, Any]) -> None:
         super().__init__(words)
-        self.asked = set(ROTARY)  # Rotary reads a copy.
+        self.asked = {"rope_theta", "partial_rotary_factor"}
 
     def get(self, key: str, default: Any = None) -> Any:
         self.asked.add(key)
@@ -88,10 +85,8 @@ def check_words(model: Mapping[str, Any], names: Iterable[str]) -> None:
     config_of(words)
     for name in names:
         if name not in words.asked:
-            raise ValueError(
-                f"no setting is named {'model.' + name!r}; a model of the kind "
-                f"{model['model_type']!r} has {', '.join(sorted(words.asked))}"
-            )
+            has = f"{model['model_type']!r} has {', '.join(sorted(words.asked))}"
+            raise ValueError(f"no setting is named {'model.' + name!r}; a model of the kind {has}")
 
 
 def as_json(word: str) -> Any:
@@ -112,11 +107,10 @@ def named_recipe(name: str) -> Recipe:
 
 def sized(recipe: Recipe, size: str) -> Recipe:
     """The recipe with a model of a named size, such as "gpt2-medium"."""
-    for family in FAMILIES.values():
-        if size in family.sizes:
-            return replace(recipe, model=family.sizes[size])
-    known = sorted(name for family in FAMILIES.values() for name in family.sizes)
-    raise ValueError(f"no size is named {size!r}; there are {', '.join(known)}")
+    sizes = {name: x for family in FAMILIES.values() for name, x in family.sizes.items()}
+    if size not in sizes:
+        raise ValueError(f"no size is named {size!r}; there are {', '.join(sorted(sizes))}")
+    return replace(recipe, model=sizes[size])
 
 
 def llama(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) -> dict[str, Any]:
@@ -141,14 +135,12 @@ def original(dim: int, n_layers: tuple[int, int], n_heads: int, ffn_dim: int) ->
     """An original Transformer, in the words of its config.json."""
     model: dict[str, Any] = {"model_type": "original", "d_model": dim}
     for side, count in zip(("encoder", "decoder"), n_layers, strict=True):
-        model[f"{side}_layers"] = count
-        model[f"{side}_attention_heads"] = n_heads
-        model[f"{side}_ffn_dim"] = ffn_dim
+        sizes = {"layers": count, "attention_heads": n_heads, "ffn_dim": ffn_dim}
+        model |= {f"{side}_{word}": size for word, size in sizes.items()}
     return model
 
 
 def make(task: TaskKind, model: Mapping[str, Any], settings: str) -> Recipe:
-    """A recipe from its settings, in the words of --set."""
     steps, *others = settings.split()
     train = TrainConfig(steps=int(steps.removeprefix("steps=")))
     return Recipe(task=task, model=model, train=train).changed(split_settings(others))
@@ -156,16 +148,11 @@ def make(task: TaskKind, model: Mapping[str, Any], settings: str) -> Recipe:
 
 def small_lm() -> Recipe:
     """What `regard train lm` does unless told otherwise: minutes on a CPU for a small text."""
-    return make(
-        "lm",
-        llama(128, 4, 4, 2, 384),
-        "steps=1000 lr=2e-3 warmup=50 eval_every=100 save_every=100 "
-        "vocab_size=2048 context=128 rows=8",
-    )
+    settings = "steps=1000 lr=2e-3 warmup=50 eval_every=100 save_every=100 vocab_size=2048"
+    return make("lm", llama(128, 4, 4, 2, 384), f"{settings} context=128 rows=8")
 
 
 def small_masked() -> Recipe:
-    """A small BERT, to fill gaps."""
     model = {
         "model_type": "bert",
         "architectures": ["BertForMaskedLM"],
@@ -226,7 +213,7 @@ def paper(before: bool) -> Recipe:
     recipe = replace(multi30k(), model=model)
     # The paper's highest rate is 1/√(dim · warmup); here that of a warm-up half as long, 1,000.
     settings = f"lr={(256 * 1000) ** -0.5} steps=3000 eps=1e-9 weight_decay=0 average=none"
-    return recipe.changed(split_settings(f"{settings} eval_every=250 judge=0".split()))
+    return recipe.changed(split_settings([*settings.split(), "eval_every=250", "judge=0"]))
 
 
 def embedded_lm() -> Recipe:

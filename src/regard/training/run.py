@@ -1,7 +1,5 @@
 """A whole run: from files to a folder with a trained model in it.
 
-Why: `regard train` is one command, and all that it does can be called.
-
 How: `run` prepares, trains, and writes the model to the folder itself, so that `regard.load`,
 `regard generate` and, where it knows the architecture, `transformers` open it. What the run needs
 for itself lies below: training/ has the snapshots, token ids, log and recipe. At the end the model
@@ -72,8 +70,7 @@ def run(
     One process at a time may train into a folder; a second one gets a BlockingIOError at once.
     """
     mesh = mesh or Mesh.alone()
-    folder = out / "training"
-    began = time.perf_counter()
+    folder, began = out / "training", time.perf_counter()
     notes: list[str] = []
     with ExitStack() as stack:
         if mesh.is_main:
@@ -87,10 +84,11 @@ def run(
         if mesh.is_main:
             mesh.any(False)
         ready = time.perf_counter()
-        start = find_start(folder / "snapshots") if resume else 0
-        total = max(recipe.train.steps, start)
+        latest = load_latest(folder / "snapshots") if resume else None
+        start = 0 if latest is None else latest.step
         monitor: Listener = Silence()
         if mesh.is_main:
+            total = max(recipe.train.steps, start)
             opened = Monitor(folder, total=total, start=start, tensorboard=tensorboard)
             monitor = stack.enter_context(opened)
         for note in notes:
@@ -122,10 +120,8 @@ def open_folder(folder: Path, recipe: Recipe, resume: bool) -> None:
     """Make the run's folder; one with a run in it is refused, unless that run is resumed."""
     snapshots = list_snapshots(folder / "snapshots")
     if snapshots and not resume:
-        raise FileExistsError(
-            f"{folder.parent} holds a run, its last snapshot is {snapshots[0].name}: go on with "
-            "--resume, or train into another folder"
-        )
+        what = f"{folder.parent} holds a run, its last snapshot is {snapshots[0].name}"
+        raise FileExistsError(f"{what}: go on with --resume, or train into another folder")
     if not resume:
         shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,29 +153,19 @@ def old_recipe(out: Path) -> Recipe | None:
     weight, heads = fields["train"].pop("guide", 0), fields.pop("guide_heads", 0)
     fields.pop("guide_layer", None)
     if weight and heads:
-        raise ValueError(
-            f"the run in {out} guides attention heads; go on with it by the command of "
-            "examples/translate_aligned and --resume"
-        )
+        command = "the command of examples/translate_aligned and --resume"
+        raise ValueError(f"the run in {out} guides attention heads; go on with it by {command}")
     return Recipe(**{**fields, "train": TrainConfig(**fields["train"])})
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """JSON, whole or not at all."""
     with replace_file(path) as file:
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        file.write(text.encode("utf-8"))
-
-
-def find_start(snapshots: Path) -> int:
-    latest = load_latest(snapshots)
-    return 0 if latest is None else latest.step
+        file.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8"))
 
 
 def make_report(
     recipe: Recipe, prepared: Prepared, result: Result, mesh: Mesh, times: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What was trained, on what, for how long, and how well."""
     device = platform.processor() or platform.machine()
     if mesh.device.type == "cuda":
         device = torch.cuda.get_device_name(mesh.device)
@@ -201,7 +187,6 @@ def make_report(
 
 
 def make_judge(files: Files, recipe: Recipe, prepared: Prepared) -> Judge:
-    """BLEU of some held-out sentences, for each evaluation."""
     if files.valid is None:
         raise ValueError("judging by BLEU needs a file of held-out pairs: give --valid")
     pairs = read_pairs(files.valid, target_path=files.valid_target)
@@ -217,26 +202,22 @@ def make_judge(files: Files, recipe: Recipe, prepared: Prepared) -> Judge:
     return judge
 
 
-def source_rows(
-    tokenizer: Tokenizer, texts: Sequence[str], language: str | None
-) -> list[list[int]]:
+def source_rows(tokenizer: Tokenizer, texts: list[str], language: str | None) -> list[list[int]]:
     """What an encoder reads: the target language, where there are two, the tokens, the end."""
     before = [] if language is None else [one_id(tokenizer, f"<2{language}>")]
-    after = [one_id(tokenizer, END)]
-    encodings = tokenizer.encode_batch(list(texts), special=False).rows
-    return [[*before, *encoding.ids, *after] for encoding in encodings]
+    encodings = tokenizer.encode_batch(texts, special=False).rows
+    return [[*before, *encoding.ids, one_id(tokenizer, END)] for encoding in encodings]
 
 
 def run_tests(
     tests: Tests, files: Files, recipe: Recipe, prepared: Prepared, folder: Path
 ) -> dict[str, Any]:
-    if recipe.task != "translate":
-        return {
-            path.name: score_text(path, files, recipe, prepared, folder) for path in tests.files
-        }
     figures: dict[str, Any] = {}
     one, other = files.languages
     for path in tests.files:
+        if recipe.task != "translate":
+            figures[path.name] = score_text(path, files, recipe, prepared, folder)
+            continue
         pairs = read_pairs(path, target_path=tests.target)
         there = pairs.sources, pairs.targets, recipe.tokenize
         directions = {"": there}
@@ -248,8 +229,7 @@ def run_tests(
             texts = translate_rows(prepared.model, prepared.tokenizer, rows)
             figures[f"{path.name} {name}".strip()] = asdict(score(texts, references, tokenize))
             lines = "".join(text.replace("\n", " ") + "\n" for text in texts)
-            written = folder / f"translations.{name or 'test'}.txt"
-            written.write_text(lines, encoding="utf-8")
+            (folder / f"translations.{name or 'test'}.txt").write_text(lines, encoding="utf-8")
     return figures
 
 

@@ -9,20 +9,20 @@ finite number; such a figure is written as "NaN", "Infinity" or "-Infinity", in 
 back as the number. A run that resumes at a step drops all lines after it (the file is rewritten
 beside and renamed), so no step is told twice; a line torn by a power cut goes too.
 
-A log that cannot be written does not stop a run: `take_trouble` says what is wrong, once for each
-kind of fault.
+A log that cannot be written does not stop a run: each kind of fault is said once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, final
 
 from regard._files import replace_file, spell_path
 
@@ -73,23 +73,21 @@ class Log:
 
 @final
 class RunLog:
-    """The open log of a run that goes on after `start` finished steps (0: a new log)."""
+    """The open log of a run after `start` steps (0: a new one); `say` is told what is wrong."""
 
-    def __init__(self, folder: Path, start: int) -> None:
+    def __init__(self, folder: Path, start: int, say: Callable[[str], None]) -> None:
         self.path = folder / LOG
-        self.last_step = start
+        self._last_step, self._say = start, say
         self._last_eval = _cut_back(self.path, start)
         self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self._is_torn = self._is_gone = self._is_refused = False
-        self._trouble: list[str] = []
+        self._is_torn = False
+        self._said: set[str] = set()
 
     def step(self, report: StepReport) -> None:
-        if report.step <= self.last_step:
-            raise ValueError(
-                f"step {report.step} was reported after step {self.last_step}; steps count "
-                "finished ones and go up, and a resumed run begins with the one after its start"
-            )
-        self.last_step = int(report.step)
+        if report.step <= self._last_step:
+            what = f"step {report.step} was reported after step {self._last_step}"
+            raise ValueError(f"{what}; steps go up, from the one after the start of the run")
+        self._last_step = int(report.step)
         self._put("step", {name: x for name, x in vars(report).items() if x is not None})
 
     def evaluated(self, report: EvalReport) -> None:
@@ -99,11 +97,6 @@ class RunLog:
 
     def note(self, step: int, text: str) -> None:
         self._put("note", {"step": step, "text": text})
-
-    def take_trouble(self) -> list[str]:
-        """What went wrong with the log since this was last asked."""
-        trouble, self._trouble = self._trouble, []
-        return trouble
 
     def close(self) -> None:
         if self._handle >= 0:
@@ -116,28 +109,19 @@ class RunLog:
         line = {"kind": kind, "step": fields["step"], "time": time.time(), **_strict(fields)}
         # What there was of a torn line stays a line of its own.
         data = (("\n" if self._is_torn else "") + _encode(line) + "\n").encode("ascii")
+        fault = ""
         try:
             self._is_torn = os.write(self._handle, data) < len(data)
-            if not self._is_gone and not self._is_there():
-                self._is_gone = True
-                self._trouble.append(
-                    f"{spell_path(self.path)} is not there any more: it, or its folder, was moved, "
-                    "replaced or deleted. The run goes on; what it logs from here on may be lost"
-                )
-        except OSError as error:
-            if not self._is_refused:
-                self._is_refused = True
-                self._trouble.append(
-                    f"{spell_path(self.path)} cannot be written: {error.strerror or error}. The "
-                    "run goes on; lines are missing from its log"
-                )
-
-    def _is_there(self) -> bool:
-        """Lines still find their way into a file that was moved or deleted; nobody else does."""
-        try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._handle))
+            # Lines still find their way into a file that was moved or deleted; nobody else does.
+            if not os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
+                raise FileNotFoundError
         except FileNotFoundError:
-            return False
+            fault = "is not there any more: it, or its folder, was moved or deleted"
+        except OSError as error:
+            fault = f"cannot be written: {error.strerror or error}"
+        if fault and fault not in self._said:
+            self._said.add(fault)
+            self._say(f"{spell_path(self.path)} {fault}. The run goes on; its log will lack lines")
 
 
 def _strict(value: Any) -> Any:
@@ -146,55 +130,41 @@ def _strict(value: Any) -> Any:
         return {name: _strict(item) for name, item in value.items()}
     if isinstance(value, str | int):
         return value
-    number = float(value)
-    if math.isfinite(number):
-        return number
-    return "NaN" if number != number else "Infinity" if number > 0 else "-Infinity"
+    if math.isfinite(value):
+        return float(value)
+    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
 
 
 # ---- Reading
 
-_Report = TypeVar("_Report", StepReport, EvalReport)
 
-
-class _Line(NamedTuple):
-    raw: bytes
-    kind: str
-    step: int
-    fields: dict[str, Any]
-    """Empty for a line that is torn, or none of ours."""
-
-
-def _read_lines(path: Path) -> Iterator[_Line]:
+def _read_lines(path: Path) -> Iterator[tuple[bytes, str, int, dict[str, Any]]]:
+    """Each line, its kind ("" for one that is torn, or none of ours), its step and its fields."""
     with path.open("rb") as file:
         for raw in file:
-            try:
-                fields = json.loads(raw) if raw.endswith(b"\n") else None
-            except (ValueError, RecursionError):
-                fields = None
-            fields = fields if isinstance(fields, dict) else {}
-            kind, step = fields.get("kind"), fields.get("step")
-            if isinstance(kind, str) and type(step) is int:
-                yield _Line(raw, kind, step, fields)
-            else:
-                yield _Line(raw, "", -1, {})
+            kind, step, fields = "", -1, {}
+            with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
+                found = json.loads(raw if raw.endswith(b"\n") else b"")
+                if isinstance(found["kind"], str) and type(found["step"]) is int:
+                    kind, step, fields = found.pop("kind"), found["step"], found
+            yield raw, kind, step, fields
 
 
 def _cut_back(path: Path, start: int) -> dict[str, Any] | None:
     """Cut an old log back to `start` steps; give its last evaluation."""
     kept: list[bytes] = []
-    n_lines, last_step, evaluation = 0, 0, None
-    for line in _read_lines(path) if path.exists() else ():
-        n_lines += 1
-        is_new = line.kind != "step" or line.step > last_step
-        if not start or not line.fields or line.step > start or not is_new:
+    is_whole, last_step, evaluation = True, 0, None
+    for raw, kind, step, fields in _read_lines(path) if path.exists() else ():
+        is_again = kind == "step" and step <= last_step
+        if not start or not kind or step > start or is_again:
+            is_whole = False
             continue
-        kept.append(line.raw)
-        if line.kind == "step":
-            last_step = line.step
-        elif line.kind == "eval":
-            evaluation = {k: x for k, x in line.fields.items() if k not in ("kind", "time")}
-    if len(kept) < n_lines:
+        kept.append(raw)
+        if kind == "step":
+            last_step = step
+        elif kind == "eval":
+            evaluation = {name: x for name, x in fields.items() if name != "time"}
+    if not is_whole:
         with replace_file(path) as file:
             file.writelines(kept)
     return evaluation
@@ -207,34 +177,24 @@ def read_log(path: str | os.PathLike[str]) -> Log:
     if not path.is_file():
         raise ValueError(f"{spell_path(path)} is not there; expected a run's folder or its {LOG}")
     log, damaged = Log([], [], [], 0), 0
-    for line in _read_lines(path):
+    for _, kind, step, fields in _read_lines(path):
         try:
-            _add_line(log, line)
+            if kind == "step":
+                log.steps.append(StepReport(**_numbers(fields, StepReport)))
+            elif kind == "eval":
+                scores = _numbers(fields.pop("scores", {}))
+                log.evaluations.append(EvalReport(**_numbers(fields, EvalReport), scores=scores))
+            elif kind == "note":
+                log.notes.append((step, str(fields["text"])))
+            damaged += not kind
         except (KeyError, TypeError, ValueError, AttributeError):
             damaged += 1
-    return Log(log.steps, log.evaluations, log.notes, damaged)
+    return replace(log, damaged=damaged)
 
 
-def _add_line(log: Log, line: _Line) -> None:
-    if line.kind == "step":
-        log.steps.append(_to_report(StepReport, line.fields))
-    elif line.kind == "eval":
-        log.evaluations.append(_to_report(EvalReport, line.fields))
-    elif line.kind == "note":
-        log.notes.append((line.step, str(line.fields["text"])))
-    elif not line.kind:
-        raise ValueError("no line of a log")
-
-
-def _to_report(kind: type[_Report], found: Mapping[str, Any]) -> _Report:
-    """The report of a line; ValueError or TypeError where a figure is missing or no number."""
-    types = {one.name: str(one.type) for one in fields(kind) if one.name in found}
-    return kind(**{name: _to_number(found[name], types[name]) for name in types})
-
-
-def _to_number(value: Any, type_name: str) -> Any:
-    if isinstance(value, dict) and type_name.startswith("Mapping"):
-        return {name: _to_number(item, "float") for name, item in value.items()}
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+def _numbers(found: Mapping[str, Any], kind: Any = None) -> dict[str, Any]:
+    """All figures, or those of a kind of report; ValueError where one is no number."""
+    names = [name for name in found if kind is None or name in kind.__annotations__]
+    if not all(type(found[name]) in (int, float, str) for name in names):
         raise ValueError("not a number")
-    return int(value) if type_name.startswith("int") else float(value)
+    return {n: float(found[n]) if isinstance(found[n], str) else found[n] for n in names}

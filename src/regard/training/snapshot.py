@@ -10,15 +10,13 @@ A snapshot is one safetensors file, `step-00001000.safetensors`. Its metadata ho
 `data_sha256` is of the data; `header_sha256` of all bytes before them, with its own 64 digits as
 zeros. It stands first, at a fixed place, so a header is judged before a word of it is believed.
 
-Saving, in this order: what killed writers left is removed; the file is written beside, brought to
-the disk and renamed; `best.json` is replaced the same way if this one is the best; only then do
-old snapshots go, oldest first, never the best one. So at each moment the last whole snapshot is
-there, and `best.json` names a file that is there. Tensors are hashed while they are written, one
-at a time; no second copy of the state is made.
+Saving, in this order: what killed writers left is removed; the file is written beside, one tensor
+at a time, brought to the disk and renamed; `best.json` is replaced the same way if this one is the
+best; only then do old snapshots go, oldest first, never the best one. So at each moment the last
+whole snapshot is there, and `best.json` names a file that is there.
 
 Left out: snapshots of later steps than the one saved (a run that went back by hand) are neither
-counted nor removed, and `load_latest` would choose them: move them away when going back. If a run
-saves the best one's step again, the new file takes its place.
+counted nor removed, and `load_latest` would choose them: move them away when going back.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, final
+from typing import Any, BinaryIO, final
 
 import torch
 from torch import Tensor
@@ -56,9 +54,9 @@ from regard.models.save_folder import check_tensor, make_header, to_bytes
 
 VERSION = 1
 BEST = "best.json"
-_NAME = re.compile(r"step-(\d{8,})\.safetensors")
+_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})\.safetensors")
 _OPENING = b'{"__metadata__":{"header_sha256":"'
-_SUM_AT = slice(8 + len(_OPENING), 8 + len(_OPENING) + 64)
+_SUM = slice(8 + len(_OPENING), 8 + len(_OPENING) + 64)
 _NO_SUM = "0" * 64
 _CHUNK = 1 << 22  # small enough that a piece is still in the processor's cache when it is hashed
 
@@ -68,10 +66,7 @@ class BadSnapshot(ValueError):
 
 
 class SnapshotNotSaved(BadSnapshot, OSError):
-    """The disk refused (full, read-only, gone); what was saved before is still there, whole.
-
-    It is an `OSError` too, with the errno that the disk gave.
-    """
+    """The disk refused (full, read-only, gone); what was saved before is still there, whole."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # OSError would show its errno in place of what was said
@@ -110,7 +105,13 @@ def save_snapshot(
         raise ValueError(f"step must be a whole number from 0 up, got {step!r}")
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}; the newest snapshot always stays")
-    stored, odd = _to_storable(tensors)
+    stored, odd = dict(tensors), {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.dtype not in DTYPES.values():
+            # complex128 or an 8-bit float, which safetensors may not know, is stored as bytes.
+            odd[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            stored[name] = tensor.detach().resolve_conj().reshape(-1).view(torch.uint8)
+        check_tensor(name, stored[name])
     metadata = {
         "header_sha256": _NO_SUM,
         "data_sha256": _NO_SUM,
@@ -132,9 +133,9 @@ def save_snapshot(
         with replace_file(path) as file:
             file.write(header)
             metadata["data_sha256"] = _write_data(file, stored, order)
-            summed, _ = make_header(stored, metadata)
+            header, _ = make_header(stored, metadata)
             file.seek(0)
-            file.write(_put_sum(summed, _header_sum(summed)))
+            file.write(header[: _SUM.start] + _header_sum(header) + header[_SUM.stop :])
     if best:
         line = _best_line(path.name)
         with _disk_errors(folder / BEST, len(line)), replace_file(folder / BEST) as file:
@@ -143,28 +144,7 @@ def save_snapshot(
     return path
 
 
-class _OddType(NamedTuple):
-    """What a tensor is that is stored as bytes: complex128 or an 8-bit float."""
-
-    dtype: str
-    shape: list[int]
-
-
-def _to_storable(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, _OddType]]:
-    """The tensors, with types that safetensors may not know as bytes; and what those really are."""
-    stored: dict[str, Tensor] = {}
-    odd: dict[str, _OddType] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.dtype not in DTYPES.values():
-            odd[name] = _OddType(str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-            tensor = tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
-        check_tensor(name, tensor)
-        stored[name] = tensor
-    return stored, odd
-
-
 def _to_json(facts: Mapping[str, Any]) -> str:
-    """The facts as JSON that reads back equal; what JSON cannot say is refused here."""
     if not isinstance(facts, Mapping):
         raise TypeError(f"facts must be a dict of plain JSON, got {type(facts).__name__}")
     _check_keys(facts, "facts")
@@ -172,10 +152,9 @@ def _to_json(facts: Mapping[str, Any]) -> str:
         text = json.dumps(dict(facts), allow_nan=False, separators=(",", ":"))
         parse_json(text.encode("utf-8"), "facts", ValueError)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"facts cannot be written as plain JSON: {error}; give strings, finite numbers, "
-            "booleans, None, lists and dicts, and put arrays among the tensors"
-        ) from error
+        todo = "give strings, finite numbers, booleans, None, lists and dicts"
+        what = f"facts cannot be written as plain JSON: {error}"
+        raise ValueError(f"{what}; {todo}, and put arrays among the tensors") from error
     return text
 
 
@@ -201,21 +180,17 @@ def _write_data(file: BinaryIO, tensors: Mapping[str, Tensor], order: list[str])
     return total.hexdigest()
 
 
-def _header_sum(head: bytes) -> str:
-    return hashlib.sha256(_put_sum(head, _NO_SUM)).hexdigest()
-
-
-def _put_sum(head: bytes, digits: str) -> bytes:
-    return head[: _SUM_AT.start] + digits.encode("ascii") + head[_SUM_AT.stop :]
+def _header_sum(head: bytes) -> bytes:
+    zeroed = head[: _SUM.start] + _NO_SUM.encode() + head[_SUM.stop :]
+    return hashlib.sha256(zeroed).hexdigest().encode()
 
 
 @contextlib.contextmanager
 def _disk_errors(path: Path, needed: int) -> Iterator[None]:
-    """Say what a refusing disk refused, and that nothing older was lost."""
-    free = ""
     try:
         yield
     except OSError as error:
+        free = ""
         with contextlib.suppress(OSError):
             parent = next(folder for folder in path.parents if folder.exists())
             free = f"; {shutil.disk_usage(parent).free:,} are free there"
@@ -229,7 +204,6 @@ def _disk_errors(path: Path, needed: int) -> Iterator[None]:
 
 
 def _remove_old(folder: Path, step: int, keep: int) -> None:
-    """Remove what is older than the newest `keep` up to this step, but for the best one."""
     try:
         best = _read_best(folder)
     except BadSnapshot:
@@ -256,10 +230,8 @@ def _read_best(folder: Path) -> str | None:
     data = read_bytes(path, 1000, BadSnapshot)
     name = parse_json(data, spell_path(path), BadSnapshot).get("file")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or _best_line(name) != data:
-        raise BadSnapshot(
-            f"{spell_path(path)} is damaged: it has {spell(data)}, and does not match its own "
-            "checksum. Delete it, or choose a snapshot by its step"
-        )
+        what = f"{spell_path(path)} is damaged: {spell(data)} does not match its own checksum"
+        raise BadSnapshot(f"{what}. Delete it, or choose a snapshot by its step")
     return name
 
 
@@ -276,8 +248,7 @@ def load_best(root: str | os.PathLike[str]) -> Snapshot | None:
 def _step_of(path: Path) -> int:
     """The step that the file's name tells; -1 for any other file."""
     match = _NAME.fullmatch(path.name)
-    step = -1 if match is None else int(match[1])
-    return step if path.name == f"step-{step:08d}.safetensors" else -1
+    return -1 if match is None else int(match[1])
 
 
 def list_snapshots(root: str | os.PathLike[str]) -> list[Path]:
@@ -292,8 +263,7 @@ def list_snapshots(root: str | os.PathLike[str]) -> list[Path]:
 def load_latest(root: str | os.PathLike[str]) -> Snapshot | None:
     """The newest snapshot that is whole; None if there is none at all.
 
-    Damaged ones are passed over and told in `passed_over`. If all are damaged that is an error:
-    starting from nothing would be a surprise, and would overwrite what may still be saved.
+    If all are damaged that is an error: starting anew would overwrite what may still be saved.
     """
     faults: list[str] = []
     for path in list_snapshots(root):
@@ -302,10 +272,8 @@ def load_latest(root: str | os.PathLike[str]) -> Snapshot | None:
         except BadSnapshot as error:
             faults.append(str(error))
     if faults:
-        raise BadSnapshot(
-            f"none of the {len(faults)} snapshots in {spell_path(Path(os.fsdecode(root)))} is "
-            f"whole; move them away to start anew. The newest: {faults[0]}"
-        )
+        what = f"none of the {len(faults)} snapshots in {os.fsdecode(root)!r} is whole"
+        raise BadSnapshot(f"{what}; move them away to start anew. The newest: {faults[0]}")
     return None
 
 
@@ -313,13 +281,11 @@ def load_snapshot(path: str | os.PathLike[str]) -> Snapshot:
     """Read one snapshot into CPU memory, every byte of it checked."""
     path = Path(os.fsdecode(path))
     where = spell_path(path)
-    if not path.is_file():
-        raise BadSnapshot(f"{where} is not there, or is not a file")
     with open_file(path, BadSnapshot) as file:
-        status = os.fstat(file.fileno())
+        stamp = stamp_of(status := os.fstat(file.fileno()))
         _check_sum(file, where, status.st_size)
     header = read_header(path, BadSnapshot, framework="pt")
-    if header.stamp != stamp_of(status):
+    if header.stamp != stamp:
         raise BadSnapshot(f"{where} was replaced while it was read; try again")
     metadata = header.metadata
     if _step_of(path) not in (-1, int(metadata["step"])):
@@ -334,24 +300,22 @@ def load_snapshot(path: str | os.PathLike[str]) -> Snapshot:
 
 def _check_sum(file: BinaryIO, where: str, size: int) -> None:
     """Judge a header by its checksum, then the version, then the size that it promises."""
-    first = file.read(_SUM_AT.stop)
-    if len(first) < _SUM_AT.stop:
-        raise BadSnapshot(f"{where} is cut short: it has {size} bytes, less than any snapshot")
+    first = file.read(_SUM.stop)
     length = int.from_bytes(first[:8], "little")
-    if first[8 : _SUM_AT.start] != _OPENING or length > MAX_HEADER_BYTES:
+    if len(first) < _SUM.stop:
+        raise BadSnapshot(f"{where} is cut short: it has {size} bytes, less than any snapshot")
+    if first[8 : _SUM.start] != _OPENING or length > MAX_HEADER_BYTES:
         raise BadSnapshot(f"{where} is not a snapshot, or its first bytes are damaged")
     head = first + file.read(max(0, 8 + length - len(first)))
     if len(head) != 8 + length:
-        missing = f"its header should have {length} bytes, {max(0, size - 8)} are there"
+        missing = f"its header should have {length} bytes, {size - 8} are there"
         raise BadSnapshot(f"{where} is cut short or its first bytes are damaged: {missing}")
-    if _header_sum(head).encode("ascii") != first[_SUM_AT]:
+    if _header_sum(head) != first[_SUM]:
         raise BadSnapshot(f"{where} is damaged: its header does not match its checksum")
     metadata = parse_json(head[8:], f"the header of {where}", BadSnapshot)["__metadata__"]
     if metadata.get("snapshot") != str(VERSION):
-        raise BadSnapshot(
-            f"{where} is of the format {spell(metadata.get('snapshot'))}; this version of regard "
-            f"reads {VERSION}. Use the version that wrote it"
-        )
+        what = f"{where} is of the format {spell(metadata.get('snapshot'))}; this version of regard"
+        raise BadSnapshot(f"{what} reads {VERSION}. Use the version that wrote it")
     expected = 8 + length + int(metadata["data_bytes"])
     if size != expected:
         word = "cut short" if size < expected else "damaged"
@@ -360,9 +324,7 @@ def _check_sum(file: BinaryIO, where: str, size: int) -> None:
 
 def _read_data(header: Header, where: str) -> dict[str, Tensor]:
     """Each tensor in memory of its own, and their sum, which is of the bytes before the copy."""
-    total = hashlib.sha256()
-    tensors: dict[str, Tensor] = {}
-    entries = header.entries
+    total, tensors, entries = hashlib.sha256(), {}, header.entries
     for name in sorted(entries, key=lambda name: (entries[name].start, entries[name].end)):
         mapped = header.handle.get_tensor(name)
         total.update(to_bytes(mapped).data)

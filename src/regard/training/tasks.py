@@ -4,10 +4,7 @@ Why: the loop should not know what a batch is made of.
 
 How: a task gives batches as plain dicts of tensors, each a pure function of its number; says how
 the model's last hidden states come of one (`vectors`, which the loop may compile), and what the
-targets are. The loss is then the same for all: cross-entropy of the head's logits. A task may add
-an auxiliary loss of what the model did meanwhile; examples/translate_aligned has one.
-
-Left out: evaluation by BLEU (`bleu.py`), and reading files (`data`).
+targets are. A task may add an auxiliary loss, as examples/translate_aligned does.
 
 Letters: B rows, T tokens, S tokens of the source, C model width.
 """
@@ -15,7 +12,8 @@ Letters: B rows, T tokens, S tokens of the source, C model width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol, final
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, final
 
 from torch import Tensor
 
@@ -27,12 +25,8 @@ from regard.training.data.pairs import PairBatch, PairedText
 Batch = Mapping[str, Tensor]
 
 
-class AuxiliaryLoss(Protocol):
+class AuxiliaryLoss(AbstractContextManager[Any], Protocol):
     """A term beside the cross-entropy: entered before the forward pass, asked after it."""
-
-    def __enter__(self) -> AuxiliaryLoss: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
     def loss(self) -> Tensor:
         """The weighted term, as a mean over tokens."""
@@ -132,16 +126,9 @@ class TranslationTask:
 
 
 def text_dict(batch: TextBatch) -> dict[str, Tensor]:
-    tensors = {"ids": batch.ids, "targets": batch.targets}
-    if batch.documents is not None and batch.positions is not None:
-        tensors |= {"documents": batch.documents, "positions": batch.positions}
-    return tensors
+    return {name: tensor for name, tensor in vars(batch).items() if tensor is not None}
 
 
 def pair_dict(batch: PairBatch) -> dict[str, Tensor]:
-    return {
-        "source": batch.source,
-        "source_real": batch.source_real,
-        "target_in": batch.target_in,
-        "target_out": batch.target_out,
-    }
+    names = ("source", "source_real", "target_in", "target_out")
+    return {name: getattr(batch, name) for name in names}

@@ -1,19 +1,14 @@
 """Windows of running text for language models, each batch from seed and step alone.
 
-Why: documents are short and long, a batch is a rectangle. Laid end to end and cut into windows,
-nothing is padded; but then a window holds several documents, and none may see another.
+Why: laid end to end and cut into windows, documents need no padding; but then a window holds
+several of them, and none may see another.
 
 How: an epoch lays a comb of windows over the ring of all tokens, at a phase of its own, and takes
 them in an order of its own; window s · rows + r is row r of step s. So every token is seen once an
 epoch, but for fewer than one window's at the seam, which lies elsewhere each time. In a window,
 documents are numbered 0, 1, 2, ... and positions restart at 0 in each: with the mask
-`Causal() & Documents(batch.documents)` each answers as if it were alone. A document's last token
-has no target: it is the end token, after which nothing of it comes.
-
-With `documents=False` the text is one stream, as in nanoGPT: everything may see what lies before
-it in the window, and every token but the last of all has the next one as its target.
-
-Left out: models and masks themselves; sorting documents so that fewer are cut.
+`Causal() & Documents(batch.documents)` each answers as if it were alone. A document's last token,
+the end token, has no target. With `documents=False` the text is one stream, as in nanoGPT.
 
 Letters: B rows, T tokens of a window.
 """
@@ -29,19 +24,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from regard._check import check_count
 from regard.training.data.reading import BadData
-from regard.training.data.shuffle import (
-    check_count,
-    check_seed,
-    check_step,
-    draw_order,
-    draw_shares,
-    draw_words,
-)
+from regard.training.data.shuffle import check_seed, check_step, draw_order, draw_shares, draw_words
 from regard.training.data.store import TokenFile
 
-NOTHING = -100
-"""The target where nothing is asked: what torch's cross-entropy leaves out."""
+NOTHING = -100  # the target where nothing is asked: what torch's cross-entropy leaves out
 
 # What is drawn for different ends from one seed must not be the same.
 _PHASE, _WINDOWS, _MASKED = 1, 2, 3
@@ -81,15 +69,12 @@ class PackedText:
         check_count("rows", rows)
         check_seed(seed)
         if tokens.n_tokens < context + int(shifted):
+            what = f"{tokens.path}: has {tokens.n_tokens:,} tokens, fewer than one window"
             after = " and the token after it" if shifted else ""
-            raise BadData(
-                f"{tokens.path}: has {tokens.n_tokens:,} tokens, fewer than one window of "
-                f"{context:,}{after}; give more text, or a smaller context"
-            )
+            raise BadData(f"{what} of {context:,}{after}; give more text, or a smaller context")
         self.tokens, self.context, self.rows, self.seed = tokens, context, rows, seed
         self.documents, self.shifted = documents, shifted
-        self.n_windows = tokens.n_tokens // context
-        """Windows of an epoch."""
+        self.n_windows = tokens.n_tokens // context  # of an epoch
         # Where something new begins on the ring, laid out twice so that a window may run over.
         n_tokens = tokens.n_tokens
         starts = np.asarray(tokens.bounds[:-1]) if documents else np.zeros(1, np.int64)
@@ -108,11 +93,7 @@ class PackedText:
         return self._cut(starts, np.zeros(self.rows, np.int64))
 
     def in_order(self, rows: int | None = None) -> Iterator[TextBatch]:
-        """All of the text once, from its start, for evaluation; the last batch may have fewer rows.
-
-        The last window ends where the text does; what it has in common with the one before is asked
-        only once.
-        """
+        """All of the text once, from its start, for evaluation; no target is asked for twice."""
         rows = self.rows if rows is None else rows
         check_count("rows", rows)
         asked = self.tokens.n_tokens - int(self.shifted)
@@ -123,7 +104,6 @@ class PackedText:
             yield self._cut(starts[some], firsts[some] - starts[some])
 
     def _starts(self, epoch: int) -> Int:
-        """Where each window of an epoch starts, in the order of that epoch."""
         last, starts = self._epoch
         if last == epoch:
             return starts
@@ -151,19 +131,14 @@ class PackedText:
             since = np.maximum.accumulate(np.where(inside, count, 0), axis=1)
             documents = torch.from_numpy(np.cumsum(inside, axis=1, dtype=np.int64))
             positions = torch.from_numpy(count - since)
-        return TextBatch(
-            torch.from_numpy(np.ascontiguousarray(ids)),
-            torch.from_numpy(targets),
-            documents,
-            positions,
-        )
+        rows = torch.from_numpy(np.ascontiguousarray(ids))
+        return TextBatch(rows, torch.from_numpy(targets), documents, positions)
 
     def _find_breaks(self, starts: Int) -> npt.NDArray[np.bool_]:
         """(B, T + 1): whether a document starts at this token, or the ring does."""
         width = self.context + 1
-        first = np.searchsorted(self._breaks, starts, side="left")
-        past = np.searchsorted(self._breaks, starts + width, side="left")
-        counts = past - first
+        first = np.searchsorted(self._breaks, starts)
+        counts = np.searchsorted(self._breaks, starts + width) - first
         rows = np.repeat(np.arange(len(starts)), counts)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         new = np.zeros((len(starts), width), np.bool_)
@@ -194,9 +169,8 @@ class MaskedTokens:
 def mask_tokens(batch: TextBatch, how: MaskedTokens, step: int) -> TextBatch:
     """A batch for a masked model: some tokens are hidden, and only these are asked for.
 
-    Each token that is not special is chosen with probability `share` (and at least one in the
-    batch is). Of the chosen, 80% become `mask_id`, 10% any token that is not special, and 10% stay
-    as they are. The batch comes from a `PackedText` with `shifted=False`.
+    Each token that is not special is chosen with probability `share`, at least one in all. Of these
+    80% become `mask_id`, 10% any token that is not special. The batch comes with `shifted=False`.
     """
     check_step(step)
     held = np.array(sorted({int(number) for number in how.special} | {int(how.mask_id)}), np.int64)

@@ -1,19 +1,15 @@
 """Batches of sentence pairs of about one length, each from seed and step alone.
 
-Why: sentences are padded to the longest of their batch, so those of about one length belong
-together; and a step should cost the same whether its sentences are long or short.
+Why: sentences are padded to the longest of their batch, and a step should cost the same whether
+its sentences are long or short.
 
 How: pairs go into buckets by the longer of their sides, in steps of `MULTIPLE`, once. A bucket has
-one width, and at most `max_tokens // width` rows a batch. Lengths that are too rare to fill a batch
-are filled up with the next shorter ones. Each epoch shuffles the pairs within their buckets and
-the batches among each other, from (seed, epoch). A bucket's pairs are dealt out evenly, so that no
-batch is a lone leftover; every pair is seen once an epoch, and every epoch has as many batches.
+one width, and at most `max_tokens // width` rows a batch; one too small for a batch is filled up
+with the next shorter pairs. Each epoch shuffles the pairs within their buckets and the batches
+among each other, from (seed, epoch); every pair is seen once an epoch. Sources get the end token,
+targets the start token before (`target_in`) and the end token after (`target_out`).
 
-The store holds plain sentences; here sources get the end token, and targets the start token before
-(`target_in`) and the end token after (`target_out`).
-
-Left out: cutting long sentences (pairs over `max_len` are dropped, and counted), and joining short
-ones.
+Left out: cutting long sentences (pairs over `max_len` are dropped, and counted).
 
 Letters: B pairs, S tokens of the source, T tokens of the target.
 """
@@ -22,20 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from regard._check import check_count
 from regard.training.data.packing import NOTHING
 from regard.training.data.reading import BadData, Notice
-from regard.training.data.shuffle import check_count, check_seed, check_step, draw_order, draw_words
+from regard.training.data.shuffle import check_seed, check_step, draw_order, draw_words
 from regard.training.data.store import TokenFile
 
-MULTIPLE = 8
-"""Widths of batches are multiples of this."""
+MULTIPLE = 8  # widths of batches are multiples of this
 
 _PAIRS, _BATCHES = 4, 5
 
@@ -44,21 +40,17 @@ Int = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PairBatch:
-    """Sources (B, S) and targets (B, T); `_real` is False at padding, `target_out` -100 there.
-
-    `rows` are the numbers of the pairs in the store.
-    """
+    """Sources (B, S) and targets (B, T); `_real` is False at padding, `target_out` -100 there."""
 
     source: Tensor
     source_real: Tensor
     target_in: Tensor
     target_out: Tensor
     target_real: Tensor
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # the numbers of the pairs in the store
 
 
-@dataclass(frozen=True, eq=False)
-class _Epoch:
+class _Epoch(NamedTuple):
     """The pairs of all batches, one batch after another, and which batch is when."""
 
     number: int
@@ -86,36 +78,30 @@ class PairedText:
         check_count("max_tokens", max_tokens)
         check_seed(seed)
         if sources.n_documents != targets.n_documents:
-            raise BadData(
-                f"{sources.path} has {sources.n_documents:,} sentences and {targets.path} has "
-                f"{targets.n_documents:,}; expected as many: they belong together"
-            )
+            sides = (f"{side.path} has {side.n_documents:,}" for side in (sources, targets))
+            raise BadData(f"{' sentences and '.join(sides)}; expected as many of both")
         for name, number in (("bos", bos), ("eos", eos), ("pad", pad)):
             for file in (sources, targets):
-                if not 0 <= number < file.vocab_size:
-                    raise ValueError(
-                        f"{name} is {number}, expected 0 to {file.vocab_size - 1} as in {file.path}"
-                    )
+                if not 0 <= number < (size := file.vocab_size):
+                    what = f"{name} is {number}, expected 0 to {size - 1}"
+                    raise ValueError(f"{what} as in {file.path}")
         self.sources, self.targets = sources, targets
         self.max_tokens, self.seed = max_tokens, seed
         self.bos, self.eos, self.pad = bos, eos, pad
         lengths = np.maximum(np.diff(sources.bounds), np.diff(targets.bounds)) + 1
         keep = np.arange(len(lengths))
         self.notices: tuple[Notice, ...] = ()
-        """What was left out."""
         if max_len is not None:
             check_count("max_len", max_len)
             keep = np.flatnonzero(lengths <= max_len)
-            lost = len(lengths) - len(keep)
-            if lost:
+            if lost := len(lengths) - len(keep):
                 words = "pair was" if lost == 1 else "pairs were"
                 text = f"{lost:,} {words} longer than {max_len:,} tokens and left out"
                 self.notices = (Notice(text, lost),)
         if not len(keep):
             raise BadData(f"{sources.path}: no pair is left of {len(lengths):,}; expected some")
         self._keep = keep
-        self._widths = _round_up(lengths[keep])
-        """How wide each pair is, by its longer side."""
+        self._widths = _round_up(lengths[keep])  # of each pair, by its longer side
         _check_fit(self._widths, keep, max_tokens)
         self._bucket, wide = _make_buckets(self._widths, max_tokens)
         counts = np.bincount(self._bucket)
@@ -154,13 +140,9 @@ class PairedText:
             some = order[at : at + limit // width]
             at += len(some)
             rows = self._keep[some]
-            longest = [int(np.diff(_spans(side, rows)).max()) + 1 for side in self._sides]
-            wide = [int(_round_up(np.array(n))) for n in longest]
-            yield self._make(rows, wide[0], wide[1])
-
-    @property
-    def _sides(self) -> tuple[TokenFile, TokenFile]:
-        return self.sources, self.targets
+            spans = (_spans(side, rows) for side in (self.sources, self.targets))
+            source_width, target_width = (int(_round_up(np.diff(x).max() + 1)) for x in spans)
+            yield self._make(rows, source_width, target_width)
 
     def _draw(self, epoch: int) -> _Epoch:
         drawn = self._epoch
@@ -181,14 +163,9 @@ class PairedText:
         shifted[:, 1:] = target[:, :-1]
         target[np.arange(len(rows)), target_len] = self.eos
         out = np.where(target_real, target, NOTHING)
-        return PairBatch(
-            torch.from_numpy(source),
-            torch.from_numpy(source_real),
-            torch.from_numpy(shifted),
-            torch.from_numpy(out),
-            torch.from_numpy(target_real),
-            tuple(rows.tolist()),
-        )
+        arrays = (source, source_real, shifted, out, target_real)
+        fields: list[Any] = [*map(torch.from_numpy, arrays), tuple(rows.tolist())]
+        return PairBatch(*fields)
 
 
 def _round_up(lengths: Int) -> Int:
@@ -198,10 +175,10 @@ def _round_up(lengths: Int) -> Int:
 def _check_fit(widths: Int, keep: Int, max_tokens: int) -> None:
     longest = int(widths.argmax())
     if widths[longest] > max_tokens:
-        raise ValueError(
-            f"max_tokens is {max_tokens:,}, but pair {keep[longest]} alone is {widths[longest]:,} "
-            "wide; raise max_tokens, or leave long pairs out with max_len"
+        what = (
+            f"max_tokens is {max_tokens:,}, but pair {keep[longest]} alone is {widths[longest]:,}"
         )
+        raise ValueError(f"{what} wide; raise max_tokens, or leave long pairs out with max_len")
 
 
 def _make_buckets(widths: Int, max_tokens: int) -> tuple[Int, Int]:
@@ -228,9 +205,7 @@ def _make_buckets(widths: Int, max_tokens: int) -> tuple[Int, Int]:
 def _deal(n_pairs: int, rows: int) -> Int:
     """How many pairs each batch of a bucket gets: at most `rows`, and as even as can be."""
     n_batches = -(-n_pairs // rows)
-    sizes = np.full(n_batches, n_pairs // n_batches, np.int64)
-    sizes[: n_pairs % n_batches] += 1
-    return sizes
+    return np.bincount(np.arange(n_pairs) % n_batches)
 
 
 def _spans(side: TokenFile, rows: Int) -> Int:

@@ -1,7 +1,5 @@
 """Files in: documents or pairs of sentences out, and every fault told before training starts.
 
-Why: a file that is half UTF-16, or has no tab in it, must not be found out at step 900.
-
 How: a file is read whole, unpacked (.gz, .xz), checked as bytes and decoded as UTF-8; then it is
 cut into documents or pairs. What cannot be meant is one `BadData`, a sentence that names the file,
 the line, what came, what was expected and what to do. What can be lived with (empty lines, CRLF,
@@ -13,35 +11,30 @@ Left out: guessing at encodings, CSV with its quotes, files larger than memory, 
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import lzma
 import os
 import re
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
-LONG_LINE = 1_000_000
-"""Characters of a line of running text that are worth a word."""
-LONG_SIDE = 10_000
-"""Characters of one side of a pair beyond which the pair is left out."""
-MISSING_TABS = 0.1
-"""The share of lines without a tab from which on a file is no file of pairs."""
+from regard._files import is_text
+
+LONG_LINE = 1_000_000  # characters of a line of running text that are worth a word
+LONG_SIDE = 10_000  # characters of one side of a pair beyond which the pair is left out
+MISSING_TABS = 0.1  # the share of lines without a tab from which on a file is no file of pairs
 
 _JSON = (".jsonl", ".json", ".ndjson")
 _TEXT = (".txt", ".text")
-_PACKED = (".gz", ".xz")
+_UNPACK = {".gz": gzip.decompress, ".xz": lzma.decompress}
 # The longer marks first: UTF-32 begins as UTF-16 does.
-_WIDE = {
-    b"\xff\xfe\x00\x00": "UTF-32",
-    b"\x00\x00\xfe\xff": "UTF-32",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-}
+_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}
+_MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -59,8 +52,6 @@ class Notice:
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts, each a world of its own."""
-
     texts: list[str]
     notices: tuple[Notice, ...] = ()
 
@@ -110,10 +101,12 @@ def read_pairs(
     packed as .gz or .xz. White space around a sentence is dropped.
     """
     file, tally = Path(path), _Tally()
+    rows: Iterable[tuple[str, str, str]]
     if target_path is not None:
         rows = _parallel(file, Path(target_path), tally)
     elif _kind(file) in _JSON:
-        rows = _json_pairs(file, fields, tally)
+        text, (one, other) = "\n".join(_lines(file, tally)), fields
+        rows = ((at, row[one], row[other]) for at, row in _objects(text, file, fields, tally))
     elif _kind(file) == ".csv":
         raise BadData(f"{file}: CSV is not read; write one pair a line, with a tab between")
     else:
@@ -142,28 +135,22 @@ def read_pairs(
 # ---- Faults, counted
 
 
-class _Fault(NamedTuple):
-    unit: str
-    what: str
-
-
 @final
 class _Tally:
     """How often each fault was met, and where first."""
 
     def __init__(self) -> None:
-        self._counts: Counter[_Fault] = Counter()
-        self._first: dict[_Fault, str] = {}
+        self._met: dict[tuple[str, str], tuple[int, str]] = {}
 
     def add(self, unit: str, what: str, where: str, count: int = 1) -> None:
-        fault = _Fault(unit, what)
-        self._counts[fault] += count
-        self._first.setdefault(fault, where)
+        if count:
+            before, first = self._met.get((unit, what), (0, where))
+            self._met[unit, what] = before + count, first
 
     def notices(self) -> tuple[Notice, ...]:
         return tuple(
-            Notice(f"{_count(count, fault.unit)} {fault.what}, first: {self._first[fault]}", count)
-            for fault, count in self._counts.items()
+            Notice(f"{_count(count, unit)} {what}, first: {first}", count)
+            for (unit, what), (count, first) in self._met.items()
         )
 
 
@@ -178,10 +165,9 @@ def _repeats(items: Sequence[Any], unit: str) -> list[Notice]:
         return [Notice(f"there is 1 {unit} only: enough to try things out, not to learn from", 1)]
     if distinct == 1:
         return [Notice(f"all {count:,} {unit}s are the same: only one thing to learn", count)]
-    if distinct < count:
-        again = count - distinct
-        return [Notice(f"{_count(again, unit)} there before, word for word (kept)", again)]
-    return []
+    again = count - distinct
+    text = f"{_count(again, unit)} there before, word for word (kept)"
+    return [Notice(text, again)] if again else []
 
 
 def _remarks(texts: Sequence[str]) -> list[Notice]:
@@ -193,9 +179,7 @@ def _remarks(texts: Sequence[str]) -> list[Notice]:
         what = f"{_count(n_long, 'document')} found with lines over {LONG_LINE:,} characters, the "
         found.append(Notice(f"{what}longest has {max(lengths):,} (kept; is it text?)", n_long))
     lines = [line for line in texts[0].split("\n") if line.strip()] if len(texts) == 1 else []
-    if lines and all(line == lines[0] for line in lines):
-        found += _repeats(lines, "line")
-    return found
+    return found + _repeats(lines, "line") if len(set(lines)) == 1 else found
 
 
 # ---- Files and bytes
@@ -203,7 +187,7 @@ def _remarks(texts: Sequence[str]) -> list[Notice]:
 
 def _kind(file: Path) -> str:
     """The ending that tells what is in a file: ".jsonl" of "a.jsonl.gz"."""
-    name = file.with_suffix("") if file.suffix.lower() in _PACKED else file
+    name = file.with_suffix("") if file.suffix.lower() in _UNPACK else file
     return name.suffix.lower()
 
 
@@ -211,29 +195,20 @@ def _files(root: Path, tally: _Tally) -> list[Path]:
     if not root.is_dir():
         return [root]
     found = []
-    for file in sorted(root.iterdir(), key=lambda file: file.name):
-        if file.name.startswith("."):
-            continue
+    for file in sorted(root.glob("[!.]*"), key=lambda file: file.name):
         if file.is_file() and _kind(file) in (*_TEXT, *_JSON):
             found.append(file)
         else:
             tally.add("entry", "no .txt or .jsonl file and left out", file.name)
     if not found:
-        raise BadData(
-            f"{root}: a folder without .txt or .jsonl files (or .gz or .xz of these); "
-            "name the file itself, or rename it"
-        )
+        what = f"{root}: a folder without .txt or .jsonl files (or .gz or .xz of these)"
+        raise BadData(f"{what}; name the file itself, or rename it")
     return found
 
 
 def _unpack(file: Path) -> bytes:
-    packing = file.suffix.lower()
     try:
-        if packing == ".gz":
-            return gzip.decompress(file.read_bytes())
-        if packing == ".xz":
-            return lzma.decompress(file.read_bytes())
-        return file.read_bytes()
+        return _UNPACK.get(file.suffix.lower(), bytes)(file.read_bytes())
     except FileNotFoundError:
         raise BadData(f"{file}: no such file or folder; check the path") from None
     except (gzip.BadGzipFile, lzma.LZMAError, EOFError, zlib.error) as error:
@@ -243,9 +218,8 @@ def _unpack(file: Path) -> bytes:
 
 
 def _read(file: Path, tally: _Tally) -> str:
-    """The text of a file, with plain line ends and no byte order mark."""
     data = _unpack(file)
-    for mark, name in _WIDE.items():
+    for mark, name in _MARKS.items():
         if data.startswith(mark):
             todo = f"iconv -f {name} -t UTF-8 {file.name} > new.txt"
             raise BadData(f"{file}: is {name}, expected UTF-8; convert it: {todo}")
@@ -262,22 +236,17 @@ def _read(file: Path, tally: _Tally) -> str:
     if text.startswith("\ufeff"):
         tally.add("byte order mark", "left out", file.name)
         text = text[1:]
-    returns = text.count("\r\n")
-    if returns:
-        tally.add("line", "ended by CRLF (read as a plain line end)", file.name, returns)
-        text = text.replace("\r\n", "\n")
-    elif "\r" in text and "\n" not in text:
-        tally.add("line", "ended by CR (read as a plain line end)", file.name, text.count("\r"))
-        text = text.replace("\r", "\n")
-    if _BROKEN in text:
-        what = "U+FFFD, what a wrong decoding leaves behind (kept)"
-        where = f"{file.name} line {_line_of(text, _BROKEN)}"
-        tally.add("character", what, where, text.count(_BROKEN))
+    name, end = ("CRLF", "\r\n") if "\n" in text else ("CR", "\r")
+    what = f"ended by {name} (read as a plain line end)"
+    tally.add("line", what, file.name, text.count(end))
+    text = text.replace(end, "\n")
+    what = "U+FFFD, what a wrong decoding leaves behind (kept)"
+    tally.add("character", what, f"{file.name} line {_line_of(text, _BROKEN)}", text.count(_BROKEN))
     return text
 
 
 def _line_of(text: str, sign: str) -> int:
-    return text.count("\n", 0, text.index(sign)) + 1
+    return text.count("\n", 0, text.find(sign)) + 1
 
 
 def _tell_undecodable(file: Path, data: bytes, error: UnicodeDecodeError) -> str:
@@ -301,12 +270,10 @@ def _split(text: str, separator: str | None, file: Path, tally: _Tally) -> list[
         return [text]
     *pieces, last = re.split(rf"(?m)^{re.escape(separator)}$\n?", text)
     n_inside = text.count(separator) - len(pieces)
-    if n_inside:
-        tally.add("separator", "inside a line and read as text", file.name, n_inside)
+    tally.add("separator", "inside a line and read as text", file.name, n_inside)
     # Nothing before a first separator and nothing after a last one is how such files look.
     n_empty = sum(not piece.strip() for piece in pieces[1:])
-    if n_empty:
-        tally.add("document", "empty and left out", file.name, n_empty)
+    tally.add("document", "empty and left out", file.name, n_empty)
     pieces = [piece.removesuffix("\n") for piece in pieces]
     return [piece for piece in (*pieces, last) if piece.strip()]
 
@@ -322,9 +289,8 @@ def _objects(
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise BadData(
-                f"{where} is not JSON ({error}): {line[:60]!r}; expected one object a line"
-            ) from error
+            what = f"is not JSON ({error}): {line[:60]!r}"
+            raise BadData(f"{where} {what}; expected one object a line") from error
         if not isinstance(row, dict):
             raise BadData(f"{where} holds a {type(row).__name__}, expected an object with texts")
         for field in fields:
@@ -337,28 +303,16 @@ def _objects(
 
 def _check_field(row: dict[str, Any], field: str, where: str) -> None:
     if field not in row:
-        names = ", ".join(map(repr, list(row)[:9])) or "none"
-        what = f"has no field {field!r} (there: {names}); name the one with the text"
-        raise BadData(f"{where} {what}")
+        what = f"has no field {field!r} (there: {', '.join(map(repr, list(row)[:9])) or 'none'})"
+        raise BadData(f"{where} {what}; name the one with the text")
     value = row[field]
     if not isinstance(value, str):
         raise BadData(f"{where}: {field!r} is a {type(value).__name__}, expected a text")
     if "\0" in value:
         raise BadData(f"{where}: {field!r} has a NUL character in it, expected text; remove it")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadData(
-            f"{where}: {field!r} has half of a UTF-16 pair in it, which is no character; remove it"
-        ) from None
-
-
-class _Row(NamedTuple):
-    """A pair, and where it stands."""
-
-    where: str
-    source: str
-    target: str
+    if not is_text(value):
+        what = f"{field!r} has half of a UTF-16 pair in it, which is no character"
+        raise BadData(f"{where}: {what}; remove it")
 
 
 def _lines(file: Path, tally: _Tally) -> list[str]:
@@ -369,42 +323,31 @@ def _lines(file: Path, tally: _Tally) -> list[str]:
     return text.removesuffix("\n").split("\n")
 
 
-def _tab_pairs(file: Path, tally: _Tally) -> Iterator[_Row]:
+def _tab_pairs(file: Path, tally: _Tally) -> Iterator[tuple[str, str, str]]:
     lines = _lines(file, tally)
-    filled = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    bare = [number for number, line in filled if "\t" not in line]
-    if len(bare) > MISSING_TABS * len(filled):
-        first = lines[bare[0] - 1]
+    n_filled = sum(bool(line.strip()) for line in lines)
+    bare = [n for n, line in enumerate(lines, start=1) if line.strip() and "\t" not in line]
+    if len(bare) > MISSING_TABS * n_filled:
         raise BadData(
-            f"{file}: {len(bare):,} of {len(filled):,} lines have no tab, the first is line "
-            f"{bare[0]}: {first[:60]!r}; expected a source, a tab, and its target in each line. "
-            "For two parallel files give the second one as target_path"
+            f"{file}: {len(bare):,} of {n_filled:,} lines have no tab, the first is line "
+            f"{bare[0]}: {lines[bare[0] - 1][:60]!r}; expected a source, a tab, and its target in "
+            "each line. For two parallel files give the second one as target_path"
         )
     for number, line in enumerate(lines, start=1):
         where = f"{file.name} line {number}"
-        if not line.strip():
-            yield _Row(where, "", "")
-        elif "\t" not in line:
+        source, *targets = line.split("\t")
+        if line.strip() and not targets:
             tally.add("line", "without a tab and left out", where)
-        else:
-            source, target, *rest = line.split("\t")
-            if rest:
-                tally.add("line", "found with more than two columns (the first two count)", where)
-            yield _Row(where, source, target)
+            continue
+        if line.strip() and len(targets) > 1:
+            tally.add("line", "found with more than two columns (the first two count)", where)
+        yield where, source, targets[0] if targets else ""
 
 
-def _json_pairs(file: Path, fields: tuple[str, str], tally: _Tally) -> Iterator[_Row]:
-    text = "\n".join(_lines(file, tally))
-    for where, row in _objects(text, file, fields, tally):
-        yield _Row(where, row[fields[0]], row[fields[1]])
-
-
-def _parallel(file: Path, other: Path, tally: _Tally) -> Iterator[_Row]:
+def _parallel(file: Path, other: Path, tally: _Tally) -> Iterator[tuple[str, str, str]]:
     sources, targets = _lines(file, tally), _lines(other, tally)
     if len(sources) != len(targets):
-        raise BadData(
-            f"{file} has {len(sources):,} lines and {other} has {len(targets):,}; expected as many "
-            "in both, since line n of the one belongs to line n of the other"
-        )
+        what = f"{file} has {len(sources):,} lines and {other} has {len(targets):,}"
+        raise BadData(f"{what}; expected as many: line n of the one belongs to line n of the other")
     for number, (source, target) in enumerate(zip(sources, targets, strict=True), start=1):
-        yield _Row(f"{file.name} line {number}", source, target)
+        yield f"{file.name} line {number}", source, target

@@ -23,11 +23,6 @@ def check_step(step: int) -> None:
         raise ValueError(f"step is {step!r}, expected a whole number from 0 on")
 
 
-def check_count(name: str, value: int) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} is {value!r}, expected a whole number from 1 on")
-
-
 def draw_words(n: int, *place: int) -> npt.NDArray[np.uint64]:
     """n words of 64 bits each, from the numbers given."""
     return np.random.Philox(np.random.SeedSequence(place)).random_raw(n)

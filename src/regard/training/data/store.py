@@ -1,23 +1,19 @@
 """Token ids on disk, mapped into memory: written once, checked when opened, read at no cost.
 
-Why: a corpus is encoded once and read for many epochs, and a list of numbers in Python takes
-twenty times their room.
+Why: a corpus is encoded once and read for many epochs; Python's lists take twenty times its memory.
 
 How: one file. A header of 4096 bytes (magic, then JSON padded with spaces), the ids (two bytes each
 where the vocabulary allows, else four), zeros up to a multiple of eight, and the bounds: document d
 is `ids[bounds[d] : bounds[d + 1]]`. The header tells sizes, the fingerprint of what was encoded and
-a checksum of everything else. A file is written beside its place and renamed, so that a half one is
-never seen under its name. `encode_texts` writes such a file, or opens the one that is there if it
-was made from the same texts by the same tokenizer.
-
-Texts are read as plain text: where one holds the name of a special token, it is spelled out, so
-that data cannot end a document or pass for padding.
+a checksum of everything else. `encode_texts` writes such a file, or opens the one that is there if
+it was made from the same. Where a text holds the name of a special token, it is spelled out.
 
 Left out: packing and batches (`packing.py`, `pairs.py`), appending, several writers of one file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,6 +21,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -42,10 +39,8 @@ Bounds = npt.NDArray[np.int64]
 MAGIC = b"regardt\n"
 VERSION = 1
 HEADER = 4096
-SMALL = 65_536
-"""The largest vocabulary whose ids take two bytes."""
-CHUNK = 1_000_000
-"""Characters that are encoded in one go; a longer text is cut, where that changes nothing."""
+SMALL = 65_536  # the largest vocabulary whose ids take two bytes
+CHUNK = 1_000_000  # characters encoded in one go; a longer text is cut, where that changes nothing
 
 _AGAIN = "remove the file, and it will be made again"
 # A space between two things that are not white: byte-level rules start a new word there anyway.
@@ -53,39 +48,36 @@ _SEAM = re.compile(r"(?<=\S) (?=\S)")
 
 
 @final
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenFile:
     """The ids of many documents, read-only, as they lie in a file. Make one with `open`."""
 
-    def __init__(
-        self, path: Path, ids: Ids, bounds: Bounds, *, vocab_size: int, fingerprint: str
-    ) -> None:
-        self.path, self.ids, self.bounds = path, ids, bounds
-        self.vocab_size, self.fingerprint = vocab_size, fingerprint
+    path: Path
+    ids: Ids
+    bounds: Bounds
+    vocab_size: int
+    fingerprint: str
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> TokenFile:
         """The file, whole: a changed byte or a missing one is a BadData."""
         file = Path(path)
         header = _read_header(file)
-        dtype = np.dtype(np.uint16 if header["vocab_size"] <= SMALL else np.uint32)
-        n_tokens, n_documents = header["n_tokens"], header["n_documents"]
-        start = _padded(n_tokens * dtype.itemsize)
-        size, there = HEADER + start + 8 * (n_documents + 1), file.stat().st_size
+        dtype, n_tokens = _dtype(header["vocab_size"]), header["n_tokens"]
+        used = n_tokens * dtype.itemsize
+        start = used + -used % 8
+        size, there = HEADER + start + 8 * (header["n_documents"] + 1), file.stat().st_size
         if size != there:
             raise BadData(f"{file}: has {there:,} bytes, its header tells of {size:,}; {_AGAIN}")
-        whole = np.memmap(file, np.uint8, mode="r")
-        body = whole[HEADER:]
+        # A plain array over the mapping: the class for mapped ones makes each access slower.
+        body = np.asarray(np.memmap(file, np.uint8, mode="r"))[HEADER:]
         expected = header.pop("checksum")
-        digest = hashlib.sha256(np.ascontiguousarray(body).data)
-        if _seal(digest, header) != expected:
+        if _seal(hashlib.sha256(body.data), header) != expected:
             raise BadData(f"{file}: is damaged (its checksum does not fit); {_AGAIN}")
-        # Plain arrays over the mapping: the class for mapped ones makes each access slower.
-        ids = np.asarray(body[: n_tokens * dtype.itemsize]).view(dtype)
-        bounds = np.asarray(body[start:]).view(np.int64)
+        ids, bounds = body[:used].view(dtype), body[start:].view(np.int64)
         if bounds[0] != 0 or bounds[-1] != n_tokens or (np.diff(bounds) < 0).any():
             raise BadData(f"{file}: the bounds of its documents do not fit its ids; {_AGAIN}")
-        sizes = {name: header[name] for name in ("vocab_size", "fingerprint")}
-        return TokenFile(file, ids, bounds, **sizes)
+        return TokenFile(file, ids, bounds, header["vocab_size"], header["fingerprint"])
 
     @property
     def n_tokens(self) -> int:
@@ -110,7 +102,7 @@ def write_tokens(
     if type(vocab_size) is not int or not 1 <= vocab_size <= 2**32:
         raise ValueError(f"vocab_size is {vocab_size!r}, expected a whole number from 1 to 2**32")
     file = Path(path)
-    dtype = np.dtype(np.uint16 if vocab_size <= SMALL else np.uint32)
+    dtype = _dtype(vocab_size)
     file.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with replace_file(file) as out:
@@ -122,19 +114,15 @@ def write_tokens(
 
         bounds = [0]
         for document in documents:
-            ids = _as_ids(document, vocab_size, len(bounds) - 1)
+            ids = np.asarray(document, np.int64)
+            _check_ids(ids, vocab_size, len(bounds) - 1)
             put(ids.astype(dtype).tobytes())
             bounds.append(bounds[-1] + len(ids))
-        used = bounds[-1] * dtype.itemsize
-        put(b"\0" * (_padded(used) - used))
+        put(b"\0" * (-bounds[-1] * dtype.itemsize % 8))
         put(np.array(bounds, np.int64).tobytes())
-        header = {
-            "version": VERSION,
-            "vocab_size": vocab_size,
-            "n_tokens": bounds[-1],
-            "n_documents": len(bounds) - 1,
-            "fingerprint": fingerprint,
-        }
+        header: dict[str, Any] = {"version": VERSION, "vocab_size": vocab_size}
+        header |= {"n_tokens": bounds[-1], "n_documents": len(bounds) - 1}
+        header["fingerprint"] = fingerprint
         text = json.dumps(header | {"checksum": _seal(digest, header)}).encode()
         if len(text) > HEADER - len(MAGIC):
             raise ValueError(f"the fingerprint has {len(fingerprint):,} characters; too many")
@@ -151,18 +139,20 @@ def encode_texts(
     before: Sequence[int] = (),
     after: Sequence[int] = (),
 ) -> TokenFile:
-    """The texts as ids in the file at `path`, each between the ids `before` and `after`.
-
-    A file that is there already is used if it was made from the same.
-    """
+    """The texts as ids in the file at `path`, each between the ids `before` and `after`."""
     file = Path(path)
     if isinstance(texts, str):
         raise TypeError("texts is one text, expected a list of them")
     if not texts:
         raise BadData(f"{file}: there are no texts to encode; expected at least one")
-    fingerprint = _fingerprint(texts, tokenizer, [list(map(int, ids)) for ids in (before, after)])
-    found = reuse_tokens(file, fingerprint)
-    if found is not None:
+    around = [list(map(int, ids)) for ids in (before, after)]
+    how = json.dumps([VERSION, tokenizer.texts["tokenizer.json"], around])
+    digest = hashlib.sha256(how.encode())
+    for text in texts:
+        data = text.encode("utf-8")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    fingerprint = digest.hexdigest()
+    if (found := reuse_tokens(file, fingerprint)) is not None:
         return found
     first, last = np.array(before, np.int64), np.array(after, np.int64)
     rows = (np.concatenate((first, ids, last)) for ids in _rows(texts, tokenizer))
@@ -172,8 +162,8 @@ def encode_texts(
 # ---- The file
 
 
-def _padded(n_bytes: int) -> int:
-    return -(-n_bytes // 8) * 8
+def _dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if vocab_size <= SMALL else np.uint32)
 
 
 def _seal(digest: Any, header: dict[str, Any]) -> str:
@@ -191,41 +181,20 @@ def _read_header(file: Path) -> dict[str, Any]:
         header = parse_json(start[len(MAGIC) :], "it", ValueError)
     except ValueError as error:
         raise BadData(f"{file}: its header is damaged ({error}); {_AGAIN}") from error
-    if header.get("version") != VERSION:
-        version = header.get("version")
+    if (version := header.get("version")) != VERSION:
         raise BadData(f"{file}: is of version {version!r}, expected {VERSION}; {_AGAIN}")
-    kinds = {"vocab_size": int, "n_tokens": int, "n_documents": int}
-    for name, kind in {**kinds, "fingerprint": str, "checksum": str}.items():
-        if type(header.get(name)) is not kind:
+    for name in ("vocab_size", "n_tokens", "n_documents", "fingerprint", "checksum"):
+        if type(header.get(name)) is not (str if name in ("fingerprint", "checksum") else int):
             raise BadData(f"{file}: its header gives no {name}; {_AGAIN}")
     return header
 
 
-def _as_ids(
-    document: Sequence[int] | npt.NDArray[Any], vocab_size: int, number: int
-) -> npt.NDArray[np.int64]:
-    ids = np.asarray(document, np.int64)
+def _check_ids(ids: npt.NDArray[np.int64], vocab_size: int, number: int) -> None:
     if ids.ndim != 1:
         raise ValueError(f"document {number} has shape {ids.shape}, expected a row of ids")
     if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise BadData(
-            f"document {number} has ids from {ids.min()} to {ids.max()}; expected 0 to "
-            f"{vocab_size - 1}: it was made for another vocabulary"
-        )
-    return ids
-
-
-# ---- Encoding
-
-
-def _fingerprint(texts: Sequence[str], tokenizer: Tokenizer, around: list[list[int]]) -> str:
-    how = json.dumps([VERSION, tokenizer.texts["tokenizer.json"], around])
-    digest = hashlib.sha256(how.encode())
-    for text in texts:
-        data = text.encode("utf-8")
-        digest.update(len(data).to_bytes(8, "little"))
-        digest.update(data)
-    return digest.hexdigest()
+        what = f"document {number} has ids from {ids.min()} to {ids.max()}"
+        raise BadData(f"{what}; expected 0 to {vocab_size - 1}: it is of another vocabulary")
 
 
 def reuse_tokens(file: Path, fingerprint: str) -> TokenFile | None:
@@ -233,22 +202,24 @@ def reuse_tokens(file: Path, fingerprint: str) -> TokenFile | None:
     if not file.exists():
         return None
     with file.open("rb") as source:
-        magic = source.read(len(MAGIC))
-    if magic and magic != MAGIC:
-        raise BadData(f"{file}: is there, and is no file of token ids; name another place")
-    try:
+        if source.read(len(MAGIC)) not in (MAGIC, b""):
+            raise BadData(f"{file}: is there, and is no file of token ids; name another place")
+    with contextlib.suppress(BadData):
         found = TokenFile.open(file)
-    except BadData:
-        return None
-    return found if found.fingerprint == fingerprint else None
+        return found if found.fingerprint == fingerprint else None
+    return None
+
+
+# ---- Encoding
 
 
 class _Piece(NamedTuple):
-    """A stretch of a text, in one go through the tokenizer."""
-
     number: int
     text: str
     is_last: bool
+
+
+_Encoded = list[tuple[_Piece, npt.NDArray[np.int64]]]
 
 
 def _rows(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int64]]:
@@ -260,29 +231,27 @@ def _rows(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[npt.NDArray[np
     parts: list[npt.NDArray[np.int64]] = []
     chunks = _chunks(texts, _may_cut(tokenizer.texts["tokenizer.json"]))
     with one_thread(), ThreadPoolExecutor(2) as pool:
-        for chunk, encoded in _ahead(pool, backend, chunks):
-            for piece, ids in zip(chunk, encoded, strict=True):
-                parts.append(ids)
-                if piece.is_last:
-                    yield np.concatenate(parts)
-                    parts = []
+        for piece, ids in _ahead(pool, backend, chunks):
+            parts.append(ids)
+            if piece.is_last:
+                yield np.concatenate(parts)
+                parts = []
 
 
 def _ahead(
     pool: ThreadPoolExecutor, backend: Any, chunks: Iterable[list[_Piece]]
-) -> Iterator[tuple[list[_Piece], list[npt.NDArray[np.int64]]]]:
-    """Each chunk and its ids, in order, with only a few under way at a time."""
-    waiting: deque[tuple[list[_Piece], Future[list[npt.NDArray[np.int64]]]]] = deque()
+) -> Iterator[tuple[_Piece, npt.NDArray[np.int64]]]:
+    """Each piece and its ids, in order, with only a few chunks under way at a time."""
+    waiting: deque[Future[_Encoded]] = deque()
     for chunk in chunks:
-        waiting.append((chunk, pool.submit(_encode_chunk, backend, chunk)))
+        waiting.append(pool.submit(_encode_chunk, backend, chunk))
         if len(waiting) > 3:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    for first, future in waiting:
-        yield first, future.result()
+            yield from waiting.popleft().result()
+    for future in waiting:
+        yield from future.result()
 
 
-def _encode_chunk(backend: Any, chunk: list[_Piece]) -> list[npt.NDArray[np.int64]]:
+def _encode_chunk(backend: Any, chunk: list[_Piece]) -> _Encoded:
     try:
         found = backend.encode_batch_fast([p.text for p in chunk], add_special_tokens=False)
     except Exception as error:  # the backend raises nothing more exact
@@ -291,30 +260,26 @@ def _encode_chunk(backend: Any, chunk: list[_Piece]) -> list[npt.NDArray[np.int6
                 try:
                     backend.encode(letter, add_special_tokens=False)
                 except Exception:
-                    raise BadData(
-                        f"text {piece.number} has the character {letter!r}, which the vocabulary "
-                        "does not have; take it out, or train a vocabulary that has it (kind='bpe' "
-                        "has every character)"
-                    ) from error
-        raise BadData(
-            f"texts {chunk[0].number} to {chunk[-1].number}: {error}; see them"
-        ) from error
-    return [np.array(encoding.ids, np.int64) for encoding in found]
+                    what = f"text {piece.number} has the character {letter!r}, which the vocabulary"
+                    todo = "take it out, or train one that has it (kind='bpe' has every character)"
+                    raise BadData(f"{what} does not have; {todo}") from error
+        span = f"texts {chunk[0].number} to {chunk[-1].number}"
+        raise BadData(f"{span}: {error}; see them") from error
+    return [(p, np.array(one.ids, np.int64)) for p, one in zip(chunk, found, strict=True)]
 
 
 def _may_cut(tokenizer_json: str) -> bool:
     """Whether a text may be cut at a space between words without changing its ids."""
     plan = json.loads(tokenizer_json)
     rule = plan.get("pre_tokenizer") or {}
-    is_bytes = rule.get("type") == "ByteLevel" and not rule.get("add_prefix_space", True)
-    is_letters = plan["model"].get("type") == "WordLevel"
-    is_letters = is_letters and rule.get("pattern") == {"Regex": r"[\s\S]"}
-    may_cut = is_letters or (is_bytes and rule.get("use_regex", True))
+    may_cut = rule.get("type") == "ByteLevel" and not rule.get("add_prefix_space", True)
+    may_cut = may_cut and rule.get("use_regex", True)
+    if plan["model"].get("type") == "WordLevel":
+        may_cut = rule.get("pattern") == {"Regex": r"[\s\S]"}
     return plan.get("normalizer") is None and bool(may_cut)
 
 
 def _chunks(texts: Sequence[str], may_cut: bool) -> Iterator[list[_Piece]]:
-    """The texts in chunks of about CHUNK characters."""
     chunk: list[_Piece] = []
     size = 0
     for number, text in enumerate(texts):

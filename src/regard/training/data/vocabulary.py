@@ -1,24 +1,21 @@
 r"""A vocabulary made from texts: byte pairs, byte pairs within scripts, words, or characters.
 
-Why: a model of one's own text wants a tokenizer of that text, in the same files that every other
-model ships.
+Why: a model of one's own text wants a tokenizer of that text, in the files of every other model.
 
 How: the `tokenizers` package counts and merges; what is decided here is where merges must stop, and
 that `decode(encode(text))` is the text, whatever it holds:
 
 - "bpe": bytes, merged within what GPT-2's rule takes for words. Every text has ids.
-- "scripts": characters, merged within one script, so that a Japanese word never hangs
-  together with its particle or its full stop. Rare characters are spelled in bytes. Where a text
-  starts with neither Han nor kana, it gets a space in front, which the decoder takes away: so
-  "Tom" is the same token at the start of a sentence as within.
+- "scripts": characters, merged within one script, so that a Japanese word never hangs together with
+  its particle. Rare characters are spelled in bytes. A text that starts with neither Han nor kana
+  gets a space in front, which the decoder takes away: so "Tom" is one token at the start as within.
 - "words": bytes, merged between spaces only, for text that was cut into tokens before. Every text
   gets a space in front, as above.
 - "characters": one id for each. A character that was not in the texts is refused, not dropped.
 
-The same texts give the same vocabulary: ties are broken by the characters themselves, never by a
-hash. Nothing is added around a text: who wants an end token adds it.
+The same texts give the same vocabulary: ties are broken by the characters themselves.
 
-Left out: Unicode normalisation (it would change the text), dropout, unigram models.
+Left out: Unicode normalisation (it would change the text), tokens around a text, unigram models.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -39,11 +37,10 @@ from regard.training.data.reading import BadData, Notice
 Kind = Literal["bpe", "scripts", "words", "characters"]
 
 N_BYTES = 256
+# Characters without white space that the trainer sees as one: each merge walks through them all, so
+# that one line of 10 MB would keep it busy for hours.
 LONGEST_RUN = 1_000
-"""Characters without white space that the trainer sees as one: each merge walks through them all,
-so that one line of 10 MB would keep it busy for hours."""
-RARE = 2
-"""A character seen less often than this is spelled in bytes, where scripts are kept apart."""
+RARE = 2  # a character seen less often is spelled in bytes, where scripts are kept apart
 
 _RUN = re.compile(rf"\S{{{LONGEST_RUN + 1},}}")
 # Han and kana, the long-vowel marks that belong to them, and for the start of a text also their
@@ -84,17 +81,16 @@ def train_tokenizer(
     """
     roles = {"bos": bos, "eos": eos, "pad": pad}
     _check(vocab_size, kind, special, roles)
-    kept = _checked(texts)
-    if kind == "characters":
-        plan = _characters(kept, vocab_size, special)
-    elif kind == "scripts":
-        plan = _by_script(kept, vocab_size, special)
-    else:
-        plan = _by_byte(kept, vocab_size, special, words=kind == "words")
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
+    if isinstance(texts, str):
+        raise TypeError("texts is one text, expected a list of them")
+    kept = [text for text in texts if text]
+    if not any(text.strip() for text in kept):
+        raise BadData("a vocabulary was asked for, but the texts are empty; give some text")
+    make: dict[str, Any] = {"characters": _characters, "scripts": _by_script, "bpe": _by_byte}
+    make["words"] = partial(_by_byte, words=_WORDS)
+    plan = make[kind](kept, vocab_size, special)
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config["clean_up_tokenization_spaces"] = False
     config |= {f"{role}_token": token for role, token in roles.items() if token is not None}
     return Tokenizer.from_parts(json.dumps(plan, ensure_ascii=False), config)
 
@@ -102,10 +98,9 @@ def train_tokenizer(
 def vocabulary_notices(tokenizer: Tokenizer, vocab_size: int) -> tuple[Notice, ...]:
     """A word where a trained vocabulary is smaller than the one asked for."""
     size = tokenizer.vocab_size
-    if size >= vocab_size:
-        return ()
-    text = f"the vocabulary has {size:,} tokens, not the {vocab_size:,} asked for: the texts "
-    return (Notice(f"{text}support no more", size),)
+    text = f"the vocabulary has {size:,} tokens, not the {vocab_size:,} asked for"
+    notice = Notice(f"{text}: the texts support no more", size)
+    return () if size >= vocab_size else (notice,)
 
 
 @contextmanager
@@ -118,9 +113,8 @@ def one_thread() -> Iterator[None]:
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before
 
 
@@ -128,9 +122,8 @@ def backend_module() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError(
-            "training a tokenizer needs the tokenizers package: pip install 'regard[train]'"
-        ) from error
+        what = "training a tokenizer needs the tokenizers package"
+        raise ImportError(f"{what}: pip install 'regard[train]'") from error
     return tokenizers
 
 
@@ -149,24 +142,14 @@ def _check(
         raise ValueError(f"special tokens are {list(special)}; expected distinct, non-empty texts")
     for role, token in roles.items():
         if token is not None and token not in special:
-            raise ValueError(
-                f"{role} is {token!r}, which is not among the special tokens {list(special)}; "
-                f"add it there, or pass {role}=None"
-            )
-    if kind != "characters" and vocab_size < N_BYTES + len(special):
-        raise BadData(
-            f"vocab_size is {vocab_size}, but {N_BYTES} bytes and {len(special)} special tokens "
-            f"need {N_BYTES + len(special)} already; ask for more, or for kind='characters'"
-        )
-
-
-def _checked(texts: Iterable[str]) -> list[str]:
-    if isinstance(texts, str):
-        raise TypeError("texts is one text, expected a list of them")
-    kept = [text for text in texts if text]
-    if not any(text.strip() for text in kept):
-        raise BadData("a vocabulary was asked for, but the texts are empty; give some text")
-    return kept
+            what = f"{role} is {token!r}, which is not among the special tokens {list(special)}"
+            raise ValueError(f"{what}; add it there, or pass {role}=None")
+    n_fixed = N_BYTES + len(special)
+    what = f"vocab_size is {vocab_size}, but {N_BYTES} bytes and {len(special)} special tokens"
+    if kind != "characters" and vocab_size < n_fixed:
+        raise BadData(f"{what} need {n_fixed} already; ask for more, or for kind='characters'")
+    if kind == "scripts" and vocab_size < n_fixed + 2:
+        raise BadData(f"{what} leave no room for characters; ask for more")
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
@@ -193,28 +176,22 @@ def _train(backend: Any, texts: Iterable[str], **how: Any) -> dict[str, Any]:
 
 
 def _by_byte(
-    texts: list[str], vocab_size: int, special: Sequence[str], *, words: bool
+    texts: list[str], vocab_size: int, special: Sequence[str], words: str | None = None
 ) -> dict[str, Any]:
+    """By GPT-2's rule; or, with `words`, within what that pattern takes for words."""
     hf = backend_module()
     before, after = hf.pre_tokenizers, hf.decoders
     backend = hf.Tokenizer(hf.models.BPE())
-    if words:
+    backend.pre_tokenizer = before.ByteLevel(add_prefix_space=False, use_regex=words is None)
+    backend.decoder = after.ByteLevel()
+    if words is not None:
         backend.normalizer = hf.normalizers.Prepend(" ")
-        cut = before.Split(hf.Regex(_WORDS), "isolated")
-        plain = before.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = before.Sequence([cut, plain])
-        backend.decoder = after.Sequence([after.ByteLevel(), after.Strip(" ", 1, 0)])
-    else:
-        backend.pre_tokenizer = before.ByteLevel(add_prefix_space=False)
-        backend.decoder = after.ByteLevel()
+        cut = before.Split(hf.Regex(words), "isolated")
+        backend.pre_tokenizer = before.Sequence([cut, backend.pre_tokenizer])
+        backend.decoder = after.Sequence([backend.decoder, after.Strip(" ", 1, 0)])
     alphabet = sorted(before.ByteLevel.alphabet())
-    return _train(
-        backend,
-        texts,
-        vocab_size=vocab_size,
-        special_tokens=list(special),
-        initial_alphabet=alphabet,
-    )
+    how = {"special_tokens": list(special), "initial_alphabet": alphabet}
+    return _train(backend, texts, vocab_size=vocab_size, **how)
 
 
 def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dict[str, Any]:
@@ -222,20 +199,13 @@ def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dic
     hf = backend_module()
     before, after = hf.pre_tokenizers, hf.decoders
     n_free = vocab_size - N_BYTES - len(special)
-    if n_free < 2:
-        raise BadData(
-            f"vocab_size is {vocab_size}, but {N_BYTES} bytes and {len(special)} special tokens "
-            "leave no room for characters; ask for more"
-        )
     alphabet = _alphabet(texts, n_free // 2)
     backend = hf.Tokenizer(hf.models.BPE())
     backend.normalizer = hf.normalizers.Replace(hf.Regex(_STARTS), " ")
     backend.pre_tokenizer = before.Split(hf.Regex(_SCRIPTS), "isolated")
-    steps = [after.ByteFallback(), after.Fuse(), after.Strip(" ", 1, 0)]
-    backend.decoder = after.Sequence(steps)
-    plan = _train(
-        backend, texts, vocab_size=n_free, initial_alphabet=alphabet, limit_alphabet=len(alphabet)
-    )
+    backend.decoder = after.Sequence([after.ByteFallback(), after.Fuse(), after.Strip(" ", 1, 0)])
+    how = {"initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}
+    plan = _train(backend, texts, vocab_size=n_free, **how)
     model = plan["model"]
     learned = sorted(model["vocab"], key=model["vocab"].__getitem__)
     names = [*special, *(f"<0x{byte:02X}>" for byte in range(N_BYTES)), *learned]
@@ -261,10 +231,9 @@ def _characters(texts: list[str], vocab_size: int, special: Sequence[str]) -> di
     letters = set().union(*texts)
     names = [*special, *sorted(letters - set(special))]
     if len(names) > vocab_size:
-        raise BadData(
-            f"vocab_size is {vocab_size}, but the texts have {len(letters)} different characters "
-            f"and there are {len(special)} special tokens; ask for {len(names)}, or for kind='bpe'"
-        )
+        what = f"the texts have {len(letters)} characters, and {len(special)} tokens are special"
+        todo = f"ask for {len(names)}, or for kind='bpe'"
+        raise BadData(f"vocab_size is {vocab_size}, but {what}; {todo}")
     vocabulary = {name: at for at, name in enumerate(names)}
     # A word model without a token for the unknown refuses what it does not know.
     backend = hf.Tokenizer(hf.models.WordLevel(vocabulary, unk_token="<none>"))
@@ -277,6 +246,5 @@ def _characters(texts: list[str], vocab_size: int, special: Sequence[str]) -> di
 
 def _added(special: Sequence[str]) -> list[dict[str, Any]]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return [
-        {"id": at, "content": name, **flags, "special": True} for at, name in enumerate(special)
-    ]
+    flags["special"] = True
+    return [{"id": at, "content": name, **flags} for at, name in enumerate(special)]

@@ -4,13 +4,12 @@ Why: activations of a long text do not fit on one device.
 
 How: every process runs the whole model on its part. Only attention needs the others: its keys and
 values are gathered from all parts (`Parts.join`, which a layer calls through its `elsewhere`), and
-their gradients are summed back to the part they came from. Parts follow each other, so rules stay
-right in one of two ways: a causal part without the keys after it ends with its last query on its
-last key, as every rule has it; all else is given positions. `Documents` is widened at the top of
-the model, once.
+their gradients are summed back to the part they came from. A causal part without the keys after it
+ends with its last query on its last key, as every rule has it; all else is given positions.
+`Documents` is widened at the top of the model, once.
 
-Left out: rings and cuts that give every process as much to do (the last part of a causal text has
-the most keys); dense masks and lengths, which speak of keys as they lie; encoder–decoders; caches.
+Left out: rings and cuts that give every process as much to do; dense masks and lengths, which speak
+of keys as they lie; encoder–decoders; caches.
 
 Letters: B batch, T tokens of this part, S tokens of the text, G key heads, D head width.
 """
@@ -54,9 +53,8 @@ class Parts:
         return self._line
 
     def gather(self, x: Tensor, axis: int) -> Tensor:
-        """All parts' x, joined along an axis, with gradients."""
-        made: Tensor = _Gather.apply(x, axis, self._group, self._count)  # type: ignore[no-untyped-call]
-        return made
+        joined: Tensor = _Gather.apply(x, axis, self._group, self._count)  # type: ignore[no-untyped-call]
+        return joined
 
     def place(self, layer: MultiHeadAttention, x_btc: Tensor, positions: Tensor | None) -> Places:
         """Positions and phases of our tokens, and positions of all keys unless they are in line."""
@@ -79,12 +77,8 @@ class Parts:
             return Whole(k_bgsd, v_bgsd, places.positions, places.keys)
         if mask is None and bias is None:
             return Whole(k_bgsd, v_bgsd, None, None)
-        if (
-            mask is not None
-            and mask.looks_back
-            and mask.unplaced() is None
-            and (bias is None or bias.unplaced() is None)
-        ):
+        is_placed = all(rule is None or rule.unplaced() is None for rule in (mask, bias))
+        if mask is not None and mask.looks_back and is_placed:
             end = (self._index + 1) * n_own
             return Whole(k_bgsd[:, :, :end], v_bgsd[:, :, :end], None, None)
         keys_s = torch.arange(k_bgsd.shape[2], device=device)
@@ -99,18 +93,16 @@ class Parts:
         own = mask.with_own_queries()
         letters = [spelled.split() for spelled in own.axes.values()]
         if own.follows_keys and not any({"T", "S"} <= set(axes) for axes in letters):
-            return own.with_held(
-                lambda name, value: (
-                    self.gather(value, value.dim() - 1)
-                    if isinstance(value, Tensor) and own.letters(name)[-1] == "S"
-                    else value
-                )
-            )
+
+            def widen_held(name: str, value: Any) -> Any:
+                is_own = isinstance(value, Tensor) and own.letters(name)[-1] == "S"
+                return self.gather(value, value.dim() - 1) if is_own else value
+
+            return own.with_held(widen_held)
         raise ValueError(
             f"{type(mask).__name__} speaks of keys as they lie in memory, and with the text cut "
             "over ranks most of them lie elsewhere; tell padding by positions (-1 is padding), "
-            "documents by Documents(ids) of this rank's own tokens, or train without context "
-            "parallel"
+            "documents by Documents(ids) of this rank's own tokens, or use data="
         )
 
 
@@ -134,21 +126,17 @@ class _Gather(torch.autograd.Function):
 
 
 def check_context(model: Transformer, count: int) -> None:
-    """Refuse models that cannot have their text cut."""
     if model.encoder is not None and model.decoder is not None:
-        raise ValueError(
-            f"context={count}, but the model is an encoder–decoder, which has two texts; its "
-            "batches are cut by rows alone: use data= in its place"
-        )
+        what = f"context={count}, but the model is an encoder–decoder, which has two texts"
+        raise ValueError(f"{what}; its batches are cut by rows alone: use data= in its place")
     for name, layer in model.named_modules():
-        if isinstance(layer, MultiHeadAttention) and layer.rotary is not None:
-            scaling = layer.rotary.config.scaling
-            if scaling is not None and scaling.needs_length:
-                raise ValueError(
-                    f"context={count}, but the rotary positions of {name} change with the length "
-                    f"of the text ({type(scaling).__name__}), which a part of it does not tell; "
-                    "use data= in its place"
-                )
+        rotary = layer.rotary if isinstance(layer, MultiHeadAttention) else None
+        scaling = None if rotary is None else rotary.config.scaling
+        if scaling is not None and scaling.needs_length:
+            raise ValueError(
+                f"context={count}, but the rotary positions of {name} change with the length of "
+                f"the text ({type(scaling).__name__}), which a part of it does not tell; use data="
+            )
 
 
 def cut_text(model: Transformer, parts: Parts) -> None:
@@ -157,14 +145,10 @@ def cut_text(model: Transformer, parts: Parts) -> None:
 
     def run(ids_bt: Tensor, **given: Any) -> Tensor:
         if given.get("cache") is not None:
-            raise ValueError(
-                "a model whose text is cut over ranks has no cache: it cannot generate"
-            )
+            raise ValueError("a model whose text is cut over ranks has no cache, nor generates")
         if given.get("real") is not None:
-            raise ValueError(
-                "real= counts a row's tokens, and here a row is cut over ranks; give positions=, "
-                "with -1 for padding"
-            )
+            what = "real= counts a row's tokens, and here a row is cut over ranks"
+            raise ValueError(f"{what}; give positions=, with -1 for padding")
         if given.get("positions") is None:
             given["positions"] = parts.line(ids_bt.shape[1], ids_bt.device)
         mask = as_mask(given.pop("mask", None))

@@ -2,15 +2,12 @@
 
 Why: a training loop should read the same on one device and on many.
 
-How: `Mesh.alone(device)` is one process, in which every method does the least there is to do;
-`Mesh.launch(layout)` joins the processes that torchrun started. Ranks lie as (data, context,
-tensor), tensor ranks next to each other, since they talk the most. Every rank makes the same global
-batch from seed and step, and cuts its part (`cut`); it divides the sum of its losses by the tokens
-of the global batch, so gradients are summed over ranks, never averaged, and `total` of the ranks'
-losses is the loss. FSDP2 does the summing, for data and context alike: both read different tokens.
-
-The loop makes its optimizers after `prepare`, with one group for each list of `groups`, and seeds
-dropout with `part`, which is the same on ranks that read the same tokens.
+How: `Mesh.alone(device)` is one process; `Mesh.launch(layout)` joins those that torchrun started.
+Ranks lie as (data, context, tensor), tensor ranks next to each other, since they talk the most.
+Every rank makes the same global batch from seed and step, cuts its part (`cut`), and divides the
+sum of its losses by the tokens of the global batch. So gradients are summed over ranks, never
+averaged (by FSDP2), and `total` of the ranks' losses is the loss. The loop makes its optimizers
+after `prepare`, and seeds dropout with `part`, the same on ranks that read the same tokens.
 
 Left out: generation on a prepared model (load the state into a model of its own).
 """
@@ -19,8 +16,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -32,7 +30,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from regard._check import check_count
@@ -41,7 +38,7 @@ from regard.layers.multihead import MultiHeadAttention
 from regard.models import Transformer
 from regard.training.data.packing import NOTHING
 from regard.training.parallel.context import Parts, check_context, cut_text
-from regard.training.parallel.state import clip_gradients, gather, named_state, put_back
+from regard.training.parallel.state import clip_gradients, gather_state, group_by_mesh, put_back
 from regard.training.parallel.tensor import check_tensor, cut_layers
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -63,23 +60,19 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """How many processes that takes."""
         return self.data * self.tensor * self.context
 
 
-@dataclass(frozen=True, eq=False)
-class _Ties:
-    """How one process of several reaches the others."""
+class _Ties(NamedTuple):
+    """How one process of several reaches the others; `owned`: the process group was opened here."""
 
-    mesh: DeviceMesh
-    """(parts, tensor): ranks that read different tokens, ranks that share layers."""
+    mesh: DeviceMesh  # (parts, tensor): ranks that read different tokens, ranks that share layers
     parts: Parts | None
     owned: bool
-    """Whether the process group was opened here, and is closed here."""
 
 
 @final
-class Mesh:
+class Mesh(AbstractContextManager["Mesh"]):
     """All processes, seen from one of them. Made by `alone` or `launch`."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, ties: _Ties | None) -> None:
@@ -101,17 +94,19 @@ class Mesh:
         rank, size = read_environment(layout)
         device = torch.device(device_type)
         if device_type == "cuda":
-            device = torch.device("cuda", find_gpu(int(os.environ["LOCAL_RANK"])))
+            local_rank, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            if local_rank >= count:
+                what = f"process {local_rank} of this machine has no GPU: torch sees {count}"
+                raise RuntimeError(f"{what}; start no more than that, or use device_type='cpu'")
+            device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
         if size == 1:
             return Mesh(layout, rank, device, None)
         owned = not dist.is_initialized()
         if owned:
             dist.init_process_group(BACKENDS[device_type])
-        n_parts = layout.data * layout.context
-        mesh = init_device_mesh(
-            device_type, (n_parts, layout.tensor), mesh_dim_names=("parts", "tensor")
-        )
+        shape: tuple[int, ...] = layout.data * layout.context, layout.tensor
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("parts", "tensor"))
         parts = None
         if layout.context > 1:
             shape = layout.data, layout.context, layout.tensor
@@ -122,12 +117,10 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
         return self.layout.size
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that writes and speaks."""
         return self.rank == 0
 
     @property
@@ -138,16 +131,13 @@ class Mesh:
     def prepare(self, model: Transformer, compute: torch.dtype | None = None) -> Transformer:
         """Spread a model over all processes, in place; each begins with the main rank's weights.
 
-        compute: the type in which FSDP2 gathers weights and runs layers, while the weights
-        themselves and the sums of gradients stay as they are (autocast works as well).
+        compute: the type in which FSDP2 gathers weights and runs layers (autocast works as well).
         """
         model.to(self.device)
         if self._ties is None:
-            if compute is not None:
-                raise ValueError(
-                    f"compute={compute} is for several processes; on one device use autocast"
-                )
-            return model
+            if compute is None:
+                return model
+            raise ValueError(f"compute={compute} is for several processes; use autocast on one")
         layout, ties = self.layout, self._ties
         if layout.tensor > 1:
             check_tensor(model, layout.tensor)
@@ -173,24 +163,18 @@ class Mesh:
     ) -> dict[str, Tensor]:
         """This rank's rows of the global batch, and its part of the text.
 
-        All tensors are (B, ...), and with context parallel (B, S, ...). Rows that do not come out
-        even go to the first ranks. A rank for which no row is left must run all the same, since the
-        others wait for it: it gets the first row, with nothing asked (-100 in `targets`).
+        A rank for which no row is left must run all the same, since the others wait for it: it gets
+        the first row, with nothing asked (-100 in `targets`).
         """
-        layout = self.layout
         if self._ties is None:
             return dict(batch)
-        data, context = divmod(self.part, layout.context)
+        data, context = divmod(self.part, self.layout.context)
         own = {}
         for name, tensor in batch.items():
-            rows = tensor.tensor_split(layout.data)[data]
+            rows = tensor.tensor_split(self.layout.data)[data]
             if not len(rows):
-                rows = tensor[:1]
-                if name in targets:
-                    rows = torch.full_like(rows, NOTHING)
-            if layout.context > 1:
-                rows = cut_row(name, rows, layout.context)[context]
-            own[name] = rows
+                rows = torch.full_like(tensor[:1], NOTHING) if name in targets else tensor[:1]
+            own[name] = cut_row(name, rows, self.layout.context)[context]
         return own
 
     def total(self, x: Tensor) -> Tensor:
@@ -210,21 +194,11 @@ class Mesh:
         return bool(said)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Parameters that one fused step can take together: those that are cut over the same mesh.
-
-        Give an optimizer a group of its own for each list.
-        """
-        groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-        for parameter in parameters:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault(mesh, []).append(parameter)
-        return list(groups.values())
+        """Parameters that one fused step can take together; each list is an optimizer's group."""
+        return group_by_mesh(parameters)
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Scale gradients to a norm of at most `max_norm` over the whole model; the norm before.
-
-        `max_norm=math.inf` only measures.
-        """
+        """Scale gradients to a norm of at most `max_norm` (inf only measures); the norm before."""
         if self._ties is None:
             return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return clip_gradients(model, max_norm)
@@ -236,15 +210,12 @@ class Mesh:
 
         "model/<parameter>" and "optim/<parameter>/<word>", named as on one device. All ranks call.
         """
-        return gather(named_state(model, optimizers), self.is_main)
+        return gather_state(model, optimizers, self.is_main)
 
     def restore(
         self, model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
     ) -> None:
-        """Go on from such a state, of any layout, given whole on every rank.
-
-        Other tensors (not "model/" or "optim/") are left alone. Set in place, before any step too.
-        """
+        """Go on from such a state, of any layout, given whole on every rank; set in place."""
         put_back(model, optimizers, tensors)
 
     def close(self) -> None:
@@ -252,9 +223,6 @@ class Mesh:
         if self._ties is not None and self._ties.owned and dist.is_initialized():
             dist.destroy_process_group()
         self._ties = None
-
-    def __enter__(self) -> Mesh:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -265,37 +233,21 @@ def read_environment(layout: Layout) -> tuple[int, int]:
     start = f"start it with: torchrun --nproc-per-node {layout.size} ..."
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing:
-        raise RuntimeError(
-            f"{layout} takes {layout.size} processes that torchrun starts, but "
-            f"{', '.join(missing)} is not in the environment; {start}"
-        )
+        what = f"{layout} takes {layout.size} processes that torchrun starts"
+        raise RuntimeError(f"{what}, but {', '.join(missing)} is not in the environment; {start}")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size != layout.size:
-        raise ValueError(
-            f"torchrun started {size} processes, but {layout} takes data × tensor × context = "
-            f"{layout.size}; change the layout, or {start}"
-        )
+        takes = f"{layout} takes data × tensor × context = {layout.size}"
+        raise ValueError(f"torchrun started {size} processes, but {takes}; change it, or {start}")
     return rank, size
 
 
-def find_gpu(local_rank: int) -> int:
-    """The GPU of a process, or that there are too few."""
-    count = torch.cuda.device_count()
-    if local_rank >= count:
-        raise RuntimeError(
-            f"process {local_rank} of this machine has no GPU of its own: torch sees {count}; "
-            "start no more processes than GPUs, or use device_type='cpu'"
-        )
-    return local_rank
-
-
 def cut_row(name: str, rows: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The rows' parts along the text, all as long."""
+    if count == 1:
+        return (rows,)
     if rows.dim() < 2 or rows.shape[1] % count:
-        raise ValueError(
-            f"{name} is {tuple(rows.shape)}; with context={count} every tensor is (B, S, ...) "
-            f"with an S that {count} divides: take such a context length"
-        )
+        what = f"{name} is {tuple(rows.shape)}; with context={count} every tensor is (B, S, ...)"
+        raise ValueError(f"{what} with an S that {count} divides: take such a context length")
     return rows.chunk(count, 1)
 
 
@@ -303,20 +255,15 @@ def shard(model: Transformer, mesh: DeviceMesh, compute: torch.dtype | None) -> 
     """FSDP2 on each block and on what remains, with gradients summed."""
     # Inputs are not cast: rotary's phases are among them, and vectors have the type of the weights
     # that made them.
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute,
-        reduce_dtype=None if compute is None else torch.float32,
-        cast_forward_inputs=False,
-    )
-    for stack in (model.encoder, model.decoder):
-        for block in () if stack is None else stack.layers:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # A sum that is a sum: gloo has no product-and-sum in one.
-            module.set_force_sum_reduction_for_comms(True)
+    sums = None if compute is None else torch.float32
+    policy = MixedPrecisionPolicy(compute, sums, cast_forward_inputs=False)
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    for module in (*(block for stack in stacks for block in stack.layers), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        # A sum that is a sum: gloo has no product-and-sum in one.
+        module.set_force_sum_reduction_for_comms(True)
     gather_around_methods(model)
 
 

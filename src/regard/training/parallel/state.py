@@ -12,8 +12,9 @@ Left out: learning rates and other numbers of an optimizer's groups, which belon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from regard._torch import multiply_all
+
 MODEL, OPTIM = "model/", "optim/"
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 # What wrappers put into the names of the parameters below them.
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -33,7 +37,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
     named: dict[str, Tensor] = dict(model.named_parameters())
     kept = model.state_dict(keep_vars=True)
     named.update((name, x) for name, x in model.named_buffers() if name in kept)
-    return {plain_name(name): tensor for name, tensor in named.items()}
+    return {_WRAPPERS.sub("", name): tensor for name, tensor in named.items()}
 
 
 def reshard(model: nn.Module) -> None:
@@ -43,61 +47,42 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def plain_name(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
-class Held(NamedTuple):
-    """A parameter and the optimizer that moves it."""
-
-    weight: Tensor
-    optimizer: Optimizer
-
-
-def held_states(weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Held]:
-    """For each name, the parameter and the optimizer that moves it."""
+def find_optimizers(
+    weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
+) -> dict[str, Optimizer]:
+    """The optimizer that moves each parameter, in the order of the weights."""
     names = {id(weight): name for name, weight in weights.items()}
-    held: dict[str, Held] = {}
+    found: dict[str, Optimizer] = {}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                name = names.get(id(weight))
-                if name is None:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} holds a parameter of shape "
-                        f"{tuple(weight.shape)} that is not the model's; make optimizers after "
-                        "prepare(), which replaces parameters"
-                    )
-                if name in held:
-                    raise ValueError(f"two optimizers, or two groups of one, hold {name}")
-                held[name] = Held(weight, optimizer)
-    return held
+        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+            name = names.get(id(weight))
+            if name is None:
+                what = f"{type(optimizer).__name__} holds a parameter {tuple(weight.shape)} that is"
+                todo = "make optimizers after prepare(), which replaces parameters"
+                raise ValueError(f"{what} not the model's; {todo}")
+            if name in found:
+                raise ValueError(f"two optimizers, or two groups of one, hold {name}")
+            found[name] = optimizer
+    return {name: found[name] for name in weights if name in found}
 
 
-def named_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor]]:
-    """Everything that training changes, in the same order on every rank."""
+def gather_state(
+    model: nn.Module, optimizers: Sequence[Optimizer], keep: bool
+) -> dict[str, Tensor] | None:
+    """All that training changes, whole, on the CPU of those that `keep`; all ranks must ask."""
     weights = named_weights(model)
-    for name, weight in weights.items():
-        yield MODEL + name, weight
-    held = held_states(weights, optimizers)
-    for name in (name for name in weights if name in held):
-        weight, optimizer = held[name]
-        for word, value in optimizer.state.get(weight, {}).items():
+    tensors = {MODEL + name: weight for name, weight in weights.items()}
+    for name, optimizer in find_optimizers(weights, optimizers).items():
+        for word, value in optimizer.state.get(weights[name], {}).items():
             if isinstance(value, Tensor):
-                yield f"{OPTIM}{name}/{word}", value
+                tensors[f"{OPTIM}{name}/{word}"] = value
             elif value is not None:
-                raise TypeError(
-                    f"{type(optimizer).__name__} keeps {word} of {name} as a "
-                    f"{type(value).__name__}; only optimizers whose state is tensors can be saved"
+                what = (
+                    f"{type(optimizer).__name__} keeps {word} of {name} as {type(value).__name__}"
                 )
-
-
-def gather(tensors: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor] | None:
-    """Each tensor whole, as a copy on the CPU; all ranks must ask, those that `keep` get."""
+                raise TypeError(f"{what}; only optimizers whose state is tensors can be saved")
     whole: dict[str, Tensor] = {}
-    for name, tensor in tensors:
+    for name, tensor in tensors.items():
         x = tensor.detach()
         x = x.full_tensor() if isinstance(x, DTensor) else x
         if keep:
@@ -106,11 +91,8 @@ def gather(tensors: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tenso
 
 
 def own_shard(like: Tensor, whole: Tensor) -> Tensor:
-    """What this rank holds of a whole tensor, sharded as `like` is.
-
-    Not by the placement's class: which one a shard of a shard has, differs between versions of
-    torch. Some ranks get nothing where there is less than one row each.
-    """
+    """What this rank holds of a whole tensor, sharded as `like` is; it may be nothing."""
+    # Not by the placement's class: that of a shard of a shard differs between versions of torch.
     if not isinstance(like, DTensor):
         return whole
     mesh = like.device_mesh
@@ -129,12 +111,9 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(target: Tensor, name: str, whole: Tensor) -> None:
-    """Set a tensor, in place, to what this rank holds of the whole one."""
     if tuple(target.shape) != tuple(whole.shape):
-        raise ValueError(
-            f"{name} has shape {tuple(whole.shape)}, but the model's is {tuple(target.shape)}: "
-            "the tensors are of another model"
-        )
+        what = f"{name} has shape {tuple(whole.shape)}, but the model's is {tuple(target.shape)}"
+        raise ValueError(f"{what}: the tensors are of another model")
     local(target).copy_(own_shard(target, whole))
 
 
@@ -143,80 +122,60 @@ def put_back(
 ) -> None:
     """Make weights and optimizer state what `tensors` say, and nothing else."""
     weights = named_weights(model)
-    held = held_states(weights, optimizers)
-    states = split_states(tensors, held)
-    missing = [name for name in weights if MODEL + name not in tensors]
-    given = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
-    strange = [name for name in given if name not in weights]
+    holders = find_optimizers(weights, optimizers)
+    given = {key.removeprefix(MODEL): x for key, x in tensors.items() if key.startswith(MODEL)}
+    states: dict[str, dict[str, Tensor]] = {}
+    for key in (key for key in tensors if key.startswith(OPTIM)):
+        name, _, word = key.removeprefix(OPTIM).rpartition("/")
+        states.setdefault(name, {})[word] = tensors[key]
+    missing, strange = sorted(weights.keys() - given), sorted(given.keys() - weights)
+    unheld = sorted(states.keys() - holders)
+    if unheld:
+        what = f"the tensors hold state for {len(unheld)} parameters that no optimizer has"
+        raise ValueError(f"{what} {unheld[:1]}; make the optimizers as they were")
     if missing or strange:
-        raise ValueError(
-            f"the tensors are of another model: {len(missing)} weights are missing"
-            f"{_first(missing)}, {len(strange)} are unknown{_first(strange)}"
-        )
+        what = f"the tensors are of another model: {len(missing)} weights are missing {missing[:1]}"
+        raise ValueError(f"{what}, {len(strange)} are unknown {strange[:1]}")
     for name, weight in weights.items():
-        fill(weight, name, tensors[MODEL + name])
-    for name, (weight, optimizer) in held.items():
-        state = optimizer.state[weight]
-        words = states.get(name, {})
+        fill(weight, name, given[name])
+    for name, optimizer in holders.items():
+        state, words = optimizer.state[weights[name]], states.get(name, {})
         for word in set(state) - set(words):
             del state[word]
         for word, whole in words.items():
             if not isinstance(state.get(word), Tensor):
-                state[word] = make_state(optimizer, weight, word, whole)
+                state[word] = make_state(optimizer, weights[name], whole)
             fill(state[word], f"{word} of {name}", whole)
 
 
-def split_states(
-    tensors: Mapping[str, Tensor], held: Mapping[str, object]
-) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        if key.startswith(OPTIM):
-            name, _, word = key.removeprefix(OPTIM).rpartition("/")
-            found.setdefault(name, {})[word] = tensor
-    unheld = sorted(set(found) - set(held))
-    if unheld:
-        raise ValueError(
-            f"the tensors hold state for {len(unheld)} parameters that no optimizer has"
-            f"{_first(unheld)}; make the optimizers as they were"
-        )
-    return found
-
-
-def _first(names: Sequence[str]) -> str:
-    return f" ({names[0]})" if names else ""
-
-
-def make_state(optimizer: Optimizer, weight: Tensor, word: str, whole: Tensor) -> Tensor:
-    """An empty tensor for an optimizer that has not stepped yet, laid where its step would."""
+def make_state(optimizer: Optimizer, weight: Tensor, whole: Tensor) -> Tensor:
+    """An empty tensor for an optimizer that has not stepped yet, on the device its step wants."""
     if whole.shape == weight.shape and whole.dim():
         return torch.empty_like(weight, dtype=whole.dtype, requires_grad=False)
     # A count stays on the CPU unless the step runs on the device as a whole.
-    group = next(
-        group for group in optimizer.param_groups if any(x is weight for x in group["params"])
-    )
+    groups = optimizer.param_groups
+    group = next(group for group in groups if any(x is weight for x in group["params"]))
     on_device = group.get("fused") or group.get("capturable")
     return torch.empty_like(whole, device=weight.device if on_device else "cpu")
 
 
+def group_by_mesh(tensors: Iterable[_Tensor]) -> list[list[_Tensor]]:
+    groups: dict[DeviceMesh | None, list[_Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        groups.setdefault(mesh, []).append(tensor)
+    return list(groups.values())
+
+
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients so that their norm over all ranks is at most `max_norm`; that norm.
-
-    What is sharded over an axis of the mesh is summed over it; what is whole counts once.
-    """
+    """Scale the gradients so that their norm over all ranks is at most `max_norm`; that norm."""
     reshard(model)
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     if not grads:
         return torch.zeros(())
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for grad in grads:
-        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
-        by_mesh.setdefault(mesh, []).append(grad)
-    norms = [nn.utils.get_total_norm(group) for group in by_mesh.values()]
-    norm: Tensor = torch.stack(
-        [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
-    ).norm()
-    shards = [local(grad) for grad in grads]
-    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    norms = [nn.utils.get_total_norm(group) for group in group_by_mesh(grads)]
+    whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in norms]
+    norm: Tensor = torch.stack(whole).norm()
+    multiply_all([local(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

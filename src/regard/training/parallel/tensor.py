@@ -3,14 +3,11 @@
 Why: one layer's weights and its products are shared out among devices.
 
 How: torch's own column and row rules. The projections to q, k, v and to the hidden width give each
-rank its own heads and hidden numbers; the projections back give each rank a share of the sum, and
-one all-reduce makes it whole. Norms, embeddings and head stay whole on every rank, where they get
-the same gradients. A layer knows its heads by the width of what its projections give, so it runs
-unchanged on fewer.
+rank its own heads and hidden numbers; the projections back are summed by one all-reduce. Norms,
+embeddings and head stay whole on every rank, where they get the same gradients.
 
 Left out: what holds a number for each head (sinks, ALiBi's slopes, T5's table) or is shared between
-heads (norms of q and k): a rank would need its share of it, or the others' gradients. They are
-refused. Dropout of the residual stream must fall alike on all tensor ranks: seed by `Mesh.part`.
+heads (norms of q and k) is refused. Dropout must fall alike on tensor ranks: seed by `Mesh.part`.
 """
 
 from __future__ import annotations
@@ -40,9 +37,7 @@ def check_tensor(model: Transformer, count: int) -> None:
         elif getattr(layer, "relative_table", None) is not None:
             reason = "has a relative table (T5), a number for each head, which is not cut"
         if reason is not None:
-            raise ValueError(
-                f"tensor={count}, but {name} {reason}; use data= or context= in its place"
-            )
+            raise ValueError(f"tensor={count}, but {name} {reason}; use data= or context= instead")
 
 
 def refuse_attention(layer: MultiHeadAttention, count: int) -> str | None:
@@ -69,7 +64,6 @@ def refuse_feed_forward(layer: FeedForward, count: int) -> str | None:
 
 
 def cut_layers(model: Transformer, mesh: DeviceMesh) -> None:
-    """Give each rank of the mesh its heads and hidden numbers."""
     for layer in model.modules():
         plan: dict[str, ParallelStyle] = {}
         if isinstance(layer, MultiHeadAttention):
