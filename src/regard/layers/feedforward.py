@@ -14,8 +14,9 @@ Letters: B batch, T tokens, C model width, F hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias, Unpack, get_args
+from typing import Literal, TypeAlias, get_args
 
+import torch
 from torch import Tensor, nn
 
 from regard._check import check_choice, check_count, check_probability
@@ -42,10 +43,12 @@ class FeedForward(nn.Module):
         gated: bool = False,
         bias: bool = True,
         dropout: float = 0.0,
-        **where: Unpack[Factory],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """`dropout` falls on the hidden numbers, in training only. where: device and dtype."""
+        """`dropout` falls on the hidden numbers, in training only."""
         super().__init__()
+        where: Factory = {"device": device, "dtype": dtype}
         check_count("dim", dim)
         check_count("ffn_dim", ffn_dim)
         self.up_proj = nn.Linear(dim, ffn_dim, bias, **where)

@@ -23,7 +23,7 @@ M width of the memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeAlias, TypedDict, Unpack
+from typing import NamedTuple, Protocol, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,8 @@ class MultiHeadAttention(Observable):
         qk_norm_eps: float = 1e-6,
         dropout: float = 0.0,
         backend: str = "auto",
-        **where: Unpack[Factory],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """dim: C. n_heads: H. n_kv_heads: G (H unless given). head_dim: D (C / H unless given).
 
@@ -145,9 +146,10 @@ class MultiHeadAttention(Observable):
         softcap, scale: as in `attention`. sinks: a learned score in each head's sum, 0 at first.
         qk_norm: a norm of each head's queries and keys over D, before rotary.
         dropout: of the weights, in training only. backend: "auto", or the only one allowed.
-        where: device and dtype of the parameters.
+        device, dtype: of the parameters.
         """
         super().__init__()
+        where: Factory = {"device": device, "dtype": dtype}
         n_kv_heads, head_dim = check_heads(dim, n_heads, n_kv_heads, head_dim)
         check_count("kv_dim", kv_dim := dim if kv_dim is None else kv_dim)
         check_rule(head_dim, rotary, window, scale, softcap, backend)

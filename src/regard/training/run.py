@@ -112,7 +112,8 @@ def run(
             prepared = replace(prepared, model=whole)
             report["tests"] = run_tests(tests or Tests(), files, recipe, prepared, folder)
             write_json(out / "report.json", report)
-            monitor.note(f"the model is in {out}: {json.dumps(report['tests'])}")
+            scored = f": {json.dumps(report['tests'])}" if report["tests"] else ""
+            monitor.note(f"the model is in {out}{scored}")
     return report
 
 

@@ -14,7 +14,7 @@ from tokenmakers import TEXTS, byte_level, sentence_pieces, with_decoder, word_p
 
 from regard.tokens import TextStream, Tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GPT2 = ROOT.parent / "shared" / "data" / "tokenizers" / "gpt2"
 NEEDS_GPT2 = pytest.mark.skipif(
     not GPT2.is_dir(), reason="GPT-2's tokenizer is not beside the clone"

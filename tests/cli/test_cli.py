@@ -12,7 +12,7 @@ from rich.console import Console
 from regard import cli
 from regard._version import __version__
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from regard.training import run as run_module
 from regard.training import snapshot as snapshots
 from regard.training.snapshot import list_snapshots, load_latest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TINY = {
     "lm": {
         "model.hidden_size": 12,
