@@ -78,16 +78,16 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepar
     after = end_of_text(tokenizer, single=len(texts) == 1 and len(held) <= 1)
     tokens = encode_texts(texts, tokenizer, folder / "train.tokens", after=after)
     say(f"{tokens.n_tokens:,} tokens in {tokens.n_documents:,} documents")
-    text, valid = pack(tokens, recipe), None
-    if held:
-        held_tokens = encode_texts(held, tokenizer, folder / "valid.tokens", after=after)
-        valid = pack(held_tokens, recipe, shorten=True)
     ids, hide = {"eos_token_id": eos, "bos_token_id": eos}, None
     if masked:
         ids = {"pad_token_id": tokenizer.special.pad}
         size, special = tokenizer.vocab_size, tokenizer.special.all
         hide = MaskedTokens(one_id(tokenizer, MASK), size, special, recipe.train.seed)
     model = build(recipe, tokenizer, ids)
+    text, valid = pack(tokens, recipe), None
+    if held:
+        held_tokens = encode_texts(held, tokenizer, folder / "valid.tokens", after=after)
+        valid = pack(held_tokens, recipe, shorten=True)
     return Prepared(model, LanguageTask(text, valid, hide), tokenizer)
 
 
