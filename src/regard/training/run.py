@@ -110,10 +110,9 @@ def run(
             save(whole, out)
             plot_losses(folder)
             prepared = replace(prepared, model=whole)
-            report["tests"] = run_tests(tests or Tests(), files, recipe, prepared, folder)
+            report["tests"] = scores = run_tests(tests or Tests(), files, recipe, prepared, folder)
             write_json(out / "report.json", report)
-            scored = f": {json.dumps(report['tests'])}" if report["tests"] else ""
-            monitor.note(f"the model is in {out}{scored}")
+            monitor.note(f"the model is in {out}" + (f": {json.dumps(scores)}" if scores else ""))
     return report
 
 
