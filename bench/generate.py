@@ -31,7 +31,6 @@ from torch import Tensor
 from regard.generation import Decoding, generate_ids
 from regard.generation.engine import round_up
 from regard.models import FAMILIES, Transformer, config_of, count_parameters
-from regard.models.weights import put
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": dict(FAMILIES["gpt2"].sizes["gpt2"]),
@@ -61,7 +60,8 @@ def make_pair(name: str, dtype: torch.dtype, device: str) -> tuple[Any, Transfor
     given = theirs.state_dict()
     for link in FAMILIES[ours.config.family].links(ours.config):
         for name, tensor in zip(link.ours, link.read([given[x] for x in link.theirs]), strict=True):
-            put(ours, name, tensor.contiguous())
+            path, _, last = name.rpartition(".")
+            setattr(ours.get_submodule(path), last, torch.nn.Parameter(tensor.contiguous()))
     assert ours.head is not None and ours.decoder_embed is not None
     ours.head.weight = ours.decoder_embed.tokens.weight
     return theirs, ours.eval()

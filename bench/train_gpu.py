@@ -30,7 +30,6 @@ import transformers
 from torch import Tensor
 
 from regard.models import FAMILIES, Transformer, config_of
-from regard.models.weights import put
 from regard.training.loss import summed_loss
 from regard.training.mfu import count_flops, peak_flops
 
@@ -49,7 +48,8 @@ def make_pair(dropout: float, device: str) -> tuple[Any, Transformer]:
     named = {**theirs.state_dict()}
     for link in FAMILIES["gpt2"].links(ours.config):
         for name, tensor in zip(link.ours, link.read([named[n] for n in link.theirs]), strict=True):
-            put(ours, name, tensor.clone().contiguous())
+            path, _, last = name.rpartition(".")
+            setattr(ours.get_submodule(path), last, torch.nn.Parameter(tensor.clone().contiguous()))
     assert ours.head is not None and ours.decoder_embed is not None
     ours.head.weight = ours.decoder_embed.tokens.weight
     return theirs.to(device).train(), ours.to(device).train()
