@@ -154,3 +154,15 @@ def test_a_damaged_snapshot_is_passed_over_and_told(tmp_path: Path) -> None:
     assert [report.step for report in second.ear.steps] == [5, 6, 7]
     assert any(newest.name in note and "cut short" in note for note in second.ear.notes)
     assert differing(second.snapshot, whole.snapshot) == []
+
+
+def test_a_resumed_run_removes_what_a_kill_left_after_the_last_snapshot(tmp_path: Path) -> None:
+    """Killed between the last snapshot and the end of saving it: nothing else would remove it."""
+    config = replace(PLAIN, save_every=1, keep=1)
+    Outcome("lm", tmp_path / "run", config, data=tmp_path / "data")
+    (last,) = list_snapshots(tmp_path / "run" / "snapshots")
+    left = last.with_name(last.name.replace("7", "6"))
+    left.write_bytes(last.read_bytes())
+    assert len(list_snapshots(tmp_path / "run" / "snapshots")) == 2
+    Outcome("lm", tmp_path / "run", config, data=tmp_path / "data", resume=True)
+    assert list_snapshots(tmp_path / "run" / "snapshots") == [last]

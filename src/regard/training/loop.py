@@ -36,7 +36,7 @@ from regard.training.mfu import count_flops, peak_flops
 from regard.training.optim import Average, make_optimizers, rate_share, set_rate
 from regard.training.parallel import Mesh
 from regard.training.runlog import EvalReport, StepReport
-from regard.training.snapshot import Snapshot, load_best, load_latest, save_snapshot
+from regard.training.snapshot import Snapshot, load_best, load_latest, remove_old, save_snapshot
 from regard.training.tasks import Task
 
 READ_EVERY = 10  # steps between two looks at a GPU's losses
@@ -116,6 +116,8 @@ def train(
         raise FileExistsError(f"{what}: resume it, or train into another folder")
     if latest is not None:
         run.restore(latest)
+        if run.mesh.is_main:  # what a kill left between a snapshot and the end of saving it
+            remove_old(folder, latest.step, config.keep)
     model.train()
     recomputing = checkpointed(model) if config.recompute else nullcontext()
     with run.interruptible() as asked_to_stop, run.fetching() as fetch, recomputing:

@@ -140,7 +140,7 @@ def save_snapshot(
         line = _best_line(path.name)
         with _disk_errors(folder / BEST, len(line)), replace_file(folder / BEST) as file:
             file.write(line)
-    _remove_old(folder, step, keep)
+    remove_old(folder, step, keep)
     return path
 
 
@@ -203,7 +203,8 @@ def _disk_errors(path: Path, needed: int) -> Iterator[None]:
         raise refusal from error
 
 
-def _remove_old(folder: Path, step: int, keep: int) -> None:
+def remove_old(folder: Path, step: int, keep: int) -> None:
+    """Remove the snapshots up to this step but the last `keep` and the best one."""
     try:
         best = _read_best(folder)
     except BadSnapshot:
