@@ -120,8 +120,8 @@ def measure(name: str, batch: int, given: argparse.Namespace) -> dict[str, float
 
     if device == "cpu":
         # A CPU is slow enough to be warmed up by a few tokens; the graph is that of the rounds.
-        room = round_up(given.prompt) + n_new - (round_up(9) - 9)
-        decoding = Decoding(ours, room=room, compiled=True)
+        max_len = round_up(given.prompt) + n_new - (round_up(9) - 9)
+        decoding = Decoding(ours, max_len=max_len, compiled=True)
         with torch.inference_mode():
             decoding.step(decoding.read(ids[:, :9]).argmax(-1))
             theirs.generate(ids[:, :9], **{**options, "max_new_tokens": 2, "min_new_tokens": 2})

@@ -64,8 +64,8 @@ def test_two_batches_at_a_time_have_a_graph_each(traced_only: None) -> None:
     model = make_model("gpt2", torch.float64)
     ids = torch.tensor([[3, 5, 7]])
     with torch.inference_mode():
-        one, other = (Decoding(model, room=20, compiled=True) for _ in range(2))
-        alone = Decoding(model, room=20)
+        one, other = (Decoding(model, max_len=20, compiled=True) for _ in range(2))
+        alone = Decoding(model, max_len=20)
         one.read(ids)
         other.read(torch.tensor([[9, 1]]))
         alone.read(ids)

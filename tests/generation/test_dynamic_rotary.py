@@ -101,7 +101,7 @@ def test_beams_are_those_of_transformers(case: Case) -> None:
 def test_each_step_has_the_logits_of_transformers(case: Case) -> None:
     for row, tokens, logits_tv in zip(case.rows, case.tokens, case.logits, strict=True):
         with torch.inference_mode():
-            decoding = Decoding(case.ours, room=len(row) + N_NEW)
+            decoding = Decoding(case.ours, max_len=len(row) + N_NEW)
             steps = [decoding.read(torch.tensor([row]))]
             steps += [decoding.step(torch.tensor([token])) for token in tokens[:-1]]
         assert_near("logits", torch.cat(steps), logits_tv)
@@ -164,7 +164,7 @@ def test_a_prompt_in_chunks_is_read_as_in_one_piece_with_longrope_too() -> None:
     model = make_model("llama-long")
     ids = torch.tensor([[3, 5, 7, 11, 13] * 7])
     with torch.inference_mode():
-        whole, parts = (Decoding(model, room=40).read(ids, chunk=n) for n in (35, 5))
+        whole, parts = (Decoding(model, max_len=40).read(ids, chunk=n) for n in (35, 5))
     torch.testing.assert_close(parts, whole)
 
 

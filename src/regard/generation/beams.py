@@ -59,7 +59,7 @@ class Beams(NamedTuple):
 def search_beams(task: Task) -> list[Beams]:
     """For each row its finished texts, `num_return_sequences` of them, as Beams with A = 1."""
     n_tokens = task.ids_bt.shape[1] + max(task.limits)
-    decoding = Decoding(task.model, room=n_tokens, memory=task.memory)
+    decoding = Decoding(task.model, max_len=n_tokens, memory=task.memory)
     search = Search(task)
     logits_av = decoding.read(task.ids_bt, task.real_bt, task.config.chunk)
     # One row a prompt becomes K rows, all alike; from here on row a · K + k is beam k of row a.

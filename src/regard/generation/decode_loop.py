@@ -63,7 +63,7 @@ class DecodeLoop:
             self._seen_av = task.mark_seen()
             n_tokens, compiled = task.ids_bt.shape[1] + n_steps, config.compiled
             self._decoding = Decoding(
-                task.model, room=n_tokens, memory=task.memory, compiled=compiled
+                task.model, max_len=n_tokens, memory=task.memory, compiled=compiled
             )
 
     @torch.inference_mode()

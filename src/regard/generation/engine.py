@@ -37,9 +37,14 @@ class Decoding:
     """The state of a batch while it is written."""
 
     def __init__(
-        self, model: Transformer, *, room: int, memory: Memory | None = None, compiled: bool = False
+        self,
+        model: Transformer,
+        *,
+        max_len: int,
+        memory: Memory | None = None,
+        compiled: bool = False,
     ) -> None:
-        """room: how many tokens a row can have in all, padding counted. memory: of the source."""
+        """max_len: the most tokens a row can have, padding counted. memory: of the source."""
         if model.head is None:
             raise ValueError("this model has no head, so it cannot say which token comes next")
         if compiled and memory is not None:
@@ -48,7 +53,7 @@ class Decoding:
             what = "compiled generation runs unseen, and the model is being watched"
             raise ValueError(f"{what}; leave compiled=False")
         self.model, self.head, self.memory = model, model.head, memory
-        self.n_tokens, self.compiled = room, compiled
+        self.n_tokens, self.compiled = max_len, compiled
         self.graph: StepGraph | None = None
         self.cache: DecoderCache | None = None if compiled else model.make_cache()
 

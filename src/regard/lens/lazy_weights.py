@@ -1,6 +1,6 @@
 """What a place keeps, and every weight from it again, in numpy: no torch is needed to look.
 
-With q, k, the rule and the log-sum of each row a weight is
+With q, k, the rule and the logsumexp of each row a weight is
 
     exp(softcap(scale · q·k) + biases - lse), where the row's runs allow a look, else 0
 
@@ -162,7 +162,7 @@ class Kept:
         np.exp(scores, out=scores)
         if scores.size and not scores.max() <= WEIGHT_LIMIT:  # also where it is NaN
             raise BadRecord(
-                "queries, keys and log-sums do not fit together: a weight would be over 1; the "
+                "queries, keys and logsumexp do not fit together: a weight would be over 1; the "
                 "record is damaged, or the model gave NaN"
             )
         return scores
