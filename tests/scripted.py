@@ -42,7 +42,7 @@ def play_scores(patch: pytest.MonkeyPatch, scores_btv: Tensor) -> None:
             self,
             model: Transformer,
             *,
-            room: int,
+            max_len: int,
             memory: Memory | None = None,
             compiled: bool = False,
         ) -> None:
