@@ -1,4 +1,4 @@
-"""One query a row: which of our kernel's ways says the rule.
+"""One query a row: how our kernel is told the rule.
 
 Why: generating text is nothing but single queries, and a cache's rules have one form, which the
 kernel knows by positions; every other rule is rendered for it, one number a key.

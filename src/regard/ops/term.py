@@ -109,7 +109,8 @@ class Term:
     positional = False
     """Whether it speaks of positions alone, so that `at` can give it other ones."""
     follows_keys = False
-    """Whether what it says of a key goes with the key when others are taken away."""
+    """Whether what it says of a key goes with the key when others are taken away or added; not for
+    one that compares i and j, which then count anew."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
