@@ -263,6 +263,13 @@ class Documents(Mask):
             return pick_axis(self.ids, b, i) == keys
         return pick_axis(self.query_ids, b, i - shape.offset) == keys
 
+    def pair_ids(self, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The documents of the queries, (B or 1, T), and of the keys, (B or 1, S)."""
+        keys = torch.atleast_2d(self.ids.to(device, torch.int64))
+        if self.query_ids is None:
+            return keys[:, shape.offset :], keys
+        return torch.atleast_2d(self.query_ids.to(device, torch.int64)), keys
+
     def bounds(self, box: Box) -> Bounds:
         queries = self.ids if self.query_ids is None else self.query_ids
         if not readable(self.ids, queries) or not self.ids.numel() or not queries.numel():

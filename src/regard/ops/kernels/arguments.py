@@ -1,0 +1,153 @@
+"""How tensors and rules are handed to Triton kernels: named tuples, with None for what is not there.
+
+A kernel is compiled for which fields are None, so a rule without a bias has no code for one. A
+tensor goes with its strides, so views of any layout do.
+
+Letters: B batch, T queries, S keys, H query heads; D width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.ops.kernels.rendered import Rendered
+
+BITS = 1.0 / math.log(2.0)
+"""From nats to bits: with scores in bits a weight is a power of two."""
+
+
+class View(NamedTuple):
+    """A tensor of four axes (B, H, T, D)."""
+
+    at: Tensor
+    b: int
+    h: int
+    t: int
+    d: int
+
+
+class Interval(NamedTuple):
+    """The keys lo..hi that each query sees; b: from sample to sample, 0 if all share one."""
+
+    lo: Tensor
+    hi: Tensor
+    b: int
+
+
+class Pair(NamedTuple):
+    """A whole number for each query and one for each key: documents, or positions."""
+
+    queries: Tensor
+    queries_b: int
+    keys: Tensor
+    keys_b: int
+
+
+class Words(NamedTuple):
+    """A bit for each pair of query and key, 32 keys a word."""
+
+    at: Tensor
+    b: int
+    h: int
+    t: int
+
+
+class Band(NamedTuple):
+    """A number for each head and each s - t."""
+
+    at: Tensor
+    h: int
+
+
+class Dense(NamedTuple):
+    """A number for each pair; at `floor` and below it hides the pair."""
+
+    at: Tensor
+    b: int
+    h: int
+    t: int
+    s: int
+    floor: float
+
+
+class Dropout(NamedTuple):
+    """A weight is kept where the hash of its place, less 2^31, is at least `threshold`."""
+
+    seed: Tensor
+    threshold: int
+
+
+class Rule(NamedTuple):
+    """How scores are made, in bits, and which of them count."""
+
+    factor: float
+    cap: float | None
+    interval: Interval | None
+    ids: Pair | None
+    words: Words | None
+    slopes: Tensor | None
+    places: Pair | None
+    band: Band | None
+    dense: Dense | None
+    dropout: Dropout | None
+
+
+def view(x: Tensor) -> View:
+    """A tensor of four axes with its strides."""
+    return View(x, *x.stride())
+
+
+def share(x: Tensor, axis: int) -> int:
+    """The stride of an axis, 0 where all share its one entry."""
+    return 0 if x.shape[axis] == 1 else x.stride(axis)
+
+
+def rule_of(given: Rendered) -> Rule:
+    """The rule of a call as kernels take it."""
+    interval = ids = words = places = band = dense = dropout = None
+    if given.lo is not None and given.hi is not None:
+        lo, hi = (x.expand(max(len(given.lo), len(given.hi)), -1) for x in (given.lo, given.hi))
+        if lo.stride(0) != hi.stride(0):
+            lo, hi = lo.contiguous(), hi.contiguous()
+        interval = Interval(lo, hi, share(lo, 0))
+    if given.query_ids is not None and given.key_ids is not None:
+        ids = _pair(given.query_ids, given.key_ids)
+    if given.words is not None:
+        words = Words(given.words, *(share(given.words, axis) for axis in range(3)))
+    if given.query_places is not None and given.key_places is not None:
+        places = _pair(given.query_places, given.key_places)
+    if given.band is not None:
+        band = Band(given.band, given.band.stride(0))
+    if given.dense is not None:
+        floor = max(torch.finfo(given.dense.dtype).min, torch.finfo(torch.bfloat16).min)
+        dense = Dense(given.dense, *(share(given.dense, axis) for axis in range(4)), floor)
+    if given.seed is not None:
+        dropout = Dropout(given.seed, int(given.dropout * 2**32) - 2**31)
+    cap = None if given.cap is None else given.cap * BITS
+    return Rule(
+        given.factor * BITS, cap, interval, ids, words, given.slopes, places, band, dense, dropout
+    )
+
+
+def _pair(queries: Tensor, keys: Tensor) -> Pair:
+    return Pair(queries, share(queries, 0), keys, share(keys, 0))
+
+
+def options_of(given: Rendered) -> dict[str, Any]:
+    """What every kernel is compiled for: heads that share a key head, widths, the type's way."""
+    D, E = given.q.shape[3], given.v.shape[3]
+    return {
+        "R": given.q.shape[1] // given.k.shape[1],
+        "WIDTH": width_of(D),
+        "EVEN": width_of(D) == D and width_of(E) == E,
+        "EXACT": given.q.dtype == torch.float32,
+    }
+
+
+def width_of(size: int) -> int:
+    """The width of a tile that holds heads of this one: a power of two, 16 at least."""
+    return max(16, 2 ** max(size - 1, 0).bit_length())

@@ -1,0 +1,33 @@
+"""Attention by our own kernels, for every mask and bias, with what is asked about rows beside it.
+
+Why: torch's fused kernels take a mask or a bias only as a whole matrix, and tell nothing about the
+weights. Ours read the rule as it is (`rendered.py`), skip the tiles that it empties, and count what
+is asked about rows while the weights are at hand.
+
+Letters: B batch, T queries, S keys, H query heads, E value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.ops.blockwise import Ask
+from regard.ops.kernels.rendered import Rendered
+
+
+def forward(given: Rendered, ask: Ask, mass: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output (B, H, T, E), and by name what is asked about rows, (B, H, T)."""
+    from regard.ops.kernels import flash_kernels
+
+    q, v = given.q, given.v
+    shape = q.shape[:3]
+    names = ["lse", "maxima", "sums", *(name for name in ask._fields if getattr(ask, name))]
+    names += ["mass"] if mass is not None else []
+    found = {name: torch.empty(shape, dtype=torch.float32, device=q.device) for name in names}
+    if ask.peak:
+        found["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)
+    out = torch.empty((*shape, v.shape[3]), dtype=q.dtype, device=q.device)
+    keys = None if mass is None else mass.contiguous()
+    flash_kernels.run_forward(given, out, flash_kernels.Answers(**found), keys)
+    return out, found

@@ -1,0 +1,283 @@
+"""The Triton side of `flash.py`, forward: output, logsumexp and what is asked about rows, in one pass.
+
+A program takes some queries of one head (or of the heads that share a key head, where there are few
+queries) and walks the keys in tiles with a running softmax. Tiles that all of its rows see whole
+come first and need no mask; tiles that are mixed follow; empty ones are not visited. Which are
+which follows from the rows' intervals, or comes as lists (`tile_lists.py`). This module needs
+triton, and is imported where it runs.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, R query heads a key head, D head
+width, E value width; t, s sizes of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from regard.ops.kernels.arguments import options_of, rule_of, view, width_of
+from regard.ops.kernels.rendered import Rendered
+from regard.ops.kernels.tile_kernels import (
+    BITS,
+    LOWEST,
+    NATS,
+    biased,
+    bounds_of,
+    capped,
+    kept,
+    product,
+    query_places,
+    seen,
+    slope_of,
+)
+from regard.ops.kernels.tile_lists import TileLists, list_tiles
+
+
+class Answers(NamedTuple):
+    """Where the numbers of rows go, (B, H, T) each and without gaps; None is not asked for."""
+
+    lse: Tensor
+    maxima: Tensor | None = None
+    sums: Tensor | None = None
+    entropy: Tensor | None = None
+    peak: Tensor | None = None
+    key: Tensor | None = None
+    distance: Tensor | None = None
+    mass: Tensor | None = None
+
+
+class KeySet(NamedTuple):
+    """The keys whose mass is wanted, (B or 1, S) of 0 and 1; b: from sample to sample."""
+
+    at: Tensor
+    b: int
+
+
+@triton.jit
+def _fold(
+    state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    MASKED: tl.constexpr, COVERED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile of keys into the running numbers of its rows."""
+    max_t, sum_t, out_te, heat_t, far_t, mass_t, key_t = state
+    b, h_t, t, head_t, slope_t, place_t, lo_t, hi_t = row
+    T, S, D, E, k_s, v_s = sizes
+    s = start + tl.arange(0, KEYS)
+    d = tl.arange(0, WIDTH)
+    e = tl.arange(0, VALUES)
+    at_k = k_at + start.to(tl.int64) * k_s
+    at_v = v_at + start.to(tl.int64) * v_s
+    if MASKED:
+        k_sd = tl.load(at_k, mask=(s < S)[:, None] & (d < D)[None, :], other=0.0)
+        v_se = tl.load(at_v, mask=(s < S)[:, None] & (e < E)[None, :], other=0.0)
+    elif EVEN:
+        k_sd = tl.load(at_k)
+        v_se = tl.load(at_v)
+    else:
+        k_sd = tl.load(at_k, mask=(d < D)[None, :], other=0.0)
+        v_se = tl.load(at_v, mask=(e < E)[None, :], other=0.0)
+    x_ts = product(q_td, tl.trans(k_sd), EXACT) * rule.factor
+    if rule.cap is not None:
+        x_ts = capped(x_ts, rule.cap)
+    real_s = s
+    if MASKED:
+        real_s = tl.minimum(s, S - 1)
+    x_ts = biased(
+        x_ts, rule, b, h_t[:, None], t[:, None], real_s[None, :], slope_t[:, None],
+        place_t[:, None], T, S,
+    )  # fmt: skip
+    if MASKED:
+        seen_ts = seen(
+            rule, b, h_t[:, None], t[:, None], s[None, :], lo_t[:, None], hi_t[:, None], S
+        )
+        x_ts = tl.where(seen_ts, x_ts, float("-inf"))
+    if not COVERED:
+        if MASKED or rule.band is not None or rule.dense is not None:
+            # A value that none of these rows sees is not multiplied, as 0 · NaN is NaN.
+            shown_s = tl.max((x_ts != float("-inf")).to(tl.int32), 0) > 0
+            v_se = tl.where(shown_s[:, None], v_se, 0.0)
+    top_t = tl.max(x_ts, 1)
+    highest_t = tl.maximum(max_t, top_t)
+    if answers.key is not None:
+        found_t = tl.min(tl.where(x_ts == top_t[:, None], s[None, :], S), 1)
+        better_t = (top_t > max_t) | ((top_t == max_t) & (found_t < key_t))
+        key_t = tl.where(better_t, found_t, key_t)
+    fade_t = tl.exp2(max_t - highest_t)
+    x_ts = x_ts - highest_t[:, None]
+    w_ts = tl.exp2(x_ts)
+    if answers.entropy is not None:
+        # Raising the maximum by a step lowers every term by the step.
+        heat_t = fade_t * (heat_t + sum_t * (max_t - highest_t))
+        heat_t += tl.sum(w_ts * tl.maximum(x_ts, LOWEST), 1)
+    part_t = tl.sum(w_ts, 1)
+    if answers.distance is not None:
+        near_t = tl.sum(w_ts * tl.arange(0, KEYS).to(tl.float32)[None, :], 1)
+        away_t = (t + (S - T - start)).to(tl.float32)
+        far_t = fade_t * far_t + (part_t * away_t - near_t)
+    if answers.mass is not None:
+        of_s = tl.load(chosen.at + b * chosen.b + s, mask=s < S, other=0).to(tl.float32)
+        mass_t = fade_t * mass_t + tl.sum(w_ts * of_s[None, :], 1)
+    sum_t = fade_t * sum_t + part_t
+    if rule.dropout is not None:
+        w_ts = tl.where(kept(rule, head_t[:, None], t[:, None], s[None, :]), w_ts, 0.0)
+    out_te = out_te * fade_t[:, None] + product(w_ts.to(v_se.dtype), v_se, EXACT)
+    return highest_t, sum_t, out_te, heat_t, far_t, mass_t, key_t
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def _forward(
+    q, k, v, out, rule, lists, sinks, chosen, answers, kept_share, H, T, S, D, E,
+    R: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    COVERED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Some queries of P heads that share a key head: rows go through the heads of each query."""
+    n_bands = tl.cdiv(T * P, ROWS)
+    # Under a causal mask the last rows are the longest, and begin first.
+    band = n_bands - 1 - tl.program_id(0) % n_bands
+    head = (tl.program_id(0) // n_bands).to(tl.int64) * P
+    b, h = head // H, head % H
+    n = band * ROWS + tl.arange(0, ROWS)
+    real_t = n < T * P
+    t = tl.minimum(n // P, T - 1)
+    h_t = h + n % P
+    head_t = head + n % P
+    d = tl.arange(0, WIDTH)
+    e = tl.arange(0, VALUES)
+    at_q = q.at + b * q.b + h_t[:, None] * q.h + t[:, None].to(tl.int64) * q.t + d[None, :] * q.d
+    q_td = tl.load(at_q, mask=real_t[:, None] & (d < D)[None, :], other=0.0)
+    s = tl.arange(0, KEYS).to(tl.int64)
+    k_at = k.at + b * k.b + (h // R) * k.h + s[:, None] * k.t + d[None, :].to(tl.int64) * k.d
+    v_at = v.at + b * v.b + (h // R) * v.h + s[:, None] * v.t + e[None, :].to(tl.int64) * v.d
+    lo_t, hi_t = bounds_of(rule, b, t, S)
+    row = (b, h_t, t, head_t, slope_of(rule, h_t), query_places(rule, b, t, T, S), lo_t, hi_t)
+    sizes = (T, S, D, E, k.t, v.t)
+    state = (
+        tl.full((ROWS,), LOWEST, tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.zeros((ROWS, VALUES), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.full((ROWS,), -1, tl.int32),
+    )
+    if lists is None:
+        sees_t = real_t & (hi_t > lo_t)
+        first = tl.min(tl.where(sees_t, lo_t, S), 0) // KEYS * KEYS
+        last = tl.max(tl.where(sees_t, hi_t, 0), 0)
+        # Tiles from whole to ends are seen by every row.
+        whole = tl.maximum(tl.cdiv(tl.max(tl.where(real_t, lo_t, 0), 0), KEYS) * KEYS, first)
+        ends = tl.min(tl.where(real_t, hi_t, S), 0) // KEYS * KEYS
+        whole = tl.minimum(whole, tl.cdiv(last, KEYS) * KEYS)
+        ends = tl.maximum(ends, whole)
+        n_full = (ends - whole) // KEYS
+        n_before = tl.maximum(whole - first, 0) // KEYS
+        n_mixed = n_before + tl.cdiv(tl.maximum(last - ends, 0), KEYS)
+        for n in range(0, n_full):
+            state = _fold(
+                state, q_td, k_at, v_at, whole + n * KEYS, rule, chosen, answers, row, sizes,
+                KEYS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
+            )  # fmt: skip
+        for n in range(0, n_mixed):
+            start = tl.where(n < n_before, first + n * KEYS, ends + (n - n_before) * KEYS)
+            state = _fold(
+                state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
+                KEYS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
+            )  # fmt: skip
+    else:
+        line = (b * lists.b + h * lists.h + band) * lists.n
+        n_full = tl.load(lists.full + b * lists.b + h * lists.h + band)
+        n_mixed = tl.load(lists.mixed + b * lists.b + h * lists.h + band)
+        for n in range(0, n_full):
+            start = tl.load(lists.tiles + line + n) * KEYS
+            state = _fold(
+                state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
+                KEYS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
+            )  # fmt: skip
+        for n in range(0, n_mixed):
+            start = tl.load(lists.tiles + line + lists.n - 1 - n) * KEYS
+            state = _fold(
+                state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
+                KEYS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
+            )  # fmt: skip
+    max_t, sum_t, out_te, heat_t, far_t, mass_t, key_t = state
+    highest_t = max_t
+    total_t = sum_t
+    if sinks is not None:
+        sink_t = tl.load(sinks + h_t).to(tl.float32) * BITS
+        highest_t = tl.maximum(max_t, sink_t)
+        total_t = sum_t * tl.exp2(max_t - highest_t) + tl.exp2(sink_t - highest_t)
+    empty_t = total_t == 0.0
+    total_t = tl.where(empty_t, 1.0, total_t)
+    share_t = tl.exp2(max_t - highest_t) / total_t
+    at_out = out.at + b * out.b + h_t[:, None] * out.h + t[:, None].to(tl.int64) * out.t
+    out_te = out_te * (share_t * kept_share)[:, None]
+    tl.store(
+        at_out + e[None, :] * out.d,
+        out_te.to(out.at.dtype.element_ty),
+        mask=real_t[:, None] & (e < E)[None, :],
+    )
+    row_t = head_t * T + t
+    lse_t = tl.where(empty_t, float("-inf"), (highest_t + tl.log2(total_t)) * NATS)
+    tl.store(answers.lse + row_t, lse_t, mask=real_t)
+    if answers.maxima is not None:
+        tl.store(answers.maxima + row_t, highest_t, mask=real_t)
+        tl.store(answers.sums + row_t, total_t, mask=real_t)
+    if answers.entropy is not None:
+        # The logsumexp less the maximum, but not by way of it, whose last digits would be lost.
+        spread_t = (highest_t - max_t) + tl.log2(total_t)
+        bits_t = tl.where(empty_t, 0.0, sum_t * share_t * spread_t) - heat_t * share_t
+        tl.store(answers.entropy + row_t, bits_t * NATS, mask=real_t)
+    if answers.key is not None:
+        # A row that looks at a NaN has a sum of NaN, and no key.
+        key_t = tl.where(sum_t == sum_t, key_t, -1)
+        tl.store(answers.peak + row_t, tl.where(sum_t == 0.0, 0.0, share_t), mask=real_t)
+        tl.store(answers.key + row_t, key_t.to(tl.int64), mask=real_t)
+    if answers.distance is not None:
+        tl.store(answers.distance + row_t, far_t * share_t, mask=real_t)
+    if answers.mass is not None:
+        tl.store(answers.mass + row_t, mass_t * share_t, mask=real_t)
+
+
+class Tiles(NamedTuple):
+    """Rows and keys of a tile, and how it is worked on."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | None) -> None:
+    """Write the output, and the answers that are there."""
+    (B, H, T, D), S, E = given.q.shape, given.k.shape[2], given.v.shape[3]
+    tiles, options = tiles_of(given), options_of(given)
+    rule = rule_of(given)
+    lists: TileLists | None = None
+    heads = 1
+    if rule.ids is not None or rule.words is not None:
+        lists = list_tiles(rule, given.shape, tiles.rows, tiles.keys, by_keys=False)
+    elif T * options["R"] <= tiles.rows:
+        heads = options["R"]
+    chosen = None if mass is None else KeySet(mass, 0 if len(mass) == 1 else mass.stride(0))
+    launch: Any = _forward[(B * H // heads * triton.cdiv(T * heads, tiles.rows),)]
+    launch(
+        view(given.q), view(given.k), view(given.v), view(out), rule, lists, given.sinks, chosen,
+        answers, 1.0 / (1.0 - given.dropout), H, T, S, D, E,
+        **options, P=heads, ROWS=tiles.rows, KEYS=tiles.keys, VALUES=width_of(E),
+        COVERED=given.covered, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+
+
+def tiles_of(given: Rendered) -> Tiles:
+    """The tile for heads of this width and type."""
+    width = max(width_of(given.q.shape[3]), width_of(given.v.shape[3]))
+    if given.q.dtype.itemsize == 4:
+        return Tiles(32, 32, 4, 1) if width > 64 else Tiles(64, 32, 4, 2)
+    if width <= 64:
+        return Tiles(128, 64, 4, 3)
+    return Tiles(128, 64, 8, 3) if width <= 128 else Tiles(64, 32, 8, 2)

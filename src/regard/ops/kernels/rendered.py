@@ -1,0 +1,179 @@
+"""A call as our kernels read it: masks and biases as small tensors, positions and numbers.
+
+A pair of query and key is seen where all that is rendered of the mask allows it:
+- `lo`, `hi`: the keys lo..hi of each row (causal, windows, padding, prefixes);
+- `query_ids`, `key_ids`: both of one document;
+- `words`: one bit a pair, 32 keys a word, for every other mask.
+A bias is the sum of what is rendered of it: `slopes` of the distance (ALiBi), between positions as
+they lie or as given (`query_places`, `key_places`); a `band` of one number for each head and each
+j - i; `dense` numbers. Gradients flow to these by what torch knows of how they were made.
+
+Everything is a tensor or a number, so that autograd and compiled graphs can carry it.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width;
+N numbers of a band, W words of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.ops.bias import ALiBi, Bias, BiasAt, DenseBias, lowest_as_inf
+from regard.ops.call import Call
+from regard.ops.mask import And, Mask
+from regard.ops.masks import Documents
+from regard.ops.shape import Shape, Tile
+from regard.ops.unseen import covers
+
+WORD = 32
+"""Keys whose bits share a word."""
+EVEN = 16
+"""Rows of rendered tensors are this far apart, or a multiple: so kernels need no second variant."""
+BAND_ENTRIES = 2**24
+"""Pairs of query and key whose bits are made at a time."""
+
+
+class Rendered(NamedTuple):
+    """The tensors and numbers of a call; None for what it does not have."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None = None
+    lo: Tensor | None = None
+    hi: Tensor | None = None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
+    words: Tensor | None = None
+    slopes: Tensor | None = None
+    query_places: Tensor | None = None
+    key_places: Tensor | None = None
+    band: Tensor | None = None
+    dense: Tensor | None = None
+    seed: Tensor | None = None
+    factor: float = 1.0
+    cap: float | None = None
+    dropout: float = 0.0
+    covered: bool = True
+    """Whether every key is seen by some query, so that no value has to be cleared."""
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(*self.q.shape[:3], self.k.shape[2])
+
+
+class _Sight(NamedTuple):
+    """What is rendered of a mask so far."""
+
+    lo: Tensor | None = None
+    hi: Tensor | None = None
+    ids: tuple[Tensor, Tensor] | None = None
+    rest: Mask | None = None
+
+
+def render(call: Call) -> Rendered:
+    """A call as kernels read it; scores are made on its device."""
+    rule, q = call.rule, call.q
+    shape, device = rule.shape, q.device
+    sight = _Sight() if rule.mask is None else _see(rule.mask, shape, device, _Sight())
+    words = None if sight.rest is None else pack_words(sight.rest, shape, device)
+    given = Rendered(q, call.k, call.v)._replace(
+        sinks=call.sinks,
+        lo=None if sight.lo is None else _rows_of(sight.lo.clamp(0, shape.S)),
+        hi=None if sight.hi is None else _rows_of(sight.hi.clamp(0, shape.S)),
+        query_ids=None if sight.ids is None else sight.ids[0],
+        key_ids=None if sight.ids is None else sight.ids[1],
+        words=words,
+        seed=call.seed if call.dropout > 0.0 else None,
+        factor=rule.factor(q.shape[3]),
+        cap=rule.softcap,
+        dropout=call.dropout,
+        covered=covers(rule),
+    )
+    return given if rule.bias is None else _add_bias(given, rule.bias, shape, device)
+
+
+def _see(mask: Mask, shape: Shape, device: torch.device, sight: _Sight) -> _Sight:
+    """A mask joined to what is rendered of others: as an interval, as ids, or left as it is."""
+    if isinstance(mask, Documents) and sight.ids is None:
+        return sight._replace(ids=mask.pair_ids(shape, device))
+    if isinstance(mask, And) and any(isinstance(leaf, Documents) for leaf in mask.leaf_terms()):
+        return _see(mask.other, shape, device, _see(mask.one, shape, device, sight))
+    i = torch.arange(shape.T, device=device)[None] + shape.offset
+    run = mask.interval(i, shape)
+    if run is None:
+        if isinstance(mask, And):
+            return _see(mask.other, shape, device, _see(mask.one, shape, device, sight))
+        return sight._replace(rest=mask if sight.rest is None else sight.rest & mask)
+    lo, hi = (x.to(device) for x in run)
+    if sight.lo is not None and sight.hi is not None:
+        lo, hi = torch.maximum(lo, sight.lo), torch.minimum(hi, sight.hi)
+    return sight._replace(lo=lo, hi=hi)
+
+
+def _rows_of(values: Tensor) -> Tensor:
+    """Whole numbers (B or 1, X) as int32, their rows a multiple of EVEN apart."""
+    values = values if values.dim() == 2 else values[None]
+    lack = -values.shape[1] % EVEN
+    return torch.nn.functional.pad(values.to(torch.int32), (0, lack))
+
+
+def pack_words(mask: Mask, shape: Shape, device: torch.device) -> Tensor:
+    """The mask's bits, (B or 1, H or 1, T, W) int32; bits beyond the last key are 0."""
+    _, _, T, S = shape
+    step = T if torch.compiler.is_compiling() else max(BAND_ENTRIES // max(S, 1), 1)
+    lack = -S % (WORD * EVEN)
+    bit = torch.arange(WORD, device=device, dtype=torch.int32)
+    parts = []
+    for t0 in range(0, T, step):
+        tile = Tile(t0, min(t0 + step, T), 0, S)
+        seen = mask.block(shape, tile, device)
+        seen = seen[(None,) * (4 - seen.dim())]
+        seen = seen.expand(*seen.shape[:2], tile.t1 - tile.t0, S)
+        bits = torch.nn.functional.pad(seen, (0, lack)).unflatten(-1, (-1, WORD))
+        parts.append((bits.to(torch.int32) << bit).sum(-1, dtype=torch.int32))
+    return torch.cat(parts, 2)
+
+
+def _add_bias(given: Rendered, bias: Bias, shape: Shape, device: torch.device) -> Rendered:
+    """The same with every part of a bias in the form that costs least."""
+    for leaf in bias.leaf_terms():
+        if isinstance(leaf, ALiBi) and given.slopes is None:
+            given = given._replace(slopes=leaf.slopes.to(device, torch.float32))
+        elif isinstance(leaf, BiasAt) and isinstance(leaf.inner, ALiBi) and given.slopes is None:
+            queries, keys = leaf.queries, leaf.keys
+            if keys is None:
+                keys = torch.arange(shape.S, device=device)
+            given = given._replace(
+                slopes=leaf.inner.slopes.to(device, torch.float32),
+                query_places=_rows_of(queries.to(device)),
+                key_places=_rows_of(keys.to(device)),
+            )
+        elif leaf.relative:
+            band = band_of(leaf, shape, device)
+            given = given._replace(band=band if given.band is None else given.band + band)
+        else:
+            numbers = _dense_of(leaf, shape, device)
+            if given.dense is not None:
+                one, other = (lowest_as_inf(x, torch.float32) for x in (given.dense, numbers))
+                numbers = one + other
+            given = given._replace(dense=numbers)
+    return given
+
+
+def band_of(bias: Bias, shape: Shape, device: torch.device) -> Tensor:
+    """The numbers of a relative bias, (H, N) float32: the one of t and s stands at s - t + T - 1."""
+    _, H, T, S = shape
+    gaps = torch.arange(-(T - 1), S, device=device) - shape.offset
+    numbers = bias.by_distance(gaps, H)
+    return torch.nn.functional.pad(numbers.float(), (0, -numbers.shape[1] % EVEN)).contiguous()
+
+
+def _dense_of(bias: Bias, shape: Shape, device: torch.device) -> Tensor:
+    """Four axes, of which any may be 1; given numbers as they are, others rendered."""
+    values = bias.values if isinstance(bias, DenseBias) else bias.dense(shape, device)
+    values = values.to(device)
+    return values[(None,) * (4 - values.dim())]

@@ -1,0 +1,129 @@
+"""What all kernels do with a tile of scores: bias, mask, dropout; this module needs triton.
+
+Rows and keys come as vectors that are already spread over the tile, (t, 1) and (1, s) or the other
+way round, so a tile may stand on either side. Scores are in bits. What is None in a rule
+(`arguments.py`) has no code.
+
+Letters: B batch, T queries, S keys, H query heads; b, h, t, s one or some of each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BITS = tl.constexpr(1.4426950408889634)
+"""log2(e): from nats to bits."""
+NATS = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e38)
+"""Below every score, and still finite, so that no -inf meets a -inf."""
+
+
+@triton.jit
+def product(a, b, EXACT: tl.constexpr):
+    """a b, in float32; without the short cuts of tensor cores where inputs are float32."""
+    if EXACT:
+        c = tl.dot(a, b, input_precision="ieee")
+    else:
+        c = tl.dot(a, b)
+    return c
+
+
+@triton.jit
+def capped(x, cap):
+    """c tanh(x / c), by tanh(y) = 1 - 2 / (exp(2y) + 1), which neither overflows nor cancels."""
+    return cap * (1.0 - 2.0 / (tl.exp2(x * (2.0 * BITS / cap)) + 1.0))
+
+
+@triton.jit
+def slope_of(rule, h):
+    """The slopes of heads, in bits; 0 without any."""
+    if rule.slopes is None:
+        slope = h * 0.0
+    else:
+        slope = tl.load(rule.slopes + h).to(tl.float32) * BITS
+    return slope
+
+
+@triton.jit
+def query_places(rule, b, t, T, S):
+    """Where queries stand, for the bias."""
+    if rule.places is None:
+        place = t + (S - T)
+    else:
+        place = tl.load(rule.places.queries + b * rule.places.queries_b + t)
+    return place
+
+
+@triton.jit
+def key_places(rule, b, s):
+    """Where keys stand, for the bias."""
+    if rule.places is None:
+        place = s
+    else:
+        place = tl.load(rule.places.keys + b * rule.places.keys_b + s)
+    return place
+
+
+@triton.jit
+def biased(x, rule, b, h, t, s, slope, place, T, S):
+    """Scores after the bias: in bits, -inf where it hides. t < T and s < S, repeated if need be."""
+    if rule.slopes is not None:
+        far = tl.abs(place - key_places(rule, b, s))
+        x -= slope * far.to(tl.float32)
+    if rule.band is not None:
+        at = rule.band.at + h * rule.band.h + (s - t + (T - 1))
+        x += tl.load(at).to(tl.float32) * BITS
+    if rule.dense is not None:
+        row = rule.dense.at + b * rule.dense.b + h.to(tl.int64) * rule.dense.h
+        added = tl.load(row + t.to(tl.int64) * rule.dense.t + s.to(tl.int64) * rule.dense.s)
+        added = added.to(tl.float32)
+        x = tl.where(added <= rule.dense.floor, float("-inf"), x + added * BITS)
+    return x
+
+
+@triton.jit
+def bounds_of(rule, b, t, S):
+    """First and past-the-last key of queries; all keys where no interval is told."""
+    if rule.interval is None:
+        lo = t * 0
+        hi = t * 0 + S
+    else:
+        lo = tl.load(rule.interval.lo + b * rule.interval.b + t)
+        hi = tl.load(rule.interval.hi + b * rule.interval.b + t)
+    return lo, hi
+
+
+@triton.jit
+def seen(rule, b, h, t, s, lo, hi, S):
+    """Whether queries may look at keys. t < T, repeated if need be; keys from S on are not seen."""
+    ok = (s >= lo) & (s < hi)
+    if rule.ids is not None:
+        of_queries = tl.load(rule.ids.queries + b * rule.ids.queries_b + t)
+        of_keys = tl.load(rule.ids.keys + b * rule.ids.keys_b + tl.minimum(s, S - 1))
+        ok = ok & (of_queries == of_keys)
+    if rule.words is not None:
+        row = rule.words.at + b * rule.words.b + h * rule.words.h + t.to(tl.int64) * rule.words.t
+        word = tl.load(row + tl.minimum(s, S - 1) // 32)
+        ok = ok & (((word >> (s % 32)) & 1) != 0)
+    return ok
+
+
+@triton.jit
+def mixed(word):
+    """One word of 32 bits, well stirred; as `ops.dropout` does it."""
+    word = (word ^ (word >> 16)) * 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def kept(rule, head, t, s):
+    """Whether dropout keeps the weights of queries t on keys s; head counts over the batch."""
+    seed = tl.load(rule.dropout.seed)
+    word = mixed((seed ^ (seed >> 32)).to(tl.uint32))
+    word = mixed(word + head.to(tl.uint32) * 0x9E3779B1)
+    word = mixed(word + t.to(tl.uint32) * 0x85EBCA77)
+    word = mixed(word ^ (s.to(tl.uint32) * 0xC2B2AE3D))
+    # The highest bit turned round puts unsigned numbers in the order of signed ones.
+    return (word ^ 0x80000000).to(tl.int32, bitcast=True) >= rule.dropout.threshold

@@ -1,0 +1,57 @@
+"""Which tiles of the matrix are worth a visit: for each row of tiles (or column), in lists.
+
+Where a mask is not one interval a row, kernels cannot tell from two numbers where to go. So each
+tile is looked at once, by its rows' intervals, by the least and greatest document of its rows and
+keys, and by its bits: it is empty, mixed or full. The full ones of each line stand first in its
+list, the mixed ones last, from the end. Lists are made on the device, and nothing is read back.
+
+Letters: B batch, T queries, S keys, H query heads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.ops.kernels.arguments import Rule
+from regard.ops.shape import Shape
+
+
+class TileLists(NamedTuple):
+    """full, mixed: how many tiles of each line; tiles: which. b, h: lines a sample, a head."""
+
+    tiles: Tensor
+    full: Tensor
+    mixed: Tensor
+    n: int
+    b: int
+    h: int
+
+
+def list_tiles(rule: Rule, shape: Shape, rows: int, keys: int, by_keys: bool) -> TileLists:
+    """The lists of all lines: bands of queries, or of keys with `by_keys`."""
+    from regard.ops.kernels import tile_lists_kernels
+
+    B, H, T, S = shape
+    down, across = -(-T // rows), -(-S // keys)
+    n_lines, n = (across, down) if by_keys else (down, across)
+    strides = [part.b for part in (rule.interval, rule.words) if part is not None]
+    if rule.ids is not None:
+        strides += [rule.ids.queries_b, rule.ids.keys_b]
+    samples = B if any(strides) else 1
+    heads = H if rule.words is not None and rule.words.h else 1
+    device = next(x.at if hasattr(x, "at") else x[0] for x in rule[2:5] if x is not None).device
+    tiles = torch.empty(samples, heads, n_lines, n, dtype=torch.int32, device=device)
+    counts = torch.empty(2, samples, heads, n_lines, dtype=torch.int32, device=device)
+    lists = TileLists(
+        tiles,
+        counts[0],
+        counts[1],
+        n,
+        heads * n_lines if samples > 1 else 0,
+        n_lines if heads > 1 else 0,
+    )
+    tile_lists_kernels.run_lists(rule, lists, shape, (rows, keys), by_keys)
+    return lists

@@ -1,0 +1,103 @@
+"""The Triton side of `tile_lists.py`: this module needs triton, and is imported where it runs.
+
+Letters: B batch, T queries, S keys, H query heads; n tiles of a line that are looked at together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from regard.ops.kernels.arguments import Rule
+from regard.ops.kernels.tile_lists import TileLists
+from regard.ops.shape import Shape
+
+AT_ONCE = 16
+"""Tiles that a program looks at together."""
+FAR = tl.constexpr(2**31 - 1)
+FAR_ID = tl.constexpr(2**63 - 1)
+
+
+@triton.jit
+def _judge(rule, b, h, row_n, key_n, T, S, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Whether tiles that begin at queries row_n and keys key_n may, and surely do, show pairs."""
+    t_nt = row_n[:, None] + tl.arange(0, ROWS)[None, :]
+    s_ns = key_n[:, None] + tl.arange(0, KEYS)[None, :]
+    real_nt = t_nt < T
+    real_ns = s_ns < S
+    t_nt = tl.minimum(t_nt, T - 1)
+    s_ns = tl.minimum(s_ns, S - 1)
+    maybe_n = (row_n < T) & (key_n < S)
+    surely_n = maybe_n & (key_n + KEYS <= S)
+    if rule.interval is not None:
+        lo_nt = tl.load(rule.interval.lo + b * rule.interval.b + t_nt)
+        hi_nt = tl.load(rule.interval.hi + b * rule.interval.b + t_nt)
+        sees_nt = real_nt & (hi_nt > lo_nt)
+        maybe_n = maybe_n & (tl.max(tl.where(sees_nt, hi_nt, 0), 1) > key_n)
+        maybe_n = maybe_n & (tl.min(tl.where(sees_nt, lo_nt, FAR), 1) < key_n + KEYS)
+        surely_n = surely_n & (tl.max(lo_nt, 1) <= key_n)
+        surely_n = surely_n & (tl.min(hi_nt, 1) >= key_n + KEYS)
+    if rule.ids is not None:
+        of_nt = tl.load(rule.ids.queries + b * rule.ids.queries_b + t_nt)
+        of_ns = tl.load(rule.ids.keys + b * rule.ids.keys_b + s_ns)
+        t_low, t_high = tl.min(of_nt, 1), tl.max(of_nt, 1)
+        s_low, s_high = tl.min(of_ns, 1), tl.max(of_ns, 1)
+        maybe_n = maybe_n & (t_high >= s_low) & (s_high >= t_low)
+        surely_n = surely_n & (t_low == t_high) & (s_low == s_high) & (t_low == s_low)
+    if rule.words is not None:
+        row_nt = rule.words.at + b * rule.words.b + h * rule.words.h
+        row_nt += t_nt.to(tl.int64) * rule.words.t + key_n[:, None] // 32
+        some_n = key_n < 0
+        all_n = key_n >= 0
+        for word in tl.static_range(KEYS // 32):
+            # Words are padded with zeros far beyond the last key.
+            word_nt = tl.load(row_nt + word, mask=key_n[:, None] < S, other=0)
+            some_n = some_n | (tl.max((word_nt != 0).to(tl.int32), 1) > 0)
+            all_n = all_n & (tl.min((word_nt == -1).to(tl.int32), 1) > 0)
+        maybe_n = maybe_n & some_n
+        surely_n = surely_n & all_n
+    return maybe_n, surely_n & maybe_n
+
+
+@triton.jit(do_not_specialize=["T", "S", "H"])
+def _list(
+    rule, lists, H, T, S,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BY_KEYS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The list of one line of tiles."""
+    n_lines = tl.cdiv(S, KEYS) if BY_KEYS else tl.cdiv(T, ROWS)
+    line = tl.program_id(0) % n_lines
+    head = (tl.program_id(0) // n_lines).to(tl.int64)
+    b, h = head // H, head % H
+    to = lists.tiles + tl.program_id(0).to(tl.int64) * lists.n
+    n_full = 0
+    n_mixed = 0
+    for first in range(0, lists.n, N):
+        n = first + tl.arange(0, N)
+        same = n * 0 + line
+        row_n = (n if BY_KEYS else same) * ROWS
+        key_n = (same if BY_KEYS else n) * KEYS
+        maybe_n, surely_n = _judge(rule, b, h, row_n, key_n, T, S, ROWS, KEYS)
+        full_n = surely_n.to(tl.int32)
+        mixed_n = (maybe_n & (full_n == 0)).to(tl.int32)
+        tl.store(to + n_full + tl.cumsum(full_n, 0) - 1, n, mask=full_n != 0)
+        tl.store(to + lists.n - n_mixed - tl.cumsum(mixed_n, 0), n, mask=mixed_n != 0)
+        n_full += tl.sum(full_n, 0)
+        n_mixed += tl.sum(mixed_n, 0)
+    tl.store(lists.full + tl.program_id(0), n_full)
+    tl.store(lists.mixed + tl.program_id(0), n_mixed)
+
+
+def run_lists(
+    rule: Rule, lists: TileLists, shape: Shape, tile: tuple[int, int], by_keys: bool
+) -> None:
+    """Fill the lists."""
+    _, _, T, S = shape
+    samples, heads, n_lines, _ = lists.tiles.shape
+    launch: Any = _list[(samples * heads * n_lines,)]
+    launch(
+        rule, lists, heads, T, S,
+        ROWS=tile[0], KEYS=tile[1], BY_KEYS=by_keys, N=AT_ONCE, num_warps=4,
+    )  # fmt: skip
