@@ -265,10 +265,11 @@ class Documents(Mask):
 
     def pair_ids(self, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
         """The documents of the queries, (B or 1, T), and of the keys, (B or 1, S)."""
-        keys = torch.atleast_2d(self.ids.to(device, torch.int64))
-        if self.query_ids is None:
-            return keys[:, shape.offset :], keys
-        return torch.atleast_2d(self.query_ids.to(device, torch.int64)), keys
+        keys = self.ids.to(device, torch.int64)
+        queries = keys[..., shape.offset :] if self.query_ids is None else self.query_ids.to(keys)
+        return queries[None] if queries.dim() == 1 else queries, (
+            keys[None] if keys.dim() == 1 else keys
+        )
 
     def bounds(self, box: Box) -> Bounds:
         queries = self.ids if self.query_ids is None else self.query_ids

@@ -1,4 +1,4 @@
-"""How tensors and rules are handed to Triton kernels: named tuples, with None for what is not there.
+"""How tensors and rules are handed to kernels: named tuples, with None for what is not there.
 
 A kernel is compiled for which fields are None, so a rule without a bias has no code for one. A
 tensor goes with its strides, so views of any layout do.
@@ -124,7 +124,8 @@ def rule_of(given: Rendered) -> Rule:
         band = Band(given.band, given.band.stride(0))
     if given.dense is not None:
         floor = max(torch.finfo(given.dense.dtype).min, torch.finfo(torch.bfloat16).min)
-        dense = Dense(given.dense, *(share(given.dense, axis) for axis in range(4)), floor)
+        b, h, t, s = (share(given.dense, axis) for axis in range(4))
+        dense = Dense(given.dense, b, h, t, s, floor)
     if given.seed is not None:
         dropout = Dropout(given.seed, int(given.dropout * 2**32) - 2**31)
     cap = None if given.cap is None else given.cap * BITS
@@ -150,4 +151,4 @@ def options_of(given: Rendered) -> dict[str, Any]:
 
 def width_of(size: int) -> int:
     """The width of a tile that holds heads of this one: a power of two, 16 at least."""
-    return max(16, 2 ** max(size - 1, 0).bit_length())
+    return max(16, 1 << max(size - 1, 0).bit_length())

@@ -1,4 +1,4 @@
-"""The Triton side of `flash.py`, forward: output, logsumexp and what is asked about rows, in one pass.
+"""The forward of `flash.py` in Triton: output, logsumexp and what is asked about rows, in one pass.
 
 A program takes some queries of one head (or of the heads that share a key head, where there are few
 queries) and walks the keys in tiles with a running softmax. Tiles that all of its rows see whole
@@ -95,11 +95,10 @@ def _fold(
             rule, b, h_t[:, None], t[:, None], s[None, :], lo_t[:, None], hi_t[:, None], S
         )
         x_ts = tl.where(seen_ts, x_ts, float("-inf"))
-    if not COVERED:
-        if MASKED or rule.band is not None or rule.dense is not None:
-            # A value that none of these rows sees is not multiplied, as 0 · NaN is NaN.
-            shown_s = tl.max((x_ts != float("-inf")).to(tl.int32), 0) > 0
-            v_se = tl.where(shown_s[:, None], v_se, 0.0)
+    if not COVERED and (MASKED or rule.band is not None or rule.dense is not None):
+        # A value that none of these rows sees is not multiplied, as 0 · NaN is NaN.
+        shown_s = tl.max((x_ts != float("-inf")).to(tl.int32), 0) > 0
+        v_se = tl.where(shown_s[:, None], v_se, 0.0)
     top_t = tl.max(x_ts, 1)
     highest_t = tl.maximum(max_t, top_t)
     if answers.key is not None:
@@ -260,7 +259,7 @@ def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | N
     lists: TileLists | None = None
     heads = 1
     if rule.ids is not None or rule.words is not None:
-        lists = list_tiles(rule, given.shape, tiles.rows, tiles.keys, by_keys=False)
+        lists = list_tiles(rule, given.shape, tiles[:2], False, given.q.device)
     elif T * options["R"] <= tiles.rows:
         heads = options["R"]
     chosen = None if mass is None else KeySet(mass, 0 if len(mass) == 1 else mass.stride(0))

@@ -62,7 +62,8 @@ class Rendered(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        return Shape(*self.q.shape[:3], self.k.shape[2])
+        B, H, T, _ = self.q.shape
+        return Shape(B, H, T, self.k.shape[2])
 
 
 class _Sight(NamedTuple):
@@ -133,7 +134,8 @@ def pack_words(mask: Mask, shape: Shape, device: torch.device) -> Tensor:
         seen = mask.block(shape, tile, device)
         seen = seen[(None,) * (4 - seen.dim())]
         seen = seen.expand(*seen.shape[:2], tile.t1 - tile.t0, S)
-        bits = torch.nn.functional.pad(seen, (0, lack)).unflatten(-1, (-1, WORD))
+        bits = torch.nn.functional.pad(seen, (0, lack))
+        bits = bits.view(*bits.shape[:-1], bits.shape[-1] // WORD, WORD)
         parts.append((bits.to(torch.int32) << bit).sum(-1, dtype=torch.int32))
     return torch.cat(parts, 2)
 
@@ -165,7 +167,7 @@ def _add_bias(given: Rendered, bias: Bias, shape: Shape, device: torch.device) -
 
 
 def band_of(bias: Bias, shape: Shape, device: torch.device) -> Tensor:
-    """The numbers of a relative bias, (H, N) float32: the one of t and s stands at s - t + T - 1."""
+    """The numbers of a relative bias, (H, N) float32: that of t and s stands at s - t + T - 1."""
     _, H, T, S = shape
     gaps = torch.arange(-(T - 1), S, device=device) - shape.offset
     numbers = bias.by_distance(gaps, H)

@@ -22,11 +22,7 @@ LOWEST = tl.constexpr(-1e38)
 @triton.jit
 def product(a, b, EXACT: tl.constexpr):
     """a b, in float32; without the short cuts of tensor cores where inputs are float32."""
-    if EXACT:
-        c = tl.dot(a, b, input_precision="ieee")
-    else:
-        c = tl.dot(a, b)
-    return c
+    return tl.dot(a, b, input_precision="ieee") if EXACT else tl.dot(a, b)
 
 
 @triton.jit
@@ -38,19 +34,14 @@ def capped(x, cap):
 @triton.jit
 def slope_of(rule, h):
     """The slopes of heads, in bits; 0 without any."""
-    if rule.slopes is None:
-        slope = h * 0.0
-    else:
-        slope = tl.load(rule.slopes + h).to(tl.float32) * BITS
-    return slope
+    return h * 0.0 if rule.slopes is None else tl.load(rule.slopes + h).to(tl.float32) * BITS
 
 
 @triton.jit
 def query_places(rule, b, t, T, S):
     """Where queries stand, for the bias."""
-    if rule.places is None:
-        place = t + (S - T)
-    else:
+    place = t + (S - T)
+    if rule.places is not None:
         place = tl.load(rule.places.queries + b * rule.places.queries_b + t)
     return place
 
@@ -58,9 +49,8 @@ def query_places(rule, b, t, T, S):
 @triton.jit
 def key_places(rule, b, s):
     """Where keys stand, for the bias."""
-    if rule.places is None:
-        place = s
-    else:
+    place = s
+    if rule.places is not None:
         place = tl.load(rule.places.keys + b * rule.places.keys_b + s)
     return place
 

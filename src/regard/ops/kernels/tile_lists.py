@@ -30,19 +30,20 @@ class TileLists(NamedTuple):
     h: int
 
 
-def list_tiles(rule: Rule, shape: Shape, rows: int, keys: int, by_keys: bool) -> TileLists:
-    """The lists of all lines: bands of queries, or of keys with `by_keys`."""
+def list_tiles(
+    rule: Rule, shape: Shape, tile: tuple[int, int], by_keys: bool, device: torch.device
+) -> TileLists:
+    """The lists of all lines: bands of queries, or of keys with `by_keys`; tile: rows and keys."""
     from regard.ops.kernels import tile_lists_kernels
 
     B, H, T, S = shape
-    down, across = -(-T // rows), -(-S // keys)
+    down, across = -(-T // tile[0]), -(-S // tile[1])
     n_lines, n = (across, down) if by_keys else (down, across)
     strides = [part.b for part in (rule.interval, rule.words) if part is not None]
     if rule.ids is not None:
         strides += [rule.ids.queries_b, rule.ids.keys_b]
     samples = B if any(strides) else 1
     heads = H if rule.words is not None and rule.words.h else 1
-    device = next(x.at if hasattr(x, "at") else x[0] for x in rule[2:5] if x is not None).device
     tiles = torch.empty(samples, heads, n_lines, n, dtype=torch.int32, device=device)
     counts = torch.empty(2, samples, heads, n_lines, dtype=torch.int32, device=device)
     lists = TileLists(
@@ -53,5 +54,5 @@ def list_tiles(rule: Rule, shape: Shape, rows: int, keys: int, by_keys: bool) ->
         heads * n_lines if samples > 1 else 0,
         n_lines if heads > 1 else 0,
     )
-    tile_lists_kernels.run_lists(rule, lists, shape, (rows, keys), by_keys)
+    tile_lists_kernels.run_lists(rule, lists, shape, tile, by_keys)
     return lists

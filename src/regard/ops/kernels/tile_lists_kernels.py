@@ -26,7 +26,6 @@ def _judge(rule, b, h, row_n, key_n, T, S, ROWS: tl.constexpr, KEYS: tl.constexp
     t_nt = row_n[:, None] + tl.arange(0, ROWS)[None, :]
     s_ns = key_n[:, None] + tl.arange(0, KEYS)[None, :]
     real_nt = t_nt < T
-    real_ns = s_ns < S
     t_nt = tl.minimum(t_nt, T - 1)
     s_ns = tl.minimum(s_ns, S - 1)
     maybe_n = (row_n < T) & (key_n < S)
