@@ -64,6 +64,8 @@ class Mask(Term):
 
     sees_itself = False
     """Whether every query that sits on a key may look at that key, at any shape."""
+    from_first = False
+    """Whether the keys of every row are one run that begins with the first key, or none."""
 
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
         """Whether the query at position i may look at the key at position j (broadcast)."""
@@ -155,6 +157,10 @@ class At(Placed, Mask):
     queries: Tensor
     keys: Tensor | None = None
 
+    @property
+    def from_first(self) -> bool:  # type: ignore[override]
+        return self.keys is None and self.inner.from_first
+
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
         queries, keys = self.positions(b, i, j, shape)
         seen = self.inner.allows(b, h, queries, keys, shape._replace(T=shape.S))
@@ -188,6 +194,10 @@ class _JoinedMask(Joined, Mask):
     @property
     def sees_itself(self) -> bool:  # type: ignore[override]
         return all(part.sees_itself for part in self.parts())
+
+    @property
+    def from_first(self) -> bool:  # type: ignore[override]
+        return all(part.from_first for part in self.parts())
 
 
 class _Two(_JoinedMask):
@@ -258,6 +268,14 @@ class Or(_Two):
         one, other = self.one.bounds(box), self.other.bounds(box)
         return Bounds(one.maybe | other.maybe, one.surely | other.surely)
 
+    def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
+        if not self.from_first:
+            return None
+        one, other = self.one.interval(i, shape), self.other.interval(i, shape)
+        if one is None or other is None:
+            return None
+        return torch.zeros_like(one[0]), torch.maximum(one[1], other[1])
+
 
 @dataclass(frozen=True, eq=False)
 class Not(_JoinedMask):
@@ -266,6 +284,7 @@ class Not(_JoinedMask):
     inner: Mask
 
     sees_itself = False
+    from_first = False
 
     def parts(self) -> tuple[Mask, ...]:  # type: ignore[override]
         return (self.inner,)

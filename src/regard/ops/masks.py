@@ -45,6 +45,7 @@ class Causal(Mask):
     align: str = "end"
     relative = True
     positional = True
+    from_first = True
 
     @property
     def sees_itself(self) -> bool:  # type: ignore[override]
@@ -86,6 +87,10 @@ class Window(Mask):
     relative = True
     positional = True
     sees_itself = True
+
+    @property
+    def from_first(self) -> bool:  # type: ignore[override]
+        return self.left is None
 
     def __post_init__(self) -> None:
         for name, side in (("left", self.left), ("right", self.right)):
@@ -132,6 +137,10 @@ class Lengths(Mask):
     lengths: Tensor
     side: str = "right"
     axes: ClassVar = {"lengths": "B"}
+
+    @property
+    def from_first(self) -> bool:  # type: ignore[override]
+        return self.side == "right"
 
     def __post_init__(self) -> None:
         check_counts("lengths", self.lengths)
@@ -185,6 +194,7 @@ class Prefix(Mask):
     n: int | Tensor
     axes: ClassVar = {"n": "B"}
     positional = True
+    from_first = True
 
     def __post_init__(self) -> None:
         if isinstance(self.n, Tensor):

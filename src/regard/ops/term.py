@@ -59,7 +59,7 @@ class Cut:
 
 
 CLAIMS = {"axes", "relative", "positional", "follows_keys", "sees_itself", "hides"}
-CLAIMS |= {"gives_gradient", "graph_name"}
+CLAIMS |= {"gives_gradient", "graph_name", "from_first"}
 """What a class says of all its values, and no value holds."""
 
 _HERE = "<child>"
