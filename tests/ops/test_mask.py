@@ -102,6 +102,10 @@ def claims(shape: Shape) -> dict[str, tuple[Mask, Sees]]:
             w.at(n(at_bt), n(at_s)),
             lambda b, h, i, j: at_s[j] >= 0 and -2 <= at_s[j] - at_bt[b][i - off] <= 1,
         ),
+        "prefix language model": (
+            Causal() | Prefix(n(prefixes)),
+            lambda b, h, i, j: j <= i or j < prefixes[b],
+        ),
         "prefix at slots": (
             Prefix(n(prefixes)).at(n(at_t), n(at_bs)),
             lambda b, h, i, j: 0 <= at_bs[b][j] < prefixes[b],
@@ -180,7 +184,7 @@ EXACT = {
 ONE_RUN = {
     *(EXACT - {"dense", "dense of pairs", "dense of keys", "dense of heads", "dense of queries"}),
     *("packed documents", "causal documents", "causal at", "start at", "causal at each"),
-    *("and", "and of each"),
+    *("and", "and of each", "prefix language model"),
 } - {"dense of one", "not", "not not"}
 
 
