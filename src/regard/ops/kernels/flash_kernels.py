@@ -30,6 +30,7 @@ from regard.ops.kernels.tile_kernels import (
     kept,
     product,
     query_places,
+    row_word,
     seen,
     slope_of,
 )
@@ -60,11 +61,12 @@ class KeySet(NamedTuple):
 def _fold(
     state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    MASKED: tl.constexpr, COVERED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+    MASKED: tl.constexpr, COVERED: tl.constexpr, PLAIN: tl.constexpr, EVEN: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Fold one tile of keys into the running numbers of its rows."""
     max_t, sum_t, out_te, heat_t, far_t, mass_t, key_t = state
-    b, h_t, t, head_t, slope_t, place_t, lo_t, hi_t = row
+    b, h_t, t, word_t, slope_t, place_t, lo_t, hi_t = row
     T, S, D, E, k_s, v_s = sizes
     s = start + tl.arange(0, KEYS)
     d = tl.arange(0, WIDTH)
@@ -80,16 +82,18 @@ def _fold(
     else:
         k_sd = tl.load(at_k, mask=(d < D)[None, :], other=0.0)
         v_se = tl.load(at_v, mask=(e < E)[None, :], other=0.0)
-    x_ts = product(q_td, tl.trans(k_sd), EXACT) * rule.factor
-    if rule.cap is not None:
-        x_ts = capped(x_ts, rule.cap)
-    real_s = s
-    if MASKED:
-        real_s = tl.minimum(s, S - 1)
-    x_ts = biased(
-        x_ts, rule, b, h_t[:, None], t[:, None], real_s[None, :], slope_t[:, None],
-        place_t[:, None], T, S,
-    )  # fmt: skip
+    x_ts = product(q_td, tl.trans(k_sd), EXACT)
+    if not PLAIN:
+        x_ts *= rule.factor
+        if rule.cap is not None:
+            x_ts = capped(x_ts, rule.cap)
+        real_s = s
+        if MASKED:
+            real_s = tl.minimum(s, S - 1)
+        x_ts = biased(
+            x_ts, rule, b, h_t[:, None], t[:, None], real_s[None, :], slope_t[:, None],
+            place_t[:, None], T, S,
+        )  # fmt: skip
     if MASKED:
         seen_ts = seen(
             rule, b, h_t[:, None], t[:, None], s[None, :], lo_t[:, None], hi_t[:, None], S
@@ -100,18 +104,24 @@ def _fold(
         shown_s = tl.max((x_ts != float("-inf")).to(tl.int32), 0) > 0
         v_se = tl.where(shown_s[:, None], v_se, 0.0)
     top_t = tl.max(x_ts, 1)
-    highest_t = tl.maximum(max_t, top_t)
     if answers.key is not None:
         found_t = tl.min(tl.where(x_ts == top_t[:, None], s[None, :], S), 1)
+    if PLAIN:
+        # The factor is above 0, so that it may be applied to the maximum, and in one step below.
+        top_t *= rule.factor
+    highest_t = tl.maximum(max_t, top_t)
+    if answers.key is not None:
         better_t = (top_t > max_t) | ((top_t == max_t) & (found_t < key_t))
         key_t = tl.where(better_t, found_t, key_t)
     fade_t = tl.exp2(max_t - highest_t)
-    x_ts = x_ts - highest_t[:, None]
+    x_ts = (x_ts * rule.factor if PLAIN else x_ts) - highest_t[:, None]
     w_ts = tl.exp2(x_ts)
     if answers.entropy is not None:
         # Raising the maximum by a step lowers every term by the step.
         heat_t = fade_t * (heat_t + sum_t * (max_t - highest_t))
-        heat_t += tl.sum(w_ts * tl.maximum(x_ts, LOWEST), 1)
+        if MASKED or rule.band is not None or rule.dense is not None:
+            x_ts = tl.maximum(x_ts, LOWEST)
+        heat_t += tl.sum(w_ts * x_ts, 1)
     part_t = tl.sum(w_ts, 1)
     if answers.distance is not None:
         near_t = tl.sum(w_ts * tl.arange(0, KEYS).to(tl.float32)[None, :], 1)
@@ -122,7 +132,7 @@ def _fold(
         mass_t = fade_t * mass_t + tl.sum(w_ts * of_s[None, :], 1)
     sum_t = fade_t * sum_t + part_t
     if rule.dropout is not None:
-        w_ts = tl.where(kept(rule, head_t[:, None], t[:, None], s[None, :]), w_ts, 0.0)
+        w_ts = tl.where(kept(rule, word_t[:, None], s[None, :]), w_ts, 0.0)
     out_te = out_te * fade_t[:, None] + product(w_ts.to(v_se.dtype), v_se, EXACT)
     return highest_t, sum_t, out_te, heat_t, far_t, mass_t, key_t
 
@@ -132,7 +142,7 @@ def _forward(
     q, k, v, out, rule, lists, sinks, chosen, answers, kept_share, H, T, S, D, E,
     R: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    COVERED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+    COVERED: tl.constexpr, PLAIN: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Some queries of P heads that share a key head: rows go through the heads of each query."""
     n_bands = tl.cdiv(T * P, ROWS)
@@ -153,7 +163,8 @@ def _forward(
     k_at = k.at + b * k.b + (h // R) * k.h + s[:, None] * k.t + d[None, :].to(tl.int64) * k.d
     v_at = v.at + b * v.b + (h // R) * v.h + s[:, None] * v.t + e[None, :].to(tl.int64) * v.d
     lo_t, hi_t = bounds_of(rule, b, t, S)
-    row = (b, h_t, t, head_t, slope_of(rule, h_t), query_places(rule, b, t, T, S), lo_t, hi_t)
+    word_t, place_t = row_word(rule, head_t, t), query_places(rule, b, t, T, S)
+    row = (b, h_t, t, word_t, slope_of(rule, h_t), place_t, lo_t, hi_t)
     sizes = (T, S, D, E, k.t, v.t)
     state = (
         tl.full((ROWS,), LOWEST, tl.float32),
@@ -179,13 +190,13 @@ def _forward(
         for n in range(0, n_full):
             state = _fold(
                 state, q_td, k_at, v_at, whole + n * KEYS, rule, chosen, answers, row, sizes,
-                KEYS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
+                KEYS, WIDTH, VALUES, False, COVERED, PLAIN, EVEN, EXACT,
             )  # fmt: skip
         for n in range(0, n_mixed):
             start = tl.where(n < n_before, first + n * KEYS, ends + (n - n_before) * KEYS)
             state = _fold(
                 state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
-                KEYS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
+                KEYS, WIDTH, VALUES, True, COVERED, PLAIN, EVEN, EXACT,
             )  # fmt: skip
     else:
         line = (b * lists.b + h * lists.h + band) * lists.n
@@ -195,13 +206,13 @@ def _forward(
             start = tl.load(lists.tiles + line + n) * KEYS
             state = _fold(
                 state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
-                KEYS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
+                KEYS, WIDTH, VALUES, False, COVERED, PLAIN, EVEN, EXACT,
             )  # fmt: skip
         for n in range(0, n_mixed):
             start = tl.load(lists.tiles + line + lists.n - 1 - n) * KEYS
             state = _fold(
                 state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
-                KEYS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
+                KEYS, WIDTH, VALUES, True, COVERED, PLAIN, EVEN, EXACT,
             )  # fmt: skip
     max_t, sum_t, out_te, heat_t, far_t, mass_t, key_t = state
     highest_t = max_t
@@ -262,13 +273,15 @@ def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | N
         lists = list_tiles(rule, given.shape, tiles[:2], False, given.q.device)
     elif T * options["R"] <= tiles.rows:
         heads = options["R"]
+    added = (rule.cap, rule.slopes, rule.band, rule.dense)
+    plain = rule.factor > 0.0 and all(part is None for part in added)
     chosen = None if mass is None else KeySet(mass, 0 if len(mass) == 1 else mass.stride(0))
     launch: Any = _forward[(B * H // heads * triton.cdiv(T * heads, tiles.rows),)]
     launch(
         view(given.q), view(given.k), view(given.v), view(out), rule, lists, given.sinks, chosen,
         answers, 1.0 / (1.0 - given.dropout), H, T, S, D, E,
         **options, P=heads, ROWS=tiles.rows, KEYS=tiles.keys, VALUES=width_of(E),
-        COVERED=given.covered, num_warps=tiles.warps, num_stages=tiles.stages,
+        COVERED=given.covered, PLAIN=plain, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 

@@ -39,11 +39,11 @@ def slope_of(rule, h):
 
 @triton.jit
 def query_places(rule, b, t, T, S):
-    """Where queries stand, for the bias."""
+    """Where queries stand, for the bias; as float32, in which tiles reckon faster."""
     place = t + (S - T)
     if rule.places is not None:
         place = tl.load(rule.places.queries + b * rule.places.queries_b + t)
-    return place
+    return place.to(tl.float32)
 
 
 @triton.jit
@@ -52,15 +52,14 @@ def key_places(rule, b, s):
     place = s
     if rule.places is not None:
         place = tl.load(rule.places.keys + b * rule.places.keys_b + s)
-    return place
+    return place.to(tl.float32)
 
 
 @triton.jit
 def biased(x, rule, b, h, t, s, slope, place, T, S):
     """Scores after the bias: in bits, -inf where it hides. t < T and s < S, repeated if need be."""
     if rule.slopes is not None:
-        far = tl.abs(place - key_places(rule, b, s))
-        x -= slope * far.to(tl.float32)
+        x -= slope * tl.abs(place - key_places(rule, b, s))
     if rule.band is not None:
         at = rule.band.at + h * rule.band.h + (s - t + (T - 1))
         x += tl.load(at).to(tl.float32) * BITS
@@ -108,12 +107,20 @@ def mixed(word):
 
 
 @triton.jit
-def kept(rule, head, t, s):
-    """Whether dropout keeps the weights of queries t on keys s; head counts over the batch."""
-    seed = tl.load(rule.dropout.seed)
-    word = mixed((seed ^ (seed >> 32)).to(tl.uint32))
-    word = mixed(word + head.to(tl.uint32) * 0x9E3779B1)
-    word = mixed(word + t.to(tl.uint32) * 0x85EBCA77)
+def row_word(rule, head, t):
+    """What the dropout of a row's weights is drawn from; head counts over the batch."""
+    word = t.to(tl.uint32)
+    if rule.dropout is not None:
+        seed = tl.load(rule.dropout.seed)
+        word = mixed((seed ^ (seed >> 32)).to(tl.uint32))
+        word = mixed(word + head.to(tl.uint32) * 0x9E3779B1)
+        word = mixed(word + t.to(tl.uint32) * 0x85EBCA77)
+    return word
+
+
+@triton.jit
+def kept(rule, word, s):
+    """Whether dropout keeps the weights on keys s of rows with this word."""
     word = mixed(word ^ (s.to(tl.uint32) * 0xC2B2AE3D))
     # The highest bit turned round puts unsigned numbers in the order of signed ones.
     return (word ^ 0x80000000).to(tl.int32, bitcast=True) >= rule.dropout.threshold
