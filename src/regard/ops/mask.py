@@ -13,7 +13,8 @@ Letters: B batch, H heads, T queries, S keys; b, h, i, j indices. Position: the 
 the last key, so query row t has position i = t + S - T. True means: this query may look at this
 key.
 
-- `window`: how far back and ahead it sees, when that is all it says.
+- `window`: how far back and ahead it sees, `span`: the keys that all queries of a sample see
+alike; each when that is all it says.
 
 The masks themselves are in `masks.py`; here is what a mask is and how masks are joined. What
 concerns the tensors it holds is in `term.py`. Left out: masks that depend on the values of q or k.
@@ -82,6 +83,10 @@ class Mask(Term):
 
     def window(self) -> tuple[int | None, int | None] | None:
         """How far back and ahead of itself a query sees (None: all), if that is all it says."""
+        return None
+
+    def span(self, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """First and past-the-last key of all rows alike, (B or 1,), if that is all it says."""
         return None
 
     @property
@@ -221,7 +226,7 @@ class And(_Two):
         one, other = self.one.window(), self.other.window()
         if one is None or other is None:
             return None
-        return _nearer(one[0], other[0]), _nearer(one[1], other[1])
+        return nearer(one[0], other[0]), nearer(one[1], other[1])
 
     @property
     def looks_back(self) -> bool:
@@ -300,7 +305,7 @@ class Not(_JoinedMask):
         return Bounds(~known.surely, ~known.maybe)
 
 
-def _nearer(one: int | None, other: int | None) -> int | None:
+def nearer(one: int | None, other: int | None) -> int | None:
     """The smaller of two distances, of which None is endless."""
     return other if one is None else one if other is None else min(one, other)
 

@@ -180,11 +180,16 @@ class Lengths(Mask):
         rows = np.ones(box.i_lo.shape, np.bool_)
         return Bounds(maybe & rows, surely & rows)
 
+    def span(self, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+        count = self.lengths.to(device, torch.int64)
+        if self.side == "right":
+            return torch.zeros_like(count), count
+        return shape.S - count, torch.full_like(count, shape.S)
+
     def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        count = self.lengths.to(device=i.device, dtype=i.dtype)[:, None]
-        lo = torch.zeros_like(count) if self.side == "right" else shape.S - count
+        lo, hi = self.span(shape, i.device)
         rows = torch.zeros_like(i)
-        return lo + rows, lo + count + rows
+        return lo[:, None] + rows, hi[:, None] + rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,10 +225,17 @@ class Prefix(Mask):
         rows = np.ones(box.i_lo.shape, np.bool_)
         return Bounds((box.j_lo < high) & rows, (box.j_hi < low) & rows)
 
+    def span(self, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+        if isinstance(self.n, Tensor):
+            hi = self.n.to(device, torch.int64).clamp(max=shape.S)
+        else:
+            hi = torch.full((1,), min(self.n, shape.S), dtype=torch.int64, device=device)
+        return torch.zeros_like(hi), hi
+
     def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        n = self.n.to(i)[:, None] if isinstance(self.n, Tensor) else self.n
-        lo = torch.zeros_like(i)
-        return lo, torch.clamp(lo + n, max=shape.S)
+        lo, hi = self.span(shape, i.device)
+        rows = torch.zeros_like(i)
+        return lo[:, None] + rows, hi[:, None] + rows
 
 
 @dataclass(frozen=True, eq=False)

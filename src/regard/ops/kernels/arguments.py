@@ -18,6 +18,8 @@ from regard.ops.kernels.rendered import Rendered
 
 BITS = 1.0 / math.log(2.0)
 """From nats to bits: with scores in bits a weight is a power of two."""
+OPEN = 2**30
+"""A side of a window that has no end; no call has so many queries or keys."""
 
 
 class View(NamedTuple):
@@ -28,6 +30,21 @@ class View(NamedTuple):
     h: int
     t: int
     d: int
+
+
+class Window(NamedTuple):
+    """How far back and ahead of itself a query sees; OPEN: all."""
+
+    left: int
+    right: int
+
+
+class Span(NamedTuple):
+    """The keys first..past that all queries of a sample see; b: from sample to sample."""
+
+    first: Tensor
+    past: Tensor
+    b: int
 
 
 class Interval(NamedTuple):
@@ -86,6 +103,8 @@ class Rule(NamedTuple):
 
     factor: float
     cap: float | None
+    window: Window | None
+    span: Span | None
     interval: Interval | None
     ids: Pair | None
     words: Words | None
@@ -108,12 +127,15 @@ def share(x: Tensor, axis: int) -> int:
 
 def rule_of(given: Rendered) -> Rule:
     """The rule of a call as kernels take it."""
-    interval = ids = words = places = band = dense = dropout = None
+    window = span = interval = ids = words = places = band = dense = dropout = None
+    if given.left is not None or given.right is not None:
+        # No None inside of a tuple in a tuple: Triton 3.6 does not compile it.
+        left, right = (OPEN if side is None else side for side in (given.left, given.right))
+        window = Window(left, right)
+    if given.first is not None and given.past is not None:
+        span = Span(*_alike(given.first, given.past))
     if given.lo is not None and given.hi is not None:
-        lo, hi = (x.expand(max(len(given.lo), len(given.hi)), -1) for x in (given.lo, given.hi))
-        if lo.stride(0) != hi.stride(0):
-            lo, hi = lo.contiguous(), hi.contiguous()
-        interval = Interval(lo, hi, share(lo, 0))
+        interval = Interval(*_alike(given.lo, given.hi))
     if given.query_ids is not None and given.key_ids is not None:
         ids = _pair(given.query_ids, given.key_ids)
     if given.words is not None:
@@ -129,9 +151,17 @@ def rule_of(given: Rendered) -> Rule:
     if given.seed is not None:
         dropout = Dropout(given.seed, int(given.dropout * 2**32) - 2**31)
     cap = None if given.cap is None else given.cap * BITS
-    return Rule(
-        given.factor * BITS, cap, interval, ids, words, given.slopes, places, band, dense, dropout
-    )
+    seen = (window, span, interval, ids, words)
+    return Rule(given.factor * BITS, cap, *seen, given.slopes, places, band, dense, dropout)
+
+
+def _alike(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Two tensors of one shape (B or 1, ...) and of one stride from sample to sample."""
+    samples = max(len(one), len(other))
+    one, other = (x.expand(samples, *x.shape[1:]) for x in (one, other))
+    if one.stride() != other.stride():
+        one, other = one.contiguous(), other.contiguous()
+    return one, other, share(one, 0)
 
 
 def _pair(queries: Tensor, keys: Tensor) -> Pair:

@@ -162,7 +162,7 @@ def _forward(
     s = tl.arange(0, KEYS).to(tl.int64)
     k_at = k.at + b * k.b + (h // R) * k.h + s[:, None] * k.t + d[None, :].to(tl.int64) * k.d
     v_at = v.at + b * v.b + (h // R) * v.h + s[:, None] * v.t + e[None, :].to(tl.int64) * v.d
-    lo_t, hi_t = bounds_of(rule, b, t, S)
+    lo_t, hi_t = bounds_of(rule, b, t, T, S)
     word_t, place_t = row_word(rule, head_t, t), query_places(rule, b, t, T, S)
     row = (b, h_t, t, word_t, slope_of(rule, h_t), place_t, lo_t, hi_t)
     sizes = (T, S, D, E, k.t, v.t)

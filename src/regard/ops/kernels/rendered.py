@@ -1,7 +1,9 @@
 """A call as our kernels read it: masks and biases as small tensors, positions and numbers.
 
 A pair of query and key is seen where all that is rendered of the mask allows it:
-- `lo`, `hi`: the keys lo..hi of each row (causal, windows, padding, prefixes);
+- `left`, `right`: how far back and ahead of itself a query sees (causal, windows);
+- `first`, `past`: the keys first..past of each sample (padding);
+- `lo`, `hi`: the keys lo..hi of each row (prefix language models);
 - `query_ids`, `key_ids`: both of one document;
 - `words`: one bit a pair, 32 keys a word, for every other mask.
 A bias is the sum of what is rendered of it: `slopes` of the distance (ALiBi), between positions as
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from regard.ops.bias import ALiBi, Bias, BiasAt, DenseBias, lowest_as_inf
 from regard.ops.call import Call
-from regard.ops.mask import And, Mask
+from regard.ops.mask import And, Mask, nearer
 from regard.ops.masks import Documents
 from regard.ops.shape import Shape, Tile
 from regard.ops.unseen import covers
@@ -43,6 +45,10 @@ class Rendered(NamedTuple):
     k: Tensor
     v: Tensor
     sinks: Tensor | None = None
+    left: int | None = None
+    right: int | None = None
+    first: Tensor | None = None
+    past: Tensor | None = None
     lo: Tensor | None = None
     hi: Tensor | None = None
     query_ids: Tensor | None = None
@@ -69,8 +75,9 @@ class Rendered(NamedTuple):
 class _Sight(NamedTuple):
     """What is rendered of a mask so far."""
 
-    lo: Tensor | None = None
-    hi: Tensor | None = None
+    window: tuple[int | None, int | None] = (None, None)
+    span: tuple[Tensor, Tensor] | None = None
+    rows: tuple[Tensor, Tensor] | None = None
     ids: tuple[Tensor, Tensor] | None = None
     rest: Mask | None = None
 
@@ -80,14 +87,12 @@ def render(call: Call) -> Rendered:
     rule, q = call.rule, call.q
     shape, device = rule.shape, q.device
     sight = _Sight() if rule.mask is None else _see(rule.mask, shape, device, _Sight())
-    words = None if sight.rest is None else pack_words(sight.rest, shape, device)
-    given = Rendered(q, call.k, call.v)._replace(
-        sinks=call.sinks,
-        lo=None if sight.lo is None else _rows_of(sight.lo.clamp(0, shape.S)),
-        hi=None if sight.hi is None else _rows_of(sight.hi.clamp(0, shape.S)),
-        query_ids=None if sight.ids is None else sight.ids[0],
-        key_ids=None if sight.ids is None else sight.ids[1],
-        words=words,
+    first, past = sight.span or (None, None)
+    lo, hi = (None, None) if sight.rows is None else map(_rows_of, sight.rows)
+    query_ids, key_ids = sight.ids or (None, None)
+    given = Rendered(
+        *(q, call.k, call.v, call.sinks, *sight.window, first, past, lo, hi, query_ids, key_ids),
+        words=None if sight.rest is None else pack_words(sight.rest, shape, device),
         seed=call.seed if call.dropout > 0.0 else None,
         factor=rule.factor(q.shape[3]),
         cap=rule.softcap,
@@ -98,21 +103,32 @@ def render(call: Call) -> Rendered:
 
 
 def _see(mask: Mask, shape: Shape, device: torch.device, sight: _Sight) -> _Sight:
-    """A mask joined to what is rendered of others: as an interval, as ids, or left as it is."""
+    """A mask joined to what is rendered of others, in the form that costs least."""
+    window, span = mask.window(), mask.span(shape, device)
+    if window is not None:
+        left, right = map(nearer, sight.window, window)
+        return sight._replace(window=(left, right))
+    if span is not None:
+        return sight._replace(span=_common(sight.span, span))
     if isinstance(mask, Documents) and sight.ids is None:
         return sight._replace(ids=mask.pair_ids(shape, device))
-    if isinstance(mask, And) and any(isinstance(leaf, Documents) for leaf in mask.leaf_terms()):
+    if isinstance(mask, And):
         return _see(mask.other, shape, device, _see(mask.one, shape, device, sight))
     i = torch.arange(shape.T, device=device)[None] + shape.offset
-    run = mask.interval(i, shape)
+    run = None if isinstance(mask, Documents) else mask.interval(i, shape)
     if run is None:
-        if isinstance(mask, And):
-            return _see(mask.other, shape, device, _see(mask.one, shape, device, sight))
         return sight._replace(rest=mask if sight.rest is None else sight.rest & mask)
-    lo, hi = (x.to(device) for x in run)
-    if sight.lo is not None and sight.hi is not None:
-        lo, hi = torch.maximum(lo, sight.lo), torch.minimum(hi, sight.hi)
-    return sight._replace(lo=lo, hi=hi)
+    lo, hi = (x.to(device).clamp(0, shape.S) for x in run)
+    return sight._replace(rows=_common(sight.rows, (lo, hi)))
+
+
+def _common(
+    one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """What two intervals share."""
+    if one is None:
+        return other
+    return torch.maximum(one[0], other[0]), torch.minimum(one[1], other[1])
 
 
 def _rows_of(values: Tensor) -> Tensor:

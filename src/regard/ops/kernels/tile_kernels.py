@@ -72,14 +72,20 @@ def biased(x, rule, b, h, t, s, slope, place, T, S):
 
 
 @triton.jit
-def bounds_of(rule, b, t, S):
-    """First and past-the-last key of queries; all keys where no interval is told."""
-    if rule.interval is None:
-        lo = t * 0
-        hi = t * 0 + S
-    else:
-        lo = tl.load(rule.interval.lo + b * rule.interval.b + t)
-        hi = tl.load(rule.interval.hi + b * rule.interval.b + t)
+def bounds_of(rule, b, t, T, S):
+    """First and past-the-last key of queries; all keys where nothing of the kind is told."""
+    lo = t * 0
+    hi = t * 0 + S
+    if rule.window is not None:
+        i = t + (S - T)
+        lo = tl.maximum(i - rule.window.left, 0)
+        hi = tl.minimum(i + rule.window.right + 1, S)
+    if rule.span is not None:
+        lo = tl.maximum(lo, tl.load(rule.span.first + b * rule.span.b).to(tl.int32))
+        hi = tl.minimum(hi, tl.load(rule.span.past + b * rule.span.b).to(tl.int32))
+    if rule.interval is not None:
+        lo = tl.maximum(lo, tl.load(rule.interval.lo + b * rule.interval.b + t))
+        hi = tl.minimum(hi, tl.load(rule.interval.hi + b * rule.interval.b + t))
     return lo, hi
 
 

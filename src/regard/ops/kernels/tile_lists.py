@@ -39,7 +39,7 @@ def list_tiles(
     B, H, T, S = shape
     down, across = -(-T // tile[0]), -(-S // tile[1])
     n_lines, n = (across, down) if by_keys else (down, across)
-    strides = [part.b for part in (rule.interval, rule.words) if part is not None]
+    strides = [part.b for part in (rule.span, rule.interval, rule.words) if part is not None]
     if rule.ids is not None:
         strides += [rule.ids.queries_b, rule.ids.keys_b]
     samples = B if any(strides) else 1

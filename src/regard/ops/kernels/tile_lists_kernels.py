@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from regard.ops.kernels.arguments import Rule
+from regard.ops.kernels.tile_kernels import bounds_of
 from regard.ops.kernels.tile_lists import TileLists
 from regard.ops.shape import Shape
 
@@ -30,9 +31,8 @@ def _judge(rule, b, h, row_n, key_n, T, S, ROWS: tl.constexpr, KEYS: tl.constexp
     s_ns = tl.minimum(s_ns, S - 1)
     maybe_n = (row_n < T) & (key_n < S)
     surely_n = maybe_n & (key_n + KEYS <= S)
-    if rule.interval is not None:
-        lo_nt = tl.load(rule.interval.lo + b * rule.interval.b + t_nt)
-        hi_nt = tl.load(rule.interval.hi + b * rule.interval.b + t_nt)
+    if rule.window is not None or rule.span is not None or rule.interval is not None:
+        lo_nt, hi_nt = bounds_of(rule, b, t_nt, T, S)
         sees_nt = real_nt & (hi_nt > lo_nt)
         maybe_n = maybe_n & (tl.max(tl.where(sees_nt, hi_nt, 0), 1) > key_n)
         maybe_n = maybe_n & (tl.min(tl.where(sees_nt, lo_nt, FAR), 1) < key_n + KEYS)
