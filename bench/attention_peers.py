@@ -98,7 +98,7 @@ def plain_rules() -> list[Rule]:
 
 
 def masking_rules(sizes: Sizes, device: str) -> list[Rule]:
-    """Padding, a window and packed documents."""
+    """Padding, a window, packed documents and a prefix."""
     T = sizes.T
     width = min(1024, T // 2)
     # From half full to full, which is 3/4 in the mean; a single sample is half full.
@@ -114,6 +114,9 @@ def masking_rules(sizes: Sizes, device: str) -> list[Rule]:
     def see_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j <= i) & (ids[i] == ids[j])
 
+    def see_prefix(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) | (j < T // 4)
+
     window = regard.Causal() & regard.Window(width - 1, 0)
     documents = regard.Causal() & regard.Documents(ids)
     return [
@@ -125,6 +128,11 @@ def masking_rules(sizes: Sizes, device: str) -> list[Rule]:
         ),
         Rule(name=f"causal window {width:,}", ours={"mask": window}, sees=see_near),
         Rule(name="four documents, causal", ours={"mask": documents}, sees=see_document),
+        Rule(
+            name="prefix of a quarter, causal",
+            ours={"mask": regard.Causal() | regard.Prefix(T // 4)},
+            sees=see_prefix,
+        ),
     ]
 
 
