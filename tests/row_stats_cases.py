@@ -13,13 +13,45 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.ops import Causal, Documents, Lengths, Map, Observation, Wants, Window, observe
+from regard.ops import (
+    ALiBi,
+    Causal,
+    Dense,
+    DenseBias,
+    Documents,
+    Lengths,
+    Map,
+    Observation,
+    Prefix,
+    RelativeTable,
+    Wants,
+    Window,
+    observe,
+)
+from regard.ops.blockwise import Ask
 from regard.ops.call import make_call
-from regard.ops.kernels import row_stats
-from regard.ops.kernels.inputs import find_bounds
+from regard.ops.kernels import flash, pooling, row_stats
+from regard.ops.kernels.rendered import render
+from regard.ops.shape import Tile
+from regard.ops.weight_stats import visible
 
 ROUNDINGS = 16
+ABOVE = 0.1
 Sizes = tuple[int, int, int]
+
+
+def draw(*size: int) -> Tensor:
+    """Numbers that are the same every time."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def some_hidden(*size: int) -> Tensor:
+    """Numbers of a bias of which every third hides its pair, each in one of two ways."""
+    numbers = draw(*size)
+    numbers[..., ::6] = -float("inf")
+    numbers[..., 3::6] = torch.finfo(numbers.dtype).min
+    return numbers
+
 
 DOCUMENTS = torch.tensor([0] * 11 + [1] * 37 + [2] * 19)
 SEEN: dict[str, tuple[Sizes, Any, Any, dict[str, Any]]] = {
@@ -48,10 +80,59 @@ SEEN: dict[str, tuple[Sizes, Any, Any, dict[str, Any]]] = {
         (64, 128, 8), Causal(), Map(height=4, width=4, queries=(19, 51), keys=(48, 112)), {}
     ),
     "one of everything": ((1, 1, 1), None, (1, 1), {}),
+    "documents of both sides": (
+        (37, 41, 8), Documents(torch.arange(41) // 9, torch.arange(37) // 7 * 2),
+        Map(height=3, width=3, queries=(3, 30), keys=(5, 40)), {},
+    ),
+    "documents anywhere": (
+        (67, 67, 8),
+        Documents(torch.stack([torch.arange(67) // 32, torch.arange(67) % 3 * 10**12])) & Causal(),
+        (32, 67), {},
+    ),
+    "prefix": ((37, 37, 8), Causal() | Prefix(11), (4, 4), {}),
+    "bits": (
+        (37, 71, 8), Dense(draw(2, 1, 37, 71) > 0.0),
+        Map(height=4, width=5, queries=(5, 31), keys=(17, 70)), {},
+    ),
+    "bits of heads": ((37, 71, 8), Dense(draw(2, 37, 71) > 0.0) & Causal(), (3, 7), {}),
+    "not a window": ((37, 37, 8), ~Window(3, 3), (37, 37), {}),
+    "ALiBi": (
+        (37, 41, 8), Causal(), Map(height=3, width=5, queries=(7, 30), keys=(2, 33)),
+        {"bias": ALiBi(2)},
+    ),
+    "ALiBi at positions": (
+        (37, 41, 8), None, Map(height=3, width=5, queries=(7, 30), keys=(2, 33)),
+        {"bias": ALiBi(2).at(torch.arange(37) * 3, torch.arange(41) * 2)},
+    ),
+    "table": (
+        (37, 41, 8), Window(20, 9), Map(height=3, width=5, queries=(7, 30), keys=(2, 33)),
+        {"bias": RelativeTable(draw(8, 2))},
+    ),
+    "table at positions": (
+        (13, 37, 8), None, (3, 5),
+        {"bias": RelativeTable(draw(8, 2)).at(torch.arange(13) * 2, torch.arange(37))},
+    ),
+    "numbers that hide": (
+        (37, 41, 8), Causal(), Map(height=3, width=5, queries=(7, 30), keys=(2, 33)),
+        {"bias": DenseBias(some_hidden(2, 37, 41))},
+    ),
+    "sum of biases": (
+        (37, 41, 8), Lengths(torch.tensor([41, 23])), (3, 4),
+        {"bias": DenseBias(some_hidden(2, 1, 1, 41)) + ALiBi(2) + RelativeTable(draw(8, 2)),
+         "softcap": 3.0, "sinks": torch.tensor([0.3, -2.0])},
+    ),
 }  # fmt: skip
 
-SINGLES = ("causal", "padding left", "softcap", "sinks", "fewer queries than keys")
+SINGLES = (
+    "causal", "padding left", "softcap", "sinks", "fewer queries than keys",
+    "documents of both sides", "bits of heads", "ALiBi at positions", "table", "numbers that hide",
+)  # fmt: skip
 """Cases in which single weights are summed too."""
+
+RECEIVED = (
+    "causal", "padding", "documents of both sides", "bits of heads", "table", "numbers that hide",
+)  # fmt: skip
+"""Cases in which received attention is asked about in every way."""
 
 
 def numbers_of(seen: Observation) -> dict[str, Tensor]:
@@ -66,6 +147,7 @@ def numbers_of(seen: Observation) -> dict[str, Tensor]:
         "map": seen.map,
         "top": seen.top.weight,
         "rows": seen.rows,
+        "mass": seen.mass,
     }
     return {name: x.double() for name, x in found.items() if x is not None}
 
@@ -81,7 +163,7 @@ def gaps(
     call = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in numbers.items()}
     wants = Wants(
         lse=True, entropy=True, peak=True, distance=True, received=True, map=picture, top=3,
-        rows=[T // 2],
+        rows=[T // 2, 0, T - 1], above=ABOVE, mass=(draw(2, S) > 0.0).to(device),
     )  # fmt: skip
 
     def by(q: Tensor, k: Tensor, backend: str, wants: Wants = wants) -> Observation:
@@ -101,7 +183,20 @@ def gaps(
         ours_seen.peak.key[..., None], truth["peak"][..., None], truth_seen
     )
     found["top keys"] = misnamed(ours_seen.top.key, truth["top"], truth_seen)
+    found["above"] = above_gap(ours_seen, truth_seen)
     return found
+
+
+def above_gap(ours: Observation, truth: Observation) -> tuple[float, float]:
+    """How far weights above the threshold are off, or one that is left out is above it."""
+    assert ours.above is not None and truth.weights is not None
+    offsets, key = ours.above.offsets, ours.above.key
+    assert int(offsets[-1]) == len(key) == len(ours.above.weight)
+    row = torch.repeat_interleave(torch.arange(len(offsets) - 1).to(key), offsets.diff())
+    assert ((row.diff() > 0) | (key.diff() > 0)).all(), "keys of a row come in order"
+    dense = ours.above.to_dense().double()
+    off = torch.where(dense > 0, (dense - truth.weights).abs(), truth.weights - ABOVE)
+    return float(off.max()), 1e-5
 
 
 def misnamed(key: Tensor, weight: Tensor, truth: Observation) -> tuple[float, float]:
@@ -143,7 +238,49 @@ def singles_gap(name: str, device: str) -> tuple[float, float]:
     picked = seen.weights.expand(3, -1, -1, -1, -1).gather(-1, at.clamp(min=0))
     truth = picked.masked_fill(at < 0, 0.0).sum((-1, -2))
     rule = make_call(q, k, k, mask=mask, **call).rule
-    bounds = find_bounds(rule, q.device)
-    assert bounds is not None
-    ours = row_stats.sum_singles(q, k, rule, bounds, seen.lse.float(), keys.int().to(device))
+    ours = row_stats.sum_singles(q, k, rule, seen.lse.float(), keys.int().to(device))
     return float((ours - truth).abs().max()), 1e-5
+
+
+def received_gaps(name: str, device: str) -> dict[str, tuple[float, float]]:
+    """How far what keys receive is off the whole matrix: each kind, weights of rows, some rows."""
+    (T, S, D), mask, _, numbers = SEEN[name]
+    q, k = draw(2, 2, T, D).to(device), draw(2, 1, S, D).to(device)
+    call = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in numbers.items()}
+    seen = observe(
+        q.double(), k.double(), None, mask=mask, wants=Wants(weights=True), backend="reference",
+        **call,
+    )  # fmt: skip
+    whole = make_call(q, k, k[..., :0], mask=mask, **call)
+    assert seen.weights is not None
+    shown = visible(whole.rule, Tile(0, T, 0, S), False, q.device)
+    given = render(whole)
+    _, rows = flash.forward(given, Ask(), None)
+    found = {}
+    signed, positive = draw(2, 1, T).to(device), draw(2, T).abs().to(device)[None].half()
+    for by, weights, queries in (
+        ("sum", None, (3, T - 4)), ("sum", signed, (0, T)), ("mean", None, (0, T)),
+        ("mean", positive, (3, T - 4)), ("max", None, (5, T)), ("max", signed, (0, T - 1)),
+        ("max", -positive, (3, T - 4)),
+    ):  # fmt: skip
+        ours = pooling.received(given, rows["maxima"], rows["sums"], weights, by, queries)
+        part = slice(*queries)
+        each = torch.ones(1, 1, T, device=q.device) if weights is None else weights
+        each = each.double()[:, :, part, None]
+        told, shown_part = each * seen.weights[:, :, part], shown[:, :, part]
+        truth = told.masked_fill(~shown_part, 0.0).sum(2)
+        if by == "mean":
+            divisor = (each * shown_part).sum(2)
+            truth = torch.where(divisor == 0, 0.0, truth / divisor)
+        if by == "max":
+            truth = told.masked_fill(~shown_part, -float("inf")).amax(2)
+            truth = truth.masked_fill(~shown_part.any(2), 0.0)
+        gap = float((ours - truth).abs().max())
+        found[f"{name} {by} {queries}"] = (gap, 1e-5)
+        counts, totals = pooling.count_queries(given, weights, queries)
+        off = (counts - shown_part.sum(2)).abs().max()
+        found[f"{name} counts {by} {queries}"] = (float(off), 0.0)
+        if totals is not None:
+            off = (totals - (each * shown_part).sum(2)).abs().max()
+            found[f"{name} row weights {by} {queries}"] = (float(off), 1e-5)
+    return found

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops import Causal, Wants
-from regard.ops.call import make_call
-from regard.ops.kernels import row_stats
-from regard.ops.kernels.inputs import find_bounds
+from regard.ops import ALiBi, Causal, Dense, DenseBias, Documents, Lengths, RelativeTable, Wants
+from regard.ops.call import Call, make_call
+from regard.ops.kernels import pooling, row_stats
+from regard.ops.kernels.rendered import render
 
 triton: Any = importlib.import_module("triton")
 
@@ -30,12 +30,28 @@ TYPES = {
     torch.bool: "*i1",
 }
 KERNELS = {
-    "row_stats_kernels": ("_rows", "_largest", "_singles"),
-    "pooling_kernels": ("_parts", "_grid", "_cells"),
+    "flash_kernels": ("_forward",),
+    "tile_lists_kernels": ("_list",),
+    "row_stats_kernels": ("_largest", "_above", "_rows", "_singles"),
+    "pooling_kernels": ("_by_keys", "_count", "_bands", "_cells"),
 }
 CASES: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {
-    "half": (torch.bfloat16, 64, {}),
-    "whole": (torch.float32, 40, {"softcap": 3.0, "sinks": torch.zeros(4)}),
+    "half": (torch.bfloat16, 64, {"mask": Causal()}),
+    "whole": (
+        torch.float32,
+        40,
+        {
+            "mask": Causal()
+            & Lengths(torch.tensor([250]))
+            & Documents(torch.arange(256) // 50)
+            & Dense(torch.ones(4, 256, 256, dtype=torch.bool)),
+            "bias": ALiBi(4).at(torch.arange(256), torch.arange(256))
+            + RelativeTable(torch.zeros(8, 4))
+            + DenseBias(torch.zeros(256, 256)),
+            "softcap": 3.0,
+            "sinks": torch.zeros(4),
+        },
+    ),
 }
 
 
@@ -44,60 +60,87 @@ class Caught:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.launched: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.launches: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **options: Any) -> None:
-            self.launched = args, options
+            self.launches.setdefault(f"{signature_of(args)} {options}", (args, options))
 
         return launch
 
-    def compile(self) -> str:
+    def compile(self, args: tuple[Any, ...], options: dict[str, Any]) -> str:
         """The assembler's text for an H100 or H200."""
-        assert self.launched is not None, "the kernel was not launched"
-        args, options = self.launched
-        how = {"num_warps": options.pop("num_warps"), "enable_fp_fusion": True}
+        options = dict(options)
+        how = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
         names = [parameter.name for parameter in self.kernel.params]
-        assert names == [*names[: len(args)], *sorted(options, key=names.index)]
-        given = {name: type_of(x) for name, x in zip(names, args, strict=False)}
+        assert sorted(names[len(args) :]) == sorted(options)
+        given = dict(zip(names, signature_of(args), strict=False))
+        fixed = constants_of(args) | {(names.index(name),): x for name, x in options.items()}
         source = triton.compiler.ASTSource(
             fn=self.kernel,
             signature=given | dict.fromkeys(options, "constexpr"),
-            constexprs=options,
+            constexprs=fixed,
         )
         target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-        made = triton.compile(source, target=target, options=how)
-        return str(made.asm["ptx"])
+        found = triton.compile(source, target=target, options=how | {"enable_fp_fusion": True})
+        return str(found.asm["ptx"])
 
 
-def type_of(value: Any) -> str:
+def signature_of(value: Any) -> Any:
+    """The type of an argument as Triton writes it; of a named tuple, one of these."""
+    if isinstance(value, tuple):
+        types = [signature_of(x) for x in value]
+        return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
     if isinstance(value, Tensor):
         return TYPES[value.dtype]
+    if value is None:
+        return "constexpr"
     assert isinstance(value, int | float) and not isinstance(value, bool)
     return "i32" if isinstance(value, int) else "fp32"
+
+
+def constants_of(value: Any, path: tuple[int, ...] = ()) -> dict[tuple[int, ...], None]:
+    """Where None stands, which a kernel is compiled for."""
+    if value is None:
+        return {path: None}
+    if not isinstance(value, tuple):
+        return {}
+    return {
+        at: x for n, part in enumerate(value) for at, x in constants_of(part, (*path, n)).items()
+    }
+
+
+def look(call: Call) -> None:
+    """Launch every kernel that looks at weights, once for each of its variants."""
+    shape = call.rule.shape
+    asked = {"entropy": True, "peak": True, "distance": True, "received": True, "above": 0.1}
+    for picture in ((8, 8), (7, 9)):
+        wants = Wants(**asked, top=5, map=picture, rows=[3], mass=torch.ones(shape.S) > 0)
+        row_stats.by_kernels(replace(call, wants=wants), call.q)
+    sums = torch.zeros(2, *shape[:3])
+    for by, weights in (("max", None), ("mean", torch.ones(1, 1, shape.T))):
+        pooling.received(render(call), *sums, weights, by, (0, shape.T))
+    keys = torch.zeros(3, shape.T, dtype=torch.int32)
+    row_stats.sum_singles(call.q, call.k, call.rule, sums[0], keys)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_compile_for_a_gpu_as_they_are_launched(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dtype, width, more = CASES[name]
+    dtype, width, rule = CASES[name]
     caught = {}
-    for room, kernels in KERNELS.items():
-        module = importlib.import_module(f"regard.ops.kernels.{room}")
+    for file, kernels in KERNELS.items():
+        module = importlib.import_module(f"regard.ops.kernels.{file}")
         for kernel in kernels:
             caught[kernel] = Caught(getattr(module, kernel))
             monkeypatch.setattr(module, kernel, caught[kernel])
+    # What a kernel would have counted is 1, so that the host asks for what follows.
+    monkeypatch.setattr(torch, "empty", torch.ones)
     q, k = (torch.zeros(1, heads, 256, width, dtype=dtype) for heads in (4, 2))
-    call = make_call(q, k, k, mask=Causal(), **more)
-    for picture in ((8, 8), (7, 9)):
-        wants = Wants(
-            lse=True, entropy=True, peak=True, distance=True, received=True, top=5, map=picture
-        )
-        row_stats.by_kernels(replace(call, wants=wants), q[..., :0])
-    bounds = find_bounds(call.rule, q.device)
-    assert bounds is not None
-    keys = torch.zeros(3, 256, dtype=torch.int32)
-    row_stats.sum_singles(q, k, call.rule, bounds, torch.zeros(1, 4, 256), keys)
+    look(make_call(q, k, k, **rule))
+    monkeypatch.undo()
     for kernel in caught.values():
-        assert ".target sm_90" in kernel.compile()
+        assert kernel.launches, kernel.kernel
+        for launched in kernel.launches.values():
+            assert ".target sm_90" in kernel.compile(*launched)

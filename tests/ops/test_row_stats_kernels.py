@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from interpreted import run_interpreted
-from row_stats_cases import SEEN, SINGLES
+from row_stats_cases import RECEIVED, SEEN, SINGLES
 
 pytestmark = pytest.mark.slow
 
@@ -28,16 +28,17 @@ IN_PARTS = (
     "large even cells",
     "even cells of a part",
 )
-"""Cases that are run with little room: with cells of one row, of broken ones, and of many tiles."""
+"""Cases that are run with little memory: one band of rows at a time, in small tiles."""
 
 
 def run_cases() -> None:
     """Every case; printed as JSON."""
     import torch
     from interpreted import patch_once
-    from row_stats_cases import gaps, singles_gap
+    from row_stats_cases import gaps, received_gaps, singles_gap
 
     from regard.ops.kernels import pooling, row_stats
+    from regard.ops.kernels.row_sums import Tiles
 
     patch_once()
     report = {}
@@ -45,12 +46,17 @@ def run_cases() -> None:
         for dtype in (torch.float32, torch.float16)[: 1 + (name in HALF)]:
             report[f"{name} {dtype}"] = gaps(name, dtype, "cpu", row_stats.by_kernels)
     report["NaN"] = {"wrong": (count_wrong_nans(), 0)}
-    # One tile of cells at a time, and small ones, whose edges lie inside of rows; and the largest
-    # weights from tiles, as when many are asked for.
-    pooling.SCRATCH, pooling.ROWS, pooling.KEYS, row_stats.MOST_TOP = 1, 16, 32, 2
+    # One band of rows at a time, in tiles smaller than a cell; and the largest weights from torch's
+    # tiles, as when many are asked for.
+    pooling.SCRATCH, row_stats.MOST_TOP = 1, 2
+    pooling.tiles_of = pooling.small_tiles_of = lambda given: Tiles(16, 32, 4, 1)
     for name in IN_PARTS:
         report[f"{name} in parts"] = gaps(name, torch.float32, "cpu", row_stats.by_kernels)
     report["singles"] = {name: singles_gap(name, "cpu") for name in SINGLES}
+    report["received"] = {
+        what: gap for name in RECEIVED for what, gap in received_gaps(name, "cpu").items()
+    }
+    report["output"] = {"wrong": output_gap()}
     print(json.dumps(report))
 
 
@@ -58,37 +64,80 @@ def count_wrong_nans() -> int:
     """How many numbers are NaN and should not be, or the other way round."""
     import torch
 
-    from regard.ops import Causal, Wants
+    from regard.ops import Causal, DenseBias, Wants
+    from regard.ops.blockwise import Ask
+    from regard.ops.call import make_call
+    from regard.ops.kernels import flash, pooling, row_stats
+    from regard.ops.kernels.rendered import render
+
+    T = 37
+    q, k = torch.randn(2, 1, 1, T, 8)
+    q[0, 0, 20, 3] = math.nan
+    # What nobody sees may be anything.
+    k[0, 0, 30] = math.nan
+    bias = torch.zeros(T, T)
+    bias[:, [7, 30]] = -math.inf
+    keys = torch.arange(T)
+    keys = (keys <= 20) & (keys != 7)
+    rows = torch.zeros(1, 1, T, dtype=torch.bool)
+    rows[0, 0, 20] = True
+    cells = torch.zeros(T, T, dtype=torch.bool)
+    cells[20] = keys
+    asked = {"lse": True, "entropy": True, "peak": True, "distance": True, "received": True}
+    wrong = 0
+    for picture in ((T, T), (T - 1, T)):
+        wants = Wants(
+            **asked, map=picture, top=5, above=0.01, rows=[20, 21], mass=torch.ones(T) > 0
+        )
+        call = replace(make_call(q, k, k, mask=Causal(), bias=DenseBias(bias)), wants=wants)
+        seen = row_stats.by_kernels(call, q[..., :0])
+        assert seen.map is not None and seen.received is not None and seen.peak is not None
+        assert seen.top is not None and seen.above is not None and seen.rows is not None
+        if picture == (T, T):
+            wrong += int((seen.map[0, 0].isnan() != cells).sum())
+        else:
+            # A cell that begins inside of row 19 or 20 has a part of row 20.
+            touched = cells[20].repeat(2, 1)
+            wrong += int((seen.map[0, 0, 19:21].isnan() != touched).sum())
+            wrong += int(seen.map[0, 0, :19].isnan().sum() + seen.map[0, 0, 21:].isnan().sum())
+        wrong += int((seen.received.total[0, 0].isnan() != keys).sum())
+        for found in (seen.lse, seen.entropy, seen.distance, seen.peak.weight, seen.mass):
+            assert found is not None
+            wrong += int((found.isnan() != rows).sum())
+        wrong += int((seen.top.weight.isnan() != rows[..., None]).sum())
+        wrong += int((seen.top.key[0, 0, 20] != -1).sum())
+        wrong += len(seen.above.row(0, 0, 20)[0]) + int(seen.above.weight.isnan().sum())
+        wrong += int((seen.rows[0, 0].isnan() != torch.stack([keys, keys & ~keys])).sum())
+        wrong += int(seen.peak.key[0, 0, 20] != -1)
+    given = render(call)
+    _, found = flash.forward(given, Ask(), None)
+    for by in ("sum", "max"):
+        # A row of NaN tells nothing, also where it does not count.
+        for weights in (None, torch.zeros(1, 1, T)):
+            sums = found["maxima"], found["sums"]
+            told = pooling.received(given, *sums, weights, by, (0, T))
+            wrong += int((told[0, 0].isnan() != keys).sum())
+            told = pooling.received(given, *sums, weights, by, (21, T))
+            wrong += int(told.isnan().sum())
+    return wrong
+
+
+def output_gap() -> tuple[float, float]:
+    """How far the output is off where it is asked for too; values have a width of their own."""
+    import torch
+
+    from regard.ops import Causal, Wants, observe
     from regard.ops.call import make_call
     from regard.ops.kernels import row_stats
 
-    q, k = torch.randn(2, 1, 1, 37, 8)
-    q[0, 0, 20, 3] = math.nan
-    rows = torch.zeros(1, 1, 37, dtype=torch.bool)
-    rows[0, 0, 20] = True
-    wants = Wants(
-        lse=True,
-        entropy=True,
-        peak=True,
-        distance=True,
-        received=True,
-        map=(37, 37),
-        top=5,
-    )
-    call = replace(make_call(q, k, k, mask=Causal()), wants=wants)
-    seen = row_stats.by_kernels(call, q[..., :0])
-    assert seen.map is not None and seen.received is not None and seen.peak is not None
-    assert seen.top is not None
-    cells = torch.zeros(37, 37, dtype=torch.bool)
-    cells[20, :21] = True
-    wrong = (seen.map[0, 0].isnan() != cells).sum()
-    wrong += (seen.received.total[0, 0].isnan() != (torch.arange(37) <= 20)).sum()
-    for told in (seen.lse, seen.entropy, seen.distance, seen.peak.weight):
-        assert told is not None
-        wrong += (told.isnan() != rows).sum()
-    wrong += (seen.top.weight.isnan() != rows[..., None]).sum()
-    wrong += (seen.top.key[0, 0, 20] != -1).sum()
-    return int(wrong) + int(seen.peak.key[0, 0, 20] != -1)
+    q, k, v = torch.randn(2, 4, 37, 8), torch.randn(2, 2, 41, 8), torch.randn(2, 2, 41, 24)
+    wants = Wants(received=True, top=3)
+    seen = row_stats.by_kernels(replace(make_call(q, k, v, mask=Causal()), wants=wants))
+    truth = observe(q, k, v, mask=Causal(), wants=wants, backend="reference")
+    assert seen.output is not None and truth.output is not None
+    assert seen.received is not None and truth.received is not None
+    gaps = (seen.output - truth.output, seen.received.total - truth.received.total)
+    return max(float(gap.abs().max()) for gap in gaps), 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +146,8 @@ def report() -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [*SEEN, *(f"{name} in parts" for name in IN_PARTS), "NaN", "singles"]
+    "name",
+    [*SEEN, *(f"{name} in parts" for name in IN_PARTS), "NaN", "singles", "received", "output"],
 )
 def test_kernels_tell_what_the_reference_tells(name: str, report: Any) -> None:
     found = {key: told for key, told in report.items() if key.split(" torch")[0] == name}

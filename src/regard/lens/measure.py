@@ -25,7 +25,7 @@ from regard.ops.bias import Bias, BiasAt
 from regard.ops.call import Rule, score_dtype
 from regard.ops.kernels import row_stats
 from regard.ops.kernels.backend import is_little, refuse_tensors
-from regard.ops.kernels.inputs import find_bounds
+from regard.ops.kernels.rendered import renders_whole
 from regard.ops.shape import Shape, Tile
 from regard.ops.weight_stats import visible
 
@@ -79,10 +79,10 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
     """Sums over queries of the weight on the key named for each, (N, H) float64, where q is."""
     rule = call.rule
     refused = is_little(rule.shape) or refuse_tensors(call.q, call.q.shape[3]) is not None
-    bounds = None if refused else find_bounds(rule, call.q.device)
-    if bounds is not None:
+    refused = refused or renders_whole(rule)
+    if not refused:
         keys_nt = named.on(call.q.device)
-        return row_stats.sum_singles(call.q, call.k, rule, bounds, lse_ht[None], keys_nt)[:, 0]
+        return row_stats.sum_singles(call.q, call.k, rule, lse_ht[None], keys_nt)[:, 0]
     shape = (len(named.keys_nt), call.shape.H)
     sums_nh = torch.zeros(shape, dtype=torch.float64, device=call.q.device)
     for n, keys_t in enumerate(named.keys_nt):

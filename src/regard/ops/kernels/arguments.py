@@ -170,7 +170,8 @@ def _pair(queries: Tensor, keys: Tensor) -> Pair:
 
 def options_of(given: Rendered) -> dict[str, Any]:
     """What every kernel is compiled for: heads that share a key head, widths, the type's way."""
-    D, E = given.q.shape[3], given.v.shape[3]
+    D = given.q.shape[3]
+    E = D if given.v is None else given.v.shape[3]
     return {
         "R": given.q.shape[1] // given.k.shape[1],
         "WIDTH": width_of(D),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard._check import is_empty
 from regard.ops.call import Call
-from regard.ops.kernels.inputs import find_bounds
+from regard.ops.kernels.rendered import renders_whole
 from regard.ops.sdpa import refuse_fused
 from regard.ops.shape import Shape
 from regard.ops.wants import Wants
@@ -73,16 +73,10 @@ def _refuse_looking(call: Call, wants: Wants) -> str | None:
     """What the kernels that look at weights do not tell."""
     if wants.weights:
         return "it never builds the T × S matrix that `weights` asks for; reference does"
-    if wants.mass is not None:
-        return "our kernels do not tell the mass on given keys; blockwise does"
-    if call.dropout > 0.0:
-        return "our kernels that look at weights have no dropout; blockwise has"
-    if call.rule.bias is not None:
-        return "our kernels that look at weights have no bias; blockwise has"
     if call.is_unreadable():
         return "it is not run inside compiled graphs and torch.func, where blockwise is"
-    if find_bounds(call.rule, call.q.device) is None:
-        return "our kernels that look at weights need a mask in which each row sees one interval"
+    if renders_whole(call.rule):
+        return "its kernels would need this bias as one large matrix; blockwise renders it in tiles"
     if call.has_tangent():
         return "it has no forward-mode derivative; reference has"
     return None

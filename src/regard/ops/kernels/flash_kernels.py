@@ -72,16 +72,20 @@ def _fold(
     d = tl.arange(0, WIDTH)
     e = tl.arange(0, VALUES)
     at_k = k_at + start.to(tl.int64) * k_s
-    at_v = v_at + start.to(tl.int64) * v_s
     if MASKED:
         k_sd = tl.load(at_k, mask=(s < S)[:, None] & (d < D)[None, :], other=0.0)
-        v_se = tl.load(at_v, mask=(s < S)[:, None] & (e < E)[None, :], other=0.0)
     elif EVEN:
         k_sd = tl.load(at_k)
-        v_se = tl.load(at_v)
     else:
         k_sd = tl.load(at_k, mask=(d < D)[None, :], other=0.0)
-        v_se = tl.load(at_v, mask=(e < E)[None, :], other=0.0)
+    if v_at is not None:
+        at_v = v_at + start.to(tl.int64) * v_s
+        if MASKED:
+            v_se = tl.load(at_v, mask=(s < S)[:, None] & (e < E)[None, :], other=0.0)
+        elif EVEN:
+            v_se = tl.load(at_v)
+        else:
+            v_se = tl.load(at_v, mask=(e < E)[None, :], other=0.0)
     x_ts = product(q_td, tl.trans(k_sd), EXACT)
     if not PLAIN:
         x_ts *= rule.factor
@@ -99,7 +103,8 @@ def _fold(
             rule, b, h_t[:, None], t[:, None], s[None, :], lo_t[:, None], hi_t[:, None], S
         )
         x_ts = tl.where(seen_ts, x_ts, float("-inf"))
-    if not COVERED and (MASKED or rule.band is not None or rule.dense is not None):
+    HIDDEN: tl.constexpr = MASKED or rule.band is not None or rule.dense is not None
+    if v_at is not None and not COVERED and HIDDEN:
         # A value that none of these rows sees is not multiplied, as 0 · NaN is NaN.
         shown_s = tl.max((x_ts != float("-inf")).to(tl.int32), 0) > 0
         v_se = tl.where(shown_s[:, None], v_se, 0.0)
@@ -131,9 +136,10 @@ def _fold(
         of_s = tl.load(chosen.at + b * chosen.b + s, mask=s < S, other=0).to(tl.float32)
         mass_t = fade_t * mass_t + tl.sum(w_ts * of_s[None, :], 1)
     sum_t = fade_t * sum_t + part_t
-    if rule.dropout is not None:
-        w_ts = tl.where(kept(rule, word_t[:, None], s[None, :]), w_ts, 0.0)
-    out_te = out_te * fade_t[:, None] + product(w_ts.to(v_se.dtype), v_se, EXACT)
+    if v_at is not None:
+        if rule.dropout is not None:
+            w_ts = tl.where(kept(rule, word_t[:, None], s[None, :]), w_ts, 0.0)
+        out_te = out_te * fade_t[:, None] + product(w_ts.to(v_se.dtype), v_se, EXACT)
     return highest_t, sum_t, out_te, heat_t, far_t, mass_t, key_t
 
 
@@ -161,11 +167,15 @@ def _forward(
     q_td = tl.load(at_q, mask=real_t[:, None] & (d < D)[None, :], other=0.0)
     s = tl.arange(0, KEYS).to(tl.int64)
     k_at = k.at + b * k.b + (h // R) * k.h + s[:, None] * k.t + d[None, :].to(tl.int64) * k.d
-    v_at = v.at + b * v.b + (h // R) * v.h + s[:, None] * v.t + e[None, :].to(tl.int64) * v.d
+    v_at = None
+    v_s = 0
+    if v is not None:
+        v_at = v.at + b * v.b + (h // R) * v.h + s[:, None] * v.t + e[None, :].to(tl.int64) * v.d
+        v_s = v.t
     lo_t, hi_t = bounds_of(rule, b, t, T, S)
     word_t, place_t = row_word(rule, head_t, t), query_places(rule, b, t, T, S)
     row = (b, h_t, t, word_t, slope_of(rule, h_t), place_t, lo_t, hi_t)
-    sizes = (T, S, D, E, k.t, v.t)
+    sizes = (T, S, D, E, k.t, v_s)
     state = (
         tl.full((ROWS,), LOWEST, tl.float32),
         tl.zeros((ROWS,), tl.float32),
@@ -224,13 +234,14 @@ def _forward(
     empty_t = total_t == 0.0
     total_t = tl.where(empty_t, 1.0, total_t)
     share_t = tl.exp2(max_t - highest_t) / total_t
-    at_out = out.at + b * out.b + h_t[:, None] * out.h + t[:, None].to(tl.int64) * out.t
-    out_te = out_te * (share_t * kept_share)[:, None]
-    tl.store(
-        at_out + e[None, :] * out.d,
-        out_te.to(out.at.dtype.element_ty),
-        mask=real_t[:, None] & (e < E)[None, :],
-    )
+    if v is not None:
+        at_out = out.at + b * out.b + h_t[:, None] * out.h + t[:, None].to(tl.int64) * out.t
+        out_te = out_te * (share_t * kept_share)[:, None]
+        tl.store(
+            at_out + e[None, :] * out.d,
+            out_te.to(out.at.dtype.element_ty),
+            mask=real_t[:, None] & (e < E)[None, :],
+        )
     row_t = head_t * T + t
     lse_t = tl.where(empty_t, float("-inf"), (highest_t + tl.log2(total_t)) * NATS)
     tl.store(answers.lse + row_t, lse_t, mask=real_t)
@@ -263,8 +274,8 @@ class Tiles(NamedTuple):
 
 
 def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | None) -> None:
-    """Write the output, and the answers that are there."""
-    (B, H, T, D), S, E = given.q.shape, given.k.shape[2], given.v.shape[3]
+    """Write the output, where v is there, and the answers that are."""
+    (B, H, T, D), S, E = given.q.shape, given.k.shape[2], out.shape[3]
     tiles, options = tiles_of(given), options_of(given)
     rule = rule_of(given)
     lists: TileLists | None = None
@@ -278,8 +289,8 @@ def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | N
     chosen = None if mass is None else KeySet(mass, 0 if len(mass) == 1 else mass.stride(0))
     launch: Any = _forward[(B * H // heads * triton.cdiv(T * heads, tiles.rows),)]
     launch(
-        view(given.q), view(given.k), view(given.v), view(out), rule, lists, given.sinks, chosen,
-        answers, 1.0 / (1.0 - given.dropout), H, T, S, D, E,
+        view(given.q), view(given.k), None if given.v is None else view(given.v), view(out),
+        rule, lists, given.sinks, chosen, answers, 1.0 / (1.0 - given.dropout), H, T, S, D, E,
         **options, P=heads, ROWS=tiles.rows, KEYS=tiles.keys, VALUES=width_of(E),
         COVERED=given.covered, PLAIN=plain, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -287,7 +298,7 @@ def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | N
 
 def tiles_of(given: Rendered) -> Tiles:
     """The tile for heads of this width and type."""
-    width = max(width_of(given.q.shape[3]), width_of(given.v.shape[3]))
+    width = width_of(max(given.q.shape[3], 0 if given.v is None else given.v.shape[3]))
     if given.q.dtype.itemsize == 4:
         return Tiles(32, 32, 4, 1) if width > 64 else Tiles(64, 32, 4, 2)
     if width <= 64:

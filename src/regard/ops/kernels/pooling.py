@@ -1,122 +1,188 @@
 """Maps of the weights, and what keys receive, by Triton kernels that know the row sums.
 
-How: bands of rows are walked along the keys. Where the cells of a map and the tiles of the walk
-divide evenly, as they do in a text of 8,192 tokens and a map of 256 × 256, each tile sums its cells
-and its keys. Otherwise the mean over the rows of each cell is written down key by key; the sum of
-these is what a key receives, and their means over the keys are the cells.
+How: a program takes some keys and walks the queries that see them, so what a key receives stays in
+registers until the end. Where the cells of a map and the tiles of the walk divide evenly, as they
+do in a text of 8,192 tokens and a map of 256 × 256, each tile sums its cells beside. Otherwise
+bands of rows are walked along the keys, and what each has in each cell is written down key by key:
+the sum of that is what a key receives, and the means over the keys are the cells.
 
 Letters: B batch, T queries, S keys, H query heads; X, Y cells of a map down and across.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from regard.ops.call import Rule
-from regard.ops.kernels.inputs import Inputs, RowSums
-from regard.ops.wants import Map, Received, Wants
+from regard.ops.kernels.arguments import rule_of
+from regard.ops.kernels.rendered import Rendered, crop
+from regard.ops.kernels.row_sums import (
+    RowSums,
+    Tiles,
+    crop_both,
+    order_tiles,
+    small_tiles_of,
+    tiles_of,
+)
+from regard.ops.shape import Tile
 
 SCRATCH = 2**26
-"""Numbers held between the second pass and the cells of a map."""
-ROWS = 128
-"""The most rows that a program of the second pass takes."""
-KEYS = 64
-"""The keys that it takes at a time, where cells and tiles divide evenly; half, in float32."""
-CELLS = 16
-"""The most cells, one above the other, whose rows it sums at once."""
+"""Numbers held between the bands of rows and the cells of a map."""
 
 
-@dataclass(frozen=True, eq=False)
-class Pooling:
-    """The second pass over what `inputs` shows, whose row sums are known."""
+def received(
+    given: Rendered,
+    maxima: Tensor,
+    sums: Tensor,
+    rows: Tensor | None = None,
+    by: str = "sum",
+    queries: tuple[int, int] | None = None,
+) -> Tensor:
+    """The sum, mean or maximum over queries of row weight × weight, (B, H, S); 0 where none sees.
 
-    inputs: Inputs
-    rows: RowSums
-
-    def answer(self, wants: Wants, rule: Rule) -> dict[str, Any]:
-        """The map and the received attention, where they are wanted."""
-        picture, (_, _, T, S) = wants.picture(), rule.shape
-        found: dict[str, Any] = {}
-        total: Tensor | None = None
-        if picture is not None:
-            found["map"], total = self.pool(picture, picture.window(rule.shape))
-            if picture.window(rule.shape) != (0, T, 0, S):
-                total = None
-        if wants.received:
-            if total is None:
-                plain = Map(height=-(-T // ROWS), width=1)
-                total = self.pool(plain, (0, T, 0, S), cells=False)[1]
-            seen_by = self.inputs.bounds.seen_by[:, None].expand(total.shape).contiguous()
-            found["received"] = Received(total, seen_by)
+    rows: a weight for each row, (B or 1, H or 1, T). queries: first and past the last that count.
+    """
+    found = receive(given, RowSums(maxima, sums), rows, by, queries)
+    if by == "sum":
         return found
+    counts, totals = count_queries(given, rows, queries)
+    if by == "max":
+        return found.masked_fill(counts == 0, 0.0)
+    divisor = counts if totals is None else totals
+    return torch.where(divisor == 0, 0.0, found / divisor)
 
-    def pool(
-        self, picture: Map, window: tuple[int, int, int, int], cells: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """The cells of a map (B, H, X, Y), where asked for, and all that its keys receive in it."""
-        from regard.ops.kernels import pooling_kernels
 
-        t0, t1, s0, s1 = window
-        (B, H), span, X = self.inputs.q.shape[:2], t1 - t0, picture.height
-        tile = ROWS, KEYS // 2 if self.inputs.exact else KEYS
-        tall, wide = whole_part(span, X, tile[0]), whole_part(s1 - s0, picture.width, tile[1])
-        if cells and tall and wide:
-            return self.pool_evenly(picture, window, tile, (tall, wide))
-        cut = cut_rows(span, X)
-        _, n_in_tile, n_slices = cut
-        height = X if cells else 0
-        picked = torch.empty(
-            B * H, height, picture.width, dtype=torch.float32, device=self.inputs.q.device
-        )
-        total = torch.zeros(B * H, s1 - s0, dtype=torch.float32, device=self.inputs.q.device)
-        # So many cells at a time as leave memory for the sums, and whole tiles of them.
-        step = SCRATCH // (B * H * (s1 - s0) * n_slices) // n_in_tile * n_in_tile
-        step = max(step, n_in_tile)
-        for first in range(0, X, step):
-            count = min(step, X - first)
-            part = (t0, span, X, first, count)
-            parts = pooling_kernels.run_parts(self.inputs, self.rows, part, cut, (s0, s1))
-            total += parts.sum(1)
-            if cells:
-                pooling_kernels.run_cells(parts, picked, first, count, cut)
-        # Each row's shares of all cells together are X / span.
-        total *= span / X
-        return picked.view(B, H, height, picture.width), total.view(B, H, s1 - s0)
+def receive(
+    given: Rendered,
+    sums: RowSums,
+    rows: Tensor | None = None,
+    by: str = "sum",
+    queries: tuple[int, int] | None = None,
+) -> Tensor:
+    """The sum over queries, or with by="max" the maximum, which is -inf where none sees a key."""
+    from regard.ops.kernels import pooling_kernels
 
-    def pool_evenly(
-        self,
-        picture: Map,
-        window: tuple[int, int, int, int],
-        tile: tuple[int, int],
-        cell: tuple[int, int],
-    ) -> tuple[Tensor, Tensor]:
-        """The same, where a tile holds whole cells, or a cell whole tiles."""
-        from regard.ops.kernels import pooling_kernels
+    tile = _span(given, queries)
+    given, sums = crop_both(given, sums, tile)
+    rows = None if rows is None else rows[..., tile.t0 : tile.t1]
+    return pooling_kernels.run_by_keys(given, sums, tiles_of(given), rows, by == "max")
 
-        t0, t1, s0, s1 = window
-        (B, H), X, Y = self.inputs.q.shape[:2], picture.height, picture.width
-        share = X * Y / ((t1 - t0) * (s1 - s0))
-        size = (B * H, (t1 - t0) // cell[0], (s1 - s0) // cell[1])
-        cells = torch.zeros(size, dtype=torch.float32, device=self.inputs.q.device)
-        total: Tensor | None = None
-        # So many rows at a time as leave memory for the sums by key.
-        step = max(SCRATCH // (B * H * (s1 - s0)), 1) * tile[0]
-        for first in range(t0, t1, step):
-            part = (first, min(first + step, t1), s0, s1)
-            row = (first - t0) // cell[0]
-            # Not given a name, so that one part's sums are gone before the next are made.
-            keys = pooling_kernels.run_grid(
-                self.inputs, self.rows, part, tile, cell, cells, row, share
-            ).sum(1)
-            total = keys if total is None else total + keys
-        assert total is not None, "a window is not empty"
-        if size[1:] != (X, Y):
-            cells = cells.view(B * H, X, size[1] // X, Y, size[2] // Y).sum((2, 4))
-        return cells.view(B, H, X, Y), total.view(B, H, s1 - s0)
+
+def count_queries(
+    given: Rendered, rows: Tensor | None = None, queries: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """How many queries may see each key, (B, H, S), and the weights of these rows added up."""
+    from regard.ops.kernels import pooling_kernels
+
+    tile = _span(given, queries)
+    given = crop(given, tile)
+    rows = None if rows is None else rows[..., tile.t0 : tile.t1]
+    if rows is None and given.query_ids is None and given.words is None and not given.hides:
+        counts, totals = count_intervals(given), None
+    else:
+        counts, totals = pooling_kernels.run_count(given, rows)
+    B, H, _, S = given.shape
+    counts = counts.expand(B, H, S).contiguous()
+    return counts, None if totals is None else totals.expand(B, H, S).contiguous()
+
+
+def count_intervals(given: Rendered) -> Tensor:
+    """How many queries may see each key, (B or 1, 1, S), where each sees one interval."""
+    _, _, T, S = given.shape
+    t = torch.arange(T, device=given.q.device)[None]
+    lo, hi = torch.zeros_like(t), torch.full_like(t, S)
+    if given.left is not None:
+        lo = t + (S - T - given.left)
+    if given.right is not None:
+        hi = t + (S - T + given.right + 1)
+    if given.first is not None and given.past is not None:
+        lo, hi = torch.maximum(lo, given.first[:, None]), torch.minimum(hi, given.past[:, None])
+    if given.lo is not None and given.hi is not None:
+        lo, hi = torch.maximum(lo, given.lo[:, :T]), torch.minimum(hi, given.hi[:, :T])
+    lo = lo.clamp(0, S)
+    hi = torch.maximum(lo, hi.clamp(0, S))
+    edges = torch.zeros(len(lo), S + 1, dtype=torch.int64, device=lo.device)
+    one = torch.ones_like(lo)
+    edges.scatter_add_(1, lo, one).scatter_add_(1, hi, -one)
+    return edges[:, None, :-1].cumsum(2).float()
+
+
+def _span(given: Rendered, queries: tuple[int, int] | None) -> Tile:
+    _, _, T, S = given.shape
+    return Tile(*(queries or (0, T)), 0, S)
+
+
+def pool(given: Rendered, sums: RowSums, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """A map of X × Y cells, (B, H, X, Y), and what its keys receive in all, (B, H, S)."""
+    (_, _, T, S), (X, Y) = given.shape, size
+    tiles = tiles_of(given)
+    tall, wide = whole_part(T, X, tiles.rows), whole_part(S, Y, tiles.keys)
+    if tall and wide:
+        return _pool_evenly(given, sums, size, tiles, (tall, wide))
+    return _pool_unevenly(given, sums, size, small_tiles_of(given))
+
+
+def _pool_evenly(
+    given: Rendered,
+    sums: RowSums,
+    size: tuple[int, int],
+    tiles: Tiles,
+    cell: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """Both, where a tile holds whole cells, or a cell whole tiles."""
+    from regard.ops.kernels import pooling_kernels
+
+    (B, H, T, S), (X, Y) = given.shape, size
+    height, width = T // cell[0], S // cell[1]
+    cells = torch.zeros(B, H, height, width, dtype=torch.float32, device=given.q.device)
+    to = pooling_kernels.Cells(cells, height, width, X * Y / (T * S))
+    total = pooling_kernels.run_by_keys(given, sums, tiles, cells=(to, *cell))
+    if (height, width) != size:
+        cells = cells.view(B, H, X, height // X, Y, width // Y).sum((3, 5))
+    return cells, total
+
+
+def _pool_unevenly(
+    given: Rendered, sums: RowSums, size: tuple[int, int], tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """Both, where rows or keys may be shared by two cells."""
+    from regard.ops.kernels import pooling_kernels
+
+    (B, H, T, S), (X, Y), rows = given.shape, size, tiles.rows
+    device = given.q.device
+    cells = torch.zeros(B, H, X, Y, dtype=torch.float32, device=device)
+    total = torch.zeros(B, H, S, dtype=torch.float32, device=device)
+    to = pooling_kernels.Cells(cells, X, Y, 1.0)
+    shares = row_shares(T, X, rows, device)
+    n_bands, n_touched, _ = shares.shape
+    lists = order_tiles(given, rule_of(given), tiles)
+    # So many bands at a time as leave memory for their sums.
+    step = max(SCRATCH // (B * H * S * n_touched), 1)
+    for first in range(0, n_bands, step):
+        count = min(step, n_bands - first)
+        bands = pooling_kernels.Bands(first, count, n_touched, shares, lists)
+        past = min((first + count) * rows, T)
+        some = first * rows * X // T, -(-past * X // T)
+        parts = pooling_kernels.run_bands(given, sums, tiles, bands)
+        pooling_kernels.run_cells(parts, to, bands, some, (T, rows))
+        # Each row's shares of all cells together are X / T.
+        total += parts.sum((1, 2)).view(B, H, S) * (T / X)
+        # Gone before the next are made.
+        del parts
+    return cells, total
+
+
+def row_shares(T: int, X: int, rows: int, device: torch.device) -> Tensor:
+    """The part of each cell that each row of a band covers, (bands, cells touched, rows).
+
+    Cell x covers the rows x·T/X onwards, and is counted in units of 1/X, so that it is exact.
+    """
+    n_touched = min(X, -(-rows * X // T) + 1)
+    band = torch.arange(-(-T // rows), device=device)[:, None, None]
+    x = band * rows * X // T + torch.arange(n_touched, device=device)[:, None]
+    t = band * rows + torch.arange(rows, device=device)
+    shared = torch.minimum((x + 1) * T, (t + 1) * X) - torch.maximum(x * T, t * X)
+    return shared.clamp(min=0).masked_fill(t >= T, 0).float() / T
 
 
 def whole_part(span: int, n_cells: int, tile: int) -> int:
@@ -124,16 +190,3 @@ def whole_part(span: int, n_cells: int, tile: int) -> int:
     size, rest = divmod(span, n_cells)
     even = not rest and size and (tile % size == 0 or size % tile == 0)
     return min(size, tile) if even else 0
-
-
-def cut_rows(span: int, height: int) -> tuple[int, int, int]:
-    """Rows of a tile, how many cells it holds, and in how many such tiles one cell is cut.
-
-    A map of `height` cells over `span` rows: where rows are shared by two cells, tiles overlap.
-    """
-    shared = 0 if span % height == 0 else 2
-    tall = -(-span // height)
-    wanted = max(CELLS * tall + shared, 16)
-    rows = min(ROWS, 2 ** (wanted - 1).bit_length())
-    cells = min(CELLS, (rows - shared) * height // span)
-    return (rows, cells, 1) if cells else (rows, 1, -(-(tall + shared) // rows))

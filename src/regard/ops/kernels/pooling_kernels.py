@@ -1,244 +1,310 @@
 """The Triton side of `pooling.py`: this module needs triton, and is imported where it runs.
 
-Letters: as in `seeing_kernels.py`; X, Y cells of a map down and across, x, y some of them.
+Tiles stand on their side, keys down and rows across: so a sum over rows stays inside a warp. A
+program owns what it writes, so nothing is added atomically, and sums are the same every time.
+
+Letters: B batch, T queries, S keys, H query heads, D head width; X, Y cells of a map down and
+across; t, s, x, y some of each, c some cells that a band of rows touches.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from regard.ops.kernels.inputs import Inputs, RowSums
-from regard.ops.kernels.row_stats_kernels import _open, _product
+from regard.ops.kernels.arguments import options_of, rule_of, share, view
+from regard.ops.kernels.rendered import Rendered
+from regard.ops.kernels.row_sums import RowSums, Tiles, order_tiles
+from regard.ops.kernels.tile_kernels import (
+    biased,
+    load_sums,
+    load_tile,
+    product,
+    query_places,
+    shown,
+    slope_of,
+    step,
+    walk,
+    weighed,
+)
+from regard.ops.kernels.tile_lists import TileLists
 
 
-@triton.jit
-def _weights(
-    q_td, k_head, s, lo_t, hi_t, max_t, share_t, edged, k_s, k_d, S, D, bits, cap_bits,
-    WIDTH: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """The weights of some queries on the keys s, (s, t).
+class RowWeights(NamedTuple):
+    """A number for each row, (B or 1, H or 1, T)."""
 
-    Tiles stand on their side, keys down and rows across: so a sum over rows stays inside a warp.
-    edged: whether some row does not see all of these keys.
-    """
-    d = tl.arange(0, WIDTH)
-    k_sd = tl.load(
-        k_head + s[:, None].to(tl.int64) * k_s + d[None, :] * k_d,
-        mask=(s < S)[:, None] & (d < D)[None, :],
-        other=0.0,
-    )
-    x_st = _product(k_sd, q_td, bits, cap_bits, CAPPED, EXACT)
-    w_st = tl.exp2(x_st - max_t[None, :]) * share_t[None, :]
-    if edged:
-        seen_st = (s[:, None] >= lo_t[None, :]) & (s[:, None] < hi_t[None, :])
-        w_st = tl.where(seen_st, w_st, 0.0)
-    return w_st
+    at: Tensor
+    b: int
+    h: int
+    t: int
 
 
-@triton.jit
-def _parts(
-    q, k, lo, hi, maxima, sums, out,
-    q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
-    H, T, S, D, bits, cap_bits,
-    t0, span, X, x_first, n_cells, n_slices, s0, s1,
+class Cells(NamedTuple):
+    """Means over cells, (B · H, X, Y); share: one by the weights in a cell."""
+
+    at: Tensor
+    height: int
+    width: int
+    share: float
+
+
+@triton.jit(do_not_specialize=["T", "S"])
+def _by_keys(
+    q, k, rule, lists, sums, row_weights, received, cells, H, T, S, D,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
-    CELLS: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr, HIDES: tl.constexpr,
+    EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """For some rows of one head: the mean over each cell's rows, key by key.
-
-    A tile of rows holds CELLS whole cells; or, where a cell is higher, one of its n_slices slices.
-    """
-    groups = tl.cdiv(n_cells, CELLS) * n_slices
-    n_heads = tl.num_programs(0) // groups
-    group = groups - 1 - tl.program_id(0) // n_heads
+    """What some keys of one head get from all queries, and the cells of TALL × WIDE above them."""
+    n_lines = tl.cdiv(S, KEYS)
+    # Under a causal mask the first keys are seen by most, and begin first.
+    n_heads = tl.num_programs(0) // n_lines
+    line = tl.program_id(0) // n_heads
     head = (tl.program_id(0) % n_heads).to(tl.int64)
     b, h = head // H, head % H
-    x0 = x_first + group // n_slices * CELLS
-    past = tl.minimum(x0 + CELLS, x_first + n_cells)
-    begin = t0 + (x0.to(tl.int64) * span // X).to(tl.int32) + group % n_slices * ROWS
-    end = t0 + tl.cdiv(past.to(tl.int64) * span, X).to(tl.int32)
-    t = begin + tl.arange(0, ROWS)
-    real_t = t < end
-    q_td, lo_t, hi_t = _open(q, lo, hi, b, h, t, real_t, q_b, q_h, q_t, q_d, bounds_b, D, WIDTH)
-    k_head = k + b * k_b + (h // R) * k_g
-    lo_t, hi_t = tl.maximum(lo_t, s0), tl.minimum(hi_t, s1)
-    row_t = head * T + t
-    max_t = tl.load(maxima + row_t, mask=real_t, other=0.0)
-    share_t = 1.0 / tl.load(sums + row_t, mask=real_t, other=1.0)
-    first = s0 + (tl.min(tl.where(hi_t > lo_t, lo_t, s1), 0) - s0) // KEYS * KEYS
-    last = tl.max(hi_t, 0)
-    whole, ends = tl.max(lo_t, 0), tl.min(tl.where(real_t, hi_t, s1), 0)
-    n_t = (t - t0).to(tl.int64) * X
-    width = (s1 - s0).to(tl.int64)
-    for start in range(first, last, KEYS):
-        s = start + tl.arange(0, KEYS)
-        w_st = _weights(
-            q_td, k_head, s, lo_t, hi_t, max_t, share_t, (start < whole) | (start + KEYS > ends),
-            k_s, k_d, S, D, bits, cap_bits, WIDTH, CAPPED, EXACT,
+    s = line * KEYS + tl.arange(0, KEYS)
+    k_sd = load_tile(k, b, h // R, s, S, D, WIDTH, EVEN)
+    sum_s = tl.zeros((KEYS,), tl.float32)
+    most_s = tl.full((KEYS,), float("-inf"), tl.float32)
+    nans_s = tl.zeros((KEYS,), tl.int32)
+    first, count = walk(lists, b, h, line, tl.cdiv(T, ROWS))
+    for n in range(0, count):
+        tile, edged = step(lists, first, n, line * KEYS + KEYS > S)
+        t = tile * ROWS + tl.arange(0, ROWS)
+        edged = edged | (tile * ROWS + ROWS > T)
+        q_td = load_tile(q, b, h, t, T, D, WIDTH, EVEN)
+        max_t, scale_t = load_sums(sums, head * T + t, t < T)
+        if row_weights is not None:
+            at = row_weights.at + b * row_weights.b + h * row_weights.h + t * row_weights.t
+            scale_t = scale_t * tl.load(at, mask=t < T, other=0.0).to(tl.float32)
+        w_st = weighed(
+            product(k_sd, tl.trans(q_td), EXACT), rule, b, h, t[None, :], s[:, None],
+            max_t[None, :], scale_t[None, :], edged, T, S, HIDES,
+            float("-inf") if MOST else 0.0,
         )  # fmt: skip
-        for c in tl.static_range(CELLS):
-            x = (x0 + c).to(tl.int64) * span
-            part_t = tl.minimum(x + span, n_t + X) - tl.maximum(x, n_t)
-            part_t = tl.where(real_t, tl.maximum(part_t, 0), 0)
-            p_st = w_st * (part_t.to(tl.float32) / span)[None, :]
-            # No row has a part in a cell beyond the last: its sums are zeros.
-            row = (head * groups + group) * CELLS + c
-            tl.store(out + row * width + (s - s0), tl.sum(p_st, 1), mask=s < s1)
+        if MOST:
+            # What is greater than a NaN depends on the device, so they are counted apart.
+            nans_s = tl.maximum(nans_s, tl.max((w_st != w_st).to(tl.int32), 1))
+            most_s = tl.maximum(most_s, tl.max(tl.where(w_st == w_st, w_st, float("-inf")), 1))
+        elif cells is None:
+            sum_s += tl.sum(w_st, 1)
+        else:
+            w_sx = tl.sum(tl.reshape(w_st, (KEYS, ROWS // TALL, TALL)), 2)
+            sum_s += tl.sum(w_sx, 1)
+            w_yx = tl.sum(tl.reshape(w_sx, (KEYS // WIDE, WIDE, ROWS // TALL)), 1)
+            x = tile * (ROWS // TALL) + tl.arange(0, ROWS // TALL)
+            y = line * (KEYS // WIDE) + tl.arange(0, KEYS // WIDE)
+            real_yx = (y < cells.width)[:, None] & (x < cells.height)[None, :]
+            at_x = cells.at + (head * cells.height + x) * cells.width
+            tl.store(at_x[None, :] + y[:, None], w_yx * cells.share, mask=real_yx)
+    if MOST:
+        sum_s = tl.where(nans_s > 0, float("nan"), most_s)
+    tl.store(received + head * S + s, sum_s, mask=s < S)
 
 
-@triton.jit
-def _grid(
-    q, k, lo, hi, maxima, sums, cells, bands,
-    q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, bounds_b,
-    H, T, S, D, bits, cap_bits, t0, t1, s0, s1, x_first, height, share,
-    R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
-    TALL: tl.constexpr, WIDE: tl.constexpr,
-    CAPPED: tl.constexpr, EXACT: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "S"])
+def _count(
+    rule, lists, row_weights, counts, totals, heads, T, S,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the weights of some rows of one head: over cells of TALL × WIDE, and key by key.
+    """How many queries may see some keys, and what the weights of these rows come to."""
+    n_lines = tl.cdiv(S, KEYS)
+    line = tl.program_id(0) % n_lines
+    head = (tl.program_id(0) // n_lines).to(tl.int64)
+    b, h = head // heads, head % heads
+    s = line * KEYS + tl.arange(0, KEYS)
+    count_s = tl.zeros((KEYS,), tl.int32)
+    total_s = tl.zeros((KEYS,), tl.float32)
+    first, count = walk(lists, b, h, line, tl.cdiv(T, ROWS))
+    for n in range(0, count):
+        tile, edged = step(lists, first, n, line * KEYS + KEYS > S)
+        t = tile * ROWS + tl.arange(0, ROWS)
+        seen_st = (s[:, None] < S) & (t[None, :] < T)
+        if edged:
+            seen_st = seen_st & shown(rule, b, h, t[None, :], s[:, None], T, S)
+        if HIDES:
+            x_st = tl.zeros((KEYS, ROWS), tl.float32)
+            real_t = tl.minimum(t, T - 1)
+            x_st = biased(
+                x_st, rule, b, h, real_t[None, :], tl.minimum(s, S - 1)[:, None],
+                slope_of(rule, h), query_places(rule, b, real_t[None, :], T, S), T, S,
+            )  # fmt: skip
+            seen_st = seen_st & (x_st != float("-inf"))
+        count_s += tl.sum(seen_st.to(tl.int32), 1)
+        if row_weights is not None:
+            at = row_weights.at + b * row_weights.b + h * row_weights.h + t * row_weights.t
+            weight_t = tl.load(at, mask=t < T, other=0.0).to(tl.float32)
+            total_s += tl.sum(tl.where(seen_st, weight_t[None, :], 0.0), 1)
+    tl.store(counts + head * S + s, count_s.to(tl.float32), mask=s < S)
+    if row_weights is not None:
+        tl.store(totals + head * S + s, total_s, mask=s < S)
 
-    Tiles hold whole cells, so that no weight is shared between two.
+
+@triton.jit(do_not_specialize=["T", "S", "first_band", "n_bands", "n_touched"])
+def _bands(
+    q, k, rule, lists, sums, shares, parts, H, T, S, D, first_band, n_bands, n_touched,
+    R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    HIDES: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """For some rows of one head: the sums over each cell that they touch, key by key.
+
+    shares: the part that each row has in each of these cells, (bands, c, rows).
     """
-    n_bands = tl.cdiv(t1 - t0, ROWS)
     n_heads = tl.num_programs(0) // n_bands
-    band = n_bands - 1 - tl.program_id(0) // n_heads
+    # Under a causal mask the last rows are the longest, and begin first.
+    n_band = n_bands - 1 - tl.program_id(0) // n_heads
+    band = first_band + n_band
     head = (tl.program_id(0) % n_heads).to(tl.int64)
     b, h = head // H, head % H
-    t = t0 + band * ROWS + tl.arange(0, ROWS)
-    real_t = t < t1
-    q_td, lo_t, hi_t = _open(q, lo, hi, b, h, t, real_t, q_b, q_h, q_t, q_d, bounds_b, D, WIDTH)
-    lo_t, hi_t = tl.maximum(lo_t, s0), tl.minimum(hi_t, s1)
-    k_head = k + b * k_b + (h // R) * k_g
-    row_t = head * T + t
-    max_t = tl.load(maxima + row_t, mask=real_t, other=0.0)
-    share_t = tl.where(real_t, 1.0 / tl.load(sums + row_t, mask=real_t, other=1.0), 0.0)
-    first = s0 + (tl.min(tl.where(hi_t > lo_t, lo_t, s1), 0) - s0) // KEYS * KEYS
-    last = tl.max(hi_t, 0)
-    whole, ends = tl.max(lo_t, 0), tl.min(tl.where(real_t, hi_t, s1), 0)
-    width = (s1 - s0).to(tl.int64)
-    across = tl.cdiv(s1 - s0, WIDE)
-    x = band * (ROWS // TALL) + tl.arange(0, ROWS // TALL)
-    real_x = t0 + x * TALL < t1
-    cell_x = (head * height + x_first + x) * across
-    for start in range(first, last, KEYS):
-        s = start + tl.arange(0, KEYS)
-        w_st = _weights(
-            q_td, k_head, s, lo_t, hi_t, max_t, share_t, (start < whole) | (start + KEYS > ends),
-            k_s, k_d, S, D, bits, cap_bits, WIDTH, CAPPED, EXACT,
+    t = band * ROWS + tl.arange(0, ROWS)
+    q_td = load_tile(q, b, h, t, T, D, WIDTH, EVEN)
+    max_t, scale_t = load_sums(sums, head * T + t, t < T)
+    shares_at = shares + band.to(tl.int64) * n_touched * ROWS + tl.arange(0, ROWS)
+    parts_at = parts + (head * n_bands + n_band) * n_touched * S
+    first, count = walk(lists, b, h, band, tl.cdiv(S, KEYS))
+    for n in range(0, count):
+        tile, edged = step(lists, first, n, n * KEYS + KEYS > S)
+        s = tile * KEYS + tl.arange(0, KEYS)
+        k_sd = load_tile(k, b, h // R, s, S, D, WIDTH, EVEN)
+        w_st = weighed(
+            product(k_sd, tl.trans(q_td), EXACT), rule, b, h, t[None, :], s[:, None],
+            max_t[None, :], scale_t[None, :], edged, T, S, HIDES, 0.0,
         )  # fmt: skip
-        w_sx = tl.sum(tl.reshape(w_st, (KEYS, ROWS // TALL, TALL)), 2)
-        tl.store(bands + (head * n_bands + band) * width + (s - s0), tl.sum(w_sx, 1), mask=s < s1)
-        w_yx = tl.sum(tl.reshape(w_sx, (KEYS // WIDE, WIDE, ROWS // TALL)), 1)
-        y = (start - s0) // WIDE + tl.arange(0, KEYS // WIDE)
-        real_yx = (y < across)[:, None] & real_x[None, :]
-        tl.store(cells + cell_x[None, :] + y[:, None], w_yx * share, mask=real_yx)
+        for c in range(0, n_touched):
+            share_t = tl.load(shares_at + c * ROWS)[None, :]
+            # A row that has no part in the cell may be NaN.
+            part_s = tl.sum(tl.where(share_t > 0.0, w_st * share_t, 0.0), 1)
+            tl.store(parts_at + c * S.to(tl.int64) + s, part_s, mask=s < S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_band", "n_bands", "n_touched", "first_cell", "n_cells"])
 def _cells(
-    parts, cells, n_slices, n_rows, n_cells, height, x_first, Y, span, wide,
-    GROUP: tl.constexpr, ACROSS: tl.constexpr, KEYS: tl.constexpr, SMALL: tl.constexpr,
+    parts, cells, first_band, n_bands, n_touched, first_cell, n_cells, T, S, wide,
+    ROWS: tl.constexpr, ACROSS: tl.constexpr, KEYS: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
-    """Cells of a map from the means over their rows: the mean over each cell's keys."""
+    """Add what some bands of rows have in cells: the mean over each cell's keys."""
+    Y = cells.width
     blocks = tl.cdiv(Y, ACROSS)
     block = tl.program_id(0) % blocks
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    head, x = row // n_cells, row % n_cells
+    head, x = row // n_cells, first_cell + row % n_cells
     y = block * ACROSS + tl.arange(0, ACROSS)
     if not SMALL:
         y = y.to(tl.int64)
-    begin_y = y * span // Y
+    begin_y = y * S // Y
     total_y = tl.zeros((ACROSS,), tl.float32)
-    for part in range(0, n_slices):
-        group = x // GROUP * n_slices + part
-        from_row = parts + ((head * n_rows + group) * GROUP + x % GROUP) * span
+    band = tl.maximum(x * T // cells.height // ROWS, first_band)
+    last = tl.minimum((tl.cdiv((x + 1) * T, cells.height) - 1) // ROWS, first_band + n_bands - 1)
+    for n in range(band, last + 1):
+        c = x - n * ROWS * cells.height // T
+        from_row = parts + ((head * n_bands + n - first_band) * n_touched + c) * S
         for start in range(0, wide, KEYS):
             n_ys = begin_y[:, None] + start + tl.arange(0, KEYS)[None, :]
-            at_ys = y[:, None] * span
-            shared = tl.minimum(at_ys + span, n_ys * Y + Y) - tl.maximum(at_ys, n_ys * Y)
-            there = (shared > 0) & (y < Y)[:, None] & (n_ys < span)
+            at_ys = y[:, None] * S
+            shared = tl.minimum(at_ys + S, n_ys * Y + Y) - tl.maximum(at_ys, n_ys * Y)
+            there = (shared > 0) & (y < Y)[:, None] & (n_ys < S)
             p_ys = tl.load(from_row + n_ys, mask=there, other=0.0)
-            total_y += tl.sum(tl.where(there, p_ys * (shared.to(tl.float32) / span), 0.0), 1)
-    tl.store(cells + (head * height + x_first + x) * Y + y, total_y, mask=y < Y)
+            total_y += tl.sum(tl.where(there, p_ys * (shared.to(tl.float32) / S), 0.0), 1)
+    at = cells.at + (head * cells.height + x) * Y + y
+    tl.store(at, tl.load(at, mask=y < Y, other=0.0) + total_y, mask=y < Y)
 
 
-def run_parts(
-    inputs: Inputs,
-    rows: RowSums,
-    cells: tuple[int, int, int, int, int],
-    cut: tuple[int, int, int],
-    keys: tuple[int, int],
+def run_by_keys(
+    given: Rendered,
+    sums: RowSums,
+    tiles: Tiles,
+    row_weights: Tensor | None = None,
+    most: bool = False,
+    cells: tuple[Cells, int, int] | None = None,
 ) -> Tensor:
-    """Means over the rows of cells, (B · H, parts, keys).
+    """The sum over queries of what each key gets, or the most, (B, H, S).
 
-    cells: the first query and the queries of the whole map, its height, the first cell and how many
-    of them. cut: rows of a tile, cells in it, slices of a cell.
+    most: -inf where nobody sees a key. cells: filled where anything is seen; rows and keys of one.
     """
-    (B, H, T, D), S = inputs.q.shape, inputs.k.shape[2]
-    t0, span, height, first, n_cells = cells
-    n_rows, n_in_tile, n_slices = cut
-    groups = triton.cdiv(n_cells, n_in_tile) * n_slices
-    size = (B * H, groups * n_in_tile, keys[1] - keys[0])
-    out = torch.zeros(size, dtype=torch.float32, device=inputs.q.device)
-    launch: Any = _parts[(B * H * groups,)]
+    (B, H, T, D), S = given.q.shape, given.k.shape[2]
+    rule = rule_of(given)
+    received = torch.empty(B, H, S, dtype=torch.float32, device=given.q.device)
+    to, tall, wide = cells or (None, tiles.rows, tiles.keys)
+    launch: Any = _by_keys[(B * H * triton.cdiv(S, tiles.keys),)]
     launch(
-        *inputs.tensors(), *rows.tensors(), out,
-        *inputs.strides(), H, T, S, D, inputs.factor, inputs.cap,
-        t0, span, height, first, n_cells, n_slices, *keys,
-        **inputs.options(), ROWS=n_rows, KEYS=32 if inputs.exact else 64, CELLS=n_in_tile,
-        EXACT=inputs.exact, num_warps=4,
+        view(given.q), view(given.k), rule, order_tiles(given, rule, tiles, by_keys=True), sums,
+        _row_weights(row_weights), received, to, H, T, S, D,
+        **options_of(given), ROWS=tiles.rows, KEYS=tiles.keys, TALL=tall, WIDE=wide, MOST=most,
+        HIDES=given.hides, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    return out
+    return received
 
 
-def run_grid(
-    inputs: Inputs,
-    rows: RowSums,
-    window: tuple[int, int, int, int],
-    tile: tuple[int, int],
-    cell: tuple[int, int],
-    cells: Tensor,
-    first: int,
-    share: float,
-) -> Tensor:
-    """Sums of the weights in a window by key, (B · H, bands, keys); times `share` into `cells`.
+def run_count(given: Rendered, row_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """How many queries may see each key, (B or 1, H or 1, S), and these rows' weights added up."""
+    (B, H, T, _), S = given.q.shape, given.k.shape[2]
+    rule, tiles = rule_of(given), Tiles(64, 64, 4, 1)
+    lists = order_tiles(given, rule, tiles, by_keys=True)
+    weights = _row_weights(row_weights)
+    by_sample = [x.b for x in (lists, weights, rule.dense) if x is not None]
+    by_head = [x.h for x in (lists, weights, rule.dense, rule.band) if x is not None]
+    shape = (B if any(by_sample) else 1, H if any(by_head) else 1, S)
+    counts = torch.empty(shape, dtype=torch.float32, device=given.q.device)
+    totals = None if weights is None else torch.empty_like(counts)
+    launch: Any = _count[(shape[0] * shape[1] * triton.cdiv(S, tiles.keys),)]
+    launch(
+        rule, lists, weights, counts, totals, shape[1], T, S,
+        ROWS=tiles.rows, KEYS=tiles.keys, HIDES=given.hides, num_warps=tiles.warps,
+    )  # fmt: skip
+    return counts, totals
 
-    tile, cell: rows and keys of each. cells, (B · H, X, Y), are filled from row `first` on, where
-    any weight is seen.
+
+def _row_weights(rows: Tensor | None) -> RowWeights | None:
+    return (
+        None if rows is None else RowWeights(rows, share(rows, 0), share(rows, 1), rows.stride(2))
+    )
+
+
+class Bands(NamedTuple):
+    """Bands of rows that are pooled together.
+
+    n_touched: cells that a band touches at most. shares: the part of each row in each of these,
+    (all bands, cells, rows). lists: the tiles of all bands.
     """
-    (B, H, T, D), S = inputs.q.shape, inputs.k.shape[2]
-    t0, t1, s0, s1 = window
-    n_bands = triton.cdiv(t1 - t0, tile[0])
-    bands = torch.zeros(B * H, n_bands, s1 - s0, dtype=torch.float32, device=inputs.q.device)
-    launch: Any = _grid[(B * H * n_bands,)]
+
+    first: int
+    n_bands: int
+    n_touched: int
+    shares: Tensor
+    lists: TileLists | None
+
+
+def run_bands(given: Rendered, sums: RowSums, tiles: Tiles, bands: Bands) -> Tensor:
+    """Sums over the rows of the cells that bands touch, (B · H, bands, cells, S)."""
+    (B, H, T, D), S = given.q.shape, given.k.shape[2]
+    size = (B * H, bands.n_bands, bands.n_touched, S)
+    parts = torch.zeros(size, dtype=torch.float32, device=given.q.device)
+    launch: Any = _bands[(B * H * bands.n_bands,)]
     launch(
-        *inputs.tensors(), *rows.tensors(), cells, bands,
-        *inputs.strides(), H, T, S, D, inputs.factor, inputs.cap,
-        *window, first, cells.shape[1], share,
-        **inputs.options(), ROWS=tile[0], KEYS=tile[1], TALL=cell[0], WIDE=cell[1],
-        EXACT=inputs.exact, num_warps=4,
+        view(given.q), view(given.k), rule_of(given), bands.lists, sums,
+        bands.shares, parts, H, T, S, D, bands.first, bands.n_bands, bands.n_touched,
+        **options_of(given), ROWS=tiles.rows, KEYS=tiles.keys, HIDES=given.hides,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    return bands
+    return parts
 
 
 def run_cells(
-    parts: Tensor, cells: Tensor, first: int, n_cells: int, cut: tuple[int, int, int]
+    parts: Tensor, cells: Cells, bands: Bands, some: tuple[int, int], span: tuple[int, int]
 ) -> None:
-    """Cells `first` onwards of each map in (B · H, X, Y), from the means over their rows."""
-    _, n_in_tile, n_slices = cut
-    heads, height, width = cells.shape
-    span = parts.shape[2]
+    """Add to cells `some` what the bands have in them. span: queries of the map, rows of a band."""
+    S = parts.shape[3]
     # Cells that begin inside a key touch one key more.
-    wide = triton.cdiv(span, width) + (span % width > 0)
+    wide = triton.cdiv(S, cells.width) + (S % cells.width > 0)
     across, keys = 64, min(64, triton.next_power_of_2(wide))
-    launch: Any = _cells[(heads * n_cells * triton.cdiv(width, across),)]
+    n_cells = some[1] - some[0]
+    launch: Any = _cells[(len(parts) * n_cells * triton.cdiv(cells.width, across),)]
     launch(
-        parts, cells, n_slices, parts.shape[1] // n_in_tile, n_cells, height, first, width, span,
-        wide, GROUP=n_in_tile, ACROSS=across, KEYS=keys, SMALL=(span + 64) * (width + 64) < 2**31,
-        num_warps=4,
+        parts, cells, bands.first, bands.n_bands, bands.n_touched, some[0], n_cells, span[0], S,
+        wide, ROWS=span[1], ACROSS=across, KEYS=keys, num_warps=4,
+        SMALL=(S + 64) * (cells.width + 64) < 2**31,
     )  # fmt: skip

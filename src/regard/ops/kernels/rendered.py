@@ -18,16 +18,17 @@ N numbers of a band, W words of a row.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.ops.bias import ALiBi, Bias, BiasAt, DenseBias, lowest_as_inf
-from regard.ops.call import Call
+from regard.ops.call import Call, Rule
 from regard.ops.mask import And, Mask, nearer
 from regard.ops.masks import Documents
-from regard.ops.shape import Shape, Tile
+from regard.ops.shape import Shape, Tile, cut
 from regard.ops.unseen import covers
 
 WORD = 32
@@ -36,6 +37,8 @@ EVEN = 16
 """Rows of rendered tensors are this far apart, or a multiple: so kernels need no second variant."""
 BAND_ENTRIES = 2**24
 """Pairs of query and key whose bits are made at a time."""
+LARGE_BIAS = 2**26
+"""Numbers of a bias that are more than it is rendered for."""
 
 
 class Rendered(NamedTuple):
@@ -43,7 +46,7 @@ class Rendered(NamedTuple):
 
     q: Tensor
     k: Tensor
-    v: Tensor
+    v: Tensor | None = None
     sinks: Tensor | None = None
     left: int | None = None
     right: int | None = None
@@ -65,6 +68,8 @@ class Rendered(NamedTuple):
     dropout: float = 0.0
     covered: bool = True
     """Whether every key is seen by some query, so that no value has to be cleared."""
+    hides: bool = False
+    """Whether the bias may be -inf somewhere, and so hide a pair."""
 
     @property
     def shape(self) -> Shape:
@@ -83,21 +88,29 @@ class _Sight(NamedTuple):
 
 
 def render(call: Call) -> Rendered:
-    """A call as kernels read it; scores are made on its device."""
-    rule, q = call.rule, call.q
+    """A call as kernels read it; without v where that has no width."""
+    return render_rule(call.q, call.k, call.rule)._replace(
+        v=call.v if call.v.shape[3] else None,
+        sinks=None if call.sinks is None else call.sinks.contiguous(),
+        seed=call.seed if call.dropout > 0.0 else None,
+        dropout=call.dropout,
+    )
+
+
+def render_rule(q: Tensor, k: Tensor, rule: Rule) -> Rendered:
+    """Queries, keys and how their scores are made."""
     shape, device = rule.shape, q.device
     sight = _Sight() if rule.mask is None else _see(rule.mask, shape, device, _Sight())
     first, past = sight.span or (None, None)
     lo, hi = (None, None) if sight.rows is None else map(_rows_of, sight.rows)
     query_ids, key_ids = sight.ids or (None, None)
     given = Rendered(
-        *(q, call.k, call.v, call.sinks, *sight.window, first, past, lo, hi, query_ids, key_ids),
+        *(q, k, None, None, *sight.window, first, past, lo, hi, query_ids, key_ids),
         words=None if sight.rest is None else pack_words(sight.rest, shape, device),
-        seed=call.seed if call.dropout > 0.0 else None,
         factor=rule.factor(q.shape[3]),
         cap=rule.softcap,
-        dropout=call.dropout,
         covered=covers(rule),
+        hides=rule.bias_hides(),
     )
     return given if rule.bias is None else _add_bias(given, rule.bias, shape, device)
 
@@ -182,6 +195,17 @@ def _add_bias(given: Rendered, bias: Bias, shape: Shape, device: torch.device) -
     return given
 
 
+def renders_whole(rule: Rule) -> bool:
+    """Whether a bias that was not given as a matrix would become one, and a large one."""
+    whole = (
+        not leaf.relative
+        and not isinstance(leaf, DenseBias)
+        and not (isinstance(leaf, BiasAt) and isinstance(leaf.inner, ALiBi))
+        for leaf in (() if rule.bias is None else rule.bias.leaf_terms())
+    )
+    return any(whole) and math.prod(rule.shape) > LARGE_BIAS
+
+
 def band_of(bias: Bias, shape: Shape, device: torch.device) -> Tensor:
     """The numbers of a relative bias, (H, N) float32: that of t and s stands at s - t + T - 1."""
     _, H, T, S = shape
@@ -195,3 +219,56 @@ def _dense_of(bias: Bias, shape: Shape, device: torch.device) -> Tensor:
     values = bias.values if isinstance(bias, DenseBias) else bias.dense(shape, device)
     values = values.to(device)
     return values[(None,) * (4 - values.dim())]
+
+
+def crop(given: Rendered, tile: Tile) -> Rendered:
+    """The same for the queries and keys of a tile alone, whose scores stay what they are."""
+    shape, (t0, t1, s0, s1) = given.shape, tile
+    if tile == (0, shape.T, 0, shape.S):
+        return given
+    rows, device = slice(t0, t1), given.q.device
+    # By so much more a query stands ahead of the key with its number.
+    ahead = (t0 + shape.offset - s0) - ((s1 - s0) - (t1 - t0))
+    given = given._replace(
+        q=given.q[:, :, rows],
+        k=given.k[:, :, s0:s1],
+        left=None if given.left is None else given.left - ahead,
+        right=None if given.right is None else given.right + ahead,
+    )
+    if given.v is not None:
+        given = given._replace(v=given.v[:, :, s0:s1])
+    if given.first is not None and given.past is not None:
+        given = given._replace(first=given.first - s0, past=given.past - s0)
+    if given.lo is not None and given.hi is not None:
+        lo, hi = (_rows_of(ends[:, rows] - s0) for ends in (given.lo, given.hi))
+        given = given._replace(lo=lo, hi=hi)
+    if given.query_ids is not None and given.key_ids is not None:
+        ids = given.query_ids[:, rows], given.key_ids[:, s0:s1]
+        given = given._replace(query_ids=ids[0], key_ids=ids[1])
+    if given.words is not None:
+        given = given._replace(words=_crop_words(given.words[:, :, rows], s0, s1))
+    if given.slopes is not None:
+        queries, keys = given.query_places, given.key_places
+        if queries is None or keys is None:
+            queries = torch.arange(shape.T, device=device)[None] + shape.offset
+            keys = torch.arange(shape.S, device=device)[None]
+        given = given._replace(
+            query_places=_rows_of(queries[:, rows]), key_places=_rows_of(keys[:, s0:s1])
+        )
+    if given.band is not None:
+        first = s0 - t0 + shape.T - (t1 - t0)
+        band = given.band[:, first : first + (t1 - t0) + (s1 - s0) - 1]
+        given = given._replace(band=torch.nn.functional.pad(band, (0, -band.shape[1] % EVEN)))
+    return given if given.dense is None else given._replace(dense=cut(given.dense, tile))
+
+
+def _crop_words(words: Tensor, s0: int, s1: int) -> Tensor:
+    """The bits of the keys s0..s1, moved so that the first is bit 0 of the first word."""
+    first, shift = divmod(s0, WORD)
+    n_words = -(-(s1 - s0) // (WORD * EVEN)) * EVEN
+    words = words[..., first : first + n_words + 1]
+    words = torch.nn.functional.pad(words, (0, n_words + 1 - words.shape[-1]))
+    if shift == 0:
+        return words[..., :-1].contiguous()
+    low = (words >> shift) & ((1 << (WORD - shift)) - 1)
+    return low[..., :-1] | (words[..., 1:] << (WORD - shift))

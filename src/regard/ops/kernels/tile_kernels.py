@@ -1,4 +1,4 @@
-"""What all kernels do with a tile of scores: bias, mask, dropout; this module needs triton.
+"""What all kernels do with a tile of scores: bias, mask, dropout, weights; needs triton.
 
 Rows and keys come as vectors that are already spread over the tile, (t, 1) and (1, s) or the other
 way round, so a tile may stand on either side. Scores are in bits. What is None in a rule
@@ -130,3 +130,84 @@ def kept(rule, word, s):
     word = mixed(word ^ (s.to(tl.uint32) * 0xC2B2AE3D))
     # The highest bit turned round puts unsigned numbers in the order of signed ones.
     return (word ^ 0x80000000).to(tl.int32, bitcast=True) >= rule.dropout.threshold
+
+
+@triton.jit
+def walk(lists, b, h, line, n_tiles):
+    """Of how many tiles a line consists, and where their list begins."""
+    first = b * 0
+    count = n_tiles
+    if lists is not None:
+        at = b * lists.b + h * lists.h + line
+        first = at * lists.n
+        count = tl.load(lists.full + at)
+    return first, count
+
+
+@triton.jit
+def step(lists, first, n, edged):
+    """The n-th tile of a walk, and whether some of its pairs are hidden."""
+    tile = n
+    if lists is not None:
+        code = tl.load(lists.tiles + first + n)
+        tile = code // 2
+        edged = edged | (code % 2 == 1)
+    return tile, edged
+
+
+@triton.jit
+def load_tile(x, b, h, n, end, D, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """The rows n of one head of q or k, (n, d); zeros from `end` on."""
+    d = tl.arange(0, WIDTH)
+    at = x.at + b * x.b + h * x.h + n[:, None].to(tl.int64) * x.t + d[None, :].to(tl.int64) * x.d
+    if EVEN:
+        rows = tl.load(at, mask=(n < end)[:, None], other=0.0)
+    else:
+        rows = tl.load(at, mask=(n < end)[:, None] & (d < D)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def load_sums(sums, row, real):
+    """Maxima of rows, and one by their sums."""
+    return tl.load(sums.maxima + row, mask=real, other=0.0), 1.0 / tl.load(
+        sums.sums + row, mask=real, other=1.0
+    )
+
+
+@triton.jit
+def scored(x, rule, b, h, t, s, T, S):
+    """Scores in bits of products, before the mask. Rows and keys are spread over the tile."""
+    x = x * rule.factor
+    if rule.cap is not None:
+        x = capped(x, rule.cap)
+    t = tl.minimum(t, T - 1)
+    s = tl.minimum(s, S - 1)
+    return biased(x, rule, b, h, t, s, slope_of(rule, h), query_places(rule, b, t, T, S), T, S)
+
+
+@triton.jit
+def shown(rule, b, h, t, s, T, S):
+    """Which pairs of a tile the mask shows; none beyond the last query and key."""
+    real = t < T
+    t = tl.minimum(t, T - 1)
+    lo, hi = bounds_of(rule, b, t, T, S)
+    return seen(rule, b, h, t, s, lo, tl.where(real, hi, 0), S)
+
+
+@triton.jit
+def weighed(
+    x, rule, b, h, t, s, top, scale, edged, T, S, HIDES: tl.constexpr, HIDDEN: tl.constexpr
+):
+    """Weights of products times a scale of each row, HIDDEN for pairs that are hidden.
+
+    top, scale: the maximum of each row, and what exp2(score - top) is multiplied by. edged: whether
+    the mask hides some; HIDES: whether a bias of -inf may.
+    """
+    x = scored(x, rule, b, h, t, s, T, S)
+    w = tl.exp2(x - top) * scale
+    if HIDES:
+        w = tl.where(x == float("-inf"), HIDDEN, w)
+    if edged:
+        w = tl.where(shown(rule, b, h, t, s, T, S), w, HIDDEN)
+    return w

@@ -3,7 +3,8 @@
 Where a mask is not one interval a row, kernels cannot tell from two numbers where to go. So each
 tile is looked at once, by its rows' intervals, by the least and greatest document of its rows and
 keys, and by its bits: it is empty, mixed or full. The full ones of each line stand first in its
-list, the mixed ones last, from the end. Lists are made on the device, and nothing is read back.
+list, the mixed ones last, from the end. Or all stand in order, as 2 n for a full tile n and 2 n + 1
+for a mixed one. Lists are made on the device, and nothing is read back.
 
 Letters: B batch, T queries, S keys, H query heads.
 """
@@ -20,7 +21,10 @@ from regard.ops.shape import Shape
 
 
 class TileLists(NamedTuple):
-    """full, mixed: how many tiles of each line; tiles: which. b, h: lines a sample, a head."""
+    """full, mixed: how many tiles of each line; tiles: which. b, h: lines a sample, a head.
+
+    Where they stand in order, `full` counts all, and `mixed` none.
+    """
 
     tiles: Tensor
     full: Tensor
@@ -31,7 +35,12 @@ class TileLists(NamedTuple):
 
 
 def list_tiles(
-    rule: Rule, shape: Shape, tile: tuple[int, int], by_keys: bool, device: torch.device
+    rule: Rule,
+    shape: Shape,
+    tile: tuple[int, int],
+    by_keys: bool,
+    device: torch.device,
+    in_order: bool = False,
 ) -> TileLists:
     """The lists of all lines: bands of queries, or of keys with `by_keys`; tile: rows and keys."""
     from regard.ops.kernels import tile_lists_kernels
@@ -54,5 +63,5 @@ def list_tiles(
         heads * n_lines if samples > 1 else 0,
         n_lines if heads > 1 else 0,
     )
-    tile_lists_kernels.run_lists(rule, lists, shape, tile, by_keys)
+    tile_lists_kernels.run_lists(rule, lists, shape, tile, by_keys, in_order)
     return lists

@@ -63,7 +63,8 @@ def _judge(rule, b, h, row_n, key_n, T, S, ROWS: tl.constexpr, KEYS: tl.constexp
 @triton.jit(do_not_specialize=["T", "S", "H"])
 def _list(
     rule, lists, H, T, S,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BY_KEYS: tl.constexpr, N: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BY_KEYS: tl.constexpr,
+    IN_ORDER: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The list of one line of tiles."""
     n_lines = tl.cdiv(S, KEYS) if BY_KEYS else tl.cdiv(T, ROWS)
@@ -81,16 +82,26 @@ def _list(
         maybe_n, surely_n = _judge(rule, b, h, row_n, key_n, T, S, ROWS, KEYS)
         full_n = surely_n.to(tl.int32)
         mixed_n = (maybe_n & (full_n == 0)).to(tl.int32)
-        tl.store(to + n_full + tl.cumsum(full_n, 0) - 1, n, mask=full_n != 0)
-        tl.store(to + lists.n - n_mixed - tl.cumsum(mixed_n, 0), n, mask=mixed_n != 0)
-        n_full += tl.sum(full_n, 0)
-        n_mixed += tl.sum(mixed_n, 0)
+        if IN_ORDER:
+            both_n = full_n + mixed_n
+            tl.store(to + n_full + tl.cumsum(both_n, 0) - 1, 2 * n + mixed_n, mask=both_n != 0)
+            n_full += tl.sum(both_n, 0)
+        else:
+            tl.store(to + n_full + tl.cumsum(full_n, 0) - 1, n, mask=full_n != 0)
+            tl.store(to + lists.n - n_mixed - tl.cumsum(mixed_n, 0), n, mask=mixed_n != 0)
+            n_full += tl.sum(full_n, 0)
+            n_mixed += tl.sum(mixed_n, 0)
     tl.store(lists.full + tl.program_id(0), n_full)
     tl.store(lists.mixed + tl.program_id(0), n_mixed)
 
 
 def run_lists(
-    rule: Rule, lists: TileLists, shape: Shape, tile: tuple[int, int], by_keys: bool
+    rule: Rule,
+    lists: TileLists,
+    shape: Shape,
+    tile: tuple[int, int],
+    by_keys: bool,
+    in_order: bool,
 ) -> None:
     """Fill the lists."""
     _, _, T, S = shape
@@ -98,5 +109,6 @@ def run_lists(
     launch: Any = _list[(samples * heads * n_lines,)]
     launch(
         rule, lists, heads, T, S,
-        ROWS=tile[0], KEYS=tile[1], BY_KEYS=by_keys, N=AT_ONCE, num_warps=4,
+        ROWS=tile[0], KEYS=tile[1], BY_KEYS=by_keys, IN_ORDER=in_order, N=AT_ONCE,
+        num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,66 @@
+"""What every kernel of the second pass is given beside the call: row sums, tiles and their order.
+
+Letters: B batch, T queries, S keys, H query heads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from regard.ops.kernels.arguments import Rule, width_of
+from regard.ops.kernels.rendered import Rendered, crop
+from regard.ops.kernels.tile_lists import TileLists, list_tiles
+from regard.ops.shape import Tile
+
+
+class RowSums(NamedTuple):
+    """Maximum (in bits) and sum of each row, (B, H, T) without gaps: they make a score a weight."""
+
+    maxima: Tensor
+    sums: Tensor
+
+
+class Tiles(NamedTuple):
+    """Rows and keys of a tile, and how it is worked on."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiles_of(given: Rendered) -> Tiles:
+    """The tile in which keys are summed: few rows, as each has numbers of its own in registers."""
+    if given.q.dtype.itemsize == 4:
+        return Tiles(32, 32, 4, 1)
+    return Tiles(64, 128, 8, 3) if width_of(given.q.shape[3]) <= 128 else Tiles(64, 64, 4, 2)
+
+
+def row_tiles_of(given: Rendered) -> Tiles:
+    """The tile in which the weights of rows are compared."""
+    if given.q.dtype.itemsize == 4:
+        return Tiles(32, 32, 4, 1)
+    return Tiles(128, 64, 8, 3) if width_of(given.q.shape[3]) <= 128 else Tiles(64, 64, 4, 2)
+
+
+def small_tiles_of(given: Rendered) -> Tiles:
+    """The tile for loops inside of walks, over slots or cells: fewer rows wait for each other."""
+    return Tiles(32, 32, 4, 1) if given.q.dtype.itemsize == 4 else Tiles(64, 64, 4, 2)
+
+
+def order_tiles(
+    given: Rendered, rule: Rule, tiles: Tiles, by_keys: bool = False
+) -> TileLists | None:
+    """The tiles of walks along the keys, or along the queries with `by_keys`; None is all."""
+    if all(part is None for part in (rule.window, rule.span, rule.interval, rule.ids, rule.words)):
+        return None
+    size = tiles.rows, tiles.keys
+    return list_tiles(rule, given.shape, size, by_keys, given.q.device, in_order=True)
+
+
+def crop_both(given: Rendered, sums: RowSums, tile: Tile) -> tuple[Rendered, RowSums]:
+    """The call and its row sums for the queries and keys of a tile alone."""
+    maxima, totals = (x[:, :, tile.t0 : tile.t1].contiguous() for x in sums)
+    return crop(given, tile), RowSums(maxima, totals)
