@@ -23,21 +23,19 @@ from regard.ops import (
     Map,
     Observation,
     Prefix,
+    Received,
     RelativeTable,
     Wants,
     Window,
     observe,
 )
-from regard.ops.blockwise import Ask
 from regard.ops.call import make_call
-from regard.ops.kernels import flash, pooling, row_stats
-from regard.ops.kernels.rendered import render
-from regard.ops.shape import Tile
-from regard.ops.weight_stats import visible
+from regard.ops.kernels import row_stats
 
 ROUNDINGS = 16
 ABOVE = 0.1
 Sizes = tuple[int, int, int]
+Backend = str | Callable[..., Observation]
 
 
 def draw(*size: int) -> Tensor:
@@ -153,7 +151,7 @@ def numbers_of(seen: Observation) -> dict[str, Tensor]:
 
 
 def gaps(
-    name: str, dtype: torch.dtype, device: str, backend: str | Callable[..., Observation]
+    name: str, dtype: torch.dtype, device: str, backend: Backend
 ) -> dict[str, tuple[float, float]]:
     """The largest error of each answer, and what is allowed."""
     (T, S, D), mask, picture, numbers = SEEN[name]
@@ -166,17 +164,11 @@ def gaps(
         rows=[T // 2, 0, T - 1], above=ABOVE, mass=(draw(2, S) > 0.0).to(device),
     )  # fmt: skip
 
-    def by(q: Tensor, k: Tensor, backend: str, wants: Wants = wants) -> Observation:
-        return observe(q, k, None, mask=mask, wants=wants, backend=backend, **call)
-
-    truth_seen = by(q.double(), k.double(), "reference", replace(wants, weights=True))
-    if callable(backend):
-        whole = replace(make_call(q, k, k, mask=mask, **call), wants=wants)
-        ours_seen = backend(whole, q[..., :0])
-    else:
-        ours_seen = by(q, k, backend)
+    all_of = replace(wants, weights=True)
+    truth_seen = look(q.double(), k.double(), mask, call, all_of, "reference")
+    ours_seen = look(q, k, mask, call, wants, backend)
     truth, ours = numbers_of(truth_seen), numbers_of(ours_seen)
-    plain = numbers_of(by(q, k, "reference"))
+    plain = numbers_of(look(q, k, mask, call, wants, "reference"))
     found = {what: compare(ours[what], plain[what], truth[what]) for what in truth}
     assert ours_seen.peak is not None and ours_seen.top is not None
     found["peak keys"] = misnamed(
@@ -242,45 +234,42 @@ def singles_gap(name: str, device: str) -> tuple[float, float]:
     return float((ours - truth).abs().max()), 1e-5
 
 
-def received_gaps(name: str, device: str) -> dict[str, tuple[float, float]]:
-    """How far what keys receive is off the whole matrix: each kind, weights of rows, some rows."""
+def received_gaps(name: str, device: str, backend: Backend) -> dict[str, tuple[float, float]]:
+    """How far what keys receive is off: each kind, with and without weights of rows, some rows."""
     (T, S, D), mask, _, numbers = SEEN[name]
     q, k = draw(2, 2, T, D).to(device), draw(2, 1, S, D).to(device)
     call = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in numbers.items()}
-    seen = observe(
-        q.double(), k.double(), None, mask=mask, wants=Wants(weights=True), backend="reference",
-        **call,
-    )  # fmt: skip
-    whole = make_call(q, k, k[..., :0], mask=mask, **call)
-    assert seen.weights is not None
-    shown = visible(whole.rule, Tile(0, T, 0, S), False, q.device)
-    given = render(whole)
-    _, rows = flash.forward(given, Ask(), None)
+    signed, positive = draw(2, 1, T).to(device), draw(2, T).abs().to(device).half()
     found = {}
-    signed, positive = draw(2, 1, T).to(device), draw(2, T).abs().to(device)[None].half()
-    for by, weights, queries in (
-        ("sum", None, (3, T - 4)), ("sum", signed, (0, T)), ("mean", None, (0, T)),
-        ("mean", positive, (3, T - 4)), ("max", None, (5, T)), ("max", signed, (0, T - 1)),
-        ("max", -positive, (3, T - 4)),
+    for asked in (
+        Received(queries=(3, T - 4)), Received(rows=signed), Received(by="mean"),
+        Received(by="mean", rows=positive, queries=slice(3, -4)),
+        Received(by="max", queries=(5, T)),
+        Received(by="max", rows=signed, queries=(0, T - 1)), Received(by="max", rows=-positive),
     ):  # fmt: skip
-        ours = pooling.received(given, rows["maxima"], rows["sums"], weights, by, queries)
-        part = slice(*queries)
-        each = torch.ones(1, 1, T, device=q.device) if weights is None else weights
-        each = each.double()[:, :, part, None]
-        told, shown_part = each * seen.weights[:, :, part], shown[:, :, part]
-        truth = told.masked_fill(~shown_part, 0.0).sum(2)
-        if by == "mean":
-            divisor = (each * shown_part).sum(2)
-            truth = torch.where(divisor == 0, 0.0, truth / divisor)
-        if by == "max":
-            truth = told.masked_fill(~shown_part, -float("inf")).amax(2)
-            truth = truth.masked_fill(~shown_part.any(2), 0.0)
-        gap = float((ours - truth).abs().max())
-        found[f"{name} {by} {queries}"] = (gap, 1e-5)
-        counts, totals = pooling.count_queries(given, weights, queries)
-        off = (counts - shown_part.sum(2)).abs().max()
-        found[f"{name} counts {by} {queries}"] = (float(off), 0.0)
-        if totals is not None:
-            off = (totals - (each * shown_part).sum(2)).abs().max()
-            found[f"{name} row weights {by} {queries}"] = (float(off), 1e-5)
+        wants = Wants(received=asked, map=(3, 3) if asked.by == "mean" else None)
+        seen, truth, plain = (
+            look(q.to(dtype), k.to(dtype), mask, call, wants, by).received
+            for dtype, by in (
+                (torch.float32, backend), (torch.float64, "reference"), (torch.float32, "reference")
+            )
+        )  # fmt: skip
+        assert seen is not None and truth is not None and plain is not None
+        key = f"{name} {asked.by} {asked.queries} {asked.rows is not None}"
+        found[key] = compare(seen.value.double(), plain.value.double(), truth.value)
+        found[f"{key} counts"] = (float((seen.seen_by - truth.seen_by).abs().max()), 0.0)
+        assert (seen.row_weight is None) == (asked.rows is None)
+        if seen.row_weight is not None and truth.row_weight is not None:
+            off = (seen.row_weight - truth.row_weight).abs().max()
+            found[f"{key} row weights"] = (float(off), 1e-5)
     return found
+
+
+def look(
+    q: Tensor, k: Tensor, mask: Any, call: dict[str, Any], wants: Wants, backend: Backend
+) -> Observation:
+    """What a backend tells of a call, or a function that stands for one."""
+    if isinstance(backend, str):
+        return observe(q, k, None, mask=mask, wants=wants, backend=backend, **call)
+    whole = make_call(q, k, k[..., :0], mask=mask, **call)
+    return backend(replace(whole, wants=wants), q[..., :0])

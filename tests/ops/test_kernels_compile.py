@@ -15,10 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops import ALiBi, Causal, Dense, DenseBias, Documents, Lengths, RelativeTable, Wants
+from regard.ops import (
+    ALiBi,
+    Causal,
+    Dense,
+    DenseBias,
+    Documents,
+    Lengths,
+    Received,
+    RelativeTable,
+    Wants,
+)
 from regard.ops.call import Call, make_call
-from regard.ops.kernels import pooling, row_stats
-from regard.ops.kernels.rendered import render
+from regard.ops.kernels import row_stats
 
 triton: Any = importlib.import_module("triton")
 
@@ -117,11 +126,10 @@ def look(call: Call) -> None:
     for picture in ((8, 8), (7, 9)):
         wants = Wants(**asked, top=5, map=picture, rows=[3], mass=torch.ones(shape.S) > 0)
         row_stats.by_kernels(replace(call, wants=wants), call.q)
-    sums = torch.zeros(2, *shape[:3])
-    for by, weights in (("max", None), ("mean", torch.ones(1, 1, shape.T))):
-        pooling.received(render(call), *sums, weights, by, (0, shape.T))
+    for question in (Received(by="max"), Received(by="mean", rows=torch.ones(shape.T))):
+        row_stats.by_kernels(replace(call, wants=Wants(**asked | {"received": question})), call.q)
     keys = torch.zeros(3, shape.T, dtype=torch.int32)
-    row_stats.sum_singles(call.q, call.k, call.rule, sums[0], keys)
+    row_stats.sum_singles(call.q, call.k, call.rule, torch.zeros(shape[:3]), keys)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -30,53 +30,28 @@ SCRATCH = 2**26
 """Numbers held between the bands of rows and the cells of a map."""
 
 
-def received(
-    given: Rendered,
-    maxima: Tensor,
-    sums: Tensor,
-    rows: Tensor | None = None,
-    by: str = "sum",
-    queries: tuple[int, int] | None = None,
+def receive(
+    given: Rendered, sums: RowSums, rows: Tensor | None, by: str, queries: tuple[int, int]
 ) -> Tensor:
-    """The sum, mean or maximum over queries of row weight × weight, (B, H, S); 0 where none sees.
+    """The sum over queries of row weight × weight, (B, H, S); or the maximum, -inf where none sees.
 
     rows: a weight for each row, (B or 1, H or 1, T). queries: first and past the last that count.
     """
-    found = receive(given, RowSums(maxima, sums), rows, by, queries)
-    if by == "sum":
-        return found
-    counts, totals = count_queries(given, rows, queries)
-    if by == "max":
-        return found.masked_fill(counts == 0, 0.0)
-    divisor = counts if totals is None else totals
-    return torch.where(divisor == 0, 0.0, found / divisor)
-
-
-def receive(
-    given: Rendered,
-    sums: RowSums,
-    rows: Tensor | None = None,
-    by: str = "sum",
-    queries: tuple[int, int] | None = None,
-) -> Tensor:
-    """The sum over queries, or with by="max" the maximum, which is -inf where none sees a key."""
     from regard.ops.kernels import pooling_kernels
 
-    tile = _span(given, queries)
-    given, sums = crop_both(given, sums, tile)
-    rows = None if rows is None else rows[..., tile.t0 : tile.t1]
+    given, sums = crop_both(given, sums, Tile(*queries, 0, given.shape.S))
+    rows = None if rows is None else rows[..., slice(*queries)]
     return pooling_kernels.run_by_keys(given, sums, tiles_of(given), rows, by == "max")
 
 
 def count_queries(
-    given: Rendered, rows: Tensor | None = None, queries: tuple[int, int] | None = None
+    given: Rendered, rows: Tensor | None, queries: tuple[int, int]
 ) -> tuple[Tensor, Tensor | None]:
     """How many queries may see each key, (B, H, S), and the weights of these rows added up."""
     from regard.ops.kernels import pooling_kernels
 
-    tile = _span(given, queries)
-    given = crop(given, tile)
-    rows = None if rows is None else rows[..., tile.t0 : tile.t1]
+    given = crop(given, Tile(*queries, 0, given.shape.S))
+    rows = None if rows is None else rows[..., slice(*queries)]
     if rows is None and given.query_ids is None and given.words is None and not given.hides:
         counts, totals = count_intervals(given), None
     else:
@@ -105,11 +80,6 @@ def count_intervals(given: Rendered) -> Tensor:
     one = torch.ones_like(lo)
     edges.scatter_add_(1, lo, one).scatter_add_(1, hi, -one)
     return edges[:, None, :-1].cumsum(2).float()
-
-
-def _span(given: Rendered, queries: tuple[int, int] | None) -> Tile:
-    _, _, T, S = given.shape
-    return Tile(*(queries or (0, T)), 0, S)
 
 
 def pool(given: Rendered, sums: RowSums, size: tuple[int, int]) -> tuple[Tensor, Tensor]:

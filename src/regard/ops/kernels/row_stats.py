@@ -26,10 +26,11 @@ from regard.ops.blockwise import Ask
 from regard.ops.call import Call, Rule
 from regard.ops.kernels import flash, pooling
 from regard.ops.kernels.arguments import BITS
-from regard.ops.kernels.rendered import Rendered, render, render_rule
+from regard.ops.kernels.rendered import Rendered, crop, render, render_rule
 from regard.ops.kernels.row_sums import RowSums, crop_both
+from regard.ops.observe import key_sets, refusing_gradients
 from regard.ops.shape import Tile
-from regard.ops.wants import Observation, Peak, Received, SparseRows, Top, Wants
+from regard.ops.wants import Observation, Peak, SparseRows, Top, Wants
 from regard.ops.weight_stats import Weights
 
 MOST_TOP = 32
@@ -41,16 +42,27 @@ def by_kernels(call: Call, output: Tensor | None = None) -> Observation:
     wants = call.wants
     assert wants is not None
     given = render(call if output is None else replace(call, v=call.v[..., :0]))
-    ask = Ask(wants.entropy, wants.peak, wants.distance)
-    mass = None if wants.mass is None else wants.mass.to(call.q.device)
-    own, found = flash.forward(given, ask, mass if mass is None or mass.dim() == 2 else mass[None])
+    own, found = _first_pass(given, wants)
     answers: dict[str, Any] = {
         name: found.get(name) for name in ("entropy", "distance", "mass") if name in found
     }
     answers["lse"] = found["lse"] if wants.lse else None
     answers["peak"] = Peak(found["peak"], found["key"]) if wants.peak else None
     answers |= second_pass(given, RowSums(found["maxima"], found["sums"]), wants, call.rule)
-    return Observation(own if output is None else output, **answers)
+    seen = Observation(own if output is None else output, **answers)
+    return refusing_gradients(seen, found["lse"], wants)
+
+
+def _first_pass(given: Rendered, wants: Wants) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output and what is asked about rows; of rows that nothing needs, there are zeros."""
+    masses = key_sets(wants)
+    ask = Ask(wants.entropy, wants.peak, wants.distance)
+    if wants.first_pass() or given.v is not None or not wants.second_pass():
+        return flash.forward(given, ask, None if masses is None else masses.to(given.q.device))
+    t0, t1 = wants.span(given.shape)
+    out, found = flash.forward(crop(given, Tile(t0, t1, 0, given.shape.S)), ask, None)
+    around = (t0, given.shape.T - t1)
+    return out, {name: torch.nn.functional.pad(x, around) for name, x in found.items()}
 
 
 def second_pass(given: Rendered, sums: RowSums, wants: Wants, rule: Rule) -> dict[str, Any]:
@@ -83,9 +95,13 @@ def _pooled(given: Rendered, sums: RowSums, wants: Wants) -> dict[str, Any]:
         found["map"], total = pooling.pool(*crop_both(given, sums, window), size)
         if window != (0, shape.T, 0, shape.S):
             total = None
-    if wants.received:
-        total = pooling.receive(given, sums) if total is None else total
-        found["received"] = Received(total, pooling.count_queries(given)[0])
+    asked = wants.receiving()
+    if asked is not None:
+        queries, rows = asked.span(shape.T), asked.row_weights(sums.sums)
+        rows = None if rows is None else rows[..., 0]
+        if total is None or rows is not None or asked.by == "max" or queries != (0, shape.T):
+            total = pooling.receive(given, sums, rows, asked.by, queries)
+        found["received"] = asked.answer(total, *pooling.count_queries(given, rows, queries))
     return found
 
 
