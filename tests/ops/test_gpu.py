@@ -16,7 +16,7 @@ import pytest
 import torch
 from cells import ONE_QUERY, SDPA_REFUSALS, TYPES, check_cell, judge
 from plain import CASES
-from row_stats_cases import SEEN, SINGLES, gaps, singles_gap
+from row_stats_cases import RECEIVED, SEEN, SINGLES, gaps, received_gaps, singles_gap
 
 from regard.ops import (
     ALiBi,
@@ -217,6 +217,13 @@ def test_our_kernels_tell_of_weights_what_the_reference_tells(name: str, kind: s
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("name", RECEIVED)
+def test_keys_receive_by_our_kernels_what_the_reference_tells(name: str) -> None:
+    found = received_gaps(name, "cuda", "triton")
+    wrong = {what: pair for what, pair in found.items() if not pair[0] <= pair[1]}
+    assert found and not wrong, wrong
+
+
 @pytest.mark.parametrize("name", SINGLES)
 def test_sums_of_single_weights_are_those_of_the_matrix(name: str) -> None:
     gap, allowed = singles_gap(name, "cuda")
@@ -227,7 +234,7 @@ def test_what_is_asked_about_weights_runs_on_our_kernels() -> None:
     q = torch.randn(1, 2, 300, 64, device="cuda", dtype=torch.bfloat16)
     wants = Wants(entropy=True, map=(8, 8))
     assert explain(q, q, q, mask=Causal(), wants=wants).chosen == "triton"
-    assert explain(q, q, q, bias=torch.zeros(300, device="cuda"), wants=wants).chosen == "blockwise"
+    assert explain(q, q, q, bias=torch.zeros(300, device="cuda"), wants=wants).chosen == "triton"
     few = q[:, :, :30]
     told = explain(few, few, few, wants=wants)
     assert told.chosen == "blockwise", "nothing to compile for"
