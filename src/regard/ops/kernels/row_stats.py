@@ -43,9 +43,7 @@ def by_kernels(call: Call, output: Tensor | None = None) -> Observation:
     assert wants is not None
     given = render(call if output is None else replace(call, v=call.v[..., :0]))
     own, found = _first_pass(given, wants)
-    answers: dict[str, Any] = {
-        name: found.get(name) for name in ("entropy", "distance", "mass") if name in found
-    }
+    answers: dict[str, Any] = {name: found.get(name) for name in ("entropy", "distance", "mass")}
     answers["lse"] = found["lse"] if wants.lse else None
     answers["peak"] = Peak(found["peak"], found["key"]) if wants.peak else None
     answers |= second_pass(given, RowSums(found["maxima"], found["sums"]), wants, call.rule)
