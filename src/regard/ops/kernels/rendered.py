@@ -39,14 +39,12 @@ BAND_ENTRIES = 2**24
 
 
 class Rendered(NamedTuple):
-    """The tensors and numbers of a call; None for what it does not have."""
+    """The tensors of a call, and then its numbers; None for what it does not have."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     sinks: Tensor | None = None
-    left: int | None = None
-    right: int | None = None
     first: Tensor | None = None
     past: Tensor | None = None
     lo: Tensor | None = None
@@ -65,6 +63,8 @@ class Rendered(NamedTuple):
     dropout: float = 0.0
     covered: bool = True
     """Whether every key is seen by some query, so that no value has to be cleared."""
+    left: int | None = None
+    right: int | None = None
 
     @property
     def shape(self) -> Shape:
@@ -91,13 +91,15 @@ def render(call: Call) -> Rendered:
     lo, hi = (None, None) if sight.rows is None else map(_rows_of, sight.rows)
     query_ids, key_ids = sight.ids or (None, None)
     given = Rendered(
-        *(q, call.k, call.v, call.sinks, *sight.window, first, past, lo, hi, query_ids, key_ids),
+        *(q, call.k, call.v, call.sinks, first, past, lo, hi, query_ids, key_ids),
         words=None if sight.rest is None else pack_words(sight.rest, shape, device),
         seed=call.seed if call.dropout > 0.0 else None,
         factor=rule.factor(q.shape[3]),
         cap=rule.softcap,
         dropout=call.dropout,
         covered=covers(rule),
+        left=sight.window[0],
+        right=sight.window[1],
     )
     return given if rule.bias is None else _add_bias(given, rule.bias, shape, device)
 
