@@ -146,7 +146,8 @@ def main() -> None:
             )
             rate = f"{share / ratio:.3f}"
             bench.say(
-                f"| {sizes.B} × {sizes.S:,}, {name} | {' | '.join(cells)} | {rate} | {slower} | {host} |"
+                f"| {sizes.B} × {sizes.S:,}, {name} | {' | '.join(cells)} | {rate} "
+                f"| {slower} | {host} |"
             )
             del runs
             bench.free()

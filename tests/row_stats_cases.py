@@ -246,7 +246,7 @@ def received_gaps(name: str, device: str, backend: Backend) -> dict[str, tuple[f
         Received(by="mean", rows=positive, queries=slice(3, -4)), Received(by="max"),
         Received(by="max", rows=-positive, queries=(5, T)),
     ):  # fmt: skip
-        wants = Wants(received=asked, map=(3, 3) if asked.by == "mean" else None)
+        wants = Wants(received=asked, map=(3, 3) if asked.queries is None else None)
         seen, truth, plain = (
             look(q.to(dtype), k.to(dtype), mask, call, wants, by).received
             for dtype, by in (

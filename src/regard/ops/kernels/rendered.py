@@ -42,14 +42,12 @@ LARGE_BIAS = 2**26
 
 
 class Rendered(NamedTuple):
-    """The tensors and numbers of a call; None for what it does not have."""
+    """The tensors of a call, and then its numbers; None for what it does not have."""
 
     q: Tensor
     k: Tensor
     v: Tensor | None = None
     sinks: Tensor | None = None
-    left: int | None = None
-    right: int | None = None
     first: Tensor | None = None
     past: Tensor | None = None
     lo: Tensor | None = None
@@ -68,6 +66,8 @@ class Rendered(NamedTuple):
     dropout: float = 0.0
     covered: bool = True
     """Whether every key is seen by some query, so that no value has to be cleared."""
+    left: int | None = None
+    right: int | None = None
     hides: bool = False
     """Whether the bias may be -inf somewhere, and so hide a pair."""
 
@@ -105,11 +105,20 @@ def render_rule(q: Tensor, k: Tensor, rule: Rule) -> Rendered:
     lo, hi = (None, None) if sight.rows is None else map(_rows_of, sight.rows)
     query_ids, key_ids = sight.ids or (None, None)
     given = Rendered(
-        *(q, k, None, None, *sight.window, first, past, lo, hi, query_ids, key_ids),
+        q,
+        k,
+        first=first,
+        past=past,
+        lo=lo,
+        hi=hi,
+        query_ids=query_ids,
+        key_ids=key_ids,
         words=None if sight.rest is None else pack_words(sight.rest, shape, device),
         factor=rule.factor(q.shape[3]),
         cap=rule.softcap,
         covered=covers(rule),
+        left=sight.window[0],
+        right=sight.window[1],
         hides=rule.bias_hides(),
     )
     return given if rule.bias is None else _add_bias(given, rule.bias, shape, device)
