@@ -245,8 +245,9 @@ def run_count(given: Rendered, row_weights: Tensor | None) -> tuple[Tensor, Tens
     rule, tiles = rule_of(given), Tiles(64, 64, 4, 1)
     lists = order_tiles(given, rule, tiles, by_keys=True)
     weights = _row_weights(row_weights)
-    by_sample = [x.b for x in (lists, weights, rule.dense) if x is not None]
-    by_head = [x.h for x in (lists, weights, rule.dense, rule.band) if x is not None]
+    dense, band = (rule.dense, rule.band) if given.hides else (None, None)
+    by_sample = [x.b for x in (lists, weights, dense) if x is not None]
+    by_head = [x.h for x in (lists, weights, dense, band) if x is not None]
     shape = (B if any(by_sample) else 1, H if any(by_head) else 1, S)
     counts = torch.empty(shape, dtype=torch.float32, device=given.q.device)
     totals = None if weights is None else torch.empty_like(counts)
