@@ -1,7 +1,8 @@
-"""The kernels that look at weights are compiled for a GPU, on a machine that need not have one.
+"""Our kernels are compiled for a GPU, on a machine that need not have one.
 
 Their launches are caught instead of run, so that the very arguments of the host's side are what
-they are compiled for. What they compute is judged in `test_row_stats_kernels.py` and `test_gpu.py`.
+they are compiled for. What they compute is judged in `test_row_stats_kernels.py`,
+`test_flash_kernels.py` and `test_gpu.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops import Causal, Wants
+from regard.ops import ALiBi, Causal, Dense, DenseBias, Documents, RelativeTable, Wants
+from regard.ops.blockwise import Ask
 from regard.ops.call import make_call
-from regard.ops.kernels import row_stats
+from regard.ops.kernels import flash, flash_backward, row_stats
+from regard.ops.kernels.flash_backward import Arriving, Grads, Saved
 from regard.ops.kernels.inputs import find_bounds
+from regard.ops.kernels.rendered import render
 
 triton: Any = importlib.import_module("triton")
 
 TYPES = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -36,6 +41,29 @@ KERNELS = {
 CASES: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {
     "half": (torch.bfloat16, 64, {}),
     "whole": (torch.float32, 40, {"softcap": 3.0, "sinks": torch.zeros(4)}),
+}
+FLASH = {
+    "flash_kernels": ("_forward",),
+    "flash_backward_kernels": ("_delta", "_keys", "_queries", "_band", "_dense"),
+    "tile_lists_kernels": ("_list",),
+}
+IDS = torch.arange(160) % 3
+FLASH_CASES: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {
+    "half, slopes": (torch.bfloat16, 64, {"mask": Causal(), "bias": ALiBi(4)}),
+    "wide, documents": (torch.bfloat16, 128, {"mask": Causal() & Documents(IDS)}),
+    "odd, biases, bits": (
+        torch.float16,
+        40,
+        {
+            "mask": Dense(torch.ones(160, 160, dtype=torch.bool)),
+            "bias": DenseBias(torch.zeros(1, 160, 160)) + RelativeTable(torch.zeros(8, 4)),
+            "sinks": torch.zeros(4),
+            "softcap": 3.0,
+            "dropout": 0.1,
+            "seed": 1,
+        },
+    ),
+    "whole": (torch.float32, 13, {"mask": Causal()}),
 }
 
 
@@ -56,25 +84,57 @@ class Caught:
         """The assembler's text for an H100 or H200."""
         assert self.launched is not None, "the kernel was not launched"
         args, options = self.launched
-        how = {"num_warps": options.pop("num_warps"), "enable_fp_fusion": True}
+        how = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
         names = [parameter.name for parameter in self.kernel.params]
-        assert names == [*names[: len(args)], *sorted(options, key=names.index)]
+        assert sorted(names[len(args) :]) == sorted(options)
+        constants = {(names.index(name),): x for name, x in options.items()}
+        for n, x in enumerate(args):
+            constants |= constants_of(x, (n,))
         given = {name: type_of(x) for name, x in zip(names, args, strict=False)}
         source = triton.compiler.ASTSource(
             fn=self.kernel,
             signature=given | dict.fromkeys(options, "constexpr"),
-            constexprs=options,
+            constexprs=constants,
         )
         target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-        made = triton.compile(source, target=target, options=how)
+        made = triton.compile(source, target=target, options=how | {"enable_fp_fusion": True})
         return str(made.asm["ptx"])
 
 
-def type_of(value: Any) -> str:
+def type_of(value: Any) -> Any:
+    """How a signature names an argument; a named tuple is one of its fields' names."""
+    if isinstance(value, tuple):
+        return type(value)(*map(type_of, value))
+    if value is None:
+        return "constexpr"
     if isinstance(value, Tensor):
         return TYPES[value.dtype]
     assert isinstance(value, int | float) and not isinstance(value, bool)
     return "i32" if isinstance(value, int) else "fp32"
+
+
+def constants_of(value: Any, path: tuple[int, ...]) -> dict[tuple[int, ...], Any]:
+    """The fields that are None, by where they stand: a kernel has no code for these."""
+    if value is None:
+        return {path: None}
+    if not isinstance(value, tuple):
+        return {}
+    return {
+        at: x for n, part in enumerate(value) for at, x in constants_of(part, (*path, n)).items()
+    }
+
+
+def catch(
+    monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[str, ...]]
+) -> dict[str, Caught]:
+    """The kernels of these modules, by name, from now on caught."""
+    caught = {}
+    for module_name, names in kernels.items():
+        module = importlib.import_module(f"regard.ops.kernels.{module_name}")
+        for name in names:
+            caught[name] = Caught(getattr(module, name))
+            monkeypatch.setattr(module, name, caught[name])
+    return caught
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,12 +142,7 @@ def test_kernels_compile_for_a_gpu_as_they_are_launched(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype, width, more = CASES[name]
-    caught = {}
-    for room, kernels in KERNELS.items():
-        module = importlib.import_module(f"regard.ops.kernels.{room}")
-        for kernel in kernels:
-            caught[kernel] = Caught(getattr(module, kernel))
-            monkeypatch.setattr(module, kernel, caught[kernel])
+    caught = catch(monkeypatch, KERNELS)
     q, k = (torch.zeros(1, heads, 256, width, dtype=dtype) for heads in (4, 2))
     call = make_call(q, k, k, mask=Causal(), **more)
     for picture in ((8, 8), (7, 9)):
@@ -101,3 +156,25 @@ def test_kernels_compile_for_a_gpu_as_they_are_launched(
     row_stats.sum_singles(q, k, call.rule, bounds, torch.zeros(1, 4, 256), keys)
     for kernel in caught.values():
         assert ".target sm_90" in kernel.compile()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLASH_CASES)
+def test_attention_compiles_for_a_gpu_as_it_is_launched(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, width, more = FLASH_CASES[name]
+    caught = catch(monkeypatch, FLASH)
+    q, k = (torch.zeros(1, heads, 160, width, dtype=dtype) for heads in (4, 2))
+    given = render(make_call(q, k, k, **more))
+    _, found = flash.forward(given, Ask(entropy=True, peak=True, distance=True), None)
+    lse, learned = found["lse"], {"band": given.band, "dense": given.dense, "slopes": given.slopes}
+    wanted = Grads(q=True, k=True, v=True, **{n: x is not None for n, x in learned.items()})
+    flash_backward.backward(given, Saved(q, lse, lse), Arriving(q, lse, lse), wanted)
+    launched = {name for name, kernel in caught.items() if kernel.launched is not None}
+    assert {"_forward", "_delta", "_keys", "_queries"} <= launched
+    assert ("_band" in launched) == (given.band is not None)
+    assert ("_dense" in launched) == (given.dense is not None)
+    assert "_list" in launched
+    for kernel in launched:
+        assert ".target sm_90" in caught[kernel].compile()

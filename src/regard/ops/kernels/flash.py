@@ -22,7 +22,13 @@ def forward(given: Rendered, ask: Ask, mass: Tensor | None) -> tuple[Tensor, dic
 
     q, v = given.q, given.v
     shape = q.shape[:3]
-    names = ["lse", "maxima", "sums", *(name for name in ask._fields if getattr(ask, name))]
+    names = [
+        "lse",
+        "maxima",
+        "sums",
+        "total",
+        *(name for name in ask._fields if getattr(ask, name)),
+    ]
     names += ["mass"] if mass is not None else []
     found = {name: torch.empty(shape, dtype=torch.float32, device=q.device) for name in names}
     if ask.peak:

@@ -31,6 +31,7 @@ from regard.ops.kernels.tile_kernels import (
     product,
     query_places,
     row_word,
+    runs_of,
     seen,
     slope_of,
 )
@@ -43,6 +44,7 @@ class Answers(NamedTuple):
     lse: Tensor
     maxima: Tensor | None = None
     sums: Tensor | None = None
+    total: Tensor | None = None
     entropy: Tensor | None = None
     peak: Tensor | None = None
     key: Tensor | None = None
@@ -176,17 +178,7 @@ def _forward(
         tl.full((ROWS,), -1, tl.int32),
     )
     if lists is None:
-        sees_t = real_t & (hi_t > lo_t)
-        first = tl.min(tl.where(sees_t, lo_t, S), 0) // KEYS * KEYS
-        last = tl.max(tl.where(sees_t, hi_t, 0), 0)
-        # Tiles from whole to ends are seen by every row.
-        whole = tl.maximum(tl.cdiv(tl.max(tl.where(real_t, lo_t, 0), 0), KEYS) * KEYS, first)
-        ends = tl.min(tl.where(real_t, hi_t, S), 0) // KEYS * KEYS
-        whole = tl.minimum(whole, tl.cdiv(last, KEYS) * KEYS)
-        ends = tl.maximum(ends, whole)
-        n_full = (ends - whole) // KEYS
-        n_before = tl.maximum(whole - first, 0) // KEYS
-        n_mixed = n_before + tl.cdiv(tl.maximum(last - ends, 0), KEYS)
+        first, whole, ends, n_full, n_before, n_mixed = runs_of(lo_t, hi_t, real_t, S, KEYS)
         for n in range(0, n_full):
             state = _fold(
                 state, q_td, k_at, v_at, whole + n * KEYS, rule, chosen, answers, row, sizes,
@@ -235,8 +227,10 @@ def _forward(
     lse_t = tl.where(empty_t, float("-inf"), (highest_t + tl.log2(total_t)) * NATS)
     tl.store(answers.lse + row_t, lse_t, mask=real_t)
     if answers.maxima is not None:
-        tl.store(answers.maxima + row_t, highest_t, mask=real_t)
+        tl.store(answers.maxima + row_t, highest_t * NATS, mask=real_t)
         tl.store(answers.sums + row_t, total_t, mask=real_t)
+    if answers.total is not None:
+        tl.store(answers.total + row_t, sum_t * share_t, mask=real_t)
     if answers.entropy is not None:
         # The logsumexp less the maximum, but not by way of it, whose last digits would be lost.
         spread_t = (highest_t - max_t) + tl.log2(total_t)
