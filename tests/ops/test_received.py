@@ -284,6 +284,8 @@ def test_a_nan_reaches_the_keys_that_its_row_sees_and_no_others(
     for queries in ((0, 12), (13, 19)):
         assert torch.equal(ask(spoilt, rows, queries), ask(q, rows, queries))
     if rows is not None:
+        # Also where row weights come to 0, and a mean would be 0.
+        assert ask(spoilt, torch.zeros(19), None)[0, 0, :13].isnan().all()
         for bad in (math.nan, math.inf):
             numbers = rows.clone()
             numbers[5] = bad
@@ -371,6 +373,8 @@ def test_a_range_beside_other_wants_leaves_all_of_them_whole(backend: str) -> No
         torch.testing.assert_close(found.map, cells)
         if "top" in more:
             torch.testing.assert_close(found.top.weight, weights.topk(3)[0])
+        if "entropy" in more:
+            torch.testing.assert_close(found.entropy, torch.special.entr(weights).sum(-1))
         if "rows" in more:
             torch.testing.assert_close(found.rows, weights[:, :, [33, 2]])
     alone: Any = observe(made.q, made.k, None, **made.call, wants=Wants(rows=[7]), backend=backend)
