@@ -349,6 +349,18 @@ def test_one_compiled_graph_serves_the_last_queries_of_texts_of_all_lengths() ->
     assert len(graphs) == 1
 
 
+def test_row_weights_may_be_vectorised_over_and_refuse_a_gradient_there_too() -> None:
+    q, many = torch.randn(1, 2, 7, 4), torch.rand(3, 7)
+
+    def ask(rows: Tensor) -> Tensor:
+        seen: Any = observe(q, q, None, mask=Causal(), wants=Wants(received=Received(rows=rows)))
+        return seen.received.total
+
+    torch.testing.assert_close(torch.vmap(ask)(many), torch.stack([ask(rows) for rows in many]))
+    with pytest.raises(RuntimeError, match="`received` has no gradient"):
+        torch.func.grad(lambda rows: ask(rows).sum())(many[0])
+
+
 def test_our_kernels_refuse_all_but_the_plain_question() -> None:
     q = torch.randn(1, 2, 5, 4)
     for asked in (Received(by="max"), Received(rows=torch.ones(5)), Received(queries=(0, 2))):
