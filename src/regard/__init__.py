@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Mask,
         Observation,
         Prefix,
+        Received,
         RelativeTable,
         Wants,
         Window,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "regard.ops": (
         "ALiBi Bias Causal Dense DenseBias Documents Explanation Lengths Map Mask Observation "
-        "Prefix RelativeTable Wants Window attention explain observe"
+        "Prefix Received RelativeTable Wants Window attention explain observe"
     ),
     "regard.layers": "KVCache MultiHeadAttention observing",
     "regard.lens": "Record",
@@ -83,6 +84,7 @@ __all__ = [
     "MultiHeadAttention",
     "Observation",
     "Prefix",
+    "Received",
     "Record",
     "RelativeTable",
     "Tokenizer",

@@ -83,6 +83,12 @@ def _check(model: nn.Module, wants: Wants | None, keep: str, heads: Sequence[int
             "weights, above and rows are not kept in a record; keep queries and keys, from which "
             'the record makes any of them: watch(model, keep="qk")'
         )
+    asked = None if wants is None else wants.receiving()
+    if asked is not None and not asked.is_plain:
+        raise ValueError(
+            "a record keeps what keys receive from all queries, as a sum: received=True; weighted, "
+            "for some queries or as a mean or maximum, `regard.observing` tells it of our layers"
+        )
     if keep not in ("statistics", "qk"):
         raise ValueError(f'keep must be "statistics" or "qk", got {keep!r}')
     if heads is not None and (not len(heads) or len(set(heads)) < len(heads)):

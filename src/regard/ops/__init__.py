@@ -5,7 +5,7 @@ from regard.ops.bias import ALiBi, Bias, DenseBias, RelativeTable
 from regard.ops.mask import Mask
 from regard.ops.masks import Causal, Dense, Documents, Lengths, Prefix, Window
 from regard.ops.op import attention, explain, observe
-from regard.ops.wants import Map, Observation, Wants
+from regard.ops.wants import Map, Observation, Received, Wants
 
 __all__ = [
     "ALiBi",
@@ -20,6 +20,7 @@ __all__ = [
     "Mask",
     "Observation",
     "Prefix",
+    "Received",
     "RelativeTable",
     "Wants",
     "Window",

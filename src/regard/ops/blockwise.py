@@ -24,6 +24,7 @@ import math
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,11 +112,16 @@ def grid_tiles(shape: Shape) -> list[Tile]:
 
 
 def bands(
-    rule: Rule, on_gpu: bool = False
+    rule: Rule, on_gpu: bool = False, queries: tuple[int, int] | None = None
 ) -> list[tuple[tuple[int, int], list[tuple[Tile, bool]]]]:
-    """Per band of queries (t0, t1): the tiles that are not empty, each with whether it is full."""
+    """Per band of queries (t0, t1): the tiles that are not empty, each with whether it is full.
+
+    queries: the first and past the last that are wanted; all unless given.
+    """
     height, width = tile_sizes(rule.shape, on_gpu)
     t_edges, s_edges = edges(rule.shape.T, height), edges(rule.shape.S, width)
+    if queries is not None:
+        t_edges = np.unique(t_edges.clip(*queries))
     known = tile_bounds(rule.mask, rule.shape, t_edges, s_edges)
     result = []
     for row, (t0, t1) in enumerate(pairwise(t_edges)):
@@ -250,8 +256,13 @@ def marked(x: Tensor) -> Tensor:
     return x + x * 0.0
 
 
-def first_pass(call: Call, ask: Ask, mass_bs: Tensor | None) -> Rows:
-    """Output, logsumexp and the row statistics asked for, in one walk over the tiles."""
+def first_pass(
+    call: Call, ask: Ask, mass_bs: Tensor | None, queries: tuple[int, int] | None = None
+) -> Rows:
+    """Output, logsumexp and the row statistics asked for, in one walk over the tiles.
+
+    queries: the first and past the last whose rows are wanted; all unless given.
+    """
     rule, v_bgse, sinks_h, device = call.rule, call.v, call.sinks, call.q.device
     q_bhtd, k_bgsd = marked(call.q), marked(call.k)
     clean = not v_bgse.numel() or known_finite(v_bgse)
@@ -260,7 +271,7 @@ def first_pass(call: Call, ask: Ask, mass_bs: Tensor | None) -> Rows:
     if not is_transformed(q_bhtd) and not is_transformed(k_bgsd):
         scratch = tile_scratch(rule.shape, q_bhtd)
         spare = torch.empty_like(scratch) if ask.entropy else None
-    for (t0, t1), tiles in bands(rule, q_bhtd.is_cuda):
+    for (t0, t1), tiles in bands(rule, q_bhtd.is_cuda, queries):
         i_t1 = torch.arange(t0, t1, device=device)[:, None] + rule.shape.offset
         band = _Band(q_bhtd[:, :, t0:t1], v_bgse, i_t1, spare)
         for tile, full in tiles:
@@ -279,7 +290,7 @@ def first_pass(call: Call, ask: Ask, mass_bs: Tensor | None) -> Rows:
         done.append(band.finish(sinks_h, ask, mass_bs is not None))
     if not done:
         i_t1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
-        done = [_Band(q_bhtd, v_bgse, i_t1).finish(sinks_h, ask, mass_bs is not None)]
+        done = [_Band(q_bhtd[:, :, :0], v_bgse, i_t1).finish(sinks_h, ask, mass_bs is not None)]
     return Rows(
         *(
             torch.cat(parts, 2) if parts[0].dim() > 1 else parts[0]

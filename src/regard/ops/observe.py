@@ -9,14 +9,15 @@ Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from regard.ops import reference
-from regard.ops.blockwise import Ask, no_key
+from regard.ops.blockwise import NOTHING, Ask, first_pass, no_key
 from regard.ops.blockwise_op import run_blockwise
 from regard.ops.call import Call
 from regard.ops.shape import Shape, Tile
@@ -24,6 +25,7 @@ from regard.ops.wants import (
     Observation,
     Peak,
     Received,
+    ReceivedAttention,
     SparseRows,
     Top,
     Wants,
@@ -36,6 +38,8 @@ def by_tiles(call: Call) -> Observation:
     """Every want but `weights`, in O(T + S) extra memory."""
     wants = call.wants
     assert wants is not None
+    if not wants.first_pass() and wants.second_pass() and not call.v.shape[3]:
+        return weights_by_tiles(call, wants)
     ask = Ask(entropy=wants.entropy, peak=wants.peak, distance=wants.distance)
     rows = run_blockwise(call, ask, key_sets(wants))
     answers: dict[str, Any] = {
@@ -49,7 +53,21 @@ def by_tiles(call: Call) -> Observation:
         with torch.no_grad():
             sums = (rows.row_max.detach(), rows.denominator.detach())
             answers |= Weights(call.q.detach(), call.k.detach(), call.rule, *sums).answer(wants)
-    return refusing_gradients(Observation(rows.output, **answers), rows.lse)
+    return refusing_gradients(Observation(rows.output, **answers), rows.lse, wants)
+
+
+def weights_by_tiles(call: Call, wants: Wants) -> Observation:
+    """The same where the second pass is all that is wanted: only rows that it needs are walked."""
+    t0, t1 = wants.span(call.rule.shape)
+    with torch.no_grad():
+        rows = first_pass(call, NOTHING, None, (t0, t1))
+        around = (t0, call.rule.shape.T - t1)
+        sums = F.pad(rows.row_max, around), F.pad(rows.denominator, around)
+        answers = Weights(call.q, call.k, call.rule, *sums).answer(wants)
+    # What a gradient of any tensor would have to pass.
+    anchor = sum([t.sum() for t in call.tensors() if t.requires_grad], call.q.new_zeros(()))
+    output = call.q.new_zeros((*call.q.shape[:3], 0))
+    return refusing_gradients(Observation(output, **answers), anchor, wants)
 
 
 def by_reference(call: Call) -> Observation:
@@ -61,21 +79,21 @@ def by_reference(call: Call) -> Observation:
     output = reference.mix(p, scores, call)
     lse = reference.logsumexp(scores, call.sinks) if wants.lse else None
     seen = visible(call.rule, Tile(0, shape.T, 0, shape.S), False, p.device)
-    masses = key_sets(wants)
+    masses, asked = key_sets(wants), wants.receiving()
     answers: dict[str, Any] = {
         "lse": lse,
         "entropy": entropy_of(p) if wants.entropy else None,
         "peak": peak_of(p, seen) if wants.peak else None,
         "distance": distance_of(p, shape) if wants.distance else None,
         "mass": None if masses is None else (p @ masses[:, None, :, None].to(p.dtype))[..., 0],
-        "received": Received(p.sum(2), seen.to(p).sum(2)) if wants.received else None,
+        "received": None if asked is None else received_of(p, seen, asked),
         "top": None if wants.top is None else top_of(p, seen, wants.top),
         "above": None if wants.above is None else above_of(p, wants.above, shape),
         "map": None if wants.map is None else map_of(p, wants, shape),
         "rows": None if wants.rows is None else p[:, :, list(wants.rows)],
         "weights": p if wants.weights else None,
     }
-    return refusing_gradients(Observation(output, **answers), p)
+    return refusing_gradients(Observation(output, **answers), p, wants)
 
 
 def key_sets(wants: Wants) -> Tensor | None:
@@ -83,16 +101,19 @@ def key_sets(wants: Wants) -> Tensor | None:
     return wants.mass[None] if wants.mass is not None and wants.mass.dim() == 1 else wants.mass
 
 
-def refusing_gradients(seen: Observation, anchor: Tensor) -> Observation:
+def refusing_gradients(seen: Observation, anchor: Tensor, wants: Wants) -> Observation:
     """The record, in which what has no gradient says so when one is asked for."""
+    asked = wants.receiving()
+    if asked is not None and asked.rows is not None and asked.rows.requires_grad:
+        anchor = anchor.sum() + asked.rows.sum().to(anchor.device)
 
     def guard(value: Any, name: str) -> Any:
         if isinstance(value, Tensor):
             return without_gradient(value, anchor, name) if value.is_floating_point() else value
-        if isinstance(value, Shape):
+        if not is_dataclass(value):
             return value
         parts = {part.name: guard(getattr(value, part.name), name) for part in fields(value)}
-        return replace(value, **parts)
+        return replace(value, **parts)  # type: ignore[type-var]
 
     names = ("peak", "distance", "mass", "received", "top", "above", "map", "rows")
     held = {name: getattr(seen, name) for name in names}
@@ -120,11 +141,29 @@ def distance_of(p_bhts: Tensor, shape: Shape) -> Tensor:
     return (p_bhts * (i - torch.arange(shape.S, device=p_bhts.device)).to(p_bhts.dtype)).sum(-1)
 
 
+def received_of(p_bhts: Tensor, seen_bhts: Tensor, asked: Received) -> ReceivedAttention:
+    """What each key gets from the queries asked about that may see it."""
+    queries = slice(*asked.span(p_bhts.shape[2]))
+    p_bhts, seen_bhts = p_bhts[:, :, queries], seen_bhts[:, :, queries]
+    rows_bht1, row_weight = asked.row_weights(p_bhts), None
+    if rows_bht1 is not None:
+        rows_bht1 = rows_bht1[:, :, queries]
+        row_weight = torch.where(seen_bhts, rows_bht1, 0.0).sum(2)
+        p_bhts = rows_bht1 * p_bhts
+    p_bhts = p_bhts.masked_fill(~seen_bhts, asked.unseen)
+    if asked.by == "max":
+        # One more row, which never wins, for a text of none.
+        found = F.pad(p_bhts, (0, 0, 0, 1), value=asked.unseen).amax(2)
+    else:
+        found = p_bhts.sum(2)
+    return asked.answer(found, seen_bhts.to(found).sum(2), row_weight)
+
+
 def top_of(p_bhts: Tensor, seen_bhts: Tensor, k: int) -> Top:
     """The k largest weights of each row, padded with weight 0 and key -1."""
     weight, key = p_bhts.masked_fill(~seen_bhts, -1.0).topk(min(k, p_bhts.shape[-1]), -1)
     lack = k - weight.shape[-1]
-    weight, key = (torch.nn.functional.pad(x, (0, lack), value=-1) for x in (weight, key))
+    weight, key = (F.pad(x, (0, lack), value=-1) for x in (weight, key))
     spoiled = p_bhts.isnan().any(-1, keepdim=True)
     key = key.masked_fill((weight < 0) | spoiled, -1)
     return Top(weight.clamp(min=0.0).masked_fill(spoiled, math.nan), key)

@@ -10,6 +10,7 @@ Letters: B batch, H heads, T queries, S keys.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,10 +52,117 @@ class Map:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Received:
+    """A question: what each key gets from the queries, per query head; `Received()` is the sum.
+
+    by: "sum", "mean" or "max" over the queries that may see the key; 0 where none may.
+    rows: the weight of each row, a float tensor (B or 1, H or 1, T) of which leading axes may be
+    missing: what a query gives is multiplied by it. The mean is divided by the row weights of the
+    queries that may see the key, added up, and is 0 where they come to 0. Row weights may be
+    negative, and then so may the maximum: a hidden pair is no 0 that could win.
+    queries: those that count, a slice such as slice(-32, None), cut to the text as Python cuts a
+    list, or (first, past the last); all others may hold anything.
+    A query that looks at a NaN makes the keys it may see NaN, also where its row weight is 0.
+    """
+
+    rows: Tensor | None = None
+    by: str = "sum"
+    queries: slice | tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.by not in ("sum", "mean", "max"):
+            raise ValueError(f'by must be "sum", "mean" or "max", got {self.by!r}')
+        if self.rows is not None and (
+            not isinstance(self.rows, Tensor)
+            or not self.rows.is_floating_point()
+            or self.rows.dim() not in (1, 2, 3)
+        ):
+            raise TypeError(
+                "rows must be a float tensor (B or 1, H or 1, T), a weight for each query, "
+                f"got {_describe(self.rows)}"
+            )
+        ends = self.queries
+        if isinstance(ends, slice):
+            if ends.step not in (None, 1):
+                raise ValueError(
+                    f"queries must be neighbours, got a slice with step {ends.step}; rows with "
+                    "zeros leave out single queries"
+                )
+            ends = (ends.start or 0, ends.stop or 0)
+        if ends is not None and not (
+            isinstance(ends, tuple)
+            and len(ends) == 2
+            and all(hasattr(n, "__index__") for n in ends)
+        ):
+            raise TypeError(
+                "queries must be a slice of whole numbers or (first, past the last), "
+                f"got {self.queries!r}"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the sum over all queries, each counted alike."""
+        return self.rows is None and self.by == "sum" and self.queries is None
+
+    @property
+    def unseen(self) -> float:
+        """What stands for a hidden pair, before a key that nobody sees is given its 0."""
+        return -math.inf if self.by == "max" else 0.0
+
+    def span(self, T: int) -> tuple[int, int]:
+        """The first and past-the-last query that counts, checked against T."""
+        if self.queries is None:
+            return 0, T
+        if isinstance(self.queries, slice):
+            # Not by `slice.indices`, which would tie a graph that is being traced to one length.
+            first = _count_from(self.queries.start, T, 0)
+            last = _count_from(self.queries.stop, T, T)
+        else:
+            first, last = self.queries
+        if not 0 <= first < last <= T:
+            raise ValueError(
+                f"the queries {self.queries} of Received must not be empty and must lie inside "
+                f"T={T} queries"
+            )
+        return first, last
+
+    def check(self, shape: Shape) -> None:
+        """Raise ValueError when this shape has no such queries, or rows do not fit it."""
+        self.span(shape.T)
+        if self.rows is None:
+            return
+        sizes = self.rows.shape[::-1]
+        fits = zip(sizes[1:], (shape.H, shape.B), strict=False)
+        if sizes[0] != shape.T or any(size not in (1, most) for size, most in fits):
+            raise ValueError(
+                f"rows must be (B or 1, H or 1, T) with B={shape.B}, H={shape.H}, T={shape.T}, "
+                f"got shape {tuple(self.rows.shape)}"
+            )
+
+    def row_weights(self, like: Tensor) -> Tensor | None:
+        """The weights of the rows, (B or 1, H or 1, T, 1), in the type of `like`."""
+        if self.rows is None:
+            return None
+        rows = self.rows.detach().to(like.device, like.dtype)
+        return rows[(None,) * (3 - rows.dim())][..., None]
+
+    def answer(
+        self, found: Tensor, seen_by: Tensor, row_weight: Tensor | None = None
+    ) -> ReceivedAttention:
+        """The answer, of the sums or maxima that were found."""
+        if self.by == "max":
+            found = found.masked_fill(seen_by == 0, 0.0)
+        elif self.by == "mean":
+            found = mean_of(found, seen_by if row_weight is None else row_weight)
+        return ReceivedAttention(found, seen_by, row_weight, self.by)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Wants:
     """What to tell about the weights; nothing unless asked.
 
-    lse, entropy (nats), peak, distance (mean of i - j), received: flags.
+    lse, entropy (nats), peak, distance (mean of i - j): flags.
+    received: what each key gets from all queries together, or as a `Received` asks for it.
     mass: a bool tensor over the keys, (S,) or (B, S): the weight each row puts on them together.
     top: how many of the largest weights of each row. above: every weight of at least this much.
     map: (height, width), or a `Map` of any window. rows: the queries whose whole rows are wanted.
@@ -67,7 +175,7 @@ class Wants:
     peak: bool = False
     distance: bool = False
     mass: Tensor | None = None
-    received: bool = False
+    received: bool | Received = False
     top: int | None = None
     above: float | None = None
     map: tuple[int, int] | Map | None = None
@@ -81,6 +189,10 @@ class Wants:
             or self.mass.dim() not in (1, 2)
         ):
             raise TypeError("mass must be a bool tensor over the keys, (S,) or (B, S)")
+        if not isinstance(self.received, (bool, Received)):
+            raise TypeError(
+                f"received must be True, False or a Received(...), got {self.received!r}"
+            )
         if self.top is not None and self.top < 1:
             raise ValueError(f"top must be at least 1, got {self.top}")
         if self.above is not None and not 0.0 < self.above <= 1.0:
@@ -96,6 +208,12 @@ class Wants:
         height, width = self.map
         return Map(height=height, width=width)
 
+    def receiving(self) -> Received | None:
+        """What is asked of the keys, in its full form."""
+        if isinstance(self.received, Received):
+            return self.received
+        return Received() if self.received else None
+
     def check(self, shape: Shape) -> None:
         """Raise ValueError when something is asked that this shape does not have."""
         if self.mass is not None and (
@@ -108,6 +226,9 @@ class Wants:
         picture = self.picture()
         if picture is not None:
             picture.window(shape)
+        asked = self.receiving()
+        if asked is not None:
+            asked.check(shape)
         outside = [t for t in self.rows or () if not 0 <= t < shape.T]
         if outside:
             raise ValueError(f"rows must lie between 0 and T-1={shape.T - 1}, got {outside[0]}")
@@ -115,7 +236,22 @@ class Wants:
     def second_pass(self) -> bool:
         """Whether anything is asked that needs the row sums first."""
         asked = (self.top, self.above, self.map, self.rows)
-        return self.received or any(x is not None for x in asked)
+        return bool(self.received) or any(x is not None for x in asked)
+
+    def first_pass(self) -> bool:
+        """Whether anything is asked that is told while the row sums are found."""
+        flags = self.lse or self.entropy or self.peak or self.distance
+        return flags or self.mass is not None
+
+    def span(self, shape: Shape) -> tuple[int, int]:
+        """The first and past-the-last query whose weights the second pass needs."""
+        if self.top is not None or self.above is not None:
+            return 0, shape.T
+        picture, asked = self.picture(), self.receiving()
+        ends = [] if picture is None else [picture.window(shape)[:2]]
+        ends += [] if asked is None else [asked.span(shape.T)]
+        ends += [(t, t + 1) for t in self.rows or ()]
+        return min((a for a, _ in ends), default=0), max((z for _, z in ends), default=0)
 
 
 @dataclass(frozen=True)
@@ -127,16 +263,33 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Received:
-    """What each key gets from all queries, (B, H, S), and how many queries could see it."""
+class ReceivedAttention:
+    """What each key gets, (B, H, S), and how many of the queries asked about may see it.
 
-    total: Tensor
+    value: the sum, the mean or the maximum, as `by` says. row_weight: the row weights of those
+    queries added up; None where no `rows` were given.
+    """
+
+    value: Tensor
     seen_by: Tensor
+    row_weight: Tensor | None = None
+    by: str = "sum"
+
+    @property
+    def total(self) -> Tensor:
+        """What the key gets from all of them together."""
+        if self.by != "sum":
+            raise AttributeError(
+                f'total and mean are told of Received(by="sum"); this is the {self.by}, in `value`'
+            )
+        return self.value
 
     @property
     def mean(self) -> Tensor:
         """Per query that may see the key; 0 where none may."""
-        return self.total / self.seen_by.clamp(min=1)
+        if self.by == "mean":
+            return self.value
+        return mean_of(self.total, self.seen_by if self.row_weight is None else self.row_weight)
 
 
 @dataclass(frozen=True)
@@ -186,12 +339,31 @@ class Observation:
     peak: Peak | None = None
     distance: Tensor | None = None
     mass: Tensor | None = None
-    received: Received | None = None
+    received: ReceivedAttention | None = None
     top: Top | None = None
     above: SparseRows | None = None
     map: Tensor | None = None
     rows: Tensor | None = None
     weights: Tensor | None = None
+
+
+def mean_of(total: Tensor, weight: Tensor) -> Tensor:
+    """total / weight, and 0 where there is no weight; NaN stays."""
+    none = weight == 0
+    return (total / weight.masked_fill(none, 1.0)).masked_fill(none & ~total.isnan(), 0.0)
+
+
+def _count_from(end: int | None, size: int, default: int) -> int:
+    """An end of a slice as a number from 0 to size."""
+    if end is None:
+        return default
+    return min(max(end + size if end < 0 else end, 0), size)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return type(value).__name__
 
 
 class _Refuse(torch.autograd.Function):

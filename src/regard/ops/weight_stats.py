@@ -2,8 +2,8 @@
 
 With the logsumexp of each row known, the weight of any pair is exp(score - lse), so every tile
 tells its weights exactly and alone. All that is asked is told from one walk over the tiles, each
-made once; a picture of a window alone walks only the tiles of that window. Extra memory is O(T + S)
-plus the answer. No gradient flows through any of it.
+made once, and only those of queries that something is asked about. Extra memory is O(T + S) plus
+the answer. No gradient flows through any of it.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width; t, s sizes of a tile;
 X, Y cells of a map.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,14 @@ from regard.ops.blockwise import bands, tile_scratch
 from regard.ops.call import Rule, score_dtype
 from regard.ops.reference import add_rule, raw_scores
 from regard.ops.shape import Tile
-from regard.ops.wants import Map, Received, SparseRows, Top, Wants
+from regard.ops.wants import (
+    Map,
+    Received,
+    ReceivedAttention,
+    SparseRows,
+    Top,
+    Wants,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +62,7 @@ class Weights:
     def tiles(self, window: Tile | None = None) -> Iterator[tuple[Tile, bool]]:
         """The tiles that are not empty, cut to a window, each with whether it is full."""
         whole = window or Tile(0, self.rule.shape.T, 0, self.rule.shape.S)
-        for _, row in bands(self.rule, self.q_bhtd.is_cuda):
+        for _, row in bands(self.rule, self.q_bhtd.is_cuda, (whole.t0, whole.t1)):
             for tile, full in row:
                 inside = common(tile, whole)
                 if inside is not None:
@@ -68,21 +75,21 @@ class Weights:
 
     def answer(self, wants: Wants) -> dict[str, Any]:
         """What is wanted, by the names in `Observation`, from one walk over the tiles."""
-        picture = wants.picture()
+        picture, asked, shape = wants.picture(), wants.receiving(), self.rule.shape
         collectors: dict[str, _Collector] = {}
-        if wants.received:
-            collectors["received"] = _Receiving(self)
+        if asked is not None:
+            collectors["received"] = _Receiving(self, asked)
         if wants.top is not None:
             collectors["top"] = _Largest(self, wants.top)
         if wants.above is not None:
             collectors["above"] = _Sparse(self, wants.above)
         if picture is not None:
             collectors["map"] = _Picturing(self, picture)
-        # A map alone needs only the tiles of its window.
-        only = Tile(*picture.window(self.rule.shape)) if picture and len(collectors) == 1 else None
+        # A map alone needs only the keys of its window.
+        keys = picture.window(shape)[2:] if picture and len(collectors) == 1 else (0, shape.S)
         if collectors:
-            scratch = tile_scratch(self.rule.shape, self.q_bhtd)
-            for tile, full in self.tiles(only):
+            scratch = tile_scratch(shape, self.q_bhtd)
+            for tile, full in self.tiles(Tile(*replace(wants, rows=None).span(shape), *keys)):
                 weights = self.tile(tile, full, scratch)
                 for collector in collectors.values():
                     collector.take(tile, full, weights)
@@ -107,23 +114,38 @@ class _Collector(Protocol):
 
 
 class _Receiving:
-    """What each key gets from all queries, and how many queries may see it."""
+    """What each key gets from the queries asked about, and how many of these may see it."""
 
-    def __init__(self, of: Weights) -> None:
-        self.rule, S = of.rule, of.rule.shape.S
-        self.total, self.seen_by = of.zeros(S), of.zeros(S)
+    def __init__(self, of: Weights, asked: Received) -> None:
+        self.rule, self.asked, S = of.rule, asked, of.rule.shape.S
+        self.window = Tile(*asked.span(of.rule.shape.T), 0, S)
+        self.found, self.seen_by = of.zeros(S).fill_(asked.unseen), of.zeros(S)
+        self.rows_bht1 = asked.row_weights(self.found)
+        self.row_weight = None if self.rows_bht1 is None else of.zeros(S)
 
     def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
-        keys = slice(tile.s0, tile.s1)
-        self.total[..., keys] += weights_bhts.sum(2)
-        if full and not self.rule.bias_hides():
-            self.seen_by[..., keys] += tile.t1 - tile.t0
+        inside = common(tile, self.window)
+        if inside is None:
+            return
+        keys, all_seen = slice(inside.s0, inside.s1), full and not self.rule.bias_hides()
+        weights_bhts = weights_bhts[:, :, inside.t0 - tile.t0 : inside.t1 - tile.t0]
+        hidden = None if all_seen else ~visible(self.rule, inside, full, weights_bhts.device)
+        one = self.seen_by.new_ones(1, 1, inside.t1 - inside.t0, 1)
+        self.seen_by[..., keys] += sum_seen(one, hidden)
+        if self.rows_bht1 is not None and self.row_weight is not None:
+            rows_bht1 = self.rows_bht1[:, :, inside.t0 : inside.t1]
+            self.row_weight[..., keys] += sum_seen(rows_bht1, hidden)
+            weights_bhts = rows_bht1 * weights_bhts
+        if hidden is not None:
+            weights_bhts = weights_bhts.masked_fill(hidden, self.asked.unseen)
+        if self.asked.by == "max":
+            most = torch.maximum(self.found[..., keys], weights_bhts.amax(2))
+            self.found[..., keys] = most
         else:
-            seen = visible(self.rule, tile, full, weights_bhts.device)
-            self.seen_by[..., keys] += seen.to(self.total).sum(2)
+            self.found[..., keys] += weights_bhts.sum(2)
 
-    def finish(self) -> Received:
-        return Received(self.total, self.seen_by)
+    def finish(self) -> ReceivedAttention:
+        return self.asked.answer(self.found, self.seen_by, self.row_weight)
 
 
 class _Largest:
@@ -211,6 +233,13 @@ class _Picturing:
 
     def finish(self) -> Tensor:
         return self.cells
+
+
+def sum_seen(values_bhts: Tensor, hidden_bhts: Tensor | None) -> Tensor:
+    """The sum over the queries, (B, H, s), in which hidden pairs do not count, also as NaN."""
+    if hidden_bhts is None:
+        return values_bhts.sum(2)
+    return torch.where(hidden_bhts, 0.0, values_bhts).sum(2)
 
 
 def common(one: Tile, other: Tile) -> Tile | None:

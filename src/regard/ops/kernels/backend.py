@@ -75,6 +75,9 @@ def _refuse_looking(call: Call, wants: Wants) -> str | None:
         return "it never builds the T × S matrix that `weights` asks for; reference does"
     if wants.mass is not None:
         return "our kernels do not tell the mass on given keys; blockwise does"
+    asked = wants.receiving()
+    if asked is not None and not asked.is_plain:
+        return "our kernels tell what keys receive from all queries, as a sum; blockwise tells more"
     if call.dropout > 0.0:
         return "our kernels that look at weights have no dropout; blockwise has"
     if call.rule.bias is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.ops.call import Rule
 from regard.ops.kernels.inputs import Inputs, RowSums
-from regard.ops.wants import Map, Received, Wants
+from regard.ops.wants import Map, ReceivedAttention, Wants
 
 SCRATCH = 2**26
 """Numbers held between the second pass and the cells of a map."""
@@ -51,7 +51,7 @@ class Pooling:
                 plain = Map(height=-(-T // ROWS), width=1)
                 total = self.pool(plain, (0, T, 0, S), cells=False)[1]
             seen_by = self.inputs.bounds.seen_by[:, None].expand(total.shape).contiguous()
-            found["received"] = Received(total, seen_by)
+            found["received"] = ReceivedAttention(total, seen_by)
         return found
 
     def pool(
