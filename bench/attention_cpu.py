@@ -345,7 +345,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(0)
     if given.blockwise:
-        text = blockwise_report(3 if given.quick else 9)
+        text = blockwise_report(2 if given.quick else 5)
     else:
         text = report(5 if given.quick else 21)
     print(text)
