@@ -1,16 +1,19 @@
 """How fast attention is on this CPU, as ratios against torch in one run.
 
     python bench/attention_cpu.py [--quick] [--out bench/results/attention_cpu.md]
+    python bench/attention_cpu.py --blockwise [--out bench/results/attention_cpu_blockwise.md]
 
 Each row times regard and a peer on the same inputs, alternating, and prints the medians and their
 ratio (peer ÷ regard: above 1 means that regard is faster). Memory is the growth of the process's
-peak, in a process of its own.
+peak, in a process of its own. With `--blockwise`, the tiled path is measured against the matrix
+product instead, and seeing against the plain forward.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import platform
 import statistics
 import subprocess
@@ -26,6 +29,8 @@ from torch import Tensor, nn
 
 import regard
 from regard.ops import ALiBi, Causal, Lengths, Wants, Window, attention, observe
+from regard.ops.blockwise import cut_heads, tile_sizes
+from regard.ops.call import make_call
 
 Run = Callable[[], object]
 
@@ -232,6 +237,94 @@ def report(rounds: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+SEEN = Wants(lse=True, entropy=True, peak=True, distance=True)
+
+
+def blockwise_runs(n_heads: int, tokens: int, dtype: torch.dtype) -> dict[str, tuple[Run, float]]:
+    """What is timed for one row of the table, and the floating-point operations of each."""
+    q, k, v = (torch.randn(1, n_heads, tokens, 64, dtype=dtype) for _ in range(3))
+    a, b, out = (torch.randn(2048, 2048) for _ in range(3))
+    # Heads are walked a few at a time: what a part is has the tiles of that many heads.
+    part = cut_heads(make_call(q, k, v), None, False)[0][0][0]
+    heads, (height, width) = part.q.shape[1], tile_sizes(part.rule.shape)
+    rows, keys = torch.randn(heads, height, 64), torch.randn(heads, width, 64)
+    scores, mixed = torch.empty(heads, height, width), torch.empty(heads, height, 64)
+
+    def tile_products() -> None:
+        torch.bmm(rows, keys.mT, out=scores)
+        torch.bmm(scores, keys, out=mixed)
+
+    work = 4.0 * tokens**2 * 64 * n_heads
+    causal = {"mask": Causal(), "backend": "blockwise"}
+    return {
+        "product": (lambda: torch.mm(a, b, out=out), 2.0 * 2048**3),
+        "tile": (tile_products, 4.0 * heads * height * width * 64),
+        "plain": (lambda: attention(q, k, v, backend="blockwise"), work),
+        "seeing": (lambda: observe(q, k, v, wants=SEEN, backend="blockwise"), work),
+        "causal": (lambda: attention(q, k, v, **causal), work / 2),
+        "causal seeing": (lambda: observe(q, k, v, wants=SEEN, **causal), work / 2),
+    }
+
+
+def speeds(runs: dict[str, tuple[Run, float]], rounds: int) -> dict[str, list[float]]:
+    """Operations in a second of each run, in rounds in which all take turns.
+
+    On one thread by the time that the process was running, so that others on the machine count
+    less; on more by the clock.
+    """
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(-1, rounds):
+        for name, (run, work) in runs.items():
+            times = 20 if name == "tile" else 1
+            start = clock()
+            for _ in range(times):
+                run()
+            if turn >= 0:
+                found[name].append(times * work / (clock() - start))
+    return found
+
+
+def blockwise_report(rounds: int) -> str:
+    """The tiled path against the matrix product, and seeing against the plain forward."""
+    float32, every = torch.float32, torch.get_num_threads()
+    cases = [(1, 8192, float32), (2, 8192, float32), (8, 2048, float32), (8, 2048, torch.bfloat16)]
+    lines = [
+        "# The tiled path on a CPU",
+        "",
+        f"{datetime.date.today()} · {cpu_name()} · Python {platform.python_version()} · "
+        f"torch {torch.__version__} · regard {regard.__version__}",
+        "",
+        f"Command: `python bench/attention_cpu.py --blockwise`. Of {rounds} rounds in one process, "
+        "in which all runs take turns: the fastest, and in brackets the median. On one thread by "
+        f"processor time, else by the clock. Load of the machine: {os.getloadavg()[0]:.1f}.",
+        "",
+        "Shares are of the speed of a float32 product of 2048³, counting 4·T·S·64 operations a "
+        "head, half of it for causal; the tile's are those of its two products alone. Seeing is "
+        "lse, entropy, peak and distance.",
+        "",
+        "| heads × tokens, type, threads | product GFLOP/s | tile's products | "
+        "blockwise forward as a share of the matrix product | share of the tile's products | "
+        "causal, share | seeing over plain | causal: seeing over plain |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for n_threads in sorted({1, every}):
+        torch.set_num_threads(n_threads)
+        for n_heads, tokens, dtype in cases:
+            with torch.no_grad():
+                found = speeds(blockwise_runs(n_heads, tokens, dtype), rounds)
+            best = {name: max(rates) for name, rates in found.items()}
+            usual = {name: statistics.median(rates) for name, rates in found.items()}
+            pairs = [("tile", "product"), ("plain", "product"), ("plain", "tile")]
+            pairs += [("causal", "product"), ("plain", "seeing"), ("causal", "causal seeing")]
+            cells = [f"{best[a] / best[b]:.2f} ({usual[a] / usual[b]:.2f})" for a, b in pairs]
+            kind = str(dtype).removeprefix("torch.")
+            name = f"{n_heads} × {tokens:,}, {kind}, {n_threads}"
+            lines.append(f"| {name} | {best['product'] / 1e9:.0f} | " + " | ".join(cells) + " |")
+            print(lines[-1], file=sys.stderr)
+    return "\n".join(lines) + "\n"
+
+
 def cpu_name() -> str:
     """The processor's name as the system tells it."""
     info = Path("/proc/cpuinfo")
@@ -247,10 +340,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few rounds, for a first look")
+    parser.add_argument("--blockwise", action="store_true", help="measure the tiled path alone")
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     given = parser.parse_args()
     torch.manual_seed(0)
-    text = report(5 if given.quick else 21)
+    if given.blockwise:
+        text = blockwise_report(2 if given.quick else 5)
+    else:
+        text = report(5 if given.quick else 21)
     print(text)
     if given.out:
         given.out.write_text(text, encoding="utf-8")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops import Causal, Map, Wants, Window, attention, observe
+from regard.ops import Causal, Map, Received, Wants, Window, attention, observe
 from regard.ops.dropout import keep_factor
 from regard.ops.shape import Shape
 
@@ -283,6 +283,39 @@ class TestMap:
         torch.testing.assert_close(
             picture[0, 0], area_mean(weights_of(q, k)[0, 0, 1:6, 2:], (2, 2), 2)
         )
+
+
+class TestReceived:
+    """Received: what a key gets from the queries that may see it"""
+
+    @TILES
+    def test_sum_mean_and_maximum_are_over_the_queries_that_may_see_the_key(
+        self, backend: str
+    ) -> None:
+        x, ramp = torch.zeros(1, 1, 3, 1), torch.tensor([1.0, 2.0, 3.0])
+
+        def columns(**asked: Any) -> Any:
+            wants = Wants(received=Received(**asked))
+            seen = observe(x, x, None, mask=Causal(), wants=wants, backend=backend)
+            assert seen.received is not None
+            return pytest.approx(seen.received.value.flatten().tolist())
+
+        assert columns() == [1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3]
+        assert columns(by="mean") == [11 / 6 / 3, 5 / 6 / 2, 1 / 3]
+        assert columns(by="max") == [1, 1 / 2, 1 / 3]
+        assert columns(queries=slice(-2, None)) == [1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3]
+        assert columns(rows=ramp) == [1 + 2 / 2 + 3 / 3, 2 / 2 + 3 / 3, 3 / 3]
+        assert columns(rows=ramp, by="mean") == [3 / 6, 2 / 5, 1 / 3]
+
+    @TILES
+    @pytest.mark.parametrize("by", ["sum", "mean", "max"])
+    def test_a_key_that_nobody_sees_gets_0(self, by: str, backend: str) -> None:
+        q, k, mask = normal(1, 1, 5, 3), normal(1, 1, 7, 3), torch.arange(7) != 4
+        wants = Wants(received=Received(by=by, rows=-torch.ones(5)))
+        seen = observe(q, k, None, mask=mask, wants=wants, backend=backend)
+        assert seen.received is not None
+        value = seen.received.value[0, 0]
+        assert value[4] == 0 and (value[mask] > 0 if by == "mean" else value[mask] < 0).all()
 
 
 class TestDropout:

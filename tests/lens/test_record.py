@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import subprocess
 import sys
@@ -267,37 +266,6 @@ def test_a_bias_too_large_to_keep_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert set(record.statistics(0)) >= {"entropy", "peak", "received"}
     with pytest.raises(ValueError, match="statistics only"):
         record.rows(0, 0, 3)
-
-
-def test_rollout_by_hand() -> None:
-    """Two layers over three tokens, each one head."""
-    one = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0], [0.25, 0.25, 0.5]])
-    two = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [1.0, 0, 0]])
-
-    class Two(nn.Module):
-        def forward(self) -> None:
-            q = torch.zeros(1, 1, 3, 1)
-            for weights in (one, two):
-                regard.attention(q, q, q, bias=weights.log())
-
-    model = Two()
-    with watch(model, keep="qk") as record:
-        model()
-    a, b = (0.5 * (x + torch.eye(3)) for x in (one, two))
-    # Weights are at most 1 and their logarithms at most log 4; two products of three terms.
-    bound = bound_sum(2 * 3, 1) + bound_sum(1, math.log(4))
-    assert_within(record.rollout(), b @ a, bound)
-    assert_within(record.rollout()[2], [0.5625, 0.0625, 0.375], bound)
-
-
-def test_rollout_refuses_long_texts_and_cross_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k = draw(7, 11)
-    with pytest.raises(ValueError, match="as many queries as keys"):
-        record_of(q, k).rollout()
-    record = record_of(*draw(13, 13))
-    monkeypatch.setattr("regard.lens.record.ROLLOUT_TOKENS", 11)
-    with pytest.raises(ValueError, match="up to 11 tokens"):
-        record.rollout()
 
 
 def test_comparison() -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
+import flash_cases
 import pytest
 import torch
 from cells import ONE_QUERY, SDPA_REFUSALS, TYPES, check_cell, judge
@@ -274,3 +275,28 @@ def test_a_batch_of_more_programs_than_a_grid_has_rows() -> None:
     torch.testing.assert_close(
         seen.received.total.sum(-1), torch.full((65537, 1), 3.0, device="cuda"), atol=1e-5, rtol=0
     )
+
+
+FLASH = [(name, "float32") for name in flash_cases.CASES] + [
+    (name, kind) for name in flash_cases.HALF for kind in ("bfloat16", "float16")
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), FLASH)
+def test_attention_by_our_kernels_is_the_references_forward_and_backward(
+    name: str, kind: str
+) -> None:
+    found = flash_cases.gaps(name, TYPES[kind], "cuda")
+    assert not {what: pair for what, pair in found.items() if not pair[0] <= pair[1]}
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("name", flash_cases.UNSEEN)
+def test_what_nobody_sees_does_not_reach_our_kernels_gradients(name: str, sinks: bool) -> None:
+    assert flash_cases.count_leaks(name, "cuda", sinks) == 0
+
+
+def test_our_kernels_take_any_strides_and_second_derivatives_and_repeat_their_bits() -> None:
+    found = flash_cases.view_gaps("cuda") | flash_cases.twice_gaps("cuda")
+    assert not {what: pair for what, pair in found.items() if not pair[0] <= pair[1]}
+    assert flash_cases.count_other_bits("cuda") == 0

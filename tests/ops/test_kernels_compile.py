@@ -1,7 +1,8 @@
-"""The kernels that look at weights are compiled for a GPU, on a machine that need not have one.
+"""Our kernels are compiled for a GPU, on a machine that need not have one.
 
 Their launches are caught instead of run, so that the very arguments of the host's side are what
-they are compiled for. What they compute is judged in `test_row_stats_kernels.py` and `test_gpu.py`.
+they are compiled for. What they compute is judged in `test_row_stats_kernels.py`,
+`test_flash_kernels.py` and `test_gpu.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ from regard.ops import (
     RelativeTable,
     Wants,
 )
+from regard.ops.blockwise import Ask
 from regard.ops.call import Call, make_call
-from regard.ops.kernels import row_stats
+from regard.ops.kernels import flash, flash_backward, row_stats
+from regard.ops.kernels.flash_backward import Arriving, Grads, Saved
+from regard.ops.kernels.rendered import render
 
 triton: Any = importlib.import_module("triton")
 
 TYPES = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -61,6 +66,29 @@ CASES: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {
             "sinks": torch.zeros(4),
         },
     ),
+}
+FLASH = {
+    "flash_kernels": ("_forward",),
+    "flash_backward_kernels": ("_delta", "_keys", "_queries", "_band", "_dense"),
+    "tile_lists_kernels": ("_list",),
+}
+IDS = torch.arange(160) % 3
+FLASH_CASES: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {
+    "half, slopes": (torch.bfloat16, 64, {"mask": Causal(), "bias": ALiBi(4)}),
+    "wide, documents": (torch.bfloat16, 128, {"mask": Causal() & Documents(IDS)}),
+    "odd, biases, bits": (
+        torch.float16,
+        40,
+        {
+            "mask": Dense(torch.ones(160, 160, dtype=torch.bool)),
+            "bias": DenseBias(torch.zeros(1, 160, 160)) + RelativeTable(torch.zeros(8, 4)),
+            "sinks": torch.zeros(4),
+            "softcap": 3.0,
+            "dropout": 0.1,
+            "seed": 1,
+        },
+    ),
+    "whole": (torch.float32, 13, {"mask": Causal()}),
 }
 
 
@@ -119,6 +147,19 @@ def constants_of(value: Any, path: tuple[int, ...] = ()) -> dict[tuple[int, ...]
     }
 
 
+def catch(
+    monkeypatch: pytest.MonkeyPatch, kernels: dict[str, tuple[str, ...]]
+) -> dict[str, Caught]:
+    """The kernels of these modules, by name, from now on caught."""
+    caught = {}
+    for module_name, names in kernels.items():
+        module = importlib.import_module(f"regard.ops.kernels.{module_name}")
+        for name in names:
+            caught[name] = Caught(getattr(module, name))
+            monkeypatch.setattr(module, name, caught[name])
+    return caught
+
+
 def look(call: Call) -> None:
     """Launch every kernel that looks at weights, once for each of its variants."""
     shape = call.rule.shape
@@ -137,12 +178,7 @@ def test_kernels_compile_for_a_gpu_as_they_are_launched(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype, width, rule = CASES[name]
-    caught = {}
-    for file, kernels in KERNELS.items():
-        module = importlib.import_module(f"regard.ops.kernels.{file}")
-        for kernel in kernels:
-            caught[kernel] = Caught(getattr(module, kernel))
-            monkeypatch.setattr(module, kernel, caught[kernel])
+    caught = catch(monkeypatch, KERNELS)
     # What a kernel would have counted is 1, so that the host asks for what follows.
     monkeypatch.setattr(torch, "empty", torch.ones)
     q, k = (torch.zeros(1, heads, 256, width, dtype=dtype) for heads in (4, 2))
@@ -152,3 +188,26 @@ def test_kernels_compile_for_a_gpu_as_they_are_launched(
         assert kernel.launches, kernel.kernel
         for launched in kernel.launches.values():
             assert ".target sm_90" in kernel.compile(*launched)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLASH_CASES)
+def test_attention_compiles_for_a_gpu_as_it_is_launched(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype, width, more = FLASH_CASES[name]
+    caught = catch(monkeypatch, FLASH)
+    q, k = (torch.zeros(1, heads, 160, width, dtype=dtype) for heads in (4, 2))
+    given = render(make_call(q, k, k, **more))
+    _, found = flash.forward(given, Ask(entropy=True, peak=True, distance=True), None)
+    lse, learned = found["lse"], {"band": given.band, "dense": given.dense, "slopes": given.slopes}
+    wanted = Grads(q=True, k=True, v=True, **{n: x is not None for n, x in learned.items()})
+    flash_backward.backward(given, Saved(q, lse, lse), Arriving(q, lse, lse), wanted)
+    launched = {name for name, kernel in caught.items() if kernel.launches}
+    assert {"_forward", "_delta", "_keys", "_queries"} <= launched
+    assert ("_band" in launched) == (given.band is not None)
+    assert ("_dense" in launched) == (given.dense is not None)
+    assert "_list" in launched
+    for kernel in caught.values():
+        for one in kernel.launches.values():
+            assert ".target sm_90" in kernel.compile(*one)

@@ -28,6 +28,7 @@ import numpy as np
 
 from regard.lens import format as files
 from regard.lens.lazy_weights import Array, BadRecord, Kept, Window, shares
+from regard.lens.rollout import Strip, roll_all, roll_rows
 from regard.lens.schema import (
     MAX_LABEL,
     SPOTS,
@@ -44,7 +45,6 @@ from regard.lens.viewers import VIEWERS
 __all__ = ["Comparison", "Place", "Record"]
 
 SCORES = (*SPOTS, "separator", "local", "broad")
-ROLLOUT_TOKENS = 2048
 
 
 def _described(name: str) -> Any:
@@ -315,10 +315,13 @@ class Record:
         """How much query t looks at key s."""
         return float(self.map(place, head, (t, t + 1, s, s + 1), (1, 1))[0, 0])
 
-    def rollout(self) -> Array:
-        """Attention rollout, (N, N): how much each last state draws on each token, by way of all
-        layers. A layer is half the mean of its heads and half itself, rows made to sum to 1; the
-        layers are multiplied. Self-attention of the last stack, of at most 2,048 tokens.
+    def rollout(self, tokens: int | Sequence[int] | None = None) -> Array:
+        """Attention rollout: how much each last state draws on each token, by way of all layers.
+
+        A layer is half the mean of its heads and half the token itself, rows made to sum to 1; the
+        layers are multiplied. Self-attention of the last stack. tokens: whose last states, one
+        (N,) or several (len, N), negative from the end: these need memory for a few rows, at any
+        length. Unless given all of them, (N, N), which is memory for the answer and little more.
         """
         own = [(n, place) for n, place in enumerate(self.places) if place.kind == "self"]
         stack = [n for n, place in own if _stem(place.name) == _stem(own[-1][1].name)]
@@ -326,18 +329,33 @@ class Record:
         if len(sizes) != 1:
             raise ValueError("rollout needs self-attention with as many queries as keys throughout")
         n = sizes.pop()
-        if n > ROLLOUT_TOKENS:
-            raise ValueError(
-                f"rollout multiplies whole matrices, and these are {n:,} × {n:,}; it is for texts "
-                f"of up to {ROLLOUT_TOKENS:,} tokens"
-            )
-        total = np.eye(n)
-        for place in stack:
-            heads = range(self.places[place].n_heads)
-            mean = sum(self.map(place, h, size=(n, n)).astype(np.float64) for h in heads)
-            layer = 0.5 * (np.asarray(mean) / len(heads) + np.eye(n))
-            total = (layer / layer.sum(1, keepdims=True)) @ total
-        return np.asarray(total)
+        layers = [self._strip_of(place) for place in stack]
+        if tokens is None:
+            return roll_all(n, layers)
+        states = np.atleast_1d(tokens)
+        if not states.size or not np.issubdtype(states.dtype, np.integer):
+            raise TypeError(f"tokens must be the number of a token, or several, got {tokens!r}")
+        for token in states[(states < -n) | (states >= n)]:
+            raise IndexError(f"token {token} is out of range; there are {n}")
+        found = roll_rows(states % n, n, layers)
+        return found if np.ndim(tokens) else np.asarray(found[0])
+
+    def _strip_of(self, place: int) -> Strip:
+        """Rows of a place's weights, the mean of its heads, made when they are asked for."""
+        heads, n = range(self.places[place].n_heads), self.places[place].n_keys
+        if not self.has_weights(place):  # a picture that is finer than the weights tells them too
+            maps = (self.map(place, head, size=(n, n)).astype(np.float64) for head in heads)
+            whole = np.asarray(sum(maps)) / len(heads)
+            return lambda a, z: whole[a:z]
+        self._all_of(place, 0, (0, 1, 0, 1))  # what is wrong with a place is told before anything
+
+        def strip(a: int, z: int) -> Array:
+            total = np.zeros((z - a, n))
+            for head in heads:
+                total += self._all_of(place, head, (a, z, 0, n))
+            return total / len(heads)
+
+        return strip
 
     def compare(self, other: Record) -> Comparison:
         """The other record less this one, head by head; both must have the same places."""

@@ -6,6 +6,11 @@ mass). Tiles that the mask empties are skipped, tiles that it leaves whole are n
 memory is O(T + S), forward and backward: the backward pass makes the weights again, tile by tile,
 from the saved logsumexp.
 
+On a CPU the two products are to take most of the time. So a tile is written in one scratch buffer
+and changed in place, exp is reckoned as a power of 2, which torch has vectorised, heads are walked
+a few at a time where the rule does not tell them apart, and at the edge of a mask tiles are cut to
+what may be seen.
+
 What is not finite reaches the rows that may look at it, and no others. A NaN score does so by
 itself, since the mask replaces the scores of hidden pairs. A value does not, as 0 · NaN is NaN: in
 a tile that is partly hidden only finite values are added up, and rows that see another are marked.
@@ -21,6 +26,7 @@ sizes of a tile.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -34,12 +40,13 @@ from regard.ops.call import Call, Rule, score_dtype
 from regard.ops.dropout import keep_factor
 from regard.ops.mask import edges, tile_bounds
 from regard.ops.reference import (
+    add_group_matmul,
     add_rule,
     finite_part,
     group_matmul,
-    raw_scores,
     repeat_heads,
     row_max,
+    softcapped,
     spoil,
 )
 from regard.ops.shape import Shape, Tile
@@ -51,6 +58,16 @@ GPU_ENTRIES = 2**25
 
 SMALLEST = 64
 """The side below which tiles do not shrink, however many heads there are."""
+HEAD_ENTRIES = 2**18
+"""Scores of one head in a tile, where heads can be walked a few at a time."""
+TALLEST = 512
+"""Rows of a tile on a CPU: enough for a fast product, few enough to follow the edge of a mask."""
+RUN = 32
+"""Neighbouring keys of which the largest score is found first, when its key is wanted."""
+LOG2_E = math.log2(math.e)
+"""exp(x) is exp2(x · LOG2_E), which torch reckons faster on many CPUs."""
+EDGE = 128
+"""Keys in the steps by which tiles are cut to what a mask leaves."""
 
 
 class Ask(NamedTuple):
@@ -88,6 +105,8 @@ def tile_sizes(shape: Shape, on_gpu: bool = False) -> tuple[int, int]:
     entries = GPU_ENTRIES if on_gpu else TILE_ENTRIES
     most = max(entries // max(shape.B * shape.H, 1), SMALLEST**2)
     height = max(min(shape.T, 2 ** int(math.log2(most) / 2)), 1)
+    if not on_gpu:
+        height = min(height, TALLEST)
     return height, max(min(shape.S, most // height), 1)
 
 
@@ -112,46 +131,76 @@ def grid_tiles(shape: Shape) -> list[Tile]:
 
 
 def bands(
-    rule: Rule, on_gpu: bool = False, queries: tuple[int, int] | None = None
+    rule: Rule,
+    on_gpu: bool = False,
+    queries: tuple[int, int] | None = None,
+    step: int | None = None,
 ) -> list[tuple[tuple[int, int], list[tuple[Tile, bool]]]]:
     """Per band of queries (t0, t1): the tiles that are not empty, each with whether it is full.
 
-    queries: the first and past the last that are wanted; all unless given.
+    queries: the first and past the last that are wanted; all unless given. The tiles lie on a grid;
+    with a step, they are cut at multiples of it to what the mask leaves.
     """
     height, width = tile_sizes(rule.shape, on_gpu)
-    t_edges, s_edges = edges(rule.shape.T, height), edges(rule.shape.S, width)
+    step = width if step is None or rule.mask is None else min(step, width)
+    t_edges, s_edges = edges(rule.shape.T, height), edges(rule.shape.S, step)
     if queries is not None:
         t_edges = np.unique(t_edges.clip(*queries))
     known = tile_bounds(rule.mask, rule.shape, t_edges, s_edges)
     result = []
-    for row, (t0, t1) in enumerate(pairwise(t_edges)):
-        tiles = [
-            (Tile(int(t0), int(t1), int(s0), int(s1)), bool(known.surely[row, column]))
-            for column, (s0, s1) in enumerate(pairwise(s_edges))
-            if known.maybe[row, column]
-        ]
-        result.append(((int(t0), int(t1)), tiles))
+    for row, (t0, t1) in enumerate(pairwise(t_edges.tolist())):
+        tiles: list[tuple[Tile, bool]] = []
+        for column, (s0, s1) in enumerate(pairwise(s_edges.tolist())):
+            if not known.maybe[row, column]:
+                continue
+            tile, full = Tile(t0, t1, s0, s1), bool(known.surely[row, column])
+            last = tiles[-1][0] if tiles and tiles[-1][1] == full else tile
+            if last.s1 == s0 and s1 - last.s0 <= width:
+                tile = tiles.pop()[0]._replace(s1=s1)
+            tiles.append((tile, full))
+        result.append(((t0, t1), tiles))
     return result
 
 
+class _Scratch(NamedTuple):
+    """The buffers that every tile is reckoned in; without them, tensors are never written twice.
+
+    `spare` is a second one, for what needs scores and weights at once.
+    """
+
+    scores: Tensor
+    spare: Tensor | None
+
+
 class _Band:
-    """The running numbers of one band of queries."""
+    """The running numbers of one band of queries; q is scaled, in the type of the scores."""
 
     def __init__(
-        self, q_bhtd: Tensor, v_bgse: Tensor, i_t1: Tensor, scratch: Tensor | None = None
+        self, q_bhtd: Tensor, v_bgse: Tensor, i_t1: Tensor, scratch: _Scratch | None = None
     ) -> None:
-        dtype = score_dtype(q_bhtd.dtype)
         B, H, t, _ = q_bhtd.shape
         self.q, self.i_t1, self.scratch = q_bhtd, i_t1, scratch
-        zero = torch.zeros_like(q_bhtd[..., :1], dtype=dtype) if q_bhtd.shape[3] else None
-        self.sum = (
-            zero if zero is not None else torch.zeros(B, H, t, 1, dtype=dtype, device=q_bhtd.device)
-        )
-        self.row_max = torch.full_like(self.sum, torch.finfo(dtype).min)
+        zero = torch.zeros_like(q_bhtd[..., :1]) if q_bhtd.shape[3] else None
+        self.sum = zero if zero is not None else q_bhtd.new_zeros(B, H, t, 1)
+        self.row_max = torch.full_like(self.sum, torch.finfo(q_bhtd.dtype).min)
         self.output = self.sum.expand(B, H, t, v_bgse.shape[3])
+        if scratch is not None:
+            self.output = q_bhtd.new_zeros(B, H, t, v_bgse.shape[3])
         self.spoil = self.sum
         self.score_sum = self.distance_sum = self.mass = self.sum
         self.key = torch.full_like(self.sum, -1, dtype=torch.int64)
+
+    def score(self, k_bgsd: Tensor, rule: Rule, tile: Tile, full: bool) -> Tensor:
+        """The scores of one tile, which may be written over."""
+        scratch = None if self.scratch is None else self.scratch.scores
+        scores_bhts = softcapped(group_matmul(self.q, k_bgsd.mT, scratch), rule)
+        return add_rule(scores_bhts, rule, tile, full, in_place=scratch is not None)
+
+    def spare(self, like_bhts: Tensor) -> Tensor | None:
+        """The second buffer in the shape of a tile; None where tensors are not written twice."""
+        if self.scratch is None or self.scratch.spare is None:
+            return None
+        return self.scratch.spare[: like_bhts.numel()].view(like_bhts.shape)
 
     def take(
         self, scores_bhts: Tensor, j_s: Tensor, mass_b1s1: Tensor | None, ask: Ask
@@ -161,22 +210,22 @@ class _Band:
         shrink = (self.row_max - highest).exp()
         if ask.peak:
             self.key = better_key(scores_bhts, highest > self.row_max, self.key, j_s[0])
-        centred = scores_bhts.sub_(highest)
+        power = scores_bhts.sub_(highest).mul_(LOG2_E)
         if ask.entropy:
             # The sum of w · (score - highest); raising highest by a step lowers every term by it.
             score_sum = shrink * (self.score_sum + self.sum * (self.row_max - highest))
-            scratch = None if is_transformed(centred) else self.scratch
-            out = None if scratch is None else scratch[: centred.numel()].view(centred.shape)
-            weights = torch.exp(centred, out=out)
-            terms = centred.clamp_(min=torch.finfo(centred.dtype).min).mul_(weights)
-            self.score_sum = score_sum + terms.sum(-1, keepdim=True)
+            weights = torch.exp2(power, out=self.spare(power))
+            terms = power.clamp_(min=torch.finfo(power.dtype).min).mul_(weights)
+            self.score_sum = score_sum + terms.sum(-1, keepdim=True) / LOG2_E
         else:
-            weights = centred.exp_()
+            weights = power.exp2_()
         part = weights.sum(-1, keepdim=True)
         self.sum = shrink * self.sum + part
         if ask.distance:
-            near = (weights @ (j_s - j_s[0]).to(weights.dtype))[..., None]
-            step = part * (self.i_t1 - j_s[0]).to(weights.dtype) - near
+            # Not as a product of matrix and vector, whose sums are less exact.
+            free = power if ask.entropy and self.scratch is not None else self.spare(weights)
+            near = torch.mul(weights, (j_s - j_s[0]).to(weights.dtype), out=free)
+            step = part * (self.i_t1 - j_s[0]).to(part.dtype) - near.sum(-1, keepdim=True)
             self.distance_sum = shrink * self.distance_sum + step
         if mass_b1s1 is not None:
             self.mass = shrink * self.mass + weights @ mass_b1s1.to(weights.dtype)
@@ -197,8 +246,10 @@ class _Band:
             seen_bhts = torch.where(hidden_bhts, 0.0, spoil_bhts)
             self.spoil = self.spoil + seen_bhts.sum(-1, keepdim=True)
             v_bgse = finite_part(v_bgse)
-        part = group_matmul(weights_bhts, v_bgse.to(weights_bhts.dtype))
-        self.output = self.output * shrink_bht1 + part
+        if self.scratch is None:
+            self.output = self.output * shrink_bht1 + group_matmul(weights_bhts, v_bgse)
+        else:
+            add_group_matmul(self.output.mul_(shrink_bht1), weights_bhts, v_bgse)
 
     def none(self) -> Tensor:
         """What stands for an answer not asked for; new each time, since results share nothing."""
@@ -221,7 +272,7 @@ class _Band:
         entropy = (weight * spread).masked_fill(empty, 0.0) - self.score_sum * share
         seen = (self.sum != 0).to(share.dtype)
         return Rows(
-            output=(self.output * share * (1.0 + self.spoil)).to(self.q.dtype),
+            output=self.output * share * (1.0 + self.spoil),
             lse=lse.squeeze(-1),
             total=weight.squeeze(-1),
             entropy=entropy.squeeze(-1) if ask.entropy else self.none(),
@@ -242,8 +293,18 @@ def better_key(scores_bhts: Tensor, better_bht1: Tensor, key_bht1: Tensor, first
     rows = better_bht1.flatten().nonzero().squeeze(1)
     key = key_bht1.flatten().clone()
     if rows.numel():
-        key[rows] = scores_bhts.flatten(0, 2)[rows].argmax(-1) + first
+        key[rows] = argmax(scores_bhts.flatten(0, 2).index_select(0, rows)) + first
     return key.view_as(key_bht1)
+
+
+def argmax(scores_ns: Tensor) -> Tensor:
+    """The first largest of each row; torch finds the largest much faster than where it lies."""
+    if scores_ns.shape[1] % RUN:
+        return scores_ns.argmax(-1)
+    runs_nrs = scores_ns.view(scores_ns.shape[0], -1, RUN)
+    run_n = runs_nrs.amax(-1).argmax(-1)
+    one_ns = runs_nrs[torch.arange(len(run_n), device=run_n.device), run_n]
+    return run_n * RUN + one_ns.argmax(-1)
 
 
 def no_key(key: Tensor, weight: Tensor) -> Tensor:
@@ -253,7 +314,7 @@ def no_key(key: Tensor, weight: Tensor) -> Tensor:
 
 def marked(x: Tensor) -> Tensor:
     """x with NaN for an infinity too, so that every score made with it is NaN."""
-    return x + x * 0.0
+    return x if x.numel() and known_finite(x) else x + x * 0.0
 
 
 def first_pass(
@@ -263,21 +324,85 @@ def first_pass(
 
     queries: the first and past the last whose rows are wanted; all unless given.
     """
-    rule, v_bgse, sinks_h, device = call.rule, call.v, call.sinks, call.q.device
-    q_bhtd, k_bgsd = marked(call.q), marked(call.k)
-    clean = not v_bgse.numel() or known_finite(v_bgse)
+    given = [*call.tensors(), call.seed, mass_bs]
+    transformed = any(t is not None and is_transformed(t) for t in given)
+    samples = [
+        join([walk(part, ask, mass, queries, transformed) for part, mass in heads], 1)
+        for heads in cut_heads(call, mass_bs, transformed)
+    ]
+    return join(samples, 0)
+
+
+def cut_heads(
+    call: Call, mass_bs: Tensor | None, transformed: bool
+) -> list[list[tuple[Call, Tensor | None]]]:
+    """The call cut into a few samples each, and those into a few heads each, with their masses.
+
+    On a CPU tiles of few heads are faster than small tiles of many; but only a rule and a call that
+    does not tell heads apart can be cut.
+    """
+    rule, (B, H, T, S) = call.rule, call.rule.shape
+    alike = rule.bias is None and (rule.mask is None or rule.mask.relative) and call.seed is None
+    n_heads = max(TILE_ENTRIES // max(min(T * S, HEAD_ENTRIES), 1), 1)
+    if transformed or not alike or call.q.is_cuda or n_heads >= B * H:
+        return [[(call, mass_bs)]]
+    G = call.k.shape[1]
+    n_samples, n_groups, shared = max(n_heads // H, 1), max(n_heads * G // H, 1), H // G
+    parts = []
+    for b in range(0, B, n_samples):
+        of_b = slice(b, b + n_samples)
+        mass = mass_bs if mass_bs is None or mass_bs.shape[0] == 1 else mass_bs[of_b]
+        row = []
+        for g in range(0, G, n_groups):
+            heads, groups = slice(g * shared, (g + n_groups) * shared), slice(g, g + n_groups)
+            q = call.q[of_b, heads]
+            part = replace(
+                call,
+                q=q,
+                k=call.k[of_b, groups],
+                v=call.v[of_b, groups],
+                rule=replace(rule, shape=Shape(q.shape[0], q.shape[1], T, S)),
+                sinks=None if call.sinks is None else call.sinks[heads],
+            )
+            row.append((part, mass))
+        parts.append(row)
+    return parts
+
+
+def join(parts: list[Rows], axis: int) -> Rows:
+    """Rows of neighbouring samples, heads or queries as one; nothing stays nothing."""
+    if len(parts) == 1:
+        return parts[0]
+    together = zip(*parts, strict=True)
+    return Rows(*(torch.cat(one, axis) if one[0].dim() > 1 else one[0] for one in together))
+
+
+def walk(
+    call: Call,
+    ask: Ask,
+    mass_bs: Tensor | None,
+    queries: tuple[int, int] | None,
+    transformed: bool,
+) -> Rows:
+    """One walk over the tiles of a call."""
+    rule, sinks_h, device, dtype = call.rule, call.sinks, call.q.device, score_dtype(call.q.dtype)
+    q_bhtd, k_bgsd = marked(call.q).to(dtype), marked(call.k).to(dtype)
+    q_bhtd = q_bhtd * rule.factor(q_bhtd.shape[3])
+    clean = not call.v.numel() or known_finite(call.v)
+    v_bgse = call.v.to(dtype)
+    step = None if q_bhtd.is_cuda else EDGE
     done: list[Rows] = []
-    scratch, spare = None, None
-    if not is_transformed(q_bhtd) and not is_transformed(k_bgsd):
-        scratch = tile_scratch(rule.shape, q_bhtd)
-        spare = torch.empty_like(scratch) if ask.entropy else None
-    for (t0, t1), tiles in bands(rule, q_bhtd.is_cuda, queries):
+    scratch = None
+    if not transformed:
+        scores = tile_scratch(rule.shape, q_bhtd)
+        twice = ask.entropy or ask.distance
+        scratch = _Scratch(scores, torch.empty_like(scores) if twice else None)
+    for (t0, t1), tiles in bands(rule, q_bhtd.is_cuda, queries, step):
         i_t1 = torch.arange(t0, t1, device=device)[:, None] + rule.shape.offset
-        band = _Band(q_bhtd[:, :, t0:t1], v_bgse, i_t1, spare)
+        band = _Band(q_bhtd[:, :, t0:t1], v_bgse, i_t1, scratch)
         for tile, full in tiles:
             keys = slice(tile.s0, tile.s1)
-            scores = raw_scores(band.q, k_bgsd[:, :, keys], rule, scratch)
-            scores = add_rule(scores, rule, tile, full)
+            scores = band.score(k_bgsd[:, :, keys], rule, tile, full)
             whole = clean or (full and not rule.bias_hides())
             hidden = None if whole else scores == -math.inf
             j_s = torch.arange(tile.s0, tile.s1, device=device)
@@ -291,9 +416,5 @@ def first_pass(
     if not done:
         i_t1 = torch.zeros(0, 1, dtype=torch.int64, device=device)
         done = [_Band(q_bhtd[:, :, :0], v_bgse, i_t1).finish(sinks_h, ask, mass_bs is not None)]
-    return Rows(
-        *(
-            torch.cat(parts, 2) if parts[0].dim() > 1 else parts[0]
-            for parts in zip(*done, strict=True)
-        )
-    )
+    rows = join(done, 2)
+    return rows._replace(output=rows.output.to(call.q.dtype))

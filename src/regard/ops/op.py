@@ -13,6 +13,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
+from regard._torch import is_transformed
 from regard.ops import call_hook
 from regard.ops.backends import Explanation, choose
 from regard.ops.backends import explain as explain_call
@@ -104,7 +105,9 @@ def observe(
 def observe_call(call: Call, wants: Wants, backend: str = "auto") -> Observation:
     """What is wanted about a call that has been checked; hooks do not hear of it."""
     wants.check(call.rule.shape)
-    call = replace(call, wants=wants)
+    asked = wants.receiving()
+    inside = asked is not None and asked.rows is not None and is_transformed(asked.rows)
+    call = replace(call, wants=wants, transformed=call.transformed or inside)
     with outside_autocast(call.q.device.type):
         return choose(call, backend).observe(call)
 

@@ -114,22 +114,31 @@ def raw_scores(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule, scratch: Tensor | Non
     """How alike each query and key are: scaled, softly capped; into a scratch buffer if given."""
     dtype = score_dtype(q_bhtd.dtype)
     q_bhtd = q_bhtd.to(dtype) * rule.factor(q_bhtd.shape[3])
-    scores_bhts = group_matmul(q_bhtd, k_bgsd.to(dtype).mT, scratch)
-    if rule.softcap is not None:
-        scores_bhts = rule.softcap * torch.tanh(scores_bhts / rule.softcap)
-    return scores_bhts
+    return softcapped(group_matmul(q_bhtd, k_bgsd.to(dtype).mT, scratch), rule)
 
 
-def add_rule(scores_bhts: Tensor, rule: Rule, tile: Tile, full: bool = False) -> Tensor:
+def softcapped(scores_bhts: Tensor, rule: Rule) -> Tensor:
+    """Scores squeezed between -softcap and softcap, if the rule has one."""
+    if rule.softcap is None:
+        return scores_bhts
+    return rule.softcap * torch.tanh(scores_bhts / rule.softcap)
+
+
+def add_rule(
+    scores_bhts: Tensor, rule: Rule, tile: Tile, full: bool = False, in_place: bool = False
+) -> Tensor:
     """Scores with the bias added, and -inf where the mask allows no look (nowhere, if `full`)."""
+    out = scores_bhts if in_place else None
+    never = scores_bhts.new_full((), -math.inf)
     if rule.bias is not None:
         added_bhts = rule.bias.block(rule.shape, tile, scores_bhts.device, scores_bhts.dtype)
-        scores_bhts = scores_bhts + added_bhts
+        scores_bhts = torch.add(scores_bhts, added_bhts, out=out)
         if rule.bias.hides:
-            scores_bhts = scores_bhts.masked_fill(added_bhts == -math.inf, -math.inf)
+            scores_bhts = torch.where(added_bhts == never, never, scores_bhts, out=out)
     if rule.mask is not None and not full:
+        # Not by `masked_fill`, which on a CPU takes longer than both products where pairs differ.
         allowed_bhts = rule.mask.block(rule.shape, tile, scores_bhts.device)
-        scores_bhts = scores_bhts.masked_fill(~allowed_bhts, -math.inf)
+        scores_bhts = torch.where(allowed_bhts, scores_bhts, never, out=out)
     return scores_bhts
 
 
@@ -153,3 +162,13 @@ def group_matmul(a_bhtx: Tensor, b_bgxy: Tensor, scratch: Tensor | None = None) 
     if H == G:
         return a_bhtx @ b_bgxy
     return (a_bhtx.reshape(B, G, H // G * T, X) @ b_bgxy).view(B, H, T, Y)
+
+
+def add_group_matmul(sum_bhty: Tensor, a_bhtx: Tensor, b_bgxy: Tensor) -> None:
+    """The same product, added to what a contiguous tensor holds."""
+    B, H, T, X = a_bhtx.shape
+    G, Y = b_bgxy.shape[1], b_bgxy.shape[3]
+    if G:
+        rows = H // G * T
+        a, b = a_bhtx.reshape(B * G, rows, X), b_bgxy.flatten(0, 1)
+        sum_bhty.view(B * G, rows, Y).baddbmm_(a, b)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from regard.ops.blockwise import bands, tile_scratch
+from regard.ops.blockwise import LOG2_E, bands, tile_scratch
 from regard.ops.call import Rule, score_dtype
 from regard.ops.reference import add_rule, raw_scores
 from regard.ops.shape import Tile
@@ -53,10 +53,11 @@ class Weights:
         """The weights inside one tile, (B, H, t, s); in `scratch` if given, which is used again."""
         q_bhtd, k_bgsd = self.q_bhtd[:, :, tile.t0 : tile.t1], self.k_bgsd[:, :, tile.s0 : tile.s1]
         scores_bhts = raw_scores(q_bhtd, k_bgsd, self.rule, scratch)
-        scores_bhts = add_rule(scores_bhts, self.rule, tile, full)
+        scores_bhts = add_rule(scores_bhts, self.rule, tile, full, in_place=scratch is not None)
         rows = (slice(None), slice(None), slice(tile.t0, tile.t1), None)
         hidden = None if full and not self.rule.bias_hides() else scores_bhts == -math.inf
-        weights_bhts = scores_bhts.sub_(self.max_bht[rows]).exp_().div_(self.denominator_bht[rows])
+        weights_bhts = scores_bhts.sub_(self.max_bht[rows]).mul_(LOG2_E).exp2_()
+        weights_bhts.div_(self.denominator_bht[rows])
         return weights_bhts if hidden is None else weights_bhts.masked_fill_(hidden, 0.0)
 
     def tiles(self, window: Tile | None = None) -> Iterator[tuple[Tile, bool]]:

@@ -171,7 +171,7 @@ def _pair(queries: Tensor, keys: Tensor) -> Pair:
 def options_of(given: Rendered) -> dict[str, Any]:
     """What every kernel is compiled for: heads that share a key head, widths, the type's way."""
     D = given.q.shape[3]
-    E = D if given.v is None else given.v.shape[3]
+    E = given.v.shape[3] or D
     return {
         "R": given.q.shape[1] // given.k.shape[1],
         "WIDTH": width_of(D),

@@ -17,12 +17,18 @@ from regard.ops.kernels.rendered import Rendered
 
 
 def forward(given: Rendered, ask: Ask, mass: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output (B, H, T, E), E = 0 without v, and by name what is asked about rows, (B, H, T)."""
+    """The output (B, H, T, E), and by name what is asked about rows, (B, H, T)."""
     from regard.ops.kernels import flash_kernels
 
-    q, E = given.q, 0 if given.v is None else given.v.shape[3]
+    q, E = given.q, given.v.shape[3]
     shape = q.shape[:3]
-    names = ["lse", "maxima", "sums", *(name for name in ask._fields if getattr(ask, name))]
+    names = [
+        "lse",
+        "maxima",
+        "sums",
+        "total",
+        *(name for name in ask._fields if getattr(ask, name)),
+    ]
     names += ["mass"] if mass is not None else []
     found = {name: torch.empty(shape, dtype=torch.float32, device=q.device) for name in names}
     if ask.peak:

@@ -31,6 +31,7 @@ from regard.ops.kernels.tile_kernels import (
     product,
     query_places,
     row_word,
+    runs_of,
     seen,
     slope_of,
 )
@@ -43,6 +44,7 @@ class Answers(NamedTuple):
     lse: Tensor
     maxima: Tensor | None = None
     sums: Tensor | None = None
+    total: Tensor | None = None
     entropy: Tensor | None = None
     peak: Tensor | None = None
     key: Tensor | None = None
@@ -186,17 +188,7 @@ def _forward(
         tl.full((ROWS,), -1, tl.int32),
     )
     if lists is None:
-        sees_t = real_t & (hi_t > lo_t)
-        first = tl.min(tl.where(sees_t, lo_t, S), 0) // KEYS * KEYS
-        last = tl.max(tl.where(sees_t, hi_t, 0), 0)
-        # Tiles from whole to ends are seen by every row.
-        whole = tl.maximum(tl.cdiv(tl.max(tl.where(real_t, lo_t, 0), 0), KEYS) * KEYS, first)
-        ends = tl.min(tl.where(real_t, hi_t, S), 0) // KEYS * KEYS
-        whole = tl.minimum(whole, tl.cdiv(last, KEYS) * KEYS)
-        ends = tl.maximum(ends, whole)
-        n_full = (ends - whole) // KEYS
-        n_before = tl.maximum(whole - first, 0) // KEYS
-        n_mixed = n_before + tl.cdiv(tl.maximum(last - ends, 0), KEYS)
+        first, whole, ends, n_full, n_before, n_mixed = runs_of(lo_t, hi_t, real_t, S, KEYS)
         for n in range(0, n_full):
             state = _fold(
                 state, q_td, k_at, v_at, whole + n * KEYS, rule, chosen, answers, row, sizes,
@@ -248,6 +240,8 @@ def _forward(
     if answers.maxima is not None:
         tl.store(answers.maxima + row_t, highest_t, mask=real_t)
         tl.store(answers.sums + row_t, total_t, mask=real_t)
+    if answers.total is not None:
+        tl.store(answers.total + row_t, sum_t * share_t, mask=real_t)
     if answers.entropy is not None:
         # The logsumexp less the maximum, but not by way of it, whose last digits would be lost.
         spread_t = (highest_t - max_t) + tl.log2(total_t)
@@ -274,7 +268,7 @@ class Tiles(NamedTuple):
 
 
 def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | None) -> None:
-    """Write the output, where v is there, and the answers that are."""
+    """Write the output, where v has width, and the answers that are."""
     (B, H, T, D), S, E = given.q.shape, given.k.shape[2], out.shape[3]
     tiles, options = tiles_of(given), options_of(given)
     rule = rule_of(given)
@@ -289,7 +283,7 @@ def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | N
     chosen = None if mass is None else KeySet(mass, 0 if len(mass) == 1 else mass.stride(0))
     launch: Any = _forward[(B * H // heads * triton.cdiv(T * heads, tiles.rows),)]
     launch(
-        view(given.q), view(given.k), None if given.v is None else view(given.v), view(out),
+        view(given.q), view(given.k), view(given.v) if E else None, view(out),
         rule, lists, given.sinks, chosen, answers, 1.0 / (1.0 - given.dropout), H, T, S, D, E,
         **options, P=heads, ROWS=tiles.rows, KEYS=tiles.keys, VALUES=width_of(E),
         COVERED=given.covered, PLAIN=plain, num_warps=tiles.warps, num_stages=tiles.stages,
@@ -298,7 +292,7 @@ def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | N
 
 def tiles_of(given: Rendered) -> Tiles:
     """The tile for heads of this width and type."""
-    width = width_of(max(given.q.shape[3], 0 if given.v is None else given.v.shape[3]))
+    width = width_of(max(given.q.shape[3], given.v.shape[3]))
     if given.q.dtype.itemsize == 4:
         return Tiles(32, 32, 4, 1) if width > 64 else Tiles(64, 32, 4, 2)
     if width <= 64:

@@ -46,7 +46,8 @@ class Rendered(NamedTuple):
 
     q: Tensor
     k: Tensor
-    v: Tensor | None = None
+    v: Tensor
+    """Without width where no output is wanted."""
     sinks: Tensor | None = None
     first: Tensor | None = None
     past: Tensor | None = None
@@ -88,9 +89,9 @@ class _Sight(NamedTuple):
 
 
 def render(call: Call) -> Rendered:
-    """A call as kernels read it; without v where that has no width."""
+    """A call as kernels read it."""
     return render_rule(call.q, call.k, call.rule)._replace(
-        v=call.v if call.v.shape[3] else None,
+        v=call.v,
         sinks=None if call.sinks is None else call.sinks.contiguous(),
         seed=call.seed if call.dropout > 0.0 else None,
         dropout=call.dropout,
@@ -107,6 +108,7 @@ def render_rule(q: Tensor, k: Tensor, rule: Rule) -> Rendered:
     given = Rendered(
         q,
         k,
+        k[..., :0],
         first=first,
         past=past,
         lo=lo,
@@ -241,11 +243,10 @@ def crop(given: Rendered, tile: Tile) -> Rendered:
     given = given._replace(
         q=given.q[:, :, rows],
         k=given.k[:, :, s0:s1],
+        v=given.v[:, :, s0:s1],
         left=None if given.left is None else given.left - ahead,
         right=None if given.right is None else given.right + ahead,
     )
-    if given.v is not None:
-        given = given._replace(v=given.v[:, :, s0:s1])
     if given.first is not None and given.past is not None:
         given = given._replace(first=given.first - s0, past=given.past - s0)
     if given.lo is not None and given.hi is not None:

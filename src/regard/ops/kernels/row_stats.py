@@ -55,7 +55,7 @@ def _first_pass(given: Rendered, wants: Wants) -> tuple[Tensor, dict[str, Tensor
     """The output and what is asked about rows; of rows that nothing needs, there are zeros."""
     masses = key_sets(wants)
     ask = Ask(wants.entropy, wants.peak, wants.distance)
-    if wants.first_pass() or given.v is not None or not wants.second_pass():
+    if wants.first_pass() or given.v.shape[3] or not wants.second_pass():
         return flash.forward(given, ask, None if masses is None else masses.to(given.q.device))
     t0, t1 = wants.span(given.shape)
     out, found = flash.forward(crop(given, Tile(t0, t1, 0, given.shape.S)), ask, None)

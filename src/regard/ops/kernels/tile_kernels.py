@@ -62,7 +62,8 @@ def biased(x, rule, b, h, t, s, slope, place, T, S):
         x -= slope * tl.abs(place - key_places(rule, b, s))
     if rule.band is not None:
         at = rule.band.at + h * rule.band.h + (s - t + (T - 1))
-        x += tl.load(at).to(tl.float32) * BITS
+        added = tl.load(at).to(tl.float32)
+        x = tl.where(added == float("-inf"), added, x + added * BITS)
     if rule.dense is not None:
         row = rule.dense.at + b * rule.dense.b + h.to(tl.int64) * rule.dense.h
         added = tl.load(row + t.to(tl.int64) * rule.dense.t + s.to(tl.int64) * rule.dense.s)
@@ -87,6 +88,24 @@ def bounds_of(rule, b, t, T, S):
         lo = tl.maximum(lo, tl.load(rule.interval.lo + b * rule.interval.b + t))
         hi = tl.minimum(hi, tl.load(rule.interval.hi + b * rule.interval.b + t))
     return lo, hi
+
+
+@triton.jit
+def runs_of(lo_t, hi_t, real_t, S, KEYS: tl.constexpr):
+    """Where the tiles of keys lie that rows see, each row one interval.
+
+    The first key of them; first and past-the-last key of those that every row sees whole; how many
+    are whole, mixed before them, mixed altogether.
+    """
+    sees_t = real_t & (hi_t > lo_t)
+    first = tl.min(tl.where(sees_t, lo_t, S), 0) // KEYS * KEYS
+    last = tl.cdiv(tl.max(tl.where(sees_t, hi_t, 0), 0), KEYS) * KEYS
+    whole = tl.maximum(tl.cdiv(tl.max(tl.where(real_t, lo_t, 0), 0), KEYS) * KEYS, first)
+    whole = tl.minimum(whole, last)
+    ends = tl.min(tl.where(real_t, hi_t, S), 0) // KEYS * KEYS
+    ends = tl.maximum(tl.minimum(ends, last), whole)
+    n_before = tl.maximum(whole - first, 0) // KEYS
+    return first, whole, ends, (ends - whole) // KEYS, n_before, n_before + (last - ends) // KEYS
 
 
 @triton.jit

@@ -80,6 +80,9 @@ def _list(
         row_n = (n if BY_KEYS else same) * ROWS
         key_n = (same if BY_KEYS else n) * KEYS
         maybe_n, surely_n = _judge(rule, b, h, row_n, key_n, T, S, ROWS, KEYS)
+        if BY_KEYS:
+            # Whoever walks rows loads full tiles without asking where the rows end.
+            surely_n = surely_n & (row_n + ROWS <= T)
         full_n = surely_n.to(tl.int32)
         mixed_n = (maybe_n & (full_n == 0)).to(tl.int32)
         if IN_ORDER:

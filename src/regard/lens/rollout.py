@@ -1,0 +1,62 @@
+"""Attention rollout: how much the last states draw on each token, by way of all layers.
+
+Rollout takes a layer for half the mean of its heads and half the token itself, with rows made to
+sum to 1, and multiplies the layers. Here no layer is made whole. What a few states draw on is a row
+each; from the last layer to the first such rows are multiplied by the layer, of which a strip of
+rows is made at a time. So one state costs O(N) memory at any length, and all of them are blocks of
+rows one after the other.
+
+Letters: N tokens, R states asked about; n rows of a strip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from regard.lens.lazy_weights import Array
+
+Strip: TypeAlias = Callable[[int, int], Array]
+"""The mean weights of a layer's heads in some rows, first and past the last: (n, N) float64."""
+
+BLOCK = 1 << 25
+"""Numbers that a block of rows holds: while it is rolled there are two such blocks."""
+STRIP = 1 << 22
+"""Numbers of a layer made at once."""
+
+
+def roll_rows(states: Array, n_tokens: int, layers: Sequence[Strip]) -> Array:
+    """What each of these last states draws on, (R, N); `layers` from the first to the last."""
+    drawn_rn = np.zeros((len(states), n_tokens))
+    drawn_rn[np.arange(len(states)), states] = 1.0
+    for strip in reversed(layers):
+        drawn_rn = step_back(drawn_rn, strip)
+    return drawn_rn
+
+
+def roll_all(n_tokens: int, layers: Sequence[Strip]) -> Array:
+    """The same of every state, (N, N)."""
+    found_nn = np.empty((n_tokens, n_tokens))
+    height = max(BLOCK // n_tokens, 1)
+    for a in range(0, n_tokens, height):
+        z = min(a + height, n_tokens)
+        found_nn[a:z] = roll_rows(np.arange(a, z), n_tokens, layers)
+    return found_nn
+
+
+def step_back(drawn_rn: Array, strip: Strip) -> Array:
+    """What is drawn from a layer's output, as drawn from its input."""
+    n_tokens = drawn_rn.shape[1]
+    found_rn = np.zeros_like(drawn_rn)
+    height = max(STRIP // n_tokens, 1)
+    used = np.flatnonzero(drawn_rn.any(0))
+    for a in range(used[0], used[-1] + 1, height):
+        z = min(a + height, used[-1] + 1)
+        mean_nn = strip(a, z)
+        # A row is (weights + itself) / 2, divided by its sum, (sum of weights + 1) / 2.
+        part_rn = drawn_rn[:, a:z] / (mean_nn.sum(1) + 1.0)
+        found_rn += part_rn @ mean_nn
+        found_rn[:, a:z] += part_rn
+    return found_rn

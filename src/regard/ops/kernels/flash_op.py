@@ -1,0 +1,252 @@
+"""Attention by our kernels as one operation, for autograd and for compiled graphs.
+
+What kernels read is tensors and numbers (`rendered.py`), rendered outside of the operation: so
+gradients of slopes, bands and dense biases flow on to whatever these were made of. In eager mode
+the kernels are launched as they are. While a graph is being traced they are the custom operations
+`regard::flash` and `regard::flash_backward`, each with a fake twin that tells the shapes.
+
+Our backward cannot itself be differentiated. Where that is asked for (`create_graph=True`), and for
+a batch of gradients (`is_grads_batched=True`), the gradient is taken from the backward pass of the
+tiles (`blockwise_backward.py`), which is made of torch's operations: for this the rule travels
+beside what was rendered of it, and its biases' own tensors get the gradient.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard._torch import is_batched_gradient
+from regard.ops import blockwise_backward
+from regard.ops.blockwise import Ask, Rows
+from regard.ops.call import Call
+from regard.ops.kernels import flash, flash_backward
+from regard.ops.kernels.arguments import BITS
+from regard.ops.kernels.flash_backward import Arriving, Grads, Saved
+from regard.ops.kernels.rendered import Rendered, render
+from regard.ops.pack import Packed, pack, unpack
+
+TENSORS = 17
+"""Fields of `Rendered` that are tensors; they come first."""
+LEARNED = tuple(Rendered._fields.index(name) for name in Grads._fields)
+"""Those of them that have gradients."""
+NO_RULE = Packed((), [], [], [])
+"""In place of the rule, where no gradient is differentiated again."""
+
+
+def refuse(call: Call) -> str | None:
+    """What kernels cannot be asked for, whatever the tensors are."""
+    if call.transformed:
+        return "our kernels do not run inside torch.func transforms"
+    if call.has_tangent():
+        return "our kernels have no forward-mode derivative; reference has"
+    return None
+
+
+def attend(call: Call, ask: Ask, mass: Tensor | None) -> Rows:
+    """Attention by our kernels; `rows.output`, `rows.lse` and `rows.entropy` carry gradients."""
+    call = call.seeded()
+    given = render(call)
+    wants_grad = call.needs_grad()
+    packed = pack(call.rule) if wants_grad else NO_RULE
+    if torch.compiler.is_compiling():
+        # A traced autograd function takes no tensor twice: attention(x, x, x).
+        given = given._replace(k=given.k.view_as(given.k), v=given.v.view_as(given.v))
+        packed = NO_RULE
+    numbers = given[TENSORS:]
+    if not wants_grad:
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        return Rows(*run(*given, list(ask), mass))
+    fixed = _Fixed(numbers, ask, packed._replace(tensors=[]))
+    found = _Flash.apply(fixed, mass, *given[:TENSORS], *packed.tensors)  # type: ignore[no-untyped-call]
+    return Rows(*found)
+
+
+def _forward(*args: Any) -> list[Tensor]:
+    *rendered, asked, mass = args
+    given = Rendered(*rendered)
+    output, found = flash.forward(given, Ask(*asked), mass)
+
+    def answer(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        x = found.get(name)
+        return torch.empty(0, dtype=dtype, device=output.device) if x is None else x
+
+    rows = Rows(
+        output=output,
+        lse=found["lse"],
+        total=found["total"],
+        entropy=answer("entropy"),
+        peak=answer("peak"),
+        peak_key=answer("key", torch.int64),
+        distance=answer("distance"),
+        mass=answer("mass"),
+        row_max=found["maxima"] / BITS,
+        denominator=found["sums"],
+    )
+    return list(rows)
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    """The gradients wanted, in the order of `Grads`; empty tensors where none is."""
+    *rendered, saved, arriving, wanted = args
+    given = Rendered(*rendered)
+    found = flash_backward.backward(given, Saved(*saved), Arriving(*arriving), Grads(*wanted))
+    none = [x is None or not wants for x, wants in zip(found, wanted, strict=True)]
+    return [given.q.new_empty(0) if no else x for x, no in zip(found, none, strict=True)]
+
+
+_CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? first, Tensor? past, Tensor? lo, "
+    "Tensor? hi, Tensor? query_ids, "
+    "Tensor? key_ids, Tensor? words, Tensor? slopes, Tensor? query_places, Tensor? key_places, "
+    "Tensor? band, Tensor? dense, Tensor? seed, float factor, float? cap, float dropout, "
+    "bool covered, SymInt? left, SymInt? right"
+)
+_forward_op = torch.library.custom_op(
+    "regard::flash",
+    _forward,
+    mutates_args=(),
+    schema=f"({_CALL}, bool[] asked, Tensor? mass) -> Tensor[]",
+)
+_backward_op = torch.library.custom_op(
+    "regard::flash_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"({_CALL}, Tensor?[] saved, Tensor?[] arriving, bool[] wanted) -> Tensor[]",
+)
+
+
+@_forward_op.register_fake
+def _(*args: Any) -> list[Tensor]:
+    *rendered, asked, mass = args
+    given, ask = Rendered(*rendered), Ask(*asked)
+    B, H, T, _D = given.q.shape
+    row = given.q.new_empty((B, H, T), dtype=torch.float32)
+
+    def answer(yes: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty_like(row, dtype=dtype) if yes else row.new_empty(0, dtype=dtype)
+
+    rows = Rows(
+        output=given.q.new_empty((B, H, T, given.v.shape[3])),
+        lse=answer(True),
+        total=answer(True),
+        entropy=answer(ask.entropy),
+        peak=answer(ask.peak),
+        peak_key=answer(ask.peak, torch.int64),
+        distance=answer(ask.distance),
+        mass=answer(mass is not None),
+        row_max=answer(True),
+        denominator=answer(True),
+    )
+    return list(rows)
+
+
+@_backward_op.register_fake
+def _(*args: Any) -> list[Tensor]:
+    *rendered, _saved, _arriving, wanted = args
+    given = Rendered(*rendered)
+    owners: list[Any] = [given[number] for number in LEARNED]
+    return [
+        torch.empty_like(x) if wants else given.q.new_empty(0)
+        for x, wants in zip(owners, wanted, strict=True)
+    ]
+
+
+class _Fixed(NamedTuple):
+    """What goes with the tensors of a call: numbers of `Rendered`, and the rule without tensors."""
+
+    numbers: tuple[Any, ...]
+    ask: Ask
+    packed: Packed
+
+
+class _Flash(torch.autograd.Function):
+    """Our kernels, differentiable in q, k, v, sinks and every rendered bias; see the module."""
+
+    @staticmethod
+    def forward(fixed: _Fixed, mass: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        return tuple(run(*tensors[:TENSORS], *fixed.numbers, list(fixed.ask), mass))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.fixed, _, *tensors = inputs
+        ctx.mark_non_differentiable(output[2], *output[4:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[0], output[1], output[3], *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        output, lse, entropy, *tensors = ctx.saved_tensors
+        fixed: _Fixed = ctx.fixed
+        told = entropy if entropy.dim() > 1 else None
+        saved = Saved(output, lse, told)
+        arriving = Arriving(grads[0], grads[1], None if told is None else grads[3])
+        needed = ctx.needs_input_grad[2:]
+        result: list[Tensor | None] = [None] * len(needed)
+        if _is_differentiated(arriving):
+            result = _by_tiles(fixed, tensors, saved, arriving, needed)
+        else:
+            wanted = [needed[number] for number in LEARNED]
+            run = _backward_op if torch.compiler.is_compiling() else _backward
+            call = (*tensors[:TENSORS], *fixed.numbers)
+            found = run(*call, list(saved), list(arriving), wanted)
+            for number, wants, grad in zip(LEARNED, wanted, found, strict=True):
+                result[number] = grad if wants else None
+        return None, None, *result
+
+
+def _is_differentiated(arriving: Arriving) -> bool:
+    """Whether the backward is itself to be differentiated, or takes a batch of gradients."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch.is_grad_enabled():
+        return True
+    return any(grad is not None and is_batched_gradient(grad) for grad in arriving)
+
+
+def _by_tiles(
+    fixed: _Fixed,
+    tensors: list[Tensor | None],
+    saved: Saved,
+    arriving: Arriving,
+    needed: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """The gradients by operations that can be differentiated; the bias's go to its own tensors."""
+    given = Rendered(*tensors[:TENSORS], *fixed.numbers)  # type: ignore[arg-type]
+    held = [x for x in tensors[TENSORS:] if x is not None]
+    rule = unpack(fixed.packed._replace(tensors=held), given.shape)
+    call = Call(
+        q=given.q,
+        k=given.k,
+        v=given.v,
+        rule=rule,
+        sinks=given.sinks,
+        dropout=given.dropout,
+        seed=given.seed,
+    )
+    leaves = rule.bias_leaves()
+    places = [next(n for n, x in enumerate(held) if x is leaf) for leaf in leaves]
+    wants_bias = any(needed[TENSORS + n] for n in places)
+    if wants_bias and rule.bias is not None and not rule.bias.gives_gradient:
+        raise RuntimeError(
+            f"{type(rule.bias).__name__} does not tell its gradient (`grad_at`), so it cannot be "
+            'differentiated twice by our kernels; backend="reference" can'
+        )
+    total = torch.ones_like(saved.lse)
+    if given.sinks is not None:
+        total = total - (given.sinks.float()[:, None] - saved.lse).exp()
+    spread = saved.lse if saved.entropy is None else saved.entropy
+    rows = Rows(saved.output, saved.lse, total, spread, *[saved.lse] * 6)
+    incoming = blockwise_backward.Given(arriving.output, arriving.lse, None, arriving.entropy)
+    found = blockwise_backward.backward_pass(call, rows, incoming, wants_bias)
+    result: list[Tensor | None] = [None] * len(needed)
+    result[:3] = found.q, found.k, found.v
+    result[3] = None if given.sinks is None else found.sinks
+    for number, grad in zip(places, found.leaves, strict=wants_bias):
+        result[TENSORS + number] = grad
+    return result

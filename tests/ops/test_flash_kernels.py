@@ -1,0 +1,97 @@
+"""Attention by our kernels, forward and backward, run by Triton's interpreter, is the reference's.
+
+For `flash_kernels.py`, `flash_backward_kernels.py`, `tile_lists_kernels.py` and the operation that
+ties them to autograd, `flash_op.py`. In a process of its own, as Triton decides at import whether
+it interprets; bfloat16 is left to the tests marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flash_cases import CASES, HALF, UNSEEN
+from interpreted import run_interpreted
+
+pytestmark = pytest.mark.slow
+
+LEAKS = [f"{name}{sinks}" for name in UNSEEN for sinks in ("", " and sinks")]
+OTHERS = ("views", "twice", "repeated", "compiled")
+
+
+def run_cases() -> None:
+    """Every case; printed as JSON."""
+    import warnings
+
+    import torch
+    from flash_cases import count_leaks, count_other_bits, gaps, twice_gaps, view_gaps
+    from interpreted import patch_once
+
+    # The interpreter multiplies by numpy, which warns of the lowest number becoming -inf.
+    warnings.simplefilter("ignore", RuntimeWarning)
+    patch_once()
+    report: dict[str, Any] = {}
+    for name in CASES:
+        for dtype in (torch.float32, torch.float16)[: 1 + (name in HALF)]:
+            report[f"{name} {dtype}"] = gaps(name, dtype, "cpu")
+    for name in LEAKS:
+        of, *sinks = name.split(" and ")
+        report[f"leaks: {name}"] = {"numbers": (count_leaks(of, "cpu", bool(sinks)), 0)}
+    report["views"], report["twice"] = view_gaps("cpu"), twice_gaps("cpu")
+    report["repeated"] = {"numbers": (count_other_bits("cpu"), 0)}
+    report["compiled"] = compiled_gaps()
+    print(json.dumps(report))
+
+
+def compiled_gaps() -> dict[str, tuple[float, float]]:
+    """Of one graph, traced once, at two lengths: how far its gradients are off eager ones."""
+    import torch
+    from torch import Tensor
+
+    from regard.ops import Causal, Documents, RelativeTable
+    from regard.ops.blockwise import Ask
+    from regard.ops.call import make_call
+    from regard.ops.kernels import flash_op
+
+    table, sinks = torch.randn(8, 2, requires_grad=True), torch.randn(2, requires_grad=True)
+
+    def run(q: Tensor, k: Tensor, ids: Tensor) -> Tensor:
+        rule: Any = {"mask": Causal() & Documents(ids), "bias": RelativeTable(table)}
+        rows = flash_op.attend(make_call(q, k, k, **rule, sinks=sinks), Ask(entropy=True), None)
+        return rows.output.square().sum() + rows.lse.sum() + rows.entropy.square().sum()
+
+    graph = torch.compile(run, fullgraph=True, backend="aot_eager")
+    found = {}
+    for length in (19, 31):
+        q, k = (torch.randn(1, h, length, 8, requires_grad=True) for h in (2, 1))
+        ids = torch.arange(length) // 7
+        for x in (q, k):
+            torch._dynamo.mark_dynamic(x, 2)
+        torch._dynamo.mark_dynamic(ids, 0)
+        leaves = (q, k, table, sinks)
+        pairs = zip(*(torch.autograd.grad(f(q, k, ids), leaves) for f in (graph, run)), strict=True)
+        for part, (one, other) in zip(("q", "k", "table", "sinks"), pairs, strict=True):
+            eps = torch.finfo(torch.float32).eps * float(other.abs().max())
+            found[f"{part} of {length}"] = float((one - other).abs().max()), 8 * eps
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return found | {"graphs": (float(graphs), 1.0)}
+
+
+@pytest.fixture(scope="module")
+def report() -> Any:
+    return run_interpreted(Path(__file__))
+
+
+@pytest.mark.parametrize("name", [*CASES, *(f"leaks: {name}" for name in LEAKS), *OTHERS])
+def test_kernels_give_what_the_reference_gives(name: str, report: Any) -> None:
+    found = {key: told for key, told in report.items() if key.split(" torch")[0] == name}
+    assert len(found) == 1 + (name in HALF)
+    for told in found.values():
+        wrong = {what: pair for what, pair in told.items() if not pair[0] <= pair[1]}
+        assert not wrong, wrong
+
+
+if __name__ == "__main__":
+    run_cases()

@@ -1,0 +1,44 @@
+"""What `flash_op.py` holds of itself without a kernel being run; the numbers are judged in
+`test_flash_kernels.py`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from regard.ops import ALiBi, Causal
+from regard.ops.call import make_call
+from regard.ops.kernels import flash_op
+from regard.ops.kernels.flash_backward import Grads
+from regard.ops.kernels.rendered import Rendered, render
+
+
+def test_what_is_rendered_is_tensors_first_and_the_operations_arguments_in_order() -> None:
+    call = make_call(*torch.randn(3, 1, 2, 5, 4), mask=Causal(), bias=ALiBi(2))
+    given = render(call)
+    assert all(x is None or isinstance(x, Tensor) for x in given[: flash_op.TENSORS])
+    assert not any(isinstance(x, Tensor) for x in given[flash_op.TENSORS :])
+    assert [Rendered._fields[n] for n in flash_op.LEARNED] == list(Grads._fields)
+    for name in ("flash", "flash_backward"):
+        schema = getattr(torch.ops.regard, name).default._schema
+        names = [argument.name for argument in schema.arguments]
+        assert names[: len(Rendered._fields)] == list(Rendered._fields)
+
+
+def test_transforms_and_forward_mode_derivatives_are_refused_in_words() -> None:
+    q, k, v = torch.randn(3, 1, 1, 3, 4)
+    said: list[str | None] = []
+
+    def run(q: Tensor) -> Tensor:
+        said.append(flash_op.refuse(make_call(q, k, v)))
+        return q
+
+    run(q)
+    torch.func.vmap(run)(q[None])
+    torch.func.grad(lambda q: run(q).sum())(q)
+    with forward_ad.dual_level():
+        run(forward_ad.make_dual(q, q))
+    assert said[0] is None
+    assert said[1] == said[2] == "our kernels do not run inside torch.func transforms"
+    assert said[3] == "our kernels have no forward-mode derivative; reference has"
