@@ -104,7 +104,7 @@ _CALL = (
     "Tensor? hi, Tensor? query_ids, "
     "Tensor? key_ids, Tensor? words, Tensor? slopes, Tensor? query_places, Tensor? key_places, "
     "Tensor? band, Tensor? dense, Tensor? seed, float factor, float? cap, float dropout, "
-    "bool covered, SymInt? left, SymInt? right"
+    "bool covered, SymInt? left, SymInt? right, bool hides"
 )
 _forward_op = torch.library.custom_op(
     "regard::flash",
