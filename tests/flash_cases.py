@@ -178,6 +178,7 @@ CASES: dict[str, Case] = {
     "one head": Case({"H": 1}),
     "wide values": Case({"E": 37}, lambda: {"mask": Causal()}),
     "narrow values": Case({"E": 3}),
+    "wide heads": Case({"D": 72, "B": 1}, lambda: {"mask": Causal()}),
     "even widths": Case({"D": 16, "E": 32}, lambda: {"mask": Causal()}),
     "one query": Case({"T": 1}),
     "one token": Case({"B": 1, "H": 1, "T": 1, "S": 1, "D": 1, "E": 1}),

@@ -258,7 +258,7 @@ def tiles_of_keys(given: Rendered) -> Tiles:
     """The tile of the kernel that gathers for keys, for heads of this width and type."""
     width = _width(given)
     if given.q.dtype.itemsize == 4:
-        return Tiles(32, 32, 4, 1) if width > 64 else Tiles(32, 64, 4, 1)
+        return Tiles(16, 32, 4, 1) if width > 64 else Tiles(32, 64, 4, 1)
     if width <= 128:
         return Tiles(64, 128, 8, 3 if width <= 64 else 2)
     return Tiles(32, 64, 8, 1)
@@ -268,7 +268,7 @@ def tiles_of_queries(given: Rendered) -> Tiles:
     """The tile of the kernel that gathers for queries."""
     width = _width(given)
     if given.q.dtype.itemsize == 4:
-        return Tiles(32, 32, 4, 1) if width > 64 else Tiles(64, 32, 4, 1)
+        return Tiles(16, 32, 4, 1) if width > 64 else Tiles(64, 32, 4, 1)
     if width <= 128:
         return Tiles(128, 64, 8, 3 if width <= 64 else 2)
     return Tiles(64, 32, 8, 1)
@@ -278,4 +278,4 @@ def tiles_of_bias(given: Rendered) -> Tiles:
     """The tile of the kernels that gather for a bias."""
     if given.q.dtype.itemsize == 4 or _width(given) > 128:
         return Tiles(32, 32, 4, 1)
-    return Tiles(64, 64, 4, 2)
+    return Tiles(64, 64, 8, 2)

@@ -164,10 +164,13 @@ def _corner(x, b, h, n, SIZE: tl.constexpr):
 @triton.jit
 def _fold_rows(
     state, k_sd, v_se, q, g, start, s, rule, rows, where, kept_share, sizes,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, RAGGED: tl.constexpr,
     MASKED: tl.constexpr, COVERED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add what a tile of rows gives to the keys and values; the tile stands keys by rows."""
+    """Add what a tile of rows gives to the keys and values; the tile stands keys by rows.
+
+    RAGGED: rows may lie beyond the last one.
+    """
     dk_sd, dv_se = state
     b, h, head, q_at, g_at = where
     T, S, D, E = sizes
@@ -176,7 +179,7 @@ def _fold_rows(
     )
     t = start + tl.arange(0, ROWS)
     far = start + b * 0
-    q_td = _load(q_at + far * q.t, t, T, D, MASKED, EVEN, WIDTH)
+    q_td = _load(q_at + far * q.t, t, T, D, RAGGED, EVEN, WIDTH)
     row = _load_rows(rows, rule, b, h, head, t, T, S, True)
     x_st = product(k_sd, tl.trans(q_td), EXACT)
     p_st, x_st, raw_st = _weigh(x_st, s[:, None], rule, row, T, S, MASKED)
@@ -185,7 +188,7 @@ def _fold_rows(
         q_td = tl.where(shown_t1, q_td, 0.0)
     pull_st = p_st * 0.0
     if g is not None:
-        g_te = _load(g_at + far * g.t, t, T, E, MASKED, EVEN, VALUES)
+        g_te = _load(g_at + far * g.t, t, T, E, RAGGED, EVEN, VALUES)
         if GUARDED:
             g_te = tl.where(shown_t1, g_te, 0.0)
         w_st = p_st
@@ -228,15 +231,11 @@ def _keys(
             g_at = _corner(g, b, first + r, t, VALUES)
         where = (b, first + r, b * H + first + r, _corner(q, b, first + r, t, WIDTH), g_at)
         if lists is None:
-            for n in range(0, T // ROWS):
+            # Rows beyond the last have weights of 0, so that only their loads need a mask.
+            for n in range(0, tl.cdiv(T, ROWS)):
                 state = _fold_rows(
                     state, k_sd, v_se, q, g, n * ROWS, s, rule, rows, where, kept_share, sizes,
-                    ROWS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
-                )  # fmt: skip
-            for n in range(T // ROWS, tl.cdiv(T, ROWS)):
-                state = _fold_rows(
-                    state, k_sd, v_se, q, g, n * ROWS, s, rule, rows, where, kept_share, sizes,
-                    ROWS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
+                    ROWS, WIDTH, VALUES, True, False, COVERED, EVEN, EXACT,
                 )  # fmt: skip
         else:
             at = b * lists.b + (first + r) * lists.h + tile
@@ -244,13 +243,13 @@ def _keys(
             for n in range(0, tl.load(lists.full + at)):
                 state = _fold_rows(
                     state, k_sd, v_se, q, g, tl.load(line + n) * ROWS, s, rule, rows, where,
-                    kept_share, sizes, ROWS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
+                    kept_share, sizes, ROWS, WIDTH, VALUES, False, False, COVERED, EVEN, EXACT,
                 )  # fmt: skip
             for n in range(0, tl.load(lists.mixed + at)):
                 start = tl.load(line + lists.n - 1 - n) * ROWS
                 state = _fold_rows(
                     state, k_sd, v_se, q, g, start, s, rule, rows, where, kept_share, sizes,
-                    ROWS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
+                    ROWS, WIDTH, VALUES, True, True, COVERED, EVEN, EXACT,
                 )  # fmt: skip
     dk_sd, dv_se = state
     tl.store(
