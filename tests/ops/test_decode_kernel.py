@@ -294,7 +294,7 @@ def run_real_tiles() -> Report:
         q, k, v = (
             torch.randn(1, h, t, 64, generator=generator) for h, t in ((4, T), (1, S), (1, S))
         )
-        n_parts = decode.tiles(1, 4 * T, S, 128, 4).parts
+        n_parts = decode.tiles(1, 4 * T, S, (64, 64), 4).parts
         assert (n_parts == 1) == (S == 201)
         at = torch.arange(S - T, S)[None], torch.arange(S)[None]
         for mask in (None, Causal() & Window(100, None), Causal().at(*at)):

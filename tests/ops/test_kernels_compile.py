@@ -1,7 +1,8 @@
-"""The kernels that look at weights are compiled for a GPU, on a machine that need not have one.
+"""Our kernels of attention are compiled for a GPU, on a machine that need not have one.
 
 Their launches are caught instead of run, so that the very arguments of the host's side are what
-they are compiled for. What they compute is judged in `test_row_stats_kernels.py` and `test_gpu.py`.
+they are compiled for. What they compute is judged in `test_row_stats_kernels.py`,
+`test_decode_kernel.py` and `test_gpu.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops import Causal, Wants
+from regard.ops import ALiBi, Causal, Lengths, Wants, Window
+from regard.ops import decode as few
 from regard.ops.call import make_call
 from regard.ops.kernels import row_stats
 from regard.ops.kernels.inputs import find_bounds
@@ -56,7 +58,9 @@ class Caught:
         """The assembler's text for an H100 or H200."""
         assert self.launched is not None, "the kernel was not launched"
         args, options = self.launched
+        options = dict(options)
         how = {"num_warps": options.pop("num_warps"), "enable_fp_fusion": True}
+        how["num_stages"] = options.pop("num_stages", 3)
         names = [parameter.name for parameter in self.kernel.params]
         assert names == [*names[: len(args)], *sorted(options, key=names.index)]
         given = {name: type_of(x) for name, x in zip(names, args, strict=False)}
@@ -74,7 +78,9 @@ def type_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return TYPES[value.dtype]
     assert isinstance(value, int | float) and not isinstance(value, bool)
-    return "i32" if isinstance(value, int) else "fp32"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if abs(value) < 2**31 else "i64"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -101,3 +107,44 @@ def test_kernels_compile_for_a_gpu_as_they_are_launched(
     row_stats.sum_singles(q, k, call.rule, bounds, torch.zeros(1, 4, 256), keys)
     for kernel in caught.values():
         assert ".target sm_90" in kernel.compile()
+
+
+PLACES = torch.arange(1024)[None]
+FEW: dict[str, tuple[int, torch.dtype, dict[str, Any], Wants]] = {
+    "plain": (1, torch.bfloat16, {}, Wants()),
+    "padded and asked": (
+        1,
+        torch.bfloat16,
+        {"mask": Lengths(torch.tensor([900])), "sinks": torch.zeros(4)},
+        Wants(lse=True, entropy=True, peak=True, distance=True, mass=PLACES[0] > 3),
+    ),
+    "placed, ALiBi": (
+        1,
+        torch.bfloat16,
+        {"mask": Causal().at(PLACES[:, :1], PLACES), "bias": ALiBi(4).at(PLACES[:, :1], PLACES)},
+        Wants(),
+    ),
+    "16 queries": (16, torch.bfloat16, {"mask": Causal() & Window(899, None)}, Wants(peak=True)),
+    "rendered": (5, torch.bfloat16, {"mask": ~Window(1, 0), "softcap": 3.0}, Wants()),
+    "in float32": (2, torch.float32, {"mask": Causal()}, Wants(entropy=True)),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_kernel_for_few_queries_compiles_as_it_is_launched(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("regard.ops.kernels.decode_kernels")
+    caught = {kernel: Caught(getattr(module, kernel)) for kernel in ("_parts", "_join")}
+    for kernel, catch in caught.items():
+        monkeypatch.setattr(module, kernel, catch)
+    T, dtype, rule, wants = FEW[name]
+    q, k = torch.zeros(1, 4, T, 64, dtype=dtype), torch.zeros(1, 1, 1024, 64, dtype=dtype)
+    for keys in (1024, 300) if name == "plain" else (1024,):
+        call = make_call(q, k[:, :, :keys], k[:, :, :keys], **rule)
+        caught["_join"].launched = None
+        few.observe(replace(call, wants=wants))
+        joined = caught["_join"].launched is not None
+        assert joined == (keys > 512), "a short cache is left to one kernel"
+        for kernel in ("_parts", "_join")[: 1 + joined]:
+            assert ".target sm_90" in caught[kernel].compile()

@@ -18,6 +18,7 @@ width, E value width.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -88,11 +89,12 @@ class Tiles(NamedTuple):
     parts: int
 
 
-def tiles(n_heads: int, n_rows: int, n_keys: int, width: int, item: int) -> Tiles:
-    """The cut for B · G key heads, each with so many rows and keys that are read.
+def tiles(n_heads: int, n_rows: int, n_keys: int, widths: tuple[int, int], item: int) -> Tiles:
+    """The cut for B · G key heads, each with so many rows, and keys that are read.
 
-    width: of a key and its value together, padded; item: bytes of a number.
+    widths: of a key and its value; item: bytes of a number.
     """
+    width = pad_width(widths[0]) + (pad_width(widths[1]) if widths[1] else 0)
     rows = min(64 if item < 4 else 16, max(16, power_of_2(n_rows)))
     programs, each = n_heads * -(-n_rows // rows), width * item
     keys, stages, parts = 64, 3, 1
@@ -112,6 +114,11 @@ def name_stats(asked: int, has_mass: bool) -> list[str]:
     bits = {"lse": LSE, "entropy": ENTROPY, "peak": PEAK, "logit": PEAK, "distance": DISTANCE}
     names = [name for name, bit in bits.items() if asked & bit]
     return [*names, "mass"] if has_mass else names
+
+
+def pad_width(n: int) -> int:
+    """A width as tiles have it."""
+    return max(16, power_of_2(n))
 
 
 def power_of_2(n: int) -> int:
@@ -154,45 +161,78 @@ def _decode(
 
     query, keys, counts, added, slopes, mass, sinks = terms
     left, right, placed, side, asked = ints
-    (B, H, T, D), (G, S), E = q.shape, k.shape[1:3], v.shape[3]
-    R, n_rows, widths = H // G, B * H * T, [max(16, power_of_2(n)) for n in (D, E)]
+    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
     windowed = keys is None and (left < OPEN or right < OPEN)
-    span = S
-    if windowed and (query is None or T == 1):
-        span = min(S, left + right + T)
-    cut = tiles(B * G, R * T, span, sum(widths) if E else widths[0], q.element_size())
-    outputs = _allocate(q, (B, H, T, E), asked, mass is not None)
+    # Keys as they lie are read no further than the window reaches.
+    span = min(S, left + right + T) if windowed and (query is None or T == 1) else S
+    cut = tiles(B * G, H // G * T, span, (D, E), q.element_size())
+    form = Form(
+        query is not None, keys is not None, bool(placed), windowed, side, added is not None,
+        slopes is not None, floats[1] > 0.0, q.dtype == torch.float32, sinks is not None,
+        bool(placed) and span >= TRIM * cut.parts, asked, mass is not None,
+    )  # fmt: skip
+    outputs, n_rows = _allocate(q, (B, H, T, E), asked, mass is not None), B * H * T
     size = n_rows * cut.parts * (E + SUMS) if cut.parts > 1 else 0
     scratch = torch.empty(size, dtype=torch.float32, device=q.device) if size else q
-    slopes, sinks = (x if x is None else x.contiguous() for x in (slopes, sinks))
-    given = (query, keys, counts, added, slopes, mass, sinks)
+    slopes = None if slopes is None else slopes.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
     # What the kernel will not read or write is stood for by q, which costs nothing.
-    tensors = [q if x is None else x for x in given]
+    given = [q if x is None else x for x in (query, keys, counts, added, slopes, mass, sinks)]
     written = (*outputs, q, q)[:3]
-    strides = [steps(x, 4) for x in (q, k, v)]
-    strides += [steps(x, n) for x, n in zip(given, (2, 2, 1, 4, 0, 2, 0), strict=True)]
-    slots = {name: n for n, name in enumerate(name_stats(asked, mass is not None), 1)}
-    told = {name.upper(): slots.get(name, 0) for name in TOLD}
     decode_kernels.run_parts(
-        B * G * cut.parts * -(-R * T // cut.rows),
-        q, k, v, *tensors, scratch, *written,
-        *(step for each in strides for step in each),
-        S, cut.parts, n_rows, left, right, *floats,
-        G=G, R=R, T=T, D=D, E=E, ROWS=cut.rows, KEYS=cut.keys, WIDTH=widths[0], VALUES=widths[1],
-        POSITIONED=query is not None, PLACED=keys is not None, SEEN=bool(placed),
-        WINDOWED=windowed, PADDED=0 if counts is None else side, ADDED=added is not None,
-        ALIBI=slopes is not None, CAPPED=floats[1] > 0.0, EXACT=q.dtype == torch.float32,
-        TRIMMED=bool(placed) and span >= TRIM * cut.parts, JOINED=cut.parts > 1,
-        SINKS=sinks is not None, **told,
-        num_warps=cut.warps, num_stages=cut.stages,
+        B * G * cut.parts * -(-H // G * T // cut.rows),
+        q, k, v, *given, scratch, *written, *steps(q, 4), *steps(k, 4), *steps(v, 4),
+        *steps(query, 2), *steps(keys, 2), *steps(counts, 1), *steps(added, 4), *steps(mass, 2),
+        S, cut.parts, n_rows, left, right, *floats, **options(cut, form, (G, H // G, T, D, E)),
     )  # fmt: skip
     if cut.parts > 1:
         decode_kernels.run_join(
-            n_rows, scratch, tensors[-1], *written, cut.parts, n_rows,
-            H=H, T=T, E=E, PARTS=power_of_2(cut.parts), CHUNK=CHUNK, VALUES=widths[1],
-            SINKS=sinks is not None, **told, num_warps=4,
+            n_rows, scratch, given[-1], *written, cut.parts, n_rows,
+            **join_options(cut.parts, form, (H, T, E)),
         )  # fmt: skip
     return outputs
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for, beside sizes."""
+
+    positioned: bool
+    placed: bool
+    seen: bool
+    windowed: bool
+    padded: int
+    added: bool
+    alibi: bool
+    capped: bool
+    exact: bool
+    sinks: bool
+    trimmed: bool
+    asked: int
+    mass: bool
+
+    def slots(self) -> dict[str, int]:
+        """Where each answer goes, counted from 1; 0 where it is not asked for."""
+        names = name_stats(self.asked, self.mass)
+        return {name.upper(): 1 + names.index(name) if name in names else 0 for name in TOLD}
+
+
+@functools.lru_cache(maxsize=128)
+def options(cut: Tiles, form: Form, sizes: tuple[int, int, int, int, int]) -> dict[str, Any]:
+    """Those of the first kernel, for G, R, T, D, E; kept, since every layer and step asks."""
+    flags = {name.upper(): value for name, value in form._asdict().items() if name != "asked"}
+    named = dict(zip("GRTDE", sizes, strict=True))
+    widths = {"WIDTH": pad_width(sizes[3]), "VALUES": pad_width(sizes[4])}
+    shape = {"ROWS": cut.rows, "KEYS": cut.keys, "JOINED": cut.parts > 1}
+    launch = {"num_warps": cut.warps, "num_stages": cut.stages}
+    return {**named, **widths, **shape, **flags, **form.slots(), **launch}
+
+
+@functools.lru_cache(maxsize=128)
+def join_options(n_parts: int, form: Form, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """Those of the second kernel, for H, T, E."""
+    tile = {"PARTS": power_of_2(n_parts), "CHUNK": CHUNK, "VALUES": pad_width(sizes[2])}
+    named = dict(zip("HTE", sizes, strict=True))
+    return {**named, **tile, "SINKS": form.sinks, **form.slots(), "num_warps": 4}
 
 
 def _allocate(
@@ -201,8 +241,8 @@ def _allocate(
     """What will be written: the output, then numbers and keys where any are asked for."""
     B, H, T, E = sizes
     outputs = [torch.empty(B, T, H, E, dtype=q.dtype, device=q.device)]
-    n_stats = len(name_stats(asked, has_mass))
-    if n_stats:
+    if asked or has_mass:
+        n_stats = len(name_stats(asked, has_mass))
         outputs.append(torch.empty(n_stats, B, H, T, dtype=torch.float32, device=q.device))
     if asked & PEAK:
         outputs.append(torch.empty(B, H, T, dtype=torch.int64, device=q.device))
@@ -211,10 +251,10 @@ def _allocate(
 
 def steps(x: Tensor | None, n_axes: int) -> tuple[int, ...]:
     """Strides over the last axes of a call, 0 along those that are shared or missing."""
-    if x is None or not n_axes:
+    if x is None:
         return (0,) * n_axes
     own = [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
-    return (0,) * (n_axes - len(own)) + tuple(own)
+    return (*(0,) * (n_axes - len(own)), *own)
 
 
 _decode_op = torch.library.custom_op(
