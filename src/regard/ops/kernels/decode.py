@@ -126,6 +126,48 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+class Form(NamedTuple):
+    """What a kernel is compiled for, beside sizes."""
+
+    positioned: bool
+    placed: bool
+    seen: bool
+    windowed: bool
+    padded: int
+    added: bool
+    alibi: bool
+    capped: bool
+    exact: bool
+    sinks: bool
+    trimmed: bool
+    asked: int
+    mass: bool
+
+    def slots(self) -> dict[str, int]:
+        """Where each answer goes, counted from 1; 0 where it is not asked for."""
+        names = name_stats(self.asked, self.mass)
+        return {name.upper(): 1 + names.index(name) if name in names else 0 for name in TOLD}
+
+
+@functools.lru_cache(maxsize=128)
+def options(cut: Tiles, form: Form, sizes: tuple[int, int, int, int, int]) -> dict[str, Any]:
+    """Those of the first kernel, for G, R, T, D, E; kept, since every layer and step asks."""
+    flags = {name.upper(): value for name, value in form._asdict().items() if name != "asked"}
+    named = dict(zip("GRTDE", sizes, strict=True))
+    widths = {"WIDTH": pad_width(sizes[3]), "VALUES": pad_width(sizes[4])}
+    shape = {"ROWS": cut.rows, "KEYS": cut.keys, "JOINED": cut.parts > 1}
+    launch = {"num_warps": cut.warps, "num_stages": cut.stages}
+    return {**named, **widths, **shape, **flags, **form.slots(), **launch}
+
+
+@functools.lru_cache(maxsize=128)
+def join_options(n_parts: int, form: Form, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """Those of the second kernel, for H, T, E."""
+    tile = {"PARTS": power_of_2(n_parts), "CHUNK": CHUNK, "VALUES": pad_width(sizes[2])}
+    named = dict(zip("HTE", sizes, strict=True))
+    return {**named, **tile, "SINKS": form.sinks, **form.slots(), "num_warps": 4}
+
+
 def attend(
     inputs: tuple[Tensor, Tensor, Tensor],
     rule: KeyRule,
@@ -191,48 +233,6 @@ def _decode(
             **join_options(cut.parts, form, (H, T, E)),
         )  # fmt: skip
     return outputs
-
-
-class Form(NamedTuple):
-    """What a kernel is compiled for, beside sizes."""
-
-    positioned: bool
-    placed: bool
-    seen: bool
-    windowed: bool
-    padded: int
-    added: bool
-    alibi: bool
-    capped: bool
-    exact: bool
-    sinks: bool
-    trimmed: bool
-    asked: int
-    mass: bool
-
-    def slots(self) -> dict[str, int]:
-        """Where each answer goes, counted from 1; 0 where it is not asked for."""
-        names = name_stats(self.asked, self.mass)
-        return {name.upper(): 1 + names.index(name) if name in names else 0 for name in TOLD}
-
-
-@functools.lru_cache(maxsize=128)
-def options(cut: Tiles, form: Form, sizes: tuple[int, int, int, int, int]) -> dict[str, Any]:
-    """Those of the first kernel, for G, R, T, D, E; kept, since every layer and step asks."""
-    flags = {name.upper(): value for name, value in form._asdict().items() if name != "asked"}
-    named = dict(zip("GRTDE", sizes, strict=True))
-    widths = {"WIDTH": pad_width(sizes[3]), "VALUES": pad_width(sizes[4])}
-    shape = {"ROWS": cut.rows, "KEYS": cut.keys, "JOINED": cut.parts > 1}
-    launch = {"num_warps": cut.warps, "num_stages": cut.stages}
-    return {**named, **widths, **shape, **flags, **form.slots(), **launch}
-
-
-@functools.lru_cache(maxsize=128)
-def join_options(n_parts: int, form: Form, sizes: tuple[int, int, int]) -> dict[str, Any]:
-    """Those of the second kernel, for H, T, E."""
-    tile = {"PARTS": power_of_2(n_parts), "CHUNK": CHUNK, "VALUES": pad_width(sizes[2])}
-    named = dict(zip("HTE", sizes, strict=True))
-    return {**named, **tile, "SINKS": form.sinks, **form.slots(), "num_warps": 4}
 
 
 def _allocate(
