@@ -68,7 +68,7 @@ def run_cases() -> None:
 def gap(one: Any, other: Any) -> float:
     """The largest distance; NaN only where just one of the two is."""
     assert one.shape == other.shape
-    apart = (one - other).masked_fill(one.isnan() & other.isnan(), 0.0)
+    apart = (one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0.0)
     return float(apart.abs().max())
 
 
@@ -212,7 +212,7 @@ def run_alone() -> Report:
     flags: dict[str, Any] = {"lse": True, "entropy": True, "peak": True, "distance": True}
     flags["mass"] = mass
     found: Report = {}
-    for name in ("causal", "placed window"):
+    for name in ("causal", "placed window", "padding"):
         call = make_call(*inputs, mask=MASKS[name](n, at))
         every = few.observe(replace(call, wants=Wants(**flags)))
         blind = replace(call, v=call.v[..., :0], wants=Wants(**flags))
