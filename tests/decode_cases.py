@@ -58,11 +58,11 @@ SIZES = (
 )
 """The last has more queries than keys, so that some stand before the first of them."""
 
-Places = tuple[Tensor, Tensor]
+Positions = tuple[Tensor, Tensor]
 """Positions of queries (B, T) and of keys (B, S), as a cache has them."""
 
 
-def draw_places(n: Sizes, generator: torch.Generator) -> Places:
+def draw_positions(n: Sizes, generator: torch.Generator) -> Positions:
     """Keys in any order, with empty slots, each row by itself; queries anywhere."""
     keys = torch.stack([torch.randperm(n.S + 3, generator=generator)[: n.S] - 3 for _ in range(B)])
     return torch.randint(-1, n.S, (B, n.T), generator=generator), keys
@@ -72,7 +72,7 @@ def coin(n: Sizes, *sizes: int) -> Tensor:
     return torch.rand(*sizes, generator=torch.Generator().manual_seed(n.T)) < 0.6
 
 
-MASKS: dict[str, Callable[[Sizes, Places], Any]] = {
+MASKS: dict[str, Callable[[Sizes, Positions], Any]] = {
     "nothing hidden": lambda n, at: None,
     "causal": lambda n, at: Causal(),
     "causal from the start": lambda n, at: Causal(align="start"),
@@ -99,7 +99,7 @@ MASKS: dict[str, Callable[[Sizes, Places], Any]] = {
     "queries placed": lambda n, at: Window(6, 1).at(at[0]),
 }
 
-BIASES: dict[str, Callable[[Sizes, Places], Any]] = {
+BIASES: dict[str, Callable[[Sizes, Positions], Any]] = {
     "no bias": lambda n, at: None,
     "alibi": lambda n, at: ALiBi(n.H),
     "alibi placed": lambda n, at: ALiBi(n.H).at(*at),
@@ -136,11 +136,11 @@ def cases() -> dict[str, tuple[str, str, Sizes, dict[str, Any]]]:
 CASES = cases()
 
 
-def make_inputs(n: Sizes, seed: int = 3) -> tuple[list[Tensor], Places]:
+def make_inputs(n: Sizes, seed: int = 3) -> tuple[list[Tensor], Positions]:
     generator = torch.Generator().manual_seed(seed)
     shapes = (n.H, n.T, n.D), (n.G, n.S, n.D), (n.G, n.S, n.E)
     inputs = [torch.randn(B, *shape, generator=generator) for shape in shapes]
-    return inputs, draw_places(n, generator)
+    return inputs, draw_positions(n, generator)
 
 
 def move(x: Any, device: str) -> Any:

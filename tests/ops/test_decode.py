@@ -136,14 +136,14 @@ def test_few_queries_run_on_our_kernel_with_what_one_pass_tells() -> None:
         assert explain(*few, wants=one_pass).chosen == "triton"
         assert "the output comes from" not in str(explain(*few, wants=one_pass))
         assert explain(*few, wants=one_pass, bias=ALiBi(H)).chosen == "triton"
-        told = explain(*many, mask=Causal()).verdicts["triton"]
-        assert told == "our kernel is for up to 16 queries a row"
-        told = explain(*many, wants=Wants(mass=one_pass.mass)).verdicts["triton"]
-        assert told is not None and "mass on given keys" in told
-        told = explain(*few, dropout=0.5).verdicts["triton"]
-        assert told == "our kernel for few queries has no dropout"
-        told = explain(*(x.requires_grad_() for x in few)).verdicts["triton"]
-        assert told == "our kernels have no backward pass so far"
+        reason = explain(*many, mask=Causal()).verdicts["triton"]
+        assert reason == "our kernel is for up to 16 queries a row"
+        reason = explain(*many, wants=Wants(mass=one_pass.mass)).verdicts["triton"]
+        assert reason is not None and "mass on given keys" in reason
+        reason = explain(*few, dropout=0.5).verdicts["triton"]
+        assert reason == "our kernel for few queries has no dropout"
+        reason = explain(*(x.requires_grad_() for x in few)).verdicts["triton"]
+        assert reason == "our kernels have no backward pass so far"
 
 
 def test_without_data_shapes_and_types_are_known() -> None:

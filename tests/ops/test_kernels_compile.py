@@ -109,19 +109,22 @@ def test_kernels_compile_for_a_gpu_as_they_are_launched(
         assert ".target sm_90" in kernel.compile()
 
 
-PLACES = torch.arange(1024)[None]
+POSITIONS = torch.arange(1024)[None]
 FEW: dict[str, tuple[int, torch.dtype, dict[str, Any], Wants]] = {
     "plain": (1, torch.bfloat16, {}, Wants()),
     "padded and asked": (
         1,
         torch.bfloat16,
         {"mask": Lengths(torch.tensor([900])), "sinks": torch.zeros(4)},
-        Wants(lse=True, entropy=True, peak=True, distance=True, mass=PLACES[0] > 3),
+        Wants(lse=True, entropy=True, peak=True, distance=True, mass=POSITIONS[0] > 3),
     ),
     "placed, ALiBi": (
         1,
         torch.bfloat16,
-        {"mask": Causal().at(PLACES[:, :1], PLACES), "bias": ALiBi(4).at(PLACES[:, :1], PLACES)},
+        {
+            "mask": Causal().at(POSITIONS[:, :1], POSITIONS),
+            "bias": ALiBi(4).at(POSITIONS[:, :1], POSITIONS),
+        },
         Wants(),
     ),
     "16 queries": (16, torch.bfloat16, {"mask": Causal() & Window(899, None)}, Wants(peak=True)),

@@ -30,8 +30,8 @@ OPEN = 2**62
 """A side of a window that has no end."""
 LSE, ENTROPY, PEAK, DISTANCE = 1, 2, 4, 8
 """What may be asked about the weights, as bits; the mass on given keys is asked by giving them."""
-TOLD = ("lse", "entropy", "peak", "distance", "mass")
-"""The same by name."""
+STATS = ("lse", "entropy", "peak", "distance", "mass")
+"""The same and the mass, by name."""
 SUMS = 6
 """Numbers that a part of a row takes beside its output."""
 
@@ -146,7 +146,7 @@ class Form(NamedTuple):
     def slots(self) -> dict[str, int]:
         """Where each answer goes, counted from 1; 0 where it is not asked for."""
         names = name_stats(self.asked, self.mass)
-        return {name.upper(): 1 + names.index(name) if name in names else 0 for name in TOLD}
+        return {name.upper(): 1 + names.index(name) if name in names else 0 for name in STATS}
 
 
 @functools.lru_cache(maxsize=128)
