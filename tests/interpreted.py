@@ -44,3 +44,34 @@ def patch_once() -> None:
         return function.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+
+
+def patch_bfloat16() -> None:
+    """Make bfloat16 what it is on a GPU: rounded to the nearest, and multiplied as numbers.
+
+    The interpreter keeps it as bits, cuts these off, and multiplies them.
+    """
+    import numpy as np
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    plain_dot, plain_cast = builder.create_dot, builder.cast_impl
+
+    def widen(x: Any) -> Any:
+        bits = torch.from_numpy(x.data.view(np.int16))
+        return handle(bits.view(torch.bfloat16).float().numpy(), tl.float32)
+
+    def dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = widen(a), widen(b)
+        return plain_dot(self, a, b, *more)
+
+    def cast(self: Any, x: Any, kind: Any) -> Any:
+        if x.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
+            bits = torch.from_numpy(x.data).bfloat16().view(torch.int16)
+            return handle(bits.numpy().view(np.uint16), tl.bfloat16)
+        return plain_cast(self, x, kind)
+
+    builder.create_dot, builder.cast_impl = dot, cast

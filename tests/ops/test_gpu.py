@@ -16,6 +16,8 @@ import flash_cases
 import pytest
 import torch
 from cells import ONE_QUERY, SDPA_REFUSALS, TYPES, check_cell, judge
+from decode_cases import CASES as FEW
+from decode_cases import gaps as few_gaps
 from plain import CASES
 from row_stats_cases import RECEIVED, SEEN, SINGLES, gaps, received_gaps, singles_gap
 
@@ -30,6 +32,8 @@ from regard.ops import (
     observe,
     sdpa,
 )
+from regard.ops.kernels import decode
+from regard.ops.op import observe_call
 
 pytestmark = pytest.mark.gpu
 
@@ -176,9 +180,12 @@ def test_observe_of_131072_tokens_stays_small_on_the_device() -> None:
 
 
 def test_explain_on_the_device_prefers_the_fused_kernels() -> None:
-    q = torch.randn(1, 2, 5, 8, device="cuda")
+    q = torch.randn(1, 2, 50, 8, device="cuda")
     assert "sdpa       runs" in str(explain(q, q, q, mask=Causal()))
     assert explain(q, q, q, softcap=2.0).chosen == "flex"
+    few = q[:, :, :5]
+    assert "sdpa       runs" in str(explain(few, few, few, mask=Causal()))
+    assert explain(few, few, few, softcap=2.0).chosen == "triton"
 
 
 @pytest.mark.parametrize("name", ONE_QUERY)
@@ -205,6 +212,124 @@ def test_one_query_over_many_keys_is_cut_into_parts_and_joined() -> None:
     mask = Causal().at(torch.tensor([5002]), torch.arange(5003))
     assert explain(q, k, v, mask=mask).chosen == "triton"
     assert explain(q, k, v, mask=Causal()).chosen == "sdpa", "no mask has to be rendered"
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_queries_equal_the_reference_and_tell_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Types, and whether keys are cut into parts, change from case to case."""
+    number = [*FEW].index(name)
+    kind = ("float32", "bfloat16", "float16")[number % 7 % 3]
+    if number % 2:
+        monkeypatch.setattr(decode, "ALONE", 0)
+        monkeypatch.setattr(decode, "STRETCH", 16)
+    found = few_gaps(name, TYPES[kind], "cuda", observe_by_triton)
+    wrong = {what: pair for what, pair in found.items() if not pair[0] <= pair[1]}
+    assert not wrong, wrong
+
+
+def observe_by_triton(call: Any) -> Any:
+    return observe_call(call, call.wants, "triton")
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 16])
+@pytest.mark.parametrize("R", [1, 3, 4, 8])
+def test_few_queries_over_a_long_cache(T: int, R: int) -> None:
+    """Real widths and tiles, with a window, padding, a cache's positions, and ALiBi."""
+    B, G, S, D = 2, 2, 5003, 128
+    q, k, v = (
+        torch.randn(B, h, t, D, device="cuda", dtype=torch.bfloat16)
+        for h, t in ((R * G, T), (G, S), (G, S))
+    )
+    counts = torch.tensor([S, 701], device="cuda")
+    keys = torch.randperm(S + 9, device="cuda")[None, :S] - 9
+    at = torch.arange(3001, 3001 + T, device="cuda")[None], keys
+    wants = Wants(lse=True, entropy=True, peak=True)
+    rules: list[dict[str, Any]] = [
+        {},
+        {"mask": Causal()},
+        {"mask": Causal() & Window(1000, None)},
+        {"mask": Causal() & Lengths(counts)},
+        {"mask": Causal() & Lengths(counts, side="left"), "bias": ALiBi(R * G)},
+        {"mask": (Causal() & Window(600, None)).at(*at)},
+        {"mask": Causal().at(*at), "bias": ALiBi(R * G).at(*at)},
+    ]
+    for rule in rules:
+        ours = observe(q, k, v, **rule, wants=wants, backend="triton")
+        wide = [x.double() for x in (q, k, v)]
+        truth = observe(*wide, **rule, wants=wants, backend="reference")
+        plain = observe(q, k, v, **rule, wants=wants, backend="reference")
+        assert ours.output is not None and truth.output is not None and plain.output is not None
+        judge([truth.output], [ours.output], [plain.output])
+        torch.testing.assert_close(ours.lse, truth.lse, rtol=1e-5, atol=1e-4, check_dtype=False)
+        torch.testing.assert_close(
+            ours.entropy, truth.entropy, rtol=1e-4, atol=1e-4, check_dtype=False
+        )
+        assert ours.peak is not None and truth.peak is not None
+        torch.testing.assert_close(
+            ours.peak.weight, truth.peak.weight, rtol=1e-4, atol=1e-6, check_dtype=False
+        )
+        assert torch.equal(ours.output, attention(q, k, v, **rule, backend="triton"))
+
+
+def test_few_queries_are_replayed_from_a_cuda_graph_and_compiled() -> None:
+    """Nothing is read back: lengths and positions that change afterwards are followed."""
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(2, n, s, 64, device="cuda") for n, s in ((6, 3), (2, 901), (2, 901)))
+    counts = torch.tensor([901, 17], device="cuda")
+    queries, keys = torch.tensor([[4, 5, 6]], device="cuda"), torch.arange(901, device="cuda")[None]
+
+    def step() -> torch.Tensor:
+        return attention(q, k, v, mask=Lengths(counts) & Window(40, 0).at(queries, keys))
+
+    compiled = torch.compile(step, fullgraph=True)
+    compiled(), step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for first, count in ((4, 17), (500, 700)):
+        queries.copy_(torch.arange(first, first + 3, device="cuda")[None])
+        counts.fill_(count)
+        graph.replay()
+        known = attention(
+            q.double(), k.double(), v.double(),
+            mask=Lengths(counts) & Window(40, 0).at(queries, keys), backend="reference",
+        )  # fmt: skip
+        torch.testing.assert_close(out.double(), known, atol=1e-5, rtol=0)
+        torch.testing.assert_close(compiled().double(), known, atol=1e-5, rtol=0)
+
+
+def test_what_is_not_finite_in_unseen_slots_of_a_cache_never_leaks() -> None:
+    q, k, v = (torch.randn(2, n, s, 128, device="cuda") for n, s in ((8, 5), (2, 3001), (2, 3001)))
+    keys = torch.randperm(3001, device="cuda")[None] - 100
+    mask = (Causal() & Window(900, None)).at(torch.arange(1500, 1505, device="cuda")[None], keys)
+    unseen = ((keys < 600) | (keys > 1504))[0, :, None]
+    clean = attention(q, k, v, mask=mask, backend="triton")
+    for bad in (math.nan, math.inf):
+        dirty = (x.masked_fill(unseen, bad) for x in (k, v))
+        ours = attention(q, *dirty, mask=mask, backend="triton")
+        torch.testing.assert_close(ours, clean, atol=1e-6, rtol=0)
+
+
+def test_a_cache_of_more_than_two_billion_numbers_is_read_to_its_end() -> None:
+    S = 2**24 + 77
+    k = torch.zeros(1, 1, S, 128, device="cuda", dtype=torch.bfloat16)
+    k[:, :, -100:] = torch.randn(1, 1, 100, 128, device="cuda")
+    q = torch.randn(1, 4, 2, 128, device="cuda", dtype=torch.bfloat16)
+    mask = Causal() & Window(63, None)
+    ours = attention(q, k, k, mask=mask, backend="triton")
+    end = k[:, :, -100:]
+    known = attention(q, end, end, mask=mask, backend="reference")
+    torch.testing.assert_close(ours, known, atol=2e-2, rtol=2e-2)
+
+
+def test_more_rows_than_a_grid_has_in_y_are_decoded() -> None:
+    q, k = (torch.randn(70001, 1, n, 16, device="cuda", dtype=torch.bfloat16) for n in (2, 5))
+    ours = attention(q, k, k, mask=Causal(), backend="triton")
+    known = attention(q[-3:], k[-3:], k[-3:], mask=Causal(), backend="reference")
+    torch.testing.assert_close(ours[-3:], known, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])

@@ -2,7 +2,7 @@
 
 Their launches are caught instead of run, so that the very arguments of the host's side are what
 they are compiled for. What they compute is judged in `test_row_stats_kernels.py`,
-`test_flash_kernels.py` and `test_gpu.py`.
+`test_flash_kernels.py`, `test_decode_kernel.py` and `test_gpu.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from regard.ops import (
     Received,
     RelativeTable,
     Wants,
+    Window,
 )
+from regard.ops import decode as few
 from regard.ops.blockwise import Ask
 from regard.ops.call import Call, make_call
-from regard.ops.kernels import flash, flash_backward, row_stats
+from regard.ops.kernels import decode, flash, flash_backward, row_stats
 from regard.ops.kernels.flash_backward import Arriving, Grads, Saved
 from regard.ops.kernels.rendered import render
 
@@ -133,7 +135,9 @@ def signature_of(value: Any) -> Any:
     if value is None:
         return "constexpr"
     assert isinstance(value, int | float) and not isinstance(value, bool)
-    return "i32" if isinstance(value, int) else "fp32"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if abs(value) < 2**31 else "i64"
 
 
 def constants_of(value: Any, path: tuple[int, ...] = ()) -> dict[tuple[int, ...], None]:
@@ -211,3 +215,45 @@ def test_attention_compiles_for_a_gpu_as_it_is_launched(
     for kernel in caught.values():
         for one in kernel.launches.values():
             assert ".target sm_90" in kernel.compile(*one)
+
+
+POSITIONS = torch.arange(1024)[None]
+FEW: dict[str, tuple[int, torch.dtype, dict[str, Any], Wants]] = {
+    "plain": (1, torch.bfloat16, {}, Wants()),
+    "padded and asked": (
+        1,
+        torch.bfloat16,
+        {"mask": Lengths(torch.tensor([900])), "sinks": torch.zeros(4)},
+        Wants(lse=True, entropy=True, peak=True, distance=True, mass=POSITIONS[0] > 3),
+    ),
+    "placed, ALiBi": (
+        1,
+        torch.bfloat16,
+        {
+            "mask": Causal().at(POSITIONS[:, :1], POSITIONS),
+            "bias": ALiBi(4).at(POSITIONS[:, :1], POSITIONS),
+        },
+        Wants(),
+    ),
+    "16 queries": (16, torch.bfloat16, {"mask": Causal() & Window(899, None)}, Wants(peak=True)),
+    "rendered": (5, torch.bfloat16, {"mask": ~Window(1, 0), "softcap": 3.0}, Wants()),
+    "in float32": (2, torch.float32, {"mask": Causal()}, Wants(entropy=True)),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_kernel_for_few_queries_compiles_as_it_is_launched(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caught = catch(monkeypatch, {"decode_kernels": ("_parts", "_join")})
+    monkeypatch.setattr(decode, "TRIM", 1)
+    T, dtype, rule, wants = FEW[name]
+    q, k = torch.zeros(1, 4, T, 64, dtype=dtype), torch.zeros(1, 1, 1024, 64, dtype=dtype)
+    for keys in (1024, 300) if name == "plain" else (1024,):
+        call = make_call(q, k[:, :, :keys], k[:, :, :keys], **rule)
+        caught["_join"].launches.clear()
+        few.observe(replace(call, wants=wants))
+        assert bool(caught["_join"].launches) == (keys > 512), "a short cache is left to one kernel"
+        for kernel in caught.values():
+            for launched in kernel.launches.values():
+                assert ".target sm_90" in kernel.compile(*launched)

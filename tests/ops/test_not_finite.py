@@ -79,6 +79,8 @@ def backends(inputs: list[Tensor], rule: dict[str, Any], device: str) -> list[st
 
 
 def run(inputs: list[Tensor], rule: dict[str, Any], backend: str) -> list[Tensor]:
+    if backend == "triton":  # few queries, of which it has no backward pass
+        return [attention(*inputs, **rule, backend=backend)]
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = attention(*leaves, **rule, backend=backend)
     grad = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)

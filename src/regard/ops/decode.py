@@ -1,45 +1,136 @@
-"""One query a row: how our kernel is told the rule.
+"""Few queries a row: how our kernel is told the rule, and what it tells of the weights.
 
-Why: generating text is nothing but single queries, and a cache's rules have one form, which the
-kernel knows by positions; every other rule is rendered for it, one number a key.
+Why: generating text is nothing but few queries at a time, and most rules have one of few forms,
+which the kernel knows by numbers: a window around positions, lengths, ALiBi. Nothing is computed
+for these before the kernel runs. Every other part of a rule is rendered for it, one number a pair.
 
-Letters: B batch, S keys, H query heads.
+Letters: B batch, T queries, S keys, H query heads.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from regard.ops.call import Call
+from regard.ops.bias import ALiBi, Bias, BiasAt
+from regard.ops.call import Call, Rule
 from regard.ops.kernels import decode
-from regard.ops.kernels.decode import OPEN, KeyWindow
-from regard.ops.mask import At, Mask
+from regard.ops.kernels.decode import OPEN, KeyRule
+from regard.ops.mask import And, At, Mask
+from regard.ops.masks import Lengths
+from regard.ops.observe import key_sets
 from regard.ops.shape import Tile
+from regard.ops.wants import Observation, Peak
+
+BITS = {
+    "lse": decode.LSE,
+    "entropy": decode.ENTROPY,
+    "peak": decode.PEAK,
+    "distance": decode.DISTANCE,
+}
+"""The wants that are flags."""
+Frame = tuple[Tensor | None, Tensor | None]
+"""Positions of queries and keys that a term speaks of; None as they lie."""
 
 
 def run(call: Call) -> Tensor:
-    """Attention of one query a row, by our kernel."""
-    rule = call.rule
-    window = find_window(rule.mask)
-    added = None
-    if rule.bias is not None or (rule.mask is not None and window is None):
-        like = torch.empty(0, device=call.q.device)
-        added = rule.block(Tile(0, 1, 0, rule.shape.S), like, with_mask=window is None)[:, :, 0]
-    numbers = rule.factor(call.q.shape[3]), rule.softcap
-    q_bhd = call.q[:, :, 0]
-    return decode.attend(q_bhd, call.k, call.v, window, added, numbers, call.sinks)[:, :, None]
+    """Attention of few queries a row, by our kernel."""
+    return _attend(call).output
 
 
-def find_window(mask: Mask | None) -> KeyWindow | None:
-    """A mask that speaks of given positions and a window around them alone, as the kernel has it.
+def observe(call: Call) -> Observation:
+    """The output and every want that needs no second pass, of few queries a row."""
+    wants = call.wants
+    assert wants is not None
+    asked = sum(bit for name, bit in BITS.items() if getattr(wants, name))
+    mass = key_sets(wants)
+    found = _attend(call, asked, None if mass is None else mass.to(call.q.device))
+    answers: dict[str, Any] = {}
+    if found.stats is not None:
+        names = decode.name_stats(asked, mass is not None)
+        answers = dict(zip(names, found.stats.unbind(), strict=True))
+    if found.key is not None:
+        del answers["logit"]
+        answers["peak"] = Peak(answers["peak"], found.key)
+    return Observation(found.output, **answers)
 
-    One query that stands on the last key sees every key before it, so plain Causal needs nothing.
-    """
-    if not isinstance(mask, At) or mask.keys is None:
+
+def _attend(call: Call, asked: int = 0, mass: Tensor | None = None) -> decode.Answers:
+    numbers = call.rule.factor(call.q.shape[3]), call.rule.softcap
+    rule = find_rule(call.rule, call.q.device)
+    return decode.attend((call.q, call.k, call.v), rule, numbers, call.sinks, asked, mass)
+
+
+def find_rule(rule: Rule, device: torch.device) -> KeyRule:
+    """A rule as the kernel takes it: what it has no form for is rendered."""
+    if rule.mask is None and rule.bias is None:
+        return KeyRule()
+    masks = [] if rule.mask is None else conjuncts(rule.mask)
+    biases: list[Bias] = [] if rule.bias is None else rule.bias.leaf_terms()
+    frames = [*map(frame_of, masks), *map(frame_of, biases)]
+    # The kernel knows one frame; what speaks of another is rendered.
+    frame = next((frame for frame in frames if frame is not None), (None, None))
+    known: dict[str, Any] = {}
+    others: list[Mask] = []
+    for mask in masks:
+        if same(frame_of(mask), frame):
+            window = window_of(mask)
+            assert window is not None
+            left, right = (OPEN if side is None else side for side in window)
+            known["left"] = min(left, known.get("left", OPEN))
+            known["right"] = min(right, known.get("right", OPEN))
+        elif isinstance(mask, Lengths) and "counts" not in known:
+            known |= {"counts": mask.lengths, "side": 1 if mask.side == "right" else 2}
+        else:
+            others.append(mask)
+    known["placed"] = "left" in known and frame[1] is not None
+    rest: list[Bias] = []
+    for bias in biases:
+        slopes = slopes_of(bias)
+        if slopes is not None and "slopes" not in known and same(frame_of(bias), frame):
+            known["slopes"] = slopes
+        else:
+            rest.append(bias)
+    if others or rest:
+        mask_left = functools.reduce(operator.and_, others) if others else None
+        bias_left = functools.reduce(operator.add, rest) if rest else None
+        left_over = replace(rule, mask=mask_left, bias=bias_left)
+        like = torch.empty(0, device=device)
+        known["added"] = left_over.block(Tile(0, rule.shape.T, 0, rule.shape.S), like)
+    return KeyRule(*frame, **known)
+
+
+def conjuncts(mask: Mask) -> list[Mask]:
+    """The masks that must all allow a look."""
+    if isinstance(mask, And):
+        return [inner for part in mask.parts() for inner in conjuncts(part)]
+    return [mask]
+
+
+def frame_of(term: Mask | Bias) -> Frame | None:
+    """The positions that a window or ALiBi speaks of; None for any other term."""
+    known = window_of(term) if isinstance(term, Mask) else slopes_of(term)
+    if known is None:
         return None
-    window = mask.inner.window()
-    if window is None:
-        return None
-    left, right = (OPEN if side is None else side for side in window)
-    return KeyWindow(mask.queries, mask.keys, left, right)
+    return (term.queries, term.keys) if isinstance(term, At | BiasAt) else (None, None)
+
+
+def same(one: Frame | None, other: Frame) -> bool:
+    """Whether both are the very same tensors, or none."""
+    return one is not None and one[0] is other[0] and one[1] is other[1]
+
+
+def window_of(mask: Mask) -> tuple[int | None, int | None] | None:
+    """How far around its position a query sees, if that is all the mask says."""
+    return mask.inner.window() if isinstance(mask, At) else mask.window()
+
+
+def slopes_of(bias: Bias) -> Tensor | None:
+    """ALiBi's slopes, at positions given or not."""
+    inner = bias.inner if isinstance(bias, BiasAt) else bias
+    return inner.slopes if isinstance(inner, ALiBi) else None

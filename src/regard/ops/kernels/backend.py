@@ -1,6 +1,7 @@
-"""Our kernels as a backend: what they refuse, the output of one query a row, looking at weights.
+"""Our kernels as a backend: what they refuse, the output of few queries a row, looking at weights.
 
-Looking is for any number of queries and gives no output; where one is wanted too, it comes from the
+Few queries a row are one kernel, for the output and for what one pass tells of the weights. Looking
+at those of any number of queries gives no output; where one is wanted too, it comes from the
 backend that the same call without looking has.
 """
 
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from regard._check import is_empty
 from regard.ops.call import Call
+from regard.ops.kernels.decode import MOST_QUERIES
 from regard.ops.kernels.rendered import renders_whole
-from regard.ops.sdpa import refuse_fused
 from regard.ops.shape import Shape
 from regard.ops.wants import Wants
 
@@ -26,13 +27,18 @@ LITTLE = 2**16
 
 
 def refuse(call: Call) -> str | None:
-    """All but one query a row, or looking at the weights of any; no gradients, on a GPU."""
-    reason = _refuse_one_query(call) if call.wants is None else _refuse_looking(call, call.wants)
-    if reason is not None:
-        return reason
+    """All but few queries a row, or looking at the weights of any; no gradients, on a GPU."""
     reason = refuse_tensors(call.q, max(call.q.shape[3], call.v.shape[3]))
     if reason is not None:
         return reason
+    if call.wants is None or is_one_pass(call):
+        reason = _refuse_few_queries(call)
+    else:
+        reason = _refuse_looking(call, call.wants)
+    if reason is not None:
+        return reason
+    if call.has_tangent():
+        return "our kernels have no forward-mode derivative; reference has"
     if call.needs_grad():
         return "our kernels have no backward pass so far"
     if call.transformed:
@@ -56,16 +62,30 @@ def refuse_tensors(q: Tensor, width: int) -> str | None:
     return None
 
 
-def _refuse_one_query(call: Call) -> str | None:
-    """What the kernel for one query a row does not do."""
-    reason = refuse_fused(call)
-    if reason is not None:
-        return reason
+def is_one_pass(call: Call) -> bool:
+    """Whether the kernel for few queries tells all that is wanted, beside the output."""
+    wants = call.wants
+    if wants is None or wants.weights or wants.second_pass():
+        return False
+    return is_few(call.rule.shape.T)
+
+
+def is_few(n_queries: int) -> bool:
+    """Whether there are surely no more queries a row than one kernel takes."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        # Comparing a length that tracing leaves open would tie the graph to the answer.
+        return guard_or_false(n_queries <= MOST_QUERIES)
+    return n_queries <= MOST_QUERIES
+
+
+def _refuse_few_queries(call: Call) -> str | None:
+    """What the kernel for few queries a row does not do."""
     if call.dropout > 0.0:
-        return "our kernel for one query has no dropout"
-    if call.rule.shape.T != 1:
-        # Naming how many there are would tie a graph that is being traced to this one length.
-        return "our kernel is for one query a row so far"
+        return "our kernel for few queries has no dropout"
+    if not is_few(call.rule.shape.T):
+        return f"our kernel is for up to {MOST_QUERIES} queries a row"
     return None
 
 
@@ -77,8 +97,6 @@ def _refuse_looking(call: Call, wants: Wants) -> str | None:
         return "it is not run inside compiled graphs and torch.func, where blockwise is"
     if renders_whole(call.rule):
         return "its kernels would need this bias as one large matrix; blockwise renders it in tiles"
-    if call.has_tangent():
-        return "it has no forward-mode derivative; reference has"
     return None
 
 

@@ -1,112 +1,273 @@
-"""One query a row against all kept keys: the step of generation, as a Triton kernel.
+"""Few queries a row against all kept keys: the step of generation, as a Triton kernel.
 
 Why: a step reads the cache once and does little else. Torch's fused kernels want the mask rendered
 and the grouped heads repeated first, which is more reading than the cache itself.
 
-How: a program takes one key head of one row, all query heads that share it, and a stretch of keys,
-and keeps a running softmax; stretches are joined by a second, small kernel. Which keys are seen
-follows from positions, as a cache has them: key j is seen from position i when j >= 0 and
-i - left <= j <= i + right. Any other mask or bias comes rendered in `added`, one number a key.
+How: a program takes one key head of one row of the batch, all queries of all heads that share it,
+and a stretch of keys, and keeps a running softmax and what is asked about the weights; stretches
+are joined by a second, small kernel, which a short cache does without. Which keys are seen follows
+from a window around each query's position, over keys as they lie or at given positions, and from
+how many keys of each sample are real. ALiBi follows from positions, too. Any other mask or bias
+comes rendered in `added`, one number a pair.
 
-Left out: gradients, dropout, several queries.
+Left out: gradients, dropout, more than 16 queries.
 
-Letters: B batch, S keys, H query heads, G key heads, D head width, E value width.
+Letters: B batch, T queries, S keys, H query heads, G key heads, R query heads a key head, D head
+width, E value width.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+MOST_QUERIES = 16
+"""The most queries a row."""
 OPEN = 2**62
 """A side of a window that has no end."""
+LSE, ENTROPY, PEAK, DISTANCE = 1, 2, 4, 8
+"""What may be asked about the weights, as bits; the mass on given keys is asked by giving them."""
+STATS = ("lse", "entropy", "peak", "distance", "mass")
+"""The same and the mass, by name."""
+SUMS = 6
+"""Numbers that a part of a row takes beside its output."""
+
+ALONE = 2**17
+"""Bytes of keys and values that one program has read before a second kernel would have started."""
 STRETCH = 64
 """The fewest keys that are worth a program of their own."""
 PROGRAMS = 264
 """How many programs fill a large GPU twice."""
 MANY = 4 * PROGRAMS
 """How many level out their ends, where there are more than that anyway."""
+SCRATCH = 160 * 1024
+"""Bytes of keys and values that a program holds at once."""
+TRIM = 1024
+"""Keys of a stretch from which on it pays to see first which of them stand in the window."""
+CHUNK = 16
+"""Parts that are joined at a time."""
 
 
-class KeyWindow(NamedTuple):
-    """Which keys a query sees: its position (B or 1,), the keys' (B or 1, S), and the window."""
+class KeyRule(NamedTuple):
+    """Which keys a query sees and what is added to its scores, as the kernel takes it.
 
-    query: Tensor
-    keys: Tensor
-    left: int
-    right: int
+    query (B or 1, T), keys (B or 1, S): positions, None as they lie. A query at i sees positions
+    i - left to i + right; `placed`: this is said of the given positions of keys, of which negative
+    ones are empty. counts (B or 1,): so many keys are real, the first (side 1) or the last (2).
+    slopes (H,): ALiBi's. added: the rest, broadcasts to (B, H, T, S), -inf where nobody may look.
+    """
+
+    query: Tensor | None = None
+    keys: Tensor | None = None
+    left: int = OPEN
+    right: int = OPEN
+    placed: bool = False
+    counts: Tensor | None = None
+    side: int = 0
+    slopes: Tensor | None = None
+    added: Tensor | None = None
+
+
+class Answers(NamedTuple):
+    """The output (B, H, T, E), numbers of the weights by `name_stats`, keys of peaks (B, H, T)."""
+
+    output: Tensor
+    stats: Tensor | None = None
+    key: Tensor | None = None
+
+
+class Tiles(NamedTuple):
+    """How the work is cut: rows and keys of a tile, stages and warps of a program, parts of S."""
+
+    rows: int
+    keys: int
+    stages: int
+    warps: int
+    parts: int
+
+
+def tiles(n_heads: int, n_rows: int, n_keys: int, widths: tuple[int, int], item: int) -> Tiles:
+    """The cut for B · G key heads, each with so many rows, and keys that are read.
+
+    widths: of a key and its value; item: bytes of a number.
+    """
+    width = pad_width(widths[0]) + (pad_width(widths[1]) if widths[1] else 0)
+    rows = min(64 if item < 4 else 16, max(16, power_of_2(n_rows)))
+    programs, each = n_heads * -(-n_rows // rows), width * item
+    keys, stages, parts = 64, 3, 1
+    if n_keys * each <= ALONE:
+        # Nothing hides how long the first keys take, so that as many as fit are on their way.
+        keys, stages = 128, 4
+    else:
+        wanted = PROGRAMS if programs < PROGRAMS else MANY
+        parts = max(1, min(-(-n_keys // STRETCH), -(-wanted // programs)))
+    while keys > 16 and stages * keys * each > SCRATCH:
+        keys //= 2
+    return Tiles(rows, keys, stages, 8 if rows * width > 64 * 256 else 4, parts)
+
+
+def name_stats(asked: int, has_mass: bool) -> list[str]:
+    """What is told of the weights, in order; the largest logit comes with the peak."""
+    bits = {"lse": LSE, "entropy": ENTROPY, "peak": PEAK, "logit": PEAK, "distance": DISTANCE}
+    names = [name for name, bit in bits.items() if asked & bit]
+    return [*names, "mass"] if has_mass else names
+
+
+def pad_width(n: int) -> int:
+    """A width as tiles have it."""
+    return max(16, power_of_2(n))
+
+
+def power_of_2(n: int) -> int:
+    """The next power of two, as Triton's tiles have it."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for, beside sizes."""
+
+    positioned: bool
+    placed: bool
+    seen: bool
+    windowed: bool
+    padded: int
+    added: bool
+    alibi: bool
+    capped: bool
+    exact: bool
+    sinks: bool
+    trimmed: bool
+    asked: int
+    mass: bool
+
+    def slots(self) -> dict[str, int]:
+        """Where each answer goes, counted from 1; 0 where it is not asked for."""
+        names = name_stats(self.asked, self.mass)
+        return {name.upper(): 1 + names.index(name) if name in names else 0 for name in STATS}
+
+
+@functools.lru_cache(maxsize=128)
+def options(cut: Tiles, form: Form, sizes: tuple[int, int, int, int, int]) -> dict[str, Any]:
+    """Those of the first kernel, for G, R, T, D, E; kept, since every layer and step asks."""
+    flags = {name.upper(): value for name, value in form._asdict().items() if name != "asked"}
+    named = dict(zip("GRTDE", sizes, strict=True))
+    widths = {"WIDTH": pad_width(sizes[3]), "VALUES": pad_width(sizes[4])}
+    shape = {"ROWS": cut.rows, "KEYS": cut.keys, "JOINED": cut.parts > 1}
+    launch = {"num_warps": cut.warps, "num_stages": cut.stages}
+    return {**named, **widths, **shape, **flags, **form.slots(), **launch}
+
+
+@functools.lru_cache(maxsize=128)
+def join_options(n_parts: int, form: Form, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """Those of the second kernel, for H, T, E."""
+    tile = {"PARTS": power_of_2(n_parts), "CHUNK": CHUNK, "VALUES": pad_width(sizes[2])}
+    named = dict(zip("HTE", sizes, strict=True))
+    return {**named, **tile, "SINKS": form.sinks, **form.slots(), "num_warps": 4}
 
 
 def attend(
-    q_bhd: Tensor,
-    k_bgsd: Tensor,
-    v_bgse: Tensor,
-    window: KeyWindow | None,
-    added: Tensor | None,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    rule: KeyRule,
     numbers: tuple[float, float | None],
-    sinks_h: Tensor | None,
-) -> Tensor:
-    """(B, H, E). `added` broadcasts to (B, H, S); `numbers` are the scale and the softcap."""
-    left, right = (OPEN, OPEN) if window is None else (window.left, window.right)
-    query, keys = (None, None) if window is None else (window.query, window.keys)
-    scale, softcap = numbers
-    output: Tensor = _decode_op(
-        q_bhd, k_bgsd, v_bgse, query, keys, added, sinks_h, left, right, scale, softcap or 0.0
-    )
-    return output
+    sinks_h: Tensor | None = None,
+    asked: int = 0,
+    mass: Tensor | None = None,
+) -> Answers:
+    """q (B, H, T, D), k and v with their values mixed; `numbers` are the scale and the softcap.
+
+    asked: the bits of what is wanted. mass: keys (B or 1, S) whose weight together is wanted. A v
+    of width 0 gives no output.
+    """
+    terms = (rule.query, rule.keys, rule.counts, rule.added, rule.slopes)
+    ints = [rule.left, rule.right, int(rule.placed), rule.side, asked]
+    floats = [numbers[0], numbers[1] or 0.0]
+    plain = type(inputs[0]) is Tensor and not torch.compiler.is_compiling()
+    run: Any = _decode if plain else _decode_op
+    found = run(*inputs, [*terms, mass, sinks_h], ints, floats)
+    return Answers(found[0].transpose(1, 2), *found[1:])
 
 
 def _decode(
-    q_bhd: Tensor,
-    k_bgsd: Tensor,
-    v_bgse: Tensor,
-    query: Tensor | None,
-    keys: Tensor | None,
-    added: Tensor | None,
-    sinks_h: Tensor | None,
-    left: int,
-    right: int,
-    scale: float,
-    softcap: float,
-) -> Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: list[Tensor | None],
+    ints: list[int],
+    floats: list[float],
+) -> list[Tensor]:
+    """The output (B, T, H, E), and the numbers (n, B, H, T) and keys (B, H, T) asked for."""
     from regard.ops.kernels import decode_kernels
 
-    (B, H), (G, S), E = q_bhd.shape[:2], k_bgsd.shape[1:3], v_bgse.shape[3]
-    seen = keys is not None and query is not None
-    # What the kernel will not read is stood for by q, which costs nothing.
-    nothing = q_bhd[:1, :1, 0]
-    at_b = (nothing if query is None else query).reshape(-1, 1)[:, 0].expand(B)
-    at_bs = (nothing if keys is None else keys).expand(B, S)
-    extra_bhs = (nothing if added is None else added).expand(B, H, S)
-    wanted = PROGRAMS if B * G < PROGRAMS else MANY
-    n_parts = max(1, min(-(-S // STRETCH), -(-wanted // (B * G))))
-    stretch = -(-S // n_parts)
-    part_bhpe = q_bhd.new_empty(B, H, n_parts, E, dtype=torch.float32)
-    sums_bhp2 = q_bhd.new_empty(B, H, n_parts, 2, dtype=torch.float32)
+    query, keys, counts, added, slopes, mass, sinks = terms
+    left, right, placed, side, asked = ints
+    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
+    windowed = keys is None and (left < OPEN or right < OPEN)
+    # Keys as they lie are read no further than the window reaches.
+    span = min(S, left + right + T) if windowed and (query is None or T == 1) else S
+    cut = tiles(B * G, H // G * T, span, (D, E), q.element_size())
+    form = Form(
+        query is not None, keys is not None, bool(placed), windowed, side, added is not None,
+        slopes is not None, floats[1] > 0.0, q.dtype == torch.float32, sinks is not None,
+        bool(placed) and span >= TRIM * cut.parts, asked, mass is not None,
+    )  # fmt: skip
+    outputs, n_rows = _allocate(q, (B, H, T, E), asked, mass is not None), B * H * T
+    size = n_rows * cut.parts * (E + SUMS) if cut.parts > 1 else 0
+    scratch = torch.empty(size, dtype=torch.float32, device=q.device) if size else q
+    slopes = None if slopes is None else slopes.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
+    # What the kernel will not read or write is stood for by q, which costs nothing.
+    given = [q if x is None else x for x in (query, keys, counts, added, slopes, mass, sinks)]
+    written = (*outputs, q, q)[:3]
     decode_kernels.run_parts(
-        (q_bhd, k_bgsd, v_bgse, at_b, at_bs, extra_bhs, part_bhpe, sums_bhp2),
-        (left, right, stretch),
-        (scale, softcap),
-        (seen, added is not None),
-    )
-    out_bhe = torch.empty_like(
-        q_bhd[..., :1].expand(B, H, E), memory_format=torch.contiguous_format
-    )
-    decode_kernels.join_parts(part_bhpe, sums_bhp2, sinks_h, out_bhe)
-    return out_bhe
+        B * G * cut.parts * -(-H // G * T // cut.rows),
+        q, k, v, *given, scratch, *written, *steps(q, 4), *steps(k, 4), *steps(v, 4),
+        *steps(query, 2), *steps(keys, 2), *steps(counts, 1), *steps(added, 4), *steps(mass, 2),
+        S, cut.parts, n_rows, left, right, *floats, **options(cut, form, (G, H // G, T, D, E)),
+    )  # fmt: skip
+    if cut.parts > 1:
+        decode_kernels.run_join(
+            n_rows, scratch, given[-1], *written, cut.parts, n_rows,
+            **join_options(cut.parts, form, (H, T, E)),
+        )  # fmt: skip
+    return outputs
+
+
+def _allocate(
+    q: Tensor, sizes: tuple[int, int, int, int], asked: int, has_mass: bool
+) -> list[Tensor]:
+    """What will be written: the output, then numbers and keys where any are asked for."""
+    B, H, T, E = sizes
+    outputs = [torch.empty(B, T, H, E, dtype=q.dtype, device=q.device)]
+    if asked or has_mass:
+        n_stats = len(name_stats(asked, has_mass))
+        outputs.append(torch.empty(n_stats, B, H, T, dtype=torch.float32, device=q.device))
+    if asked & PEAK:
+        outputs.append(torch.empty(B, H, T, dtype=torch.int64, device=q.device))
+    return outputs
+
+
+def steps(x: Tensor | None, n_axes: int) -> tuple[int, ...]:
+    """Strides over the last axes of a call, 0 along those that are shared or missing."""
+    if x is None:
+        return (0,) * n_axes
+    own = [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
+    return (*(0,) * (n_axes - len(own)), *own)
 
 
 _decode_op = torch.library.custom_op(
     "regard::decode",
     _decode,
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? query, Tensor? keys, Tensor? added, "
-    "Tensor? sinks, int left, int right, float scale, float softcap) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor?[] terms, int[] ints, float[] floats)"
+    " -> Tensor[]",
 )
 
 
 @_decode_op.register_fake
-def _(q_bhd: Tensor, k_bgsd: Tensor, v_bgse: Tensor, *args: Any) -> Tensor:
-    return q_bhd.new_empty(*q_bhd.shape[:2], v_bgse.shape[3])
+def _(
+    q: Tensor, k: Tensor, v: Tensor, terms: list[Tensor | None], ints: list[int], floats: Any
+) -> list[Tensor]:
+    return _allocate(q, (*q.shape[:3], v.shape[3]), ints[4], terms[5] is not None)
