@@ -11,10 +11,11 @@ from torch import nn
 from view_fakes import translator
 
 import regard
+from regard._look import see_translation
 from regard.cli.digest import choose_word, write_digest
 from regard.lens.record import Record
 from regard.lens.watch import watch
-from regard.lens.word_links import MOST_WORDS, Word
+from regard.lens.word_links import MOST_WORDS, Word, words_of
 from regard.ops import Causal, attention
 
 
@@ -79,6 +80,18 @@ def test_heads_of_an_encoder_and_a_decoder_are_told_apart() -> None:
     heads = digest.split("weight there)\n")[1].split("\n\n")[0]
     assert {"encoder", "decoder"} <= set(heads.split())
     assert "in the firmest head, cross " in digest
+
+
+def test_a_short_translation_of_a_long_text_is_told_by_one_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("regard.lens.word_links.MOST_WORDS", 5)
+    model = regard.load("embedded:translate")
+    record = see_translation(model, "m", "The cat sat on the mat today.", "猫が座", None)
+    own, source = words_of(record)
+    assert len(own) <= 5 < len(source)
+    digest = digest_of(record)
+    assert '" looks at' in digest and "→" not in digest
 
 
 class Layers(nn.Module):

@@ -43,7 +43,7 @@ PRONOUNS = (
 def write_digest(record: Record, console: Console, word: str | None = None) -> None:
     """Write all of it; `word` is the one to ask about, or its number among the words."""
     from regard.lens.head_names import length_note, short_model_name
-    from regard.lens.word_links import words_of
+    from regard.lens.word_links import MOST_WORDS, words_of
 
     say = partial(write_line, console)
     n_heads = sum(place.n_heads for place in record.places)
@@ -59,8 +59,9 @@ def write_digest(record: Record, console: Console, word: str | None = None) -> N
     say("\nWhat heads look at most (layer.head and the mean weight there)")
     say("\n".join(tell_heads(record)))
     own, source = words_of(record)
-    lines = tell_alignment(record, console, own, source)
-    for line in lines or tell_links(record, console, own, choose_word(own, word)):
+    short = max(len(own), len(source)) <= MOST_WORDS
+    lines = tell_alignment(record, console, own, source) if short else []
+    for line in lines or tell_links(record, console, own, choose_word(own, word), short):
         say(line)
 
 
@@ -94,10 +95,9 @@ def tell_alignment(
     record: Record, console: Console, own: Sequence[Word], source: Sequence[Word]
 ) -> list[Text | str]:
     """Which word of a translation looks at which of its source; nothing where there is none."""
-    from regard.lens.word_links import MOST_WORDS, Link, find_alignment
+    from regard.lens.word_links import Link, find_alignment
 
-    short = max(len(own), len(source)) <= MOST_WORDS
-    aligned = find_alignment(record) if short else None
+    aligned = find_alignment(record)
     if aligned is None:
         return []
     at = aligned.place, aligned.head
@@ -110,12 +110,12 @@ def tell_alignment(
 
 
 def tell_links(
-    record: Record, console: Console, own: Sequence[Word], chosen: int | None
+    record: Record, console: Console, own: Sequence[Word], chosen: int | None, short: bool
 ) -> list[Text | str]:
     """The most telling links of a short text, and those of one word."""
-    from regard.lens.word_links import MOST_WORDS, Survey, links_of_word, survey
+    from regard.lens.word_links import Survey, links_of_word, survey
 
-    if len(own) <= MOST_WORDS:
+    if short:
         found = survey(record, chosen)
     elif chosen is not None:
         sides = [links_of_word(record, own, chosen, looking=looking) for looking in (True, False)]
