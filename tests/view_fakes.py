@@ -48,6 +48,8 @@ class FakeRecord:
     kept: str = "qk"
     places: list[Any] = field(default_factory=list)
     strength: float = 1.0
+    trained_len: int | None = None
+    n_read: int = 0
 
     def scores(self, place: int, head: int, t: np.ndarray, s: np.ndarray) -> np.ndarray:
         here = self.places[place]
@@ -125,6 +127,9 @@ class FakeRecord:
         here = self.places[place]
         whole = np.stack([self.weights(place, h, 0, here.n_queries) for h in range(here.n_heads)])
         return {"received": whole.sum(axis=1), "peak": whole.max(axis=2)}
+
+    def counts(self) -> dict[str, np.ndarray]:
+        return {name: np.full(values.shape, 99) for name, values in self.heads().items()}
 
     def heads(self) -> dict[str, np.ndarray]:
         shape = (len(self.places), max(place.n_heads for place in self.places))

@@ -45,6 +45,7 @@ def look(
 
         regard.look("The animal didn't cross the street because it was too tired.").show()
     """
+    from regard.lens.head_names import name_model
     from regard.models import Transformer, load
 
     if not isinstance(text, str):
@@ -54,7 +55,7 @@ def look(
     if isinstance(model, Transformer):
         loaded, name = model, model.origin.name if model.origin else type(model).__name__
     elif isinstance(model, str | os.PathLike):
-        loaded, name = load(model), os.fsdecode(model)
+        loaded, name = load(model), name_model(os.fsdecode(model))
     else:
         raise TypeError(
             f"model is a {type(model).__name__}; expected a name, a path, or what regard.load "
@@ -86,6 +87,7 @@ class Subject:
     module: nn.Module
     max_len: int | None
     n_layers: int | None
+    n_heads: int | None
     encode: Callable[[str], Said]
     run: Callable[[Tensor], object]
 
@@ -115,8 +117,9 @@ def own_subject(model: Transformer, name: str) -> Subject:
         said = tokenizer.encode(text)
         return Said(said.ids, name_tokens(text, said.tokens, said.offsets), said.offsets)
 
-    n_layers = len(config.encoder) + len(config.decoder)
-    return Subject(name, model, config.max_len, n_layers, encode, model.run)
+    blocks = (*config.encoder, *config.decoder)
+    n_heads = max(block.n_heads for block in blocks)
+    return Subject(name, model, config.max_len, len(blocks), n_heads, encode, model.run)
 
 
 def name_tokens(text: str, pieces: list[str], spans: list[tuple[int, int]]) -> list[str]:

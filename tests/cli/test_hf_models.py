@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from lens_subjects import SUBJECTS, attentions, t5
+from lens_subjects import SUBJECTS, attentions, t5, text_model
 from lens_words import SENTENCE
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -119,13 +119,13 @@ def test_look_reads_with_a_model_that_is_no_family_of_ours(
     )
     assert code == 0, err
     layers = SUBJECTS[name]().config.num_hidden_layers
-    assert out.startswith(f"{folder}: 15 tokens, {layers} attention layers, ")
+    assert out.startswith(f"{folder.name}: 15 tokens, {layers} attention layers, ")
     assert '"it" looks at' in out and "animal" in html.read_text(encoding="utf-8")
     said = f"transformers {hf.__version__} runs this model ({kind}), which is no family of regard's"
     assert err.splitlines()[0] == said and err.count("\n") == 3, err
     record = Record.open(kept)
     assert record.tokens[:4] == ["<s>", "The", "animal", "didn"] and record.spans is not None
-    assert record.text == SENTENCE and record.model == str(folder)
+    assert record.text == SENTENCE and record.model == folder.name
 
 
 @pytest.mark.parametrize("name", ["olmo2", "distilbert", "gpt_oss"])
@@ -288,7 +288,7 @@ def test_too_many_tokens_and_none_are_told(
     text = "it " * most
     code, _, err = run(capsys, "look", text, "-m", str(copied))
     assert code == 2 and err.splitlines()[1:] == [
-        f"the text has {most + 1} tokens, but {copied} takes {most}; give a shorter one"
+        f"the text has {most + 1} tokens, but {copied.name} takes {most}; give a shorter one"
     ]
     write_tokenizer(copied, max_length=3)
     code, _, err = run(capsys, "look", "\u200b", "-m", str(copied))
@@ -337,3 +337,20 @@ def test_a_hub_name_is_fetched_by_our_rule_and_opened_from_disk(
 def test_a_gguf_file_is_left_to_its_own_reader() -> None:
     with pytest.raises(UnknownFamily, match="why"):
         foreign_subject("model.gguf", UnknownFamily("why"), device="cpu")
+
+
+def test_layers_that_share_weights_are_asked_for_by_their_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"embedding_size": 12, "hidden_size": 36, "num_attention_heads": 4, "vocab_size": 83}
+    config = hf.AlbertConfig(**sizes, intermediate_size=52, num_hidden_layers=12)
+    folder = tmp_path / "albert"
+    text_model(config, hf.AlbertModel).save_pretrained(folder)
+    write_tokenizer(folder)
+    kept = tmp_path / "x.regard"
+    given = ("--model", str(folder), "--png", str(tmp_path / "x.png"), "--save", str(kept))
+    code, out, err = run(capsys, "look", SENTENCE, *given, "--layer", "10", "--head", "1")
+    assert code == 0 and "12 attention layers" in out, err
+    assert [place.layer for place in Record.open(kept).places] == list(range(12))
+    code, out, err = run(capsys, "look", SENTENCE, *given, "--layer", "12")
+    assert (code, out) == (2, "") and err.endswith("--layer is 12; the model has layers 0 to 11\n")

@@ -1,6 +1,9 @@
 """`regard look`, `regard view`, `regard translate --look`: the digest, the pages, refusals."""
 
 import io
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +23,7 @@ from regard.cli.look import see_showing
 from regard.cli.progress import showing
 from regard.lens.record import Record
 from regard.lens.word_links import words_of
+from regard.models.embedded import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +49,7 @@ def digest_of(record: Record, word: str | None = None, **console: object) -> str
 
 def test_the_digest_names_what_heads_do_and_the_link_that_tells_most() -> None:
     digest = digest_of(make_record())
-    assert digest.startswith("by hand: 12 tokens, 1 attention layers, 3 heads\n")
+    assert digest.startswith("by hand: 12 tokens, 1 attention layer, 3 heads\n")
     lines = {line.split("  ")[1]: line.split() for line in digest.splitlines() if "  " in line}
     assert lines["the token before"][3] == "0.0"
     assert lines["the first token"][3] == "0.1"
@@ -125,13 +129,95 @@ def test_look_reads_a_text_with_the_model_inside_and_writes_what_was_asked(
 
 
 def test_unasked_a_page_is_written_and_no_browser_opens_where_nobody_looks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("webbrowser.open", lambda url: pytest.fail("opened"))
     code, _, err = run(capsys, "look", "Two", "birds", "sang", "to", "me")
     assert code == 0
     page = Path(err.split("page: ")[1].strip())
     assert page.is_file() and "birds" in page.read_text(encoding="utf-8")
+    assert page.parent.stat().st_mode & 0o777 == 0o700, "a text is nobody else's"
+    before = sorted(tmp_path.iterdir())
+    code, _, err = run(capsys, "look", "Three", "fish", "swam")
+    assert err.split("page: ")[1].strip() == str(page) and sorted(tmp_path.iterdir()) == before
+    assert "birds" not in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--layer", "8"),
+        ("--layer", "-1"),
+        ("--layer", "1", "--head", "8"),
+        ("--token", "bye"),
+        ("--html", "no/x.html"),
+        ("--save", "no/x.regard"),
+    ],
+)
+def test_arguments_are_refused_before_the_model_reads(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    given: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("regard.cli.look.see", lambda *_: pytest.fail("the model read"))
+    code, out, err = run(capsys, "look", "Hello there", *given)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+
+
+def test_what_may_be_a_path_is_said_to_be_read_as_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for word, what in (
+        ("and/or", "no file"),
+        ("folder", "a folder"),
+        ("read notes.txt", "no file"),
+    ):
+        code, _, err = run(capsys, "look", word, "--html", "x.html")
+        assert code == 0 and f"{word!r} is {what} here: it is read as the text" in err
+    code, _, err = run(capsys, "look", "e.g. this.", "--html", "x.html")
+    assert code == 0 and "read as" not in err
+
+
+def test_a_reader_that_leaves_early_leaves_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "x.html"
+    command = [sys.executable, "-m", "regard", "look", SENTENCE, "--html", str(page)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.close()
+    said = child.stderr.read()
+    child.stderr.close()
+    assert child.wait() == 0, said
+    assert page.stat().st_size > 10_000 and said == f"page: {page}\n"
+
+
+def test_the_page_is_there_before_the_digest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = tmp_path / "x.html"
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        "regard.cli.look.write_digest", lambda *_: seen.append(page.stat().st_size > 10_000)
+    )
+    assert run(capsys, "look", SENTENCE, "--html", str(page))[0] == 0
+    assert seen == [True]
+
+
+def test_a_model_is_named_by_its_folder_and_not_by_its_path(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "secret" / "tiny-lm"
+    shutil.copytree(ROOT / "lm", folder)
+    html, kept = tmp_path / "x.html", tmp_path / "x.regard"
+    given = ("--model", str(folder), "--html", str(html), "--save", str(kept))
+    code, out, err = run(capsys, "look", SENTENCE, *given)
+    assert code == 0, err
+    assert out.startswith("tiny-lm: 13 tokens") and "secret" not in html.read_text(encoding="utf-8")
+    assert Record.open(kept).model == "tiny-lm"
+    assert regard.look(SENTENCE, folder).model == "tiny-lm"
 
 
 def test_look_reads_files_and_standard_input(
@@ -160,6 +246,9 @@ def test_look_reads_files_and_standard_input(
         (("Hello there", "--layer", "8"), "layers 0 to 7"),
         (("Hello there", "--layer", "1", "--head", "8"), "heads 0 to 7"),
         (("Hello there", "--png", "x.gif"), "'.gif'"),
+        (("Hello there", "--png", "no/x.png"), "there is no folder 'no'"),
+        (("nosuchfile.txt",), "there is no file 'nosuchfile.txt'"),
+        (("./nosuchfile",), "there is no file './nosuchfile'"),
         (("Hello there", "-m", "embedded:translate"), "regard translate --look"),
         (("Hello there", "-m", "nowhere/at-all/x"), "nowhere"),
     ],
@@ -180,6 +269,7 @@ def test_a_text_may_be_longer_than_a_file_name(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code, out, err = run(capsys, "look", "it was late " * 30, "--html", str(tmp_path / "x.html"))
+    assert "read as the text" not in err
     assert code == 0 and ": 91 tokens" in out, err
 
 

@@ -10,7 +10,7 @@ import pytest
 from lens_words import SENTENCE
 
 from regard._look import own_subject, see
-from regard.lens.word_links import all_links, find_links, words_of
+from regard.lens.word_links import find_links, survey, words_of
 from regard.models import load
 
 pytestmark = pytest.mark.weights
@@ -32,9 +32,8 @@ def test_heads_that_link_words_to_animal_are_found(model: str, it_head: tuple[in
     own, _ = words_of(record)
     place = {word.text: number for number, word in enumerate(own)}
     best = {
-        word: max(
-            all_links(record, own, own, query=place[word], key=place["animal"]),
-            key=lambda link: link.telling,
+        word: next(
+            link for link in survey(record, place[word]).looks_at if link.key == place["animal"]
         )
         for word in ("it", "cross", "tired")
     }

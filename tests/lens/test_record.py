@@ -317,6 +317,15 @@ def handmade() -> Record:
     return Record(told, arrays)
 
 
+def test_a_map_of_single_weights_is_not_made_of_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product of queries and keys; two more, of whole matrices, would give the same."""
+    record = record_of(*draw(7, 7))
+    plain = np.stack([record.rows(0, 0, t) for t in range(7)])
+    monkeypatch.setattr("regard.lens.lazy_weights.shares", lambda *_: pytest.fail("averaged"))
+    np.testing.assert_allclose(record.map(0, 0), plain, rtol=1e-5)
+    np.testing.assert_allclose(record.map(0, 0, (2, 5, 1, 4), (3, 3)), plain[2:5, 1:4], rtol=1e-5)
+
+
 def test_the_format_is_pinned_by_bytes(tmp_path: Path) -> None:
     """Whoever changes these bytes changes the format: raise the version, and keep reading this."""
     path = tmp_path / "hand.regard"

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from lens_subjects import (
+    BERT,
     DECODERS,
     ENCODERS,
     OTHERS,
@@ -370,6 +371,43 @@ def test_shared_layers_are_places_of_their_own() -> None:
     names = [place.name for place in record.places]
     assert len(set(names)) == 3 and names[1] == f"{names[0]}@2" and names[2] == f"{names[0]}@3"
     assert_record(record, judged, 0, [np.ones(11, bool)] * 3)
+    assert [place.layer for place in record.places] == [0, 1, 2]
+    for asked in (2, names[2], [names[2]]):
+        with torch.no_grad(), watch(model, layers=asked, keep="qk") as one:
+            model(input_ids=ids)
+        assert [(place.layer, place.name) for place in one.places] == [(2, names[2])]
+        assert np.array_equal(one.map(0, 1), record.map(2, 1))
+    with pytest.raises(ValueError, match=f"2: {names[2]}"), watch(model, layers=[3]):
+        model(input_ids=ids)
+
+
+def test_layers_of_a_wrapped_model_are_counted_from_its_own_first() -> None:
+    """As sentence-transformers wraps them: every name begins with 0."""
+    model = torch.nn.Sequential(text_model(hf.BertConfig(**BERT), hf.BertModel))
+    with torch.no_grad(), watch(model) as record:
+        model(draw(1, 11))
+    assert [place.layer for place in record.places] == [0, 1, 2]
+    assert all(place.name.startswith("0.") for place in record.places)
+
+
+def test_stacks_and_kinds_are_counted_apart() -> None:
+    model = make("t5")
+    with torch.no_grad(), watch(model) as record:
+        model(**question("t5").given)
+    found = [(place.stack, place.kind, place.layer) for place in record.places]
+    assert found == [
+        *(("encoder", "self", n) for n in range(3)),
+        *(("decoder", kind, n) for n in range(2) for kind in ("self", "cross")),
+    ]
+
+
+def test_the_next_tokens_and_the_next_text_have_the_layers_of_the_first() -> None:
+    model = make("llama")
+    with torch.no_grad(), watch(model, layers=[1]) as record:
+        model.generate(draw(1, 7), max_new_tokens=3, do_sample=False)
+        model(input_ids=draw(1, 5, seed=9))
+    assert [place.layer for place in record.places] == [1, 1]
+    assert record.places[0].n_queries == 9 and record.places[1].name.endswith("@2")
 
 
 def test_six_others_are_watched() -> None:

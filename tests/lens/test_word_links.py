@@ -1,23 +1,25 @@
 """Words of a record, and the heads that link them."""
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lens_words import SENTENCE, make_record
+from lens_words import SENTENCE, Hand, make_record
 from torch import Tensor, nn
 
 import regard
+from regard.lens.record import Record
 from regard.lens.watch import watch
 from regard.lens.word_links import (
     Word,
-    all_links,
     find_alignment,
     find_links,
     find_words,
     links_of_word,
     sum_words,
+    survey,
     telling_of,
     words_of,
 )
@@ -76,20 +78,80 @@ def test_a_head_of_habit_tells_nothing_and_a_head_that_links_is_found() -> None:
     place = {word.text: number for number, word in enumerate(own)}
     best = find_links(record)[0]
     assert (best.query, best.key, best.head) == (place["it"], place["animal"], 2)
-    links = all_links(record, own, own, query=place["it"], key=place["animal"])
-    ranked = sorted(links, key=lambda link: -link.telling)
-    assert next(link.head for link in ranked) == 2
-    assert ranked[0].telling > 0.5 > 0.1 > ranked[1].telling
-    at = links_of_word(record, own, place["animal"], looking=False, telling=True)
-    assert at[0].query == place["it"] and at[0].head == 2
+    assert best.telling > 0.5 > 0.1 > find_links(record)[1].telling
+    first = next(survey(record, place["animal"]).looked_at_by)
+    assert first.query == place["it"] and first.head == 2
+    assert next(survey(record, place["it"]).looks_at).key == place["animal"]
+
+
+def plain_telling(weights: np.ndarray, causal: bool) -> np.ndarray:
+    """The formula of the docstring, word by word."""
+    Q, K = weights.shape
+    told = np.full((Q, K), -1.0)
+    for q in range(Q):
+        for k in range(min(q + 1, K) if causal else K):
+            others = [p for p in range(Q) if p != q]
+            there = [weights[p, k] for p in others if not causal or k <= p]
+            far = [
+                weights[p, k + p - q]
+                for p in others
+                if 0 <= k + p - q < K and (not causal or k + p - q <= p)
+            ]
+            told[q, k] = weights[q, k] - max(sum(x) / max(len(x), 1) for x in (there, far))
+    return told
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("Q", "K"), [(7, 7), (5, 3), (3, 5), (1, 1)])
+def test_telling_is_the_formula_on_any_matrix(Q: int, K: int, causal: bool) -> None:
+    weights = np.random.default_rng(11).random((Q, K))
+    np.testing.assert_allclose(telling_of(weights, causal), plain_telling(weights, causal))
+
+
+def test_looks_at_the_first_token_at_specials_and_at_itself_are_not_told() -> None:
+    """One word each looks at the first token, at a special one, at itself, and one at another."""
+    words = ["I", "think", "the", "naïve", "man", "[SEP]", "slept"]
+    n = len(words)
+    scores = torch.zeros(1, n, n)
+    scores[0, 3, 0] = scores[0, 4, 5] = scores[0, 6, 6] = scores[0, 2, 1] = 9.0
+    model = nn.Sequential(Hand(scores))
+    with watch(model, keep="qk") as record:
+        model(torch.zeros(1))
+    text, at, spans = " ".join(words), 0, []
+    for word in words:
+        at = text.index(word, at)
+        spans.append((at, at + len(word)))
+    record.describe(text=text, tokens=words, spans=spans)
+    own, _ = words_of(record)
+    assert [word.is_mark for word in own] == [False] * 5 + [True, False]
+    links = find_links(record)
+    assert (links[0].query, links[0].key) == (2, 1)
+    assert not [link for link in links if link.key in (0, 5, link.query)]
+    assert not [link for link in survey(record, 3).looks_at if link.key in (0, 3, 5)]
+    assert not list(links_of_word(record, own, 0, looking=False)), "everyone looks at the first"
+
+
+def test_each_map_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record()
+    asked: list[tuple[int, int]] = []
+    plain = Record.map
+
+    def count(self: Record, place: int, head: int, *more: Any) -> Any:
+        asked.append((place, head))
+        return plain(self, place, head, *more)
+
+    monkeypatch.setattr(Record, "map", count)
+    found = survey(record, 7)
+    assert list(found.links) and list(found.looks_at) and list(found.looked_at_by)
+    assert asked == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_long_texts_are_asked_about_one_word_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     record = make_record()
     own, _ = words_of(record)
     it = [word.text for word in own].index("it")
-    short = links_of_word(record, own, it, looking=True, telling=False)
-    assert own[short[0].key].text == "animal" and short[0].head == 2
+    first = next(links_of_word(record, own, it, looking=True))
+    assert own[first.key].text == "animal" and first.head == 2
     monkeypatch.setattr("regard.lens.word_links.MOST_WORDS", 5)
     with pytest.raises(ValueError, match="too many to look for links"):
         find_links(record)
@@ -105,7 +167,7 @@ def test_words_of_several_tokens_weigh_the_same_in_long_texts(looking: bool) -> 
         own.append(Word(f"w{first}", tuple(range(first, first + size)), is_mark=size == 1))
         first += size
     assert first == len(record.tokens)
-    links = links_of_word(record, own, 4, looking=looking, telling=False)
+    links = links_of_word(record, own, 4, looking=looking)
     found = {link.key if looking else link.query: link for link in links}
     assert set(found) == {2, 5}, "the word itself, the first one and marks are left out"
     whole = (record.places[0].n_queries, record.places[0].n_keys)

@@ -128,3 +128,36 @@ def test_records_that_are_none_or_too_many_are_refused() -> None:
         told(record)
     with pytest.raises(BadView, match="0 tokens"):
         told(replace(view_fakes.decoder(), tokens=[]))
+
+
+def test_a_page_has_the_words_of_the_digest_for_every_score() -> None:
+    words = make_manifest([view_fakes.decoder()], "static")["words"]
+    assert set(words) == set(view_fakes.SCORES)
+    assert words["first"] == {"what": "the first token", "does": "looks at the first token"}
+
+
+def test_places_are_labelled_with_their_stack() -> None:
+    labels = [place["label"] for place in told(view_fakes.translator())["places"]]
+    assert labels == ["encoder 0", "encoder 1", "decoder 0", "cross 0", "decoder 1", "cross 1"]
+    assert [place["label"] for place in told(view_fakes.decoder())["places"]] == [*"0123"]
+
+
+def test_a_text_too_long_for_its_model_is_noted() -> None:
+    record = view_fakes.decoder()
+    assert told(record)["notes"] == []
+    record.trained_len, record.n_read = 7, 12
+    [note] = told(record)["notes"]
+    assert "12 tokens" in note and "at most 7" in note
+
+
+def test_a_path_is_no_name_of_a_model() -> None:
+    assert told(view_fakes.decoder(model="/home/someone/bert"))["model"] == "bert"
+
+
+def test_a_score_from_too_few_tokens_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = view_fakes.decoder(layers=1, n_heads=2)
+    assert all(value is not None for value in told(record)["scores"]["induction"][0])
+    few = {name: np.full((1, 2), 1) for name in view_fakes.SCORES}
+    monkeypatch.setattr(record, "counts", lambda: few)
+    assert told(record)["scores"]["induction"] == [[None, None]]
+    assert all(value is not None for value in told(record)["scores"]["previous"][0])

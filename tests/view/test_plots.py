@@ -1,6 +1,9 @@
 """Pictures for paper: sizes, labels, formats, and text in every script."""
 
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import view_fakes
+from matplotlib.text import Text
 
 from regard.view import plots
 from regard.view.plots import CELLS, LABELS, cells_of, fonts_for, plot, printable, top_of
@@ -163,3 +167,35 @@ def test_a_notebook_can_show_the_figure_and_another_process_can_have_it() -> Non
     again = pickle.loads(pickle.dumps(figure))
     for each in (figure, again):
         assert each._repr_png_()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_captions_say_the_stack_and_lie_inside_the_picture() -> None:
+    figure = plot(view_fakes.translator())
+    titles = [axes.get_title() for axes in figure.axes if axes.get_visible()]
+    assert titles[0] == "encoder 0·0" and "decoder 1·3" in titles and titles[-1] == "cross 1·3"
+    two = view_fakes.decoder(["a", "b"], layers=1)
+    for title in (None, "a title of some length, as people give them to figures"):
+        figure = plot(two, place=0, head=3, title=title)
+        figure.draw_without_rendering()
+        drawn = figure.axes[0].get_title(loc="left")
+        assert drawn == (title or "layer 0 · head 3")
+        [box] = [
+            text.get_window_extent() for text in figure.findobj(Text) if text.get_text() == drawn
+        ]
+        assert box.x1 <= figure.bbox.x1 and box.x0 >= 0
+
+
+def test_matplotlib_says_nothing_of_its_own_when_it_is_loaded(tmp_path: Path) -> None:
+    """A folder that it cannot write to, as on many a server."""
+    (tmp_path / "file").write_text("")
+    code = "from view_fakes import decoder; from regard.view import plot; plot(decoder(layers=1))"
+    surroundings = {**os.environ, "MPLCONFIGDIR": str(tmp_path / "file" / "x")}
+    here = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({here!r}); {code}"],
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""

@@ -15,6 +15,7 @@ Left out: what a command does beyond words and files; that is the library's.
 # No `from __future__ import annotations` here: typer reads the annotations of functions that are
 # defined inside `build_app`, and could not resolve them from strings.
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -74,6 +75,9 @@ def build_app() -> "typer.Typer":
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave with its exit code: 0 done, 2 not understood or refused."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        # Read when numpy is loaded. Its products here are small: threads would wait for each other.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a sign gets its number instead of a traceback.

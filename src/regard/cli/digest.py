@@ -12,13 +12,12 @@ Left out: links between all words of a long text; of such a text the digest has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from regard.cli.printing import make_printable, write_line
+from regard.cli.printing import count, make_printable, write_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,94 +26,142 @@ if TYPE_CHECKING:
     from regard.lens.record import Record
     from regard.lens.word_links import Link, Word
 
-KINDS = {
-    "previous": "the token before",
-    "next": "the token after",
-    "same": "the token itself",
-    "first": "the first token",
-    "induction": "what came after the same token",
-    "separator": "signs and ends",
-}
 N_HEADS, N_LINKS, N_SIDES = 4, 8, 5
 LEAST = 0.2  # a head that gives a kind less than this does something else
 BAR_CELLS = 10
 # A full block, then what is left over in eighths of a cell.
 EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 PALE_RGB, DEEP_RGB = (236, 240, 248), (16, 62, 138)
-PRONOUNS = ("it", "he", "she", "they", "them", "him", "her", "this", "that", "who", "which")
+# Those that stand for something of the text are asked about before those that may just join.
+PRONOUNS = (
+    ("it", "he", "she", "they", "him", "her", "them", "itself", "himself", "herself", "themselves"),
+    ("his", "hers", "its", "their", "theirs"),
+    ("this", "these", "those", "who", "whom", "which", "that"),
+)
 
 
 def write_digest(record: Record, console: Console, word: str | None = None) -> None:
     """Write all of it; `word` is the one to ask about, or its number among the words."""
-    from regard.lens.word_links import MOST_WORDS, Link, find_alignment, find_links, words_of
+    from regard.lens.head_names import length_note, short_model_name
+    from regard.lens.word_links import MOST_WORDS, words_of
 
     say = partial(write_line, console)
     n_heads = sum(place.n_heads for place in record.places)
-    say(
-        f"{make_printable(record.model, console.encoding)}: {len(record.tokens):,} tokens, "
-        f"{len(record.places)} attention layers, {n_heads} heads"
+    said = (
+        count(len(record.tokens), "token"),
+        count(len(record.places), "attention layer"),
+        count(n_heads, "head"),
     )
+    say(f"{make_printable(short_model_name(record.model), console.encoding)}: {', '.join(said)}")
+    note = length_note(record)
+    if note is not None:
+        say(note)
     say("\nWhat heads look at most (layer.head and the mean weight there)")
     say("\n".join(tell_heads(record)))
     own, source = words_of(record)
     short = max(len(own), len(source)) <= MOST_WORDS
-    aligned = find_alignment(record) if short else None
-    links: list[Link] = []
-    if aligned is not None:
-        at = aligned.place, aligned.head
-        title = "Which word looks at which of the source, in the firmest head, "
-        title += head_name(record, *at)
-        links = [Link(query, key, *at, weight, weight) for query, key, weight in aligned.pairs]
-    elif short:
-        title, links = "The most telling looks from word to word", pick_links(find_links(record))
-    if links:
-        say(f"\n{title}")
-    for link in links:
-        keys = source if record.places[link.place].kind == "cross" else own
-        words = f"{own[link.query].text} → {keys[link.key].text}"
-        say(draw_line(console, words, link, record))
-    chosen = choose_word(own, word) if aligned is None else None
-    if chosen is not None:
-        for line in tell_word(record, console, own, chosen, short):
-            say(line)
+    lines = tell_alignment(record, console, own, source) if short else []
+    for line in lines or tell_links(record, console, own, choose_word(own, word), short):
+        say(line)
 
 
 def tell_heads(record: Record) -> list[str]:
-    lines = []
-    for name, values in record.heads().items():
-        if name not in KINDS:
+    import numpy as np
+
+    from regard.lens.head_names import SCORE_WORDS, known_scores
+
+    lines, counts = [], record.counts()
+    for name, values in known_scores(record).items():
+        if name in ("local", "broad"):  # no weights
             continue
         # A head without this score has NaN, which is not above anything: it is left out.
         found = [(values[place, head], place, head) for place, head in np.argwhere(values >= LEAST)]
         found.sort(key=lambda each: -each[0])
         best = [f"{head_name(record, *at)} {value:.2f}" for value, *at in found[:N_HEADS]]
-        if best:
-            lines.append(f"  {KINDS[name]:<31} {'   '.join(best)}")
+        if name == "induction":
+            best.append(f"(seen at {count(int(counts[name].max()), 'token')})")
+        if found:
+            lines.append(f"  {SCORE_WORDS[name].what:<31} {'   '.join(best)}")
     return lines or ["  nothing that has a name"]
 
 
 def head_name(record: Record, place: int, head: int) -> str:
-    here = record.places[place]
-    several = len({each.kind for each in record.places}) > 1
-    stack = "encoder " if here.stack == "encoder" and several else ""
-    return f"{stack}{'cross ' if here.kind == 'cross' else ''}{here.layer}.{here.heads[head]}"
+    from regard.lens.head_names import label_places
+
+    return f"{label_places(record)[place]}.{record.places[place].heads[head]}"
 
 
-def pick_links(links: Sequence[Link]) -> list[Link]:
+def tell_alignment(
+    record: Record, console: Console, own: Sequence[Word], source: Sequence[Word]
+) -> list[Text | str]:
+    """Which word of a translation looks at which of its source; nothing where there is none."""
+    from regard.lens.word_links import Link, find_alignment
+
+    aligned = find_alignment(record)
+    if aligned is None:
+        return []
+    at = aligned.place, aligned.head
+    title = "Which word looks at which of the source, in the firmest head, "
+    lines: list[Text | str] = ["", title + head_name(record, *at)]
+    for query, key, weight in aligned.pairs:
+        words = f"{own[query].text} → {source[key].text}"
+        lines.append(draw_line(console, words, Link(query, key, *at, weight, weight), record))
+    return lines
+
+
+def tell_links(
+    record: Record, console: Console, own: Sequence[Word], chosen: int | None, short: bool
+) -> list[Text | str]:
+    """The most telling links of a short text, and those of one word."""
+    from regard.lens.word_links import Survey, links_of_word, survey
+
+    if short:
+        found = survey(record, chosen)
+    elif chosen is not None:
+        sides = [links_of_word(record, own, chosen, looking=looking) for looking in (True, False)]
+        found = Survey(iter(()), *sides)
+    else:
+        return []
+    lines: list[Text | str] = []
+    most_telling = pick_links(found.links)
+    if most_telling:
+        lines += ["", "The most telling looks from word to word"]
+    for link in most_telling:
+        words = f"{own[link.query].text} → {own[link.key].text}"
+        lines.append(draw_line(console, words, link, record))
+    if chosen is None:
+        return lines
+    said = own[chosen].text
+    for title, links in (("looks at", found.looks_at), ("is looked at by", found.looked_at_by)):
+        first = list(islice(links, N_SIDES))
+        if first:
+            lines += ["", make_printable(f'"{said}" {title}', console.encoding)]
+        for link in first:
+            other = link.key if link.query == chosen else link.query
+            lines.append(draw_line(console, own[other].text, link, record))
+    return lines
+
+
+def pick_links(links: Iterable[Link]) -> list[Link]:
     """The most telling ones, each word looking twice at most, so that one word is not all."""
     picked: list[Link] = []
     for link in links:
         if sum(other.query == link.query for other in picked) < 2:
             picked.append(link)
-    return picked[:N_LINKS]
+        if len(picked) == N_LINKS:
+            break
+    return picked
 
 
 def choose_word(words: Sequence[Word], asked: str | None) -> int | None:
     """The number of the word asked for; unasked the first pronoun, else the last real word."""
     plain = [number for number, word in enumerate(words) if not word.is_mark]
     if asked is None:
-        pronouns = [n for n in plain if words[n].text.lower() in PRONOUNS and n > 0]
-        return next(iter(pronouns or plain[-1:]), None)
+        for kind in PRONOUNS:
+            found = [n for n in plain if words[n].text.lower() in kind and n > 0]
+            if found:
+                return found[0]
+        return plain[-1] if plain else None
     if asked.isdecimal() and int(asked) < len(words):
         return int(asked)
     for number in plain:
@@ -125,24 +172,6 @@ def choose_word(words: Sequence[Word], asked: str | None) -> int | None:
         f"no word of the text is {asked!r}; expected one of {known}"
         f"{' ...' if len(plain) > 20 else ''}, or its number from 0 on"
     )
-
-
-def tell_word(
-    record: Record, console: Console, own: Sequence[Word], chosen: int, short: bool
-) -> list[Text | str]:
-    from regard.lens.word_links import links_of_word
-
-    said = own[chosen].text
-    lines: list[Text | str] = []
-    for title, looking in ((f'"{said}" looks at', True), (f'"{said}" is looked at by', False)):
-        links = links_of_word(record, own, chosen, looking=looking, telling=short)
-        if not links:
-            continue
-        lines += ["", make_printable(title, console.encoding)]
-        for link in links[:N_SIDES]:
-            other = link.key if link.query == chosen else link.query
-            lines.append(draw_line(console, own[other].text, link, record))
-    return lines
 
 
 def draw_line(console: Console, said: str, link: Link, record: Record) -> Text:

@@ -40,6 +40,8 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 def foreign_subject(name: str, unknown: UnknownFamily, *, device: str) -> Subject:
     """The model of this folder or hub name; `unknown` is why it is none of ours."""
+    from regard.lens.head_names import name_model
+
     if name.endswith(".gguf"):
         raise unknown
     transformers = find_package(name, unknown)
@@ -64,7 +66,8 @@ def foreign_subject(name: str, unknown: UnknownFamily, *, device: str) -> Subjec
         return value if isinstance(value, int) and value > 0 else None
 
     max_len, n_layers = size("max_position_embeddings"), size("num_hidden_layers")
-    return Subject(name, model, max_len, n_layers, encode, run)
+    n_heads = size("num_attention_heads")
+    return Subject(name_model(name), model, max_len, n_layers, n_heads, encode, run)
 
 
 def tell_package(subject: Subject) -> str:

@@ -47,10 +47,11 @@ def load_model(
 
 def load_subject(name: str, notes: Console, *, device: str | None = None) -> Subject:
     """A model to be watched: ours, or one of `transformers`, which is noted."""
+    from regard.lens.head_names import name_model
     from regard.models.families import UnknownFamily
 
     try:
-        return own_subject(load_model(name, notes, device=device), name)
+        return own_subject(load_model(name, notes, device=device), name_model(name))
     except UnknownFamily as unknown:
         from regard.cli.hf_models import foreign_subject, tell_package
 

@@ -2,15 +2,16 @@
 
 Why: the main job. One command from a text to a picture of what each head does with it.
 
-How: the model reads the text once while it is watched (`_look.py`); a digest goes to the terminal
-(`digest.py`), the whole of it to a page (`view`): one HTML file, or for long texts a local server.
+How: what was asked for is checked first. The model reads the text once while it is watched
+(`_look.py`); the whole of it goes to a page (`view`): one HTML file, or for long texts a local
+server; and when that is there, a digest to the terminal (`digest.py`).
 
 Left out: several texts at once; two records are compared with `regard view one two`.
 """
 
 # No `from __future__ import annotations` here: see `cli/__init__.py`.
 import os
-import tempfile
+import re
 import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from regard._look import DEFAULT_MODEL, Subject, see
-from regard.cli.digest import write_digest
+from regard.cli.digest import choose_word, write_digest
 from regard.cli.loading import few_threads, is_small, load_subject
-from regard.cli.printing import make_printable, read_utf8, refusing, write_line
+from regard.cli.outputs import check_outputs, own_page
+from regard.cli.printing import make_printable, read_utf8, refusing, write_line, write_or_drop
 from regard.cli.progress import MANY, showing, working
 
 if TYPE_CHECKING:
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
 
     from regard.lens.record import Record
     from regard.lens.recorder import Progress
+    from regard.view.server import Server
 
 EXAMPLE_TEXT = "The animal didn't cross the street because it was too tired."
+PATH_START = re.compile(r"\.{0,2}/\S|~/")
+PATH_END = re.compile(r"[^\s.]\.(?:txt|text|md|rst|tex|log|csv|json|html?|py)$", re.I)
 LONG = 2048  # tokens; a longer text is served, since its weights do not fit a file
 
 LOOK_HELP = f"""Show what every head of a model looks at in a text.
@@ -50,14 +55,15 @@ layout, a GGUF file, or a name on the Hugging Face hub; without it the small lan
 the package reads, embedded:lm, which needs no network. Architectures that regard does not know are
 run by the package transformers, where it is installed.
 
-A digest is written here: what heads do, which words they link, and what one word looks at
-(--token). Heads are named layer.head. Then the page opens: every head as a map, to the single
-weight. --html writes it to a file, --png draws a picture, --serve answers a browser until Ctrl-C,
---save keeps the record, which `regard view` opens again without the model.
+The page opens: every head as a map, to the single weight. A digest is written here: what heads
+do, which words they link, and what one word looks at (--token). Heads are named layer.head; layers
+are counted from 0 in the order in which they are called. --html writes the page to a file, --png
+draws a picture, --serve answers a browser until Ctrl-C, --save keeps the record, which `regard
+view` opens again without the model.
 """
 
 
-def read_text(words: Sequence[str]) -> str:
+def read_text(words: Sequence[str], notes: "Console") -> str:
     """The words of the command line; or what is in the file, or on standard input, they name."""
     if list(words) == ["-"]:
         text = read_utf8(None)
@@ -65,13 +71,35 @@ def read_text(words: Sequence[str]) -> str:
         text = read_utf8(Path(words[0]))
     else:
         text = " ".join(words)
+        if len(words) == 1:
+            check_no_path(words[0], notes)
     if not text.strip():
         raise ValueError(f'the text is empty; try: regard look "{EXAMPLE_TEXT}"')
     return text
 
 
-def see_showing(subject: Subject, text: str, notes: "Console") -> "Record":
+def check_no_path(word: str, notes: "Console") -> None:
+    """Refuse what can only be the name of a file that is not there; say what may be one."""
+    spaced = any(sign.isspace() for sign in word)
+    if not spaced and (PATH_START.match(word) or PATH_END.search(word)):
+        raise ValueError(
+            f"there is no file {word!r}; give one that is there, or a text of several words"
+        )
+    if os.path.isdir(word) or PATH_END.search(word) or ("/" in word and not spaced):
+        what = "a folder" if os.path.isdir(word) else "no file"
+        shown = make_printable(repr(word[:99]), notes.encoding)
+        write_line(notes, f"{shown} is {what} here: it is read as the text")
+
+
+def see_showing(
+    subject: Subject, text: str, notes: "Console", token: str | None = None
+) -> "Record":
     """`see`, with the threads that suit the work, and its progress shown where it is long."""
+    if token is not None:  # before the model reads
+        from regard.lens.word_links import find_words
+
+        said = subject.read(text)
+        choose_word(find_words(text, said.labels, said.spans or [(0, 0)] * len(said.ids)), token)
 
     @contextmanager
     def progress(n_tokens: int, n_places: int | None) -> "Iterator[Progress | None]":
@@ -92,8 +120,11 @@ def show_page(
     serve: bool = False,
     place: int | None = None,
     head: int | None = None,
-) -> None:
-    """Write or open what was asked for; unasked, a page in the browser of a terminal's user."""
+) -> "Server | None":
+    """Write or open what was asked for; unasked, a page in the browser of a terminal's user.
+
+    Gives the server that answers until Ctrl-C, where there is one, to be waited for.
+    """
     from regard import view
 
     if png is not None:
@@ -108,26 +139,48 @@ def show_page(
         with working(notes, "making the manifest"):
             server = view.serve(record, other, open_browser=notes.is_terminal)
         write_line(notes, f"page: {server.url} (Ctrl-C ends it)")
-        server.wait()
-    elif png is None and html is None:
-        path = Path(tempfile.mkdtemp(prefix="regard-")) / "look.html"
-        view.write_page(path, record)
-        write_line(notes, f"page: {path}")
+        return server
+    if png is None and html is None:
+        path = own_page()
+        with working(notes, "writing the page"):
+            view.write_page(path, record, other)
+        write_line(notes, f"page: {make_printable(str(path), notes.encoding)}")
         if notes.is_terminal:
             webbrowser.open(path.as_uri())
+    return None
+
+
+def tell(record: "Record", server: "Server | None", token: str | None = None) -> None:
+    """Write the digest, when pages and files are there, and answer the browser to the end."""
+    from rich.console import Console
+
+    console = Console()
+    with console.capture() as caught:
+        write_digest(record, console, token)
+    write_or_drop(caught.get())
+    if server is not None:
+        server.wait()
+
+
+def check_layer(subject: Subject, layer: int | None, head: int | None) -> None:
+    """Refuse what the model cannot have, before it reads."""
+    if layer is None and head is not None:
+        raise ValueError("--head is one of a layer's heads: give --layer too")
+    for option, asked, n in (("layer", layer, subject.n_layers), ("head", head, subject.n_heads)):
+        if asked is not None and n is not None and not 0 <= asked < n:
+            raise ValueError(f"--{option} is {asked}; the model has {option}s 0 to {n - 1}")
 
 
 def find_place(record: "Record", layer: int | None, head: int | None) -> int | None:
     if layer is None:
-        if head is not None:
-            raise ValueError("--head is one of a layer's heads: give --layer too")
         return None
     for number, place in enumerate(record.places):
         if place.layer == layer:
             if head is not None and not 0 <= head < place.n_heads:
                 raise ValueError(f"--head is {head}, of heads 0 to {place.n_heads - 1}")
             return number
-    raise ValueError(f"--layer is {layer}; the model has layers 0 to {record.places[-1].layer}")
+    last = max(place.layer for place in record.places)
+    raise ValueError(f"--layer is {layer}; the model has layers 0 to {last}")
 
 
 def add_look(app: "typer.Typer") -> None:
@@ -151,13 +204,17 @@ def add_look(app: "typer.Typer") -> None:
     ) -> None:
         notes = Console(stderr=True)
         with refusing(notes):
-            whole = read_text(text)
+            check_outputs({"--html": html, "--png": png, "--save": save}, [*text[:1], model])
+            whole = read_text(text, notes)
             subject = load_subject(model, notes, device=device)
-            record = see_showing(subject, whole, notes)
+            check_layer(subject, layer, head)
+            record = see_showing(subject, whole, notes, token)
             place = find_place(record, layer, head)
-            write_digest(record, Console(), token)
             if save is not None:
                 with working(notes, "saving the record"):
                     record.save(save)
                 write_line(notes, f"record: {make_printable(str(save), notes.encoding)}")
-            show_page(record, notes, html=html, png=png, serve=serve, place=place, head=head)
+            server = show_page(
+                record, notes, html=html, png=png, serve=serve, place=place, head=head
+            )
+            tell(record, server, token)

@@ -14,6 +14,7 @@ spelled.
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,10 @@ def make_printable(text: str, encoding: str, kept: str = "") -> str:
     return "".join(spell(char) for char in text)
 
 
+def count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
 def write_line(console: Console, line: Text | str = "") -> None:
     """Write a line as it is: not wrapped, and never read as markup, emoji codes or highlights."""
     from rich.text import Text
@@ -51,6 +56,16 @@ def write_out(text: str, kept: str) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     sys.stdout.write(make_printable(text, encoding, kept))
     sys.stdout.flush()
+
+
+def write_or_drop(text: str) -> None:
+    """Write to standard output; where its reader has left, as `head` does, that is all right."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still in the buffer goes nowhere, or the interpreter would stumble at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_utf8(path: Path | None) -> str:

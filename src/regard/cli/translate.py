@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, final
 
 from regard._look import see_translation
-from regard.cli.digest import write_digest
 from regard.cli.loading import few_threads, is_small, load_model
-from regard.cli.look import show_page
+from regard.cli.look import show_page, tell
+from regard.cli.outputs import check_outputs
 from regard.cli.printing import read_utf8, refusing, write_line, write_out
 from regard.cli.progress import showing
 
@@ -165,6 +165,7 @@ def add_translate(app: "typer.Typer") -> None:
         notes = Console(stderr=True)
         with refusing(notes):
             whole = " ".join(text or ())
+            check_outputs({"--html": html})
             if from_file is not None and text:
                 raise ValueError("give a text or --from-file, not both")
             if from_file is not None or text == ["-"]:
@@ -180,6 +181,6 @@ def add_translate(app: "typer.Typer") -> None:
                 if look:
                     progress = partial(showing, notes, again=True)
                     seen = see_translation(loaded, model, whole, translation, to, progress)
+                    server = show_page(seen, notes, html=html)
                     write_line(Console())
-                    write_digest(seen, Console())
-                    show_page(seen, notes, html=html)
+                    tell(seen, server)

@@ -4,8 +4,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from regard.cli.digest import write_digest
-from regard.cli.look import show_page
+from regard.cli.digest import choose_word
+from regard.cli.look import show_page, tell
+from regard.cli.outputs import check_outputs
 from regard.cli.printing import refusing
 from regard.cli.progress import working
 
@@ -34,13 +35,16 @@ def add_view(app: "typer.Typer") -> None:
         token: Annotated[str | None, Option(help="The word to ask about.")] = None,
     ) -> None:
         from regard.lens.record import Record
+        from regard.lens.word_links import words_of
 
         notes = Console(stderr=True)
         with refusing(notes):
             if len(records) > 2:
                 raise ValueError(f"{len(records)} records were given; expected one, or two")
+            check_outputs({"--html": html}, records)
             with working(notes, "opening the record"):
                 opened = [Record.open(path).check() for path in records]
             other = opened[1] if len(opened) == 2 else None
-            write_digest(opened[0], Console(), token)
-            show_page(opened[0], notes, other=other, html=html, serve=html is None)
+            choose_word(words_of(opened[0])[0], token)  # refused before any work
+            server = show_page(opened[0], notes, other=other, html=html, serve=html is None)
+            tell(opened[0], server, token)

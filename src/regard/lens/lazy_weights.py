@@ -193,6 +193,8 @@ class Kept:
 
     def map(self, head: int, window: Window, size: tuple[int, int]) -> Array:
         """The mean weight in each of size[0] × size[1] equal cells of a window, float32."""
+        if size == (window[1] - window[0], window[3] - window[2]):
+            return self.part(head, window)
         rows, columns = self._on_base(window, size)
         if not rows or not columns:
             return self._direct(head, window, size)

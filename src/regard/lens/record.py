@@ -3,8 +3,9 @@
 The format, version 1, in ten lines. A file is a safetensors file (see `format.py`) whose metadata
 holds one JSON description: version, model, created, kept ("statistics" or "qk"), text, tokens (the
 labels), spans (characters of each token), source_text and source_tokens (what cross-attention looks
-at), and places in the order in which they were called: name, layer, kind, sizes, heads, causal,
-exact_zoom, and a rule: scale, softcap, the key head of each head, biases, and the cell of `base`.
+at), trained_len (tokens the model was made for; left out where not known), and places in the order
+in which they were called: name, layer, kind, sizes, heads, causal, exact_zoom, and a rule: scale,
+softcap, the key head of each head, biases, and the cell of `base`.
 Arrays of place p are named `p.<name>`. By head and query: entropy, peak, peak_key, distance, mass,
 top_weights, top_keys; by head and key: received, seen_by; by score and head: spots, counts (see
 `head_scores.py`); by query: ids, real (0 sees nothing, 1 padding, 2 counts); and map. Where kept is
@@ -69,6 +70,7 @@ class Record:
     created: str = _described("created")
     version: int = _described("version")
     kept: str = _described("kept")
+    trained_len: int | None = _described("trained_len")
     places: list[Place] = _described("places")
 
     def __init__(self, about: Description, arrays: Mapping[str, Array]) -> None:
@@ -114,6 +116,7 @@ class Record:
         about = self._about
         about.places, about.rules, about.kept = seen.places, seen.rules, seen.kept
         about.model, about.created = about.model or seen.model, seen.created
+        about.trained_len = seen.trained_len
         longest = max(place.n_queries for place in seen.places)
         about.tokens = about.tokens or seen.tokens or [str(n) for n in range(longest)]
         self._checked = CheckedArrays(about, arrays)
@@ -206,6 +209,22 @@ class Record:
             for name, values in self._heads_of(number).items():
                 found[name][number, : place.n_heads] = values
         return found
+
+    def counts(self) -> dict[str, Array]:
+        """From how many queries a score of `heads` is, if of single weights: (places, heads)."""
+        found = {name: np.zeros(self._no_numbers().shape, np.int64) for name in SPOTS}
+        for number, place in enumerate(self.places):
+            if self._arrays.has(number, "counts"):
+                for name, values in zip(SPOTS, self._arrays.get(number, "counts"), strict=True):
+                    found[name][number, : place.n_heads] = values
+        return found
+
+    @property
+    def n_read(self) -> int:
+        """How many tokens the model read in the longest of its texts; 0 where it read none."""
+        places = enumerate(self.places)
+        read = [place.n_queries for n, place in places if self._arrays.has(n, "ids")]
+        return max(read, default=0)
 
     def _no_numbers(self) -> Array:
         """NaN for each place and head; it stays where a place has no such head."""

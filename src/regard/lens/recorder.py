@@ -2,7 +2,9 @@
 
 How: it knows the modules of the model and which of them is running, by hooks that belong to no
 module. A call goes to the take of its place that it continues, or opens a new one
-(`stitch_calls.py`).
+(`stitch_calls.py`). Layers are numbered in the order in which they are called, each stack and each
+kind from 0 on (`stack_of`): a module that shares its weights among twelve layers is twelve layers,
+and what a list holds beside attention is none. Layers that are not wanted count too.
 
 Letters: B batch, T queries, S keys, H heads.
 """
@@ -13,9 +15,10 @@ import datetime
 import itertools
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from regard._torch import without_mode
 from regard.lens.captured_call import Call
 from regard.lens.device_to_host import HostCopier
+from regard.lens.head_names import name_model
 from regard.lens.lazy_weights import Array
 from regard.lens.measure import FoundRuns, find_runs
 from regard.lens.schema import Description
@@ -37,16 +41,32 @@ MOST_TAKES = 256
 """Places that one module may become; a training loop is not to be watched."""
 CROSS = re.compile(r"cross|encoder_attn|EncDec|enc_dec|multihead_attn|encoder_decoder", re.I)
 NO_WORDS = re.compile(r"pos|type|seg|rel|bias|wpe|dist|time|layer_norm", re.I)
+LENGTHS = ("trained_len", "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""Under which names configs say how long a text may be, the most telling first."""
 Progress: TypeAlias = Callable[[str, int], None]
 """Called with the place that was just recorded, and how many calls have been so far."""
 
 
 class Running(threading.local):
-    """What runs in a thread: modules, outermost first, and how many hooks are handling a call."""
+    """What runs in a thread: modules, outermost first, and how many hooks are handling a call.
+
+    `entered` counts how often the outermost module of now has run each of its modules, and
+    `attended` how often each name has attended.
+    """
 
     def __init__(self) -> None:
         self.stack: list[nn.Module] = []
         self.hooks = 0
+        self.entered: Counter[int] = Counter()
+        self.attended: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Located:
+    """The name of the place that a call is of, and its layer."""
+
+    name: str
+    layer: int
 
 
 class Recorder:
@@ -75,7 +95,8 @@ class Recorder:
         self.n_calls = 0
         self.mode: TorchFunctionMode | None = None
         self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
-        self._passed_over: set[str] = set()
+        self._layers: dict[tuple[str, bool], dict[tuple[str, int], int]] = {}
+        self._passed_over: dict[str, int] = {}
         self._words = _word_tables(model)
 
     def stack(self) -> list[nn.Module]:
@@ -105,7 +126,11 @@ class Recorder:
         def enter(module: nn.Module, args: Any) -> None:
             if id(module) not in self.names:
                 return
+            if not self.stack():
+                self.running.entered.clear()
+                self.running.attended.clear()
             self.stack().append(module)
+            self.running.entered[id(module)] += 1
             ids = args[0] if args and id(module) in self._words else None
             if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
                 # Once for all layers, and before any of them keeps the device busy.
@@ -133,13 +158,23 @@ class Recorder:
             return self.names[id(stack[-1])] if stack else None
         return self.names.get(id(module))
 
-    def wanted(self, name: str) -> bool:
-        self._passed_over.add(name)
+    def locate(self, call: Call) -> Located:
+        """The layer of a call and the name of its place, by how often it has been there."""
+        entered, attended = self.running.entered, self.running.attended
+        stack = self.stack()
+        turn = call.name, entered[id(stack[-1])] if stack else 0
+        numbers = self._layers.setdefault((stack_of(call.name), is_cross(call)), {})
+        attended[call.name] += 1
+        name = name_place(call.name, attended[call.name])
+        return Located(name, numbers.setdefault(turn, len(numbers)))
+
+    def wanted(self, call: Call, found: Located) -> bool:
+        self._passed_over[found.name] = found.layer
         if self.layers is None:
             return True
         # "" is around everything, and "a" around "a.b".
-        around = {layer_of(name), "", *itertools.accumulate(name.split("."), "{}.{}".format)}
-        return not around.isdisjoint(self.layers)
+        around = itertools.accumulate(call.name.split("."), "{}.{}".format)
+        return not {found.layer, found.name, "", *around}.isdisjoint(self.layers)
 
     def run(self, call: Call, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.take(call)
@@ -148,19 +183,24 @@ class Recorder:
 
     @torch.no_grad()
     def take(self, call: Call) -> None:
-        if not self.wanted(call.name):
+        located = self.locate(call)
+        found = located if self.wanted(call, located) else None
+        # What is not wanted may still continue what is recorded, in a loop of the model's own.
+        if found is None and not self.takes.get(call.name):
             return
         q, k, _ = under_autocast(call.q, call.k, call.k)
         dtype = torch.promote_types(q.dtype, k.dtype)
         call = replace(call, q=q.to(dtype), k=k.to(dtype))
         # Measuring is made of torch's functions too, none of which our mode needs to look at.
         with self.alone(), self.unseen(), torch.autocast(call.q.device.type, enabled=False):
-            self._take(call)
+            if not self._take(call, found):
+                return
             self.n_calls += 1
             if self.progress is not None:
                 self.progress(call.name, self.n_calls)
 
-    def _take(self, call: Call) -> None:
+    def _take(self, call: Call, found: Located | None) -> bool:
+        """Record a call, and say whether it was: one that is not `found` only continues others."""
         B = call.shape.B
         if self.row is None and B > 1 and not call.is_row:
             what = f"{call.name} attends in a batch of {B} rows, and a record is of one"
@@ -171,7 +211,7 @@ class Recorder:
         if self.heads is not None and not all(0 <= h < call.shape.H for h in self.heads):
             raise ValueError(f"heads are {self.heads}, and {call.name} has {call.shape.H}")
         if not call.shape.T or not call.shape.S:
-            return
+            return False
         ids = self._ids(B, row % B, call.shape.T)
         call = call.of(row % B, self.heads)
         runs = self.runs_of(call)
@@ -182,27 +222,34 @@ class Recorder:
                 moved = take.fit_slots(call)
                 fit = None if moved is None else take.fit(moved, self.runs_of(moved))
             if fit is not None:
-                return take.add(fit, ids)
+                take.add(fit, ids)
+                return True
             if take.grows(call, ids):
                 # The same text, read anew and farther: generation without a cache.
                 fresh = replace(take)
                 takes[takes.index(take)] = self.order[self.order.index(take)] = fresh
                 break
         else:
-            fresh = self._make_take(call, takes)
+            if found is None:
+                return False
+            fresh = self._make_take(call, takes, found)
         fit = fresh.fit(call, runs)
         assert fit is not None, "the first call of a take always fits"
         fresh.add(fit, ids)
+        return True
 
-    def _make_take(self, call: Call, takes: list[Take]) -> Take:
+    def _make_take(self, call: Call, takes: list[Take], found: Located) -> Take:
         if len(takes) >= MOST_TAKES:
             raise ValueError(
                 f"{call.name} was called {MOST_TAKES} times for texts that do not continue each "
                 "other; a block records one text, and what is written after it"
             )
-        name = f"{call.name}@{len(takes) + 1}" if takes else call.name
-        layer, cross, heads = layer_of(call.name) or 0, is_cross(call), self.heads or ()
-        take = Take(name, layer, self.wants, self.keep, self.copier, cross, heads)
+        name, number, known = found.name, len(takes), {take.name for take in takes}
+        while name in known:  # another text
+            number += 1
+            name = name_place(call.name, number)
+        cross, heads = is_cross(call), self.heads or ()
+        take = Take(name, found.layer, self.wants, self.keep, self.copier, cross, heads)
         takes.append(take)
         self.order.append(take)
         return take
@@ -230,7 +277,7 @@ class Recorder:
         if not self.order and self._passed_over:
             raise ValueError(
                 f"none of the places of {kind} is among the layers asked for, {self.layers}; there "
-                f"are {sorted(self._passed_over)}"
+                f"are {', '.join(f'{n}: {name}' for name, n in self._passed_over.items())}"
             )
         if not self.order:
             raise ValueError(
@@ -239,8 +286,9 @@ class Recorder:
             )
         config = getattr(self.model, "config", None)
         name = getattr(config, "_name_or_path", None) or getattr(config, "name", None)
-        model = name if isinstance(name, str) and name else kind
+        model = name_model(name) if isinstance(name, str) and name else kind
         seen, arrays = Description(kept=self.keep, model=model), {}
+        seen.trained_len = find_trained_len(config)
         seen.created = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         for number, take in enumerate(self.order):
             place, rule, found = take.finish()
@@ -250,8 +298,26 @@ class Recorder:
         return seen, arrays
 
 
-def layer_of(name: str) -> int | None:
-    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+def stack_of(name: str) -> str:
+    """The stack of a module: what comes before the last number of its name, without numbers."""
+    parts = name.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
+    last = numbers[-1] if numbers else len(parts) - 1
+    return ".".join(part for part in parts[:last] if not part.isdecimal())
+
+
+def name_place(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}@{number}"
+
+
+def find_trained_len(config: Any) -> int | None:
+    """How long the texts were that a model was made for, as its config says: ours, or another's."""
+    source = getattr(config, "source", None)
+    if not isinstance(source, Mapping):
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        source = {name: getattr(text, name, None) for name in LENGTHS}
+    sizes = (source.get(name) for name in LENGTHS)
+    return next((size for size in sizes if type(size) is int and size > 0), None)
 
 
 def is_cross(call: Call) -> bool:

@@ -68,11 +68,14 @@ class Description:
     spans: list[tuple[int, int]] | None = None
     source_text: str | None = None
     source_tokens: list[str] | None = None
+    trained_len: int | None = None
     places: list[Place] = field(default_factory=list)
     rules: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name != "rules"}
+        if self.trained_len is None:
+            del plain["trained_len"]
         plain["spans"] = None if self.spans is None else [list(span) for span in self.spans]
         plain["places"] = [
             {**vars(place), "heads": list(place.heads), "rule": rule}
@@ -141,6 +144,7 @@ DESCRIPTION = {
     "spans": listed(listed(whole(0, MAX_TEXT), 2, 2), 0, MAX_TOKENS).or_none(),
     "source_text": text(MAX_TEXT).or_none(),
     "source_tokens": LABELS.or_none(),
+    "trained_len": whole(1, 1 << 40).or_none(),
     "places": listed(ANY, 1, MAX_PLACES),
 }
 PLACE = {
@@ -166,6 +170,7 @@ BIAS = {"kind": one_of("relative", "column", "whole"), "lowest": whole(-MAX_TOKE
 
 
 def read_description(about: dict[str, Any]) -> Description:
+    about = {"trained_len": None, **about}  # earlier records do not say it
     check(about, "the description", DESCRIPTION)
     spans, n_characters = about["spans"], len(about["text"])
     if spans is not None:

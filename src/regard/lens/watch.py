@@ -12,7 +12,8 @@ computation is the same in every bit, with and without.
 
 A place is named by the module that attends, as `named_modules` has it. A module that is called
 again for something else than the next tokens (layers that share weights, a second text) is a
-further place, `name@2`. Compiled models run unseen, and are refused in words.
+further place, `name@2`. Layers that share weights are layers of their own, by number too. Compiled
+models run unseen, and are refused in words.
 
 Left out: several rows of a batch in one record (watch once for each `row`), and watching one model
 in several blocks at once.
@@ -52,11 +53,12 @@ def watch(
     """Record what the attention of `model` does in the block; the record is ready when it ends.
 
     wants: what to measure (lse, entropy, peak, distance, mass, received, top, map); all but mass
-    unless given. layers: numbers of layers, or names of places or of modules around them; all
-    unless given. heads: numbers of heads; all unless given. keep: "statistics", or "qk" to keep
-    queries and keys too, from which every weight can be made again. row: which row of the batch;
-    needed where there are several. tokens: labels of the tokens; `record.describe` can give them
-    later. progress: called as progress(place, n) when the n-th call of attention has been recorded.
+    unless given. layers: numbers of layers, each stack's from 0 in the order in which they are
+    called, or names of places or of modules around them; all unless given. heads: numbers of heads;
+    all unless given. keep: "statistics", or "qk" to keep queries and keys too, from which every
+    weight can be made again. row: which row of the batch; needed where there are several. tokens:
+    labels of the tokens; `record.describe` can give them later. progress: called as progress(place,
+    n) when the n-th call of attention has been recorded.
     """
     _check(model, wants, keep, heads)
     record = Record(Description(kept=keep), {})

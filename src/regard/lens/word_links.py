@@ -15,7 +15,11 @@ and over what it gives any word at that distance:
     W[q, k] - max( mean_{p ≠ q} W[p, k],  mean_{p ≠ q} W[p, k + p - q] )
 
 over the words p that could look there. A head that always looks at the first word, or one back, has
-nothing to tell; one that looks from "it" to "animal" and does so nowhere else, has.
+nothing to tell; one that looks from "it" to "animal" and does so nowhere else, has. Looks at the
+first token of the text, which takes what nobody wants, at special tokens, at signs and at the word
+itself are never told.
+
+Each head's map is made once, and of all heads only the best for each two words is kept.
 
 Left out: texts of more than `MOST_WORDS` words, of which only chosen words are looked at.
 
@@ -25,11 +29,13 @@ Letters: T queries, S keys, Q words that look, K words looked at.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import final
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from regard.lens.lazy_weights import Array
 from regard.lens.record import Record, is_separator
@@ -88,7 +94,7 @@ def find_words(text: str, tokens: Sequence[str], spans: Sequence[tuple[int, int]
     for group in groups:
         start, end = spans[group[0]][0], spans[group[-1]][1]
         said = text[start:end].strip() if end > start else tokens[group[0]]
-        marked = end <= start or not any(sign.isalnum() for sign in said)
+        marked = end <= start or is_separator(said)
         words.append(Word(said or tokens[group[0]], tuple(group), marked))
     return words
 
@@ -148,120 +154,179 @@ def _word_weights(
     sizes = tuple(sum(len(word.tokens) for word in words) for words in (queries, keys))
     if (here.n_queries, here.n_keys) != sizes or not record.has_weights(place):
         return
+    rows, columns = _group(queries), _group(keys)
     for head in range(here.n_heads):
         weights_ts = record.map(place, head, (0, sizes[0], 0, sizes[1]), (sizes[0], sizes[1]))
-        yield head, sum_words(weights_ts, queries, keys)
+        yield head, rows.mean(columns.sum(weights_ts, axis=1))
 
 
 def sum_words(weights_ts: Array, queries: Sequence[Word], keys: Sequence[Word]) -> Array:
-    return _by_word(_by_word(weights_ts.T, keys, mean=False).T, queries, mean=True)
+    return _group(queries).mean(_group(keys).sum(weights_ts, axis=1))
 
 
-def _by_word(values_n: Array, words: Sequence[Word], mean: bool) -> Array:
-    """Each word's sum, or mean, of what its tokens have along the first axis."""
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Which tokens each word is made of; `order` None: all of them as they come."""
+
+    sizes: Array
+    order: Array | None
+
+    def sum(self, values: Array, axis: int = 0) -> Array:
+        """Each word's sum of what its tokens have along an axis."""
+        if self.order is not None:
+            values = values.take(self.order, axis)
+        if self.sizes.max() == 1:
+            return values
+        starts = np.r_[0, np.cumsum(self.sizes)[:-1]]
+        return np.asarray(np.add.reduceat(values, starts, axis=axis))
+
+    def mean(self, values: Array) -> Array:
+        sizes = self.sizes.astype(values.dtype)
+        return np.asarray(self.sum(values) / sizes.reshape(-1, *[1] * (values.ndim - 1)))
+
+
+def _group(words: Sequence[Word]) -> Groups:
     sizes = np.array([len(word.tokens) for word in words])
     order = np.concatenate([word.tokens for word in words]).astype(int)
-    sums = np.add.reduceat(values_n[order], np.r_[0, np.cumsum(sizes)[:-1]], axis=0)
-    return sums / sizes.reshape(-1, *[1] * (sums.ndim - 1)) if mean else sums
+    in_order = np.array_equal(order, np.arange(len(order)))
+    return Groups(sizes, None if in_order else order)
 
 
 def telling_of(weights_qk: Array, causal: bool) -> Array:
     """How telling each entry of W is, (Q, K)."""
     Q, K = weights_qk.shape
-    q, k = np.indices((Q, K))
-    seen = (k <= q) if causal else np.ones((Q, K), bool)
-    kept = np.where(seen, weights_qk, 0.0)
+    seen, share_others, share_gap = _pairs_seen(Q, K, causal, weights_qk.dtype.str)
+    kept = np.where(seen, weights_qk, 0) if causal else weights_qk
+    elsewhere = (kept.sum(0)[None] - kept) * share_others
+    at_gap = (_spread_gaps(_sum_gaps(kept), K) - kept) * share_gap
+    telling_qk = kept - np.maximum(elsewhere, at_gap)
+    return np.where(seen, telling_qk, -1) if causal else telling_qk
+
+
+@lru_cache(maxsize=2)
+def _pairs_seen(Q: int, K: int, causal: bool, dtype: str) -> tuple[Array, Array, Array]:
+    """Which pairs can be; and one over how many others can look at that key, and that far."""
+    seen = np.tri(Q, K, dtype=bool) if causal else np.ones((Q, K), bool)
     n_others = seen.sum(0)[None] - seen
-    elsewhere = (kept.sum(0)[None] - kept) / np.maximum(n_others, 1)
-    gap = (q - k) + K
-    by_gap = np.bincount(gap.ravel(), kept.ravel(), minlength=Q + K + 1)
-    n_gap = np.bincount(gap.ravel(), seen.ravel().astype(float), minlength=Q + K + 1)
-    at_gap = (by_gap[gap] - kept) / np.maximum(n_gap[gap] - seen, 1)
-    return np.where(seen, kept - np.maximum(elsewhere, at_gap), -1.0)
+    n_at_gap = _spread_gaps(_sum_gaps(seen.astype(float)), K) - seen
+    shares = (1 / np.maximum(n, 1) for n in (n_others, n_at_gap))
+    return seen, *(share.astype(dtype) for share in shares)
+
+
+def _sum_gaps(values_qk: Array) -> Array:
+    """Sums over each diagonal k - q, from 1 - Q to K - 1: rows are shifted until it is a column."""
+    Q, K = values_qk.shape
+    wide = np.zeros((Q, Q + K), values_qk.dtype)
+    wide[:, :K] = values_qk[::-1]
+    return np.asarray(wide.ravel()[: Q * (Q + K - 1)].reshape(Q, Q + K - 1).sum(0))
+
+
+def _spread_gaps(by_gap: Array, K: int) -> Array:
+    """The sum of its diagonal for each pair, (Q, K)."""
+    return sliding_window_view(by_gap, K)[::-1]
+
+
+@final
+class BestHeads:
+    """For each two words the head that tells most of them so far."""
+
+    def __init__(self, n_queries: int, n_keys: int) -> None:
+        self._telling = np.full((n_queries, n_keys), -1.0)
+        self._weight = np.zeros((n_queries, n_keys))
+        self._head = np.zeros((n_queries, n_keys, 2), np.int32)
+
+    def offer(self, place: int, head: int, telling_qk: Array, weights_qk: Array) -> None:
+        q, k = np.nonzero(telling_qk > self._telling)
+        self._telling[q, k] = telling_qk[q, k]
+        self._weight[q, k] = weights_qk[q, k]
+        self._head[q, k] = place, head
+
+    def links(self, first_query: int = 0, first_key: int = 0) -> Iterator[Link]:
+        """The most telling first; the numbers of the words count from the first ones given."""
+        q, k = np.nonzero(self._telling > -1.0)
+        order = np.argsort(-self._telling[q, k], kind="stable")
+        for at in zip(q[order].tolist(), k[order].tolist(), strict=True):
+            place, head = self._head[at].tolist()
+            numbers = first_query + at[0], first_key + at[1], place, head
+            yield Link(*numbers, float(self._weight[at]), float(self._telling[at]))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The most telling links of a text, and of one word: what it looks at and who looks at it."""
+
+    links: Iterator[Link]
+    looks_at: Iterator[Link]
+    looked_at_by: Iterator[Link]
+
+
+def survey(record: Record, word: int | None = None) -> Survey:
+    """All that is told of a short text, from each map of its heads once."""
+    own, source = words_of(record)
+    shape = len(own), max(len(own), len(source))
+    every = BestHeads(*shape)
+    row, column = BestHeads(1, len(own)), BestHeads(len(own), 1)
+    for place, head, telling_qk, weights_qk in _telling_heads(record, own, source):
+        best_k = telling_qk.argmax(1)[:, None]
+        firmest = np.full(shape, -1.0)
+        values = np.take_along_axis(telling_qk, best_k, 1)
+        np.put_along_axis(firmest, best_k, np.where(values > 0.0, values, -1.0), 1)
+        every.offer(place, head, firmest, weights_qk)
+        if word is not None and record.places[place].kind == "self":
+            at = slice(word, word + 1)
+            row.offer(place, head, telling_qk[at], weights_qk[at])
+            column.offer(place, head, telling_qk[:, at], weights_qk[:, at])
+    chosen = word or 0
+    return Survey(every.links(), row.links(chosen, 0), column.links(0, chosen))
 
 
 def find_links(record: Record) -> list[Link]:
     """For each two words the head that tells most of them, the most telling first."""
-    own, source = words_of(record)
-    return _best(all_links(record, own, source), lambda link: (link.query, link.key))
+    return list(survey(record).links)
 
 
-def links_of_word(
-    record: Record, own: Sequence[Word], word: int, *, looking: bool, telling: bool
-) -> list[Link]:
-    """What a word looks at or who looks at it, each other's best head; by weight if not telling."""
-    places = [
-        number
-        for number, place in enumerate(record.places)
-        if place.kind == "self"
-        and place.n_queries == len(record.tokens)
-        and not reads_source(record, number)
-        and record.has_weights(number)
-    ]
-    if telling:
-        asked = {"query": word} if looking else {"key": word}
-        found = all_links(record, own, own, places, **asked)
-    else:
-        found = [link for n in places for link in _row_links(record, own, n, word, looking)]
-    return _best(found, lambda link: link.key if looking else link.query)
-
-
-def _best(links: Iterable[Link], key: Callable[[Link], Any]) -> list[Link]:
-    """The most telling link of each key, the most telling first."""
-    best: dict[Any, Link] = {}
-    for link in links:
-        if link.telling > best.setdefault(key(link), link).telling:
-            best[key(link)] = link
-    return sorted(best.values(), key=lambda link: -link.telling)
-
-
-def _row_links(
-    record: Record, own: Sequence[Word], place: int, word: int, looking: bool
-) -> list[Link]:
-    """The links of one word at one place, from its rows or columns alone; the first word aside."""
-    others = [n for n, them in enumerate(own) if n not in (0, word) and not them.is_mark]
-    read = record.rows if looking else record.column
-    found = []
-    for head in range(record.places[place].n_heads):
-        each_tn = np.stack([read(place, head, token) for token in own[word].tokens])
-        sums_n = each_tn.mean(0) if looking else each_tn.sum(0)
-        weights = _by_word(sums_n, own, mean=not looking).tolist()
-        for other in others:
-            query, key = (word, other) if looking else (other, word)
-            found.append(Link(query, key, place, head, weights[other], weights[other]))
-    return found
-
-
-def all_links(
-    record: Record,
-    own: Sequence[Word],
-    source: Sequence[Word],
-    places: Sequence[int] | None = None,
-    query: int | None = None,
-    key: int | None = None,
-) -> list[Link]:
-    """Of each head the most telling link of each word; or all from the query and to the key."""
+def _telling_heads(
+    record: Record, own: Sequence[Word], source: Sequence[Word]
+) -> Iterator[tuple[int, int, Array, Array]]:
+    """Place, head, how telling each two words are, -1 where nothing is told, and W; (Q, K) both."""
     if max(len(own), len(source)) > MOST_WORDS:
         raise ValueError(
             f"{max(len(own), len(source)):,} words are too many to look for links between all of "
             f"them; expected at most {MOST_WORDS}: choose a word"
         )
-    found = []
     for number, place in enumerate(record.places):
-        if (places is not None and number not in places) or reads_source(record, number):
+        if reads_source(record, number):
             continue
         keys = source if place.kind == "cross" else own
-        plain = np.array([[not (a.is_mark or b.is_mark) for b in keys] for a in own])
-        if place.kind != "cross":
+        plain = np.logical_and.outer(
+            [not word.is_mark for word in own], [not word.is_mark for word in keys]
+        )
+        if place.kind == "self":
             np.fill_diagonal(plain, False)
+            plain[:, 0] = False
         for head, weights_qk in _word_weights(record, number, own, keys):
             telling_qk = np.where(plain, telling_of(weights_qk, place.causal), -1.0)
-            chosen = telling_qk > -1.0
-            if query is None and key is None:
-                best_k = telling_qk.argmax(1)[:, None]
-                chosen = (np.arange(len(keys)) == best_k) & (telling_qk > 0.0)
-            for q, k in np.argwhere(chosen).tolist():
-                if query in (None, q) and key in (None, k):
-                    weight, telling = float(weights_qk[q, k]), float(telling_qk[q, k])
-                    found.append(Link(q, k, number, head, weight, telling))
-    return found
+            yield number, head, telling_qk, weights_qk
+
+
+def links_of_word(
+    record: Record, own: Sequence[Word], word: int, *, looking: bool
+) -> Iterator[Link]:
+    """What a word looks at or who looks at it, by weight, from its rows or columns alone."""
+    plain = np.array([not (them.is_mark or n in (0, word)) for n, them in enumerate(own)])
+    if not looking and word == 0:
+        plain[:] = False  # everyone looks there
+    shape = (1, len(own)) if looking else (len(own), 1)
+    best, groups = BestHeads(*shape), _group(own)
+    read = record.rows if looking else record.column
+    for number, place in enumerate(record.places):
+        mine = place.kind == "self" and place.n_queries == place.n_keys == len(record.tokens)
+        if not mine or reads_source(record, number) or not record.has_weights(number):
+            continue
+        for head in range(place.n_heads):
+            each_tn = np.stack([read(number, head, token) for token in own[word].tokens])
+            sums_n = each_tn.mean(0) if looking else each_tn.sum(0)
+            weights = groups.sum(sums_n) if looking else groups.mean(sums_n)
+            told = np.where(plain, weights, -1.0)
+            best.offer(number, head, told.reshape(shape), weights.reshape(shape))
+    return best.links(word, 0) if looking else best.links(0, word)

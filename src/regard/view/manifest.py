@@ -17,6 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from regard.lens.head_names import (
+    SCORE_WORDS,
+    known_scores,
+    label_places,
+    length_note,
+    short_model_name,
+)
 from regard.lens.record import Record
 from regard.lens.word_links import find_alignment, reads_source
 
@@ -35,19 +42,26 @@ class BadView(ValueError):
 def make_manifest(records: Sequence[Record], host: str) -> dict[str, Any]:
     if not 1 <= len(records) <= 2:
         raise BadView(f"a page shows one record or compares two; {len(records)} were given")
+    words = {name: {"what": each.what, "does": each.does} for name, each in SCORE_WORDS.items()}
     # "door" is how the page's script names its host.
-    return {"format": FORMAT, "door": host, "records": [_tell_record(each) for each in records]}
+    return {
+        "format": FORMAT,
+        "door": host,
+        "words": words,
+        "records": [_tell_record(each) for each in records],
+    }
 
 
 def _tell_record(record: Record) -> dict[str, Any]:
     if not record.places:
         raise BadView("the record has 0 places, so there is nothing to show")
     tokens, source_tokens = _labels(record.tokens), None
+    note = length_note(record)
     pieces = _pieces(record.text, record.spans, len(tokens))
     if record.source_tokens is not None:
         source_tokens = _labels(record.source_tokens)
     return {
-        "model": cut(record.model, NAME_LENGTH),
+        "model": cut(short_model_name(record.model), NAME_LENGTH),
         "created": cut(record.created, NAME_LENGTH),
         # As people write them: the text that a token stands for, where that is known.
         "tokens": [
@@ -57,13 +71,17 @@ def _tell_record(record: Record) -> dict[str, Any]:
         "pieces": pieces,
         "source_tokens": source_tokens,
         "source_pieces": None,
-        "places": [_tell_place(record, number) for number in range(len(record.places))],
+        "notes": [] if note is None else [note],
+        "places": [
+            {**_tell_place(record, number), "label": cut(label, NAME_LENGTH)}
+            for number, label in enumerate(label_places(record))
+        ],
         "scores": {
             name: [
                 [finite(value) for value in row[: place.n_heads].tolist()]
                 for row, place in zip(values, record.places, strict=True)
             ]
-            for name, values in record.heads().items()
+            for name, values in known_scores(record).items()
         },
         "alignment": _alignment(record),
     }

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from regard._files import replace_file
+from regard.lens.head_names import label_places
 from regard.lens.record import Record
 from regard.view.manifest import BadView, Floats, cut, make_manifest
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 CELLS = 512  # on a side of one head's picture
 SMALL = 64  # on a side where all heads are drawn
 SCREEN_DPI = 100  # in a notebook
+INCHES = 0.075  # of a letter of a title
 LABELS = 64  # tokens on a side that still get labels
 FORMATS = (".png", ".svg", ".pdf")
 INK, PALE = "#1b2430", "#5f6b78"
@@ -80,8 +83,9 @@ def plot(
 
 def _make_figure(width: float, height: float) -> Figure:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        with _quiet():
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install 'regard[view]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -89,6 +93,18 @@ def _make_figure(width: float, height: float) -> Figure:
     # Notebooks ask for this name; without pyplot nobody else has told them how to show a figure.
     figure._repr_png_ = partial(_to_png, figure)  # type: ignore[attr-defined, unused-ignore]
     return figure
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what matplotlib logs when it is first loaded: its fonts, and where it keeps them."""
+    log = logging.getLogger("matplotlib")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def cells_of(record: Record, place: int, head: int, most: int) -> Floats:
@@ -111,14 +127,15 @@ def _plot_head(record: Record, place: int, head: int, title: str | None) -> Figu
     # map of two rows is still a picture, not a hair line.
     cell = min(0.42, 6.0 / max(weights.shape))
     height, width = (max(1.2, n_cells * cell) for n_cells in weights.shape)
-    figure = _make_figure(width + margin + 0.6, height + margin)
+    name = f"{label_places(record)[place]} · head {here.heads[head]}" if title is None else title
+    name = printable(f"layer {name}" if title is None and name[0].isdecimal() else name, 90)
+    figure = _make_figure(max(width + margin + 0.6, 0.6 + INCHES * len(name)), height + margin)
     axes = figure.add_subplot()
     extent = (-0.5, here.n_keys - 0.5, here.n_queries - 0.5, -0.5)
     shown = _draw(axes, weights, extent)
     _label_axis(axes, "x", columns, width / max(1, here.n_keys))
     _label_axis(axes, "y", rows, height / max(1, here.n_queries))
-    name = title if title is not None else f"{cut(here.name, 60)} · head {here.heads[head]}"
-    axes.set_title(printable(name, 90), fontsize=9, color=INK, loc="left", pad=8)
+    axes.set_title(name, fontsize=9, color=INK, loc="left", pad=8)
     beyond = "max" if np.nanmax(weights, initial=0.0) > top_of(weights) else "neither"
     bar = figure.colorbar(shown, ax=axes, shrink=0.6, aspect=28, pad=0.02, extend=beyond)
     bar.ax.tick_params(labelsize=7, color=PALE, labelcolor=PALE, length=2)
@@ -207,6 +224,7 @@ def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
     if title is not None:
         figure.suptitle(printable(title, 90), fontsize=9, color=INK)
     grid = figure.subplots(len(rows), across, squeeze=False)
+    labels = label_places(record)
     for line, (number, first) in enumerate(rows):
         here = record.places[number]
         for column in range(across):
@@ -219,7 +237,8 @@ def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
             axes.set_xticks([])
             axes.set_yticks([])
             axes.set_box_aspect(1)
-            axes.set_title(f"{here.layer}·{here.heads[head]}", fontsize=5.5, color=PALE, pad=2)
+            name = f"{labels[number]}·{here.heads[head]}"
+            axes.set_title(printable(name, 22), fontsize=5.5, color=PALE, pad=2)
     return figure
 
 

@@ -1,0 +1,147 @@
+"""Layers are numbered in the order in which they are called (`lens/recorder.py`)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.lens.recorder import stack_of
+from regard.lens.watch import watch
+
+
+@pytest.mark.parametrize(
+    ("name", "stack"),
+    [
+        ("encoder.layer.3.attention.self", "encoder.layer"),
+        ("0.auto_model.encoder.layer.3.attention.self", "auto_model.encoder.layer"),
+        ("vision_model.encoder.layers.3.self_attn", "vision_model.encoder.layers"),
+        ("decoder.block.1.layer.0.SelfAttention", "decoder.block.layer"),
+        ("attn_layers.layers.4.1", "attn_layers.layers"),
+        ("first", ""),
+    ],
+)
+def test_a_stack_is_what_its_names_share(name: str, stack: str) -> None:
+    assert stack_of(name) == stack
+
+
+class Alternating(nn.Module):
+    """A list that holds a norm, attention and a feed-forward in turn, as x-transformers has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.LayerNorm(6), Attend() if n % 2 == 0 else nn.Linear(6, 6)])
+            for n in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, block in self.layers:
+            x = x + block(norm(x))
+        return x
+
+
+class Attend(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x[:, None]
+        return F.scaled_dot_product_attention(heads, heads, heads)[:, 0]
+
+
+class Decoding(nn.Module):
+    """Writes in a loop of its own: the same layers again for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attend(), Attend()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+def test_what_a_list_holds_beside_attention_is_no_layer() -> None:
+    model = Alternating()
+    with torch.no_grad(), watch(model) as record:
+        model(torch.randn(1, 5, 6))
+    assert [place.layer for place in record.places] == [0, 1, 2]
+    assert [place.name for place in record.places] == [f"layers.{n}.1" for n in (0, 2, 4)]
+    with torch.no_grad(), watch(model, layers=[2]) as record:
+        model(torch.randn(1, 5, 6))
+    assert [place.name for place in record.places] == ["layers.4.1"]
+
+
+def test_modules_that_are_called_one_by_one_are_layers_in_that_order() -> None:
+    model = Decoding()
+    with torch.no_grad(), watch(model) as record:
+        for layer in model.layers:
+            layer(torch.randn(1, 5, 6))
+    assert [place.layer for place in record.places] == [0, 1]
+
+
+def test_a_layer_that_is_run_again_is_a_further_one() -> None:
+    model = Decoding()
+    with torch.no_grad(), watch(model) as record:
+        model(torch.randn(1, 5, 6))
+    found = [(place.name, place.layer) for place in record.places]
+    names = ["layers.0", "layers.1", "layers.0@2", "layers.1@2"]
+    assert found == list(zip(names, range(4), strict=True))
+
+
+class Twice(nn.Module):
+    """One layer that attends twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x[:, None]
+        one = F.scaled_dot_product_attention(heads, heads, heads)
+        return one[:, 0] - F.scaled_dot_product_attention(-heads, heads, heads)[:, 0]
+
+
+def test_a_layer_that_attends_twice_is_one_layer() -> None:
+    model = nn.Sequential(Twice(), Twice())
+    with torch.no_grad(), watch(model) as record:
+        model(torch.randn(1, 5, 6))
+    assert [(place.name, place.layer) for place in record.places] == [
+        ("0", 0),
+        ("0@2", 0),
+        ("1", 1),
+        ("1@2", 1),
+    ]
+    with torch.no_grad(), watch(model, layers=["1@2"]) as record:
+        model(torch.randn(1, 5, 6))
+    assert [place.name for place in record.places] == ["1@2"]
+
+
+class Writing(nn.Module):
+    """Two layers that write three tokens in one call, with keys that are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Remembering(), Remembering()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for t in range(x.shape[1]):
+            token = x[:, t : t + 1]
+            for layer in self.layers:
+                token = layer(token)
+        return token
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.append(x[:, None])
+        keys = torch.cat(self.kept, 2)
+        return F.scaled_dot_product_attention(x[:, None], keys, keys)[:, 0]
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_tokens_written_inside_one_call_go_on_in_their_layer(layers: list[int] | None) -> None:
+    model = Writing()
+    with torch.no_grad(), watch(model, layers=layers) as record:
+        model(torch.randn(1, 3, 6))
+    found = [(place.layer, place.n_queries, place.n_keys) for place in record.places]
+    assert found == [(n, 3, 3) for n in layers or (0, 1)]
