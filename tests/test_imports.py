@@ -208,8 +208,12 @@ sys.meta_path.insert(0, Block())
 # Kernels are written in triton's own language, so their files need it, and are imported where run.
 NEED_TRITON = {
     "regard.ops.kernels.decode_kernels",
+    "regard.ops.kernels.flash_backward_kernels",
+    "regard.ops.kernels.flash_kernels",
     "regard.ops.kernels.pooling_kernels",
     "regard.ops.kernels.row_stats_kernels",
+    "regard.ops.kernels.tile_kernels",
+    "regard.ops.kernels.tile_lists_kernels",
     "regard.layers.matvec_kernels",
     "regard.training.loss_kernels",
 }
