@@ -58,7 +58,7 @@ def test_the_overview_draws_every_head(show: Show) -> None:
     names = page.locator(".card").evaluate_all("all => all.map(a => a.getAttribute('aria-label'))")
     assert names[0] == "Layer 0, head 0: previous 0.55"
     colours = page.locator(".card canvas").first.evaluate(
-        "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, 12, 12)"
+        "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height)"
         ".data.buffer)).size"
     )
     assert colours > 10

@@ -1,7 +1,7 @@
 // The edges of a map: words where they fit, positions where they do not.
 
 import { scaleLinear } from "d3-scale";
-import { label } from "./words";
+import { RIGHT_TO_LEFT, label } from "./words";
 
 export interface Axis {
   tokens: string[];
@@ -18,7 +18,6 @@ export interface Pen {
   accent: string;
 }
 
-const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/u;
 export const FITS = 12; // pixels a token needs for its label
 const SLANT = -Math.PI / 3.4;
 

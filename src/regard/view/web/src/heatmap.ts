@@ -26,13 +26,17 @@ export interface MapOptions {
   columns: string[];
   fetch: FetchTile;
   label: string;
+  small: number; // cells on a side of the map that stands in for tiles on their way
   ramp: () => Ramp;
   curve: () => Curve;
   difference?: boolean;
   at?: [number, number, number] | null;
   onMove?: (at: [number, number, number]) => void;
   onCell?: (cell: Cell | null, kept: boolean) => void;
+  /** Called when tiles have come, and when the scale has changed. */
   onLoad?: (map: Heatmap) => void;
+  /** The maps, this one among them, that have one scale together. */
+  peers?: () => Heatmap[];
 }
 
 const CELL_MOST = 72; // pixels a token at the closest zoom
@@ -57,6 +61,7 @@ export class Heatmap {
   private readonly watcher: ResizeObserver;
   private quietly = false;
   private most = 1; // the closest zoom
+  private told = ""; // the scale that onLoad was last called for
 
   constructor(readonly options: MapOptions) {
     this.canvas = h("canvas", {
@@ -241,7 +246,7 @@ export class Heatmap {
   /** What is known of the cell that covers a pair of tokens: at the level shown, or the small one. */
   cell({ t, s }: { t: number; s: number }): Cell {
     const fine = this.cellAt(t, s, this.levels);
-    return fine.value === undefined && this.tiles.problem ? this.cellAt(t, s, smallTile(this.options.place)) : fine;
+    return fine.value === undefined && this.tiles.problem ? this.cellAt(t, s, smallTile(this.options.place, this.options.small)) : fine;
   }
 
   private cellAt(t: number, s: number, { lt, ls }: { lt: number; ls: number }): Cell {
@@ -255,7 +260,12 @@ export class Heatmap {
 
   /** The end of the colour scale being shown, and whether cells may lie beyond it. */
   get scale(): [number, boolean] {
-    const { lt, ls } = this.tiles.problem ? smallTile(this.options.place) : this.levels;
+    const all = (this.options.peers?.() ?? [this]).map((map) => map.ownScale);
+    return [Math.max(...all.map(([max]) => max)), all.some(([, beyond]) => beyond)];
+  }
+
+  private get ownScale(): [number, boolean] {
+    const { lt, ls } = this.tiles.problem ? smallTile(this.options.place, this.options.small) : this.levels;
     return [this.tiles.largest(lt, ls), this.tiles.beyond(lt, ls)];
   }
 
@@ -325,6 +335,10 @@ export class Heatmap {
     this.outline(this.cursor, pen.accent, document.activeElement === this.canvas ? 2.5 : 1.5);
     draw.restore();
     this.canvas.dataset.ready = this.tiles.waiting ? "no" : "yes";
+    if (this.told !== String(this.scale)) {
+      this.told = String(this.scale);
+      this.options.onLoad?.(this);
+    }
   }
 
   /** The tiles in view at the level of the zoom, and the small one that stands in for the others. */
@@ -352,7 +366,7 @@ export class Heatmap {
     draw.beginPath();
     draw.rect(0, 0, right, bottom);
     draw.clip();
-    const small = smallTile(this.options.place);
+    const small = smallTile(this.options.place, this.options.small);
     const list = this.inView();
     const missing = list.some((at) => !this.tiles.get(at));
     this.tiles.want(missing ? [small, ...list] : list);
@@ -367,7 +381,7 @@ export class Heatmap {
   private paintTile(tile: Tile, scale: number): void {
     const { lt, ls } = tile;
     this.colours ??= table(this.options.ramp());
-    const max = this.tiles.largest(lt, ls);
+    const max = this.options.peers ? this.scale[0] : this.tiles.largest(lt, ls);
     const curve = this.options.curve();
     const mark = `${max}|${curve}|${this.style}`;
     if (!tile.canvas || tile.painted !== mark) {
@@ -393,7 +407,7 @@ export class Heatmap {
     const { lt, ls } = this.levels;
     if (lt || ls || step.x < NUMBERS || step.y < 22) return;
     const { n_queries, n_keys } = this.options.place;
-    const max = this.tiles.largest(0, 0);
+    const [max] = this.scale;
     const ramp = this.options.ramp();
     draw.font = `11px ${getComputedStyle(this.element).fontFamily}`;
     draw.textAlign = "center";

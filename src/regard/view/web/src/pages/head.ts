@@ -4,7 +4,7 @@ import { colours, current, question, words, type Context, type Page } from "../c
 import { Legend, colourPicker, headPicker, scoreBars, stepHead, stepLayer } from "../controls";
 import { exact, h, message, percent } from "../dom";
 import { Heatmap, type Cell } from "../heatmap";
-import { cellStarts, headName, isExact, keyTokens, mapPlace, placeLabel, queryTokens, type Place } from "../outline";
+import { cellStarts, headTitle, isExact, keyTokens, mapPlace, queryTokens, type Place } from "../outline";
 import { label, quoted } from "../words";
 
 export function head(context: Context): Page {
@@ -17,9 +17,9 @@ export function head(context: Context): Page {
   const legend = new Legend(context);
   const trouble = h("div", { class: "trouble" });
   const readout = new Readout(context, rows, columns, place);
-  const title = `${placeLabel(record, state.place)}, ${headName(place, state.head)}`;
+  const title = headTitle(record, state.place, state.head);
   const map = new Heatmap({
-    place: drawn, rows, columns,
+    place: drawn, rows, columns, small: context.outline.small,
     label: `${title}. ${place.n_queries} queries from top to bottom, ${place.n_keys} keys from left to right. Arrow keys move, plus and minus zoom, 0 shows all.`,
     fetch: ({ lt, ls, ti, si }, signal) => context.source.get(question("map", context, lt, ls, ti, si), signal),
     ramp: () => colours(context),
