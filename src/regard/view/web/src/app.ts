@@ -104,8 +104,11 @@ export class App implements Context {
     this.page = null;
     clear(this.main);
     for (const [name, tab] of this.tabs) {
-      if (name === this.state.page) tab.setAttribute("aria-current", "page");
-      else tab.removeAttribute("aria-current");
+      if (name === this.state.page) {
+        tab.setAttribute("aria-current", "page");
+        const nav = tab.parentElement!;
+        nav.scrollLeft = Math.max(0, tab.offsetLeft + tab.offsetWidth - nav.offsetLeft - nav.clientWidth);
+      } else tab.removeAttribute("aria-current");
     }
     try {
       this.page = MAKERS[this.state.page](this);

@@ -108,4 +108,10 @@ export function room(draw: CanvasRenderingContext2D, tokens: string[], named: bo
   return Math.min(most, 132);
 }
 
+/** How far the label of the last column reaches beyond it, in pixels. */
+export function overhang(draw: CanvasRenderingContext2D, tokens: string[], pen: Pen): number {
+  draw.font = pen.font;
+  return Math.min(draw.measureText(label(tokens.at(-1) ?? "")).width, 132) * Math.cos(SLANT);
+}
+
 export const slantedRoom = (length: number): number => length * Math.sin(-SLANT) + 16;

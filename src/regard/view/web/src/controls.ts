@@ -99,10 +99,10 @@ export class Legend {
   private readonly canvas: HTMLCanvasElement;
   private readonly ends: HTMLElement;
 
-  constructor(private readonly context: Context, private readonly signed: Ramp | null = null) {
+  constructor(private readonly context: Context, private readonly signed: Ramp | null = null, of = "") {
     this.canvas = h("canvas", { width: 256, height: 1, "aria-hidden": "true" });
     this.ends = h("div", { class: "ends" });
-    this.element = h("div", { class: "legend" }, this.canvas, this.ends);
+    this.element = h("div", { class: "legend" }, of ? h("p", { class: "hint", text: of }) : null, this.canvas, this.ends);
     this.update(0);
   }
 

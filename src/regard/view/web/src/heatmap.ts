@@ -6,7 +6,7 @@
 
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type ZoomBehavior, type ZoomTransform } from "d3-zoom";
-import { drawColumns, drawRows, room, slantedRoom, type Axis, type Pen } from "./axes";
+import { drawColumns, drawRows, overhang, room, slantedRoom, type Axis, type Pen } from "./axes";
 import { inkOn, paint, paintDifference, table, bend, type Curve, type Ramp, type Table } from "./colour";
 import { h } from "./dom";
 import type { Place } from "./outline";
@@ -178,7 +178,8 @@ export class Heatmap {
       left: Math.min(width / 3, room(this.draw, rows, place.queries !== "positions", pen) + 16),
       top: Math.min(height / 3, slantedRoom(room(this.draw, columns, place.keys !== "positions", pen))),
     };
-    this.plot = { width: width - this.margin.left - 30, height: height - this.margin.top - 10 };
+    const right = Math.max(30, Math.min(width / 6, overhang(this.draw, columns, pen)));
+    this.plot = { width: width - this.margin.left - right, height: height - this.margin.top - 10 };
     const [x, y] = [this.plot.width / place.n_keys, this.plot.height / place.n_queries];
     const square = Math.min(x, y);
     // Cells are square unless the map is so long and thin that it would be a thread.

@@ -12,7 +12,7 @@ import { headKeys } from "./head";
 import { label, quoted } from "../words";
 
 const LINE = 30; // pixels a word
-const MIDDLE = 260; // pixels between the columns
+const MIDDLE = 260; // pixels between the columns, at most
 const LINES = 3000; // drawn at most
 const SPANS = 64; // of positions, at most
 const REST = 80; // milliseconds that the pointer rests on a word before its weights are asked for
@@ -135,18 +135,19 @@ class AlignView {
     if (!this.weights) return;
     const { t, s, t0, s0 } = this.shown();
     const height = Math.max(t, s) * LINE;
+    const wide = Math.max(70, Math.min(MIDDLE, this.stage.clientWidth - 300));
     // Both columns run from top to bottom, so that a word is near what stands as far into the other.
     const [gapT, gapS] = [t, s].map((count) => (count > 1 ? (height - LINE) / (count - 1) : 0) - LINE) as [number, number];
     this.paths = [];
     for (let y = 0; y < t; y += 1) {
       for (let x = 0; x < s; x += 1) {
         const weight = this.weights[y * s + x]!;
-        if (weight >= least) this.paths.push({ t: t0 + y, s: s0 + x, weight, element: svg("path", { d: curve(LINE / 2 + x * (gapS + LINE), LINE / 2 + y * (gapT + LINE)) }) });
+        if (weight >= least) this.paths.push({ t: t0 + y, s: s0 + x, weight, element: svg("path", { d: curve(LINE / 2 + x * (gapS + LINE), LINE / 2 + y * (gapT + LINE), wide) }) });
       }
     }
     this.paths.sort((a, b) => b.weight - a.weight);
     this.paths.length = Math.min(LINES, this.paths.length);
-    const lines = svg("svg", { class: "lines", width: MIDDLE, height, viewBox: `0 0 ${MIDDLE} ${height}`, role: "img", "aria-label": `${this.paths.length} lines of at least ${percent(least)}` });
+    const lines = svg("svg", { class: "lines", width: wide, height, viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": `${this.paths.length} lines of at least ${percent(least)}` });
     lines.append(...this.paths.map((path) => path.element).reverse());
     const [left, right] = [this.column("key", s0, s), this.column("query", t0, t)];
     left.style.rowGap = `${Math.max(0, gapS)}px`;
@@ -299,6 +300,6 @@ function spans(count: number, width: number): string[] {
   return Array.from({ length: Math.ceil(count / width) }, (_, row) => `${row * width}–${Math.min(count, (row + 1) * width) - 1}`);
 }
 
-function curve(from: number, to: number): string {
-  return `M0 ${from}C${MIDDLE * 0.45} ${from} ${MIDDLE * 0.55} ${to} ${MIDDLE} ${to}`;
+function curve(from: number, to: number, wide: number): string {
+  return `M0 ${from}C${wide * 0.45} ${from} ${wide * 0.55} ${to} ${wide} ${to}`;
 }

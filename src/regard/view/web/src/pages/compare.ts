@@ -86,8 +86,8 @@ class Maps {
   private readonly all: Heatmap[] = [];
 
   constructor(private readonly context: Context, private readonly readout: HTMLElement) {
-    this.legend = new Legend(context);
-    this.signed = new Legend(context, differenceRamp(context.dark()));
+    this.legend = new Legend(context, null, "A and B");
+    this.signed = new Legend(context, differenceRamp(context.dark()), "B − A");
   }
 
   each(act: (map: Heatmap) => void): void {

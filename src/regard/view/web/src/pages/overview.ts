@@ -85,6 +85,10 @@ function fillModel(context: Context, grid: HTMLElement, painter: Thumbs, found: 
   grid.className = record.places.length > DENSE ? "heads model dense" : "heads model";
   grid.style.setProperty("--heads", String(Math.max(...record.places.map((place) => place.n_heads))));
   found.textContent = "Each row is a layer, each square one head: queries from top to bottom, keys from left to right.";
+  const numbers = record.places[0]!.heads;
+  if (record.places.length > DENSE && record.places.every((place) => String(place.heads) === String(numbers))) {
+    grid.append(h("div", { class: "layer numbers", "aria-hidden": "true" }, h("div", { class: "corner", text: "Head" }), h("div", { class: "cells" }, ...numbers.map((number) => h("span", { text: String(number) })))));
+  }
   record.places.forEach((place, at) => {
     const line = h("div", { class: "layer", role: "group", "aria-label": placeLabel(record, at) });
     line.append(h("div", { class: "name", text: placeLabel(record, at), title: place.name }));
