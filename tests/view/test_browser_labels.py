@@ -137,6 +137,7 @@ def test_a_mean_over_layers_names_no_single_layer(show: Show) -> None:
     record = view_fakes.decoder(layers=3, n_heads=2)
     page = show(record, "head?place=1&head=all")
     assert page.inner_text(".panel h1") == "Mean of all layers"
+    assert "layers.1" not in page.inner_text(".panel")
     chosen = page.locator(".picker select").evaluate_all(
         "all => all.map(s => s.selectedOptions[0].text)"
     )

@@ -160,7 +160,7 @@ def test_the_widget_in_a_real_jupyterlab(browser: Any, tmp_path: Path) -> None:
         assert page.locator(".regard-still").is_hidden()
         if shots := os.environ.get("REGARD_SHOTS"):
             page.screenshot(path=f"{shots}/jupyter.png")
-        look_without_a_kernel(page, tmp_path, f"http://127.0.0.1:{port}/lab/tree/saved.ipynb")
+        look_without_a_kernel(page, tmp_path, f"http://127.0.0.1:{port}/doc/tree/saved.ipynb")
     finally:
         lab.terminate()
         lab.wait(timeout=30)

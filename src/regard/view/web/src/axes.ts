@@ -96,6 +96,17 @@ export function drawColumns(draw: CanvasRenderingContext2D, axis: Axis, edge: nu
   }
 }
 
+/** What the two axes are, in the corner between them. */
+export function drawTitles(draw: CanvasRenderingContext2D, x: number, y: number, pen: Pen): void {
+  draw.font = `600 11px ${pen.font.slice(pen.font.indexOf(" ") + 1)}`;
+  draw.fillStyle = pen.muted;
+  draw.textAlign = "right";
+  draw.textBaseline = "alphabetic";
+  draw.direction = "ltr";
+  draw.fillText("keys →", x - 8, y - 20);
+  draw.fillText("queries ↓", x - 8, y - 5);
+}
+
 /** How much room the labels of an axis need, in pixels along their own line. */
 export function room(draw: CanvasRenderingContext2D, tokens: string[], named: boolean, pen: Pen): number {
   draw.font = pen.font;

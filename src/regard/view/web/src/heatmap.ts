@@ -6,7 +6,7 @@
 
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type ZoomBehavior, type ZoomTransform } from "d3-zoom";
-import { drawColumns, drawRows, overhang, room, slantedRoom, type Axis, type Pen } from "./axes";
+import { drawColumns, drawRows, drawTitles, overhang, room, slantedRoom, type Axis, type Pen } from "./axes";
 import { inkOn, paint, paintDifference, table, bend, type Curve, type Ramp, type Table } from "./colour";
 import { h } from "./dom";
 import type { Place } from "./outline";
@@ -40,8 +40,16 @@ export interface MapOptions {
 }
 
 const CELL_MOST = 72; // pixels a token at the closest zoom
+const HATCH = 7; // pixels between the lines over cells that are hidden
 const NUMBERS = 46; // pixels a cell needs to show its weight
 const quiet = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+
+/** A weight in the width of a cell; what is there is never written as nothing. */
+function hundredths(value: number, difference: boolean): string {
+  if (!Number.isFinite(value)) return "?";
+  if (Math.abs(value) < 0.005) return difference ? "≈0" : "<.01";
+  return value.toFixed(2).replace(/^(-?)0\./, "$1.");
+}
 
 export class Heatmap {
   readonly element: HTMLElement;
@@ -316,7 +324,9 @@ export class Heatmap {
     draw.save();
     draw.translate(margin.left, margin.top);
     this.paintTiles(scale);
+    this.hatch(pen);
     draw.restore();
+    drawTitles(draw, margin.left + Math.max(0, this.transform.x), margin.top, pen);
     const chosen = this.hover ?? this.cursor;
     draw.save();
     draw.translate(0, margin.top);
@@ -402,6 +412,34 @@ export class Heatmap {
     this.draw.drawImage(tile.canvas, x0, y0, x1 - x0, y1 - y0);
   }
 
+  /** Cells that a causal rule hides altogether are unlike those whose weight is 0. */
+  private hatch(pen: Pen): void {
+    const { n_queries, n_keys, causal } = this.options.place;
+    if (!causal) return;
+    const { draw, plot, transform, step } = this;
+    const { lt, ls } = this.levels;
+    const tall = step.y * 2 ** lt;
+    const first = Math.max(0, Math.floor(-transform.y / tall));
+    const last = Math.min(Math.ceil(n_queries / 2 ** lt), Math.ceil((plot.height - transform.y) / tall));
+    const right = transform.x + n_keys * step.x;
+    draw.beginPath();
+    for (let row = first; row < last; row += 1) {
+      const seen = Math.min(n_queries, (row + 1) * 2 ** lt) + n_keys - n_queries;
+      const x = transform.x + Math.ceil(seen / 2 ** ls) * 2 ** ls * step.x;
+      if (x < right) draw.rect(x, transform.y + row * tall, right - x, tall);
+    }
+    draw.clip();
+    draw.beginPath();
+    for (let x = -plot.height; x < plot.width; x += HATCH) {
+      draw.moveTo(x, plot.height);
+      draw.lineTo(x + plot.height, 0);
+    }
+    draw.strokeStyle = pen.muted;
+    draw.globalAlpha = 0.35;
+    draw.lineWidth = 1;
+    draw.stroke();
+  }
+
   /** Close up, each cell shows its weight. */
   private paintNumbers(): void {
     const { step, draw, transform, plot } = this;
@@ -420,7 +458,7 @@ export class Heatmap {
         if (value === undefined || value === 0) continue;
         const size = bend(Math.abs(value), max, this.options.curve());
         draw.fillStyle = inkOn(ramp(this.options.difference ? 0.5 + (Math.sign(value) * size) / 2 : size));
-        const words = Number.isFinite(value) ? value.toFixed(2).replace(/^(-?)0\./, "$1.") : "?";
+        const words = hundredths(value, this.options.difference ?? false);
         draw.fillText(words, transform.x + (s + 0.5) * step.x, transform.y + (t + 0.5) * step.y);
       }
     }

@@ -41,12 +41,13 @@ export function head(context: Context): Page {
     "aside",
     { class: "panel" },
     h("h1", { text: title }),
-    h("p", { class: "facts", title: place.name, text: place.name }),
+    state.head === "all" ? null : h("p", { class: "facts", title: place.name, text: place.name }),
     headPicker(context, true),
     readout.element,
     coarse ? message(place.grid ? `This record kept a picture of ${place.grid[0]} × ${place.grid[1]} cells here, not single weights.` : "This record kept no map here.") : null,
     scoreBars(context),
     legend.element,
+    drawn.causal ? h("p", { class: "hint", text: "Hatched: keys that come later, which a query may not look at." }) : null,
     colourPicker(context),
   );
   const element = h("section", { class: "page head", "aria-label": title }, h("div", { class: "stage" }, map.element, zoomers, trouble), aside);
