@@ -92,7 +92,7 @@ def test_no_word_receives_more_than_all_and_is_told_in_percent(show: Show, token
     received = record.statistics(0)["received"][1]
     assert received.max() > 2
     if token < 0:
-        assert told[0] == f"receives {received[0]:.2f} of the {len(record.tokens)} words’ attention"
+        assert told[0] == f"receives {received[0]:.2f} of the attention of 12 tokens"
     shares = [float(found) for found in re.findall(r"([\d.]+)%", " ".join(told))]
     assert max(shares, default=0) <= 100
     assert (not shares) == (token < 0)

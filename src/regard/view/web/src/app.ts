@@ -79,7 +79,9 @@ export class App implements Context {
   }
 
   go(change: Partial<State>, quietly = false): void {
-    this.state = { ...this.state, ...change };
+    // A pair is of the word that it was chosen with.
+    const alone = ("token" in change || "side" in change) && !("mate" in change);
+    this.state = { ...this.state, ...change, ...(alone && { mate: -1 }) };
     this.line.write(writeState(this.state), quietly);
     if (!quietly) this.show();
   }

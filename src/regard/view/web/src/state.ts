@@ -14,8 +14,9 @@ export interface State {
   place: number;
   head: HeadChoice;
   other: [number, HeadChoice]; // place and head of the second record, where it is of another model
-  token: number; // the chosen word on the text and alignment pages; -1: none
+  token: number; // the chosen word; -1: none
   side: "query" | "key"; // which side the chosen word is on
+  mate: number; // the word of the other side, where a pair is chosen; -1: none
   split: boolean; // whether characters of several tokens are shown token by token
   sort: string; // "" is the order of the model, else a score's name
   least: number; // of that score, from 0 to 1 of its range
@@ -40,6 +41,7 @@ export function firstState(outline: Outline, record = 0): State {
     other: firstHead(outline.records.at(-1)!),
     token: -1,
     side: "query",
+    mate: -1,
     split: false,
     sort: "",
     least: 0,
@@ -67,6 +69,8 @@ export function readState(line: string, outline: Outline): State {
   state.other = readOther(said.get("other"), outline.records.at(-1)!) ?? state.other;
   state.side = said.get("side") === "key" ? "key" : "query";
   state.token = whole(said.get("token"), -1, tokenCount(outline, state) - 1, -1);
+  const others = tokenCount(outline, { ...state, side: state.side === "query" ? "key" : "query" });
+  state.mate = state.token < 0 ? -1 : whole(said.get("mate"), -1, others - 1, -1);
   state.split = said.get("tokens") === "1";
   const sort = said.get("sort") ?? "";
   state.sort = Object.hasOwn(outline.records[state.record]!.scores, sort) ? sort : "";
@@ -90,17 +94,24 @@ export function tokenCount(outline: Outline, state: State): number {
   return state.side === "query" ? place.n_queries : place.n_keys;
 }
 
+/** The chosen pair of query and key, where both are chosen. */
+export function chosenPair({ token, side, mate }: State): { t: number; s: number } | null {
+  if (token < 0 || mate < 0) return null;
+  return side === "query" ? { t: token, s: mate } : { t: mate, s: token };
+}
+
 export function writeState(state: State): string {
   const said = new URLSearchParams();
   if (state.record) said.set("record", String(state.record));
-  if (state.page !== "overview") {
+  if (state.page !== "overview" || state.token >= 0) {
     said.set("place", String(state.place));
     said.set("head", String(state.head));
   }
   if (state.page === "compare" && !state.alike) said.set("other", state.other.join("."));
-  if (state.token >= 0 && (state.page === "text" || state.page === "align")) {
+  if (state.token >= 0) {
     said.set("token", String(state.token));
     if (state.side === "key") said.set("side", "key");
+    if (state.mate >= 0) said.set("mate", String(state.mate));
   }
   if (state.split && state.page === "text") said.set("tokens", "1");
   if (state.page === "overview" && state.sort) {

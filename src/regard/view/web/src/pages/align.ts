@@ -222,6 +222,7 @@ class AlignView {
   /** Lines of the chosen word stand out; the words at their other ends show the share. */
   private mark(hover?: Chosen): void {
     const kept = this.chosen();
+    const { mate } = this.context.state;
     const chosen = hover ?? kept;
     const { t0, s0, s } = this.shown();
     for (const path of this.paths) {
@@ -235,6 +236,7 @@ class AlignView {
         const at = index + (which === "query" ? t0 : s0);
         const own = chosen?.which === which && chosen.at === at;
         button.classList.toggle("chosen", own);
+        button.classList.toggle("mate", kept !== null && kept.which !== which && at === (which === "key" ? mate >> this.level : mate) && mate >= 0);
         button.setAttribute("aria-pressed", String(kept?.at === at && kept.which === which));
         let value = NaN;
         if (chosen && chosen.which !== which) value = which === "key" ? this.at(chosen.at - t0, index, s) : this.at(index, chosen.at - s0, s);

@@ -9,6 +9,7 @@ import { exact, h, message, percent } from "../dom";
 import { Heatmap, type Cell, type MapOptions } from "../heatmap";
 import { cellStarts, headTitle, isExact, keyTokens, mapPlace, placeLabel, queryTokens, type Place, type Recorded } from "../outline";
 import type { HeadChoice } from "../source";
+import { chosenPair } from "../state";
 import type { TileAt } from "../tiles";
 import { headKeys } from "./head";
 import { label, shorten } from "../words";
@@ -50,6 +51,8 @@ export function compare(context: Context): Page {
     };
     figures.push(maps.make(one, "B − A", less, true));
   }
+  const pair = chosenPair(context.state);
+  if (pair && isExact(one.place)) maps.choose(pair);
   const aside = h(
     "aside", { class: "panel" },
     h("h1", { text: context.state.alike ? headTitle(one.record, one.at, one.head) : "Two models" }),
@@ -90,6 +93,10 @@ class Maps {
     this.signed = new Legend(context, differenceRamp(context.dark()), "B − A");
   }
 
+  choose(pair: { t: number; s: number }): void {
+    this.all[0]!.setCursor(pair);
+  }
+
   each(act: (map: Heatmap) => void): void {
     this.all.forEach(act);
   }
@@ -107,8 +114,12 @@ class Maps {
         for (const other of all) if (other !== map) other.setAt(at);
         context.go({ at }, true);
       },
-      onCell: (cell) => tell(this.readout, all, cell, rows, columns),
+      onCell: (cell, kept) => {
+        tell(this.readout, all, cell, rows, columns);
+        if (kept && cell && isExact(place)) context.go({ token: cell.t, side: "query", mate: cell.s }, true);
+      },
       onLoad: () => {
+        if (map.cursor) tell(this.readout, all, map.cell(map.cursor), rows, columns);
         (difference ? this.signed : this.legend).update(...map.scale);
         for (const other of all) other.redraw();
       },

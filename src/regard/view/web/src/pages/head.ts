@@ -5,6 +5,7 @@ import { Legend, colourPicker, headPicker, scoreBars, stepHead, stepLayer } from
 import { exact, h, message, percent } from "../dom";
 import { Heatmap, type Cell } from "../heatmap";
 import { cellStarts, headTitle, isExact, keyTokens, mapPlace, queryTokens, type Place } from "../outline";
+import { chosenPair } from "../state";
 import { label, quoted } from "../words";
 
 export function head(context: Context): Page {
@@ -26,7 +27,10 @@ export function head(context: Context): Page {
     curve: () => context.state.curve,
     at: state.at,
     onMove: (at) => context.go({ at }, true),
-    onCell: (cell, kept) => readout.show(cell, kept),
+    onCell: (cell, kept) => {
+      readout.show(cell, kept);
+      if (kept && cell && !coarse) context.go({ token: cell.t, side: "query", mate: cell.s }, true);
+    },
     onLoad: (loaded) => {
       legend.update(...loaded.scale);
       const problem = loaded.tiles.problem;
@@ -34,6 +38,7 @@ export function head(context: Context): Page {
       readout.again(loaded);
     },
   });
+  if (!coarse) void showChosen(context, map);
   const button = (text: string, words: string, act: () => void) =>
     h("button", { type: "button", class: "round", text, "aria-label": words, title: words, on: { click: act } });
   const zoomers = h("div", { class: "zoomers" }, button("+", "Zoom in  +", () => map.zoomBy(2)), button("−", "Zoom out  −", () => map.zoomBy(0.5)), button("⤢", "Show all  0", () => map.fit()));
@@ -60,6 +65,22 @@ export function head(context: Context): Page {
     },
     key: (event) => headKeys(context, event),
   };
+}
+
+/** The pair that was chosen, here or on another page; of a word alone, with its largest weight. */
+async function showChosen(context: Context, map: Heatmap): Promise<void> {
+  const { token, side } = context.state;
+  if (token < 0) return;
+  const pair = chosenPair(context.state);
+  if (pair) return map.setCursor(pair);
+  try {
+    const values = await context.source.get(question(side === "query" ? "row" : "column", context, token));
+    const best = values.indexOf(Math.max(...values.filter(Number.isFinite)));
+    if (context.state.token !== token || best < 0 || !map.element.isConnected) return;
+    map.setCursor(side === "query" ? { t: token, s: best } : { t: best, s: token });
+  } catch {
+    return; // the page says itself what it does not have
+  }
 }
 
 export function headKeys(context: Context, event: KeyboardEvent): boolean {

@@ -136,7 +136,9 @@ function card(context: Context, painter: Thumbs, entry: Entry, caption: string):
         click: (event: MouseEvent) => {
           if (event.ctrlKey || event.metaKey || event.shiftKey) return;
           event.preventDefault();
-          context.go({ page: "head", place, head, at: null, token: -1 });
+          const before = record.places[context.state.place]!;
+          const same = before.n_queries === here.n_queries && before.n_keys === here.n_keys;
+          context.go({ page: "head", place, head, at: null, ...(!same && { token: -1 }) });
         },
       },
     },

@@ -120,7 +120,7 @@ class TextView {
 
   private paint(values: Float32Array, shaded: Which, received: boolean): void {
     const max = largest(values);
-    const told = (value: number) => (received ? `receives ${value.toFixed(2)} of the ${many(this.place.n_queries, "word")}’ attention` : percent(value));
+    const told = (value: number) => (received ? `receives ${value.toFixed(2)} of the attention of ${many(this.place.n_queries, "token")}` : percent(value));
     for (const block of this.blocks) {
       if (block.which === null || block.which === shaded) block.paint(values, max, told);
       else block.bare();
@@ -232,9 +232,12 @@ class Block {
 
   mark(): void {
     const chosen = this.chosen();
+    const { side, mate } = this.context.state;
+    const other = this.which === side ? -1 : this.units.at(mate);
     this.words.forEach((word, index) => {
       const here = this.first + index === chosen;
       word.setAttribute("aria-selected", String(here));
+      word.classList.toggle("mate", this.first + index === other);
       word.tabIndex = here || (index === 0 && (chosen < this.first || chosen >= this.first + this.words.length)) ? 0 : -1;
     });
   }
