@@ -26,6 +26,9 @@ def test_every_head_is_drawn_where_its_layer_and_number_say() -> None:
     grey = picture(record)[..., :3].sum(2)
     step = CELL + GAP
     assert grey.shape == (2 * step - GAP, 3 * step - GAP)
+    gaps = [grey[:, CELL:step], grey[:, step + CELL : 2 * step], grey[CELL:step]]
+    assert all((gap == grey.max()).all() for gap in gaps)
+    assert (grey[:, [0, step, 2 * step]] < grey.max()).any(axis=0).all()  # of each its first key
     for place in range(2):
         for head in range(3):
             part = grey[place * step :, head * step :][:CELL, :CELL]

@@ -163,7 +163,11 @@ def test_the_widget_in_a_real_jupyterlab(browser: Any, tmp_path: Path) -> None:
         look_without_a_kernel(page, tmp_path, f"http://127.0.0.1:{port}/doc/tree/saved.ipynb")
     finally:
         lab.terminate()
-        lab.wait(timeout=30)
+        try:
+            lab.wait(timeout=30)
+        except subprocess.TimeoutExpired:  # a kernel that is only starting holds it up
+            lab.kill()
+            lab.wait(timeout=30)
         log.close()
         shutil.rmtree(tmp_path / "d", ignore_errors=True)
 
