@@ -160,7 +160,7 @@ function differences(context: Context, one: Recorded): HTMLElement[] {
   const found = context.outline.differences;
   const { place: here, head: chosen, alike } = context.state;
   if (!alike) return [message("These models differ in shape: a head of one has no like in the other, so none are paired.")];
-  if (!found) return [message("The two texts differ in length, so heads are not compared weight by weight.")];
+  if (!found) return [message("The two texts differ in length, or in how finely their maps were kept, so heads are not compared weight by weight.")];
   const list = h(
     "ol", { class: "differing" },
     ...found.slice(0, 12).map(([place, head, distance]) =>
