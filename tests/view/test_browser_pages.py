@@ -58,7 +58,7 @@ def test_the_overview_draws_every_head(show: Show) -> None:
     names = page.locator(".card").evaluate_all("all => all.map(a => a.getAttribute('aria-label'))")
     assert names[0] == "Layer 0, head 0: previous 0.55"
     colours = page.locator(".card canvas").first.evaluate(
-        "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, 12, 12)"
+        "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height)"
         ".data.buffer)).size"
     )
     assert colours > 10
@@ -201,6 +201,43 @@ def test_labels_appear_when_they_fit(show: Show) -> None:
     ready(page)
     numbers = [w for w in page.evaluate("[...window.said]") if re.fullmatch(r"\.\d\d", w)]
     assert numbers, "close up each cell shows its weight"
+
+
+SPY = """() => { window.said = new Set(); const plain = CanvasRenderingContext2D.prototype;
+    const old = plain.fillText; plain.fillText = function (text, ...rest) {
+    window.said.add(text); return old.call(this, text, ...rest); }; }"""
+
+
+def test_no_weight_is_written_as_nothing_and_the_axes_have_names(show: Show) -> None:
+    record = view_fakes.decoder(["a", "b", "c"], layers=1, n_heads=1)
+    whole = np.array([[1, 0, 0], [0.998, 0.002, 0], [0.5, 0, 0.5]], np.float32)
+    record.map = lambda place, head, w, size: whole[w[0]:w[1], w[2]:w[3]]  # type: ignore # fmt: skip
+    page = show(record, "overview")
+    page.evaluate(SPY)
+    page.keyboard.press("2")
+    ready(page)
+    said = set(page.evaluate("[...window.said]"))
+    assert {"<.01", "1.00", ".50", "keys →", "queries ↓"} <= said
+    assert not {".00", "-.00"} & said
+
+
+def test_a_key_that_is_hidden_is_unlike_one_that_gets_nothing(show: Show) -> None:
+    """Both weigh 0: key 9 comes later than query 5, key 5 does not interest query 9."""
+    record = view_fakes.decoder(layers=1, n_heads=1)
+    whole = np.eye(12, dtype=np.float32)[[0] * 12]
+    record.map = lambda place, head, w, size: whole[w[0]:w[1], w[2]:w[3]]  # type: ignore # fmt: skip
+    page = show(record, "head?place=0&head=0")
+    ready(page)
+
+    def colours(t: int, s: int) -> int:
+        x, y = point_at(page, t, s)
+        page.mouse.move(2, 2)
+        page.wait_for_timeout(60)
+        return len({tuple(pixel(page, x + at, y)) for at in range(-12, 12)})
+
+    assert colours(9, 5) == 1
+    assert colours(5, 9) > 1
+    assert "Hatched" in page.inner_text(".panel")
 
 
 def test_a_pixel_of_the_static_page_is_the_exact_mean_of_its_cell(show: Show) -> None:

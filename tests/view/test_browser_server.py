@@ -53,7 +53,7 @@ def test_sixteen_thousand_tokens_are_zoomed_down_to_single_weights(watched: Any)
         tiles = [url for url in watched.requests if "/data/map/" in url]
         assert tiles
         levels = {tuple(url.split("/data/map/")[1].split("/")[3:5]) for url in tiles}
-        assert levels == {("8", "8"), ("4", "4")}, "the whole first, then one cell a pixel"
+        assert levels == {("7", "7"), ("4", "4")}, "the whole first, then one cell a pixel"
         assert len(tiles) <= 12, "what a causal rule hides is not asked for"
         page.mouse.move(500, 500)
         page.wait_for_function(

@@ -69,6 +69,26 @@ def test_where_widgets_do_not_run_the_text_is_named_and_harmless() -> None:
     assert "' and '" in repr(make_widget(record, record))
 
 
+def test_a_saved_notebook_has_a_picture_and_the_widget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two outputs: the picture for where nothing runs, then the widget, whose style hides it."""
+    import IPython
+    from IPython import display
+
+    shown: list[Any] = []
+    monkeypatch.setattr(IPython, "get_ipython", lambda: "a notebook")
+    monkeypatch.setattr(display, "display", lambda bundle, raw: shown.append(bundle))
+    widget = make_widget(view_fakes.decoder(["Ein", "<b>Wort"], layers=1, n_heads=2))
+    bundle = widget._repr_mimebundle_()
+    data = bundle[0] if isinstance(bundle, tuple) else bundle
+    assert "application/vnd.jupyter.widget-view+json" in data
+    [still] = shown
+    assert 'class="regard-still"' in still["text/html"] and "data:image/png" in still["text/html"]
+    assert ".regard-still" in widget._css and "display:none" in widget._css
+    monkeypatch.setattr(IPython, "get_ipython", lambda: None)
+    widget._repr_mimebundle_()
+    assert len(shown) == 1
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -137,13 +157,37 @@ def test_the_widget_in_a_real_jupyterlab(browser: Any, tmp_path: Path) -> None:
         assert page.locator(".jp-MarkdownCell").count() == 0
         page.locator(".regard nav a", has_text="Text").click()
         page.wait_for_selector(".regard .flow .word")
+        assert page.locator(".regard-still").is_hidden()
         if shots := os.environ.get("REGARD_SHOTS"):
             page.screenshot(path=f"{shots}/jupyter.png")
+        look_without_a_kernel(page, tmp_path, f"http://127.0.0.1:{port}/doc/tree/saved.ipynb")
     finally:
         lab.terminate()
-        lab.wait(timeout=30)
+        try:
+            lab.wait(timeout=30)
+        except subprocess.TimeoutExpired:  # a kernel that is only starting holds it up
+            lab.kill()
+            lab.wait(timeout=30)
         log.close()
         shutil.rmtree(tmp_path / "d", ignore_errors=True)
+
+
+def look_without_a_kernel(page: Any, folder: Path, address: str) -> None:
+    """Save the notebook, and open a copy that nobody has run: it shows the picture."""
+    page.locator(".jp-Cell .cm-content").first.click()
+    page.keyboard.press("Control+s")
+    for _ in range(60):
+        saved = json.loads((folder / "look.ipynb").read_text())
+        if saved["cells"][0]["outputs"]:
+            break
+        page.wait_for_timeout(250)
+    (folder / "saved.ipynb").write_text(json.dumps(saved))
+    page.goto(address)
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.regard-still img')].some("
+        "i => i.naturalWidth > 100 && i.getBoundingClientRect().width > 100)"
+    )
+    assert "Run the cell to look closer" in page.inner_text(".regard-still")
 
 
 def run_cell(page: Any) -> None:

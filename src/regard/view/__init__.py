@@ -11,18 +11,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regard.view.manifest import BadView as BadView
     from regard.view.page import BUDGET as BUDGET
     from regard.view.page import make_page as make_page
     from regard.view.page import write_page as write_page
     from regard.view.plots import plot as plot
+    from regard.view.queries import BadView as BadView
     from regard.view.server import Server as Server
     from regard.view.server import serve as serve
     from regard.view.widget import make_widget as make_widget
 
 _HOMES = {
     "BUDGET": "page",
-    "BadView": "manifest",
+    "BadView": "queries",
     "Server": "server",
     "make_page": "page",
     "make_widget": "widget",

@@ -14,9 +14,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from regard.lens.head_names import (
     SCORE_WORDS,
     known_scores,
@@ -26,17 +23,15 @@ from regard.lens.head_names import (
 )
 from regard.lens.record import Record
 from regard.lens.word_links import find_alignment, reads_source
+from regard.view.distances import rank_distances
+from regard.view.pieces import LABEL_LENGTH, cut, find_spans, make_pieces
+from regard.view.queries import BadView
 
 FORMAT = 1
 MAX_TOKENS = 4_000_000
-LABEL_LENGTH = 80  # characters of a token that a page is given
+SMALL_CELLS = 200  # on a side of the overview's maps, at most: at least 100 where there are as many
 NAME_LENGTH = 200
 MOST_ALIGNED = 30_000_000  # weights of all cross-attention heads, to choose the first view by
-Floats = npt.NDArray[np.float32]
-
-
-class BadView(ValueError):
-    """A record that cannot be shown, or a question that no record answers; says which and why."""
 
 
 def make_manifest(records: Sequence[Record], host: str) -> dict[str, Any]:
@@ -49,28 +44,26 @@ def make_manifest(records: Sequence[Record], host: str) -> dict[str, Any]:
         "door": host,
         "words": words,
         "records": [_tell_record(each) for each in records],
+        "differences": rank_distances(*records) if len(records) == 2 else None,
+        "small": SMALL_CELLS,
     }
 
 
 def _tell_record(record: Record) -> dict[str, Any]:
     if not record.places:
         raise BadView("the record has 0 places, so there is nothing to show")
-    tokens, source_tokens = _labels(record.tokens), None
     note = length_note(record)
-    pieces = _pieces(record.text, record.spans, len(tokens))
+    tokens = _words(record.tokens, record.text, record.spans)
+    source = _words(None, "", None)
     if record.source_tokens is not None:
-        source_tokens = _labels(record.source_tokens)
+        text = record.source_text or ""
+        spans = find_spans(text, record.source_tokens)
+        source = _words(record.source_tokens, text, spans)
     return {
         "model": cut(short_model_name(record.model), NAME_LENGTH),
         "created": cut(record.created, NAME_LENGTH),
-        # As people write them: the text that a token stands for, where that is known.
-        "tokens": [
-            own if own.strip() else token
-            for token, (_, own) in zip(tokens, pieces or [["", ""]] * len(tokens), strict=True)
-        ],
-        "pieces": pieces,
-        "source_tokens": source_tokens,
-        "source_pieces": None,
+        **tokens,
+        **{f"source_{name}": value for name, value in source.items()},
         "notes": [] if note is None else [note],
         "places": [
             {**_tell_place(record, number), "label": cut(label, NAME_LENGTH)}
@@ -90,7 +83,7 @@ def _tell_record(record: Record) -> dict[str, Any]:
 def _tell_place(record: Record, number: int) -> dict[str, Any]:
     place = record.places[number]
     queries, keys = sides_of(record, number)
-    plain = ("layer", "kind", "n_heads", "n_queries", "n_keys", "causal")
+    plain = ("layer", "kind", "stack", "n_heads", "n_queries", "n_keys", "causal")
     return {
         "name": cut(place.name, NAME_LENGTH),
         **{name: getattr(place, name) for name in plain},
@@ -129,33 +122,20 @@ def finite(value: float) -> float | None:
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
+def _words(
+    tokens: Sequence[str] | None, text: str, spans: Sequence[tuple[int, int]] | None
+) -> dict[str, Any]:
+    """The tokens of one side, and the text that they stand for, where that is known."""
+    if tokens is None:
+        return {"tokens": None, "pieces": None, "joined": []}
+    labels = _labels(tokens)
+    pieces = make_pieces(text, spans, len(labels))
+    if pieces is None:
+        return {"tokens": labels, "pieces": None, "joined": []}
+    return {"tokens": pieces.name(labels), "pieces": pieces.texts, "joined": pieces.joined}
+
+
 def _labels(tokens: Sequence[str]) -> list[str]:
     if not 1 <= len(tokens) <= MAX_TOKENS:
         raise BadView(f"the record has {len(tokens)} tokens; a page shows 1 to {MAX_TOKENS:,}")
     return [cut(token, LABEL_LENGTH) for token in tokens]
-
-
-def cut(text: str, length: int) -> str:
-    """The beginning of a text, with an ellipsis where something was left out."""
-    return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def _pieces(
-    text: str, spans: Sequence[tuple[int, int]] | None, count: int
-) -> list[list[str]] | None:
-    """Each token's text and what stands before it; None where spans do not lie in the text."""
-    if spans is None or len(spans) != count:
-        return None
-    pieces, done = [], 0
-    for start, end in spans:
-        if start == end:  # a token that stands for no characters, such as <s>
-            pieces.append(["", ""])
-            continue
-        if not done <= start < end <= len(text):
-            return None
-        # Many tokenizers give a word the space before it; a shade on that would look ragged.
-        bare = end - len(text[start:end].lstrip())
-        start = start if bare == end else bare
-        pieces.append([cut(text[done:start], LABEL_LENGTH), cut(text[start:end], LABEL_LENGTH)])
-        done = end
-    return pieces

@@ -23,12 +23,13 @@ import numpy as np
 from regard._files import replace_file
 from regard.lens.record import Record
 from regard.view.assets import inline_json, whole_page
-from regard.view.manifest import BadView, Floats, cut, make_manifest
-from regard.view.queries import answer, whole_level
+from regard.view.manifest import SMALL_CELLS, make_manifest
+from regard.view.pieces import cut
+from regard.view.queries import BadView, Floats, answer, whole_level
 
 BUDGET = 16_000_000  # bytes of data in a page; the bundle comes on top
-SMALL_CELLS = 64  # cells on a side of the overview's maps, at most
-_SHARE = 0.4  # of the budget, at most, for maps and sums of all heads
+_SMALLER = (SMALL_CELLS, 100, 64)  # cells on a side of the overview's maps: the first that fit
+_SHARE = 0.55  # of the budget, at most, for maps and sums of all heads
 _TOP_SHARE = 0.3  # of what is left, for the largest weights of heads whose matrix did not fit
 _TELLING = ("previous", "next", "same", "induction", "first", "separator")
 
@@ -68,9 +69,11 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
             f"the words and places of this record alone need {budget - parts.left:,} bytes and "
             f"the page's budget is {budget:,}; raise the budget, or use `regard view`"
         )
-    _put_small(parts, records)
     order = _most_telling(records)
     need = sum(_whole_cost(records[which], place) for which, place, _ in order)
+    # A page that holds all weights makes its small maps itself.
+    small = SMALL_CELLS if need < 0.9 * parts.left else _put_small(parts, records)
+    _put_sums(parts, records)
     parts.reserve(_TOP_SHARE if need > parts.left else 0.0)
     for which, place, head in order:
         if not _put_whole(parts, records[which], which, place, head):
@@ -80,7 +83,7 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
         name = f"{which}/{place}/{head}"
         if f"whole/{name}" not in parts.held and "top_keys" in records[which].statistics(place):
             parts.put(f"top/{name}", answer(records, f"top/{name}"))
-    return {**manifest, "parts": parts.held, "budget": budget}
+    return {**manifest, "small": small, "parts": parts.held, "budget": budget}
 
 
 @final
@@ -106,28 +109,43 @@ class _Parts:
         return True
 
 
-def _put_small(parts: _Parts, records: Sequence[Record]) -> None:
+def _put_small(parts: _Parts, records: Sequence[Record]) -> int:
+    """The one tile of each head that shows it whole; gives its cells on a side, at most."""
+    everywhere = [
+        (which, number, grid)
+        for which, record in enumerate(records)
+        for number in range(len(record.places))
+        if (grid := record.grid(number)) is not None
+    ]
+    for cells in _SMALLER:
+        tiles = []
+        cost = 0.0
+        for which, number, grid in everywhere:
+            place = records[which].places[number]
+            lt, ls = (whole_level(length, cells) for length in grid)
+            tiles += [f"map/{which}/{number}/{h}/{lt}/{ls}/0/0" for h in range(place.n_heads)]
+            cost += place.n_heads * _cost(-(-grid[0] >> lt), -(-grid[1] >> ls), place.causal)
+        if cost <= parts.left * _SHARE:
+            for tile in tiles:
+                parts.put(tile, answer(records, tile))
+            return cells
+    return _SMALLER[-1]
+
+
+def _put_sums(parts: _Parts, records: Sequence[Record]) -> None:
+    """What each key receives, where that takes little."""
     places = [
         (which, number, place)
         for which, record in enumerate(records)
         for number, place in enumerate(record.places)
     ]
-    n_heads = sum(place.n_heads for _, _, place in places)
-    share = parts.left * _SHARE / 1.4  # base64 is a third longer
-    small = n_heads * SMALL_CELLS**2 * 4 <= share
-    sums = sum(place.n_heads * place.n_keys * 4 for _, _, place in places) <= share / 2
+    if sum(place.n_heads * place.n_keys * 6 for _, _, place in places) > parts.left * _SHARE / 2:
+        return
     for which, number, place in places:
-        record = records[which]
-        grid = record.grid(number) if small else None
-        summed = sums and "received" in record.statistics(number)
-        for head in range(place.n_heads):
-            name = f"{which}/{number}/{head}"
-            if grid is not None:  # the one tile that shows a whole head
-                lt, ls = (whole_level(length, SMALL_CELLS) for length in grid)
-                tile = f"map/{name}/{lt}/{ls}/0/0"
-                parts.put(tile, answer(records, tile))
-            if summed:
-                parts.put(f"received/{name}", answer(records, f"received/{name}"))
+        if "received" in records[which].statistics(number):
+            for head in range(place.n_heads):
+                name = f"received/{which}/{number}/{head}"
+                parts.put(name, answer(records, name))
 
 
 def _most_telling(records: Sequence[Record]) -> list[tuple[int, int, int]]:
@@ -146,9 +164,12 @@ def _most_telling(records: Sequence[Record]) -> list[tuple[int, int, int]]:
 
 
 def _whole_cost(record: Record, place: int) -> float:
-    """About the bytes of one head's matrix: base64 lengthens, what a causal mask hides shrinks."""
-    height, width = record.grid(place) or (0, 0)
-    return 4 * height * width * 1.25 * (0.5 if record.places[place].causal else 1.0)
+    return _cost(*(record.grid(place) or (0, 0)), record.places[place].causal)
+
+
+def _cost(height: int, width: int, causal: bool) -> float:
+    """About the bytes of one head's map: base64 lengthens, what a causal mask hides shrinks."""
+    return 4 * height * width * 1.25 * (0.5 if causal else 1.0)
 
 
 def _put_whole(parts: _Parts, record: Record, which: int, place: int, head: int) -> bool:

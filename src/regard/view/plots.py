@@ -26,7 +26,9 @@ import numpy as np
 from regard._files import replace_file
 from regard.lens.head_names import label_places
 from regard.lens.record import Record
-from regard.view.manifest import BadView, Floats, cut, make_manifest
+from regard.view.manifest import make_manifest
+from regard.view.pieces import cut
+from regard.view.queries import BadView, Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,15 +23,21 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from regard.lens.lazy_weights import Array
 from regard.lens.record import Record
-from regard.view.manifest import BadView, Floats, cut
+from regard.view.pieces import cut
 
 TILE = 256
 MAX_LEVEL = 30
+Floats = npt.NDArray[np.float32]
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _LENGTHS = {"map": 8, "row": 5, "column": 5, "weight": 6, "received": 4, "top": 4}
+
+
+class BadView(ValueError):
+    """A record that cannot be shown, or a question that no record answers; says which and why."""
 
 
 def answer(records: Sequence[Record], question: str) -> Floats:

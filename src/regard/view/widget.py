@@ -1,7 +1,8 @@
 """The page inside a notebook, through anywidget: the same bundle, the record in the kernel.
 
-Small records travel whole with the widget, up to `WIDGET_BUDGET`, so that a saved notebook shows
-them without a kernel; the rest is asked of the kernel piece by piece, as the server's page does.
+Small records travel whole with the widget, up to `WIDGET_BUDGET`; the rest is asked of the kernel
+piece by piece, as the server's page does. A saved notebook has no kernel, and most keep no widgets:
+for those a still picture is put out before the widget, which hides it while it is there itself.
 
 Left out: what anywidget does not need. The class is made when first asked for, because anywidget is
 an extra: pip install 'regard[view]'.
@@ -17,6 +18,7 @@ from regard.view import assets
 from regard.view.manifest import make_manifest
 from regard.view.page import make_data, page_title
 from regard.view.queries import answer
+from regard.view.still import STILL, still_html
 
 WIDGET_BUDGET = 2_000_000  # bytes of data in a notebook; more is asked of the kernel
 
@@ -50,7 +52,8 @@ def _widget_class() -> Any:
         """The page as a widget. `line` is what is being looked at, and can be set."""
 
         _esm = assets.script()
-        _css = assets.style()
+        # Notebooks put each output into a box of its own, which goes with what it holds.
+        _css = f"{assets.style()}.{STILL},.jp-OutputArea-child:has(.{STILL}){{display:none}}"
         outline = traitlets.Unicode().tag(sync=True)
         line = traitlets.Unicode().tag(sync=True)
 
@@ -63,6 +66,14 @@ def _widget_class() -> Any:
             """What a saved notebook shows where widgets do not run."""
             names = " and ".join(repr(page_title(record)) for record in self.records)
             return f"{names} (run the cell to see it)"
+
+        def _repr_mimebundle_(self, **options: Any) -> Any:
+            from IPython import display, get_ipython
+
+            if get_ipython() is not None:  # type: ignore[no-untyped-call, unused-ignore]
+                still = {"text/html": still_html(self.records), "text/plain": repr(self)}
+                display.display(still, raw=True)  # type: ignore[no-untyped-call, unused-ignore]
+            return super()._repr_mimebundle_(**options)
 
         def _heard(self, _: Any, content: Any, buffers: Any) -> None:
             """A question from the page: its answer goes back with the same number."""

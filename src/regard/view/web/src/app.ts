@@ -79,7 +79,9 @@ export class App implements Context {
   }
 
   go(change: Partial<State>, quietly = false): void {
-    this.state = { ...this.state, ...change };
+    // A pair is of the word that it was chosen with.
+    const alone = ("token" in change || "side" in change) && !("mate" in change);
+    this.state = { ...this.state, ...change, ...(alone && { mate: -1 }) };
     this.line.write(writeState(this.state), quietly);
     if (!quietly) this.show();
   }
@@ -104,8 +106,11 @@ export class App implements Context {
     this.page = null;
     clear(this.main);
     for (const [name, tab] of this.tabs) {
-      if (name === this.state.page) tab.setAttribute("aria-current", "page");
-      else tab.removeAttribute("aria-current");
+      if (name === this.state.page) {
+        tab.setAttribute("aria-current", "page");
+        const nav = tab.parentElement!;
+        nav.scrollLeft = Math.max(0, tab.offsetLeft + tab.offsetWidth - nav.offsetLeft - nav.clientWidth);
+      } else tab.removeAttribute("aria-current");
     }
     try {
       this.page = MAKERS[this.state.page](this);

@@ -1,7 +1,7 @@
 // The edges of a map: words where they fit, positions where they do not.
 
 import { scaleLinear } from "d3-scale";
-import { label } from "./words";
+import { RIGHT_TO_LEFT, label } from "./words";
 
 export interface Axis {
   tokens: string[];
@@ -18,7 +18,6 @@ export interface Pen {
   accent: string;
 }
 
-const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/u;
 export const FITS = 12; // pixels a token needs for its label
 const SLANT = -Math.PI / 3.4;
 
@@ -97,6 +96,17 @@ export function drawColumns(draw: CanvasRenderingContext2D, axis: Axis, edge: nu
   }
 }
 
+/** What the two axes are, in the corner between them. */
+export function drawTitles(draw: CanvasRenderingContext2D, x: number, y: number, pen: Pen): void {
+  draw.font = `600 11px ${pen.font.slice(pen.font.indexOf(" ") + 1)}`;
+  draw.fillStyle = pen.muted;
+  draw.textAlign = "right";
+  draw.textBaseline = "alphabetic";
+  draw.direction = "ltr";
+  draw.fillText("keys →", x - 8, y - 20);
+  draw.fillText("queries ↓", x - 8, y - 5);
+}
+
 /** How much room the labels of an axis need, in pixels along their own line. */
 export function room(draw: CanvasRenderingContext2D, tokens: string[], named: boolean, pen: Pen): number {
   draw.font = pen.font;
@@ -107,6 +117,12 @@ export function room(draw: CanvasRenderingContext2D, tokens: string[], named: bo
     most = Math.max(most, draw.measureText(label(tokens[at]!)).width);
   }
   return Math.min(most, 132);
+}
+
+/** How far the label of the last column reaches beyond it, in pixels. */
+export function overhang(draw: CanvasRenderingContext2D, tokens: string[], pen: Pen): number {
+  draw.font = pen.font;
+  return Math.min(draw.measureText(label(tokens.at(-1) ?? "")).width, 132) * Math.cos(SLANT);
 }
 
 export const slantedRoom = (length: number): number => length * Math.sin(-SLANT) + 16;

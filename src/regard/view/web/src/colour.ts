@@ -62,10 +62,19 @@ export function bend(value: number, max: number, curve: Curve): number {
   return Math.max(0, 1 + Math.log10(share) / 4);
 }
 
-/** Ink that can be read on a colour. */
+const INKS = ["#15202b", "#ffffff", "#000000"];
+const READABLE = 4.5; // of the contrast that WCAG 2 defines
+
+function luminance(colour: string): number {
+  const [r, g, b] = channels(colour).map((value) => (value <= 10 ? value / 3294.6 : ((value / 255 + 0.055) / 1.055) ** 2.4)) as [number, number, number];
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+
+/** Ink that can be read on a colour: the first with enough contrast. */
 export function inkOn(colour: string): string {
-  const [r, g, b] = channels(colour);
-  return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#15202b" : "#ffffff";
+  const ground = luminance(colour);
+  const contrast = (ink: string) => (Math.max(luminance(ink), ground) + 0.05) / (Math.min(luminance(ink), ground) + 0.05);
+  return INKS.find((ink) => contrast(ink) >= READABLE) ?? "#ffffff";
 }
 
 export function paint(values: Float32Array, width: number, max: number, curve: Curve, colours: Table): ImageData {

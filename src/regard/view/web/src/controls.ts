@@ -3,31 +3,54 @@
 import { CURVES, PALETTES, bend, type Curve, type PaletteName, type Ramp } from "./colour";
 import { colours, current, type Context } from "./context";
 import { h, select, strip } from "./dom";
-import { placeLabel } from "./outline";
-import { range, score, spell, told } from "./roles";
+import { allLayers, isMeantWith, placeLabel, type Recorded } from "./outline";
+import { score, spell, strength, told } from "./roles";
+import type { HeadChoice } from "./source";
+
+export interface Choice {
+  record: Recorded;
+  place: number;
+  head: HeadChoice;
+  means: boolean; // whether means over heads and layers can be chosen
+  places?: number[];
+  label?: string; // said before "Layer" and "Head", where there are two pickers
+  choose(place: number, head: HeadChoice): void;
+}
+
+/** Two lists, layer and head; the means of all layers stand among the layers. */
+export function headLists({ record, place, head, means, places, label = "", choose }: Choice): HTMLElement[] {
+  const here = record.places[place]!;
+  const all = places ?? record.places.map((_, at) => at);
+  const layers: [string, string][] = all.map((at) => [String(at), placeLabel(record, at)]);
+  for (const at of means ? all : []) {
+    const first = all.find((other) => isMeantWith(record.places[other]!, record.places[at]!));
+    const words = allLayers(record, record.places[at]!);
+    if (first === at) layers.push([`all-${at}`, words[0]!.toUpperCase() + words.slice(1)]);
+  }
+  const whole = head === "all";
+  const shown = whole ? `all-${all.find((at) => isMeantWith(record.places[at]!, here)) ?? place}` : String(place);
+  const heads: [string, string][] = Array.from({ length: here.n_heads }, (_, at) => [String(at), `Head ${here.heads[at]}`]);
+  if (means) heads.push(["layer", "Mean of this layer"]);
+  return [
+    select(`${label}Layer`, layers, shown, (value) => {
+      if (value.startsWith("all-")) choose(Number(value.slice(4)), "all");
+      else choose(Number(value), whole ? "layer" : head);
+    }),
+    select(`${label}Head`, whole ? [["all", "Mean of all heads"]] : heads, String(head), (value) => choose(place, value === "layer" ? value : Number(value))),
+  ];
+}
 
 /** Layer and head, each with a list and steps to the neighbours; `means` adds means over heads. */
 export function headPicker(context: Context, means: boolean, places?: number[]): HTMLElement {
-  const { record, place } = current(context);
-  const { state } = context;
-  const all = places ?? record.places.map((_, at) => at);
-  const layers = select(
-    "Layer",
-    all.map((at) => [String(at), placeLabel(record, at)] as const),
-    String(state.place),
-    (value) => stepTo(context, Number(value), state.head),
-  );
-  const heads: [string, string][] = Array.from({ length: place.n_heads }, (_, at) => [String(at), `Head ${place.heads[at]}`]);
-  if (means) heads.push(["layer", "Mean of this layer"], ["all", "Mean of all layers"]);
-  const choice = select("Head", heads, String(state.head), (value) =>
-    context.go({ head: value === "layer" || value === "all" ? value : Number(value) }),
-  );
+  const { record } = current(context);
+  const { place, head } = context.state;
+  const lists = headLists({ record, place, head, means, ...(places && { places }), choose: (to, which) => stepTo(context, to, which) });
   const arrow = (words: string, sign: string, by: number) =>
     h("button", { type: "button", class: "step", "data-focus": `step${by + 1}`, "aria-label": words, title: words, text: sign, on: { click: () => stepHead(context, by) } });
-  return h("div", { class: "picker" }, layers, choice, h("div", { class: "steps" }, arrow("Previous head  [", "‹", -1), arrow("Next head  ]", "›", 1)));
+  return h("div", { class: "picker" }, ...lists, h("div", { class: "steps" }, arrow("Previous head  [", "‹", -1), arrow("Next head  ]", "›", 1)));
 }
 
-export function stepTo(context: Context, place: number, head: number | "layer" | "all"): void {
+export function stepTo(context: Context, place: number, head: HeadChoice): void {
   const { record } = current(context);
   const here = record.places[place];
   if (!here) return;
@@ -76,10 +99,10 @@ export class Legend {
   private readonly canvas: HTMLCanvasElement;
   private readonly ends: HTMLElement;
 
-  constructor(private readonly context: Context, private readonly signed: Ramp | null = null) {
+  constructor(private readonly context: Context, private readonly signed: Ramp | null = null, of = "") {
     this.canvas = h("canvas", { width: 256, height: 1, "aria-hidden": "true" });
     this.ends = h("div", { class: "ends" });
-    this.element = h("div", { class: "legend" }, this.canvas, this.ends);
+    this.element = h("div", { class: "legend" }, of ? h("p", { class: "hint", text: of }) : null, this.canvas, this.ends);
     this.update(0);
   }
 
@@ -115,9 +138,8 @@ export function scoreBars(context: Context): HTMLElement {
   if (typeof head !== "number") return list;
   for (const name of Object.keys(record.scores)) {
     const value = score(record, name, place, head);
-    const [low, high] = range(record, name);
     const bar = h("span", { class: "fill" });
-    bar.style.width = `${value === null || high === low ? 0 : Math.max(0, Math.min(1, (value - low) / (high - low))) * 100}%`;
+    bar.style.width = `${strength(record, name, value) * 100}%`;
     list.append(
       h("li", { title: told(name), class: name === sort ? "chosen" : "" }, h("span", { class: "name", text: name }), h("span", { class: "bar" }, bar), h("span", { class: "value", text: spell(value) })),
     );

@@ -107,6 +107,11 @@ export function percent(value: number | null | undefined): string {
   return `${hundred >= 99.95 ? hundred.toFixed(0) : hundred >= 10 ? hundred.toFixed(1) : hundred.toFixed(2)}%`;
 }
 
+/** "1 token", "2 tokens", "1,000 tokens". */
+export function many(count: number, what: string): string {
+  return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
+}
+
 /** A weight with all the digits a float32 has. */
 export function exact(value: number): string {
   if (Number.isNaN(value)) return "not a number";

@@ -6,7 +6,7 @@
 
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type ZoomBehavior, type ZoomTransform } from "d3-zoom";
-import { drawColumns, drawRows, room, slantedRoom, type Axis, type Pen } from "./axes";
+import { drawColumns, drawRows, drawTitles, overhang, room, slantedRoom, type Axis, type Pen } from "./axes";
 import { inkOn, paint, paintDifference, table, bend, type Curve, type Ramp, type Table } from "./colour";
 import { h } from "./dom";
 import type { Place } from "./outline";
@@ -26,18 +26,30 @@ export interface MapOptions {
   columns: string[];
   fetch: FetchTile;
   label: string;
+  small: number; // cells on a side of the map that stands in for tiles on their way
   ramp: () => Ramp;
   curve: () => Curve;
   difference?: boolean;
   at?: [number, number, number] | null;
   onMove?: (at: [number, number, number]) => void;
   onCell?: (cell: Cell | null, kept: boolean) => void;
+  /** Called when tiles have come, and when the scale has changed. */
   onLoad?: (map: Heatmap) => void;
+  /** The maps, this one among them, that have one scale together. */
+  peers?: () => Heatmap[];
 }
 
 const CELL_MOST = 72; // pixels a token at the closest zoom
+const HATCH = 7; // pixels between the lines over cells that are hidden
 const NUMBERS = 46; // pixels a cell needs to show its weight
 const quiet = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+
+/** A weight in the width of a cell; what is there is never written as nothing. */
+function hundredths(value: number, difference: boolean): string {
+  if (!Number.isFinite(value)) return "?";
+  if (Math.abs(value) < 0.005) return difference ? "≈0" : "<.01";
+  return value.toFixed(2).replace(/^(-?)0\./, "$1.");
+}
 
 export class Heatmap {
   readonly element: HTMLElement;
@@ -57,6 +69,7 @@ export class Heatmap {
   private readonly watcher: ResizeObserver;
   private quietly = false;
   private most = 1; // the closest zoom
+  private told = ""; // the scale that onLoad was last called for
 
   constructor(readonly options: MapOptions) {
     this.canvas = h("canvas", {
@@ -173,7 +186,8 @@ export class Heatmap {
       left: Math.min(width / 3, room(this.draw, rows, place.queries !== "positions", pen) + 16),
       top: Math.min(height / 3, slantedRoom(room(this.draw, columns, place.keys !== "positions", pen))),
     };
-    this.plot = { width: width - this.margin.left - 30, height: height - this.margin.top - 10 };
+    const right = Math.max(30, Math.min(width / 6, overhang(this.draw, columns, pen)));
+    this.plot = { width: width - this.margin.left - right, height: height - this.margin.top - 10 };
     const [x, y] = [this.plot.width / place.n_keys, this.plot.height / place.n_queries];
     const square = Math.min(x, y);
     // Cells are square unless the map is so long and thin that it would be a thread.
@@ -241,7 +255,7 @@ export class Heatmap {
   /** What is known of the cell that covers a pair of tokens: at the level shown, or the small one. */
   cell({ t, s }: { t: number; s: number }): Cell {
     const fine = this.cellAt(t, s, this.levels);
-    return fine.value === undefined && this.tiles.problem ? this.cellAt(t, s, smallTile(this.options.place)) : fine;
+    return fine.value === undefined && this.tiles.problem ? this.cellAt(t, s, smallTile(this.options.place, this.options.small)) : fine;
   }
 
   private cellAt(t: number, s: number, { lt, ls }: { lt: number; ls: number }): Cell {
@@ -255,7 +269,12 @@ export class Heatmap {
 
   /** The end of the colour scale being shown, and whether cells may lie beyond it. */
   get scale(): [number, boolean] {
-    const { lt, ls } = this.tiles.problem ? smallTile(this.options.place) : this.levels;
+    const all = (this.options.peers?.() ?? [this]).map((map) => map.ownScale);
+    return [Math.max(...all.map(([max]) => max)), all.some(([, beyond]) => beyond)];
+  }
+
+  private get ownScale(): [number, boolean] {
+    const { lt, ls } = this.tiles.problem ? smallTile(this.options.place, this.options.small) : this.levels;
     return [this.tiles.largest(lt, ls), this.tiles.beyond(lt, ls)];
   }
 
@@ -305,7 +324,9 @@ export class Heatmap {
     draw.save();
     draw.translate(margin.left, margin.top);
     this.paintTiles(scale);
+    this.hatch(pen);
     draw.restore();
+    drawTitles(draw, margin.left + Math.max(0, this.transform.x), margin.top, pen);
     const chosen = this.hover ?? this.cursor;
     draw.save();
     draw.translate(0, margin.top);
@@ -325,6 +346,10 @@ export class Heatmap {
     this.outline(this.cursor, pen.accent, document.activeElement === this.canvas ? 2.5 : 1.5);
     draw.restore();
     this.canvas.dataset.ready = this.tiles.waiting ? "no" : "yes";
+    if (this.told !== String(this.scale)) {
+      this.told = String(this.scale);
+      this.options.onLoad?.(this);
+    }
   }
 
   /** The tiles in view at the level of the zoom, and the small one that stands in for the others. */
@@ -352,7 +377,7 @@ export class Heatmap {
     draw.beginPath();
     draw.rect(0, 0, right, bottom);
     draw.clip();
-    const small = smallTile(this.options.place);
+    const small = smallTile(this.options.place, this.options.small);
     const list = this.inView();
     const missing = list.some((at) => !this.tiles.get(at));
     this.tiles.want(missing ? [small, ...list] : list);
@@ -367,7 +392,7 @@ export class Heatmap {
   private paintTile(tile: Tile, scale: number): void {
     const { lt, ls } = tile;
     this.colours ??= table(this.options.ramp());
-    const max = this.tiles.largest(lt, ls);
+    const max = this.options.peers ? this.scale[0] : this.tiles.largest(lt, ls);
     const curve = this.options.curve();
     const mark = `${max}|${curve}|${this.style}`;
     if (!tile.canvas || tile.painted !== mark) {
@@ -387,13 +412,41 @@ export class Heatmap {
     this.draw.drawImage(tile.canvas, x0, y0, x1 - x0, y1 - y0);
   }
 
+  /** Cells that a causal rule hides altogether are unlike those whose weight is 0. */
+  private hatch(pen: Pen): void {
+    const { n_queries, n_keys, causal } = this.options.place;
+    if (!causal) return;
+    const { draw, plot, transform, step } = this;
+    const { lt, ls } = this.levels;
+    const tall = step.y * 2 ** lt;
+    const first = Math.max(0, Math.floor(-transform.y / tall));
+    const last = Math.min(Math.ceil(n_queries / 2 ** lt), Math.ceil((plot.height - transform.y) / tall));
+    const right = transform.x + n_keys * step.x;
+    draw.beginPath();
+    for (let row = first; row < last; row += 1) {
+      const seen = Math.min(n_queries, (row + 1) * 2 ** lt) + n_keys - n_queries;
+      const x = transform.x + Math.ceil(seen / 2 ** ls) * 2 ** ls * step.x;
+      if (x < right) draw.rect(x, transform.y + row * tall, right - x, tall);
+    }
+    draw.clip();
+    draw.beginPath();
+    for (let x = -plot.height; x < plot.width; x += HATCH) {
+      draw.moveTo(x, plot.height);
+      draw.lineTo(x + plot.height, 0);
+    }
+    draw.strokeStyle = pen.muted;
+    draw.globalAlpha = 0.35;
+    draw.lineWidth = 1;
+    draw.stroke();
+  }
+
   /** Close up, each cell shows its weight. */
   private paintNumbers(): void {
     const { step, draw, transform, plot } = this;
     const { lt, ls } = this.levels;
     if (lt || ls || step.x < NUMBERS || step.y < 22) return;
     const { n_queries, n_keys } = this.options.place;
-    const max = this.tiles.largest(0, 0);
+    const [max] = this.scale;
     const ramp = this.options.ramp();
     draw.font = `11px ${getComputedStyle(this.element).fontFamily}`;
     draw.textAlign = "center";
@@ -405,7 +458,7 @@ export class Heatmap {
         if (value === undefined || value === 0) continue;
         const size = bend(Math.abs(value), max, this.options.curve());
         draw.fillStyle = inkOn(ramp(this.options.difference ? 0.5 + (Math.sign(value) * size) / 2 : size));
-        const words = Number.isFinite(value) ? value.toFixed(2).replace(/^(-?)0\./, "$1.") : "?";
+        const words = hundredths(value, this.options.difference ?? false);
         draw.fillText(words, transform.x + (s + 0.5) * step.x, transform.y + (t + 0.5) * step.y);
       }
     }

@@ -8,6 +8,7 @@ export interface Place {
   n_queries: number;
   n_keys: number;
   causal: boolean;
+  stack: string; // "encoder" or "decoder", where its name tells
   heads: number[]; // their numbers in the model
   grid: [number, number] | null; // how finely the map is known
   queries: Side;
@@ -20,8 +21,10 @@ export interface Recorded {
   created: string;
   tokens: string[];
   pieces: Pieces;
+  joined: Set<number>; // tokens that are more bytes of the character before
   source_tokens: string[] | null;
   source_pieces: Pieces;
+  source_joined: Set<number>;
   places: Place[];
   scores: Record<string, (number | null)[][]>;
   alignment: [number, number] | null; // the place and head that align target and source best
@@ -30,6 +33,8 @@ export interface Outline {
   door: string;
   records: Recorded[];
   parts: Record<string, string>;
+  differences: [number, number, number][] | null; // place, head, distance between two records' maps
+  small: number; // cells on a side of the overview's maps, at most
   budget: number;
 }
 
@@ -69,6 +74,10 @@ function pieces(value: unknown, length: number): Pieces {
   });
 }
 
+function joined(value: unknown, length: number): Set<number> {
+  return new Set((Array.isArray(value) ? value : []).map((at) => count(at, "a joined token", 1, length - 1)));
+}
+
 function side(value: unknown): Side {
   need(value === "target" || value === "source" || value === "positions", "unknown kind of labels");
   return value;
@@ -95,6 +104,7 @@ function place(value: unknown, at: number): Place {
     n_queries: count(value.n_queries, `place ${at}: n_queries`, 1, 4e6),
     n_keys: count(value.n_keys, `place ${at}: n_keys`, 1, 4e6),
     causal: value.causal === true,
+    stack: value.stack === "encoder" || value.stack === "decoder" ? value.stack : "",
     heads: numbers(value.heads, count(value.n_heads, "n_heads", 1, 4096)),
     grid: grid(value.grid, at),
     queries: side(value.queries),
@@ -137,12 +147,29 @@ function record(value: unknown): Recorded {
     created: text(value.created, "created"),
     tokens,
     pieces: pieces(value.pieces, tokens.length),
+    joined: joined(value.joined, tokens.length),
     source_tokens: source,
     source_pieces: source && pieces(value.source_pieces, source.length),
+    source_joined: joined(value.source_joined, source?.length ?? 0),
     places,
     scores: scores(value.scores, places),
     alignment: alignment(value.alignment, places),
   };
+}
+
+function differences(value: unknown, one: Recorded): Outline["differences"] {
+  if (!Array.isArray(value)) return null;
+  return value.map((row) => {
+    need(Array.isArray(row) && typeof row[2] === "number", "differences should be lists of three numbers");
+    const at = count(row[0], "a place that differs", 0, one.places.length - 1);
+    return [at, count(row[1], "a head that differs", 0, one.places[at]!.n_heads - 1), row[2]];
+  });
+}
+
+/** Whether two records are of models of one shape, so that a head of one has its like in the other. */
+export function haveOneShape(one: Recorded, two: Recorded): boolean {
+  const shape = ({ places }: Recorded) => JSON.stringify(places.map(({ name, kind, heads }) => [name, kind, heads]));
+  return shape(one) === shape(two);
 }
 
 export function readOutline(value: unknown): Outline {
@@ -154,10 +181,13 @@ export function readOutline(value: unknown): Outline {
     need(typeof packed === "string", "a part should be text");
     parts[name] = packed;
   }
+  const records = value.records.map(record);
   return {
     door: text(value.door, "door"),
-    records: value.records.map(record),
+    records,
     parts,
+    differences: differences(value.differences, records[0]!),
+    small: count(value.small, "small", 1, 256),
     budget: typeof value.budget === "number" ? value.budget : 0,
   };
 }
@@ -180,14 +210,34 @@ export function hasWords(at: Place): boolean {
   return at.queries !== "positions" && at.keys !== "positions";
 }
 
-/** "Layer 3", with what tells it apart where a layer has several places. */
+/** Whether an encoder and a decoder are here, so that a layer's number alone names none. */
+function hasTwoStacks(from: Recorded): boolean {
+  return from.source_tokens !== null || from.places.some((at) => at.kind === "cross") || new Set(from.places.map((at) => at.stack)).size > 1;
+}
+
+function sideOf(at: Place): "Encoder" | "Decoder" | "Cross" {
+  if (at.kind === "cross") return "Cross";
+  return at.stack === "encoder" || at.queries === "source" ? "Encoder" : "Decoder";
+}
+
+/** "Layer 3", or "Encoder 3", "Decoder 3" or "Cross 3" where there are two stacks. */
 export function placeLabel(from: Recorded, at: number): string {
+  const name = (place: Place) => `${hasTwoStacks(from) ? sideOf(place) : "Layer"} ${place.layer}`;
   const here = from.places[at]!;
-  const twins = from.places.filter((other) => other.layer === here.layer);
-  if (twins.length === 1) return `Layer ${here.layer}`;
-  if (here.kind === "cross") return `Cross ${here.layer}`;
-  if (here.queries === "source") return `Encoder ${here.layer}`;
-  return from.source_tokens ? `Decoder ${here.layer}` : here.name;
+  const twins = from.places.filter((other) => name(other) === name(here));
+  return twins.length === 1 ? name(here) : here.name;
+}
+
+/** Whether the mean of all layers of one place is that of another, too. */
+export function isMeantWith(one: Place, other: Place): boolean {
+  return one.kind === other.kind && one.n_queries === other.n_queries && one.n_keys === other.n_keys && one.stack === other.stack;
+}
+
+/** "all layers", and of two stacks which ones. */
+export function allLayers(from: Recorded, at: Place): string {
+  if (!hasTwoStacks(from)) return "all layers";
+  const side = sideOf(at);
+  return side === "Cross" ? "all cross-attention layers" : `all ${side.toLowerCase()} layers`;
 }
 
 /** Whether single weights can be had, not only a picture of the whole. */
@@ -206,7 +256,9 @@ export function cellStarts(cells: number, tokens: number): string[] {
   return Array.from({ length: cells }, (_, cell) => String(Math.floor((cell * tokens) / cells)));
 }
 
-export function headName(at: Place, head: number | "layer" | "all"): string {
-  if (head === "layer") return "mean of its heads";
-  return head === "all" ? "mean of all layers" : `head ${at.heads[head]}`;
+/** "Layer 3, head 2"; a mean over layers names no single one. */
+export function headTitle(from: Recorded, at: number, head: number | "layer" | "all"): string {
+  const here = from.places[at]!;
+  if (head === "all") return `Mean of ${allLayers(from, here)}`;
+  return `${placeLabel(from, at)}, ${head === "layer" ? "mean of its heads" : `head ${here.heads[head]}`}`;
 }

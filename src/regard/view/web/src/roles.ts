@@ -12,6 +12,7 @@ const TOLD: Record<string, string> = {
   local: "stays near",
   broad: "spreads wide",
 };
+const LESS_IS_MORE = ["local"]; // a distance: the smaller it is, the more of the habit
 export const SHARES = ["previous", "next", "same", "induction", "first", "separator"];
 const CLEAR = 0.3; // of the weight, before a head is said to do one thing
 
@@ -45,6 +46,26 @@ export function range(record: Recorded, name: string): [number, number] {
   }
   if (SHARES.includes(name) || (low >= 0 && high <= 1)) return [0, 1];
   return low <= high ? [Math.min(0, low), high] : [0, 1];
+}
+
+/** How much of a habit a value is, from 0 to 1: what order, bars and filters go by. */
+export function strength(record: Recorded, name: string, value: number | null): number {
+  const [low, high] = range(record, name);
+  if (value === null || high === low) return 0;
+  const share = Math.max(0, Math.min(1, (value - low) / (high - low)));
+  return LESS_IS_MORE.includes(name) ? 1 - share : share;
+}
+
+/** The value that has this strength, and whether others must lie above or below it to have more. */
+export function threshold(record: Recorded, name: string, least: number): [number, "At least" | "At most"] {
+  const [low, high] = range(record, name);
+  if (LESS_IS_MORE.includes(name)) return [high - least * (high - low), "At most"];
+  return [low + least * (high - low), "At least"];
+}
+
+/** A score in words: "previous 0.55", "1.50 tokens away". */
+export function spellScore(name: string, value: number | null): string {
+  return name === "local" && value !== null ? `${spell(value)} tokens away` : `${name} ${spell(value)}`;
 }
 
 export function spell(value: number | null): string {

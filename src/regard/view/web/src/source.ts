@@ -1,8 +1,8 @@
 // Where weights come from. One question, one array of float32, whichever door the page came through:
-// parts inlined in the page, the local server, or the notebook's kernel. See answers.py for the
+// parts inlined in the page, the local server, or the notebook's kernel. See queries.py for the
 // questions. What an inlined page does not hold it computes from whole matrices, or it says so.
 
-import { isExact, mapPlace, type Outline, type Place } from "./outline";
+import { isExact, isMeantWith, mapPlace, type Outline, type Place } from "./outline";
 
 export const TILE = 256;
 export type HeadChoice = number | "layer" | "all";
@@ -131,12 +131,7 @@ export function headsMeant(outline: Outline, record: number, place: number, head
     Array.from({ length: places[at]!.n_heads }, (_, each) => [at, each]);
   if (head === "layer") return range(place);
   if (head !== "all") return [[place, head]];
-  const encoder = (one: Place) => one.name.toLowerCase().includes("encoder");
-  return places.flatMap((other, at) =>
-    other.kind === here.kind && other.n_queries === here.n_queries && other.n_keys === here.n_keys && encoder(other) === encoder(here)
-      ? range(at)
-      : [],
-  );
+  return places.flatMap((other, at) => (isMeantWith(other, here) ? range(at) : []));
 }
 
 export class InlineSource implements Source {

@@ -2,7 +2,7 @@
 // widget. Whatever that line says, a state that fits the outline comes out.
 
 import { CURVES, PALETTES, type Curve, type PaletteName } from "./colour";
-import type { Outline, Recorded } from "./outline";
+import { haveOneShape, type Outline, type Recorded } from "./outline";
 import type { HeadChoice } from "./source";
 
 export const PAGES = ["overview", "head", "text", "align", "compare"] as const;
@@ -13,10 +13,14 @@ export interface State {
   record: number;
   place: number;
   head: HeadChoice;
-  token: number; // the chosen word on the text and alignment pages; -1: none
+  other: [number, HeadChoice]; // place and head of the second record, where it is of another model
+  token: number; // the chosen word; -1: none
   side: "query" | "key"; // which side the chosen word is on
+  mate: number; // the word of the other side, where a pair is chosen; -1: none
+  split: boolean; // whether characters of several tokens are shown token by token
   sort: string; // "" is the order of the model, else a score's name
   least: number; // of that score, from 0 to 1 of its range
+  alike: boolean; // whether the records are of one shape, and a head is looked at in both
   at: [number, number, number] | null; // centre query, centre key, zoom of the map
   palette: PaletteName;
   curve: Curve;
@@ -34,10 +38,14 @@ export function firstState(outline: Outline, record = 0): State {
     record,
     place,
     head,
+    other: firstHead(outline.records.at(-1)!),
     token: -1,
     side: "query",
+    mate: -1,
+    split: false,
     sort: "",
     least: 0,
+    alike: outline.records.length === 1 || haveOneShape(outline.records[0]!, outline.records[1]!),
     at: null,
     palette: "regard",
     curve: "root",
@@ -58,8 +66,12 @@ export function readState(line: string, outline: Outline): State {
   state.place = whole(said.get("place"), 0, places.length - 1, state.place);
   const head = said.get("head");
   state.head = head === "layer" || head === "all" ? head : whole(head, 0, places[state.place]!.n_heads - 1, first);
+  state.other = readOther(said.get("other"), outline.records.at(-1)!) ?? state.other;
   state.side = said.get("side") === "key" ? "key" : "query";
   state.token = whole(said.get("token"), -1, tokenCount(outline, state) - 1, -1);
+  const others = tokenCount(outline, { ...state, side: state.side === "query" ? "key" : "query" });
+  state.mate = state.token < 0 ? -1 : whole(said.get("mate"), -1, others - 1, -1);
+  state.split = said.get("tokens") === "1";
   const sort = said.get("sort") ?? "";
   state.sort = Object.hasOwn(outline.records[state.record]!.scores, sort) ? sort : "";
   state.least = whole(said.get("least"), 0, 100, 0) / 100;
@@ -70,22 +82,38 @@ export function readState(line: string, outline: Outline): State {
   return state;
 }
 
+function readOther(text: string | null, { places }: Recorded): [number, HeadChoice] | null {
+  const [at, head] = /^(\d{1,6})\.(\d{1,6}|layer|all)$/.exec(text ?? "")?.slice(1) ?? [];
+  const place = places[Number(at)];
+  if (!place || head === undefined) return null;
+  return [Number(at), head === "layer" || head === "all" ? head : Math.min(Number(head), place.n_heads - 1)];
+}
+
 export function tokenCount(outline: Outline, state: State): number {
   const place = outline.records[state.record]!.places[state.place]!;
   return state.side === "query" ? place.n_queries : place.n_keys;
 }
 
+/** The chosen pair of query and key, where both are chosen. */
+export function chosenPair({ token, side, mate }: State): { t: number; s: number } | null {
+  if (token < 0 || mate < 0) return null;
+  return side === "query" ? { t: token, s: mate } : { t: mate, s: token };
+}
+
 export function writeState(state: State): string {
   const said = new URLSearchParams();
   if (state.record) said.set("record", String(state.record));
-  if (state.page !== "overview") {
+  if (state.page !== "overview" || state.token >= 0) {
     said.set("place", String(state.place));
     said.set("head", String(state.head));
   }
-  if (state.token >= 0 && (state.page === "text" || state.page === "align")) {
+  if (state.page === "compare" && !state.alike) said.set("other", state.other.join("."));
+  if (state.token >= 0) {
     said.set("token", String(state.token));
     if (state.side === "key") said.set("side", "key");
+    if (state.mate >= 0) said.set("mate", String(state.mate));
   }
+  if (state.split && state.page === "text") said.set("tokens", "1");
   if (state.page === "overview" && state.sort) {
     said.set("sort", state.sort);
     if (state.least) said.set("least", String(Math.round(state.least * 100)));

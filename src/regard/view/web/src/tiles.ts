@@ -23,15 +23,14 @@ export type FetchTile = (at: TileAt, signal: AbortSignal) => Promise<Float32Arra
 
 const AT_ONCE = 4;
 const KEPT = 160;
-const SMALL = 64;
 
 export function tileKey({ lt, ls, ti, si }: TileAt): string {
   return `${lt}/${ls}/${ti}/${si}`;
 }
 
-/** The one tile that shows the whole map in at most 64 × 64 cells. */
-export function smallTile(place: Place): TileAt {
-  return { lt: wholeLevel(place.n_queries, SMALL), ls: wholeLevel(place.n_keys, SMALL), ti: 0, si: 0 };
+/** The one tile that shows the whole map in at most so many cells on a side. */
+export function smallTile(place: Place, cells: number): TileAt {
+  return { lt: wholeLevel(place.n_queries, cells), ls: wholeLevel(place.n_keys, cells), ti: 0, si: 0 };
 }
 
 export class Tiles {

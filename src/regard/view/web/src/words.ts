@@ -9,6 +9,7 @@ const SIGNS: Record<string, string> = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
 const BYTES: Record<string, string> = { "\u0120": "␣", "\u010a": "⏎", "\u0109": "⇥" };
 // Controls; embeddings, overrides and isolates; line and paragraph separators; byte order mark.
 const HIDDEN = /[\u0000-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069\u2028\u2029\ufeff]/gu;
+export const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/u;
 const LONE = /\p{Surrogate}/gu;
 const segmenter =
   typeof Intl !== "undefined" && "Segmenter" in Intl
@@ -41,6 +42,20 @@ export function label(text: string, length = 24): string {
   const bare = text.replace(/^[ \u00a0\u2581\u0120]+(?=\S)/u, "");
   if (/^[ \u00a0\u3000]+$/u.test(bare)) return "␣";
   return shorten(bare, length);
+}
+
+/** Whether a token stands for no text, as [CLS] and <s> do. */
+export function isSpecial(token: string): boolean {
+  return /^(\[.+\]|<.+>)$/u.test(token.trim());
+}
+
+/** Which way a text runs: as its first letter does. */
+export function direction(parts: Iterable<string>): "ltr" | "rtl" {
+  for (const part of parts) {
+    const letter = /\p{L}/u.exec(part);
+    if (letter) return RIGHT_TO_LEFT.test(letter[0]) ? "rtl" : "ltr";
+  }
+  return "ltr";
 }
 
 /** A label between quotes for a sentence; isolated, so that Hebrew in it turns nothing around it. */

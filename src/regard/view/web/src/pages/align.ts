@@ -1,23 +1,32 @@
-// Source × target: two columns of words with a line for every weight that matters, and the same as
-// a table of shades. Meant for cross-attention; shows self-attention too where there is none.
+// Source × target: two columns of words with a line for every weight that matters. Meant for
+// cross-attention; shows self-attention too where there is none. A source without words, such as
+// speech, is shown in spans of positions, a long text in parts; what a word looks at most is told
+// of all keys, also those of other parts.
 
 import { current, question, words, type Context, type Page } from "../context";
 import { headPicker } from "../controls";
 import { h, message, percent, svg } from "../dom";
 import { isExact, keyTokens, queryTokens } from "../outline";
-import { TILE } from "../source";
+import { TILE, cellsOf, wholeLevel } from "../source";
 import { headKeys } from "./head";
 import { label, quoted } from "../words";
 
 const LINE = 30; // pixels a word
-const MIDDLE = 260; // pixels between the columns
+const MIDDLE = 260; // pixels between the columns, at most
 const LINES = 3000; // drawn at most
+const SPANS = 64; // of positions, at most
+const REST = 80; // milliseconds that the pointer rests on a word before its weights are asked for
 let least = 0.12; // weights below are not drawn; kept while the page is open
 
 export function align(context: Context): Page {
   const view = new AlignView(context);
   void view.load();
-  return { element: view.element, restyle: () => view.draw(), key: (event) => view.key(event) };
+  return { element: view.element, close: () => view.close(), restyle: () => view.draw(), key: (event) => view.key(event) };
+}
+
+interface Chosen {
+  which: "query" | "key";
+  at: number;
 }
 
 export function crossPlaces(context: Context): number[] {
@@ -34,15 +43,20 @@ class AlignView {
   private readonly rows: string[];
   private readonly columns: string[];
   private weights: Float32Array | null = null;
-  private tile = { ti: 0, si: 0 };
+  private readonly level: number; // each row of the source is 2^level keys
+  private timer = 0;
+  private tile = { ti: 0, si: -1 }; // the part shown; -1: the one with most of the weight
   private buttons: Record<"query" | "key", HTMLElement[]> = { query: [], key: [] };
   private paths: { element: SVGElement; t: number; s: number; weight: number }[] = [];
 
   constructor(private readonly context: Context) {
     const { record, place } = current(context);
     this.rows = queryTokens(record, place);
-    this.columns = keyTokens(record, place);
+    this.level = place.keys === "positions" && place.n_keys > TILE ? wholeLevel(place.n_keys, SPANS) : 0;
+    this.columns = this.level ? spans(place.n_keys, 2 ** this.level) : keyTokens(record, place);
     const cross = place.kind === "cross";
+    const facts = cross ? "Source on the left, target on the right: each line is how much a target word looks at a source word." : "This record has no cross-attention; these are the lines of one self-attention, keys on the left, queries on the right.";
+    const written = " A word stands where it is read: its lines are where the model looks while about to write the next.";
     const shown = h("output", { text: percent(least) });
     const slider = h("input", {
       type: "range", min: 1, max: 60, value: Math.round(least * 100),
@@ -51,7 +65,7 @@ class AlignView {
     const aside = h(
       "aside", { class: "panel" },
       h("h1", { text: "Alignment" }),
-      h("p", { class: "facts", text: cross ? "Source on the left, target on the right: each line is how much a target word looks at a source word." : "This record has no cross-attention; these are the lines of one self-attention, keys on the left, queries on the right." }),
+      h("p", { class: "facts", text: facts + (cross || place.causal ? written : "") }),
       headPicker(context, true, crossPlaces(context)),
       h("label", { class: "field" }, h("span", { text: "At least" }), slider, shown),
       this.sentence, this.ranking,
@@ -59,19 +73,29 @@ class AlignView {
     this.element = h("section", { class: "page align", "aria-label": "Alignment" }, this.stage, aside);
   }
 
+  close(): void {
+    clearTimeout(this.timer);
+  }
+
   async load(): Promise<void> {
-    const { state } = this.context;
     if (!isExact(current(this.context).place)) {
       this.stage.replaceChildren(message("This record kept a coarse picture here, not single weights, so there are no lines to draw."));
       return;
     }
-    if (state.token >= 0) {
-      const at = Math.floor(state.token / TILE);
-      if (state.side === "query") this.tile.ti = at;
-      else this.tile.si = at;
-    }
+    const chosen = this.chosen();
+    if (chosen?.which === "query") this.tile.ti = Math.floor(chosen.at / TILE);
+    if (chosen?.which === "key") this.tile.si = Math.floor(chosen.at / TILE);
+    await this.turn();
+  }
+
+  /** Show the part that was turned to. */
+  private async turn(): Promise<void> {
     try {
-      this.weights = await this.context.source.get(question("map", this.context, 0, 0, this.tile.ti, this.tile.si));
+      this.tile.si = this.tile.si < 0 ? await this.fullest() : this.tile.si;
+      const means = await this.context.source.get(question("map", this.context, 0, this.level, this.tile.ti, this.tile.si));
+      const { s0, s } = this.shown();
+      // A cell is the mean of its keys; what is drawn is their sum.
+      this.weights = this.level ? means.map((mean, at) => mean * this.keysOf(s0 + (at % s))) : means;
       this.draw();
     } catch (problem) {
       this.stage.replaceChildren(message(words(problem), "error"));
@@ -86,6 +110,22 @@ class AlignView {
     return headKeys(this.context, event);
   }
 
+  private keysOf(row: number): number {
+    return Math.min(2 ** this.level, current(this.context).place.n_keys - row * 2 ** this.level);
+  }
+
+  /** The part of the source that gets most of the weight of the queries shown. */
+  private async fullest(): Promise<number> {
+    const parts = cellsOf(this.columns.length, Math.log2(TILE));
+    if (parts === 1) return 0;
+    const means = await this.context.source.get(question("map", this.context, 0, Math.log2(TILE), this.tile.ti, 0)).catch(() => new Float32Array(parts));
+    const sums = Array.from({ length: parts }, (_, part) => {
+      const keys = Math.min(TILE, this.columns.length - part * TILE);
+      return means.reduce((sum, mean, at) => sum + (at % parts === part && mean > 0 ? mean * keys : 0), 0);
+    });
+    return sums.indexOf(Math.max(...sums));
+  }
+
   private shown(): { t: number; s: number; t0: number; s0: number } {
     const [t0, s0] = [this.tile.ti * TILE, this.tile.si * TILE];
     return { t: Math.min(TILE, this.rows.length - t0), s: Math.min(TILE, this.columns.length - s0), t0, s0 };
@@ -95,22 +135,25 @@ class AlignView {
     if (!this.weights) return;
     const { t, s, t0, s0 } = this.shown();
     const height = Math.max(t, s) * LINE;
-    const [padT, padS] = [((Math.max(t, s) - t) * LINE) / 2, ((Math.max(t, s) - s) * LINE) / 2];
+    const wide = Math.max(70, Math.min(MIDDLE, this.stage.clientWidth - 300));
+    // Both columns run from top to bottom, so that a word is near what stands as far into the other.
+    const [gapT, gapS] = [t, s].map((count) => (count > 1 ? (height - LINE) / (count - 1) : 0) - LINE) as [number, number];
     this.paths = [];
     for (let y = 0; y < t; y += 1) {
       for (let x = 0; x < s; x += 1) {
         const weight = this.weights[y * s + x]!;
-        if (weight >= least) this.paths.push({ t: t0 + y, s: s0 + x, weight, element: svg("path", { d: curve(padS + (x + 0.5) * LINE, padT + (y + 0.5) * LINE) }) });
+        if (weight >= least) this.paths.push({ t: t0 + y, s: s0 + x, weight, element: svg("path", { d: curve(LINE / 2 + x * (gapS + LINE), LINE / 2 + y * (gapT + LINE), wide) }) });
       }
     }
     this.paths.sort((a, b) => b.weight - a.weight);
     this.paths.length = Math.min(LINES, this.paths.length);
-    const lines = svg("svg", { class: "lines", width: MIDDLE, height, viewBox: `0 0 ${MIDDLE} ${height}`, role: "img", "aria-label": `${this.paths.length} lines of at least ${percent(least)}` });
+    const lines = svg("svg", { class: "lines", width: wide, height, viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": `${this.paths.length} lines of at least ${percent(least)}` });
     lines.append(...this.paths.map((path) => path.element).reverse());
     const [left, right] = [this.column("key", s0, s), this.column("query", t0, t)];
-    left.style.paddingTop = `${padS}px`;
-    right.style.paddingTop = `${padT}px`;
-    this.stage.replaceChildren(h("div", { class: "pair-columns" }, left, lines, right), ...this.turner());
+    left.style.rowGap = `${Math.max(0, gapS)}px`;
+    right.style.rowGap = `${Math.max(0, gapT)}px`;
+    const none = this.paths.length ? null : message(`No weight here reaches ${percent(least)}; move “At least” to the left.`);
+    this.stage.replaceChildren(...(none ? [none] : []), h("div", { class: "pair-columns" }, left, lines, right), ...this.turner());
     this.mark();
   }
 
@@ -121,7 +164,7 @@ class AlignView {
       const show = () => this.mark({ which, at });
       return h(
         "button",
-        { type: "button", class: "word", "data-at": at, "aria-pressed": "false", on: { click: () => this.choose(which, at), pointerenter: show, pointerleave: () => this.mark(), focus: show, blur: () => this.mark() } },
+        { type: "button", class: "word", "data-at": at, title: which === "query" ? this.nextOf(at) : null, "aria-pressed": "false", on: { click: () => this.choose(which, at), pointerenter: show, pointerleave: () => this.mark(), focus: show, blur: () => this.mark() } },
         h("bdi", { dir: "auto", text: label(names[at]!, 22) }),
         h("span", { class: "share" }),
       );
@@ -140,10 +183,17 @@ class AlignView {
     return side;
   }
 
+  /** What is written after a word was read, where that is known. */
+  private nextOf(at: number): string | null {
+    const { place } = current(this.context);
+    const next = this.rows[at + 1];
+    return (place.kind === "cross" || place.causal) && next !== undefined && place.queries !== "positions" ? `about to write ${quoted(next)}` : null;
+  }
+
   private turner(): HTMLElement[] {
     if (this.rows.length <= TILE && this.columns.length <= TILE) return [];
     const turn = (words: string, change: { ti?: number; si?: number }, open: boolean) =>
-      h("button", { type: "button", text: words, disabled: !open, on: { click: () => { this.tile = { ...this.tile, ...change }; this.context.go({ token: -1 }, true); void this.load(); } } });
+      h("button", { type: "button", text: words, disabled: !open, on: { click: () => { this.tile = { ...this.tile, ...change }; this.context.go({ token: -1 }, true); void this.turn(); } } });
     const { ti, si } = this.tile;
     const pager = h(
       "div", { class: "pager" },
@@ -154,17 +204,26 @@ class AlignView {
     return [pager];
   }
 
-  private choose(which: "query" | "key", at: number): void {
+  /** The row that is chosen; of a span of positions, the address has the first. */
+  private chosen(): Chosen | null {
     const { token, side } = this.context.state;
-    const again = token === at && side === which;
-    this.context.go({ token: again ? -1 : at, side: which }, true);
+    if (token < 0) return null;
+    return { which: side, at: side === "key" ? token >> this.level : token };
+  }
+
+  private choose(which: "query" | "key", at: number): void {
+    const chosen = this.chosen();
+    const again = chosen?.at === at && chosen.which === which;
+    const token = which === "key" && at >= 0 ? at << this.level : at;
+    this.context.go({ token: again ? -1 : token, side: which }, true);
     this.mark();
   }
 
   /** Lines of the chosen word stand out; the words at their other ends show the share. */
-  private mark(hover?: { which: "query" | "key"; at: number }): void {
-    const { token, side } = this.context.state;
-    const chosen = hover ?? (token >= 0 ? { which: side, at: token } : null);
+  private mark(hover?: Chosen): void {
+    const kept = this.chosen();
+    const { mate } = this.context.state;
+    const chosen = hover ?? kept;
     const { t0, s0, s } = this.shown();
     for (const path of this.paths) {
       const own = !chosen || (chosen.which === "query" ? path.t : path.s) === chosen.at;
@@ -177,7 +236,8 @@ class AlignView {
         const at = index + (which === "query" ? t0 : s0);
         const own = chosen?.which === which && chosen.at === at;
         button.classList.toggle("chosen", own);
-        button.setAttribute("aria-pressed", String(token === at && side === which));
+        button.classList.toggle("mate", kept !== null && kept.which !== which && at === (which === "key" ? mate >> this.level : mate) && mate >= 0);
+        button.setAttribute("aria-pressed", String(kept?.at === at && kept.which === which));
         let value = NaN;
         if (chosen && chosen.which !== which) value = which === "key" ? this.at(chosen.at - t0, index, s) : this.at(index, chosen.at - s0, s);
         button.classList.toggle("lit", value >= least);
@@ -191,31 +251,57 @@ class AlignView {
     return this.weights![y * width + x] ?? NaN;
   }
 
-  private tell(chosen: { which: "query" | "key"; at: number } | null): void {
+  private tell(chosen: Chosen | null): void {
+    clearTimeout(this.timer);
     if (!chosen) {
       this.sentence.replaceChildren("Point at a word, or choose one, to see its lines alone.");
       this.ranking.replaceChildren();
       return;
     }
-    const [own, other] = chosen.which === "query" ? [this.rows, this.columns] : [this.columns, this.rows];
     const { t, s, t0, s0 } = this.shown();
-    const list = Array.from({ length: chosen.which === "query" ? s : t }, (_, index): [number, number] =>
-      chosen.which === "query" ? [s0 + index, this.at(chosen.at - t0, index, s)] : [t0 + index, this.at(index, chosen.at - s0, s)],
-    ).filter(([, value]) => value > 0);
-    const best = list.sort((a, b) => b[1] - a[1]).slice(0, 6);
-    const verb = chosen.which === "query" ? " looks at" : " is looked at by";
-    this.sentence.replaceChildren(h("bdi", { dir: "auto", text: label(own[chosen.at]!) }), h("sub", { text: String(chosen.at) }), verb);
+    const query = chosen.which === "query";
+    const list = Array.from({ length: query ? s : t }, (_, index): [number, number] =>
+      query ? [s0 + index, this.at(chosen.at - t0, index, s)] : [t0 + index, this.at(index, chosen.at - s0, s)],
+    );
+    const whole = query ? s === this.columns.length : t === this.rows.length;
+    this.list(chosen, list, whole);
+    if (!whole && !this.level) this.timer = window.setTimeout(() => void this.askAll(chosen), REST);
+  }
+
+  /** The weights of a word on all of the other side, not only on the part that is shown. */
+  private async askAll(chosen: Chosen): Promise<void> {
+    const timer = this.timer;
+    try {
+      const values = await this.context.source.get(question(chosen.which === "query" ? "row" : "column", this.context, chosen.at));
+      if (timer === this.timer) this.list(chosen, [...values.entries()], true);
+    } catch {
+      return; // the list says that it is of the part shown
+    }
+  }
+
+  private list(chosen: Chosen, weights: [number, number][], whole: boolean): void {
+    const [own, other] = chosen.which === "query" ? [this.rows, this.columns] : [this.columns, this.rows];
+    const best = weights.filter(([, value]) => value > 0).sort((a, b) => b[1] - a[1]).slice(0, 6);
+    const verb = `${chosen.which === "query" ? " looks at" : " is looked at by"}${whole ? "" : ", within the part shown"}`;
+    // The number of a span says nothing beside its positions.
+    const number = (names: string[], at: number) => (this.level && names === this.columns ? null : h("sub", { text: String(at) }));
+    this.sentence.replaceChildren(h("bdi", { dir: "auto", text: label(own[chosen.at]!) }), number(own, chosen.at) ?? "", verb);
     this.ranking.replaceChildren(
       ...best.map(([at, value]) => {
         const bar = h("span", { class: "fill" });
         bar.style.width = `${Math.min(100, value * 100)}%`;
-        return h("li", {}, h("span", { class: "name" }, h("bdi", { dir: "auto", text: label(other[at]!, 14) }), h("sub", { text: String(at) })), h("span", { class: "bar" }, bar), h("span", { class: "value", text: percent(value) }));
+        return h("li", {}, h("span", { class: "name" }, h("bdi", { dir: "auto", text: label(other[at]!, 14) }), number(other, at)), h("span", { class: "bar" }, bar), h("span", { class: "value", text: percent(value) }));
       }),
     );
     this.context.announce(`${quoted(own[chosen.at]!)}${verb} ${best.slice(0, 3).map(([at, value]) => `${quoted(other[at]!)} ${percent(value)}`).join(", ")}`);
   }
 }
 
-function curve(from: number, to: number): string {
-  return `M0 ${from}C${MIDDLE * 0.45} ${from} ${MIDDLE * 0.55} ${to} ${MIDDLE} ${to}`;
+/** "0–31", "32–63" and so on: positions, so many to a row. */
+function spans(count: number, width: number): string[] {
+  return Array.from({ length: Math.ceil(count / width) }, (_, row) => `${row * width}–${Math.min(count, (row + 1) * width) - 1}`);
+}
+
+function curve(from: number, to: number, wide: number): string {
+  return `M0 ${from}C${wide * 0.45} ${from} ${wide * 0.55} ${to} ${wide} ${to}`;
 }

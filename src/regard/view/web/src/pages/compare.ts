@@ -1,86 +1,136 @@
-// Two records side by side: the same head in both, moved together, and where they are of one size
-// the difference; with a list of the heads whose habits differ most.
+// Two records side by side, moved together on one scale, and where they are of one size the
+// difference. Of models of one shape it is the same head in both, with a list of the heads that
+// differ most; of others a head of each, for a number says nothing about which is like which.
 
 import { differenceRamp } from "../colour";
 import { colours, type Context, type Page } from "../context";
-import { Legend, colourPicker, headPicker } from "../controls";
-import { exact, h, message } from "../dom";
+import { Legend, colourPicker, headLists, headPicker } from "../controls";
+import { exact, h, message, percent } from "../dom";
 import { Heatmap, type Cell, type MapOptions } from "../heatmap";
-import { cellStarts, headName, isExact, keyTokens, mapPlace, placeLabel, queryTokens, type Place, type Recorded } from "../outline";
-import { SHARES, spell } from "../roles";
+import { cellStarts, headTitle, isExact, keyTokens, mapPlace, placeLabel, queryTokens, type Place, type Recorded } from "../outline";
+import type { HeadChoice } from "../source";
+import { chosenPair } from "../state";
 import type { TileAt } from "../tiles";
 import { headKeys } from "./head";
 import { label, shorten } from "../words";
 
+/** What is looked at in one of the two records. */
+interface Side {
+  which: number;
+  record: Recorded;
+  place: Place;
+  at: number;
+  head: HeadChoice;
+}
+
+function sides(context: Context): [Side, Side] {
+  const { place, head, other, alike } = context.state;
+  const side = (which: number, at: number, chosen: HeadChoice): Side => {
+    const record = context.outline.records[which]!;
+    return { which, record, place: record.places[at]!, at, head: chosen };
+  };
+  return [side(0, place, head), alike ? side(1, place, head) : side(1, ...other)];
+}
+
 export function compare(context: Context): Page {
-  const { outline, state } = context;
-  const [one, two] = outline.records;
-  if (!one || !two) {
+  if (context.outline.records.length < 2) {
     return { element: h("section", { class: "page compare", "aria-label": "Compare" }, message("There is one record here. Open two to compare them: regard view one.regard two.regard")) };
   }
-  const [here, there] = [one.places[state.place], two.places[state.place]];
-  const list = differences(context, one, two);
-  if (!here || !there) {
-    return { element: h("section", { class: "page compare", "aria-label": "Compare" }, message("The second record has no such place."), h("aside", { class: "panel" }, headPicker(context, false), list)) };
-  }
+  const [one, two] = sides(context);
   const readout = h("p", { class: "weights" }, "Point at a cell, or use the arrow keys.");
-  const same = String(here.grid) === String(there.grid) && headOf(context, there) === state.head;
-  const maps: Heatmap[] = [];
-  const legend = new Legend(context);
-  const signed = same ? new Legend(context, differenceRamp(context.dark())) : null;
-  const make = (record: Recorded, place: Place, title: string, fetch: MapOptions["fetch"], difference = false) => {
-    const map: Heatmap = new Heatmap({
-      place: mapPlace(place), fetch, difference, label: title,
-      rows: labelsOf(record, place)[0],
-      columns: labelsOf(record, place)[1],
-      ramp: () => (difference ? differenceRamp(context.dark()) : colours(context)),
-      curve: () => context.state.curve,
-      at: state.at,
-      onMove: (at) => {
-        for (const other of maps) if (other !== map) other.setAt(at);
-        context.go({ at }, true);
-      },
-      onCell: (cell) => tell(readout, maps, cell, record, place),
-      onLoad: (loaded) => {
-        (difference ? signed : legend)?.update(...loaded.scale);
-      },
-    });
-    maps.push(map);
-    return h("figure", {}, h("figcaption", {}, h("bdi", { dir: "auto", text: shorten(title, 48) })), map.element);
-  };
-  const ask = (which: number) => (at: TileAt, signal: AbortSignal) => tileOf(context, which, at, signal);
-  const figures = [make(one, here, `A · ${one.model}`, ask(0)), make(two, there, `B · ${two.model}`, ask(1))];
+  const maps = new Maps(context, readout);
+  const figures = [
+    maps.make(one, `A · ${one.record.model}`, (at, signal) => tileOf(context, one, at, signal)),
+    maps.make(two, `B · ${two.record.model}`, (at, signal) => tileOf(context, two, at, signal)),
+  ];
+  const same = String(one.place.grid) === String(two.place.grid) && one.place.kind === two.place.kind;
   if (same) {
-    figures.push(
-      make(one, here, "B − A", async (at, signal) => {
-        const [a, b] = await Promise.all([tileOf(context, 0, at, signal), tileOf(context, 1, at, signal)]);
-        return b.map((value, index) => value - a[index]!);
-      }, true),
-    );
+    const less = async (at: TileAt, signal: AbortSignal) => {
+      const [a, b] = await Promise.all([tileOf(context, one, at, signal), tileOf(context, two, at, signal)]);
+      return b.map((value, index) => value - a[index]!);
+    };
+    figures.push(maps.make(one, "B − A", less, true));
   }
+  const pair = chosenPair(context.state);
+  if (pair && isExact(one.place)) maps.choose(pair);
   const aside = h(
     "aside", { class: "panel" },
-    h("h1", { text: `${placeLabel(one, state.place)}, ${headName(here, state.head)}` }),
-    headPicker(context, false), readout, legend.element, signed?.element,
+    h("h1", { text: context.state.alike ? headTitle(one.record, one.at, one.head) : "Two models" }),
+    ...pickers(context, one, two), readout, maps.legend.element, same ? maps.signed.element : null,
     same ? null : message("The two maps differ in size, so there is no map of differences."),
-    h("h2", { text: "Heads that differ most" }), list, colourPicker(context),
+    ...differences(context, one.record), colourPicker(context),
   );
   return {
     element: h("section", { class: "page compare", "aria-label": "Compare" }, h("div", { class: `stage figures n${figures.length}` }, ...figures), aside),
-    close: () => maps.forEach((map) => map.close()),
-    restyle: () => maps.forEach((map) => map.restyle()),
+    close: () => maps.each((map) => map.close()),
+    restyle: () => maps.each((map) => map.restyle()),
     key: (event) => headKeys(context, event),
   };
 }
 
-function headOf(context: Context, place: Place): number | string {
-  const { head } = context.state;
-  return typeof head === "number" ? Math.min(head, place.n_heads - 1) : head;
+function pickers(context: Context, one: Side, two: Side): HTMLElement[] {
+  if (context.state.alike) return [headPicker(context, false)];
+  const list = ({ record, at, head }: Side, label: string, choose: (place: number, head: HeadChoice) => void) =>
+    h("div", { class: "picker" }, ...headLists({ record, place: at, head, means: false, label, choose: (place, which) => choose(place, fit(record, place, which)) }));
+  return [
+    list(one, "A: ", (place, head) => context.go({ place, head, at: null })),
+    list(two, "B: ", (place, head) => context.go({ other: [place, head], at: null })),
+  ];
 }
 
-function tileOf(context: Context, which: number, { lt, ls, ti, si }: TileAt, signal: AbortSignal): Promise<Float32Array> {
-  const place = context.outline.records[which]!.places[context.state.place]!;
-  return context.source.get(["map", which, context.state.place, headOf(context, place), lt, ls, ti, si].join("/"), signal);
+function fit(record: Recorded, place: number, head: HeadChoice): HeadChoice {
+  return typeof head === "number" ? Math.min(head, record.places[place]!.n_heads - 1) : head;
+}
+
+/** The maps of a page, which move together; all but the difference have one scale. */
+class Maps {
+  readonly legend: Legend;
+  readonly signed: Legend;
+  private readonly all: Heatmap[] = [];
+
+  constructor(private readonly context: Context, private readonly readout: HTMLElement) {
+    this.legend = new Legend(context, null, "A and B");
+    this.signed = new Legend(context, differenceRamp(context.dark()), "B − A");
+  }
+
+  choose(pair: { t: number; s: number }): void {
+    this.all[0]!.setCursor(pair);
+  }
+
+  each(act: (map: Heatmap) => void): void {
+    this.all.forEach(act);
+  }
+
+  make({ record, place }: Side, title: string, fetch: MapOptions["fetch"], difference = false): HTMLElement {
+    const { context, all } = this;
+    const [rows, columns] = labelsOf(record, place);
+    const map: Heatmap = new Heatmap({
+      place: mapPlace(place), fetch, difference, label: title, rows, columns, small: context.outline.small,
+      ramp: () => (difference ? differenceRamp(context.dark()) : colours(context)),
+      curve: () => context.state.curve,
+      at: context.state.at,
+      peers: () => all.filter((other) => !other.options.difference === !difference),
+      onMove: (at) => {
+        for (const other of all) if (other !== map) other.setAt(at);
+        context.go({ at }, true);
+      },
+      onCell: (cell, kept) => {
+        tell(this.readout, all, cell, rows, columns);
+        if (kept && cell && isExact(place)) context.go({ token: cell.t, side: "query", mate: cell.s }, true);
+      },
+      onLoad: () => {
+        if (map.cursor) tell(this.readout, all, map.cell(map.cursor), rows, columns);
+        (difference ? this.signed : this.legend).update(...map.scale);
+        for (const other of all) other.redraw();
+      },
+    });
+    all.push(map);
+    return h("figure", {}, h("figcaption", {}, h("bdi", { dir: "auto", text: shorten(title, 48) })), map.element);
+  }
+}
+
+function tileOf(context: Context, { which, at, head }: Side, { lt, ls, ti, si }: TileAt, signal: AbortSignal): Promise<Float32Array> {
+  return context.source.get(["map", which, at, head, lt, ls, ti, si].join("/"), signal);
 }
 
 function labelsOf(record: Recorded, place: Place): [string[], string[]] {
@@ -89,7 +139,7 @@ function labelsOf(record: Recorded, place: Place): [string[], string[]] {
   return [cellStarts(drawn.n_queries, place.n_queries), cellStarts(drawn.n_keys, place.n_keys)];
 }
 
-function tell(readout: HTMLElement, maps: Heatmap[], cell: Cell | null, record: Recorded, place: Place): void {
+function tell(readout: HTMLElement, maps: Heatmap[], cell: Cell | null, rows: string[], columns: string[]): void {
   if (!cell) {
     readout.textContent = "Point at a cell, or use the arrow keys.";
     return;
@@ -100,34 +150,23 @@ function tell(readout: HTMLElement, maps: Heatmap[], cell: Cell | null, record: 
   });
   const spellOut = (value: number | undefined) => (value === undefined ? "–" : exact(value));
   readout.replaceChildren(
-    h("bdi", { dir: "auto", text: label(labelsOf(record, place)[0][cell.t]!) }), " → ", h("bdi", { dir: "auto", text: label(labelsOf(record, place)[1][cell.s]!) }),
+    h("bdi", { dir: "auto", text: label(rows[cell.t]!) }), " → ", h("bdi", { dir: "auto", text: label(columns[cell.s]!) }),
     h("br"), `A ${spellOut(values[0])}`, h("br"), `B ${spellOut(values[1])}`,
   );
 }
 
-/** The heads whose scores lie furthest apart; both records must have the same places. */
-function differences(context: Context, one: Recorded, two: Recorded): HTMLElement {
-  const found: { place: number; head: number; name: string; by: number }[] = [];
-  one.places.forEach((place, at) => {
-    const heads = Math.min(place.n_heads, two.places[at]?.n_heads ?? 0);
-    for (let head = 0; head < heads; head += 1) {
-      let [name, by] = ["", 0];
-      for (const score of SHARES) {
-        const [a, b] = [one.scores[score]?.[at]?.[head], two.scores[score]?.[at]?.[head]];
-        const far = typeof a === "number" && typeof b === "number" ? b - a : 0;
-        if (Math.abs(far) > Math.abs(by)) [name, by] = [score, far];
-      }
-      if (name) found.push({ place: at, head, name, by });
-    }
-  });
-  found.sort((a, b) => Math.abs(b.by) - Math.abs(a.by));
-  if (!found.length) return h("p", { class: "hint", text: "No head’s habits differ." });
-  const { place: here, head: chosen } = context.state;
-  return h(
+/** The heads whose queries look elsewhere in the second record, by how much of their weight does. */
+function differences(context: Context, one: Recorded): HTMLElement[] {
+  const found = context.outline.differences;
+  const { place: here, head: chosen, alike } = context.state;
+  if (!alike) return [message("These models differ in shape: a head of one has no like in the other, so none are paired.")];
+  if (!found) return [message("The two texts differ in length, or in how finely their maps were kept, so heads are not compared weight by weight.")];
+  const list = h(
     "ol", { class: "differing" },
-    ...found.slice(0, 12).map(({ place, head, name, by }) =>
+    ...found.slice(0, 12).map(([place, head, distance]) =>
       h("li", {}, h("button", { type: "button", "aria-current": place === here && head === chosen ? "true" : null, on: { click: () => context.go({ place, head }) } },
-        h("span", { text: `${placeLabel(one, place)} · ${one.places[place]!.heads[head]}` }), h("span", { text: `${name} ${by > 0 ? "+" : "−"}${spell(Math.abs(by))}` }))),
+        h("span", { text: `${placeLabel(one, place)} · ${one.places[place]!.heads[head]}` }), h("span", { text: percent(distance) }))),
     ),
   );
+  return [h("h2", { text: "Heads that differ most" }), h("p", { class: "hint", text: "How much of a query’s weight, on average, lies on other keys in B than in A." }), list];
 }

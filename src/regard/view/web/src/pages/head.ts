@@ -4,7 +4,8 @@ import { colours, current, question, words, type Context, type Page } from "../c
 import { Legend, colourPicker, headPicker, scoreBars, stepHead, stepLayer } from "../controls";
 import { exact, h, message, percent } from "../dom";
 import { Heatmap, type Cell } from "../heatmap";
-import { cellStarts, headName, isExact, keyTokens, mapPlace, placeLabel, queryTokens, type Place } from "../outline";
+import { cellStarts, headTitle, isExact, keyTokens, mapPlace, queryTokens, type Place } from "../outline";
+import { chosenPair } from "../state";
 import { label, quoted } from "../words";
 
 export function head(context: Context): Page {
@@ -17,16 +18,19 @@ export function head(context: Context): Page {
   const legend = new Legend(context);
   const trouble = h("div", { class: "trouble" });
   const readout = new Readout(context, rows, columns, place);
-  const title = `${placeLabel(record, state.place)}, ${headName(place, state.head)}`;
+  const title = headTitle(record, state.place, state.head);
   const map = new Heatmap({
-    place: drawn, rows, columns,
+    place: drawn, rows, columns, small: context.outline.small,
     label: `${title}. ${place.n_queries} queries from top to bottom, ${place.n_keys} keys from left to right. Arrow keys move, plus and minus zoom, 0 shows all.`,
     fetch: ({ lt, ls, ti, si }, signal) => context.source.get(question("map", context, lt, ls, ti, si), signal),
     ramp: () => colours(context),
     curve: () => context.state.curve,
     at: state.at,
     onMove: (at) => context.go({ at }, true),
-    onCell: (cell, kept) => readout.show(cell, kept),
+    onCell: (cell, kept) => {
+      readout.show(cell, kept);
+      if (kept && cell && !coarse) context.go({ token: cell.t, side: "query", mate: cell.s }, true);
+    },
     onLoad: (loaded) => {
       legend.update(...loaded.scale);
       const problem = loaded.tiles.problem;
@@ -34,6 +38,7 @@ export function head(context: Context): Page {
       readout.again(loaded);
     },
   });
+  if (!coarse) void showChosen(context, map);
   const button = (text: string, words: string, act: () => void) =>
     h("button", { type: "button", class: "round", text, "aria-label": words, title: words, on: { click: act } });
   const zoomers = h("div", { class: "zoomers" }, button("+", "Zoom in  +", () => map.zoomBy(2)), button("−", "Zoom out  −", () => map.zoomBy(0.5)), button("⤢", "Show all  0", () => map.fit()));
@@ -41,12 +46,13 @@ export function head(context: Context): Page {
     "aside",
     { class: "panel" },
     h("h1", { text: title }),
-    h("p", { class: "facts", title: place.name, text: place.name }),
+    state.head === "all" ? null : h("p", { class: "facts", title: place.name, text: place.name }),
     headPicker(context, true),
     readout.element,
     coarse ? message(place.grid ? `This record kept a picture of ${place.grid[0]} × ${place.grid[1]} cells here, not single weights.` : "This record kept no map here.") : null,
     scoreBars(context),
     legend.element,
+    drawn.causal ? h("p", { class: "hint", text: "Hatched: keys that come later, which a query may not look at." }) : null,
     colourPicker(context),
   );
   const element = h("section", { class: "page head", "aria-label": title }, h("div", { class: "stage" }, map.element, zoomers, trouble), aside);
@@ -59,6 +65,22 @@ export function head(context: Context): Page {
     },
     key: (event) => headKeys(context, event),
   };
+}
+
+/** The pair that was chosen, here or on another page; of a word alone, with its largest weight. */
+async function showChosen(context: Context, map: Heatmap): Promise<void> {
+  const { token, side } = context.state;
+  if (token < 0) return;
+  const pair = chosenPair(context.state);
+  if (pair) return map.setCursor(pair);
+  try {
+    const values = await context.source.get(question(side === "query" ? "row" : "column", context, token));
+    const best = values.indexOf(Math.max(...values.filter(Number.isFinite)));
+    if (context.state.token !== token || best < 0 || !map.element.isConnected) return;
+    map.setCursor(side === "query" ? { t: token, s: best } : { t: best, s: token });
+  } catch {
+    return; // the page says itself what it does not have
+  }
 }
 
 export function headKeys(context: Context, event: KeyboardEvent): boolean {

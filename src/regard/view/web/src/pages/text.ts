@@ -4,10 +4,11 @@
 import { inkOn, largest } from "../colour";
 import { current, question, words, type Context, type Page } from "../context";
 import { Legend, colourPicker, headPicker, shade } from "../controls";
-import { h, message, percent, strip } from "../dom";
-import { keyTokens, queryTokens, type Pieces, type Place, type Recorded, type Side } from "../outline";
+import { h, many, message, percent, strip } from "../dom";
+import type { Place, Recorded } from "../outline";
 import { headKeys } from "./head";
-import { label, quoted, visible } from "../words";
+import { unitsOf, type Unit, type Units } from "../units";
+import { direction, isSpecial, label, quoted, visible } from "../words";
 
 const WINDOW = 2000; // words on the page at once
 type Which = "query" | "key";
@@ -21,6 +22,7 @@ export function text(context: Context): Page {
 
 class TextView {
   readonly element: HTMLElement;
+  readonly units: Record<Which, Units>;
   private readonly blocks: Block[];
   private readonly ranking = h("ol", { class: "ranking" });
   private readonly sentence = h("p", { class: "sentence" });
@@ -32,19 +34,29 @@ class TextView {
 
   constructor(private readonly context: Context) {
     const { record, place } = current(context);
+    const { split, side } = context.state;
     this.record = record;
     this.place = place;
     this.legend = new Legend(context);
     const two = place.kind === "cross" || place.queries !== place.keys;
+    const units = unitsOf(record, place, "query", split);
+    this.units = { query: units, key: two ? unitsOf(record, place, "key", split) : units };
     this.blocks = two
       ? [new Block(this, context, "key", "Source"), new Block(this, context, "query", "Target")]
       : [new Block(this, context, null, "Text")];
-    const direction = strip<Which>("Direction", [["query", "Looks at"], ["key", "Is looked at by"]], context.state.side, (side) => {
-      if (two) context.go({ side, token: -1 });
-      else context.go({ side });
-    });
-    const aside = h("aside", { class: "panel" }, h("h1", { text: "Text" }), headPicker(context, true), two ? null : direction, this.sentence, this.ranking, this.legend.element, colourPicker(context));
+    const towards = strip<Which>("Direction", [["query", "Looks at"], ["key", "Is looked at by"]], side, (to) => context.go({ side: to }));
+    const aside = h("aside", { class: "panel" }, h("h1", { text: "Text" }), headPicker(context, true), two ? null : towards, this.splitter(), this.sentence, this.ranking, this.legend.element, colourPicker(context));
     this.element = h("section", { class: "page text", "aria-label": "Text" }, h("div", { class: "stage" }, this.trouble, ...this.blocks.map((block) => block.element)), aside);
+  }
+
+  /** Characters of several tokens can be shown whole, or token by token. */
+  private splitter(): HTMLElement | null {
+    const { record, place } = this;
+    const sides = [place.queries, place.keys];
+    const cut = (sides.includes("target") && record.joined.size > 0) || (sides.includes("source") && record.source_joined.size > 0);
+    if (!cut) return null;
+    const choose = (value: "text" | "tokens") => this.context.go({ split: value === "tokens" });
+    return strip("Parts", [["text", "Characters"], ["tokens", "Tokens"]], this.context.state.split ? "tokens" : "text", choose);
   }
 
   choose(which: Which | null, token: number): void {
@@ -54,9 +66,9 @@ class TextView {
   }
 
   /** Turn to a word and bring it into view. */
-  reveal(which: Which, at: number): void {
+  reveal(which: Which, token: number): void {
     const block = this.blocks.find((one) => one.which === null || one.which === which);
-    if (at >= 0) block?.reveal(at);
+    if (token >= 0) block?.reveal(this.units[which].at(token));
   }
 
   key(event: KeyboardEvent): boolean {
@@ -77,7 +89,7 @@ class TextView {
     const { token, side } = this.context.state;
     try {
       const kind = token < 0 ? "received" : side === "query" ? "row" : "column";
-      const values = await this.context.source.get(kind === "received" ? question(kind, this.context) : question(kind, this.context, token));
+      const values = await this.weights(kind);
       if (turn !== this.turn) return;
       this.trouble.replaceChildren();
       this.paint(values, kind === "column" ? "query" : "key", kind === "received");
@@ -94,51 +106,67 @@ class TextView {
     }
   }
 
+  /** One number for each unit of the other side: of the chosen one's tokens together. */
+  private async weights(kind: "received" | "row" | "column"): Promise<Float32Array> {
+    const { source, state } = this.context;
+    if (kind === "received") return this.units.key.gather(await source.get(question(kind, this.context)), false);
+    const own = this.units[state.side];
+    const tokens = own.tokensOf(own.list[own.at(state.token)]!);
+    const all = await Promise.all(tokens.map((token) => source.get(question(kind, this.context, token))));
+    const share = kind === "row" ? all.length : 1;
+    const sums = all[0]!.map((_, at) => all.reduce((sum, values) => sum + values[at]!, 0) / share);
+    return kind === "row" ? this.units.key.gather(sums, false) : this.units.query.gather(sums, true);
+  }
+
   private paint(values: Float32Array, shaded: Which, received: boolean): void {
     const max = largest(values);
+    const told = (value: number) => (received ? `receives ${value.toFixed(2)} of the attention of ${many(this.place.n_queries, "token")}` : percent(value));
     for (const block of this.blocks) {
-      if (block.which === null || block.which === shaded) block.paint(values, max);
+      if (block.which === null || block.which === shaded) block.paint(values, max, told);
       else block.bare();
     }
     this.legend.update(max);
-    const names = shaded === "key" ? keyTokens(this.record, this.place) : queryTokens(this.record, this.place);
     const best = [...values.keys()].sort((a, b) => rank(values[b]!) - rank(values[a]!)).slice(0, 8);
-    this.tell(best.filter((at) => rank(values[at]!) > 0), values, names, shaded, received);
+    this.tell(best.filter((at) => rank(values[at]!) > 0), values, shaded, received);
   }
 
-  private tell(best: number[], values: Float32Array, names: string[], shaded: Which, received: boolean): void {
+  private tell(best: number[], values: Float32Array, shaded: Which, received: boolean): void {
     const { token, side } = this.context.state;
-    const own = side === "query" ? queryTokens(this.record, this.place) : keyTokens(this.record, this.place);
-    const chosen = token >= 0 ? own[token]! : "";
+    const own = this.units[side];
+    const chosen = own.list[own.at(token)];
+    const others = this.units[shaded].list;
     const max = largest(values);
-    if (received) this.sentence.replaceChildren("Choose a word. Until then, words are shaded by what they receive from all others.");
-    else this.sentence.replaceChildren(h("bdi", { dir: "auto", text: label(chosen) }), h("sub", { text: String(token) }), side === "query" ? " looks at" : " is looked at by");
+    if (received || !chosen) this.sentence.replaceChildren("Choose a word. Until then, words are shaded by what they receive from all others.");
+    else this.sentence.replaceChildren(h("bdi", { dir: "auto", text: label(chosen.name) }), h("sub", { text: numbers(chosen) }), side === "query" ? " looks at" : " is looked at by");
     this.ranking.replaceChildren(
       ...best.map((at) => {
+        const other = others[at]!;
         const bar = h("span", { class: "fill" });
         bar.style.width = `${Math.min(100, (values[at]! / max) * 100)}%`;
-        return h("li", {}, h("button", { type: "button", class: "name", title: "Show this word", on: { click: () => this.reveal(shaded, at) } }, h("bdi", { dir: "auto", text: label(names[at]!, 14) }), h("sub", { text: String(at) })), h("span", { class: "bar" }, bar), h("span", { class: "value", text: received ? values[at]!.toFixed(2) : percent(values[at]!) }));
+        return h("li", {}, h("button", { type: "button", class: "name", title: "Show this word", on: { click: () => this.reveal(shaded, other.first) } }, h("bdi", { dir: "auto", text: label(other.name, 14) }), h("sub", { text: numbers(other) })), h("span", { class: "bar" }, bar), h("span", { class: "value", text: received ? values[at]!.toFixed(2) : percent(values[at]!) }));
       }),
     );
-    if (received || token < 0) return;
-    const told = best.slice(0, 3).map((at) => `${quoted(names[at]!)} ${percent(values[at]!)}`);
-    this.context.announce(`${quoted(chosen)} ${side === "query" ? "looks at" : "is looked at by"} ${told.join(", ")}`);
+    if (received || !chosen) return;
+    const told = best.slice(0, 3).map((at) => `${quoted(others[at]!.name)} ${percent(values[at]!)}`);
+    this.context.announce(`${quoted(chosen.name)} ${side === "query" ? "looks at" : "is looked at by"} ${told.join(", ")}`);
   }
 }
 
 const rank = (value: number): number => (Number.isFinite(value) ? value : -1);
+
+/** "4", or "4–6" of a character in three tokens. */
+const numbers = ({ first, count }: Unit): string => (count === 1 ? String(first) : `${first}–${first + count - 1}`);
 
 /** One run of words: the text, or one side of a cross-attention. */
 class Block {
   readonly element: HTMLElement;
   private readonly flow: HTMLElement;
   private words: HTMLElement[] = [];
-  private first = 0;
+  private first = 0; // the number of the first unit shown
+  private readonly units: Units;
   private readonly count: number;
-  private readonly tokens: string[];
-  private readonly pieces: Pieces;
   private readonly pager: HTMLElement;
-  private values: [Float32Array, number] | null = null;
+  private values: [Float32Array, number, (value: number) => string] | null = null;
 
   constructor(
     private readonly view: TextView,
@@ -146,20 +174,19 @@ class Block {
     readonly which: Which | null,
     title: string,
   ) {
-    const { record, place } = current(context);
-    const side: Side = which === "key" ? place.keys : place.queries;
-    this.tokens = which === "key" ? keyTokens(record, place) : queryTokens(record, place);
-    this.pieces = side === "target" ? record.pieces : side === "source" ? record.source_pieces : null;
-    this.count = this.tokens.length;
-    this.flow = h("div", { class: this.count <= 80 ? "flow short" : "flow", dir: "auto", role: "listbox", "aria-label": `${title}: words; arrow keys choose one`, on: { keydown: (event: KeyboardEvent) => this.key(event), click: (event: MouseEvent) => this.click(event) } });
+    this.units = view.units[which ?? "query"];
+    this.count = this.units.list.length;
+    const read = this.units.list.filter((unit) => unit.own && !isSpecial(unit.own)).map((unit) => unit.own);
+    this.flow = h("div", { class: this.count <= 80 ? "flow short" : "flow", dir: direction(read), role: "listbox", "aria-label": `${title}: words; arrow keys choose one`, on: { keydown: (event: KeyboardEvent) => this.key(event), click: (event: MouseEvent) => this.click(event) } });
     this.pager = h("div", { class: "pager" });
     this.element = h("div", { class: "block" }, which ? h("h2", { text: title }) : null, this.flow, this.pager);
     this.show(Math.floor(Math.max(0, this.chosen()) / WINDOW) * WINDOW);
   }
 
+  /** The number of the unit that is chosen here, or -1. */
   private chosen(): number {
     const { token, side } = this.context.state;
-    return this.which === null || this.which === side ? token : -1;
+    return this.which === null || this.which === side ? this.units.at(token) : -1;
   }
 
   private show(first: number): void {
@@ -167,14 +194,14 @@ class Block {
     const last = Math.min(this.count, first + WINDOW);
     this.words = [];
     const parts: Node[] = [];
-    for (let at = first; at < last; at += 1) {
-      const [before, own] = this.pieces?.[at] ?? [at > first ? " " : "", label(this.tokens[at]!, 40)];
+    for (const unit of this.units.list.slice(first, last)) {
+      const { before, own, name } = unit;
       for (const [line, gap] of before.split("\n").entries()) {
         if (line) parts.push(document.createElement("br"));
         if (gap) parts.push(document.createTextNode(gap));
       }
-      const mark = own === "" || !own.trim();
-      const word = h("span", { class: mark ? "word mark" : "word", role: "option", tabindex: -1, "data-at": at, "aria-selected": "false", text: mark ? label(own || this.tokens[at]!, 12) : visible(own) });
+      const mark = own === "" || !own.trim() || unit.part;
+      const word = h("span", { class: mark ? "word mark" : "word", role: "option", tabindex: -1, "data-at": unit.first, "aria-selected": "false", text: mark ? label(own || name, 12) : visible(own) });
       this.words.push(word);
       parts.push(word);
       if (mark && own.includes("\n")) parts.push(document.createElement("br"));
@@ -205,9 +232,12 @@ class Block {
 
   mark(): void {
     const chosen = this.chosen();
+    const { side, mate } = this.context.state;
+    const other = this.which === side ? -1 : this.units.at(mate);
     this.words.forEach((word, index) => {
       const here = this.first + index === chosen;
       word.setAttribute("aria-selected", String(here));
+      word.classList.toggle("mate", this.first + index === other);
       word.tabIndex = here || (index === 0 && (chosen < this.first || chosen >= this.first + this.words.length)) ? 0 : -1;
     });
   }
@@ -221,32 +251,34 @@ class Block {
     }
   }
 
-  paint(values: Float32Array, max: number): void {
-    this.values = [values, max];
+  /** `told`: a weight in words, for the tooltips. */
+  paint(values: Float32Array, max: number, told: (value: number) => string): void {
+    this.values = [values, max, told];
     this.words.forEach((word, index) => {
       const value = values[this.first + index] ?? NaN;
+      const { count } = this.units.list[this.first + index]!;
       const colour = value > max * 1e-4 ? shade(this.context, value, max) : "";
       word.style.backgroundColor = colour;
       word.style.color = colour && inkOn(colour);
-      word.title = Number.isFinite(value) ? percent(value) : "not a number";
+      word.title = Number.isFinite(value) ? `${told(value)}${count > 1 ? `, ${count} tokens together` : ""}` : "not a number";
     });
   }
 
   private click(event: MouseEvent): void {
     const word = (event.target as Element).closest<HTMLElement>(".word");
-    if (word) this.choose(Number(word.dataset.at));
+    if (word) this.choose(this.words.indexOf(word) + this.first);
   }
 
   private choose(at: number): void {
     const again = this.chosen() === at;
-    this.view.choose(this.which, again ? -1 : at);
+    this.view.choose(this.which, again ? -1 : this.units.list[at]!.first);
     this.words[at - this.first]?.focus();
   }
 
   private key(event: KeyboardEvent): void {
     const word = (event.target as Element).closest<HTMLElement>(".word");
     if (!word || event.ctrlKey || event.metaKey || event.altKey) return;
-    const from = Number(word.dataset.at);
+    const from = this.words.indexOf(word) + this.first;
     const flip = getComputedStyle(this.flow).direction === "rtl" ? -1 : 1;
     const steps: Record<string, number> = { ArrowRight: flip, ArrowLeft: -flip, ArrowDown: this.line(from, 1), ArrowUp: this.line(from, -1), Home: this.first - from, End: this.first + this.words.length - 1 - from, Enter: 0, " ": 0 };
     const step = steps[event.key];
@@ -259,7 +291,7 @@ class Block {
       return;
     }
     if (to < this.first || to >= this.first + this.words.length) this.show(Math.floor(to / WINDOW) * WINDOW);
-    this.view.choose(this.which, to);
+    this.view.choose(this.which, this.units.list[to]!.first);
     this.words[to - this.first]?.focus();
   }
 

@@ -1,0 +1,77 @@
+"""A still picture of a record, for where nothing runs: all heads at once, a row for each layer.
+
+An indexed PNG, written here byte by byte: a notebook's output should need no drawing library.
+
+Left out: labels in the picture. What it shows is said in words beside it.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import struct
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from regard.lens.record import Record
+from regard.view.page import page_title
+from regard.view.plots import TIDE, printable
+from regard.view.queries import make_tile, whole_level
+
+STILL = "regard-still"  # the class of the picture, by which a live widget hides it
+CELL, GAP = 64, 6  # pixels of a head's map on a side, and between two
+Pixels = npt.NDArray[np.uint8]
+
+
+def still_html(records: Sequence[Record]) -> str:
+    """The picture of each record, and what it is of, as HTML without script or style."""
+    parts = []
+    for record in records:
+        title = html.escape(printable(page_title(record), 90))
+        heads = sum(place.n_heads for place in record.places)
+        facts = f"{len(record.tokens)} tokens, {heads} heads; a row is a layer"
+        source = base64.b64encode(_to_png(_draw_heads(record))).decode("ascii")
+        picture = f'<img alt="Every head of {title}" src="data:image/png;base64,{source}">'
+        parts.append(f"<p>{title}: {facts}. Run the cell to look closer.</p>{picture}")
+    return f'<div class="{STILL}">{"".join(parts)}</div>'
+
+
+def _draw_heads(record: Record) -> Pixels:
+    """Shades from 0 to 255, in one scale for all heads."""
+    n_heads = max(place.n_heads for place in record.places)
+    step = CELL + GAP
+    sheet = np.zeros((len(record.places) * step - GAP, n_heads * step - GAP), np.float32)
+    for number, place in enumerate(record.places):
+        grid = record.grid(number)
+        for head in range(place.n_heads if grid else 0):
+            assert grid is not None
+            levels = whole_level(grid[0], CELL), whole_level(grid[1], CELL)
+            cells = np.nan_to_num(make_tile(record, number, head, levels, (0, 0)), posinf=0)
+            rows, columns = (np.arange(CELL) * length // CELL for length in cells.shape)
+            top, left = number * step, head * step
+            sheet[top : top + CELL, left : left + CELL] = cells[rows][:, columns]
+    # As the pages have it: the root, and up to the largest.
+    shades = np.sqrt(sheet / max(float(sheet.max()), 1e-30)) * 255
+    return np.asarray(shades.round(), np.uint8)
+
+
+def _to_png(shades: Pixels) -> bytes:
+    ends = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in TIDE])
+    at = np.linspace(0, len(TIDE) - 1, 256)
+    ramp = np.stack([np.interp(at, range(len(TIDE)), channel) for channel in ends.T], 1)
+    height, width = shades.shape
+    lines = np.pad(shades, ((0, 0), (1, 0))).tobytes()  # before each line: not filtered
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
+        (b"PLTE", ramp.round().astype(np.uint8).tobytes()),
+        (b"IDAT", zlib.compress(lines, 9)),
+        (b"IEND", b""),
+    )
+    out = b"\x89PNG\r\n\x1a\n"
+    for kind, data in chunks:
+        out += struct.pack(">I", len(data)) + kind + data
+        out += struct.pack(">I", zlib.crc32(kind + data))
+    return out

@@ -1,0 +1,114 @@
+// Small maps of many heads, all on one scale: asked for when they come into view, and drawn with a
+// pixel for a pixel of the screen, each the mean weight of what it covers, so that nothing is left
+// out between two pixels.
+
+import { ceiling, largest, paint, table } from "./colour";
+import { colours, words, type Context } from "./context";
+import type { Legend } from "./controls";
+import { mapPlace } from "./outline";
+import { cellsOf } from "./source";
+import { smallTile } from "./tiles";
+
+interface Thumb {
+  canvas: HTMLCanvasElement;
+  values: Float32Array;
+  width: number;
+}
+
+export class Thumbs {
+  private readonly jobs = new Map<Element, () => Promise<void>>();
+  private drawn: Thumb[] = [];
+  private max = 0; // the end of the scale of all maps
+  private beyond = false; // whether cells lie beyond it
+  private frame = 0;
+  private readonly seen: IntersectionObserver;
+  private readonly sized: ResizeObserver;
+
+  constructor(private readonly context: Context, grid: HTMLElement, private readonly legend: Legend) {
+    this.seen = new IntersectionObserver((entries) => {
+      for (const { target } of entries.filter((entry) => entry.isIntersecting)) {
+        this.seen.unobserve(target);
+        void this.jobs.get(target)?.();
+        this.jobs.delete(target);
+      }
+    }, { rootMargin: "200px" });
+    this.sized = new ResizeObserver(() => this.repaint());
+    this.sized.observe(grid);
+  }
+
+  watch(card: HTMLElement, canvas: HTMLCanvasElement, place: number, head: number): void {
+    this.jobs.set(card, () => this.load(card, canvas, place, head));
+    this.seen.observe(card);
+  }
+
+  forget(): void {
+    this.seen.disconnect();
+    this.jobs.clear();
+    this.drawn = [];
+  }
+
+  close(): void {
+    this.forget();
+    this.sized.disconnect();
+    cancelAnimationFrame(this.frame);
+  }
+
+  repaint(): void {
+    this.frame ||= requestAnimationFrame(() => {
+      this.frame = 0;
+      this.legend.update(this.max, this.beyond);
+      for (const thumb of this.drawn) this.draw(thumb);
+    });
+  }
+
+  private async load(card: HTMLElement, canvas: HTMLCanvasElement, place: number, head: number): Promise<void> {
+    const { outline, source, state } = this.context;
+    const here = mapPlace(outline.records[state.record]!.places[place]!);
+    const { lt, ls } = smallTile(here, outline.small);
+    try {
+      const values = await source.get(`map/${state.record}/${place}/${head}/${lt}/${ls}/0/0`);
+      const thumb = { canvas, values, width: cellsOf(here.n_keys, ls) };
+      const top = ceiling(values, lt + ls > 0);
+      this.beyond ||= largest(values) > Math.max(top, this.max);
+      this.drawn.push(thumb);
+      if (top > this.max) {
+        this.max = top;
+        this.repaint();
+      } else this.draw(thumb);
+      card.dataset.cells = `${values.length / thumb.width} × ${thumb.width}`;
+      card.dataset.ready = "yes";
+    } catch (problem) {
+      card.dataset.ready = "failed";
+      card.title = words(problem);
+      card.classList.add("missing");
+    }
+  }
+
+  private draw({ canvas, values, width }: Thumb): void {
+    const side = (length: number) => Math.max(1, Math.round(length * (devicePixelRatio || 1)));
+    canvas.width = side(canvas.clientWidth);
+    canvas.height = side(canvas.clientHeight);
+    const across = pool(values, values.length / width, width, canvas.width, 1);
+    const pixels = pool(across, canvas.width, values.length / width, canvas.height, canvas.width);
+    canvas.getContext("2d")!.putImageData(paint(pixels, canvas.width, this.max, this.context.state.curve, table(colours(this.context))), 0, 0);
+  }
+}
+
+/** Means along one axis of a picture, of as many equal parts as asked; neighbours on the axis lie
+ * `step` numbers apart, and there are `lines` of it. */
+function pool(values: Float32Array, lines: number, length: number, parts: number, step: number): Float32Array {
+  const out = new Float32Array(lines * parts);
+  const line = (number: number, size: number) => (step === 1 ? number * size : number);
+  for (let part = 0; part < parts; part += 1) {
+    const [from, to] = [(part * length) / parts, ((part + 1) * length) / parts];
+    for (let number = 0; number < lines; number += 1) {
+      let sum = 0;
+      for (let at = Math.floor(from); at < Math.min(length, Math.ceil(to)); at += 1) {
+        const covered = Math.min(at + 1, to) - Math.max(at, from);
+        if (covered > 0) sum += values[line(number, length) + at * step]! * covered;
+      }
+      out[line(number, parts) + part * step] = sum / (to - from);
+    }
+  }
+  return out;
+}

@@ -1,0 +1,122 @@
+"""Two records on one page: one scale, heads paired where they are alike, ranked by distance."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import view_fakes
+
+Show = Callable[..., Any]
+
+
+def ready(page: Any, count: int) -> None:
+    page.wait_for_function(
+        "n => { const all = [...document.querySelectorAll('.map canvas')];"
+        " return all.length >= n && all.every(c => c.dataset.ready === 'yes'); }",
+        arg=count,
+    )
+    page.wait_for_timeout(150)
+
+
+def colours_of(page: Any, selector: str, number: int) -> set[tuple[int, ...]]:
+    """All colours of a canvas that many pixels have."""
+    pixels = page.locator(selector).nth(number).evaluate(
+        "c => { const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+        " const n = {}; for (let i = 0; i < d.length; i += 4) {"
+        " const k = `${d[i]},${d[i + 1]},${d[i + 2]}`; n[k] = (n[k] || 0) + 1; }"
+        " return Object.keys(n).filter(k => n[k] > 400); }"
+    )  # fmt: skip
+    return {tuple(int(part) for part in pixel.split(",")) for pixel in pixels}
+
+
+def flat(weight: float) -> view_fakes.FakeRecord:
+    """A record in which each query gives one weight to the first key."""
+    record = view_fakes.decoder(["a", "b", "c"], layers=1, n_heads=1)
+    whole = np.zeros((3, 3), np.float32)
+    whole[:, 0] = weight
+
+    def cells(place: int, head: int, window: Any, size: Any) -> np.ndarray:
+        return whole[window[0] : window[1], window[2] : window[3]]
+
+    record.map = cells  # type: ignore[method-assign]
+    return record
+
+
+def test_two_maps_have_one_scale_and_its_legend_is_true_of_both(show: Show) -> None:
+    page = show(flat(0.9), "compare?place=0&head=0&scale=linear", other=flat(0.3))
+    ready(page, 3)
+    ends = page.locator(".legend").first.locator(".ends span").all_inner_texts()
+    assert ends[2] == "0.9"
+    ramp = np.array(
+        page.locator(".legend canvas").first.evaluate(
+            "c => [...c.getContext('2d').getImageData(0, 0, 256, 1).data]"
+        )
+    ).reshape(256, 4)[:, :3]
+    full, third = tuple(ramp[255].tolist()), tuple(ramp[85].tolist())
+    assert full in colours_of(page, ".map canvas", 0)
+    seen = colours_of(page, ".map canvas", 1)
+    assert full not in seen
+    assert min(max(abs(a - b) for a, b in zip(third, one, strict=True)) for one in seen) <= 2
+
+
+def distance(one: view_fakes.FakeRecord, two: view_fakes.FakeRecord, place: int, head: int) -> Any:
+    n = one.places[place].n_queries
+    gap = one.weights(place, head, 0, n) - two.weights(place, head, 0, n)
+    return np.abs(gap).sum(1).mean() / 2
+
+
+def test_heads_are_ranked_by_how_much_of_their_weight_lies_elsewhere(show: Show) -> None:
+    one, two = view_fakes.decoder(layers=3), view_fakes.decoder(layers=3, strength=0.4)
+    plain = two.heads
+    two.heads = lambda: {k: np.zeros_like(v) for k, v in plain().items()}  # type: ignore[method-assign]
+    page = show(one, other=two)
+    shown = page.locator(".differing button").all_inner_texts()
+    far = {(p, h): distance(one, two, p, h) for p in range(3) for h in range(8)}
+    best = sorted(far, key=lambda at: -far[at])[:12]
+    assert [text.split("\n")[0] for text in shown] == [f"Layer {p} · {h}" for p, h in best]
+    told = [float(text.split("\n")[1].rstrip("%")) for text in shown]
+    assert told == pytest.approx([far[at] * 100 for at in best], abs=0.06)
+    page.locator(".differing button").nth(1).click()
+    assert re.match(
+        rf"#compare\?place={best[1][0]}&head={best[1][1]}", page.evaluate("location.hash")
+    )
+
+
+def test_of_texts_of_two_lengths_no_heads_are_ranked(show: Show) -> None:
+    page = show(view_fakes.decoder(), other=view_fakes.decoder(["a", "b", "c"]))
+    assert page.locator(".differing").count() == 0
+    assert "The two texts differ in length" in page.inner_text(".panel")
+
+
+def renamed(record: view_fakes.FakeRecord) -> view_fakes.FakeRecord:
+    record.places = [
+        replace(place, name=f"bert.encoder.layer.{place.layer}") for place in record.places
+    ]
+    return record
+
+
+@pytest.mark.parametrize("heads", [8, 3])
+def test_heads_of_two_models_are_not_paired_by_number(show: Show, heads: int) -> None:
+    one, two = view_fakes.decoder(), renamed(view_fakes.decoder(n_heads=heads, model="other"))
+    page = show(one, "compare?place=2&head=7", other=two)
+    ready(page, 3)
+    assert page.inner_text(".panel h1") == "Two models"
+    assert page.locator(".differing").count() == 0
+    assert "none are paired" in page.inner_text(".panel")
+    names = page.locator(".picker .field > span").all_inner_texts()
+    assert names[:4] == ["A: Layer", "A: Head", "B: Layer", "B: Head"]
+    page.locator(".picker select").nth(2).select_option(label="Layer 1")
+    page.locator(".picker select").nth(3).select_option(label="Head 2")
+    assert page.evaluate("location.hash") == "#compare?place=2&head=7&other=1.2"
+    ready(page, 3)
+    page.locator(".map canvas").first.focus()
+    for key in ["ArrowUp"] * 12 + ["ArrowLeft"] * 12 + ["ArrowDown"]:
+        page.keyboard.press(key)
+    told = page.inner_text(".weights").split("\n")
+    assert float(told[1].removeprefix("A ")) == pytest.approx(one.weight(2, 7, 1, 0), rel=1e-5)
+    assert float(told[2].removeprefix("B ")) == pytest.approx(two.weight(1, 2, 1, 0), rel=1e-5)
