@@ -115,6 +115,20 @@ class Rule(NamedTuple):
     dropout: Dropout | None
 
 
+class TileLists(NamedTuple):
+    """full, mixed: how many tiles of each line; tiles: which. b, h: lines a sample, a head.
+
+    Where they stand in order, `full` counts all, and `mixed` none.
+    """
+
+    tiles: Tensor
+    full: Tensor
+    mixed: Tensor
+    n: int
+    b: int
+    h: int
+
+
 def view(x: Tensor) -> View:
     """A tensor of four axes with its strides."""
     return View(x, *x.stride())

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regard.ops.kernels.arguments import options_of, rule_of, view, width_of
+from regard.ops.kernels.arguments import TileLists, options_of, rule_of, view, width_of
 from regard.ops.kernels.rendered import Rendered
 from regard.ops.kernels.tile_kernels import (
     BITS,
@@ -35,7 +35,7 @@ from regard.ops.kernels.tile_kernels import (
     seen,
     slope_of,
 )
-from regard.ops.kernels.tile_lists import TileLists, list_tiles
+from regard.ops.kernels.tile_lists import list_tiles
 
 
 class Answers(NamedTuple):

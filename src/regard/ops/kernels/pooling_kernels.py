@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regard.ops.kernels.arguments import options_of, rule_of, share, view
+from regard.ops.kernels.arguments import TileLists, options_of, rule_of, share, view
 from regard.ops.kernels.rendered import Rendered
 from regard.ops.kernels.row_sums import RowSums, Tiles, order_tiles
 from regard.ops.kernels.tile_kernels import (
@@ -31,7 +31,6 @@ from regard.ops.kernels.tile_kernels import (
     walk,
     weighed,
 )
-from regard.ops.kernels.tile_lists import TileLists
 
 
 class RowWeights(NamedTuple):

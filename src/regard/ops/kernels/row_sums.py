@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from regard.ops.kernels.arguments import Rule, width_of
+from regard.ops.kernels.arguments import Rule, TileLists, width_of
 from regard.ops.kernels.rendered import Rendered, crop
-from regard.ops.kernels.tile_lists import TileLists, list_tiles
+from regard.ops.kernels.tile_lists import list_tiles
 from regard.ops.shape import Tile
 
 

@@ -11,27 +11,10 @@ Letters: B batch, T queries, S keys, H query heads.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from torch import Tensor
 
-from regard.ops.kernels.arguments import Rule
+from regard.ops.kernels.arguments import Rule, TileLists
 from regard.ops.shape import Shape
-
-
-class TileLists(NamedTuple):
-    """full, mixed: how many tiles of each line; tiles: which. b, h: lines a sample, a head.
-
-    Where they stand in order, `full` counts all, and `mixed` none.
-    """
-
-    tiles: Tensor
-    full: Tensor
-    mixed: Tensor
-    n: int
-    b: int
-    h: int
 
 
 def list_tiles(

@@ -10,9 +10,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from regard.ops.kernels.arguments import Rule
+from regard.ops.kernels.arguments import Rule, TileLists
 from regard.ops.kernels.tile_kernels import bounds_of
-from regard.ops.kernels.tile_lists import TileLists
 from regard.ops.shape import Shape
 
 AT_ONCE = 16
