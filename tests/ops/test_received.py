@@ -355,16 +355,6 @@ def test_row_weights_may_be_vectorised_over_and_refuse_a_gradient_there_too() ->
         torch.func.grad(lambda rows: ask(rows).sum())(many[0])
 
 
-def test_our_kernels_refuse_all_but_the_plain_question() -> None:
-    q = torch.randn(1, 2, 5, 4)
-    for asked in (Received(by="max"), Received(rows=torch.ones(5)), Received(queries=(0, 2))):
-        words = "our kernels tell what keys receive from all queries, as a sum; blockwise tells mo"
-        with pytest.raises(ValueError, match=words):
-            observe(q, q, None, wants=Wants(received=asked), backend="triton")
-    with pytest.raises(ValueError, match="q is on cpu"):
-        observe(q, q, None, wants=Wants(received=Received()), backend="triton")
-
-
 @BOTH
 @pytest.mark.usefixtures("small_tiles")
 def test_a_range_beside_other_wants_leaves_all_of_them_whole(backend: str) -> None:
