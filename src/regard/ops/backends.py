@@ -9,14 +9,15 @@ option is dropped on the way: a backend honours all of a call or refuses it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from regard.ops import blockwise_op, decode, flex, observe, reference, sdpa
+from regard.ops.blockwise import NOTHING
 from regard.ops.call import Call
 from regard.ops.kernels import backend as triton
-from regard.ops.kernels import row_stats
+from regard.ops.kernels import flash_op, row_stats
 from regard.ops.wants import Observation
 
 
@@ -30,23 +31,19 @@ def _tell_nothing(call: Call) -> Observation:
 
 @dataclass(frozen=True)
 class Backend:
-    """A path to the output: why it refuses, how it runs, and how it looks at weights.
-
-    refuse_alone: what it does not do all by itself, though it is part of a way to do it.
-    """
+    """A path to the output: why it refuses, how it runs, and how it looks at weights."""
 
     name: str
     refuse: Callable[[Call], str | None]
     run: Callable[[Call], Tensor]
     observe: Callable[[Call], Observation] = _tell_nothing
-    refuse_alone: Callable[[Call], str | None] = _never
 
 
 @dataclass(frozen=True)
 class Explanation:
     """The verdict of each backend on a call, in order; `chosen` is the one that runs.
 
-    `notes` say why they are asked in this order, and what another backend adds.
+    `notes` say why they are asked in this order.
     """
 
     chosen: str
@@ -61,27 +58,14 @@ class Explanation:
         return "\n".join([*lines, *self.notes])
 
 
-def gives_output(call: Call) -> bool:
-    """Whether a call that looks at weights wants the output too."""
-    return call.wants is not None and call.v.shape[3] > 0
-
-
-def _refuse_output(call: Call) -> str | None:
-    """Why our kernels leave the output of a call that looks at weights to another backend."""
-    reason = triton.refuse(replace(call, wants=None)) if gives_output(call) else None
-    if reason is None:
-        return None
-    return f"its output would come from another backend: {reason}; v=None looks at weights alone"
+def _run_by_kernels(call: Call) -> Tensor:
+    if triton.is_decoding(call):
+        return decode.run(call)
+    return flash_op.attend(call, NOTHING, None).output
 
 
 def _observe_by_kernels(call: Call) -> Observation:
-    if triton.is_one_pass(call):
-        return decode.observe(call)
-    output = call.q.new_zeros((*call.q.shape[:3], 0))
-    if gives_output(call):
-        blind = replace(call, wants=None)
-        output = choose(blind, "auto").run(blind)
-    return row_stats.by_kernels(call, output)
+    return decode.observe(call) if triton.is_one_pass(call) else row_stats.by_kernels(call)
 
 
 BACKENDS = {
@@ -91,7 +75,7 @@ BACKENDS = {
         Backend("blockwise", blockwise_op.refuse, blockwise_op.run, observe.by_tiles),
         Backend("sdpa", sdpa.refuse, sdpa.run),
         Backend("flex", flex.refuse, flex.run),
-        Backend("triton", triton.refuse, decode.run, _observe_by_kernels, _refuse_output),
+        Backend("triton", triton.refuse, _run_by_kernels, _observe_by_kernels),
     )
 }
 
@@ -108,14 +92,21 @@ def asked_first(call: Call) -> tuple[str, str] | None:
         return None
     if call.wants is not None and triton.is_little(call.rule.shape):
         return "blockwise", f"under {triton.LITTLE:,} weights are looked at before kernels compile"
-    if sdpa.flags(call.rule) is None:
+    if sdpa.flags(call.rule) is None and not is_unmeasured(call):
         return "triton", "torch's kernels have to be given this mask or bias whole"
     return None
+
+
+def is_unmeasured(call: Call) -> bool:
+    """Whether our kernels would run that were timed on no GPU yet: those for many queries."""
+    return call.wants is None and not triton.is_decoding(call)
 
 
 def order_of(call: Call) -> tuple[str, ...]:
     """The backends to be asked, in turn."""
     order = ORDER.get(call.q.device.type, ("sdpa", "blockwise", "reference"))
+    if call.q.device.type == "cuda" and is_unmeasured(call):
+        order = (*(name for name in order if name != "triton"), "triton")
     first = asked_first(call)
     if first is None:
         return order
@@ -132,7 +123,7 @@ def choose(call: Call, backend: str) -> Backend:
         known = ", ".join(["auto", *BACKENDS])
         raise ValueError(f"unknown backend {backend!r}; expected one of {known}")
     chosen = BACKENDS[backend]
-    reason = chosen.refuse(call) or chosen.refuse_alone(call)
+    reason = chosen.refuse(call)
     if reason is not None:
         raise ValueError(
             f'backend "{backend}" refuses this call: {reason}; '
@@ -146,8 +137,5 @@ def explain(call: Call, backend: str) -> Explanation:
     chosen, first, notes = choose(call, backend), asked_first(call), []
     if first is not None:
         notes.append(f"{first[0]} is asked first: {first[1]}")
-    if backend == "auto" and chosen.refuse_alone(call) is not None:
-        output = choose(replace(call, wants=None), "auto").name
-        notes.append(f"{chosen.name} looks at the weights, and the output comes from {output}")
     verdicts = {name: BACKENDS[name].refuse(call) for name in order_of(call)}
     return Explanation(chosen.name, verdicts, tuple(notes))

@@ -27,20 +27,22 @@ LITTLE = 2**16
 
 
 def refuse(call: Call) -> str | None:
-    """All but few queries a row, or looking at the weights of any; no gradients, on a GPU."""
+    """What our kernels do not do, or not here; they run on a GPU."""
     reason = refuse_tensors(call.q, max(call.q.shape[3], call.v.shape[3]))
     if reason is not None:
         return reason
-    if call.wants is None or is_one_pass(call):
-        reason = _refuse_few_queries(call)
-    else:
+    if call.wants is not None and not is_one_pass(call):
         reason = _refuse_looking(call, call.wants)
+    elif call.wants is None and not is_decoding(call):
+        reason = _refuse_many_queries(call)
+    elif call.dropout > 0.0:
+        reason = "our kernel for few queries has no dropout"
     if reason is not None:
         return reason
     if call.has_tangent():
         return "our kernels have no forward-mode derivative; reference has"
-    if call.needs_grad():
-        return "our kernels have no backward pass so far"
+    if call.wants is not None and call.needs_grad():
+        return "our kernels that look at weights have no backward pass so far"
     if call.transformed:
         return "our kernels do not run inside torch.func transforms"
     if is_empty(call.q, call.k) or (call.wants is None and is_empty(call.v)):
@@ -80,12 +82,17 @@ def is_few(n_queries: int) -> bool:
     return n_queries <= MOST_QUERIES
 
 
-def _refuse_few_queries(call: Call) -> str | None:
-    """What the kernel for few queries a row does not do."""
-    if call.dropout > 0.0:
-        return "our kernel for few queries has no dropout"
-    if not is_few(call.rule.shape.T):
-        return f"our kernel is for up to {MOST_QUERIES} queries a row"
+def is_decoding(call: Call) -> bool:
+    """Whether the kernel for few queries gives the output: no gradient and no dropout is asked."""
+    return call.dropout == 0.0 and is_few(call.rule.shape.T) and not call.needs_grad()
+
+
+def _refuse_many_queries(call: Call) -> str | None:
+    """What the kernels for any number of queries do not do."""
+    if call.dropout >= 1.0:
+        return "our kernels cannot drop every weight"
+    if renders_whole(call.rule):
+        return "its kernels would need this bias as one large matrix; blockwise renders it in tiles"
     return None
 
 
