@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from regard.models import Transformer, config_of
+from regard.training import snapshot as snapshots
 from regard.training.config import TrainConfig
 from regard.training.data.packing import MaskedTokens, PackedText
 from regard.training.data.pairs import PairedText
@@ -224,3 +226,17 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
         for name in one.keys() & other.keys()
         if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
     ]
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Let the disk be full when so many snapshots have begun to be written."""
+    real, count = snapshots._write_data, 0
+
+    def write(*given: Any) -> str:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise OSError(28, "No space left on device")
+        return real(*given)
+
+    monkeypatch.setattr(snapshots, "_write_data", write)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run_command as run
 from rich.console import Console
 
 from regard import cli
@@ -19,14 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def plain_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TERM"):
         monkeypatch.delenv(name, raising=False)
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        cli.main(arguments)
-    caught = capsys.readouterr()
-    code = left.value.code
-    return (0 if code is None else int(code)), caught.out, caught.err
 
 
 def test_a_line_is_written_as_it_is() -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import run_command
 from scripted import make_model
 from tokenmakers import byte_level
 
@@ -18,11 +19,7 @@ from regard.tokens import Tokenizer
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        cli.main(("generate", *arguments))
-    caught = capsys.readouterr()
-    code = left.value.code
-    return (0 if code is None else int(code)), caught.out, caught.err
+    return run_command(capsys, "generate", *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from commands import run_command
 from lens_subjects import SUBJECTS, attentions, t5, text_model
 from lens_words import SENTENCE
 from rich.console import Console
@@ -19,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from regard import cli
 from regard.cli.hf_models import foreign_subject
 from regard.cli.loading import load_subject
 from regard.lens.record import Record
@@ -85,11 +85,7 @@ def plain_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     capsys.readouterr()  # what saving the model had to say
-    with pytest.raises(SystemExit) as left:
-        cli.main(arguments)
-    caught = capsys.readouterr()
-    code = left.value.code
-    return (0 if code is None else int(code)), caught.out, caught.err
+    return run_command(capsys, *arguments)
 
 
 def refused(capsys: pytest.CaptureFixture[str], model: Path | str, *more: str) -> str:

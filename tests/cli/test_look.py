@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_command as run
 from lens_words import SENTENCE, make_record
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
 import regard
-from regard import cli
 from regard._look import Said, own_subject, see, see_translation
 from regard.cli.digest import DEEP_RGB, choose_word, draw_bar, write_digest
 from regard.cli.look import see_showing
@@ -31,14 +31,6 @@ def plain_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TERM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        cli.main(arguments)
-    caught = capsys.readouterr()
-    code = left.value.code
-    return (0 if code is None else int(code)), caught.out, caught.err
 
 
 def digest_of(record: Record, word: str | None = None, **console: object) -> str:

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_command as run
 from safetensors.torch import load_file
+from tiny_runs import fill_disk
 
 import regard
 from regard import cli
 from regard.training import run as run_module
-from regard.training import snapshot as snapshots
 from regard.training.snapshot import list_snapshots, load_latest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,16 +57,6 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 def words(kind: str, **more: Any) -> list[str]:
     settings = {**TINY[kind], **STEPS, **more}
     return [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    """The command's exit code and words; an error that is not said in words comes through."""
-    with pytest.raises(SystemExit) as left:
-        cli.main([str(word) for word in arguments])
-    caught = capsys.readouterr()
-    code = left.value.code
-    assert "Traceback" not in caught.out + caught.err
-    return (0 if code is None else int(code)), caught.out, caught.err
 
 
 def write_text(folder: Path, count: int = 120) -> Path:
@@ -282,23 +273,14 @@ def test_a_loss_that_is_not_finite_is_one_line(
 def test_a_full_disk_is_one_line_and_the_old_snapshot_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, count = snapshots._write_data, 0
-
-    def write(*given: Any) -> str:
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise OSError(28, "No space left on device")
-        return real(*given)
-
     text, out = write_text(tmp_path), tmp_path / "run"
     settings = words("lm", steps=6, eval_every=100)
-    monkeypatch.setattr(snapshots, "_write_data", write)
-    told = run(capsys, "train", "lm", text, "-o", out, *settings)
+    with monkeypatch.context() as patch:
+        fill_disk(patch, at=3)
+        told = run(capsys, "train", "lm", text, "-o", out, *settings)
     assert refused(told, "step-00000006", "No space left on device", "are free there", "resume")
     left = load_latest(out / "training" / "snapshots")
     assert left is not None and left.step == 4 and left.passed_over == ()
-    monkeypatch.setattr(snapshots, "_write_data", real)
     assert run(capsys, "train", "lm", text, "-o", out, "--resume")[0] == 0
     whole = tmp_path / "whole"
     assert run(capsys, "train", "lm", text, "-o", whole, *settings)[0] == 0

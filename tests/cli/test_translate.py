@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from commands import run_command
 from rich.console import Console
 from scripted import make_model
 from translators import make_tokenizer, make_translator
@@ -24,11 +25,7 @@ NEKO = "猫がマットの上に座った。"
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        cli.main(("translate", *arguments))
-    caught = capsys.readouterr()
-    code = left.value.code
-    return (0 if code is None else int(code)), caught.out, caught.err
+    return run_command(capsys, "translate", *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from tiny_runs import (
     Judged,
     Outcome,
     differing,
+    fill_disk,
     make_model,
     text_task,
 )
@@ -29,7 +30,6 @@ from torch._dynamo.testing import CompileCounter
 
 from regard.models import Transformer
 from regard.ops import backends
-from regard.training import snapshot as snapshots
 from regard.training.loop import Diverged, Run, mix, train
 from regard.training.optim import rate_share
 from regard.training.parallel import Mesh
@@ -474,16 +474,7 @@ def test_a_full_disk_is_told_and_the_old_snapshot_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(PLAIN, save_every=2)
-    real, count = snapshots._write_data, 0
-
-    def write(*given: Any) -> str:
-        nonlocal count
-        count += 1
-        if count == 3:
-            raise OSError(28, "No space left on device")
-        return real(*given)
-
-    monkeypatch.setattr(snapshots, "_write_data", write)
+    fill_disk(monkeypatch, at=3)
     with pytest.raises(BadSnapshot, match=r"step-00000006.*No space left.*saved before is untouch"):
         Outcome("lm", tmp_path / "run", config, data=tmp_path / "data")
     left = load_latest(tmp_path / "run" / "snapshots")
