@@ -469,3 +469,17 @@ def test_mask_and_bool_tensor_are_refused_as_bias() -> None:
         attention(q, q, q, bias=Causal())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a bool tensor is a mask, not a bias"):
         attention(q, q, q, bias=torch.ones(3, 3, dtype=torch.bool))
+
+
+def test_slopes_are_copied_to_a_device_once_and_again_when_they_change() -> None:
+    bias, device = ALiBi(3), torch.device("meta")
+    assert bias.to(device) is bias.to(device)
+    assert bias.to(device).slopes.device == device
+    first = bias.to(device)
+    bias.slopes.mul_(2)
+    assert bias.to(device) is not first
+    learned = ALiBi(slopes=torch.ones(3, requires_grad=True))
+    assert learned.to(device).slopes.grad_fn is not None
+    assert learned.to(device) is not learned.to(device)
+    with torch.inference_mode():
+        assert ALiBi(3).to(device).slopes.device == device

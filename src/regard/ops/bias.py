@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -132,6 +132,20 @@ class ALiBi(Bias):
         check_float("slopes", self.slopes)
         if self.slopes.dim() != 1:
             raise ValueError(f"slopes must have one axis (H), got shape {tuple(self.slopes.shape)}")
+
+    def to(self, device: torch.device) -> Self:
+        """The same on a device. Slopes that are not learned are copied there once."""
+        slopes = self.slopes
+        is_fixed = not (slopes.requires_grad or slopes.is_inference())
+        if not is_fixed or slopes.device == device or torch.compiler.is_compiling():
+            return super().to(device)
+        version, copies = self.__dict__.get("_copies", (None, {}))
+        if version != slopes._version:
+            version, copies = slopes._version, {}
+            object.__setattr__(self, "_copies", (version, copies))
+        if device not in copies:
+            copies[device] = super().to(device)
+        return copies[device]  # type: ignore[no-any-return]
 
     def check(self, shape: Shape) -> None:
         if self.slopes.shape[0] != shape.H:

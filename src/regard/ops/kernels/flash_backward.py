@@ -171,8 +171,7 @@ def _run_keys(step: _Pass, dk: Tensor, dv: Tensor) -> None:
 
     given, tiles, rule = step.given, tiles_of_keys(step.given), rule_of(step.given)
     lists = None
-    seen = (rule.window, rule.span, rule.interval, rule.ids, rule.words)
-    if any(part is not None for part in seen):
+    if any(part is not None for part in (rule.interval, rule.ids, rule.words)):
         lists = list_tiles(rule, given.shape, tiles[:2], True, given.q.device)
     B, G, S, _ = given.k.shape
     launch: Any = kernels._keys[(B * G * -(-S // tiles.keys),)]

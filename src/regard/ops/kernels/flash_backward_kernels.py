@@ -31,13 +31,14 @@ from regard.ops.kernels.tile_kernels import (
     product,
     query_places,
     row_word,
+    runs_by_keys,
     runs_of,
     seen,
     slope_of,
 )
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["H", "T"])
 def _delta(out, g, given, rows, H, T, E, ROWS: tl.constexpr, VALUES: tl.constexpr):
     """The logsumexp in bits, and δ = −Σ g·out + g_lse − g_entropy · (entropy + 1 − Σp), of rows."""
     n_bands = rows.n // ROWS
@@ -164,13 +165,10 @@ def _corner(x, b, h, n, SIZE: tl.constexpr):
 @triton.jit
 def _fold_rows(
     state, k_sd, v_se, q, g, start, s, rule, rows, where, kept_share, sizes,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, RAGGED: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     MASKED: tl.constexpr, COVERED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add what a tile of rows gives to the keys and values; the tile stands keys by rows.
-
-    RAGGED: rows may lie beyond the last one.
-    """
+    """Add what a tile of rows gives to the keys and values; the tile stands keys by rows."""
     dk_sd, dv_se = state
     b, h, head, q_at, g_at = where
     T, S, D, E = sizes
@@ -179,7 +177,7 @@ def _fold_rows(
     )
     t = start + tl.arange(0, ROWS)
     far = start + b * 0
-    q_td = _load(q_at + far * q.t, t, T, D, RAGGED, EVEN, WIDTH)
+    q_td = _load(q_at + far * q.t, t, T, D, MASKED, EVEN, WIDTH)
     row = _load_rows(rows, rule, b, h, head, t, T, S, True)
     x_st = product(k_sd, tl.trans(q_td), EXACT)
     p_st, x_st, raw_st = _weigh(x_st, s[:, None], rule, row, T, S, MASKED)
@@ -188,7 +186,7 @@ def _fold_rows(
         q_td = tl.where(shown_t1, q_td, 0.0)
     pull_st = p_st * 0.0
     if g is not None:
-        g_te = _load(g_at + far * g.t, t, T, E, RAGGED, EVEN, VALUES)
+        g_te = _load(g_at + far * g.t, t, T, E, MASKED, EVEN, VALUES)
         if GUARDED:
             g_te = tl.where(shown_t1, g_te, 0.0)
         w_st = p_st
@@ -206,7 +204,7 @@ def _fold_rows(
     return dk_sd, dv_se
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit(do_not_specialize=["H", "T", "S"])
 def _keys(
     q, k, v, g, dk, dv, rule, lists, rows, kept_share, H, T, S, D, E,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -231,11 +229,19 @@ def _keys(
             g_at = _corner(g, b, first + r, t, VALUES)
         where = (b, first + r, b * H + first + r, _corner(q, b, first + r, t, WIDTH), g_at)
         if lists is None:
-            # Rows beyond the last have weights of 0, so that only their loads need a mask.
-            for n in range(0, tl.cdiv(T, ROWS)):
+            begin, whole, ends, n_full, n_before, n_mixed = runs_by_keys(
+                rule, b, tile * KEYS, T, S, ROWS, KEYS
+            )
+            for n in range(0, n_full):
                 state = _fold_rows(
-                    state, k_sd, v_se, q, g, n * ROWS, s, rule, rows, where, kept_share, sizes,
-                    ROWS, WIDTH, VALUES, True, False, COVERED, EVEN, EXACT,
+                    state, k_sd, v_se, q, g, whole + n * ROWS, s, rule, rows, where, kept_share,
+                    sizes, ROWS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
+                )  # fmt: skip
+            for n in range(0, n_mixed):
+                start = tl.where(n < n_before, begin + n * ROWS, ends + (n - n_before) * ROWS)
+                state = _fold_rows(
+                    state, k_sd, v_se, q, g, start, s, rule, rows, where, kept_share, sizes,
+                    ROWS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
                 )  # fmt: skip
         else:
             at = b * lists.b + (first + r) * lists.h + tile
@@ -243,13 +249,13 @@ def _keys(
             for n in range(0, tl.load(lists.full + at)):
                 state = _fold_rows(
                     state, k_sd, v_se, q, g, tl.load(line + n) * ROWS, s, rule, rows, where,
-                    kept_share, sizes, ROWS, WIDTH, VALUES, False, False, COVERED, EVEN, EXACT,
+                    kept_share, sizes, ROWS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
                 )  # fmt: skip
             for n in range(0, tl.load(lists.mixed + at)):
                 start = tl.load(line + lists.n - 1 - n) * ROWS
                 state = _fold_rows(
                     state, k_sd, v_se, q, g, start, s, rule, rows, where, kept_share, sizes,
-                    ROWS, WIDTH, VALUES, True, True, COVERED, EVEN, EXACT,
+                    ROWS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
                 )  # fmt: skip
     dk_sd, dv_se = state
     tl.store(
@@ -302,7 +308,7 @@ def _fold_keys(
     return dq_td, far_t
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit(do_not_specialize=["H", "T", "S"])
 def _queries(
     q, k, v, g, dq, slopes, rule, lists, rows, kept_share, H, T, S, D, E,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -399,7 +405,7 @@ def _touches(rule, b, t, first, past, T, S):
     )
 
 
-@triton.jit(do_not_specialize=["T", "S", "B", "samples"])
+@triton.jit(do_not_specialize=["H", "T", "S", "B", "samples"])
 def _band(
     q, k, v, g, to, n_numbers, rule, rows, kept_share, samples, B, H, T, S, D, E,
     R: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
@@ -435,7 +441,7 @@ def _band(
     tl.store(to + at_n, tl.sum(sums_tn, 0), mask=first + n < n_numbers)
 
 
-@triton.jit(do_not_specialize=["T", "S", "B"])
+@triton.jit(do_not_specialize=["H", "T", "S", "B"])
 def _dense(
     q, k, v, g, to, rule, rows, kept_share, B, H, T, S, D, E,
     ONE_B: tl.constexpr, ONE_H: tl.constexpr, ONE_T: tl.constexpr, ONE_S: tl.constexpr,

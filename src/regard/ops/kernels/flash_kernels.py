@@ -145,7 +145,7 @@ def _fold(
     return highest_t, sum_t, out_te, heat_t, far_t, mass_t, key_t
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit(do_not_specialize=["H", "T", "S"])
 def _forward(
     q, k, v, out, rule, lists, sinks, chosen, answers, kept_share, H, T, S, D, E,
     R: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,

@@ -18,19 +18,21 @@ from torch import Tensor
 
 from regard.ops.kernels.arguments import TileLists, options_of, rule_of, share, view
 from regard.ops.kernels.rendered import Rendered
-from regard.ops.kernels.row_sums import RowSums, Tiles, order_tiles
+from regard.ops.kernels.row_sums import RowSums, Tiles
 from regard.ops.kernels.tile_kernels import (
     biased,
     load_sums,
     load_tile,
     product,
     query_places,
+    runs_by_keys,
     shown,
     slope_of,
     step,
     walk,
     weighed,
 )
+from regard.ops.kernels.tile_lists import list_tiles
 
 
 class RowWeights(NamedTuple):
@@ -51,7 +53,46 @@ class Cells(NamedTuple):
     share: float
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit
+def _gather(
+    state, start, s, k_sd, q, rule, sums, row_weights, cells, own, sizes,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    TALL: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr, MASKED: tl.constexpr,
+    HIDES: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Add what the rows from `start` on give to the keys s, and write the cells of both."""
+    sum_s, most_s, nans_s = state
+    b, h, head, line = own
+    T, S, D = sizes
+    t = start + tl.arange(0, ROWS)
+    q_td = load_tile(q, b, h, t, T, D, WIDTH, EVEN)
+    max_t, scale_t = load_sums(sums, head * T + t, t < T)
+    if row_weights is not None:
+        at = row_weights.at + b * row_weights.b + h * row_weights.h + t * row_weights.t
+        scale_t = scale_t * tl.load(at, mask=t < T, other=0.0).to(tl.float32)
+    w_st = weighed(
+        product(k_sd, tl.trans(q_td), EXACT), rule, b, h, t[None, :], s[:, None],
+        max_t[None, :], scale_t[None, :], MASKED, T, S, HIDES, float("-inf") if MOST else 0.0,
+    )  # fmt: skip
+    if MOST:
+        # What is greater than a NaN depends on the device, so they are counted apart.
+        nans_s = tl.maximum(nans_s, tl.max((w_st != w_st).to(tl.int32), 1))
+        most_s = tl.maximum(most_s, tl.max(tl.where(w_st == w_st, w_st, float("-inf")), 1))
+    elif cells is None:
+        sum_s += tl.sum(w_st, 1)
+    else:
+        w_sx = tl.sum(tl.reshape(w_st, (KEYS, ROWS // TALL, TALL)), 2)
+        sum_s += tl.sum(w_sx, 1)
+        w_yx = tl.sum(tl.reshape(w_sx, (KEYS // WIDE, WIDE, ROWS // TALL)), 1)
+        x = start // TALL + tl.arange(0, ROWS // TALL)
+        y = line * (KEYS // WIDE) + tl.arange(0, KEYS // WIDE)
+        real_yx = (y < cells.width)[:, None] & (x < cells.height)[None, :]
+        at_x = cells.at + (head * cells.height + x) * cells.width
+        tl.store(at_x[None, :] + y[:, None], w_yx * cells.share, mask=real_yx)
+    return sum_s, most_s, nans_s
+
+
+@triton.jit(do_not_specialize=["H", "T", "S"])
 def _by_keys(
     q, k, rule, lists, sums, row_weights, received, cells, H, T, S, D,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -67,45 +108,49 @@ def _by_keys(
     b, h = head // H, head % H
     s = line * KEYS + tl.arange(0, KEYS)
     k_sd = load_tile(k, b, h // R, s, S, D, WIDTH, EVEN)
-    sum_s = tl.zeros((KEYS,), tl.float32)
-    most_s = tl.full((KEYS,), float("-inf"), tl.float32)
-    nans_s = tl.zeros((KEYS,), tl.int32)
-    first, count = walk(lists, b, h, line, tl.cdiv(T, ROWS))
-    for n in range(0, count):
-        tile, edged = step(lists, first, n, line * KEYS + KEYS > S)
-        t = tile * ROWS + tl.arange(0, ROWS)
-        edged = edged | (tile * ROWS + ROWS > T)
-        q_td = load_tile(q, b, h, t, T, D, WIDTH, EVEN)
-        max_t, scale_t = load_sums(sums, head * T + t, t < T)
-        if row_weights is not None:
-            at = row_weights.at + b * row_weights.b + h * row_weights.h + t * row_weights.t
-            scale_t = scale_t * tl.load(at, mask=t < T, other=0.0).to(tl.float32)
-        w_st = weighed(
-            product(k_sd, tl.trans(q_td), EXACT), rule, b, h, t[None, :], s[:, None],
-            max_t[None, :], scale_t[None, :], edged, T, S, HIDES,
-            float("-inf") if MOST else 0.0,
-        )  # fmt: skip
-        if MOST:
-            # What is greater than a NaN depends on the device, so they are counted apart.
-            nans_s = tl.maximum(nans_s, tl.max((w_st != w_st).to(tl.int32), 1))
-            most_s = tl.maximum(most_s, tl.max(tl.where(w_st == w_st, w_st, float("-inf")), 1))
-        elif cells is None:
-            sum_s += tl.sum(w_st, 1)
-        else:
-            w_sx = tl.sum(tl.reshape(w_st, (KEYS, ROWS // TALL, TALL)), 2)
-            sum_s += tl.sum(w_sx, 1)
-            w_yx = tl.sum(tl.reshape(w_sx, (KEYS // WIDE, WIDE, ROWS // TALL)), 1)
-            x = tile * (ROWS // TALL) + tl.arange(0, ROWS // TALL)
-            y = line * (KEYS // WIDE) + tl.arange(0, KEYS // WIDE)
-            real_yx = (y < cells.width)[:, None] & (x < cells.height)[None, :]
-            at_x = cells.at + (head * cells.height + x) * cells.width
-            tl.store(at_x[None, :] + y[:, None], w_yx * cells.share, mask=real_yx)
+    state = (
+        tl.zeros((KEYS,), tl.float32),
+        tl.full((KEYS,), float("-inf"), tl.float32),
+        tl.zeros((KEYS,), tl.int32),
+    )
+    own = (b, h, head, line)
+    sizes = (T, S, D)
+    if lists is None:
+        first, whole, ends, n_full, n_before, n_mixed = runs_by_keys(
+            rule, b, line * KEYS, T, S, ROWS, KEYS
+        )
+        for n in range(0, n_full):
+            state = _gather(
+                state, whole + n * ROWS, s, k_sd, q, rule, sums, row_weights, cells, own, sizes,
+                ROWS, KEYS, WIDTH, TALL, WIDE, MOST, False, HIDES, EVEN, EXACT,
+            )  # fmt: skip
+        for n in range(0, n_mixed):
+            start = tl.where(n < n_before, first + n * ROWS, ends + (n - n_before) * ROWS)
+            state = _gather(
+                state, start, s, k_sd, q, rule, sums, row_weights, cells, own, sizes,
+                ROWS, KEYS, WIDTH, TALL, WIDE, MOST, True, HIDES, EVEN, EXACT,
+            )  # fmt: skip
+    else:
+        at = b * lists.b + h * lists.h + line
+        listed = lists.tiles + at * lists.n
+        for n in range(0, tl.load(lists.full + at)):
+            state = _gather(
+                state, tl.load(listed + n) * ROWS, s, k_sd, q, rule, sums, row_weights, cells, own,
+                sizes, ROWS, KEYS, WIDTH, TALL, WIDE, MOST, False, HIDES, EVEN, EXACT,
+            )  # fmt: skip
+        for n in range(0, tl.load(lists.mixed + at)):
+            start = tl.load(listed + lists.n - 1 - n) * ROWS
+            state = _gather(
+                state, start, s, k_sd, q, rule, sums, row_weights, cells, own, sizes,
+                ROWS, KEYS, WIDTH, TALL, WIDE, MOST, True, HIDES, EVEN, EXACT,
+            )  # fmt: skip
+    sum_s, most_s, nans_s = state
     if MOST:
         sum_s = tl.where(nans_s > 0, float("nan"), most_s)
     tl.store(received + head * S + s, sum_s, mask=s < S)
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit(do_not_specialize=["heads", "T", "S"])
 def _count(
     rule, lists, row_weights, counts, totals, heads, T, S,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HIDES: tl.constexpr,
@@ -118,13 +163,10 @@ def _count(
     s = line * KEYS + tl.arange(0, KEYS)
     count_s = tl.zeros((KEYS,), tl.int32)
     total_s = tl.zeros((KEYS,), tl.float32)
-    first, count = walk(lists, b, h, line, tl.cdiv(T, ROWS))
-    for n in range(0, count):
-        tile, edged = step(lists, first, n, line * KEYS + KEYS > S)
-        t = tile * ROWS + tl.arange(0, ROWS)
-        seen_st = (s[:, None] < S) & (t[None, :] < T)
-        if edged:
-            seen_st = seen_st & shown(rule, b, h, t[None, :], s[:, None], T, S)
+    own = b * lists.b + h * lists.h + line
+    for n in range(0, tl.load(lists.full + own)):
+        t = tl.load(lists.tiles + own * lists.n + n) // 2 * ROWS + tl.arange(0, ROWS)
+        seen_st = shown(rule, b, h, t[None, :], s[:, None], T, S)
         if HIDES:
             x_st = tl.zeros((KEYS, ROWS), tl.float32)
             real_t = tl.minimum(t, T - 1)
@@ -143,7 +185,7 @@ def _count(
         tl.store(totals + head * S + s, total_s, mask=s < S)
 
 
-@triton.jit(do_not_specialize=["T", "S", "first_band", "n_bands", "n_touched"])
+@triton.jit(do_not_specialize=["H", "T", "S", "first_band", "n_bands", "n_touched"])
 def _bands(
     q, k, rule, lists, sums, shares, parts, H, T, S, D, first_band, n_bands, n_touched,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -164,10 +206,10 @@ def _bands(
     max_t, scale_t = load_sums(sums, head * T + t, t < T)
     shares_at = shares + band.to(tl.int64) * n_touched * ROWS + tl.arange(0, ROWS)
     parts_at = parts + (head * n_bands + n_band) * n_touched * S
-    first, count = walk(lists, b, h, band, tl.cdiv(S, KEYS))
+    run, count = walk(rule, lists, b, h, band, t, T, S, KEYS)
     for n in range(0, count):
-        tile, edged = step(lists, first, n, n * KEYS + KEYS > S)
-        s = tile * KEYS + tl.arange(0, KEYS)
+        start, edged = step(lists, run, n, KEYS)
+        s = start + tl.arange(0, KEYS)
         k_sd = load_tile(k, b, h // R, s, S, D, WIDTH, EVEN)
         w_st = weighed(
             product(k_sd, tl.trans(q_td), EXACT), rule, b, h, t[None, :], s[:, None],
@@ -228,9 +270,12 @@ def run_by_keys(
     rule = rule_of(given)
     received = torch.empty(B, H, S, dtype=torch.float32, device=given.q.device)
     to, tall, wide = cells or (None, tiles.rows, tiles.keys)
+    lists = None
+    if any(part is not None for part in (rule.interval, rule.ids, rule.words)):
+        lists = list_tiles(rule, given.shape, tiles[:2], True, given.q.device)
     launch: Any = _by_keys[(B * H * triton.cdiv(S, tiles.keys),)]
     launch(
-        view(given.q), view(given.k), rule, order_tiles(given, rule, tiles, by_keys=True), sums,
+        view(given.q), view(given.k), rule, lists, sums,
         _row_weights(row_weights), received, to, H, T, S, D,
         **options_of(given), ROWS=tiles.rows, KEYS=tiles.keys, TALL=tall, WIDE=wide, MOST=most,
         HIDES=given.hides, num_warps=tiles.warps, num_stages=tiles.stages,
@@ -242,7 +287,7 @@ def run_count(given: Rendered, row_weights: Tensor | None) -> tuple[Tensor, Tens
     """How many queries may see each key, (B or 1, H or 1, S), and these rows' weights added up."""
     (B, H, T, _), S = given.q.shape, given.k.shape[2]
     rule, tiles = rule_of(given), Tiles(64, 64, 4, 1)
-    lists = order_tiles(given, rule, tiles, by_keys=True)
+    lists = list_tiles(rule, given.shape, tiles[:2], True, given.q.device, in_order=True)
     weights = _row_weights(row_weights)
     dense, band = (rule.dense, rule.band) if given.hides else (None, None)
     by_sample = [x.b for x in (lists, weights, dense) if x is not None]

@@ -158,8 +158,13 @@ def _common(
 def _rows_of(values: Tensor) -> Tensor:
     """Whole numbers (B or 1, X) as int32, their rows a multiple of EVEN apart."""
     values = values if values.dim() == 2 else values[None]
-    lack = -values.shape[1] % EVEN
+    lack = even(values.shape[1]) - values.shape[1]
     return torch.nn.functional.pad(values.to(torch.int32), (0, lack))
+
+
+def even(n: int) -> int:
+    """The next multiple of EVEN."""
+    return -(-n // EVEN) * EVEN
 
 
 def pack_words(mask: Mask, shape: Shape, device: torch.device) -> Tensor:

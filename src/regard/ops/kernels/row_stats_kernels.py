@@ -42,7 +42,7 @@ def _own_band(H, T, ROWS: tl.constexpr):
     return band, head, head // H, head % H
 
 
-@triton.jit(do_not_specialize=["T", "S", "n_top"])
+@triton.jit(do_not_specialize=["H", "T", "S", "n_top"])
 def _largest(
     q, k, rule, lists, sums, weights, keys, H, T, S, D, n_top,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -62,10 +62,10 @@ def _largest(
     best_tn = tl.zeros((ROWS, SLOTS), tl.float32) + tl.where(slot < n_top, none, float("inf"))
     key_tn = tl.full((ROWS, SLOTS), -1, tl.int32)
     low_t = tl.min(best_tn, 1)
-    first, count = walk(lists, b, h, band, tl.cdiv(S, KEYS))
+    run, count = walk(rule, lists, b, h, band, t, T, S, KEYS)
     for n in range(0, count):
-        tile, edged = step(lists, first, n, n * KEYS + KEYS > S)
-        s = tile * KEYS + tl.arange(0, KEYS)
+        start, edged = step(lists, run, n, KEYS)
+        s = start + tl.arange(0, KEYS)
         k_sd = load_tile(k, b, h // R, s, S, D, WIDTH, EVEN)
         x_ts = product(q_td, tl.trans(k_sd), EXACT)
         x_ts = scored(x_ts, rule, b, h, t[:, None], s[None, :], T, S)
@@ -97,7 +97,7 @@ def _largest(
         tl.store(keys + row_t * n_top + n, found_t.to(tl.int64), mask=t < T)
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit(do_not_specialize=["H", "T", "S"])
 def _above(
     q, k, rule, lists, sums, counts, offsets, weights, keys, threshold, H, T, S, D,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -119,10 +119,10 @@ def _above(
         weights += own
         keys += own
         count_t = (tl.load(offsets + row_t, mask=t < T, other=0) - own).to(tl.int32)
-    first, count = walk(lists, b, h, band, tl.cdiv(S, KEYS))
+    run, count = walk(rule, lists, b, h, band, t, T, S, KEYS)
     for n in range(0, count):
-        tile, edged = step(lists, first, n, n * KEYS + KEYS > S)
-        s = tile * KEYS + tl.arange(0, KEYS)
+        start, edged = step(lists, run, n, KEYS)
+        s = start + tl.arange(0, KEYS)
         k_sd = load_tile(k, b, h // R, s, S, D, WIDTH, EVEN)
         w_ts = weighed(
             product(q_td, tl.trans(k_sd), EXACT), rule, b, h, t[:, None], s[None, :],
@@ -142,7 +142,7 @@ def _above(
         tl.store(counts + row_t, count_t.to(tl.int64), mask=t < T)
 
 
-@triton.jit(do_not_specialize=["T", "S", "n_rows"])
+@triton.jit(do_not_specialize=["H", "T", "S", "n_rows"])
 def _rows(
     q, k, rule, sums, wanted, out, H, T, S, D, n_rows,
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
@@ -168,7 +168,7 @@ def _rows(
     tl.store(at_ts, w_ts, mask=(n < n_rows)[:, None] & (s < S)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "S", "n_kinds"])
+@triton.jit(do_not_specialize=["H", "T", "S", "n_kinds"])
 def _singles(
     q, k, rule, lse, keys, out, H, T, S, D, n_kinds,
     R: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,

@@ -50,14 +50,11 @@ def small_tiles_of(given: Rendered) -> Tiles:
     return Tiles(32, 32, 4, 1) if given.q.dtype.itemsize == 4 else Tiles(64, 64, 4, 2)
 
 
-def order_tiles(
-    given: Rendered, rule: Rule, tiles: Tiles, by_keys: bool = False
-) -> TileLists | None:
-    """The tiles of walks along the keys, or along the queries with `by_keys`; None is all."""
-    if all(part is None for part in (rule.window, rule.span, rule.interval, rule.ids, rule.words)):
+def order_tiles(given: Rendered, rule: Rule, tiles: Tiles) -> TileLists | None:
+    """The tiles of walks along the keys, in order; None where the rows' intervals tell them."""
+    if rule.ids is None and rule.words is None:
         return None
-    size = tiles.rows, tiles.keys
-    return list_tiles(rule, given.shape, size, by_keys, given.q.device, in_order=True)
+    return list_tiles(rule, given.shape, tiles[:2], False, given.q.device, in_order=True)
 
 
 def crop_both(given: Rendered, sums: RowSums, tile: Tile) -> tuple[Rendered, RowSums]:

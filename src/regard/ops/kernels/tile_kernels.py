@@ -109,6 +109,39 @@ def runs_of(lo_t, hi_t, real_t, S, KEYS: tl.constexpr):
 
 
 @triton.jit
+def runs_by_keys(rule, b, key, T, S, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """As `runs_of`, of the tiles of rows that see some of the keys from `key` on.
+
+    By window and span alone: rows with intervals of their own are told by lists.
+    """
+    past = tl.minimum(key + KEYS, S)
+    first = key * 0
+    last = first + T
+    whole = first
+    ends = last
+    if rule.window is not None:
+        # A query at i sees the keys i - left .. i + right.
+        first = tl.maximum(key - rule.window.right - (S - T), 0)
+        last = tl.minimum(past + rule.window.left - (S - T), T)
+        whole = tl.maximum(past - 1 - rule.window.right - (S - T), 0)
+        ends = tl.minimum(key + rule.window.left + 1 - (S - T), T)
+    is_whole = key + KEYS <= S
+    if rule.span is not None:
+        begin = tl.load(rule.span.first + b * rule.span.b).to(tl.int32)
+        end = tl.load(rule.span.past + b * rule.span.b).to(tl.int32)
+        is_whole = is_whole & (begin <= key) & (end >= key + KEYS)
+        last = tl.where((begin < past) & (end > key), last, first)
+    last = tl.maximum(tl.cdiv(last, ROWS) * ROWS, 0)
+    first = tl.minimum(first // ROWS * ROWS, last)
+    whole = tl.minimum(tl.maximum(tl.cdiv(whole, ROWS) * ROWS, first), last)
+    # Whoever walks rows loads full tiles without asking where the rows end.
+    ends = tl.where(is_whole, tl.minimum(ends, T) // ROWS * ROWS, whole)
+    ends = tl.maximum(tl.minimum(ends, last), whole)
+    n_before = (whole - first) // ROWS
+    return first, whole, ends, (ends - whole) // ROWS, n_before, n_before + (last - ends) // ROWS
+
+
+@triton.jit
 def seen(rule, b, h, t, s, lo, hi, S):
     """Whether queries may look at keys. t < T, repeated if need be; keys from S on are not seen."""
     ok = (s >= lo) & (s < hi)
@@ -152,26 +185,31 @@ def kept(rule, word, s):
 
 
 @triton.jit
-def walk(lists, b, h, line, n_tiles):
-    """Of how many tiles a line consists, and where their list begins."""
-    first = b * 0
-    count = n_tiles
-    if lists is not None:
+def walk(rule, lists, b, h, line, t, T, S, KEYS: tl.constexpr):
+    """The tiles of keys that the rows t see, in order: where they lie, and how many there are."""
+    if lists is None:
+        lo_t, hi_t = bounds_of(rule, b, tl.minimum(t, T - 1), T, S)
+        first, whole, ends, n_full, _, n_mixed = runs_of(lo_t, hi_t, t < T, S, KEYS)
+        run = (first, whole, ends)
+        count = n_full + n_mixed
+    else:
         at = b * lists.b + h * lists.h + line
-        first = at * lists.n
+        run = (at * lists.n, at, at)
         count = tl.load(lists.full + at)
-    return first, count
+    return run, count
 
 
 @triton.jit
-def step(lists, first, n, edged):
-    """The n-th tile of a walk, and whether some of its pairs are hidden."""
-    tile = n
-    if lists is not None:
-        code = tl.load(lists.tiles + first + n)
-        tile = code // 2
-        edged = edged | (code % 2 == 1)
-    return tile, edged
+def step(lists, run, n, KEYS: tl.constexpr):
+    """The first key of the n-th tile of a walk, and whether some of its pairs are hidden."""
+    if lists is None:
+        start = run[0] + n * KEYS
+        edged = (start < run[1]) | (start + KEYS > run[2])
+    else:
+        code = tl.load(lists.tiles + run[0] + n)
+        start = code // 2 * KEYS
+        edged = code % 2 == 1
+    return start, edged
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from regard.ops.kernels.arguments import Rule, TileLists
+from regard.ops.kernels.rendered import even
 from regard.ops.shape import Shape
 
 
@@ -30,7 +31,7 @@ def list_tiles(
 
     B, H, T, S = shape
     down, across = -(-T // tile[0]), -(-S // tile[1])
-    n_lines, n = (across, down) if by_keys else (down, across)
+    n_lines, n = (even(size) for size in ((across, down) if by_keys else (down, across)))
     strides = [part.b for part in (rule.span, rule.interval, rule.words) if part is not None]
     if rule.ids is not None:
         strides += [rule.ids.queries_b, rule.ids.keys_b]

@@ -59,7 +59,7 @@ def _judge(rule, b, h, row_n, key_n, T, S, ROWS: tl.constexpr, KEYS: tl.constexp
     return maybe_n, surely_n & maybe_n
 
 
-@triton.jit(do_not_specialize=["T", "S", "H"])
+@triton.jit(do_not_specialize=["H", "T", "S"])
 def _list(
     rule, lists, H, T, S,
     ROWS: tl.constexpr, KEYS: tl.constexpr, BY_KEYS: tl.constexpr,
@@ -70,7 +70,8 @@ def _list(
     line = tl.program_id(0) % n_lines
     head = (tl.program_id(0) // n_lines).to(tl.int64)
     b, h = head // H, head % H
-    to = lists.tiles + tl.program_id(0).to(tl.int64) * lists.n
+    at = b * lists.b + h * lists.h + line
+    to = lists.tiles + at * lists.n
     n_full = 0
     n_mixed = 0
     for first in range(0, lists.n, N):
@@ -93,8 +94,8 @@ def _list(
             tl.store(to + lists.n - n_mixed - tl.cumsum(mixed_n, 0), n, mask=mixed_n != 0)
             n_full += tl.sum(full_n, 0)
             n_mixed += tl.sum(mixed_n, 0)
-    tl.store(lists.full + tl.program_id(0), n_full)
-    tl.store(lists.mixed + tl.program_id(0), n_mixed)
+    tl.store(lists.full + at, n_full)
+    tl.store(lists.mixed + at, n_mixed)
 
 
 def run_lists(
@@ -107,7 +108,8 @@ def run_lists(
 ) -> None:
     """Fill the lists."""
     _, _, T, S = shape
-    samples, heads, n_lines, _ = lists.tiles.shape
+    samples, heads = lists.tiles.shape[:2]
+    n_lines = triton.cdiv(S, tile[1]) if by_keys else triton.cdiv(T, tile[0])
     launch: Any = _list[(samples * heads * n_lines,)]
     launch(
         rule, lists, heads, T, S,
