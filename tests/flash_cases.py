@@ -32,7 +32,7 @@ from regard.ops.blockwise import NOTHING, Ask
 from regard.ops.call import Call, make_call
 from regard.ops.kernels import flash_op
 from regard.ops.observe import by_reference as observe_by_reference
-from regard.ops.shape import Tile
+from regard.ops.shape import Shape, Tile
 
 ROUNDINGS = 32
 SMALL = {"B": 2, "H": 2, "G": 1, "T": 37, "S": 53, "D": 11, "E": 11}
@@ -244,13 +244,36 @@ def gaps(name: str, dtype: torch.dtype, device: str) -> dict[str, tuple[float, f
     ours = answers_of(case, inputs, by_kernels, half)
     theirs = answers_of(case, inputs, by_formula if half else by_reference, half)
     largest = max(float(x.nan_to_num(neginf=0.0).abs().max()) for x in truth.values())
-    floor = ROUNDINGS * torch.finfo(torch.float32).eps * largest
+    sizes = dict.fromkeys(truth, largest)
+    if "slopes" in inputs:
+        sizes["dslopes"] = max(largest, size_of_slopes(case, wide, half))
     found = {}
     for what, exact in truth.items():
         assert torch.equal(ours[what].isinf(), exact.isinf()), what
         error, plain_error = (gap(x[what], exact) for x in (ours, theirs))
+        floor = ROUNDINGS * torch.finfo(torch.float32).eps * sizes[what]
         found[what] = error, 2 * plain_error + floor
     return found
+
+
+def size_of_slopes(case: Case, inputs: Answers, only_output: bool) -> float:
+    """What the terms come to, without their signs, whose sum is the gradient of a slope.
+
+    There is one for each pair: the gradient on its score times how far apart they stand.
+    """
+    q, k, v = (inputs[name] for name in "qkv")
+    shape = Shape(*q.shape[:3], k.shape[2])
+    added = torch.zeros(shape, dtype=q.dtype, device=q.device, requires_grad=True)
+    given, even = (case.make(inputs | {"slopes": x}) for x in (inputs["slopes"], torch.ones(2)))
+    given["bias"] += DenseBias(added)
+    seen = by_reference(make_call(q, k, v, **given))
+    if only_output:
+        seen = {"output": seen["output"]}
+    (grad,) = torch.autograd.grad(torch.stack([mix(x).sum() for x in seen.values()]).sum(), added)
+    leaves = even["bias"].leaf_terms()
+    alibi = next(leaf for leaf in leaves if isinstance(getattr(leaf, "inner", leaf), ALiBi))
+    far = alibi.dense(shape, q.device, q.dtype)
+    return float((grad * far).abs().sum((0, 2, 3)).max())
 
 
 def gap(found: Tensor, exact: Tensor) -> float:

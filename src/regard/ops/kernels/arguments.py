@@ -113,6 +113,8 @@ class Rule(NamedTuple):
     band: Band | None
     dense: Dense | None
     dropout: Dropout | None
+    end: None = None
+    """Always None: Triton 3.6 loses a 1 inside a field, unless a field after it is None."""
 
 
 class TileLists(NamedTuple):

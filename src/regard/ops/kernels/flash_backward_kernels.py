@@ -224,10 +224,12 @@ def _keys(
     sizes = (T, S, D, E)
     for r in range(0, R):
         t = tl.arange(0, ROWS)
-        g_at = None
+        q_at = _corner(q, b, first + r, t, WIDTH)
+        # Not None without a gradient: Triton 3.6 takes no None in a tuple in a loop.
+        g_at = q_at
         if g is not None:
             g_at = _corner(g, b, first + r, t, VALUES)
-        where = (b, first + r, b * H + first + r, _corner(q, b, first + r, t, WIDTH), g_at)
+        where = (b, first + r, b * H + first + r, q_at, g_at)
         if lists is None:
             begin, whole, ends, n_full, n_before, n_mixed = runs_by_keys(
                 rule, b, tile * KEYS, T, S, ROWS, KEYS
