@@ -37,7 +37,7 @@ def run_cases() -> None:
     from row_stats_cases import gaps, received_gaps, singles_gap
 
     from regard.ops.kernels import pooling, row_stats
-    from regard.ops.kernels.row_sums import Tiles
+    from regard.ops.kernels.tiles import Tiles
 
     patch_once()
     report = {}
@@ -48,7 +48,7 @@ def run_cases() -> None:
     # One band of rows at a time, in tiles smaller than a cell; and the largest weights from torch's
     # tiles, as when many are asked for.
     pooling.SCRATCH, row_stats.MOST_TOP = 1, 2
-    pooling.tiles_of = pooling.small_tiles_of = lambda given: Tiles(16, 32, 4, 1)
+    pooling.tiles_of = lambda kernel, given: Tiles(16, 32, 4, 1)
     for name in IN_PARTS:
         report[f"{name} in parts"] = gaps(name, torch.float32, "cpu", row_stats.by_kernels)
     report["singles"] = {name: singles_gap(name, "cpu") for name in SINGLES}

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.ops.kernels.arguments import options_of, rule_of, view, width_of
+from regard.ops.kernels.arguments import Rule, options_of, rule_of, view, width_of
 from regard.ops.kernels.rendered import Rendered
 from regard.ops.kernels.tile_lists import list_tiles
+from regard.ops.kernels.tiles import tiles_of
 
 PADDED = 128
 """Rows' numbers are kept for a multiple of this many rows, so that tiles of rows need no mask."""
@@ -73,19 +74,6 @@ class Incoming(NamedTuple):
     lse_grad: Tensor | None
     entropy: Tensor | None
     entropy_grad: Tensor | None
-
-
-class Tiles(NamedTuple):
-    """Rows and keys of a tile, and how it is worked on."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-    def options(self) -> dict[str, int]:
-        """For the launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 class _Pass(NamedTuple):
@@ -169,9 +157,10 @@ def _packed(x: Tensor | None) -> Tensor | None:
 def _run_keys(step: _Pass, dk: Tensor, dv: Tensor) -> None:
     from regard.ops.kernels import flash_backward_kernels as kernels
 
-    given, tiles, rule = step.given, tiles_of_keys(step.given), rule_of(step.given)
-    lists = None
-    if any(part is not None for part in (rule.interval, rule.ids, rule.words)):
+    given, rule = step.given, rule_of(step.given)
+    is_listed = any(part is not None for part in (rule.interval, rule.ids, rule.words))
+    tiles, lists = tiles_of(f"keys {_kind_of(rule, is_listed)}".strip(), given), None
+    if is_listed:
         lists = list_tiles(rule, given.shape, tiles[:2], True, given.q.device)
     B, G, S, _ = given.k.shape
     launch: Any = kernels._keys[(B * G * -(-S // tiles.keys),)]
@@ -185,9 +174,10 @@ def _run_queries(step: _Pass, dq: Tensor, with_slopes: bool) -> Tensor | None:
     """Write the gradient of the queries; that of the slopes, if wanted, comes back."""
     from regard.ops.kernels import flash_backward_kernels as kernels
 
-    given, tiles, rule = step.given, tiles_of_queries(step.given), rule_of(step.given)
-    lists = None
-    if rule.ids is not None or rule.words is not None:
+    given, rule = step.given, rule_of(step.given)
+    is_listed = rule.ids is not None or rule.words is not None
+    tiles, lists = tiles_of(f"queries {_kind_of(rule, is_listed)}".strip(), given), None
+    if is_listed:
         lists = list_tiles(rule, given.shape, tiles[:2], False, given.q.device)
     B, H, T, _ = given.q.shape
     n_bands = -(-T // tiles.rows)
@@ -203,7 +193,7 @@ def _run_queries(step: _Pass, dq: Tensor, with_slopes: bool) -> Tensor | None:
 def _run_band(step: _Pass) -> Tensor:
     from regard.ops.kernels import flash_backward_kernels as kernels
 
-    given, tiles = step.given, tiles_of_bias(step.given)
+    given, tiles = step.given, tiles_of("bias", step.given)
     assert given.band is not None
     (H, N), B = given.band.shape, given.q.shape[0]
     runs = -(-N // tiles.rows) * H
@@ -223,7 +213,7 @@ def _run_band(step: _Pass) -> Tensor:
 def _run_dense(step: _Pass) -> Tensor:
     from regard.ops.kernels import flash_backward_kernels as kernels
 
-    given, tiles = step.given, tiles_of_bias(step.given)
+    given, tiles = step.given, tiles_of("bias", step.given)
     assert given.dense is not None
     grad = torch.empty_like(given.dense)
     B, H, T, S = given.dense.shape
@@ -249,32 +239,11 @@ def _sink_grad(given: Rendered, rows: RowGrads, entropy_grad: Tensor | None) -> 
     return (weight * slope).sum((0, 2)).to(given.sinks.dtype)
 
 
-def _width(given: Rendered) -> int:
-    return max(width_of(given.q.shape[3]), width_of(given.v.shape[3]))
-
-
-def tiles_of_keys(given: Rendered) -> Tiles:
-    """The tile of the kernel that gathers for keys, for heads of this width and type."""
-    width = _width(given)
-    if given.q.dtype.itemsize == 4:
-        return Tiles(16, 32, 4, 1) if width > 64 else Tiles(32, 64, 4, 1)
-    if width <= 128:
-        return Tiles(64, 128, 8, 3 if width <= 64 else 2)
-    return Tiles(32, 64, 8, 1)
-
-
-def tiles_of_queries(given: Rendered) -> Tiles:
-    """The tile of the kernel that gathers for queries."""
-    width = _width(given)
-    if given.q.dtype.itemsize == 4:
-        return Tiles(16, 32, 4, 1) if width > 64 else Tiles(64, 32, 4, 1)
-    if width <= 128:
-        return Tiles(128, 64, 8, 3 if width <= 64 else 2)
-    return Tiles(64, 32, 8, 1)
-
-
-def tiles_of_bias(given: Rendered) -> Tiles:
-    """The tile of the kernels that gather for a bias."""
-    if given.q.dtype.itemsize == 4 or _width(given) > 128:
-        return Tiles(32, 32, 4, 1)
-    return Tiles(64, 64, 8, 2)
+def _kind_of(rule: Rule, is_listed: bool) -> str:
+    """What tells most of how long a row of tiles is, for the table of tiles."""
+    if is_listed:
+        return "listed"
+    if any(part is not None for part in (rule.cap, rule.slopes, rule.band, rule.dense)):
+        return "biased"
+    seen = (rule.window, rule.span, rule.interval)
+    return "windowed" if any(part is not None for part in seen) else ""

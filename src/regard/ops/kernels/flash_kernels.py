@@ -36,6 +36,7 @@ from regard.ops.kernels.tile_kernels import (
     slope_of,
 )
 from regard.ops.kernels.tile_lists import list_tiles
+from regard.ops.kernels.tiles import tiles_of
 
 
 class Answers(NamedTuple):
@@ -258,19 +259,10 @@ def _forward(
         tl.store(answers.mass + row_t, mass_t * share_t, mask=real_t)
 
 
-class Tiles(NamedTuple):
-    """Rows and keys of a tile, and how it is worked on."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
 def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | None) -> None:
     """Write the output, where v has width, and the answers that are."""
     (B, H, T, D), S, E = given.q.shape, given.k.shape[2], out.shape[3]
-    tiles, options = tiles_of(given), options_of(given)
+    tiles, options = tiles_of(kind_of(answers, E > 0), given), options_of(given)
     rule = rule_of(given)
     lists: TileLists | None = None
     heads = 1
@@ -286,15 +278,13 @@ def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | N
         view(given.q), view(given.k), view(given.v) if E else None, view(out),
         rule, lists, given.sinks, chosen, answers, 1.0 / (1.0 - given.dropout), H, T, S, D, E,
         **options, P=heads, ROWS=tiles.rows, KEYS=tiles.keys, VALUES=width_of(E),
-        COVERED=given.covered, PLAIN=plain, num_warps=tiles.warps, num_stages=tiles.stages,
+        COVERED=given.covered, PLAIN=plain, **tiles.options(),
     )  # fmt: skip
 
 
-def tiles_of(given: Rendered) -> Tiles:
-    """The tile for heads of this width and type."""
-    width = width_of(max(given.q.shape[3], given.v.shape[3]))
-    if given.q.dtype.itemsize == 4:
-        return Tiles(32, 32, 4, 1) if width > 64 else Tiles(64, 32, 4, 2)
-    if width <= 64:
-        return Tiles(128, 64, 4, 3)
-    return Tiles(128, 64, 8, 3) if width <= 128 else Tiles(64, 32, 8, 2)
+def kind_of(answers: Answers, has_values: bool) -> str:
+    """The name of the kernel in the table of tiles."""
+    if not has_values:
+        return "forward blind"
+    asked = (answers.entropy, answers.peak, answers.distance, answers.mass)
+    return "forward asked" if any(x is not None for x in asked) else "forward"

@@ -16,14 +16,8 @@ from torch import Tensor
 
 from regard.ops.kernels.arguments import rule_of
 from regard.ops.kernels.rendered import Rendered, crop
-from regard.ops.kernels.row_sums import (
-    RowSums,
-    Tiles,
-    crop_both,
-    order_tiles,
-    small_tiles_of,
-    tiles_of,
-)
+from regard.ops.kernels.row_sums import RowSums, crop_both, order_tiles
+from regard.ops.kernels.tiles import Tiles, tiles_of
 from regard.ops.shape import Tile
 
 SCRATCH = 2**26
@@ -41,7 +35,7 @@ def receive(
 
     given, sums = crop_both(given, sums, Tile(*queries, 0, given.shape.S))
     rows = None if rows is None else rows[..., slice(*queries)]
-    return pooling_kernels.run_by_keys(given, sums, tiles_of(given), rows, by == "max")
+    return pooling_kernels.run_by_keys(given, sums, tiles_of("pool", given), rows, by == "max")
 
 
 def count_queries(
@@ -85,11 +79,11 @@ def count_intervals(given: Rendered) -> Tensor:
 def pool(given: Rendered, sums: RowSums, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """A map of X × Y cells, (B, H, X, Y), and what its keys receive in all, (B, H, S)."""
     (_, _, T, S), (X, Y) = given.shape, size
-    tiles = tiles_of(given)
+    tiles = tiles_of("pool", given)
     tall, wide = whole_part(T, X, tiles.rows), whole_part(S, Y, tiles.keys)
     if tall and wide:
         return _pool_evenly(given, sums, size, tiles, (tall, wide))
-    return _pool_unevenly(given, sums, size, small_tiles_of(given))
+    return _pool_unevenly(given, sums, size, tiles_of("search", given))
 
 
 def _pool_evenly(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.ops.kernels.arguments import TileLists, options_of, rule_of, share, view
 from regard.ops.kernels.rendered import Rendered
-from regard.ops.kernels.row_sums import RowSums, Tiles
+from regard.ops.kernels.row_sums import RowSums
 from regard.ops.kernels.tile_kernels import (
     biased,
     load_sums,
@@ -33,6 +33,7 @@ from regard.ops.kernels.tile_kernels import (
     weighed,
 )
 from regard.ops.kernels.tile_lists import list_tiles
+from regard.ops.kernels.tiles import Tiles
 
 
 class RowWeights(NamedTuple):
@@ -278,7 +279,7 @@ def run_by_keys(
         view(given.q), view(given.k), rule, lists, sums,
         _row_weights(row_weights), received, to, H, T, S, D,
         **options_of(given), ROWS=tiles.rows, KEYS=tiles.keys, TALL=tall, WIDE=wide, MOST=most,
-        HIDES=given.hides, num_warps=tiles.warps, num_stages=tiles.stages,
+        HIDES=given.hides, **tiles.options(),
     )  # fmt: skip
     return received
 
@@ -333,7 +334,7 @@ def run_bands(given: Rendered, sums: RowSums, tiles: Tiles, bands: Bands) -> Ten
         view(given.q), view(given.k), rule_of(given), bands.lists, sums,
         bands.shares, parts, H, T, S, D, bands.first, bands.n_bands, bands.n_touched,
         **options_of(given), ROWS=tiles.rows, KEYS=tiles.keys, HIDES=given.hides,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        **tiles.options(),
     )  # fmt: skip
     return parts
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from regard.ops.kernels.arguments import options_of, rule_of, view
 from regard.ops.kernels.rendered import Rendered
-from regard.ops.kernels.row_sums import RowSums, order_tiles, row_tiles_of, small_tiles_of
+from regard.ops.kernels.row_sums import RowSums, order_tiles
 from regard.ops.kernels.tile_kernels import (
     BITS,
     load_sums,
@@ -30,6 +30,7 @@ from regard.ops.kernels.tile_kernels import (
     walk,
     weighed,
 )
+from regard.ops.kernels.tiles import tiles_of
 
 
 @triton.jit
@@ -197,7 +198,7 @@ def _singles(
 def run_largest(given: Rendered, sums: RowSums, n_top: int) -> tuple[Tensor, Tensor]:
     """The largest weights of each row and their keys, (B, H, T, n_top)."""
     (B, H, T, D), S = given.q.shape, given.k.shape[2]
-    rule, tiles = rule_of(given), small_tiles_of(given)
+    rule, tiles = rule_of(given), tiles_of("search", given)
     weights = torch.empty(B, H, T, n_top, dtype=torch.float32, device=given.q.device)
     keys = torch.empty(B, H, T, n_top, dtype=torch.int64, device=given.q.device)
     launch: Any = _largest[(B * H * triton.cdiv(T, tiles.rows),)]
@@ -205,7 +206,7 @@ def run_largest(given: Rendered, sums: RowSums, n_top: int) -> tuple[Tensor, Ten
         view(given.q), view(given.k), rule, order_tiles(given, rule, tiles), sums, weights, keys,
         H, T, S, D, n_top,
         **options_of(given), ROWS=tiles.rows, KEYS=tiles.keys, SLOTS=triton.next_power_of_2(n_top),
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        **tiles.options(),
     )  # fmt: skip
     return weights, keys
 
@@ -213,7 +214,7 @@ def run_largest(given: Rendered, sums: RowSums, n_top: int) -> tuple[Tensor, Ten
 def run_above(given: Rendered, sums: RowSums, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
     """Offsets of the rows (B · H · T + 1), keys and weights of every weight from a threshold on."""
     (B, H, T, D), S = given.q.shape, given.k.shape[2]
-    rule, tiles, device = rule_of(given), row_tiles_of(given), given.q.device
+    rule, tiles, device = rule_of(given), tiles_of("above", given), given.q.device
     lists = order_tiles(given, rule, tiles)
     launch: Any = _above[(B * H * triton.cdiv(T, tiles.rows),)]
 
@@ -221,7 +222,7 @@ def run_above(given: Rendered, sums: RowSums, threshold: float) -> tuple[Tensor,
         launch(
             view(given.q), view(given.k), rule, lists, sums, *to, threshold, H, T, S, D,
             **options_of(given), ROWS=tiles.rows, KEYS=tiles.keys, HIDES=given.hides,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            **tiles.options(),
         )  # fmt: skip
 
     counts = torch.empty(B * H * T, dtype=torch.int64, device=device)

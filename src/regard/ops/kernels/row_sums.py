@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from regard.ops.kernels.arguments import Rule, TileLists, width_of
+from regard.ops.kernels.arguments import Rule, TileLists
 from regard.ops.kernels.rendered import Rendered, crop
 from regard.ops.kernels.tile_lists import list_tiles
+from regard.ops.kernels.tiles import Tiles
 from regard.ops.shape import Tile
 
 
@@ -20,34 +21,6 @@ class RowSums(NamedTuple):
 
     maxima: Tensor
     sums: Tensor
-
-
-class Tiles(NamedTuple):
-    """Rows and keys of a tile, and how it is worked on."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def tiles_of(given: Rendered) -> Tiles:
-    """The tile in which keys are summed: few rows, as each has numbers of its own in registers."""
-    if given.q.dtype.itemsize == 4:
-        return Tiles(32, 32, 4, 1)
-    return Tiles(64, 128, 8, 3) if width_of(given.q.shape[3]) <= 128 else Tiles(64, 64, 4, 2)
-
-
-def row_tiles_of(given: Rendered) -> Tiles:
-    """The tile in which the weights of rows are compared."""
-    if given.q.dtype.itemsize == 4:
-        return Tiles(32, 32, 4, 1)
-    return Tiles(128, 64, 8, 3) if width_of(given.q.shape[3]) <= 128 else Tiles(64, 64, 4, 2)
-
-
-def small_tiles_of(given: Rendered) -> Tiles:
-    """The tile for loops inside of walks, over slots or cells: fewer rows wait for each other."""
-    return Tiles(32, 32, 4, 1) if given.q.dtype.itemsize == 4 else Tiles(64, 64, 4, 2)
 
 
 def order_tiles(given: Rendered, rule: Rule, tiles: Tiles) -> TileLists | None:
