@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from regard.ops import blockwise_op, decode, flex, observe, reference, sdpa
 from regard.ops.blockwise import NOTHING
 from regard.ops.call import Call
 from regard.ops.kernels import backend as triton
-from regard.ops.kernels import flash_op, row_stats
+from regard.ops.kernels import flash, flash_op, row_stats
+from regard.ops.kernels.rendered import is_given_whole, render
 from regard.ops.wants import Observation
 
 
@@ -61,7 +63,9 @@ class Explanation:
 def _run_by_kernels(call: Call) -> Tensor:
     if triton.is_decoding(call):
         return decode.run(call)
-    return flash_op.attend(call, NOTHING, None).output
+    if call.needs_grad() or torch.compiler.is_compiling():
+        return flash_op.attend(call, NOTHING, None).output
+    return flash.forward(render(call.seeded()), NOTHING, None, with_sums=False)[0]
 
 
 def _observe_by_kernels(call: Call) -> Observation:
@@ -90,23 +94,24 @@ def asked_first(call: Call) -> tuple[str, str] | None:
     """The backend that is asked before the device's order, and why."""
     if call.q.device.type != "cuda":
         return None
-    if call.wants is not None and triton.is_little(call.rule.shape):
+    is_little = triton.is_little(call.rule.shape)
+    if call.wants is not None and is_little:
         return "blockwise", f"under {triton.LITTLE:,} weights are looked at before kernels compile"
-    if sdpa.flags(call.rule) is None and not is_unmeasured(call):
+    if sdpa.flags(call.rule) is not None:
+        return None
+    if triton.is_decoding(call) or not (is_little or is_slow_by_kernels(call)):
         return "triton", "torch's kernels have to be given this mask or bias whole"
     return None
 
 
-def is_unmeasured(call: Call) -> bool:
-    """Whether our kernels would run that were timed on no GPU yet: those for many queries."""
-    return call.wants is None and not triton.is_decoding(call)
+def is_slow_by_kernels(call: Call) -> bool:
+    """Whether torch's kernels are faster for many queries, by what was measured."""
+    return call.q.dtype == torch.float32 or is_given_whole(call.rule)
 
 
 def order_of(call: Call) -> tuple[str, ...]:
     """The backends to be asked, in turn."""
     order = ORDER.get(call.q.device.type, ("sdpa", "blockwise", "reference"))
-    if call.q.device.type == "cuda" and is_unmeasured(call):
-        order = (*(name for name in order if name != "triton"), "triton")
     first = asked_first(call)
     if first is None:
         return order

@@ -85,6 +85,10 @@ class Mask(Term):
         """How far back and ahead of itself a query sees (None: all), if that is all it says."""
         return None
 
+    def window_in(self, shape: Shape) -> tuple[int | None, int | None] | None:
+        """The same for inputs of a shape, where the last query sits on the last key."""
+        return self.window()
+
     def span(self, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """First and past-the-last key of all rows alike, (B or 1,), if that is all it says."""
         return None

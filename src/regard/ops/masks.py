@@ -68,6 +68,9 @@ class Causal(Mask):
     def window(self) -> tuple[int | None, int | None] | None:
         return (None, 0) if self.align == "end" else None
 
+    def window_in(self, shape: Shape) -> tuple[int | None, int | None]:
+        return None, -self._shift(shape)
+
     def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(i), i - self._shift(shape) + 1
 

@@ -118,9 +118,9 @@ class Rule(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """full, mixed: how many tiles of each line; tiles: which. b, h: lines a sample, a head.
+    """full, mixed: how many runs of full tiles each line has, and mixed tiles; tiles: which.
 
-    Where they stand in order, `full` counts all, and `mixed` none.
+    b, h: lines a sample, a head. Where tiles stand in order, `full` counts all, and `mixed` none.
     """
 
     tiles: Tensor

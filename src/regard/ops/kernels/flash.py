@@ -15,22 +15,24 @@ from torch import Tensor
 from regard.ops.blockwise import Ask
 from regard.ops.kernels.rendered import Rendered
 
+ROW_SUMS = ("maxima", "sums", "total")
+"""What is kept of rows for whoever makes their weights again."""
 
-def forward(given: Rendered, ask: Ask, mass: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+
+def forward(
+    given: Rendered, ask: Ask, mass: Tensor | None, with_sums: bool = True
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The output (B, H, T, E), and by name what is asked about rows, (B, H, T)."""
     from regard.ops.kernels import flash_kernels
 
     q, E = given.q, given.v.shape[3]
     shape = q.shape[:3]
-    names = [
-        "lse",
-        "maxima",
-        "sums",
-        "total",
-        *(name for name in ask._fields if getattr(ask, name)),
-    ]
+    names = ["lse", *(name for name in ask._fields if getattr(ask, name))]
+    names += ROW_SUMS if with_sums else ()
     names += ["mass"] if mass is not None else []
-    found = {name: torch.empty(shape, dtype=torch.float32, device=q.device) for name in names}
+    # One piece of memory for all, as asking for it takes longer than a short row.
+    numbers = torch.empty((len(names), *shape), dtype=torch.float32, device=q.device)
+    found = dict(zip(names, numbers.unbind(), strict=True))
     if ask.peak:
         found["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)
     out = torch.empty((*shape, E), dtype=q.dtype, device=q.device)

@@ -248,11 +248,12 @@ def _keys(
         else:
             at = b * lists.b + (first + r) * lists.h + tile
             line = lists.tiles + at * lists.n
-            for n in range(0, tl.load(lists.full + at)):
-                state = _fold_rows(
-                    state, k_sd, v_se, q, g, tl.load(line + n) * ROWS, s, rule, rows, where,
-                    kept_share, sizes, ROWS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
-                )  # fmt: skip
+            for m in range(0, tl.load(lists.full + at)):
+                for near in range(tl.load(line + 2 * m), tl.load(line + 2 * m + 1)):
+                    state = _fold_rows(
+                        state, k_sd, v_se, q, g, near * ROWS, s, rule, rows, where, kept_share, sizes,
+                        ROWS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
+                    )  # fmt: skip
             for n in range(0, tl.load(lists.mixed + at)):
                 start = tl.load(line + lists.n - 1 - n) * ROWS
                 state = _fold_rows(
@@ -349,11 +350,12 @@ def _queries(
     else:
         at = b * lists.b + h * lists.h + band
         line = lists.tiles + at * lists.n
-        for n in range(0, tl.load(lists.full + at)):
-            state = _fold_keys(
-                state, q_td, g_te, k, v, tl.load(line + n) * KEYS, rule, rows, row, kept_share,
-                sizes, R, KEYS, WIDTH, VALUES, SLOPES, False, COVERED, EVEN, EXACT,
-            )  # fmt: skip
+        for m in range(0, tl.load(lists.full + at)):
+            for near in range(tl.load(line + 2 * m), tl.load(line + 2 * m + 1)):
+                state = _fold_keys(
+                    state, q_td, g_te, k, v, near * KEYS, rule, rows, row, kept_share, sizes,
+                    R, KEYS, WIDTH, VALUES, SLOPES, False, COVERED, EVEN, EXACT,
+                )  # fmt: skip
         for n in range(0, tl.load(lists.mixed + at)):
             start = tl.load(line + lists.n - 1 - n) * KEYS
             state = _fold_keys(

@@ -205,12 +205,13 @@ def _forward(
         line = (b * lists.b + h * lists.h + band) * lists.n
         n_full = tl.load(lists.full + b * lists.b + h * lists.h + band)
         n_mixed = tl.load(lists.mixed + b * lists.b + h * lists.h + band)
-        for n in range(0, n_full):
-            start = tl.load(lists.tiles + line + n) * KEYS
-            state = _fold(
-                state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
-                KEYS, WIDTH, VALUES, False, COVERED, PLAIN, EVEN, EXACT,
-            )  # fmt: skip
+        for r in range(0, n_full):
+            run = lists.tiles + line + 2 * r
+            for tile in range(tl.load(run), tl.load(run + 1)):
+                state = _fold(
+                    state, q_td, k_at, v_at, tile * KEYS, rule, chosen, answers, row, sizes,
+                    KEYS, WIDTH, VALUES, False, COVERED, PLAIN, EVEN, EXACT,
+                )  # fmt: skip
         for n in range(0, n_mixed):
             start = tl.load(lists.tiles + line + lists.n - 1 - n) * KEYS
             state = _fold(

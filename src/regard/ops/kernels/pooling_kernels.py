@@ -134,11 +134,12 @@ def _by_keys(
     else:
         at = b * lists.b + h * lists.h + line
         listed = lists.tiles + at * lists.n
-        for n in range(0, tl.load(lists.full + at)):
-            state = _gather(
-                state, tl.load(listed + n) * ROWS, s, k_sd, q, rule, sums, row_weights, cells, own,
-                sizes, ROWS, KEYS, WIDTH, TALL, WIDE, MOST, False, HIDES, EVEN, EXACT,
-            )  # fmt: skip
+        for r in range(0, tl.load(lists.full + at)):
+            for n in range(tl.load(listed + 2 * r), tl.load(listed + 2 * r + 1)):
+                state = _gather(
+                    state, n * ROWS, s, k_sd, q, rule, sums, row_weights, cells, own, sizes,
+                    ROWS, KEYS, WIDTH, TALL, WIDE, MOST, False, HIDES, EVEN, EXACT,
+                )  # fmt: skip
         for n in range(0, tl.load(lists.mixed + at)):
             start = tl.load(listed + lists.n - 1 - n) * ROWS
             state = _gather(

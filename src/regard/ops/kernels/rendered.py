@@ -26,8 +26,8 @@ from torch import Tensor
 
 from regard.ops.bias import ALiBi, Bias, BiasAt, DenseBias, lowest_as_inf
 from regard.ops.call import Call, Rule
-from regard.ops.mask import And, Mask, nearer
-from regard.ops.masks import Documents
+from regard.ops.mask import And, Mask, Or, nearer
+from regard.ops.masks import Causal, Documents, Lengths, Prefix, Window
 from regard.ops.shape import Shape, Tile, cut
 from regard.ops.unseen import covers
 
@@ -128,7 +128,7 @@ def render_rule(q: Tensor, k: Tensor, rule: Rule) -> Rendered:
 
 def _see(mask: Mask, shape: Shape, device: torch.device, sight: _Sight) -> _Sight:
     """A mask joined to what is rendered of others, in the form that costs least."""
-    window, span = mask.window(), mask.span(shape, device)
+    window, span = mask.window_in(shape), mask.span(shape, device)
     if window is not None:
         left, right = map(nearer, sight.window, window)
         return sight._replace(window=(left, right))
@@ -209,6 +209,21 @@ def _add_bias(given: Rendered, bias: Bias, shape: Shape, device: torch.device) -
                 numbers = one + other
             given = given._replace(dense=numbers)
     return given
+
+
+def is_given_whole(rule: Rule) -> bool:
+    """Whether a mask or bias is given pair by pair, or would have to be."""
+    biases: list[Bias] = [] if rule.bias is None else rule.bias.leaf_terms()
+    if any(isinstance(leaf, DenseBias) for leaf in biases):
+        return True
+    masks = [] if rule.mask is None else [rule.mask]
+    while masks:
+        mask = masks.pop()
+        if isinstance(mask, And | Or):
+            masks += mask.parts()
+        elif not isinstance(mask, Causal | Window | Lengths | Prefix | Documents):
+            return True
+    return False
 
 
 def renders_whole(rule: Rule) -> bool:

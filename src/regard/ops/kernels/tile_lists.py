@@ -3,8 +3,10 @@
 Where a mask is not one interval a row, kernels cannot tell from two numbers where to go. So each
 tile is looked at once, by its rows' intervals, by the least and greatest document of its rows and
 keys, and by its bits: it is empty, mixed or full. The full ones of each line stand first in its
-list, the mixed ones last, from the end. Or all stand in order, as 2 n for a full tile n and 2 n + 1
-for a mixed one. Lists are made on the device, and nothing is read back.
+list, as runs of neighbours, each by its first tile and the one after its last: so that a kernel
+knows the next tile of a run without asking for it. The mixed ones stand last, from the end, one by
+one. Or all stand in order, as 2 n for a full tile n and 2 n + 1 for a mixed one. Lists are made on
+the device, and nothing is read back.
 
 Letters: B batch, T queries, S keys, H query heads.
 """
@@ -32,6 +34,8 @@ def list_tiles(
     B, H, T, S = shape
     down, across = -(-T // tile[0]), -(-S // tile[1])
     n_lines, n = (even(size) for size in ((across, down) if by_keys else (down, across)))
+    # Every second tile may be a run, of two numbers, and all others mixed.
+    n *= 2
     strides = [part.b for part in (rule.span, rule.interval, rule.words) if part is not None]
     if rule.ids is not None:
         strides += [rule.ids.queries_b, rule.ids.keys_b]

@@ -72,10 +72,13 @@ def _list(
     b, h = head // H, head % H
     at = b * lists.b + h * lists.h + line
     to = lists.tiles + at * lists.n
+    n_tiles = tl.cdiv(T, ROWS) if BY_KEYS else tl.cdiv(S, KEYS)
     n_full = 0
     n_mixed = 0
-    for first in range(0, lists.n, N):
-        n = first + tl.arange(0, N)
+    last = 0
+    for first in range(0, n_tiles, N):
+        place_n = tl.arange(0, N)
+        n = first + place_n
         same = n * 0 + line
         row_n = (n if BY_KEYS else same) * ROWS
         key_n = (same if BY_KEYS else n) * KEYS
@@ -90,10 +93,19 @@ def _list(
             tl.store(to + n_full + tl.cumsum(both_n, 0) - 1, 2 * n + mixed_n, mask=both_n != 0)
             n_full += tl.sum(both_n, 0)
         else:
-            tl.store(to + n_full + tl.cumsum(full_n, 0) - 1, n, mask=full_n != 0)
+            # A run begins where the tile before is not full, and ends before one that is not.
+            before_n = tl.gather(full_n, tl.maximum(place_n - 1, 0), 0)
+            before_n = tl.where(place_n == 0, last, before_n)
+            begins_n = full_n * (1 - before_n)
+            run_n = to + 2 * (n_full + tl.cumsum(begins_n, 0) - 1)
+            tl.store(run_n, n, mask=begins_n != 0)
+            tl.store(run_n + 1, n, mask=(full_n == 0) & (before_n != 0))
             tl.store(to + lists.n - n_mixed - tl.cumsum(mixed_n, 0), n, mask=mixed_n != 0)
-            n_full += tl.sum(full_n, 0)
+            n_full += tl.sum(begins_n, 0)
             n_mixed += tl.sum(mixed_n, 0)
+            last = tl.sum(tl.where(place_n == N - 1, full_n, 0), 0)
+    if last != 0:
+        tl.store(to + 2 * n_full - 1, n_tiles)
     tl.store(lists.full + at, n_full)
     tl.store(lists.mixed + at, n_mixed)
 
