@@ -39,6 +39,13 @@ def test_heads_take_the_tiles_of_the_next_width(width: int, column: int) -> None
     assert whole == tiles.WHOLE["pool"][column]
 
 
+def test_a_device_that_was_not_measured_is_told() -> None:
+    assert tiles.describe_tiles((9, 0)) == "our kernels have tiles measured on sm_90"
+    assert tiles.describe_tiles((8, 6)).startswith(
+        "our kernels were measured on sm_90, not on sm_86"
+    )
+
+
 @pytest.mark.parametrize("table", [tiles.HOPPER, tiles.SAFE, tiles.WHOLE])
 def test_every_table_has_every_kernel_in_tiles_that_lists_and_words_can_have(
     table: tiles.Table,

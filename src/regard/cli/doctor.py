@@ -31,6 +31,7 @@ def doctor(console: "Console") -> None:
     import torch
 
     from regard.ops import Causal, explain
+    from regard.ops.kernels.tiles import describe_tiles
 
     say = partial(write_line, console)
     say(f"{'regard':<16} {__version__}")
@@ -45,6 +46,7 @@ def doctor(console: "Console") -> None:
             found = torch.cuda.get_device_properties(index)
             devices.append(f"cuda:{index}")
             say(f"{devices[-1]:<16} {found.name}, {found.total_memory / 2**30:.0f} GiB")
+            say(f"{'':<16} {describe_tiles((found.major, found.minor))}")
     else:
         say(f"{'cuda':<16} none that torch can use")
     for device in devices:

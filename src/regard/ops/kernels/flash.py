@@ -30,9 +30,7 @@ def forward(
     names = ["lse", *(name for name in ask._fields if getattr(ask, name))]
     names += ROW_SUMS if with_sums else ()
     names += ["mass"] if mass is not None else []
-    # One piece of memory for all, as asking for it takes longer than a short row.
-    numbers = torch.empty((len(names), *shape), dtype=torch.float32, device=q.device)
-    found = dict(zip(names, numbers.unbind(), strict=True))
+    found = {name: torch.empty(shape, dtype=torch.float32, device=q.device) for name in names}
     if ask.peak:
         found["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)
     out = torch.empty((*shape, E), dtype=q.dtype, device=q.device)

@@ -251,8 +251,8 @@ def _keys(
             for m in range(0, tl.load(lists.full + at)):
                 for near in range(tl.load(line + 2 * m), tl.load(line + 2 * m + 1)):
                     state = _fold_rows(
-                        state, k_sd, v_se, q, g, near * ROWS, s, rule, rows, where, kept_share, sizes,
-                        ROWS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
+                        state, k_sd, v_se, q, g, near * ROWS, s, rule, rows, where, kept_share,
+                        sizes, ROWS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
                     )  # fmt: skip
             for n in range(0, tl.load(lists.mixed + at)):
                 start = tl.load(line + lists.n - 1 - n) * ROWS

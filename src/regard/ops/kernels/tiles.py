@@ -92,6 +92,15 @@ def table_of(device: torch.device) -> Table:
     return MEASURED.get(capability_of(device), SAFE)
 
 
+def describe_tiles(capability: tuple[int, int]) -> str:
+    """Whether our kernels have tiles that were measured on this generation of GPUs."""
+    name = "sm_{}{}".format(*capability)
+    if capability in MEASURED:
+        return f"our kernels have tiles measured on {name}"
+    known = ", ".join("sm_{}{}".format(*each) for each in MEASURED)
+    return f"our kernels were measured on {known}, not on {name}: safe tiles, maybe slow ones"
+
+
 @functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
     """The generation of a GPU."""
