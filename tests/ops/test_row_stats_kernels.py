@@ -91,6 +91,7 @@ def count_wrong_nans() -> int:
         call = replace(make_call(q, k, k, mask=Causal(), bias=DenseBias(bias)), wants=wants)
         seen = row_stats.by_kernels(call, q[..., :0])
         assert seen.map is not None and seen.received is not None and seen.peak is not None
+        peak = seen.peak.weight, seen.peak.logit
         assert seen.top is not None and seen.above is not None and seen.rows is not None
         if picture == (T, T):
             wrong += int((seen.map[0, 0].isnan() != cells).sum())
@@ -100,7 +101,7 @@ def count_wrong_nans() -> int:
             wrong += int((seen.map[0, 0, 19:21].isnan() != touched).sum())
             wrong += int(seen.map[0, 0, :19].isnan().sum() + seen.map[0, 0, 21:].isnan().sum())
         wrong += int((seen.received.total[0, 0].isnan() != keys).sum())
-        for found in (seen.lse, seen.entropy, seen.distance, seen.peak.weight, seen.mass):
+        for found in (seen.lse, seen.entropy, seen.distance, *peak, seen.mass):
             assert found is not None
             wrong += int((found.isnan() != rows).sum())
         wrong += int((seen.top.weight.isnan() != rows[..., None]).sum())

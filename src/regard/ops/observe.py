@@ -45,7 +45,7 @@ def by_tiles(call: Call) -> Observation:
     answers: dict[str, Any] = {
         "lse": rows.lse if wants.lse else None,
         "entropy": rows.entropy if wants.entropy else None,
-        "peak": Peak(rows.peak, rows.peak_key) if wants.peak else None,
+        "peak": Peak(rows.peak, rows.peak_key, rows.peak_logit) if wants.peak else None,
         "distance": rows.distance if wants.distance else None,
         "mass": rows.mass if wants.mass is not None else None,
     }
@@ -83,7 +83,7 @@ def by_reference(call: Call) -> Observation:
     answers: dict[str, Any] = {
         "lse": lse,
         "entropy": entropy_of(p) if wants.entropy else None,
-        "peak": peak_of(p, seen) if wants.peak else None,
+        "peak": peak_of(p, scores, seen) if wants.peak else None,
         "distance": distance_of(p, shape) if wants.distance else None,
         "mass": None if masses is None else (p @ masses[:, None, :, None].to(p.dtype))[..., 0],
         "received": None if asked is None else received_of(p, seen, asked),
@@ -126,13 +126,15 @@ def entropy_of(p_bhts: Tensor) -> Tensor:
     return 0.0 - (p_bhts * p_bhts.masked_fill(p_bhts == 0, 1.0).log()).sum(-1)
 
 
-def peak_of(p_bhts: Tensor, seen_bhts: Tensor) -> Peak:
-    """The largest weight of each row and its key."""
+def peak_of(p_bhts: Tensor, scores_bhts: Tensor, seen_bhts: Tensor) -> Peak:
+    """The largest weight of each row, its key and its score."""
     if not p_bhts.shape[-1]:
         none = p_bhts.new_zeros(p_bhts.shape[:-1])
-        return Peak(none, none.long() - 1)
+        return Peak(none, none.long() - 1, none - math.inf)
     weight, key = p_bhts.masked_fill(~seen_bhts, -1.0).max(-1)
-    return Peak(weight.clamp(min=0.0), no_key(key.masked_fill(weight < 0, -1), weight))
+    # Where the weight is NaN, so is the score.
+    logit = scores_bhts.amax(-1) + 0.0 * weight
+    return Peak(weight.clamp(min=0.0), no_key(key.masked_fill(weight < 0, -1), weight), logit)
 
 
 def distance_of(p_bhts: Tensor, shape: Shape) -> Tensor:

@@ -30,6 +30,7 @@ def forward(given: Rendered, ask: Ask, mass: Tensor | None) -> tuple[Tensor, dic
         *(name for name in ask._fields if getattr(ask, name)),
     ]
     names += ["mass"] if mass is not None else []
+    names += ["logit"] if ask.peak else []
     found = {name: torch.empty(shape, dtype=torch.float32, device=q.device) for name in names}
     if ask.peak:
         found["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)

@@ -82,6 +82,7 @@ def _forward(*args: Any) -> list[Tensor]:
         entropy=answer("entropy"),
         peak=answer("peak"),
         peak_key=answer("key", torch.int64),
+        peak_logit=answer("logit"),
         distance=answer("distance"),
         mass=answer("mass"),
         row_max=found["maxima"] / BITS,
@@ -137,6 +138,7 @@ def _(*args: Any) -> list[Tensor]:
         entropy=answer(ask.entropy),
         peak=answer(ask.peak),
         peak_key=answer(ask.peak, torch.int64),
+        peak_logit=answer(ask.peak),
         distance=answer(ask.distance),
         mass=answer(mass is not None),
         row_max=answer(True),
@@ -241,7 +243,7 @@ def _by_tiles(
     if given.sinks is not None:
         total = total - (given.sinks.float()[:, None] - saved.lse).exp()
     spread = saved.lse if saved.entropy is None else saved.entropy
-    rows = Rows(saved.output, saved.lse, total, spread, *[saved.lse] * 6)
+    rows = Rows(saved.output, saved.lse, total, spread, *[saved.lse] * 7)
     incoming = blockwise_backward.Given(arriving.output, arriving.lse, None, arriving.entropy)
     found = blockwise_backward.backward_pass(call, rows, incoming, wants_bias)
     result: list[Tensor | None] = [None] * len(needed)

@@ -45,7 +45,7 @@ def by_kernels(call: Call, output: Tensor | None = None) -> Observation:
     own, found = _first_pass(given, wants)
     answers: dict[str, Any] = {name: found.get(name) for name in ("entropy", "distance", "mass")}
     answers["lse"] = found["lse"] if wants.lse else None
-    answers["peak"] = Peak(found["peak"], found["key"]) if wants.peak else None
+    answers["peak"] = Peak(found["peak"], found["key"], found["logit"]) if wants.peak else None
     answers |= second_pass(given, RowSums(found["maxima"], found["sums"]), wants, call.rule)
     seen = Observation(own if output is None else output, **answers)
     return refusing_gradients(seen, found["lse"], wants)
