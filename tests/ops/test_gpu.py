@@ -420,3 +420,10 @@ def test_our_kernels_take_any_strides_and_second_derivatives_and_repeat_their_bi
     found = flash_cases.view_gaps("cuda") | flash_cases.twice_gaps("cuda")
     assert not {what: pair for what, pair in found.items() if not pair[0] <= pair[1]}
     assert flash_cases.count_other_bits("cuda") == 0
+
+
+@pytest.mark.parametrize("name", flash_cases.OBSERVED)
+def test_what_one_pass_tells_carries_gradients_where_the_references_does(name: str) -> None:
+    found = flash_cases.observed_gaps(name, "cuda")
+    assert not {what: pair for what, pair in found.items() if not pair[0] <= pair[1]}
+    assert flash_cases.refused_gradients("cuda") == 0

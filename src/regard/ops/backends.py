@@ -65,7 +65,9 @@ def _run_by_kernels(call: Call) -> Tensor:
 
 
 def _observe_by_kernels(call: Call) -> Observation:
-    return decode.observe(call) if triton.is_one_pass(call) else row_stats.by_kernels(call)
+    if triton.is_one_pass(call):
+        return decode.observe(call)
+    return flash_op.observe(call) if call.needs_grad() else row_stats.by_kernels(call)
 
 
 BACKENDS = {

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.ops import reference
-from regard.ops.blockwise import NOTHING, Ask, first_pass, no_key
+from regard.ops.blockwise import NOTHING, Ask, Rows, first_pass, no_key
 from regard.ops.blockwise_op import run_blockwise
 from regard.ops.call import Call
 from regard.ops.shape import Shape, Tile
@@ -42,18 +42,23 @@ def by_tiles(call: Call) -> Observation:
         return weights_by_tiles(call, wants)
     ask = Ask(entropy=wants.entropy, peak=wants.peak, distance=wants.distance)
     rows = run_blockwise(call, ask, key_sets(wants))
-    answers: dict[str, Any] = {
+    answers = row_answers(rows, wants)
+    if wants.second_pass():
+        with torch.no_grad():
+            sums = (rows.row_max.detach(), rows.denominator.detach())
+            answers |= Weights(call.q.detach(), call.k.detach(), call.rule, *sums).answer(wants)
+    return refusing_gradients(Observation(rows.output, **answers), rows.lse, wants)
+
+
+def row_answers(rows: Rows, wants: Wants) -> dict[str, Any]:
+    """What is wanted of one pass over the rows, by the names in `Observation`."""
+    return {
         "lse": rows.lse if wants.lse else None,
         "entropy": rows.entropy if wants.entropy else None,
         "peak": Peak(rows.peak, rows.peak_key, rows.peak_logit) if wants.peak else None,
         "distance": rows.distance if wants.distance else None,
         "mass": rows.mass if wants.mass is not None else None,
     }
-    if wants.second_pass():
-        with torch.no_grad():
-            sums = (rows.row_max.detach(), rows.denominator.detach())
-            answers |= Weights(call.q.detach(), call.k.detach(), call.rule, *sums).answer(wants)
-    return refusing_gradients(Observation(rows.output, **answers), rows.lse, wants)
 
 
 def weights_by_tiles(call: Call, wants: Wants) -> Observation:

@@ -1,8 +1,8 @@
-"""Our kernels as a backend: what they refuse, the output of few queries a row, looking at weights.
+"""Our kernels as a backend: what they refuse, and which of them a call is for.
 
-Few queries a row are one kernel, for the output and for what one pass tells of the weights. Looking
-at those of any number of queries gives no output; where one is wanted too, it comes from the
-backend that the same call without looking has.
+Few queries a row without gradient and dropout are one kernel (`decode.py`), for the output and for
+what one pass tells of the weights. All others are those of `flash_op.py`, whose output, logsumexp
+and entropy carry gradients. What needs a second pass (`row_stats.py`) is told without gradients.
 """
 
 from __future__ import annotations
@@ -35,14 +35,10 @@ def refuse(call: Call) -> str | None:
         reason = _refuse_looking(call, call.wants)
     elif call.wants is None and not is_decoding(call):
         reason = _refuse_many_queries(call)
-    elif call.dropout > 0.0:
-        reason = "our kernel for few queries has no dropout"
     if reason is not None:
         return reason
     if call.has_tangent():
         return "our kernels have no forward-mode derivative; reference has"
-    if call.wants is not None and call.needs_grad():
-        return "our kernels that look at weights have no backward pass so far"
     if call.transformed:
         return "our kernels do not run inside torch.func transforms"
     if is_empty(call.q, call.k) or (call.wants is None and is_empty(call.v)):
@@ -69,7 +65,7 @@ def is_one_pass(call: Call) -> bool:
     wants = call.wants
     if wants is None or wants.weights or wants.second_pass():
         return False
-    return is_few(call.rule.shape.T)
+    return is_decoding(call)
 
 
 def is_few(n_queries: int) -> bool:
@@ -102,9 +98,9 @@ def _refuse_looking(call: Call, wants: Wants) -> str | None:
         return "it never builds the T × S matrix that `weights` asks for; reference does"
     if call.is_unreadable():
         return "it is not run inside compiled graphs and torch.func, where blockwise is"
-    if renders_whole(call.rule):
-        return "its kernels would need this bias as one large matrix; blockwise renders it in tiles"
-    return None
+    if wants.second_pass() and call.needs_grad():
+        return "its second pass is not run where gradients are needed; blockwise is"
+    return _refuse_many_queries(call)
 
 
 def is_little(shape: Shape) -> bool:

@@ -28,7 +28,9 @@ from regard.ops.kernels import flash, flash_backward
 from regard.ops.kernels.arguments import BITS
 from regard.ops.kernels.flash_backward import Arriving, Grads, Saved
 from regard.ops.kernels.rendered import Rendered, render
+from regard.ops.observe import key_sets, refusing_gradients, row_answers
 from regard.ops.pack import Packed, pack, unpack
+from regard.ops.wants import Observation
 
 TENSORS = 17
 """Fields of `Rendered` that are tensors; they come first."""
@@ -64,6 +66,15 @@ def attend(call: Call, ask: Ask, mass: Tensor | None) -> Rows:
     fixed = _Fixed(numbers, ask, packed._replace(tensors=[]))
     found = _Flash.apply(fixed, mass, *given[:TENSORS], *packed.tensors)  # type: ignore[no-untyped-call]
     return Rows(*found)
+
+
+def observe(call: Call) -> Observation:
+    """The output and every want that one pass tells; gradients flow as `attend` has them."""
+    wants = call.wants
+    assert wants is not None
+    ask, mass = Ask(wants.entropy, wants.peak, wants.distance), key_sets(wants)
+    rows = attend(call, ask, None if mass is None else mass.to(call.q.device))
+    return refusing_gradients(Observation(rows.output, **row_answers(rows, wants)), rows.lse, wants)
 
 
 def _forward(*args: Any) -> list[Tensor]:

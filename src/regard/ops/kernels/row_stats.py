@@ -41,6 +41,7 @@ def by_kernels(call: Call, output: Tensor | None = None) -> Observation:
     """Every want but `weights`, beside an output that is known; else it comes from here."""
     wants = call.wants
     assert wants is not None
+    call = call.seeded()
     given = render(call if output is None else replace(call, v=call.v[..., :0]))
     own, found = _first_pass(given, wants)
     answers: dict[str, Any] = {name: found.get(name) for name in ("entropy", "distance", "mass")}
