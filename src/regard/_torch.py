@@ -13,6 +13,7 @@ Seen in torch 2.11 and 2.13:
 - `torch._subclasses.FakeTensor`: tensors without data, in tracing.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward: the CPU's kernel,
   with its logsumexp. It takes rows of stride 1 for granted.
+- `torch._fused_sdp_choice`: which of torch's kernels a call of SDPA takes.
 - `torch.overrides._get_current_function_mode_stack`, `_pop_mode`, `_push_mode`: taking a mode away.
 - `torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex`: indices under vmap.
 """
@@ -32,6 +33,7 @@ from torch.utils import _pytree
 
 assert_async = torch._assert_async
 multiply_all = torch._foreach_mul_
+sdp_choice = torch._fused_sdp_choice
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
