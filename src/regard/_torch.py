@@ -8,7 +8,8 @@ Seen in torch 2.11 and 2.13:
 - `torch._assert_async`: a condition on a tensor that is checked on its device, without a wait.
 - `torch._foreach_mul_`: many tensors multiplied in a few kernels.
 - `torch.utils._pytree`: registering a class as a node.
-- `torch._C._functorch`: whether a `torch.func` transform is under way, and wrapped tensors.
+- `torch._C._functorch`: whether a `torch.func` transform is under way, of which kind, and wrapped
+  tensors.
 - `torch.autograd.forward_ad._current_level`: whether forward-mode derivatives are being taken.
 - `torch._subclasses.FakeTensor`: tensors without data, in tracing.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward: the CPU's kernel,
@@ -73,6 +74,12 @@ def is_transforming() -> bool:
 def is_transformed(tensor: Tensor) -> bool:
     """Whether the tensor is being carried through a `torch.func` transform (vmap, grad, jvp)."""
     return is_transforming() and bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def is_only_vmapped() -> bool:
+    """Whether every `torch.func` transform that is under way is a vmap."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return all(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
 
 
 def is_batched_gradient(tensor: Tensor) -> bool:

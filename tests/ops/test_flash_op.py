@@ -26,7 +26,7 @@ def test_what_is_rendered_is_tensors_first_and_the_operations_arguments_in_order
         assert names[: len(Rendered._fields)] == list(Rendered._fields)
 
 
-def test_transforms_and_forward_mode_derivatives_are_refused_in_words() -> None:
+def test_transforms_but_vmap_and_forward_mode_derivatives_are_refused_in_words() -> None:
     q, k, v = torch.randn(3, 1, 1, 3, 4)
     said: list[str | None] = []
 
@@ -39,6 +39,7 @@ def test_transforms_and_forward_mode_derivatives_are_refused_in_words() -> None:
     torch.func.grad(lambda q: run(q).sum())(q)
     with forward_ad.dual_level():
         run(forward_ad.make_dual(q, q))
-    assert said[0] is None
-    assert said[1] == said[2] == "our kernels do not run inside torch.func transforms"
+    torch.func.vmap(lambda q: torch.func.grad(lambda q: run(q).sum())(q))(q[None])
+    assert said[0] is said[1] is None
+    assert said[2] == said[4] == "our kernels run inside no transform of torch.func but vmap"
     assert said[3] == "our kernels have no forward-mode derivative; reference has"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from regard._check import is_empty
 from regard.ops.call import Call
+from regard.ops.kernels import flash_op
 from regard.ops.kernels.decode import MOST_QUERIES
 from regard.ops.kernels.rendered import renders_whole
 from regard.ops.shape import Shape
@@ -37,10 +38,9 @@ def refuse(call: Call) -> str | None:
         reason = _refuse_many_queries(call)
     if reason is not None:
         return reason
-    if call.has_tangent():
-        return "our kernels have no forward-mode derivative; reference has"
-    if call.transformed:
-        return "our kernels do not run inside torch.func transforms"
+    reason = flash_op.refuse(call)
+    if reason is not None:
+        return reason
     if is_empty(call.q, call.k) or (call.wants is None and is_empty(call.v)):
         return "our kernels are not asked for empty inputs"
     return None
@@ -71,16 +71,17 @@ def is_one_pass(call: Call) -> bool:
 def is_few(n_queries: int) -> bool:
     """Whether there are surely no more queries a row than one kernel takes."""
     if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import guard_or_false
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         # Comparing a length that tracing leaves open would tie the graph to the answer.
-        return guard_or_false(n_queries <= MOST_QUERIES)
+        return statically_known_true(n_queries <= MOST_QUERIES)
     return n_queries <= MOST_QUERIES
 
 
 def is_decoding(call: Call) -> bool:
-    """Whether the kernel for few queries gives the output: no gradient and no dropout is asked."""
-    return call.dropout == 0.0 and is_few(call.rule.shape.T) and not call.needs_grad()
+    """Whether the kernel for few queries runs: no gradient, no dropout, no vmap."""
+    plain = call.dropout == 0.0 and not call.transformed
+    return plain and is_few(call.rule.shape.T) and not call.needs_grad()
 
 
 def _refuse_many_queries(call: Call) -> str | None:
