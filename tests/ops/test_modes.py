@@ -360,6 +360,50 @@ class TestTypes:
         assert ours.dtype == torch.bfloat16
         assert torch.equal(ours, known)
 
+    @pytest.mark.parametrize("spoilt", [False, True])
+    @pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
+    def test_gradients_asked_for_inside_autocast_are_those_of_outside(
+        self, backend: str, spoilt: bool
+    ) -> None:
+        found = []
+        for inside in (True, False):
+            inputs = leaves(*small(torch.float32))
+            with torch.no_grad():
+                inputs[2][0, 0, -1] = math.nan if spoilt else 0.0
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = attention(*inputs, mask=Causal(), backend=backend).float().square().sum()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+                found.append(torch.autograd.grad(loss, inputs))
+        for ours, known in zip(*found, strict=True):
+            assert ours.dtype == torch.float32 and known.isfinite().any()
+            assert torch.equal(ours.nan_to_num(7.0), known.nan_to_num(7.0))
+
+    @pytest.mark.parametrize("wrong", [torch.int64, torch.bool, None])
+    @pytest.mark.parametrize("which", [0, 1, 2])
+    def test_what_is_no_float_tensor_is_refused_inside_autocast_as_outside(
+        self, wrong: torch.dtype | None, which: int
+    ) -> None:
+        inputs: list[Any] = [*small(torch.float32)]
+        inputs[which] = None if wrong is None else inputs[which].to(wrong)
+        said = []
+        for inside in (True, False):
+            with (
+                torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside),
+                pytest.raises(TypeError) as error,
+            ):
+                attention(*inputs)
+            said.append(str(error.value))
+        assert said[0] == said[1]
+
+    @pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa", "auto"])
+    def test_float64_stays_inside_autocast_and_is_not_mixed(self, backend: str) -> None:
+        q, k, v = small()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert attention(q, k, v, backend=backend).dtype == torch.float64
+            with pytest.raises(TypeError, match="q, k and v must have one type"):
+                attention(q, k.float(), v, backend=backend)
+            assert attention(q.float(), k.half(), v.float()).dtype == torch.bfloat16
+
     @pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
     def test_float64_with_a_float32_bias_is_right_from_16_keys_on(self, backend: str) -> None:
         made = draw(t=19, s=23)
