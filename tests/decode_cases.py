@@ -177,6 +177,8 @@ def gaps(
     assert ours.peak is not None and known.peak is not None and truth.peak is not None
     peaks = (x.peak.weight.double() for x in (ours, known, truth))
     found["peak"] = compare(*peaks)
+    logits = [x.peak.logit for x in (ours, known, truth)]
+    found["logit"] = compare(*(x.double() for x in logits if x is not None))
     found["key of the peak"] = misnamed(ours, truth), found["peak"][1]
     return found
 

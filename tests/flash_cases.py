@@ -27,6 +27,7 @@ from regard.ops import (
     RelativeTable,
     Wants,
     Window,
+    observe,
 )
 from regard.ops.blockwise import NOTHING, Ask
 from regard.ops.call import Call, make_call
@@ -373,8 +374,67 @@ def twice_gaps(device: str) -> dict[str, tuple[float, float]]:
     return {name: bound(ours[name], theirs[name], exact) for name, exact in truth.items()}
 
 
+OBSERVED: dict[str, Case] = {
+    "many queries": Case(
+        call=lambda table, sinks: {
+            "bias": RelativeTable(table), "sinks": sinks, "mask": Lengths(LENGTHS)
+        },
+        learned={"table": (8, 2), "sinks": (2,)},
+    ),
+    "few queries": Case({"T": 3}, lambda slopes: {"bias": ALiBi(slopes=slopes), "mask": Causal()},
+                        {"slopes": (2,)}),
+    "dropout": Case({"T": 3}, lambda: {"dropout": 0.3, "seed": 5}),
+    "no values": Case(call=lambda: {"mask": Causal()}),
+}  # fmt: skip
+
+
+def observed_gaps(name: str, device: str) -> dict[str, tuple[float, float]]:
+    """Of the wants of one pass as `observe` has them, and of gradients."""
+    case, found = OBSERVED[name], []
+    for dtype, backend in (
+        (torch.float64, "reference"),
+        (torch.float32, "reference"),
+        (torch.float32, "triton"),
+    ):
+        inputs = {what: x.requires_grad_() for what, x in case.draw(dtype, device).items()}
+        q, k, v = (inputs[what] for what in "qkv")
+        mass = (torch.arange(k.shape[2]) % 3 == 0).to(device)
+        wants = Wants(lse=True, entropy=True, peak=True, distance=True, mass=mass)
+        value = None if name == "no values" else v
+        seen: Any = observe(q, k, value, **case.make(inputs), wants=wants, backend=backend)
+        answers = {"lse": seen.lse, "entropy": seen.entropy}
+        if value is not None:
+            answers["output"] = seen.output
+        loss = torch.stack([mix(x).sum() for x in answers.values()]).sum()
+        grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+        answers |= {"peak": seen.peak.weight, "logit": seen.peak.logit, "mass": seen.mass}
+        answers["distance"] = seen.distance
+        pairs = zip(inputs.items(), grads, strict=True)
+        answers |= {f"d{what}": x * 0.0 if grad is None else grad for (what, x), grad in pairs}
+        found.append({what: x.detach().double() for what, x in answers.items()})
+    truth, theirs, ours = found
+    assert all(torch.equal(ours[what].isinf(), x.isinf()) for what, x in truth.items())
+    return {what: bound(ours[what], theirs[what], exact) for what, exact in truth.items()}
+
+
+def refused_gradients(device: str) -> int:
+    """How many answers without a gradient fail to say so."""
+    q, k = (torch.randn(1, 2, 19, 8, device=device, requires_grad=True) for _ in range(2))
+    wants = Wants(lse=True, peak=True, distance=True)
+    seen: Any = observe(q, k, k, wants=wants, backend="triton")
+    silent = 0
+    for x in (seen.peak.weight, seen.peak.logit, seen.distance):
+        try:
+            torch.autograd.grad(x.sum(), q, retain_graph=True)
+            silent += 1
+        except RuntimeError as error:
+            silent += "has no gradient: gradients flow through" not in str(error)
+    return silent
+
+
 def bound(ours: Tensor, theirs: Tensor, exact: Tensor) -> tuple[float, float]:
-    floor = ROUNDINGS * torch.finfo(torch.float32).eps * float(exact.abs().max())
+    largest = float(exact.masked_fill(exact.isinf(), 0.0).abs().max())
+    floor = ROUNDINGS * torch.finfo(torch.float32).eps * largest
     return gap(ours, exact), 2 * gap(theirs, exact) + floor
 
 

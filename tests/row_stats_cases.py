@@ -140,6 +140,7 @@ def numbers_of(seen: Observation) -> dict[str, Tensor]:
         "entropy": seen.entropy,
         "distance": seen.distance,
         "peak": seen.peak.weight,
+        "logit": seen.peak.logit,
         "received": seen.received.total,
         "seen_by": seen.received.seen_by,
         "map": seen.map,

@@ -8,11 +8,13 @@ Seen in torch 2.11 and 2.13:
 - `torch._assert_async`: a condition on a tensor that is checked on its device, without a wait.
 - `torch._foreach_mul_`: many tensors multiplied in a few kernels.
 - `torch.utils._pytree`: registering a class as a node.
-- `torch._C._functorch`: whether a `torch.func` transform is under way, and wrapped tensors.
+- `torch._C._functorch`: whether a `torch.func` transform is under way, of which kind, and wrapped
+  tensors.
 - `torch.autograd.forward_ad._current_level`: whether forward-mode derivatives are being taken.
 - `torch._subclasses.FakeTensor`: tensors without data, in tracing.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward: the CPU's kernel,
   with its logsumexp. It takes rows of stride 1 for granted.
+- `torch._fused_sdp_choice`: which of torch's kernels a call of SDPA takes.
 - `torch.overrides._get_current_function_mode_stack`, `_pop_mode`, `_push_mode`: taking a mode away.
 - `torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex`: indices under vmap.
 """
@@ -32,6 +34,7 @@ from torch.utils import _pytree
 
 assert_async = torch._assert_async
 multiply_all = torch._foreach_mul_
+sdp_choice = torch._fused_sdp_choice
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -71,6 +74,12 @@ def is_transforming() -> bool:
 def is_transformed(tensor: Tensor) -> bool:
     """Whether the tensor is being carried through a `torch.func` transform (vmap, grad, jvp)."""
     return is_transforming() and bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def is_only_vmapped() -> bool:
+    """Whether every `torch.func` transform that is under way is a vmap."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return all(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
 
 
 def is_batched_gradient(tensor: Tensor) -> bool:

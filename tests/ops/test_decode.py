@@ -138,14 +138,21 @@ def test_few_queries_run_on_our_kernel_with_what_one_pass_tells() -> None:
         known = explain(*many, mask=Causal())
         assert known.verdicts["triton"] is None and [*known.verdicts][-1] == "triton"
         assert explain(*many, wants=one_pass).chosen == "triton"
-        reason = explain(*few, dropout=0.5, wants=one_pass).verdicts["triton"]
-        assert reason == "our kernel for few queries has no dropout"
-        reason = explain(*few, dropout=1.0).verdicts["triton"]
-        assert reason == "our kernels cannot drop every weight"
+        assert explain(*few, dropout=0.5, wants=one_pass).chosen == "triton"
+        for asked in (None, one_pass, Wants(received=True)):
+            reason = explain(*few, dropout=1.0, wants=asked).verdicts["triton"]
+            assert reason == "our kernels cannot drop every weight"
         learned = [x.requires_grad_() for x in few]
         assert explain(*learned).verdicts["triton"] is None
-        reason = explain(*learned, wants=one_pass).verdicts["triton"]
-        assert reason == "our kernels that look at weights have no backward pass so far"
+        assert explain(*learned, wants=one_pass).chosen == "triton"
+        twice = explain(*learned, wants=Wants(lse=True, top=3))
+        assert twice.chosen == "blockwise"
+        reason = "its second pass is not run where gradients are needed; blockwise is"
+        assert twice.verdicts["triton"] == reason
+        with pytest.raises(ValueError, match=f'backend "triton" refuses this call: {reason}'):
+            observe(*learned, wants=Wants(received=True), backend="triton")
+        with torch.no_grad():
+            assert explain(*learned, wants=Wants(lse=True, top=3)).chosen == "triton"
 
 
 def test_without_data_shapes_and_types_are_known() -> None:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
-from regard.ops import ALiBi, Causal
+from regard.ops import ALiBi, Causal, Wants, attention, observe
 from regard.ops.call import make_call
 from regard.ops.kernels import flash_op
 from regard.ops.kernels.flash_backward import Grads
@@ -26,7 +28,7 @@ def test_what_is_rendered_is_tensors_first_and_the_operations_arguments_in_order
         assert names[: len(Rendered._fields)] == list(Rendered._fields)
 
 
-def test_transforms_and_forward_mode_derivatives_are_refused_in_words() -> None:
+def test_transforms_but_vmap_and_forward_mode_derivatives_are_refused_in_words() -> None:
     q, k, v = torch.randn(3, 1, 1, 3, 4)
     said: list[str | None] = []
 
@@ -39,6 +41,23 @@ def test_transforms_and_forward_mode_derivatives_are_refused_in_words() -> None:
     torch.func.grad(lambda q: run(q).sum())(q)
     with forward_ad.dual_level():
         run(forward_ad.make_dual(q, q))
-    assert said[0] is None
-    assert said[1] == said[2] == "our kernels do not run inside torch.func transforms"
+    torch.func.vmap(lambda q: torch.func.grad(lambda q: run(q).sum())(q))(q[None])
+    assert said[0] is said[1] is None
+    assert said[2] == said[4] == "our kernels run inside no transform of torch.func but vmap"
     assert said[3] == "our kernels have no forward-mode derivative; reference has"
+
+
+def test_inside_autocast_the_output_has_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.ops.kernels.backend.refuse_tensors", lambda q, width: None)
+    wants = Wants(lse=True)
+    for n_queries in (3, 19):
+        with FakeTensorMode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            q, k = torch.empty(1, 2, n_queries, 4), torch.empty(1, 2, 23, 4)
+            known = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+            output = attention(q, k, k, backend="triton")
+            leaf = q.detach().requires_grad_()
+            seen = observe(leaf, k, k, wants=wants, backend="triton")
+            assert seen.output is not None and seen.lse is not None
+            (grad,) = torch.autograd.grad(seen.lse.sum(), leaf)
+        assert output.dtype == seen.output.dtype == known.dtype == torch.bfloat16
+        assert seen.lse.dtype == grad.dtype == torch.float32

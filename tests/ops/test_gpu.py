@@ -20,6 +20,7 @@ from decode_cases import CASES as FEW
 from decode_cases import gaps as few_gaps
 from plain import CASES
 from row_stats_cases import RECEIVED, SEEN, SINGLES, gaps, received_gaps, singles_gap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard.ops import (
     ALiBi,
@@ -420,3 +421,23 @@ def test_our_kernels_take_any_strides_and_second_derivatives_and_repeat_their_bi
     found = flash_cases.view_gaps("cuda") | flash_cases.twice_gaps("cuda")
     assert not {what: pair for what, pair in found.items() if not pair[0] <= pair[1]}
     assert flash_cases.count_other_bits("cuda") == 0
+
+
+@pytest.mark.parametrize("name", flash_cases.OBSERVED)
+def test_what_one_pass_tells_carries_gradients_where_the_references_does(name: str) -> None:
+    found = flash_cases.observed_gaps(name, "cuda")
+    assert not {what: pair for what, pair in found.items() if not pair[0] <= pair[1]}
+    assert flash_cases.refused_gradients("cuda") == 0
+
+
+def test_explain_names_the_kernel_that_torch_is_told_to_take() -> None:
+    q = torch.randn(1, 2, 64, 64, dtype=torch.bfloat16, device="cuda")
+    for kind, name in (
+        (SDPBackend.MATH, "math"),
+        (SDPBackend.EFFICIENT_ATTENTION, "efficient"),
+        (SDPBackend.FLASH_ATTENTION, sdpa.flash_version()),
+    ):
+        with sdpa_kernel(kind):
+            told = explain(q, q, q, mask=Causal())
+        assert told.kernel == f"torch's {name} kernel, in torch's order"
+        assert f"sdpa       runs     {told.kernel}" in str(told)

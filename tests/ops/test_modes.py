@@ -1,7 +1,7 @@
-"""Ways of running: compiled, vectorised, differentiated twice or forward, under autocast, strided.
+"""Ways of running: compiled, vectorised, differentiated twice or forward, strided.
 
 Each is tried on the backends that take it, on a call that uses much of the rule; those that do not
-take it refuse with a sentence.
+take it refuse with a sentence. Autocast and types are in `test_types.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import CASES, B, G, H, T, draw
+from plain import CASES, B, H, T, draw
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -340,48 +340,6 @@ class TestDropout:
     def test_kernels_without_dropout_refuse_it(self, backend: str, reason: str) -> None:
         with pytest.raises(ValueError, match=reason):
             attention(*small(torch.float32), dropout=0.1, backend=backend)
-
-
-class TestTypes:
-    """Autocast, mixed types, and where half types are widened."""
-
-    @pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
-    @pytest.mark.parametrize("bias_type", [torch.float32, torch.bfloat16, torch.float64])
-    def test_autocast_takes_a_bias_of_any_float_type(
-        self, backend: str, bias_type: torch.dtype
-    ) -> None:
-        q, k, v = small(torch.float32)
-        bias = torch.randn(5, 7).to(bias_type)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            ours = attention(q, k, v, mask=Causal(), bias=bias, backend=backend)
-        known = attention(
-            q.bfloat16(), k.bfloat16(), v.bfloat16(), mask=Causal(), bias=bias, backend=backend
-        )
-        assert ours.dtype == torch.bfloat16
-        assert torch.equal(ours, known)
-
-    @pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
-    def test_float64_with_a_float32_bias_is_right_from_16_keys_on(self, backend: str) -> None:
-        made = draw(t=19, s=23)
-        bias = torch.randn(19, 23)
-        scores = made.q @ made.k.repeat_interleave(H // G, 1).mT / made.q.shape[3] ** 0.5
-        known = torch.softmax(scores + bias.double(), -1) @ made.v.repeat_interleave(H // G, 1)
-        ours = attention(made.q, made.k, made.v, bias=bias, backend=backend)
-        torch.testing.assert_close(ours, known, rtol=1e-12, atol=1e-12)
-
-    @BOTH
-    def test_softmax_of_half_types_runs_in_float32(self, backend: str) -> None:
-        # 2,048 equal keys: in bfloat16 a running sum would stop growing at 256.
-        q, k = torch.zeros(1, 1, 1, 3).bfloat16(), torch.zeros(1, 1, 2048, 3).bfloat16()
-        seen = observe(q, k, k, wants=Wants(lse=True, entropy=True), backend=backend)
-        assert seen.lse.dtype == torch.float32
-        torch.testing.assert_close(seen.lse.item(), math.log(2048))
-        torch.testing.assert_close(seen.entropy.item(), math.log(2048))
-
-    def test_inputs_of_different_types_are_refused_outside_autocast(self) -> None:
-        q, k, v = small(torch.float32)
-        with pytest.raises(TypeError, match=r"v is torch\.float64"):
-            attention(q, k, v.double())
 
 
 class TestLayout:

@@ -63,6 +63,7 @@ class Matrix:
         if "softcap" in call:
             scores = call["softcap"] * torch.tanh(scores / call["softcap"])
         scores = (scores + bias).masked_fill(~self.seen, -math.inf)
+        self.logit = torch.nn.functional.pad(scores, (0, 1), value=-math.inf).amax(-1)
         if "sinks" in call:
             column = call["sinks"].view(-1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, column], -1)
@@ -114,6 +115,7 @@ def check_peak(seen: Any, m: Matrix) -> None:
     if m.S:
         there = m.weights.gather(-1, seen.peak.key.clamp(min=0)[..., None])[..., 0]
         same(there.masked_fill(none, 0.0), seen.peak.weight)
+    same(seen.peak.logit, m.logit)
 
 
 def check_distance(seen: Any, m: Matrix) -> None:
@@ -395,16 +397,8 @@ def test_row_that_looks_at_nan_is_nan_in_every_answer_and_no_other_row_is(backen
     seen: Any = observe(q, k, v, **call)
     bad = torch.zeros(1, 2, 5, dtype=torch.bool)
     bad[0, 0, 2] = True
-    for name in (
-        "output",
-        "lse",
-        "entropy",
-        "distance",
-        "mass",
-        "rows",
-        "peak.weight",
-        "top.weight",
-    ):
+    of_rows = ("output", "lse", "entropy", "distance", "mass", "rows", "peak.weight", "peak.logit")
+    for name in (*of_rows, "top.weight"):
         ours, whole = parts_of(seen)[name], parts_of(clean)[name]
         assert torch.equal(ours[~bad], whole[~bad]), name
         assert ours[bad].flatten()[0].isnan(), f"{name} tells a number for a row that has none"

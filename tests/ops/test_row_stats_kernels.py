@@ -57,7 +57,7 @@ def run_cases() -> None:
         for name in RECEIVED
         for what, gap in received_gaps(name, "cpu", row_stats.by_kernels).items()
     }
-    report["output"] = {"wrong": output_gap()}
+    report["output"] = {"wrong": output_gap(), "rows without dropout": (count_undropped(), 0)}
     print(json.dumps(report))
 
 
@@ -91,6 +91,7 @@ def count_wrong_nans() -> int:
         call = replace(make_call(q, k, k, mask=Causal(), bias=DenseBias(bias)), wants=wants)
         seen = row_stats.by_kernels(call, q[..., :0])
         assert seen.map is not None and seen.received is not None and seen.peak is not None
+        peak = seen.peak.weight, seen.peak.logit
         assert seen.top is not None and seen.above is not None and seen.rows is not None
         if picture == (T, T):
             wrong += int((seen.map[0, 0].isnan() != cells).sum())
@@ -100,7 +101,7 @@ def count_wrong_nans() -> int:
             wrong += int((seen.map[0, 0, 19:21].isnan() != touched).sum())
             wrong += int(seen.map[0, 0, :19].isnan().sum() + seen.map[0, 0, 21:].isnan().sum())
         wrong += int((seen.received.total[0, 0].isnan() != keys).sum())
-        for found in (seen.lse, seen.entropy, seen.distance, seen.peak.weight, seen.mass):
+        for found in (seen.lse, seen.entropy, seen.distance, *peak, seen.mass):
             assert found is not None
             wrong += int((found.isnan() != rows).sum())
         wrong += int((seen.top.weight.isnan() != rows[..., None]).sum())
@@ -135,6 +136,22 @@ def output_gap() -> tuple[float, float]:
     assert seen.received is not None and truth.received is not None
     gaps = (seen.output - truth.output, seen.received.total - truth.received.total)
     return max(float(gap.abs().max()) for gap in gaps), 1e-5
+
+
+def count_undropped() -> int:
+    """How many rows keep all of their weights under dropout without a seed."""
+    import torch
+
+    from regard.ops import Wants
+    from regard.ops.call import make_call
+    from regard.ops.kernels import row_stats
+
+    q, v = torch.zeros(1, 1, 37, 8), torch.eye(41)[None, None]
+    call = make_call(q, torch.zeros(1, 1, 41, 8), v, dropout=0.5)
+    seen = row_stats.by_kernels(replace(call, wants=Wants(received=True)))
+    assert seen.output is not None and seen.received is not None
+    assert torch.allclose(seen.received.total, torch.tensor(37 / 41))
+    return int((seen.output > 0).all(-1).sum())
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,17 @@
-"""The short way of the plainest calls to torch's kernels, and what it leaves to the long one."""
+"""The short way of the plainest calls to torch's kernels, and which of these a call takes."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend
 
-from regard.ops import Causal, Window, attention, sdpa
+from regard.ops import Causal, Window, attention, explain, sdpa
 
 
 def test_the_short_way_leaves_to_the_long_one_what_it_cannot_know() -> None:
@@ -31,3 +36,60 @@ def test_the_short_way_leaves_to_the_long_one_what_it_cannot_know() -> None:
     torch.func.vmap(lambda x: seen.append(sdpa.attend_plain(x, x, x, None, None)) or x)(q[None])
     torch.func.jvp(lambda x: seen.append(sdpa.attend_plain(x, x, x, None, None)) or x, (q,), (q,))
     assert seen == [None, None]
+
+
+def test_explain_names_the_cpus_kernel() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    told = explain(q, q, q, mask=Causal())
+    assert told.kernel == "torch's flash kernel for the CPU, on what the mask leaves"
+    assert str(told).splitlines()[0] == f"sdpa       runs     {told.kernel}"
+    assert explain(q, q, q, softcap=2.0).kernel is None
+    assert explain(q.to("meta"), q.to("meta"), q.to("meta")).kernel is None
+    with FakeTensorMode():
+        fake = torch.empty(1, 2, 5, 8, device="cuda")
+        assert explain(fake, fake, fake).kernel is None
+
+
+@pytest.mark.parametrize("torchs_order", [True, False])
+def test_explain_names_the_kernel_that_torch_takes_on_a_gpu(
+    torchs_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    answer: dict[str, str] = {}
+    monkeypatch.setattr(sdpa, "readable", lambda *tensors: True)
+    monkeypatch.setattr(sdpa, "torchs_order_is_right", lambda device: torchs_order)
+
+    def choose(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *more: Any, **named: Any
+    ) -> int:
+        asked.append((q.shape, v.shape, mask is not None, *more, named))
+        return int(getattr(SDPBackend, answer["kind"]))
+
+    monkeypatch.setattr(sdpa, "sdp_choice", choose)
+    with FakeTensorMode():
+        q, k = torch.empty(1, 4, 5, 8, device="cuda"), torch.empty(1, 2, 5, 8, device="cuda")
+        rest = (
+            "in torch's order" if torchs_order else "cuDNN asked before FA2, as it is faster here"
+        )
+        for answer["kind"], name in (
+            ("CUDNN_ATTENTION", "cuDNN"),
+            ("FLASH_ATTENTION", "FA2"),
+            ("EFFICIENT_ATTENTION", "efficient"),
+            ("MATH", "math"),
+        ):
+            assert explain(q, k, k, mask=Causal()).kernel == f"torch's {name} kernel, {rest}"
+        answer["kind"] = "ERROR"
+        narrow = torch.empty(1, 2, 5, 3, device="cuda")
+        assert explain(q, k, narrow, scale=0.3, mask=Window(1, 0)).kernel is None
+    gqa = {"scale": None, "enable_gqa": True}
+    assert asked[0] == (q.shape, k.shape, False, 0.0, True, gqa)
+    # Values as wide as keys, and the mask rendered, as the kernel is given them.
+    assert asked[-1] == (q.shape, k.shape, True, 0.0, False, gqa | {"scale": 0.3})
+
+
+def test_flash_attention_is_named_by_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sdpa.flash_version() == "FA2"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", False)
+    assert sdpa.flash_version() == "FA3"
+    monkeypatch.delattr(torch.nn.attention, "current_flash_attention_impl")
+    assert sdpa.flash_version() == "FA2"

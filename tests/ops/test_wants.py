@@ -16,6 +16,7 @@ from rounding import bound_sum
 from torch import Tensor
 
 from regard.ops import Causal, Lengths, Map, Wants, Window, blockwise, observe
+from regard.ops.wants import Peak
 
 BOTH = pytest.mark.parametrize("backend", ["reference", "blockwise"])
 
@@ -84,6 +85,7 @@ def test_attention_on_one_key_has_no_entropy_and_one_peak(backend: str) -> None:
     assert seen.lse.flatten().tolist() == [1000, 1000]
     assert seen.entropy.flatten().tolist() == [0, 0]
     assert seen.peak.weight.flatten().tolist() == [1, 1]
+    assert seen.peak.logit.flatten().tolist() == [1000, 1000]
     assert seen.peak.key.flatten().tolist() == seen.top.key.flatten().tolist() == [2, 0]
     assert seen.distance.flatten().tolist() == [3 - 2, 4 - 0]
     assert seen.above.key.tolist() == [2, 0]
@@ -182,6 +184,9 @@ def test_row_with_nothing_to_see_is_zeros_and_no_key(backend: str) -> None:
     near(seen.mass, [0.0, 0, 1])
     near(seen.peak.weight, [0.0, 0, 1])
     assert seen.peak.key.flatten().tolist() == [-1, -1, 0]
+    assert (
+        seen.peak.logit[0, 0, :2].tolist() == [-math.inf] * 2 and seen.peak.logit.isfinite().any()
+    )
     assert seen.top.key[0, 0].tolist() == [[-1, -1], [-1, -1], [0, -1]]
     assert seen.above.offsets.tolist() == [0, 0, 0, 1]
     near(seen.rows, [[0.0, 0, 0], [0, 0, 0], [1, 0, 0]])
@@ -207,6 +212,30 @@ def test_sink_takes_its_share_and_is_in_the_log_sum(backend: str) -> None:
     near(alone.lse, sinks.tolist())
     assert not alone.rows.any() and not alone.entropy.any() and not alone.peak.weight.any()
     assert alone.peak.key.flatten().tolist() == [-1, -1]
+    assert seen.peak.logit.flatten().tolist() == [0, 0], "a sink is no key"
+    assert alone.peak.logit.flatten().tolist() == [-math.inf] * 2
+
+
+@BOTH
+def test_the_largest_logit_is_after_scale_softcap_bias_and_mask_and_before_the_softmax(
+    backend: str,
+) -> None:
+    q = torch.tensor([[1.0], [-2.0], [1.0]], dtype=torch.float64)[None, None]
+    k = torch.tensor([[8.0], [4.0], [2.0], [6.0]], dtype=torch.float64)[None, None]
+    bias = torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, False]] * 2 + [[False] * 4])
+    rule: dict[str, Any] = {"scale": 0.5, "softcap": 3.0, "bias": bias, "mask": mask}
+    seen: Any = observe(q, k, None, **rule, wants=Wants(peak=True), backend=backend)
+    # Of 4, 2 and 1, and of -8, -4 and -2, the second is ahead by its bias.
+    near(seen.peak.logit[0, 0, :2], [3 * math.tanh(2 / 3) + 1, 3 * math.tanh(-4 / 3) + 1])
+    assert seen.peak.key.flatten().tolist() == [1, 1, -1]
+    assert seen.peak.logit[0, 0, 2] == -math.inf
+
+
+def test_a_peak_of_weight_and_key_alone_is_still_one() -> None:
+    weight, key = torch.ones(1, 1, 2), torch.zeros(1, 1, 2, dtype=torch.int64)
+    peak = Peak(weight, key)
+    assert peak.weight is weight and peak.key is key and peak.logit is None
 
 
 @BOTH

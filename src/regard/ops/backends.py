@@ -45,18 +45,20 @@ class Backend:
 class Explanation:
     """The verdict of each backend on a call, in order; `chosen` is the one that runs.
 
-    `notes` say why they are asked in this order.
+    `notes` say why they are asked in this order, `kernel` which of torch's kernels sdpa takes.
     """
 
     chosen: str
     verdicts: dict[str, str | None]
     notes: tuple[str, ...] = ()
+    kernel: str | None = None
 
     def __str__(self) -> str:
         lines = []
         for name, reason in self.verdicts.items():
             mark = "runs" if name == self.chosen else "could" if reason is None else "refuses"
-            lines.append(f"{name:<10} {mark:<8} {reason or ''}".rstrip())
+            more = reason or (self.kernel if name == "sdpa" else None) or ""
+            lines.append(f"{name:<10} {mark:<8} {more}".rstrip())
         return "\n".join([*lines, *self.notes])
 
 
@@ -69,7 +71,9 @@ def _run_by_kernels(call: Call) -> Tensor:
 
 
 def _observe_by_kernels(call: Call) -> Observation:
-    return decode.observe(call) if triton.is_one_pass(call) else row_stats.by_kernels(call)
+    if triton.is_one_pass(call):
+        return decode.observe(call)
+    return flash_op.observe(call) if call.needs_grad() else row_stats.by_kernels(call)
 
 
 BACKENDS = {
@@ -143,4 +147,5 @@ def explain(call: Call, backend: str) -> Explanation:
     if first is not None:
         notes.append(f"{first[0]} is asked first: {first[1]}")
     verdicts = {name: BACKENDS[name].refuse(call) for name in order_of(call)}
-    return Explanation(chosen.name, verdicts, tuple(notes))
+    kernel = sdpa.name_kernel(call) if verdicts["sdpa"] is None else None
+    return Explanation(chosen.name, verdicts, tuple(notes), kernel)

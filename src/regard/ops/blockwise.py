@@ -94,6 +94,7 @@ class Rows(NamedTuple):
     entropy: Tensor
     peak: Tensor
     peak_key: Tensor
+    peak_logit: Tensor
     distance: Tensor
     mass: Tensor
     row_max: Tensor
@@ -255,6 +256,10 @@ class _Band:
         """What stands for an answer not asked for; new each time, since results share nothing."""
         return self.sum.new_zeros(0)
 
+    def logit(self) -> Tensor:
+        """The largest score of each row; NaN where the sum is, -inf where nothing is seen."""
+        return (self.row_max + 0.0 * self.sum).masked_fill(self.sum == 0, -math.inf)
+
     def finish(self, sinks_h: Tensor | None, ask: Ask, has_mass: bool) -> Rows:
         """The rows' numbers with the sums divided out."""
         highest, total = self.row_max, self.sum
@@ -278,6 +283,7 @@ class _Band:
             entropy=entropy.squeeze(-1) if ask.entropy else self.none(),
             peak=(share * seen).squeeze(-1) if ask.peak else self.none(),
             peak_key=no_key(self.key, share).squeeze(-1) if ask.peak else self.none().long(),
+            peak_logit=self.logit().squeeze(-1) if ask.peak else self.none(),
             distance=(self.distance_sum * share).squeeze(-1) if ask.distance else self.none(),
             mass=(self.mass * share).squeeze(-1) if has_mass else self.none(),
             row_max=highest.squeeze(-1).clone(),

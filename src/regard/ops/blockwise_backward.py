@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.blockwise import Rows, bands, grid_tiles, marked
-from regard.ops.call import Call, Rule, score_dtype
+from regard.ops.call import Call, Rule, outside_autocast, score_dtype
 from regard.ops.dropout import keep_factor
 from regard.ops.reference import add_rule, finite_part, group_matmul, raw_scores
 from regard.ops.shape import Tile
@@ -118,6 +118,12 @@ class _Walk:
 
 def backward_pass(call: Call, rows: Rows, given: Given, wants_bias: bool) -> Grads:
     """Gradients of everything that went into the first pass."""
+    # The user may ask for gradients inside of autocast, which was left behind for the first pass.
+    with outside_autocast(call.q.device.type):
+        return _walk_back(call, rows, given, wants_bias)
+
+
+def _walk_back(call: Call, rows: Rows, given: Given, wants_bias: bool) -> Grads:
     walk = _Walk(call, rows, given)
     q, k, v, rule, sinks_h = call.q, call.k, call.v, call.rule, call.sinks
     q_parts: list[Tensor] = []

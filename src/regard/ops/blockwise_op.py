@@ -98,6 +98,7 @@ def _(*args: Any) -> list[Tensor]:
             entropy=answer(ask.entropy, row.dtype),
             peak=answer(ask.peak, row.dtype),
             peak_key=answer(ask.peak, torch.int64),
+            peak_logit=answer(ask.peak, row.dtype),
             distance=answer(ask.distance, row.dtype),
             mass=answer(mass is not None, row.dtype),
             row_max=torch.empty_like(row),
@@ -159,7 +160,7 @@ class _Blockwise(torch.autograd.Function):
         fixed: _Fixed = ctx.fixed
         wants_bias = any(ctx.needs_input_grad[7 + number] for number in fixed.leaves)
         given = [grads[0], grads[1], grads[2], grads[3] if entropy.dim() > 1 else None]
-        rows = [output, lse, total, entropy, *[lse] * 6]
+        rows = [output, lse, total, entropy, *[lse] * 7]
         run = _backward_op if torch.compiler.is_compiling() else _backward
         rule = (fixed.form, tensors, list(fixed.ints), list(fixed.floats))
         found = run(*rule, q, k, v, sinks, fixed.dropout, seed, rows, given, wants_bias)

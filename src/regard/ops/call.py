@@ -258,9 +258,13 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
     """Inside autocast inputs take its type, as torch's own attention does; float64 stays."""
     if not isinstance(q, Tensor) or not is_autocast(q.device.type):
         return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    if any(x.dtype == torch.float64 for x in (q, k, v)):
+    # What is no float tensor is left for the checks to speak of.
+    if any(
+        not isinstance(x, Tensor) or x.dtype == torch.float64 or not x.is_floating_point()
+        for x in (q, k, v)
+    ):
         return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 

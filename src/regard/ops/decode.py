@@ -55,8 +55,7 @@ def observe(call: Call) -> Observation:
         names = decode.name_stats(asked, mass is not None)
         answers = dict(zip(names, found.stats.unbind(), strict=True))
     if found.key is not None:
-        del answers["logit"]
-        answers["peak"] = Peak(answers["peak"], found.key)
+        answers["peak"] = Peak(answers["peak"], found.key, answers.pop("logit"))
     return Observation(found.output, **answers)
 
 

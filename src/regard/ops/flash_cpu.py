@@ -25,7 +25,7 @@ from torch import Tensor
 from regard._check import all_finite
 from regard._torch import flash_backward, flash_forward, is_batched_gradient
 from regard.ops.blockwise_op import run_blockwise
-from regard.ops.call import Call, Rule, score_dtype
+from regard.ops.call import Call, Rule, outside_autocast, score_dtype
 from regard.ops.mask import edges, tile_bounds
 from regard.ops.shape import Bools, Ints, Shape, Tile
 
@@ -221,7 +221,7 @@ class _Pieces(torch.autograd.Function):
         plan: Plan = ctx.plan
         if torch.is_grad_enabled() or is_batched_gradient(grad) or not ctx.finite:
             twice = torch.is_grad_enabled()
-            with torch.enable_grad():
+            with outside_autocast(q.device.type), torch.enable_grad():
                 again = run_blockwise(Call(q=q, k=k, v=v, rule=plan.rule)).output
             needed = [x for x in (q, k, v) if x.requires_grad]
             grads = iter(torch.autograd.grad(again, needed, grad, create_graph=twice))

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.ops import reference
-from regard.ops.blockwise import NOTHING, Ask, first_pass, no_key
+from regard.ops.blockwise import NOTHING, Ask, Rows, first_pass, no_key
 from regard.ops.blockwise_op import run_blockwise
 from regard.ops.call import Call
 from regard.ops.shape import Shape, Tile
@@ -42,18 +42,23 @@ def by_tiles(call: Call) -> Observation:
         return weights_by_tiles(call, wants)
     ask = Ask(entropy=wants.entropy, peak=wants.peak, distance=wants.distance)
     rows = run_blockwise(call, ask, key_sets(wants))
-    answers: dict[str, Any] = {
-        "lse": rows.lse if wants.lse else None,
-        "entropy": rows.entropy if wants.entropy else None,
-        "peak": Peak(rows.peak, rows.peak_key) if wants.peak else None,
-        "distance": rows.distance if wants.distance else None,
-        "mass": rows.mass if wants.mass is not None else None,
-    }
+    answers = row_answers(rows, wants)
     if wants.second_pass():
         with torch.no_grad():
             sums = (rows.row_max.detach(), rows.denominator.detach())
             answers |= Weights(call.q.detach(), call.k.detach(), call.rule, *sums).answer(wants)
     return refusing_gradients(Observation(rows.output, **answers), rows.lse, wants)
+
+
+def row_answers(rows: Rows, wants: Wants) -> dict[str, Any]:
+    """What is wanted of one pass over the rows, by the names in `Observation`."""
+    return {
+        "lse": rows.lse if wants.lse else None,
+        "entropy": rows.entropy if wants.entropy else None,
+        "peak": Peak(rows.peak, rows.peak_key, rows.peak_logit) if wants.peak else None,
+        "distance": rows.distance if wants.distance else None,
+        "mass": rows.mass if wants.mass is not None else None,
+    }
 
 
 def weights_by_tiles(call: Call, wants: Wants) -> Observation:
@@ -83,7 +88,7 @@ def by_reference(call: Call) -> Observation:
     answers: dict[str, Any] = {
         "lse": lse,
         "entropy": entropy_of(p) if wants.entropy else None,
-        "peak": peak_of(p, seen) if wants.peak else None,
+        "peak": peak_of(p, scores, seen) if wants.peak else None,
         "distance": distance_of(p, shape) if wants.distance else None,
         "mass": None if masses is None else (p @ masses[:, None, :, None].to(p.dtype))[..., 0],
         "received": None if asked is None else received_of(p, seen, asked),
@@ -126,13 +131,15 @@ def entropy_of(p_bhts: Tensor) -> Tensor:
     return 0.0 - (p_bhts * p_bhts.masked_fill(p_bhts == 0, 1.0).log()).sum(-1)
 
 
-def peak_of(p_bhts: Tensor, seen_bhts: Tensor) -> Peak:
-    """The largest weight of each row and its key."""
+def peak_of(p_bhts: Tensor, scores_bhts: Tensor, seen_bhts: Tensor) -> Peak:
+    """The largest weight of each row, its key and its score."""
     if not p_bhts.shape[-1]:
         none = p_bhts.new_zeros(p_bhts.shape[:-1])
-        return Peak(none, none.long() - 1)
+        return Peak(none, none.long() - 1, none - math.inf)
     weight, key = p_bhts.masked_fill(~seen_bhts, -1.0).max(-1)
-    return Peak(weight.clamp(min=0.0), no_key(key.masked_fill(weight < 0, -1), weight))
+    # Where the weight is NaN, so is the score.
+    logit = scores_bhts.amax(-1) + 0.0 * weight
+    return Peak(weight.clamp(min=0.0), no_key(key.masked_fill(weight < 0, -1), weight), logit)
 
 
 def distance_of(p_bhts: Tensor, shape: Shape) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard._check import FLOAT_TYPES, is_empty, is_one, readable
-from regard._torch import is_transforming, takes_tangents
+from regard._torch import is_transforming, sdp_choice, takes_tangents
 from regard.ops.bias import Bias
 from regard.ops.call import Call, Rule
 from regard.ops.flash_cpu import attend_on_cpu, in_rows
@@ -144,23 +144,70 @@ def refuse_fused(call: Call) -> str | None:
 
 def run(call: Call) -> Tensor:
     """Attention by torch's kernels; with dropout they draw which weights are dropped."""
-    q, k, v, rule = call.q, call.k, call.v, call.rule
-    width, causal = v.shape[3], flags(rule)
-    if rule.scale is not None and rule.scale <= 0:
-        q, rule = positive_scale(q, rule.scale, rule)
-    if width != q.shape[3]:
-        rule = replace(rule, scale=rule.factor(q.shape[3]))
-        q, k, v = even_widths(q, k, v)
-    if causal and rule.shape.T < rule.shape.S:
-        # Counted from the start: no query sees the keys beyond the last of them.
-        k, v = k[:, :, : rule.shape.T], v[:, :, : rule.shape.T]
-        rule = replace(rule, shape=rule.shape._replace(S=rule.shape.T))
+    width = call.v.shape[3]
+    q, k, v, rule, causal = fit(call)
     # What the rule holds lies where q lies, and is as plain a tensor.
     if q.device.type == "cpu" and readable(q, k, v):
         output = attend_on_cpu(q, k, v, rule, causal)
     else:
         output = attend_in_one_call(q, k, v, rule, causal, call.dropout)
     return output[..., :width] if output.shape[3] != width else output
+
+
+def fit(call: Call) -> tuple[Tensor, Tensor, Tensor, Rule, bool | None]:
+    """q, k and v as torch's kernels take them, the rule for these, and `is_causal` (`flags`)."""
+    q, k, v, rule = call.q, call.k, call.v, call.rule
+    causal = flags(rule)
+    if rule.scale is not None and rule.scale <= 0:
+        q, rule = positive_scale(q, rule.scale, rule)
+    if v.shape[3] != q.shape[3]:
+        rule = replace(rule, scale=rule.factor(q.shape[3]))
+        q, k, v = even_widths(q, k, v)
+    if causal and rule.shape.T < rule.shape.S:
+        # Counted from the start: no query sees the keys beyond the last of them.
+        k, v = k[:, :, : rule.shape.T], v[:, :, : rule.shape.T]
+        rule = replace(rule, shape=rule.shape._replace(S=rule.shape.T))
+    return q, k, v, rule, causal
+
+
+def name_kernel(call: Call) -> str | None:
+    """Which of torch's kernels `run` takes for a call, and why; None where torch cannot tell."""
+    q, k, v, rule, causal = fit(call)
+    if not readable(q, k, v) or not (q.is_cpu or q.is_cuda):
+        return None
+    if q.is_cpu:
+        return "torch's flash kernel for the CPU, on what the mask leaves"
+    mask = None
+    if causal is None:
+        mask = rule.block(Tile(0, rule.shape.T, 0, rule.shape.S), q)
+    ours_first = not torchs_order_is_right(q.device) and may_reorder()
+    with preferred_kernel() if ours_first else nullcontext():
+        shared = q.shape[1] != k.shape[1]
+        q, k, v = in_rows(q), in_rows(k), in_rows(v)
+        choice = sdp_choice(
+            q, k, v, mask, call.dropout, bool(causal), scale=rule.scale, enable_gqa=shared
+        )
+    flash = flash_version()
+    names = {
+        "CUDNN_ATTENTION": "cuDNN",
+        "FLASH_ATTENTION": flash,
+        "EFFICIENT_ATTENTION": "efficient",
+        "MATH": "math",
+    }
+    kind = next((kind for kind in names if int(getattr(SDPBackend, kind)) == choice), None)
+    if kind is None:
+        return None
+    order = (
+        f"cuDNN asked before {flash}, as it is faster here" if ours_first else "in torch's order"
+    )
+    return f"torch's {names[kind]} kernel, {order}"
+
+
+def flash_version() -> str:
+    """FlashAttention as torch has it: FA2, or what was activated in its stead."""
+    # Older versions of torch have no other, and do not say so.
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return str((current and current()) or "FA2")
 
 
 def positive_scale(q: Tensor, scale: float, rule: Rule) -> tuple[Tensor, Rule]:
@@ -263,8 +310,7 @@ def give_back_alike(output: Tensor) -> None:
 
 def preferred_kernel() -> AbstractContextManager[Any]:
     """Has torch ask cuDNN first; a choice of kernels that the user has made is left as it is."""
-    cuda = torch.backends.cuda
-    if not cuda.cudnn_sdp_enabled() or not cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+    if not may_reorder():
         return nullcontext()
     return sdpa_kernel(
         [
@@ -275,6 +321,12 @@ def preferred_kernel() -> AbstractContextManager[Any]:
         ],
         set_priority=True,
     )
+
+
+def may_reorder() -> bool:
+    """Whether the user has made no choice between cuDNN and FlashAttention."""
+    cuda = torch.backends.cuda
+    return bool(cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled())  # type: ignore[no-untyped-call]
 
 
 @functools.cache

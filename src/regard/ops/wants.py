@@ -3,7 +3,7 @@
 Every answer is about the softmax weights, per head, before dropout. With sinks a row sums to less
 than one, and `lse` is the logarithm of the whole denominator, the sink's share included. Where a
 row sees nothing: weights, entropy, distance and mass are 0, `lse` is -inf (with a sink: its score),
-and the key of a peak is -1. A row that looks at a NaN is NaN, with key -1.
+the key of a peak is -1 and its logit -inf. A row that looks at a NaN is NaN, with key -1.
 
 Letters: B batch, H heads, T queries, S keys.
 """
@@ -256,10 +256,16 @@ class Wants:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest weight of each row and its key, (B, H, T); key -1 where nothing is seen."""
+    """The largest weight of each row, its key and its logit, (B, H, T).
+
+    logit: the row's largest score before the softmax, after scale, softcap, bias and mask, in nats;
+    a sink does not count, as it is no key. Where nothing is seen the key is -1 and the logit -inf.
+    None of them has a gradient. A peak made of weight and key alone has no logit.
+    """
 
     weight: Tensor
     key: Tensor
+    logit: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Our kernels as a backend: what they refuse, the output of few queries a row, looking at weights.
+"""Our kernels as a backend: what they refuse, and which of them a call is for.
 
-Few queries a row are one kernel, for the output and for what one pass tells of the weights. Looking
-at those of any number of queries gives no output; where one is wanted too, it comes from the
-backend that the same call without looking has.
+Few queries a row without gradient and dropout are one kernel (`decode.py`), for the output and for
+what one pass tells of the weights. All others are those of `flash_op.py`, whose output, logsumexp
+and entropy carry gradients. What needs a second pass (`row_stats.py`) is told without gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from regard._check import is_empty
 from regard.ops.call import Call
+from regard.ops.kernels import flash_op
 from regard.ops.kernels.decode import MOST_QUERIES
 from regard.ops.kernels.rendered import renders_whole
 from regard.ops.shape import Shape
@@ -35,16 +36,11 @@ def refuse(call: Call) -> str | None:
         reason = _refuse_looking(call, call.wants)
     elif call.wants is None and not is_decoding(call):
         reason = _refuse_many_queries(call)
-    elif call.dropout > 0.0:
-        reason = "our kernel for few queries has no dropout"
     if reason is not None:
         return reason
-    if call.has_tangent():
-        return "our kernels have no forward-mode derivative; reference has"
-    if call.wants is not None and call.needs_grad():
-        return "our kernels that look at weights have no backward pass so far"
-    if call.transformed:
-        return "our kernels do not run inside torch.func transforms"
+    reason = flash_op.refuse(call)
+    if reason is not None:
+        return reason
     if is_empty(call.q, call.k) or (call.wants is None and is_empty(call.v)):
         return "our kernels are not asked for empty inputs"
     return None
@@ -69,22 +65,23 @@ def is_one_pass(call: Call) -> bool:
     wants = call.wants
     if wants is None or wants.weights or wants.second_pass():
         return False
-    return is_few(call.rule.shape.T)
+    return is_decoding(call)
 
 
 def is_few(n_queries: int) -> bool:
     """Whether there are surely no more queries a row than one kernel takes."""
     if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import guard_or_false
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         # Comparing a length that tracing leaves open would tie the graph to the answer.
-        return guard_or_false(n_queries <= MOST_QUERIES)
+        return statically_known_true(n_queries <= MOST_QUERIES)
     return n_queries <= MOST_QUERIES
 
 
 def is_decoding(call: Call) -> bool:
-    """Whether the kernel for few queries gives the output: no gradient and no dropout is asked."""
-    return call.dropout == 0.0 and is_few(call.rule.shape.T) and not call.needs_grad()
+    """Whether the kernel for few queries runs: no gradient, no dropout, no vmap."""
+    plain = call.dropout == 0.0 and not call.transformed
+    return plain and is_few(call.rule.shape.T) and not call.needs_grad()
 
 
 def _refuse_many_queries(call: Call) -> str | None:
@@ -102,9 +99,9 @@ def _refuse_looking(call: Call, wants: Wants) -> str | None:
         return "it never builds the T × S matrix that `weights` asks for; reference does"
     if call.is_unreadable():
         return "it is not run inside compiled graphs and torch.func, where blockwise is"
-    if renders_whole(call.rule):
-        return "its kernels would need this bias as one large matrix; blockwise renders it in tiles"
-    return None
+    if wants.second_pass() and call.needs_grad():
+        return "its second pass is not run where gradients are needed; blockwise is"
+    return _refuse_many_queries(call)
 
 
 def is_little(shape: Shape) -> bool:

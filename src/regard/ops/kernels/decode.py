@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.ops.kernels import vmap
+
 MOST_QUERIES = 16
 """The most queries a row."""
 OPEN = 2**62
@@ -32,6 +34,8 @@ LSE, ENTROPY, PEAK, DISTANCE = 1, 2, 4, 8
 """What may be asked about the weights, as bits; the mass on given keys is asked by giving them."""
 STATS = ("lse", "entropy", "peak", "distance", "mass")
 """The same and the mass, by name."""
+TERMS = ("query", "keys", "counts", "added", "slopes", "mass", "sinks")
+"""What the operation is given as `terms`, in order."""
 SUMS = 6
 """Numbers that a part of a row takes beside its output."""
 
@@ -271,3 +275,35 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, terms: list[Tensor | None], ints: list[int], floats: Any
 ) -> list[Tensor]:
     return _allocate(q, (*q.shape[:3], v.shape[3]), ints[4], terms[5] is not None)
+
+
+@_decode_op.register_vmap
+def _(
+    info: Any,
+    in_dims: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: list[Tensor | None],
+    ints: list[int],
+    floats: list[float],
+) -> Any:
+    n, samples = info.batch_size, vmap.count_samples(q, in_dims[0])
+    inputs = (vmap.fold(x, axis, n, samples) for x, axis in zip((q, k, v), in_dims, strict=False))
+    folded = [
+        vmap.keep(x, axis, name) if name in vmap.SHARED else vmap.fold_rule(x, axis, n, samples)
+        for name, x, axis in zip(TERMS, terms, in_dims[3], strict=True)
+    ]
+    found = _decode_op(*inputs, folded, ints, floats)
+    axes = [0, 1, 0][: len(found)]
+    return [vmap.split(x, axis, n) for x, axis in zip(found, axes, strict=True)], axes
+
+
+def _refuse_gradient(ctx: Any, grads: list[Tensor | None]) -> None:
+    raise RuntimeError(
+        "our kernel for few queries has no gradient, and vmap in a compiled graph hid that one is "
+        'needed; backend="reference" gives it'
+    )
+
+
+_decode_op.register_autograd(_refuse_gradient)

@@ -30,6 +30,7 @@ def forward(
     names = ["lse", *(name for name in ask._fields if getattr(ask, name))]
     names += ROW_SUMS if with_sums else ()
     names += ["mass"] if mass is not None else []
+    names += ["logit"] if ask.peak else []
     found = {name: torch.empty(shape, dtype=torch.float32, device=q.device) for name in names}
     if ask.peak:
         found["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)

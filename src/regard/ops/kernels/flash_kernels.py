@@ -49,6 +49,7 @@ class Answers(NamedTuple):
     entropy: Tensor | None = None
     peak: Tensor | None = None
     key: Tensor | None = None
+    logit: Tensor | None = None
     distance: Tensor | None = None
     mass: Tensor | None = None
 
@@ -254,6 +255,8 @@ def _forward(
         key_t = tl.where(sum_t == sum_t, key_t, -1)
         tl.store(answers.peak + row_t, tl.where(sum_t == 0.0, 0.0, share_t), mask=real_t)
         tl.store(answers.key + row_t, key_t.to(tl.int64), mask=real_t)
+        logit_t = tl.where(sum_t == 0.0, float("-inf"), (max_t + 0.0 * sum_t) * NATS)
+        tl.store(answers.logit + row_t, logit_t, mask=real_t)
     if answers.distance is not None:
         tl.store(answers.distance + row_t, far_t * share_t, mask=real_t)
     if answers.mass is not None:

@@ -2,68 +2,84 @@
 
 What kernels read is tensors and numbers (`rendered.py`), rendered outside of the operation: so
 gradients of slopes, bands and dense biases flow on to whatever these were made of. In eager mode
-the kernels are launched as they are. While a graph is being traced they are the custom operations
-`regard::flash` and `regard::flash_backward`, each with a fake twin that tells the shapes.
+the kernels are launched as they are, as an autograd function where a gradient is needed. While a
+graph is being traced they are the custom operations `regard::flash` and `regard::flash_backward`,
+each with a fake twin that tells the shapes; the first has the second for its gradient.
 
 Our backward cannot itself be differentiated. Where that is asked for (`create_graph=True`), and for
 a batch of gradients (`is_grads_batched=True`), the gradient is taken from the backward pass of the
 tiles (`blockwise_backward.py`), which is made of torch's operations: for this the rule travels
 beside what was rendered of it, and its biases' own tensors get the gradient.
 
+Inside `torch.func.vmap` the mapped axis is folded into the batch (`vmap.py`).
+
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard._torch import is_batched_gradient
+from regard._torch import is_batched_gradient, is_fake
 from regard.ops import blockwise_backward
 from regard.ops.blockwise import Ask, Rows
 from regard.ops.call import Call
-from regard.ops.kernels import flash, flash_backward
+from regard.ops.kernels import flash, flash_backward, vmap
 from regard.ops.kernels.arguments import BITS
 from regard.ops.kernels.flash_backward import Arriving, Grads, Saved
 from regard.ops.kernels.rendered import Rendered, render
+from regard.ops.observe import key_sets, refusing_gradients, row_answers
 from regard.ops.pack import Packed, pack, unpack
+from regard.ops.wants import Observation
 
 TENSORS = 17
 """Fields of `Rendered` that are tensors; they come first."""
 LEARNED = tuple(Rendered._fields.index(name) for name in Grads._fields)
 """Those of them that have gradients."""
-NO_RULE = Packed((), [], [], [])
-"""In place of the rule, where no gradient is differentiated again."""
 
 
 def refuse(call: Call) -> str | None:
     """What kernels cannot be asked for, whatever the tensors are."""
-    if call.transformed:
-        return "our kernels do not run inside torch.func transforms"
     if call.has_tangent():
         return "our kernels have no forward-mode derivative; reference has"
-    return None
+    return vmap.refuse(call)
 
 
 def attend(call: Call, ask: Ask, mass: Tensor | None) -> Rows:
     """Attention by our kernels; `rows.output`, `rows.lse` and `rows.entropy` carry gradients."""
     call = call.seeded()
     given = render(call)
-    wants_grad = call.needs_grad()
-    packed = pack(call.rule) if wants_grad else NO_RULE
     if torch.compiler.is_compiling():
-        # A traced autograd function takes no tensor twice: attention(x, x, x).
-        given = given._replace(k=given.k.view_as(given.k), v=given.v.view_as(given.v))
-        packed = NO_RULE
-    numbers = given[TENSORS:]
-    if not wants_grad:
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        return Rows(*run(*given, list(ask), mass))
-    fixed = _Fixed(numbers, ask, packed._replace(tensors=[]))
+        return Rows(*_forward_op(*given, list(ask), mass))
+    # Inside of vmap a tensor does not tell whether it needs a gradient.
+    if not call.transformed and not call.needs_grad():
+        return Rows(*_run_forward(*given, list(ask), mass))
+    packed = pack(call.rule)
+    fixed = _Fixed(given[TENSORS:], ask, packed._replace(tensors=[]))
     found = _Flash.apply(fixed, mass, *given[:TENSORS], *packed.tensors)  # type: ignore[no-untyped-call]
     return Rows(*found)
+
+
+def observe(call: Call) -> Observation:
+    """The output and every want that one pass tells; gradients flow as `attend` has them."""
+    wants = call.wants
+    assert wants is not None
+    ask, mass = Ask(wants.entropy, wants.peak, wants.distance), key_sets(wants)
+    rows = attend(call, ask, None if mass is None else mass.to(call.q.device))
+    return refusing_gradients(Observation(rows.output, **row_answers(rows, wants)), rows.lse, wants)
+
+
+def _run_forward(*args: Any) -> list[Tensor]:
+    """The kernels, or their operation, which knows the shapes, where tensors have no data."""
+    return _forward_op(*args) if is_fake(args[0]) else _forward(*args)
+
+
+def _run_backward(*args: Any) -> list[Tensor]:
+    return _backward_op(*args) if is_fake(args[0]) else _backward(*args)
 
 
 def _forward(*args: Any) -> list[Tensor]:
@@ -82,12 +98,20 @@ def _forward(*args: Any) -> list[Tensor]:
         entropy=answer("entropy"),
         peak=answer("peak"),
         peak_key=answer("key", torch.int64),
+        peak_logit=answer("logit"),
         distance=answer("distance"),
         mass=answer("mass"),
         row_max=found["maxima"] / BITS,
         denominator=found["sums"],
     )
     return list(rows)
+
+
+def _vmap_forward(info: Any, in_dims: Any, *args: Any) -> Any:
+    folded, samples = vmap.fold_call(args[:TENSORS], in_dims[:TENSORS], info.batch_size)
+    mass = vmap.fold_rule(args[-1], in_dims[-1], info.batch_size, samples)
+    found = _forward_op(*folded, *args[TENSORS:-1], mass)
+    return vmap.unfold(found, info.batch_size)
 
 
 def _backward(*args: Any) -> list[Tensor]:
@@ -120,6 +144,9 @@ _backward_op = torch.library.custom_op(
 )
 
 
+_forward_op.register_vmap(_vmap_forward)
+
+
 @_forward_op.register_fake
 def _(*args: Any) -> list[Tensor]:
     *rendered, asked, mass = args
@@ -137,6 +164,7 @@ def _(*args: Any) -> list[Tensor]:
         entropy=answer(ask.entropy),
         peak=answer(ask.peak),
         peak_key=answer(ask.peak, torch.int64),
+        peak_logit=answer(ask.peak),
         distance=answer(ask.distance),
         mass=answer(mass is not None),
         row_max=answer(True),
@@ -157,11 +185,14 @@ def _(*args: Any) -> list[Tensor]:
 
 
 class _Fixed(NamedTuple):
-    """What goes with the tensors of a call: numbers of `Rendered`, and the rule without tensors."""
+    """What goes with the tensors of a call: numbers of `Rendered`, and the rule without tensors.
+
+    packed: None where a vmap was folded into the batch, of which the rule does not know.
+    """
 
     numbers: tuple[Any, ...]
     ask: Ask
-    packed: Packed
+    packed: Packed | None
 
 
 class _Flash(torch.autograd.Function):
@@ -169,8 +200,8 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(fixed: _Fixed, mass: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        return tuple(run(*tensors[:TENSORS], *fixed.numbers, list(fixed.ask), mass))
+        given = (*tensors[:TENSORS], *fixed.numbers)
+        return tuple(_run_forward(*given, list(fixed.ask), mass))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -181,29 +212,65 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        output, lse, entropy, *tensors = ctx.saved_tensors
-        fixed: _Fixed = ctx.fixed
-        told = entropy if entropy.dim() > 1 else None
-        saved = Saved(output, lse, told)
-        arriving = Arriving(grads[0], grads[1], None if told is None else grads[3])
-        needed = ctx.needs_input_grad[2:]
-        result: list[Tensor | None] = [None] * len(needed)
+        saved, arriving, tensors = _arrive(ctx.saved_tensors, grads)
+        fixed, needed = ctx.fixed, ctx.needs_input_grad[2:]
         if _is_differentiated(arriving):
-            result = _by_tiles(fixed, tensors, saved, arriving, needed)
-        else:
-            wanted = [needed[number] for number in LEARNED]
-            run = _backward_op if torch.compiler.is_compiling() else _backward
-            call = (*tensors[:TENSORS], *fixed.numbers)
-            found = run(*call, list(saved), list(arriving), wanted)
-            for number, wants, grad in zip(LEARNED, wanted, found, strict=True):
-                result[number] = grad if wants else None
-        return None, None, *result
+            return None, None, *_by_tiles(fixed, tensors, saved, arriving, needed)
+        given = (*tensors[:TENSORS], *fixed.numbers)
+        return None, None, *_by_kernels(_run_backward, given, saved, arriving, needed)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, fixed: _Fixed, mass: Tensor | None, *tensors: Any) -> Any:
+        n, axes = info.batch_size, in_dims[2 : 2 + TENSORS]
+        folded, samples = vmap.fold_call(tensors[:TENSORS], axes, n)
+        mass = vmap.fold_rule(mass, in_dims[1], n, samples)
+        found, dims = vmap.unfold(_Flash.apply(fixed._replace(packed=None), mass, *folded), n)  # type: ignore[no-untyped-call]
+        return tuple(found), tuple(dims)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.numbers = inputs[TENSORS:-2]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[0], output[1], output[3], *inputs[:TENSORS])
+
+
+def _traced_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    saved, arriving, tensors = _arrive(ctx.saved_tensors, grads)
+    given, needed = (*tensors, *ctx.numbers), ctx.needs_input_grad
+    return tuple(_by_kernels(_backward_op, given, saved, arriving, needed))
+
+
+_forward_op.register_autograd(_traced_backward, setup_context=_save)
+
+
+def _arrive(
+    saved: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Saved, Arriving, list[Tensor | None]]:
+    """What was saved of rows, the gradients that arrive for it, and the tensors of the call."""
+    output, lse, entropy = saved[:3]
+    told = entropy if entropy.dim() > 1 else None
+    arriving = Arriving(grads[0], grads[1], None if told is None else grads[3])
+    return Saved(output, lse, told), arriving, [*saved[3:]]
+
+
+def _by_kernels(
+    run: Callable[..., list[Tensor]],
+    given: tuple[Any, ...],
+    saved: Saved,
+    arriving: Arriving,
+    needed: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """The gradients by our kernels, one for each that may be needed."""
+    wanted = [needed[number] for number in LEARNED]
+    found = run(*given, list(saved), list(arriving), wanted)
+    result: list[Tensor | None] = [None] * len(needed)
+    for number, wants, grad in zip(LEARNED, wanted, found, strict=True):
+        result[number] = grad if wants else None
+    return result
 
 
 def _is_differentiated(arriving: Arriving) -> bool:
     """Whether the backward is itself to be differentiated, or takes a batch of gradients."""
-    if torch.compiler.is_compiling():
-        return False
     if torch.is_grad_enabled():
         return True
     return any(grad is not None and is_batched_gradient(grad) for grad in arriving)
@@ -218,6 +285,11 @@ def _by_tiles(
 ) -> list[Tensor | None]:
     """The gradients by operations that can be differentiated; the bias's go to its own tensors."""
     given = Rendered(*tensors[:TENSORS], *fixed.numbers)  # type: ignore[arg-type]
+    if fixed.packed is None:
+        raise RuntimeError(
+            "what ran inside vmap cannot be differentiated twice by our kernels, nor by a batch of "
+            'gradients; backend="blockwise" can'
+        )
     held = [x for x in tensors[TENSORS:] if x is not None]
     rule = unpack(fixed.packed._replace(tensors=held), given.shape)
     call = Call(
@@ -241,7 +313,7 @@ def _by_tiles(
     if given.sinks is not None:
         total = total - (given.sinks.float()[:, None] - saved.lse).exp()
     spread = saved.lse if saved.entropy is None else saved.entropy
-    rows = Rows(saved.output, saved.lse, total, spread, *[saved.lse] * 6)
+    rows = Rows(saved.output, saved.lse, total, spread, *[saved.lse] * 7)
     incoming = blockwise_backward.Given(arriving.output, arriving.lse, None, arriving.entropy)
     found = blockwise_backward.backward_pass(call, rows, incoming, wants_bias)
     result: list[Tensor | None] = [None] * len(needed)

@@ -41,11 +41,12 @@ def by_kernels(call: Call, output: Tensor | None = None) -> Observation:
     """Every want but `weights`, beside an output that is known; else it comes from here."""
     wants = call.wants
     assert wants is not None
+    call = call.seeded()
     given = render(call if output is None else replace(call, v=call.v[..., :0]))
     own, found = _first_pass(given, wants)
     answers: dict[str, Any] = {name: found.get(name) for name in ("entropy", "distance", "mass")}
     answers["lse"] = found["lse"] if wants.lse else None
-    answers["peak"] = Peak(found["peak"], found["key"]) if wants.peak else None
+    answers["peak"] = Peak(found["peak"], found["key"], found["logit"]) if wants.peak else None
     answers |= second_pass(given, RowSums(found["maxima"], found["sums"]), wants, call.rule)
     seen = Observation(own if output is None else output, **answers)
     return refusing_gradients(seen, found["lse"], wants)
