@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from regard.ops import blockwise_op, decode, flex, observe, reference, sdpa
-from regard.ops.blockwise import NOTHING
 from regard.ops.call import Call
 from regard.ops.kernels import backend as triton
-from regard.ops.kernels import flash, flash_op, row_stats
-from regard.ops.kernels.rendered import is_given_whole, render
+from regard.ops.kernels import flash_op, row_stats
+from regard.ops.kernels.rendered import is_given_whole
 from regard.ops.wants import Observation
 
 
@@ -63,11 +62,7 @@ class Explanation:
 
 
 def _run_by_kernels(call: Call) -> Tensor:
-    if triton.is_decoding(call):
-        return decode.run(call)
-    if call.needs_grad() or torch.compiler.is_compiling():
-        return flash_op.attend(call, NOTHING, None).output
-    return flash.forward(render(call.seeded()), NOTHING, None, with_sums=False)[0]
+    return decode.run(call) if triton.is_decoding(call) else flash_op.run(call)
 
 
 def _observe_by_kernels(call: Call) -> Observation:
