@@ -135,8 +135,7 @@ def test_few_queries_run_on_our_kernel_with_what_one_pass_tells() -> None:
         assert explain(*few, mask=Causal()).chosen == "triton"
         assert explain(*few, wants=one_pass).chosen == "triton"
         assert explain(*few, wants=one_pass, bias=ALiBi(H)).chosen == "triton"
-        known = explain(*many, mask=Causal())
-        assert known.verdicts["triton"] is None and [*known.verdicts][-1] == "triton"
+        assert explain(*many, mask=Causal()).verdicts["triton"] is None
         assert explain(*many, wants=one_pass).chosen == "triton"
         assert explain(*few, dropout=0.5, wants=one_pass).chosen == "triton"
         for asked in (None, one_pass, Wants(received=True)):

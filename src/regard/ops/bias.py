@@ -136,8 +136,9 @@ class ALiBi(Bias):
     def to(self, device: torch.device) -> Self:
         """The same on a device. Slopes that are not learned are copied there once."""
         slopes = self.slopes
-        is_fixed = not (slopes.requires_grad or slopes.is_inference())
-        if not is_fixed or slopes.device == device or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or slopes.device == device:
+            return super().to(device)
+        if slopes.requires_grad or slopes.is_inference():
             return super().to(device)
         version, copies = self.__dict__.get("_copies", (None, {}))
         if version != slopes._version:
