@@ -25,7 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from regard.ops import (
     ALiBi,
     Causal,
+    Documents,
     Lengths,
+    Prefix,
     Wants,
     Window,
     attention,
@@ -33,8 +35,12 @@ from regard.ops import (
     observe,
     sdpa,
 )
-from regard.ops.kernels import decode
+from regard.ops.blockwise import NOTHING, Ask
+from regard.ops.call import make_call
+from regard.ops.kernels import decode, flash, flash_hopper
+from regard.ops.kernels.rendered import render
 from regard.ops.op import observe_call
+from regard.ops.shape import Shape
 
 pytestmark = pytest.mark.gpu
 
@@ -441,3 +447,89 @@ def test_explain_names_the_kernel_that_torch_is_told_to_take() -> None:
             told = explain(q, q, q, mask=Causal())
         assert told.kernel == f"torch's {name} kernel, in torch's order"
         assert f"sdpa       runs     {told.kernel}" in str(told)
+
+
+HOPPER: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": Causal()},
+    "causal from the start": {"mask": Causal(align="start")},
+    "window": {"mask": Window(200, 40)},
+    "padding": {"mask": Lengths(torch.tensor([700, 333]))},
+    "padding on the left": {"mask": Lengths(torch.tensor([0, 1]), side="left") & Causal()},
+    "prefix": {"mask": Causal() | Prefix(100)},
+    "slopes": {"mask": Causal(), "bias": ALiBi(4)},
+    "softcap": {"mask": Causal(), "softcap": 5.0, "scale": 0.7},
+    "negative scale": {"scale": -0.3},
+    "sinks": {"mask": Lengths(torch.tensor([333, 0])), "sinks": torch.linspace(-1.0, 1.0, 4)},
+}
+"""What the forward for Hopper is tried on, 2 samples of 4 heads over 2."""
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", HOPPER)
+def test_the_forward_for_hopper_tells_what_the_plain_kernel_tells(
+    name: str, width: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this GPU is no Hopper")
+    ask, dtype = Ask(True, True, True) if width == 128 else NOTHING, TYPES[kind]
+    rule = {key: x.to("cuda") if hasattr(x, "to") else x for key, x in HOPPER[name].items()}
+    for T, S in ((700, 700), (257, 700), (131, 129)):
+        torch.manual_seed(T)
+        q, k, v = (
+            torch.randn(2, n, 2, m, width).to("cuda", dtype) for n, m in ((T, 2), (S, 1), (S, 1))
+        )
+        q, k, v = (
+            x.reshape(2, -1, x.shape[2] * x.shape[3], width).transpose(1, 2) for x in (q, k, v)
+        )
+        if "padding" in name or name == "sinks":
+            seen = rule["mask"].dense(Shape(2, 4, T, S), "cuda").expand(2, 1, T, S).any(2)
+            k, v = (x.masked_fill(~seen[..., None], math.nan) for x in (k, v))
+        given = render(make_call(q, k, v, **rule))
+        mass = (torch.arange(S, device="cuda")[None] % 3 == 0).float() if width == 128 else None
+        found = {}
+        for is_taken in (True, False):
+            monkeypatch.setattr(flash_hopper, "takes", lambda *_, yes=is_taken: yes)
+            output, rows = flash.forward(given, ask, mass)
+            found[is_taken] = {"output": output, **rows}
+        monkeypatch.undo()
+        assert flash_hopper.takes(given, ask, mass)
+        for what, theirs in found[False].items():
+            ours, theirs = found[True][what].double(), theirs.double()
+            assert torch.equal(ours.isinf(), theirs.isinf()), what
+            shown = ~theirs.isinf()
+            off = (ours - theirs)[shown].abs().max()
+            size = theirs[shown].abs().max()
+            if what == "key":
+                # Equal scores may differ in their last bit, by the order of their terms.
+                assert ((ours != theirs).double().mean() <= 0.01).item(), name
+                continue
+            # Each rounds once to its type, and sums up some hundred numbers in its own order.
+            eps = torch.finfo(dtype if what == "output" else torch.float32).eps
+            assert off <= (2 if what == "output" else 64) * eps * max(size, 1.0), (what, off, size)
+
+
+def test_a_graph_of_our_kernels_has_no_breaks_and_the_same_gradients() -> None:
+    ids = torch.arange(512, device="cuda") // 100
+    rules: dict[str, dict[str, Any]] = {
+        "documents": {"mask": Causal() & Documents(ids)},
+        "slopes": {"mask": Causal(), "bias": ALiBi(4)},
+    }
+    for name, rule in rules.items():
+        torch.manual_seed(0)
+        q, k, v = (
+            torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+            for _ in range(3)
+        )
+
+        def run(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: Any = rule
+        ) -> torch.Tensor:
+            return attention(q, k, v, backend="triton", **rule)
+
+        out = run(q, k, v)
+        compiled = torch.compile(run, fullgraph=True)(q, k, v)
+        assert torch.equal(out, compiled), name
+        grads, others = (torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, compiled))
+        assert all(map(torch.equal, grads, others)), name

@@ -110,7 +110,8 @@ class Caught:
     def compile(self, args: tuple[Any, ...], options: dict[str, Any]) -> str:
         """The assembler's text for an H100 or H200."""
         options = dict(options)
-        how = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+        known = ("num_warps", "num_stages", "enable_fp_fusion")
+        how = {name: options.pop(name) for name in known if name in options}
         names = [parameter.name for parameter in self.kernel.params]
         assert sorted(names[len(args) :]) == sorted(options)
         given = dict(zip(names, signature_of(args), strict=False))

@@ -46,7 +46,7 @@ def sum_spots(
     if not cross and ids_s is not None and len(ids_s) == S:
         tokens = ids_s.numpy().astype(np.int64).tobytes()
     keys = spot_keys(T, S, real_t.numpy().tobytes(), first, tokens, cross)
-    counts = (keys.keys_nt >= 0).sum(1)[:, None].expand(-1, call.shape.H)
+    counts = keys.counts[:, None].expand(-1, call.shape.H)
     return sum_weights(call, lse_ht, keys), counts
 
 

@@ -68,6 +68,11 @@ class NamedKeys:
     keys_nt: Tensor
     _there: dict[torch.device, Tensor] = field(default_factory=dict)
 
+    @functools.cached_property
+    def counts(self) -> Tensor:
+        """How many queries have a key named, (N,)."""
+        return (self.keys_nt >= 0).sum(1)
+
     def on(self, device: torch.device) -> Tensor:
         """The keys on a device, copied there once from pinned memory, without waiting for it."""
         if device not in self._there:

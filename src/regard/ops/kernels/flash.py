@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.blockwise import Ask
+from regard.ops.kernels import flash_hopper
 from regard.ops.kernels.rendered import Rendered
 
 ROW_SUMS = ("maxima", "sums", "total")
@@ -36,5 +37,10 @@ def forward(
         found["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)
     out = torch.empty((*shape, E), dtype=q.dtype, device=q.device)
     keys = None if mass is None else mass.contiguous()
-    flash_kernels.run_forward(given, out, flash_kernels.Answers(**found), keys)
+    run = flash_kernels.run_forward
+    if flash_hopper.takes(given, ask, keys):
+        from regard.ops.kernels import flash_hopper_kernels
+
+        run = flash_hopper_kernels.run_forward
+    run(given, out, flash_kernels.Answers(**found), keys)
     return out, found

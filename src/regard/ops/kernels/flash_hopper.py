@@ -1,0 +1,69 @@
+"""Which calls the forward for Hopper GPUs takes: those that it was measured to be faster for.
+
+Left to `flash_kernels.py`: documents, masks of bits, tables and dense biases, dropout, few queries,
+other widths, tensors that TMA cannot read.
+
+Letters: B batch, T queries, H query heads, G key heads, D head width.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib import metadata
+
+from torch import Tensor
+
+from regard.ops.blockwise import Ask
+from regard.ops.kernels.rendered import Rendered
+from regard.ops.kernels.tiles import capability_of
+
+HOPPER = (9, 0)
+VERSIONS = ((3, 6), (3, 9))
+"""The first and the last Triton whose Gluon the kernels were compiled with."""
+WIDTHS = (64, 128)
+FEWEST = 128
+"""Queries from which on the tiles are filled."""
+FARTHEST = 2**23
+"""Positions below this are told exactly by the bits that ALiBi is reckoned with."""
+
+
+def takes(given: Rendered, ask: Ask, mass: Tensor | None) -> bool:
+    """Whether the kernels for Hopper take a call, and are the faster ones for it."""
+    device = given.q.device
+    is_hopper = device.type == "cuda" and capability_of(device) == HOPPER
+    return is_hopper and has_gluon() and suits(given, ask, mass)
+
+
+def suits(given: Rendered, ask: Ask, mass: Tensor | None) -> bool:
+    """The same, by the call alone."""
+    q, k, v = given.q, given.k, given.v
+    D, T = q.shape[3], q.shape[2]
+    if q.dtype.itemsize != 2 or D not in WIDTHS or v.shape[3] != D or T < FEWEST:
+        return False
+    other = (given.query_ids, given.words, given.band, given.dense, given.seed)
+    if any(x is not None for x in other):
+        return False
+    asked = any(ask) or mass is not None
+    if D == 64 and (asked or given.slopes is not None):
+        return False
+    if given.slopes is not None and max(T, k.shape[2]) >= FARTHEST:
+        return False
+    return all(map(is_read_by_tma, (q, k, v)))
+
+
+def is_read_by_tma(x: Tensor) -> bool:
+    """Whether rows lie as TMA wants them: packed, each beginning at a multiple of 16 bytes."""
+    even = all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
+    return even and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether the Triton that is there has the Gluon that the kernels are written in."""
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return False
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and VERSIONS[0] <= tuple(map(int, numbers.groups())) <= VERSIONS[1]
