@@ -189,7 +189,7 @@ def test_observe_of_131072_tokens_stays_small_on_the_device() -> None:
 def test_explain_on_the_device_prefers_the_fused_kernels() -> None:
     q = torch.randn(1, 2, 50, 8, device="cuda")
     assert "sdpa       runs" in str(explain(q, q, q, mask=Causal()))
-    assert explain(q, q, q, softcap=2.0).chosen == "flex"
+    assert explain(q, q, q, softcap=2.0).chosen == "triton"
     few = q[:, :, :5]
     assert "sdpa       runs" in str(explain(few, few, few, mask=Causal()))
     assert explain(few, few, few, softcap=2.0).chosen == "triton"
@@ -475,6 +475,8 @@ def test_the_forward_for_hopper_tells_what_the_plain_kernel_tells(
         pytest.skip("this GPU is no Hopper")
     ask, dtype = Ask(True, True, True) if width == 128 else NOTHING, TYPES[kind]
     rule = {key: x.to("cuda") if hasattr(x, "to") else x for key, x in HOPPER[name].items()}
+    if width == 64 and "bias" in rule:
+        rule.pop("bias")  # The plain kernel is faster there, and takes it.
     for T, S in ((700, 700), (257, 700), (131, 129)):
         torch.manual_seed(T)
         q, k, v = (
