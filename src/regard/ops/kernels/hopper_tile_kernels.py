@@ -14,10 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from regard.ops.kernels import tile_kernels
+from regard.ops.kernels.tile_kernels import BITS, LOWEST, NATS
 
-BITS = tl.constexpr(1.4426950408889634)
-NATS = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e38)
 ROWS = tl.constexpr(64)
 """Of a warpgroup."""
 KEYS = tl.constexpr(128)
