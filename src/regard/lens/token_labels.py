@@ -42,3 +42,10 @@ def label(tokenizer: Any, ids: Sequence[int]) -> Labels:
         f"{type(tokenizer).__name__} is no tokenizer that is known here: expected regard's, or one "
         "with convert_ids_to_tokens and decode; record.describe(tokens=...) takes any labels"
     )
+
+
+def is_separator(label: str) -> bool:
+    """Whether a token is punctuation, white space, or a special one such as [SEP] or </s>."""
+    word = label.removeprefix("##").strip("\u2581\u0120\u010a \n\t")
+    special = len(word) > 2 and (word[0], word[-1]) in (("<", ">"), ("[", "]"))
+    return special or not any(character.isalnum() for character in word)
