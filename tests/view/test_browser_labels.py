@@ -15,6 +15,7 @@ import pytest
 import view_fakes
 
 import regard.view
+from regard.lens.head_names import SCORE_WORDS
 
 Show = Callable[..., Any]
 STYLE = Path(regard.view.__file__).parent / "web" / "src" / "style.css"
@@ -22,7 +23,8 @@ STYLE = Path(regard.view.__file__).parent / "web" / "src" / "style.css"
 
 def bars(page: Any, name: str) -> float:
     """How full the bar of a score is, in percent."""
-    width = page.locator(".bars li", has_text=name).locator(".fill").evaluate("e => e.style.width")
+    bar = page.locator(f".bars li[data-score={name}] .fill")
+    width = bar.evaluate("e => e.style.width")
     return float(width.rstrip("%"))
 
 
@@ -228,3 +230,29 @@ def test_words_can_be_read_on_every_shade(show: Show, dark: bool, palette: str) 
 
     assert len(seen) > 50
     assert min(contrast(as_hex(ink), as_hex(ground)) for ink, ground in seen) >= 4.5
+
+
+def test_page_and_digest_have_the_same_words_for_every_score(show: Show) -> None:
+    record = view_fakes.decoder(layers=2, n_heads=3)
+    page = show(record, "head?place=0&head=0")
+    told = page.locator(".bars li").evaluate_all(
+        "all => all.map(e => [e.dataset.score, e.querySelector('.name').textContent, e.title])"
+    )
+    assert told == [[name, *vars(SCORE_WORDS[name]).values()] for name in record.heads()]
+    page = show(record, "overview?sort=first")
+    options = page.locator(".controls option").all_inner_texts()[1:]
+    assert options == [f"{name}: {SCORE_WORDS[name].does}" for name in record.heads()]
+    assert page.inner_text(".overview > .hint").endswith("each looks at the first token.")
+
+
+@pytest.mark.parametrize("line", ["overview", "head?place=0", "text?place=0", "align?place=0"])
+def test_a_text_longer_than_the_model_was_made_for_is_noted_on_every_page(
+    show: Show, line: str
+) -> None:
+    page = show(view_fakes.decoder(n_read=12, trained_len=7), line)
+    note = page.inner_text("[role=note]")
+    assert "12 tokens" in note and "at most 7" in note and "artefact" in note
+    assert (
+        show(view_fakes.decoder(n_read=12, trained_len=12), line).locator("[role=note]").count()
+        == 0
+    )

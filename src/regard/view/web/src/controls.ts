@@ -4,7 +4,7 @@ import { CURVES, PALETTES, bend, type Curve, type PaletteName, type Ramp } from 
 import { colours, current, type Context } from "./context";
 import { h, select, strip } from "./dom";
 import { allLayers, isMeantWith, placeLabel, type Recorded } from "./outline";
-import { score, spell, strength, told } from "./roles";
+import { about, score, spell, strength, told } from "./roles";
 import type { HeadChoice } from "./source";
 
 export interface Choice {
@@ -24,7 +24,7 @@ export function headLists({ record, place, head, means, places, label = "", choo
   const layers: [string, string][] = all.map((at) => [String(at), placeLabel(record, at)]);
   for (const at of means ? all : []) {
     const first = all.find((other) => isMeantWith(record.places[other]!, record.places[at]!));
-    const words = allLayers(record, record.places[at]!);
+    const words = allLayers(record.places[at]!);
     if (first === at) layers.push([`all-${at}`, words[0]!.toUpperCase() + words.slice(1)]);
   }
   const whole = head === "all";
@@ -141,10 +141,15 @@ export function scoreBars(context: Context): HTMLElement {
     const bar = h("span", { class: "fill" });
     bar.style.width = `${strength(record, name, value) * 100}%`;
     list.append(
-      h("li", { title: told(name), class: name === sort ? "chosen" : "" }, h("span", { class: "name", text: name }), h("span", { class: "bar" }, bar), h("span", { class: "value", text: spell(value) })),
+      h("li", { title: told(context.outline, name), "data-score": name, class: name === sort ? "chosen" : "" }, h("span", { class: "name", text: about(context.outline, name) }), h("span", { class: "bar" }, bar), h("span", { class: "value", text: spell(value) })),
     );
   }
   return list;
+}
+
+/** What must be known of all that a record shows, such as a text longer than its model was made for. */
+export function notes(context: Context): HTMLElement[] {
+  return current(context).record.notes.map((note) => h("p", { class: "message warning", role: "note", text: note }));
 }
 
 export function shade(context: Context, value: number, max: number): string {

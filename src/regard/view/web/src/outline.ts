@@ -2,6 +2,7 @@
 
 export interface Place {
   name: string;
+  label: string; // its number, with its stack where there are several: what a terminal's digest calls it
   layer: number;
   kind: "self" | "cross";
   n_heads: number;
@@ -18,6 +19,7 @@ export type Side = "target" | "source" | "positions";
 export type Pieces = [string, string][] | null;
 export interface Recorded {
   model: string;
+  notes: string[]; // what must be known of all that is shown, in sentences
   created: string;
   tokens: string[];
   pieces: Pieces;
@@ -29,8 +31,13 @@ export interface Recorded {
   scores: Record<string, (number | null)[][]>;
   alignment: [number, number] | null; // the place and head that align target and source best
 }
+export interface ScoreWords {
+  what: string; // what is looked at, or measured
+  does: string; // what a head with much of it does
+}
 export interface Outline {
   door: string;
+  words: Record<string, ScoreWords>; // what heads do, the same words as in a terminal
   records: Recorded[];
   parts: Record<string, string>;
   differences: [number, number, number][] | null; // place, head, distance between two records' maps
@@ -98,6 +105,7 @@ function place(value: unknown, at: number): Place {
   need(value.kind === "self" || value.kind === "cross", `place ${at} has an unknown kind`);
   return {
     name: text(value.name, "a place's name"),
+    label: text(value.label, "a place's label"),
     layer: count(value.layer, `place ${at}: layer`, 0, 1e6),
     kind: value.kind,
     n_heads: count(value.n_heads, `place ${at}: n_heads`, 1, 4096),
@@ -125,6 +133,16 @@ function scores(value: unknown, places: Place[]): Recorded["scores"] {
   return out;
 }
 
+function scoreWords(value: unknown): Outline["words"] {
+  need(isObject(value), "the words for scores should be an object");
+  const out: Outline["words"] = Object.create(null);
+  for (const [name, said] of Object.entries(value)) {
+    need(isObject(said), "a score has no words");
+    out[name.slice(0, 40)] = { what: text(said.what, "a score's words"), does: text(said.does, "a score's words") };
+  }
+  return out;
+}
+
 function alignment(value: unknown, places: Place[]): [number, number] | null {
   if (!Array.isArray(value)) return null;
   const at = count(value[0], "the alignment's place", 0, places.length - 1);
@@ -144,6 +162,7 @@ function record(value: unknown): Recorded {
   }
   return {
     model: text(value.model, "model"),
+    notes: Array.isArray(value.notes) ? value.notes.map((note) => text(note, "a note")) : [],
     created: text(value.created, "created"),
     tokens,
     pieces: pieces(value.pieces, tokens.length),
@@ -184,6 +203,7 @@ export function readOutline(value: unknown): Outline {
   const records = value.records.map(record);
   return {
     door: text(value.door, "door"),
+    words: scoreWords(value.words),
     records,
     parts,
     differences: differences(value.differences, records[0]!),
@@ -210,22 +230,15 @@ export function hasWords(at: Place): boolean {
   return at.queries !== "positions" && at.keys !== "positions";
 }
 
-/** Whether an encoder and a decoder are here, so that a layer's number alone names none. */
-function hasTwoStacks(from: Recorded): boolean {
-  return from.source_tokens !== null || from.places.some((at) => at.kind === "cross") || new Set(from.places.map((at) => at.stack)).size > 1;
-}
-
-function sideOf(at: Place): "Encoder" | "Decoder" | "Cross" {
-  if (at.kind === "cross") return "Cross";
-  return at.stack === "encoder" || at.queries === "source" ? "Encoder" : "Decoder";
+function stackOf({ label }: Place): string {
+  return /^(encoder|decoder|cross) \d+$/.exec(label)?.[1] ?? "";
 }
 
 /** "Layer 3", or "Encoder 3", "Decoder 3" or "Cross 3" where there are two stacks. */
 export function placeLabel(from: Recorded, at: number): string {
-  const name = (place: Place) => `${hasTwoStacks(from) ? sideOf(place) : "Layer"} ${place.layer}`;
   const here = from.places[at]!;
-  const twins = from.places.filter((other) => name(other) === name(here));
-  return twins.length === 1 ? name(here) : here.name;
+  if (/^\d+$/.test(here.label)) return `Layer ${here.label}`;
+  return stackOf(here) ? here.label[0]!.toUpperCase() + here.label.slice(1) : here.label;
 }
 
 /** Whether the mean of all layers of one place is that of another, too. */
@@ -234,10 +247,9 @@ export function isMeantWith(one: Place, other: Place): boolean {
 }
 
 /** "all layers", and of two stacks which ones. */
-export function allLayers(from: Recorded, at: Place): string {
-  if (!hasTwoStacks(from)) return "all layers";
-  const side = sideOf(at);
-  return side === "Cross" ? "all cross-attention layers" : `all ${side.toLowerCase()} layers`;
+export function allLayers(at: Place): string {
+  const stack = stackOf(at);
+  return stack === "cross" ? "all cross-attention layers" : stack ? `all ${stack} layers` : "all layers";
 }
 
 /** Whether single weights can be had, not only a picture of the whole. */
@@ -259,6 +271,6 @@ export function cellStarts(cells: number, tokens: number): string[] {
 /** "Layer 3, head 2"; a mean over layers names no single one. */
 export function headTitle(from: Recorded, at: number, head: number | "layer" | "all"): string {
   const here = from.places[at]!;
-  if (head === "all") return `Mean of ${allLayers(from, here)}`;
+  if (head === "all") return `Mean of ${allLayers(here)}`;
   return `${placeLabel(from, at)}, ${head === "layer" ? "mean of its heads" : `head ${here.heads[head]}`}`;
 }

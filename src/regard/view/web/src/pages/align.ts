@@ -4,7 +4,7 @@
 // of all keys, also those of other parts.
 
 import { current, question, words, type Context, type Page } from "../context";
-import { headPicker } from "../controls";
+import { headPicker, notes } from "../controls";
 import { h, message, percent, svg } from "../dom";
 import { isExact, keyTokens, queryTokens } from "../outline";
 import { TILE, cellsOf, wholeLevel } from "../source";
@@ -66,7 +66,7 @@ class AlignView {
       "aside", { class: "panel" },
       h("h1", { text: "Alignment" }),
       h("p", { class: "facts", text: facts + (cross || place.causal ? written : "") }),
-      headPicker(context, true, crossPlaces(context)),
+      ...notes(context), headPicker(context, true, crossPlaces(context)),
       h("label", { class: "field" }, h("span", { text: "At least" }), slider, shown),
       this.sentence, this.ranking,
     );

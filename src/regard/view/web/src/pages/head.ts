@@ -1,7 +1,7 @@
 // One head as a map that can be zoomed from the whole text to single weights.
 
 import { colours, current, question, words, type Context, type Page } from "../context";
-import { Legend, colourPicker, headPicker, scoreBars, stepHead, stepLayer } from "../controls";
+import { Legend, colourPicker, headPicker, notes, scoreBars, stepHead, stepLayer } from "../controls";
 import { exact, h, message, percent } from "../dom";
 import { Heatmap, type Cell } from "../heatmap";
 import { cellStarts, headTitle, isExact, keyTokens, mapPlace, queryTokens, type Place } from "../outline";
@@ -47,7 +47,7 @@ export function head(context: Context): Page {
     { class: "panel" },
     h("h1", { text: title }),
     state.head === "all" ? null : h("p", { class: "facts", title: place.name, text: place.name }),
-    headPicker(context, true),
+    ...notes(context), headPicker(context, true),
     readout.element,
     coarse ? message(place.grid ? `This record kept a picture of ${place.grid[0]} × ${place.grid[1]} cells here, not single weights.` : "This record kept no map here.") : null,
     scoreBars(context),

@@ -1,7 +1,7 @@
 // Every head at once: layers × heads as small maps, in the model's order or sorted by what they do.
 
 import { current, type Context, type Page } from "../context";
-import { Legend } from "../controls";
+import { Legend, notes } from "../controls";
 import { h, many, message, select } from "../dom";
 import { headTitle, placeLabel, type Recorded } from "../outline";
 import { role, score, spell, spellScore, strength, threshold, told } from "../roles";
@@ -21,7 +21,7 @@ export function overview(context: Context): Page {
   const grid = h("div", { class: "heads" });
   const painter = new Thumbs(context, grid, legend);
   const found = h("p", { class: "hint", role: "status" });
-  const element = h("section", { class: "page overview", "aria-label": "Overview of all heads" }, headline(context), controls(context, () => fill(), legend), found, grid);
+  const element = h("section", { class: "page overview", "aria-label": "Overview of all heads" }, headline(context), ...notes(context), controls(context, () => fill(), legend), found, grid);
   const fill = () => {
     painter.forget();
     grid.replaceChildren();
@@ -59,7 +59,7 @@ function controls(context: Context, refill: () => void, legend: Legend): HTMLEle
   const { record } = current(context);
   const { state } = context;
   const names = Object.keys(record.scores);
-  const options: [string, string][] = [["", "the model’s order"], ...names.map((name): [string, string] => [name, `${name}: ${told(name)}`])];
+  const options: [string, string][] = [["", "the model’s order"], ...names.map((name): [string, string] => [name, `${name}: ${told(context.outline, name)}`])];
   const row = h("div", { class: "controls" }, select("Arrange by", options, state.sort, (sort) => context.go({ sort, least: 0 })));
   if (state.sort) {
     const [value, words] = threshold(record, state.sort, state.least);
@@ -112,7 +112,7 @@ function fillSorted(context: Context, grid: HTMLElement, painter: Thumbs, found:
   const kept = entries.filter((entry) => !least || rank(entry) >= least - 1e-9);
   kept.sort((a, b) => rank(b) - rank(a) || a.place - b.place || a.head - b.head);
   grid.className = "heads sorted";
-  found.textContent = `${kept.length.toLocaleString("en")} of ${entries.length.toLocaleString("en")} heads, by how much each ${told(sort)}.`;
+  found.textContent = `${kept.length.toLocaleString("en")} of ${entries.length.toLocaleString("en")} heads, by how much each ${told(context.outline, sort)}.`;
   for (const entry of kept) grid.append(card(context, painter, entry, spellScore(sort, entry.value)));
   if (!kept.length) grid.append(message("No head reaches that. Move the slider to the left."));
 }

@@ -3,7 +3,7 @@
 
 import { inkOn, largest } from "../colour";
 import { current, question, words, type Context, type Page } from "../context";
-import { Legend, colourPicker, headPicker, shade } from "../controls";
+import { Legend, colourPicker, headPicker, notes, shade } from "../controls";
 import { h, many, message, percent, strip } from "../dom";
 import type { Place, Recorded } from "../outline";
 import { headKeys } from "./head";
@@ -45,7 +45,7 @@ class TextView {
       ? [new Block(this, context, "key", "Source"), new Block(this, context, "query", "Target")]
       : [new Block(this, context, null, "Text")];
     const towards = strip<Which>("Direction", [["query", "Looks at"], ["key", "Is looked at by"]], side, (to) => context.go({ side: to }));
-    const aside = h("aside", { class: "panel" }, h("h1", { text: "Text" }), headPicker(context, true), two ? null : towards, this.splitter(), this.sentence, this.ranking, this.legend.element, colourPicker(context));
+    const aside = h("aside", { class: "panel" }, h("h1", { text: "Text" }), ...notes(context), headPicker(context, true), two ? null : towards, this.splitter(), this.sentence, this.ranking, this.legend.element, colourPicker(context));
     this.element = h("section", { class: "page text", "aria-label": "Text" }, h("div", { class: "stage" }, this.trouble, ...this.blocks.map((block) => block.element)), aside);
   }
 
