@@ -18,9 +18,10 @@ from rich.progress import Progress, TaskID
 
 import regard
 from regard._look import Said, own_subject, see, see_translation
-from regard.cli.digest import DEEP_RGB, choose_word, draw_bar, write_digest
+from regard.cli.digest import DEEP_RGB, draw_bar, write_digest
 from regard.cli.look import see_showing
 from regard.cli.progress import showing
+from regard.lens.findings import choose_word
 from regard.lens.record import Record
 from regard.lens.word_links import words_of
 from regard.models.embedded import ROOT

@@ -150,7 +150,7 @@ def test_the_widget_in_a_real_jupyterlab(browser: Any, tmp_path: Path) -> None:
         told = float(page.inner_text(".regard .weight"))
         assert told == pytest.approx(view_fakes.ramp(4099).weight(0, 1, t, s), rel=1e-5)
         page.locator(".regard .map canvas").focus()
-        for key in ("1", "x", "2"):  # in a notebook: a heading, cut the cell, a smaller heading
+        for key in ("1", "x", "3"):  # in a notebook: a heading, cut the cell, a smaller heading
             page.keyboard.press(key)
         page.wait_for_selector(".regard .page.head")
         assert page.locator(".jp-CodeCell").count() == 1

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from regard._look import DEFAULT_MODEL, Subject, see
-from regard.cli.digest import choose_word, write_digest
+from regard.cli.digest import write_digest
 from regard.cli.loading import few_threads, is_small, load_subject
 from regard.cli.outputs import check_outputs, own_page
 from regard.cli.printing import make_printable, read_utf8, refusing, write_line, write_or_drop
@@ -96,6 +96,7 @@ def see_showing(
 ) -> "Record":
     """`see`, with the threads that suit the work, and its progress shown where it is long."""
     if token is not None:  # before the model reads
+        from regard.lens.findings import choose_word
         from regard.lens.word_links import find_words
 
         said = subject.read(text)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from regard.lens.findings import choose_word, find_sections
 from regard.lens.head_names import (
     SCORE_WORDS,
     known_scores,
@@ -22,7 +23,7 @@ from regard.lens.head_names import (
     short_model_name,
 )
 from regard.lens.record import Record
-from regard.lens.word_links import find_alignment, reads_source
+from regard.lens.word_links import find_alignment, reads_source, words_of
 from regard.view.distances import rank_distances
 from regard.view.pieces import LABEL_LENGTH, cut, find_spans, make_pieces
 from regard.view.queries import BadView
@@ -65,6 +66,7 @@ def _tell_record(record: Record) -> dict[str, Any]:
         **tokens,
         **{f"source_{name}": value for name, value in source.items()},
         "notes": [] if note is None else [note],
+        **_tell_findings(record),
         "places": [
             {**_tell_place(record, number), "label": cut(label, NAME_LENGTH)}
             for number, label in enumerate(label_places(record))
@@ -77,6 +79,37 @@ def _tell_record(record: Record) -> dict[str, Any]:
             for name, values in known_scores(record).items()
         },
         "alignment": _alignment(record),
+    }
+
+
+def _tell_findings(record: Record) -> dict[str, Any]:
+    """What stands out, as a terminal's digest has it; and the words: their tokens, the one asked.
+
+    "groups" has the number of tokens of each word; null where a word's are not neighbours.
+    """
+    own, _ = words_of(record)
+    in_order = [token for word in own for token in word.tokens] == list(range(len(record.tokens)))
+    chosen = choose_word(own, None)
+    sections = [
+        {
+            "title": cut(section.title, NAME_LENGTH),
+            "lines": [
+                {
+                    "text": cut(line.text, NAME_LENGTH),
+                    "heads": [[place, head, finite(value)] for place, head, value in line.heads],
+                    "query": line.query,
+                    "key": line.key,
+                    "note": line.note,
+                }
+                for line in section.lines
+            ],
+        }
+        for section in find_sections(record)
+    ]
+    return {
+        "findings": sections,
+        "groups": [len(word.tokens) for word in own] if in_order else None,
+        "asked": None if chosen is None else own[chosen].tokens[0],
     }
 
 

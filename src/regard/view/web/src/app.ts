@@ -3,6 +3,7 @@
 import { h, message, clear } from "./dom";
 import { words, type Context, type Page } from "./context";
 import type { Outline } from "./outline";
+import { start } from "./pages/start";
 import { overview } from "./pages/overview";
 import { head } from "./pages/head";
 import { text } from "./pages/text";
@@ -18,17 +19,17 @@ export interface Line {
   changed(listen: () => void): () => void;
 }
 
-const MAKERS: Record<PageName, (context: Context) => Page> = { overview, head, text, align, compare };
-const NAMES: Record<PageName, string> = { overview: "Overview", head: "Head", text: "Text", align: "Alignment", compare: "Compare" };
+const MAKERS: Record<PageName, (context: Context) => Page> = { start, overview, head, text, align, compare };
+const NAMES: Record<PageName, string> = { start: "Start", overview: "Overview", head: "Head", text: "Text", align: "Alignment", compare: "Compare" };
 const KEYS: [string, string][] = [
-  ["1 – 5", "the pages, from left to right"],
+  ["1 – 6", "the pages, from left to right"],
   ["[  ]", "previous and next head"],
   ["{  }", "previous and next layer"],
   ["← ↑ ↓ →", "move the cell, the word or the head that is chosen"],
   ["Shift + arrows", "move the map"],
   ["+  −  0", "zoom in, zoom out, show all"],
   ["Enter", "open a head; choose a word, or let it go"],
-  ["Esc", "let the chosen word go"],
+  ["Esc", "let the chosen word go; on the start page, the second one"],
   ["d", "on the text page: looks at, or is looked at by"],
   ["t", "light or dark"],
   ["?", "this list"],
@@ -170,7 +171,7 @@ export class App implements Context {
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
     const target = event.target as HTMLElement;
     if (this.help.open || /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName) || target.isContentEditable) return;
-    const page = /^[1-5]$/.test(event.key) ? PAGES[Number(event.key) - 1] : undefined;
+    const page = /^[1-6]$/.test(event.key) ? PAGES[Number(event.key) - 1] : undefined;
     if (this.page?.key?.(event)) event.preventDefault();
     else if (page && this.tabs.has(page)) this.open(page);
     else if (event.key === "t") this.toggleTheme();

@@ -19,6 +19,9 @@ export type Side = "target" | "source" | "positions";
 export type Pieces = [string, string][] | null;
 export interface Recorded {
   model: string;
+  findings: Section[]; // what stands out, as in a terminal
+  groups: number[] | null; // how many tokens each word has
+  asked: number | null; // the first token of the word that the findings are about
   notes: string[]; // what must be known of all that is shown, in sentences
   created: string;
   tokens: string[];
@@ -30,6 +33,17 @@ export interface Recorded {
   places: Place[];
   scores: Record<string, (number | null)[][]>;
   alignment: [number, number] | null; // the place and head that align target and source best
+}
+export interface Finding {
+  text: string;
+  heads: [number, number, number | null][]; // place, head, weight
+  query: number | null; // the first tokens of the words that are linked
+  key: number | null;
+  note: string;
+}
+export interface Section {
+  title: string;
+  lines: Finding[];
 }
 export interface ScoreWords {
   what: string; // what is looked at, or measured
@@ -143,6 +157,30 @@ function scoreWords(value: unknown): Outline["words"] {
   return out;
 }
 
+function findings(value: unknown, places: Place[]): Section[] {
+  const token = (at: unknown) => (at === null ? null : count(at, "a token that is linked", 0, 4e6));
+  return (Array.isArray(value) ? value : []).map((section) => {
+    need(isObject(section) && Array.isArray(section.lines), "what stands out should have lines");
+    const lines = section.lines.map((line): Finding => {
+      need(isObject(line) && Array.isArray(line.heads), "a line should name heads");
+      const heads = line.heads.map((head): Finding["heads"][number] => {
+        need(Array.isArray(head) && head.length === 3, "a head should be a place, a number and a weight");
+        const at = count(head[0], "a place", 0, places.length - 1);
+        return [at, count(head[1], "a head", 0, places[at]!.n_heads - 1), typeof head[2] === "number" ? head[2] : null];
+      });
+      return { text: text(line.text, "a line"), heads, query: token(line.query), key: token(line.key), note: text(line.note, "a note") };
+    });
+    return { title: text(section.title, "a title"), lines };
+  });
+}
+
+function groups(value: unknown, tokens: number): number[] | null {
+  if (!Array.isArray(value)) return null;
+  const sizes = value.map((size) => count(size, "a word's tokens", 1, tokens));
+  need(sizes.reduce((sum, size) => sum + size, 0) === tokens, "words and tokens differ in number");
+  return sizes;
+}
+
 function alignment(value: unknown, places: Place[]): [number, number] | null {
   if (!Array.isArray(value)) return null;
   const at = count(value[0], "the alignment's place", 0, places.length - 1);
@@ -162,6 +200,9 @@ function record(value: unknown): Recorded {
   }
   return {
     model: text(value.model, "model"),
+    findings: findings(value.findings, places),
+    groups: groups(value.groups, tokens.length),
+    asked: typeof value.asked === "number" ? count(value.asked, "the word asked about", 0, tokens.length - 1) : null,
     notes: Array.isArray(value.notes) ? value.notes.map((note) => text(note, "a note")) : [],
     created: text(value.created, "created"),
     tokens,

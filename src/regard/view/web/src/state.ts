@@ -5,7 +5,7 @@ import { CURVES, PALETTES, type Curve, type PaletteName } from "./colour";
 import { haveOneShape, type Outline, type Recorded } from "./outline";
 import type { HeadChoice } from "./source";
 
-export const PAGES = ["overview", "head", "text", "align", "compare"] as const;
+export const PAGES = ["start", "overview", "head", "text", "align", "compare"] as const;
 export type PageName = (typeof PAGES)[number];
 
 export interface State {
@@ -34,7 +34,8 @@ function firstHead(record: Recorded): [number, number] {
 export function firstState(outline: Outline, record = 0): State {
   const [place, head] = firstHead(outline.records[record]!);
   return {
-    page: outline.records.length === 2 ? "compare" : "overview",
+    // A translation opens on its alignment.
+    page: outline.records.length === 2 ? "compare" : outline.records[record]!.alignment ? "align" : "start",
     record,
     place,
     head,
@@ -103,7 +104,7 @@ export function chosenPair({ token, side, mate }: State): { t: number; s: number
 export function writeState(state: State): string {
   const said = new URLSearchParams();
   if (state.record) said.set("record", String(state.record));
-  if (state.page !== "overview" || state.token >= 0) {
+  if (!["start", "overview"].includes(state.page) || state.token >= 0 || (state.page === "start" && state.place > 0)) {
     said.set("place", String(state.place));
     said.set("head", String(state.head));
   }

@@ -34,7 +34,7 @@ export function overview(context: Context): Page {
   return { element, close: () => painter.close(), restyle: () => painter.repaint() };
 }
 
-function headline(context: Context): HTMLElement {
+export function headline(context: Context): HTMLElement {
   const { record } = current(context);
   const heads = record.places.reduce((sum, place) => sum + place.n_heads, 0);
   const sizes = `${record.source_tokens ? `${record.source_tokens.length.toLocaleString("en")} → ` : ""}${many(record.tokens.length, "token")}`;
