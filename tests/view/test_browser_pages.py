@@ -340,7 +340,7 @@ def test_the_text_for_a_layer_and_for_all(show: Show, head: str) -> None:
 def test_the_text_by_keyboard(show: Show) -> None:
     page = show(view_fakes.decoder(), "text?place=0&head=0")
     page.wait_for_selector(".ranking li")
-    assert "shaded by what they receive" in page.inner_text(".sentence")
+    assert "shaded by what they get, on average" in page.inner_text(".sentence")
     page.locator(".word[tabindex='0']").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")

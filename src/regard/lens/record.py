@@ -32,7 +32,6 @@ from regard.lens import format as files
 from regard.lens.lazy_weights import Array, BadRecord, Kept, Window, shares
 from regard.lens.rollout import Strip, roll_all, roll_rows
 from regard.lens.schema import (
-    MAX_LABEL,
     SPOTS,
     STATISTICS,
     CheckedArrays,
@@ -41,7 +40,7 @@ from regard.lens.schema import (
     make_kept,
     read_description,
 )
-from regard.lens.token_labels import is_separator, label
+from regard.lens.token_labels import clean, clean_label, is_separator, label
 from regard.lens.viewers import VIEWERS
 
 __all__ = ["Comparison", "Place", "Record"]
@@ -197,6 +196,15 @@ class Record:
         """What each key gets from all queries together, (H, S)."""
         self._check_place(place)
         return self._arrays.get(place, "received")
+
+    def visible(self, place: int) -> Array:
+        """How many keys each query may look at, (T,), in the head that sees most."""
+        here = self._check_place(place)
+        T, S = here.n_queries, here.n_keys
+        runs = self._weights(place).runs if here.exact_zoom else None
+        if runs is not None:
+            return np.asarray(np.max([runs.counts(h) for h in range(here.n_heads)], axis=0))
+        return np.clip(np.arange(T) + S - T + 1, 0, S) if here.causal else np.full(T, S)
 
     def heads(self) -> dict[str, Array]:
         """What heads do: score -> (places, heads), NaN where a place has no such head or score.
@@ -477,17 +485,6 @@ class Comparison:
         known = np.argwhere(np.isfinite(gaps)).tolist()
         found = [(place, head, float(gaps[place, head])) for place, head in known]
         return sorted(found, key=lambda each: -abs(each[2]))[:n]
-
-
-def clean(text: str) -> str:
-    """A text that can be written to a file: halves of characters become question marks."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def clean_label(text: str) -> str:
-    """The same of a name to show, which is cut where a file would not take it."""
-    whole = clean(text)
-    return whole if len(whole) <= MAX_LABEL else whole[: MAX_LABEL - 1] + "…"
 
 
 def check_index(what: str, value: int, count: int) -> None:

@@ -14,6 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from regard.lens.findings import choose_word, find_sections
 from regard.lens.head_names import (
     SCORE_WORDS,
@@ -124,6 +126,26 @@ def _tell_place(record: Record, number: int) -> dict[str, Any]:
         "grid": record.grid(number),
         "queries": queries,
         "keys": keys,
+        **_tell_visible(record, number),
+    }
+
+
+def _tell_visible(record: Record, number: int) -> dict[str, Any]:
+    """How many keys each query may look at, and how many queries at each key.
+
+    null where a page knows: all of them, or in causal self-attention those that came before.
+    """
+    place = record.places[number]
+    T, S = place.n_queries, place.n_keys
+    known = np.full(T, S), np.full(S, T)
+    if place.causal:
+        known = np.clip(np.arange(T) + S - T + 1, 0, S), np.clip(S - np.arange(S), 0, T)
+    seen_by = record.statistics(number).get("seen_by")
+    told = record.visible(number), known[1] if seen_by is None else np.max(seen_by, axis=0)
+    names = ("visible", "seen_by")
+    return {
+        name: None if np.array_equal(there, rule) else np.asarray(there).astype(int).tolist()
+        for name, there, rule in zip(names, told, known, strict=True)
     }
 
 

@@ -21,6 +21,7 @@ from typing import Any, final
 import numpy as np
 
 from regard._files import replace_file
+from regard.lens.head_names import short_model_name
 from regard.lens.record import Record
 from regard.view.assets import inline_json, whole_page
 from regard.view.manifest import SMALL_CELLS, make_manifest
@@ -57,7 +58,9 @@ def write_page(
 
 def page_title(record: Record) -> str:
     """The beginning of the text; a file holds whole characters, so halves become question marks."""
-    title = cut(f"{' '.join(record.text[:200].split()) or record.model} · regard", 80)
+    title = cut(
+        f"{' '.join(record.text[:200].split()) or short_model_name(record.model)} · regard", 80
+    )
     return title.encode("utf-8", "replace").decode()
 
 

@@ -1,5 +1,6 @@
 // The frame around the pages: names, tabs, theme, keys, and the one place where trouble is shown.
 
+import { BareSource } from "./bare";
 import { h, message, clear } from "./dom";
 import { words, type Context, type Page } from "./context";
 import type { Outline } from "./outline";
@@ -38,6 +39,7 @@ const KEYS: [string, string][] = [
 export class App implements Context {
   state: State;
   private page: Page | null = null;
+  private readonly bare: Source;
   private readonly main = h("main", { class: "main", tabindex: -1 });
   private readonly live = h("div", { class: "unseen", "aria-live": "polite" });
   private readonly tabs = new Map<PageName, HTMLElement>();
@@ -47,10 +49,11 @@ export class App implements Context {
   constructor(
     readonly root: HTMLElement,
     readonly outline: Outline,
-    readonly source: Source,
+    private readonly plain: Source,
     private readonly line: Line,
     keys: EventTarget,
   ) {
+    this.bare = new BareSource(outline, plain);
     this.state = readState(line.read(), outline);
     this.help = this.makeHelp();
     root.classList.add("regard");
@@ -67,6 +70,10 @@ export class App implements Context {
       line.changed(() => this.follow()),
     );
     this.show();
+  }
+
+  get source(): Source {
+    return this.state.bare ? this.bare : this.plain;
   }
 
   close(): void {

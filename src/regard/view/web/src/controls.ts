@@ -1,11 +1,13 @@
 // Controls that several pages share: which head, which colours, the scale's legend.
 
-import { CURVES, PALETTES, bend, type Curve, type PaletteName, type Ramp } from "./colour";
-import { colours, current, type Context } from "./context";
+import { CURVES, FAINT, PALETTES, bend, type Curve, type PaletteName, type Ramp } from "./colour";
+import { colours, current, wordCurve, type Context } from "./context";
 import { h, select, strip } from "./dom";
-import { allLayers, isMeantWith, placeLabel, type Recorded } from "./outline";
+import { sinksOf } from "./bare";
+import { allLayers, isMeantWith, keyTokens, placeLabel, type Recorded } from "./outline";
 import { about, score, spell, strength, told } from "./roles";
 import type { HeadChoice } from "./source";
+import { isSpecial, quoted } from "./words";
 
 export interface Choice {
   record: Recorded;
@@ -80,15 +82,17 @@ export function stepLayer(context: Context, by: number): void {
   stepTo(context, context.state.place + by, context.state.head);
 }
 
-const CURVE_WORDS: Record<Curve, string> = { root: "Root", linear: "Linear", log: "Log" };
+const CURVE_WORDS: Record<Curve, string> = { root: "Root", linear: "Linear", log: "Log", chance: "× chance" };
 const PALETTE_WORDS: Record<PaletteName, string> = { regard: "Tide", viridis: "Viridis", cividis: "Cividis" };
 
-export function colourPicker(context: Context): HTMLElement {
+/** `curve`: the scale in use; `chance`: whether times chance can be told here. */
+export function colourPicker(context: Context, curve: Curve, chance: boolean): HTMLElement {
   const { state } = context;
+  const offered = CURVES.filter((name) => chance || name !== "chance");
   return h(
     "div",
     { class: "picker" },
-    h("div", { class: "field" }, h("span", { text: "Scale" }), strip("Scale", CURVES.map((name) => [name, CURVE_WORDS[name]] as const), state.curve, (curve) => context.go({ curve }))),
+    h("div", { class: "field" }, h("span", { text: "Scale" }), strip("Scale", offered.map((name) => [name, CURVE_WORDS[name]] as const), curve, (to) => context.go({ curve: to }))),
     select("Colours", PALETTES.map((name) => [name, PALETTE_WORDS[name]] as const), state.palette, (value) => context.go({ palette: value as PaletteName })),
   );
 }
@@ -99,11 +103,19 @@ export class Legend {
   private readonly canvas: HTMLCanvasElement;
   private readonly ends: HTMLElement;
 
-  constructor(private readonly context: Context, private readonly signed: Ramp | null = null, of = "") {
+  constructor(private readonly context: Context, private readonly curve: Curve, private readonly signed: Ramp | null = null, of = "") {
     this.canvas = h("canvas", { width: 256, height: 1, "aria-hidden": "true" });
     this.ends = h("div", { class: "ends" });
-    this.element = h("div", { class: "legend" }, of ? h("p", { class: "hint", text: of }) : null, this.canvas, this.ends);
+    const chance = curve === "chance" && !signed ? h("p", { class: "hint", text: "Times chance: 1 is what each key would get if a query looked at all it may see alike." }) : null;
+    this.element = h("div", { class: "legend" }, of ? h("p", { class: "hint", text: of }) : null, this.canvas, this.ends, chance);
     this.update(0);
+  }
+
+  /** Each map has its own end. */
+  updateOwn(): void {
+    this.update(0);
+    this.ends.replaceChildren(...["least", "", "most of each map"].map((text) => h("span", { text })));
+    this.element.setAttribute("aria-label", "Colours run from the least to the most of each map");
   }
 
   /** `beyond`: some cells are above the end of the scale. */
@@ -114,10 +126,11 @@ export class Legend {
       draw.fillStyle = ramp(x / 255);
       draw.fillRect(x, 0, 1, 1);
     }
-    const mid = this.signed ? 0 : invert(max, this.context.state.curve);
-    const low = this.signed ? -max : this.context.state.curve === "log" ? max / 1e4 : 0;
+    const mid = this.signed ? 0 : invert(max, this.curve);
+    const low = this.signed ? -max : this.curve === "log" ? max / 1e4 : this.curve === "chance" ? Math.min(FAINT, max) : 0;
     const spellOut = (value: number) => (value === 0 ? "0" : Math.abs(value) >= 0.001 ? Number(value.toPrecision(2)).toString() : value.toExponential(0));
     const shown = max > 0 ? [low, mid, max].map(spellOut) : ["", "", ""];
+    if (this.curve === "chance" && !this.signed && max > 0) [shown[0], shown[1], shown[2]] = [`≤ ${shown[0]}×`, `${shown[1]}×`, `${shown[2]}×`];
     if (beyond && max > 0) shown[2] = `≥ ${shown[2]}`;
     this.ends.replaceChildren(...shown.map((text) => h("span", { text })));
     this.element.setAttribute("aria-label", `Colours run from ${shown[0]} to ${shown[2]}`);
@@ -127,6 +140,7 @@ export class Legend {
 /** The weight whose colour lies in the middle of the scale. */
 function invert(max: number, curve: Curve): number {
   if (curve === "linear") return max / 2;
+  if (curve === "chance") return Math.sqrt(max * Math.min(FAINT, max));
   return curve === "root" ? max / 4 : max / 100;
 }
 
@@ -147,11 +161,22 @@ export function scoreBars(context: Context): HTMLElement {
   return list;
 }
 
+/** Show all keys, or leave out those that take what nobody wants; and say so. */
+export function sinkPicker(context: Context): HTMLElement {
+  const { outline, state } = context;
+  const { record, place } = current(context);
+  const tokens = keyTokens(record, place);
+  const names = [...new Set(sinksOf(outline, state.record, place).map((at) => (isSpecial(tokens[at]!) ? quoted(tokens[at]!) : "the first token")))];
+  const choice = strip("Keys", [["all", "All keys"], ["without", "Without sinks"]], state.bare ? "without" : "all", (value) => context.go({ bare: value === "without" }));
+  const said = names.length ? `Left out: ${names.slice(0, 6).join(", ")}${names.length > 6 ? ", …" : ""}. The weights of each query on the other keys are made to add up to 1.` : "No key here is a special token.";
+  return h("div", { class: "sinks" }, choice, state.bare ? h("p", { class: "hint", role: "note", text: said }) : null);
+}
+
 /** What must be known of all that a record shows, such as a text longer than its model was made for. */
 export function notes(context: Context): HTMLElement[] {
   return current(context).record.notes.map((note) => h("p", { class: "message warning", role: "note", text: note }));
 }
 
 export function shade(context: Context, value: number, max: number): string {
-  return colours(context)(bend(value, max, context.state.curve));
+  return colours(context)(bend(value, max, wordCurve(context)));
 }

@@ -8,6 +8,7 @@ import { select } from "d3-selection";
 import { zoom, zoomIdentity, type ZoomBehavior, type ZoomTransform } from "d3-zoom";
 import { drawColumns, drawRows, drawTitles, overhang, room, slantedRoom, type Axis, type Pen } from "./axes";
 import { inkOn, paint, paintDifference, table, bend, type Curve, type Ramp, type Table } from "./colour";
+import { visibleTo } from "./chance";
 import { h } from "./dom";
 import type { Place } from "./outline";
 import { TILE } from "./source";
@@ -28,7 +29,7 @@ export interface MapOptions {
   label: string;
   small: number; // cells on a side of the map that stands in for tiles on their way
   ramp: () => Ramp;
-  curve: () => Curve;
+  curve: Curve;
   difference?: boolean;
   at?: [number, number, number] | null;
   onMove?: (at: [number, number, number]) => void;
@@ -83,7 +84,7 @@ export class Heatmap {
     this.tiles = new Tiles(options.place, options.fetch, () => {
       this.redraw();
       options.onLoad?.(this);
-    });
+    }, options.curve === "chance" && !options.difference);
     this.zoomer = zoom<HTMLCanvasElement, unknown>()
       .filter((event: MouseEvent) => !event.button)
       .on("zoom", (event) => this.moved(event.transform, event.sourceEvent !== null));
@@ -97,6 +98,11 @@ export class Heatmap {
     this.canvas.addEventListener("blur", () => this.redraw());
     this.watcher = new ResizeObserver(() => this.resize());
     this.watcher.observe(this.element);
+  }
+
+  /** Differences have no chance to be compared with. */
+  private get curve(): Curve {
+    return this.options.difference && this.options.curve === "chance" ? "root" : this.options.curve;
   }
 
   close(): void {
@@ -393,12 +399,12 @@ export class Heatmap {
     const { lt, ls } = tile;
     this.colours ??= table(this.options.ramp());
     const max = this.options.peers ? this.scale[0] : this.tiles.largest(lt, ls);
-    const curve = this.options.curve();
+    const curve = this.curve;
     const mark = `${max}|${curve}|${this.style}`;
     if (!tile.canvas || tile.painted !== mark) {
       tile.canvas ??= h("canvas", { width: tile.width, height: tile.height });
       const how = this.options.difference ? paintDifference : paint;
-      tile.canvas.getContext("2d")!.putImageData(how(tile.values, tile.width, max, curve, this.colours), 0, 0);
+      tile.canvas.getContext("2d")!.putImageData(how(tile.shown, tile.width, max, curve, this.colours), 0, 0);
       tile.painted = mark;
     }
     const snap = (value: number, margin: number) => Math.round((value + margin) * scale) / scale - margin;
@@ -456,7 +462,7 @@ export class Heatmap {
       for (let s = Math.max(0, Math.floor(-transform.x / step.x)); s < Math.min(n_keys, (plot.width - transform.x) / step.x); s += 1) {
         const { value } = this.cell({ t, s });
         if (value === undefined || value === 0) continue;
-        const size = bend(Math.abs(value), max, this.options.curve());
+        const size = bend(Math.abs(this.curve === "chance" ? value * visibleTo(this.options.place, t) : value), max, this.curve);
         draw.fillStyle = inkOn(ramp(this.options.difference ? 0.5 + (Math.sign(value) * size) / 2 : size));
         const words = hundredths(value, this.options.difference ?? false);
         draw.fillText(words, transform.x + (s + 0.5) * step.x, transform.y + (t + 0.5) * step.y);

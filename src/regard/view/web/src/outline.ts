@@ -14,6 +14,8 @@ export interface Place {
   grid: [number, number] | null; // how finely the map is known
   queries: Side;
   keys: Side;
+  visible: number[] | null; // how many keys each query may look at, and queries at each key, where
+  seen_by: number[] | null; // it is not all of them, or in a causal place those before
 }
 export type Side = "target" | "source" | "positions";
 export type Pieces = [string, string][] | null;
@@ -114,6 +116,12 @@ function grid(value: unknown, at: number): [number, number] | null {
   return [count(value[0], `place ${at}: grid`, 1, 4e6), count(value[1], `place ${at}: grid`, 1, 4e6)];
 }
 
+function counts(value: unknown, length: number, most: number): number[] | null {
+  if (!Array.isArray(value)) return null;
+  need(value.length === length, "counts of what is visible have the wrong length");
+  return value.map((one) => count(one, "a count of what is visible", 0, most));
+}
+
 function place(value: unknown, at: number): Place {
   need(isObject(value), `place ${at} should be an object`);
   need(value.kind === "self" || value.kind === "cross", `place ${at} has an unknown kind`);
@@ -131,6 +139,8 @@ function place(value: unknown, at: number): Place {
     grid: grid(value.grid, at),
     queries: side(value.queries),
     keys: side(value.keys),
+    visible: counts(value.visible, Number(value.n_queries), Number(value.n_keys)),
+    seen_by: counts(value.seen_by, Number(value.n_keys), Number(value.n_queries)),
   };
 }
 
@@ -301,7 +311,7 @@ export function isExact(at: Place): boolean {
 /** The place as its map has it: where only a picture was kept, its cells stand for the tokens. */
 export function mapPlace(at: Place): Place {
   if (isExact(at) || !at.grid) return at;
-  return { ...at, n_queries: at.grid[0], n_keys: at.grid[1], queries: "positions", keys: "positions", causal: false };
+  return { ...at, n_queries: at.grid[0], n_keys: at.grid[1], queries: "positions", keys: "positions", causal: false, visible: null, seen_by: null };
 }
 
 /** The position of the first token in each cell of a picture. */

@@ -66,5 +66,6 @@ export function spellScore(name: string, value: number | null): string {
 
 export function spell(value: number | null): string {
   if (value === null) return "–";
+  if (value > 0 && value < 0.005) return "<0.01";
   return Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(2);
 }

@@ -196,7 +196,7 @@ export class InlineSource implements Source {
   }
 }
 
-function derive(kind: string, whole: Float32Array, place: Place, numbers: number[]): Float32Array {
+export function derive(kind: string, whole: Float32Array, place: Place, numbers: number[]): Float32Array {
   const [first = 0, second = 0] = numbers;
   if (kind === "map") return pool(whole, place, numbers);
   if (kind === "row") return whole.slice(first * place.n_keys, (first + 1) * place.n_keys);
@@ -209,7 +209,7 @@ function derive(kind: string, whole: Float32Array, place: Place, numbers: number
   return Float32Array.from(sums);
 }
 
-function mean(all: Float32Array[]): Float32Array {
+export function mean(all: Float32Array[]): Float32Array {
   const out = new Float64Array(all[0]!.length);
   for (const one of all) one.forEach((value, at) => (out[at]! += value));
   return Float32Array.from(out, (value) => value / all.length);

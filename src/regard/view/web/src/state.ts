@@ -23,7 +23,9 @@ export interface State {
   alike: boolean; // whether the records are of one shape, and a head is looked at in both
   at: [number, number, number] | null; // centre query, centre key, zoom of the map
   palette: PaletteName;
-  curve: Curve;
+  curve: Curve | null; // null: times chance for long causal maps, else the root
+  bare: boolean; // whether special tokens and the first are left out
+  own: boolean; // whether each map of the overview has a scale of its own
 }
 
 /** The head a record opens on: that of its alignment, or the first one of cross-attention, or of all. */
@@ -49,7 +51,9 @@ export function firstState(outline: Outline, record = 0): State {
     alike: outline.records.length === 1 || haveOneShape(outline.records[0]!, outline.records[1]!),
     at: null,
     palette: "regard",
-    curve: "root",
+    curve: null,
+    bare: false,
+    own: false,
   };
 }
 
@@ -79,7 +83,9 @@ export function readState(line: string, outline: Outline): State {
   const at = (said.get("at") ?? "").split(",").map(Number);
   if (at.length === 3 && at.every((n) => Number.isFinite(n) && n >= 0)) state.at = at as [number, number, number];
   state.palette = PALETTES.find((name) => name === said.get("colours")) ?? "regard";
-  state.curve = CURVES.find((name) => name === said.get("scale")) ?? "root";
+  state.curve = CURVES.find((name) => name === said.get("scale")) ?? null;
+  state.bare = said.get("without") === "sinks";
+  state.own = said.get("own") === "1";
   return state;
 }
 
@@ -123,7 +129,9 @@ export function writeState(state: State): string {
     said.set("at", state.at.map((n) => String(Number(n.toPrecision(6)))).join(","));
   }
   if (state.palette !== "regard") said.set("colours", state.palette);
-  if (state.curve !== "root") said.set("scale", state.curve);
+  if (state.curve) said.set("scale", state.curve);
+  if (state.bare) said.set("without", "sinks");
+  if (state.own && state.page === "overview") said.set("own", "1");
   const query = said.toString().replaceAll("%2C", ",");
   return query ? `${state.page}?${query}` : state.page;
 }

@@ -2,7 +2,8 @@
 // pixel for a pixel of the screen, each the mean weight of what it covers, so that nothing is left
 // out between two pixels.
 
-import { ceiling, largest, paint, table } from "./colour";
+import { chanceOf, overChance } from "./chance";
+import { ceiling, largest, paint, table, type Curve } from "./colour";
 import { colours, words, type Context } from "./context";
 import type { Legend } from "./controls";
 import { mapPlace } from "./outline";
@@ -12,6 +13,8 @@ import { smallTile } from "./tiles";
 interface Thumb {
   canvas: HTMLCanvasElement;
   values: Float32Array;
+  chance: Float32Array | null; // of each cell, where that is what values are held against
+  top: number; // the end of its own scale
   width: number;
 }
 
@@ -24,7 +27,8 @@ export class Thumbs {
   private readonly seen: IntersectionObserver;
   private readonly sized: ResizeObserver;
 
-  constructor(private readonly context: Context, grid: HTMLElement, private readonly legend: Legend) {
+  /** `own`: each map has a scale of its own. */
+  constructor(private readonly context: Context, grid: HTMLElement, private readonly legend: Legend, private readonly curve: Curve, private readonly own: boolean) {
     this.seen = new IntersectionObserver((entries) => {
       for (const { target } of entries.filter((entry) => entry.isIntersecting)) {
         this.seen.unobserve(target);
@@ -56,7 +60,8 @@ export class Thumbs {
   repaint(): void {
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
-      this.legend.update(this.max, this.beyond);
+      if (this.own) this.legend.updateOwn();
+      else this.legend.update(this.max, this.beyond);
       for (const thumb of this.drawn) this.draw(thumb);
     });
   }
@@ -67,9 +72,12 @@ export class Thumbs {
     const { lt, ls } = smallTile(here, outline.small);
     try {
       const values = await source.get(`map/${state.record}/${place}/${head}/${lt}/${ls}/0/0`);
-      const thumb = { canvas, values, width: cellsOf(here.n_keys, ls) };
-      const top = ceiling(values, lt + ls > 0);
-      this.beyond ||= largest(values) > Math.max(top, this.max);
+      const width = cellsOf(here.n_keys, ls);
+      const chance = this.curve === "chance" ? chanceOf(here, { lt, ls, ti: 0, si: 0 }, values.length / width, width) : null;
+      const shown = chance ? overChance(values, chance) : values;
+      const top = ceiling(shown, lt + ls > 0);
+      const thumb = { canvas, values, chance, top, width };
+      this.beyond ||= largest(shown) > Math.max(top, this.max);
       this.drawn.push(thumb);
       if (top > this.max) {
         this.max = top;
@@ -84,13 +92,14 @@ export class Thumbs {
     }
   }
 
-  private draw({ canvas, values, width }: Thumb): void {
+  private draw({ canvas, values, chance, top, width }: Thumb): void {
     const side = (length: number) => Math.max(1, Math.round(length * (devicePixelRatio || 1)));
     canvas.width = side(canvas.clientWidth);
     canvas.height = side(canvas.clientHeight);
-    const across = pool(values, values.length / width, width, canvas.width, 1);
-    const pixels = pool(across, canvas.width, values.length / width, canvas.height, canvas.width);
-    canvas.getContext("2d")!.putImageData(paint(pixels, canvas.width, this.max, this.context.state.curve, table(colours(this.context))), 0, 0);
+    const scaled = (numbers: Float32Array) => pool(pool(numbers, numbers.length / width, width, canvas.width, 1), canvas.width, numbers.length / width, canvas.height, canvas.width);
+    const pixels = chance ? overChance(scaled(values), scaled(chance)) : scaled(values);
+    const max = this.own ? top : this.max;
+    canvas.getContext("2d")!.putImageData(paint(pixels, canvas.width, max, this.curve, table(colours(this.context))), 0, 0);
   }
 }
 

@@ -4,7 +4,7 @@
 // of all keys, also those of other parts.
 
 import { current, question, words, type Context, type Page } from "../context";
-import { headPicker, notes } from "../controls";
+import { headPicker, notes, sinkPicker } from "../controls";
 import { h, message, percent, svg } from "../dom";
 import { isExact, keyTokens, queryTokens } from "../outline";
 import { TILE, cellsOf, wholeLevel } from "../source";
@@ -68,7 +68,7 @@ class AlignView {
       h("p", { class: "facts", text: facts + (cross || place.causal ? written : "") }),
       ...notes(context), headPicker(context, true, crossPlaces(context)),
       h("label", { class: "field" }, h("span", { text: "At least" }), slider, shown),
-      this.sentence, this.ranking,
+      this.sentence, this.ranking, sinkPicker(context),
     );
     this.element = h("section", { class: "page align", "aria-label": "Alignment" }, this.stage, aside);
   }

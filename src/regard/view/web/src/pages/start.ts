@@ -5,8 +5,8 @@
 // shown as soon as it has answered.
 
 import { inkOn } from "../colour";
-import { current, type Context, type Page } from "../context";
-import { Legend, notes, shade } from "../controls";
+import { current, wordCurve, type Context, type Page } from "../context";
+import { Legend, notes, shade, sinkPicker } from "../controls";
 import { h, hundredth, many, message, select } from "../dom";
 import { allLayers, headTitle, placeLabel, type Finding, type Recorded } from "../outline";
 import { headline } from "./overview";
@@ -65,7 +65,7 @@ class StartView {
     this.side = state.token < 0 ? "query" : state.side;
     this.chosen = this.units[this.side].at(asked);
     this.mate = this.units[this.other].at(state.mate);
-    this.legend = new Legend(context);
+    this.legend = new Legend(context, wordCurve(context));
     this.element = h("section", { class: "page start", "aria-label": "Start" }, headline(context), ...notes(context), this.finder(), this.findings());
   }
 
@@ -104,6 +104,7 @@ class StartView {
       h("h2", { text: "Which head looks from a word to a word?" }),
       h("div", { class: "ends-chosen" }, layers, h("div", { class: "end" }, search("query", "From"), free("query") ? towards("query", "from anything") : null), h("div", { class: "end" }, search("key", "To"), free("key") ? towards("key", "to anything") : null)),
       this.chips,
+      sinkPicker(context),
       this.trouble,
       h("div", { class: "answers" }, h("div", { class: "told" }, this.answer, this.ranking, this.rule), h("div", { class: "grid" }, this.matrix, this.legend.element)),
     );
