@@ -128,26 +128,31 @@ def show_page(
     """
     from regard import view
 
+    missing: list[str] = []
     if png is not None:
         with working(notes, "drawing"):
             view.plot(record, png, place=place, head=head)
         write_line(notes, f"picture: {make_printable(str(png), notes.encoding)}")
     if html is not None:
         with working(notes, "writing the page"):
-            view.write_page(html, record, other)
+            view.write_page(html, record, other, tell=missing.append)
         write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
     if serve or (png is None and html is None and len(record.tokens) > LONG):
         with working(notes, "making the manifest"):
             server = view.serve(record, other, open_browser=notes.is_terminal)
         write_line(notes, f"page: {server.url} (Ctrl-C ends it)")
+        for note in missing:
+            write_line(notes, note)
         return server
     if png is None and html is None:
         path = own_page()
         with working(notes, "writing the page"):
-            view.write_page(path, record, other)
+            view.write_page(path, record, other, tell=missing.append)
         write_line(notes, f"page: {make_printable(str(path), notes.encoding)}")
         if notes.is_terminal:
             webbrowser.open(path.as_uri())
+    for note in missing:
+        write_line(notes, note)
     return None
 
 
