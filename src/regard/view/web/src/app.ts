@@ -1,7 +1,8 @@
 // The frame around the pages: names, tabs, theme, keys, and the one place where trouble is shown.
 
 import { BareSource } from "./bare";
-import { h, message, clear } from "./dom";
+import { h, message, clear, strip } from "./dom";
+import { opening, shorten } from "./words";
 import { words, type Context, type Page } from "./context";
 import type { Outline } from "./outline";
 import { start } from "./pages/start";
@@ -43,6 +44,7 @@ export class App implements Context {
   private readonly main = h("main", { class: "main", tabindex: -1 });
   private readonly live = h("div", { class: "unseen", "aria-live": "polite" });
   private readonly tabs = new Map<PageName, HTMLElement>();
+  private readonly which = h("div", { class: "which" });
   private readonly help: HTMLDialogElement;
   private readonly endings: (() => void)[] = [];
 
@@ -120,6 +122,7 @@ export class App implements Context {
         nav.scrollLeft = Math.max(0, tab.offsetLeft + tab.offsetWidth - nav.offsetLeft - nav.clientWidth);
       } else tab.removeAttribute("aria-current");
     }
+    this.which.replaceChildren(...this.records());
     try {
       this.page = MAKERS[this.state.page](this);
       this.main.append(this.page.element);
@@ -156,8 +159,29 @@ export class App implements Context {
       "header", { class: "top" },
       h("span", { class: "brand" }, h("span", { class: "eye", "aria-hidden": "true" }), "regard"),
       nav,
+      this.which,
       h("div", { class: "tools" }, tool("◐", "Light or dark  t", () => this.toggleTheme()), tool("?", "Keys  ?", () => this.help.showModal())),
     );
+  }
+
+  /** Of two records, which one a page shows; the page that compares them shows both. */
+  private records(): HTMLElement[] {
+    const { records } = this.outline;
+    if (records.length < 2 || this.state.page === "compare") return [];
+    const choice = strip("Record", [["0", "A"], ["1", "B"]], String(this.state.record), (value) => this.showRecord(Number(value)));
+    choice.querySelectorAll("button").forEach((button, at) => (button.title = `${shorten(opening(records[at]!), 60)} · ${shorten(records[at]!.model, 40)}`));
+    return [choice];
+  }
+
+  /** The same layer, head and words in the other record, as far as it has them. */
+  private showRecord(record: number): void {
+    const { state } = this;
+    const { places } = this.outline.records[record]!;
+    const place = Math.min(state.place, places.length - 1);
+    const [from, to] = [this.outline.records[state.record]!.places[state.place]!, places[place]!];
+    const head = typeof state.head === "number" ? Math.min(state.head, to.n_heads - 1) : state.head;
+    const same = from.n_queries === to.n_queries && from.n_keys === to.n_keys;
+    this.go({ record, place, head, ...(!same && { token: -1, at: null }) });
   }
 
   private open(page: PageName): void {

@@ -241,6 +241,14 @@ export class Heatmap {
     this.redraw();
   }
 
+  /** Outline the cell that is pointed at in a map beside this one. */
+  follow(cell: { t: number; s: number } | null): void {
+    const { n_queries, n_keys } = this.options.place;
+    this.hover = cell && cell.t < n_queries && cell.s < n_keys ? { t: cell.t, s: cell.s } : null;
+    this.canvas.dataset.hover = this.hover ? `${this.hover.t},${this.hover.s}` : "";
+    this.redraw();
+  }
+
   private leave(): void {
     this.hover = null;
     this.options.onCell?.(this.cursor && this.cell(this.cursor), false);

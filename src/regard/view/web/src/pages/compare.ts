@@ -12,7 +12,7 @@ import type { HeadChoice } from "../source";
 import { chosenPair } from "../state";
 import type { TileAt } from "../tiles";
 import { headKeys } from "./head";
-import { label, shorten } from "../words";
+import { label, opening, shorten } from "../words";
 
 /** What is looked at in one of the two records. */
 interface Side {
@@ -41,8 +41,8 @@ export function compare(context: Context): Page {
   const curve = mapCurve(context, [one.place, two.place]);
   const maps = new Maps(context, readout, curve);
   const figures = [
-    maps.make(one, `A · ${one.record.model}`, (at, signal) => tileOf(context, one, at, signal)),
-    maps.make(two, `B · ${two.record.model}`, (at, signal) => tileOf(context, two, at, signal)),
+    maps.make(one, title("A", one, two), (at, signal) => tileOf(context, one, at, signal)),
+    maps.make(two, title("B", two, one), (at, signal) => tileOf(context, two, at, signal)),
   ];
   const same = String(one.place.grid) === String(two.place.grid) && one.place.kind === two.place.kind;
   if (same) {
@@ -67,6 +67,12 @@ export function compare(context: Context): Page {
     restyle: () => maps.each((map) => map.restyle()),
     key: (event) => headKeys(context, event),
   };
+}
+
+/** A record by its text; of one text in two models by the model. */
+function title(letter: string, { record }: Side, { record: other }: Side): string {
+  const text = opening(record);
+  return `${letter} · ${text === opening(other) && record.model !== other.model ? record.model : text}`;
 }
 
 function pickers(context: Context, one: Side, two: Side): HTMLElement[] {
@@ -117,6 +123,7 @@ class Maps {
       },
       onCell: (cell, kept) => {
         tell(this.readout, all, cell, rows, columns);
+        for (const other of all) if (other !== map) other.follow(kept ? null : cell);
         if (kept && cell && isExact(place)) context.go({ token: cell.t, side: "query", mate: cell.s }, true);
       },
       onLoad: () => {
@@ -153,6 +160,7 @@ function tell(readout: HTMLElement, maps: Heatmap[], cell: Cell | null, rows: st
   readout.replaceChildren(
     h("bdi", { dir: "auto", text: label(rows[cell.t]!) }), " → ", h("bdi", { dir: "auto", text: label(columns[cell.s]!) }),
     h("br"), `A ${spellOut(values[0])}`, h("br"), `B ${spellOut(values[1])}`,
+    ...(values[0] === undefined || values[1] === undefined ? [] : [h("br"), `B − A ${exact(values[1] - values[0])}`]),
   );
 }
 

@@ -4,10 +4,10 @@ import { current, mapCurve, type Context, type Page } from "../context";
 import { Legend, colourPicker, notes, sinkPicker } from "../controls";
 import type { Curve } from "../colour";
 import { h, many, message, select, strip } from "../dom";
-import { headTitle, isExact, placeLabel, type Recorded } from "../outline";
+import { headTitle, isExact, placeLabel } from "../outline";
 import { role, score, spell, spellScore, strength, threshold, told } from "../roles";
 import { Thumbs } from "../thumbs";
-import { direction, isSpecial, shorten } from "../words";
+import { direction, opening, shorten } from "../words";
 
 const DENSE = 14; // layers, from which on the maps have no captions
 
@@ -48,14 +48,6 @@ export function headline(context: Context): HTMLElement {
     h("h1", {}, h("bdi", { dir: direction([text]), text: shorten(text, 160), title: shorten(text, 400) })),
     h("p", { class: "facts" }, h("bdi", { text: shorten(record.model, 60) }), ` · ${sizes} · ${many(heads, "head")} in ${many(record.places.length, "attention layer")}`),
   );
-}
-
-/** How the text begins, without tokens that stand for none of it. */
-function opening({ pieces, tokens }: Recorded): string {
-  if (pieces) return pieces.slice(0, 200).map(([before, own]) => before + own).join("").replace(/\s+/g, " ").trim();
-  const read = tokens.slice(0, 60);
-  const said = read.filter((token) => !isSpecial(token));
-  return (said.length ? said : read).join(" ");
 }
 
 function controls(context: Context, refill: () => void, legend: Legend, curve: Curve): HTMLElement {
@@ -132,7 +124,7 @@ function card(context: Context, painter: Thumbs, entry: Entry, caption: string):
     "a",
     {
       class: "card",
-      href: `#head?place=${place}&head=${head}`,
+      href: `#head?${context.state.record ? `record=${context.state.record}&` : ""}place=${place}&head=${head}`,
       "aria-label": caption ? `${name}: ${caption}` : name,
       title: `${name}${caption ? ` · ${caption}` : ""}`,
       "data-place": place,
