@@ -58,7 +58,8 @@ run by the package transformers, where it is installed.
 The page opens: every head as a map, to the single weight. A digest is written here: what heads
 do, which words they link, and what one word looks at (--token). Heads are named layer.head; layers
 are counted from 0 in the order in which they are called. --html writes the page to a file, --png
-draws a picture, --serve answers a browser until Ctrl-C, --save keeps the record, which `regard
+draws a picture, --truncate reads the beginning of a text that is longer than the model was made
+for, --serve answers a browser until Ctrl-C, --save keeps the record, which `regard
 view` opens again without the model.
 """
 
@@ -92,14 +93,23 @@ def check_no_path(word: str, notes: "Console") -> None:
 
 
 def see_showing(
-    subject: Subject, text: str, notes: "Console", token: str | None = None
+    subject: Subject,
+    text: str,
+    notes: "Console",
+    token: str | None = None,
+    truncate: bool = False,
 ) -> "Record":
     """`see`, with the threads that suit the work, and its progress shown where it is long."""
+    if truncate:
+        n_tokens, n_read = len(subject.encode(text).ids), len(subject.read(text, truncate).ids)
+        if n_read < n_tokens:
+            cut = f"the first {n_read:,} of {n_tokens:,} tokens"
+            write_line(notes, f"--truncate: {cut} are read, which is what the model was made for")
     if token is not None:  # before the model reads
         from regard.lens.findings import choose_word
         from regard.lens.word_links import find_words
 
-        said = subject.read(text)
+        said = subject.read(text, truncate)
         choose_word(find_words(text, said.labels, said.spans or [(0, 0)] * len(said.ids)), token)
 
     @contextmanager
@@ -108,7 +118,7 @@ def see_showing(
         with few_threads(small), showing(notes, n_tokens, n_places) as tell:
             yield tell
 
-    return see(subject, text, progress)
+    return see(subject, text, progress, truncate)
 
 
 def show_page(
@@ -206,6 +216,9 @@ def add_look(app: "typer.Typer") -> None:
         png: Annotated[Path | None, Option(help="Draw to .png, .svg or .pdf.")] = None,
         serve: Annotated[bool, Option("--serve", help="Serve the page to a browser.")] = False,
         save: Annotated[Path | None, Option(help="Keep the record (.regard).")] = None,
+        truncate: Annotated[
+            bool, Option("--truncate", help="Read what the model was made for, not more.")
+        ] = False,
         device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
@@ -214,7 +227,7 @@ def add_look(app: "typer.Typer") -> None:
             whole = read_text(text, notes)
             subject = load_subject(model, notes, device=device)
             check_layer(subject, layer, head)
-            record = see_showing(subject, whole, notes, token)
+            record = see_showing(subject, whole, notes, token, truncate)
             place = find_place(record, layer, head)
             if save is not None:
                 with working(notes, "saving the record"):
