@@ -214,6 +214,14 @@ def test_text_can_be_read_on_every_ground(theme: int, ink: str, ground: str) -> 
     assert contrast(found[theme][ink], found[theme][ground]) >= 4.5
 
 
+@pytest.mark.parametrize("theme", [0, 1, 2])
+def test_lines_of_every_head_stand_out_from_the_ground(theme: int) -> None:
+    found = themes()[theme]
+    lines = [found[f"line{number}"] for number in range(6)]
+    assert len(set(lines)) == 6
+    assert min(contrast(line, found["paper"]) for line in lines) >= 4.5
+
+
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("palette", ["regard", "viridis", "cividis"])
 def test_words_can_be_read_on_every_shade(show: Show, dark: bool, palette: str) -> None:

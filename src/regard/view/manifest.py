@@ -56,12 +56,7 @@ def _tell_record(record: Record) -> dict[str, Any]:
     if not record.places:
         raise BadView("the record has 0 places, so there is nothing to show")
     note = length_note(record)
-    tokens = _words(record.tokens, record.text, record.spans)
-    source = _words(None, "", None)
-    if record.source_tokens is not None:
-        text = record.source_text or ""
-        spans = find_spans(text, record.source_tokens)
-        source = _words(record.source_tokens, text, spans)
+    tokens, source = _both_sides(record)
     return {
         "model": cut(short_model_name(record.model), NAME_LENGTH),
         "created": cut(record.created, NAME_LENGTH),
@@ -147,6 +142,24 @@ def _tell_visible(record: Record, number: int) -> dict[str, Any]:
         name: None if np.array_equal(there, rule) else np.asarray(there).astype(int).tolist()
         for name, there, rule in zip(names, told, known, strict=True)
     }
+
+
+def _both_sides(record: Record) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The words of the target and of the source."""
+    tokens = _words(record.tokens, record.text, record.spans)
+    if record.source_tokens is None:
+        return tokens, _words(None, "", None)
+    text = record.source_text or ""
+    spans = find_spans(text, record.source_tokens)
+    return tokens, _words(record.source_tokens, text, spans)
+
+
+def label_sides(record: Record, number: int) -> tuple[list[str] | None, list[str] | None]:
+    """The labels of a place's queries and keys; None where they are positions."""
+    target, source = (side["tokens"] for side in _both_sides(record))
+    known = {"target": target, "source": source, "positions": None}
+    queries, keys = sides_of(record, number)
+    return known[queries], known[keys]
 
 
 def sides_of(record: Record, number: int) -> tuple[str, str]:

@@ -149,7 +149,9 @@ export class App implements Context {
     const nav = h("nav", { "aria-label": "Pages" });
     for (const [index, name] of PAGES.entries()) {
       if (name === "compare" && this.outline.records.length < 2) continue;
-      const tab = h("a", { href: `#${name}`, text: NAMES[name], title: `${NAMES[name]}  ${index + 1}`, on: { click: (event: MouseEvent) => { event.preventDefault(); this.open(name); } } });
+      const crossed = this.outline.records.some(({ places }) => places.some((place) => place.kind === "cross"));
+      const called = name === "align" && !crossed ? "Lines" : NAMES[name];
+      const tab = h("a", { href: `#${name}`, text: called, title: `${called}  ${index + 1}`, on: { click: (event: MouseEvent) => { event.preventDefault(); this.open(name); } } });
       this.tabs.set(name, tab);
       nav.append(tab);
     }

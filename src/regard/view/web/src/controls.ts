@@ -58,7 +58,7 @@ export function stepTo(context: Context, place: number, head: HeadChoice): void 
   if (!here) return;
   const before = record.places[context.state.place]!;
   const same = before.n_queries === here.n_queries && before.n_keys === here.n_keys;
-  const change = { place, head: typeof head === "number" ? Math.min(head, here.n_heads - 1) : head };
+  const change = { place, head: typeof head === "number" ? Math.min(head, here.n_heads - 1) : head, also: [] };
   context.go(same ? change : { ...change, at: null, token: -1 });
 }
 

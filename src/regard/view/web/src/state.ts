@@ -6,6 +6,7 @@ import { haveOneShape, type Outline, type Recorded } from "./outline";
 import type { HeadChoice } from "./source";
 
 export const PAGES = ["start", "overview", "head", "text", "align", "compare"] as const;
+export const MOST_HEADS = 6; // whose lines have colours that can be told apart
 export type PageName = (typeof PAGES)[number];
 
 export interface State {
@@ -17,6 +18,7 @@ export interface State {
   token: number; // the chosen word; -1: none
   side: "query" | "key"; // which side the chosen word is on
   mate: number; // the word of the other side, where a pair is chosen; -1: none
+  also: number[]; // heads of the same layer whose lines are drawn beside those of the chosen one
   split: boolean; // whether characters of several tokens are shown token by token
   sort: string; // "" is the order of the model, else a score's name
   least: number; // of that score, from 0 to 1 of its range
@@ -45,6 +47,7 @@ export function firstState(outline: Outline, record = 0): State {
     token: -1,
     side: "query",
     mate: -1,
+    also: [],
     split: false,
     sort: "",
     least: 0,
@@ -76,6 +79,8 @@ export function readState(line: string, outline: Outline): State {
   state.token = whole(said.get("token"), -1, tokenCount(outline, state) - 1, -1);
   const others = tokenCount(outline, { ...state, side: state.side === "query" ? "key" : "query" });
   state.mate = state.token < 0 ? -1 : whole(said.get("mate"), -1, others - 1, -1);
+  const also = (said.get("also") ?? "").split(",").map((each) => whole(each, 0, places[state.place]!.n_heads - 1, -1));
+  state.also = [...new Set(also)].filter((each) => each >= 0 && each !== state.head).slice(0, MOST_HEADS - 1);
   state.split = said.get("tokens") === "1";
   const sort = said.get("sort") ?? "";
   state.sort = Object.hasOwn(outline.records[state.record]!.scores, sort) ? sort : "";
@@ -120,6 +125,7 @@ export function writeState(state: State): string {
     if (state.side === "key") said.set("side", "key");
     if (state.mate >= 0) said.set("mate", String(state.mate));
   }
+  if (state.also.length && state.page === "align") said.set("also", state.also.join(","));
   if (state.split && state.page === "text") said.set("tokens", "1");
   if (state.page === "overview" && state.sort) {
     said.set("sort", state.sort);
