@@ -460,7 +460,7 @@ def test_the_help_lists_the_keys_and_closes(show: Show) -> None:
 
 
 def test_every_control_has_a_name(show: Show) -> None:
-    for line in ("overview?sort=first", "head", "text?token=3", "align"):
+    for line in ("start", "overview?sort=first", "head", "text?token=3", "align"):
         page = show(view_fakes.translator(), line)
         nameless = page.evaluate(
             """() => [...document.querySelectorAll('a, button, select, input, [role]')]

@@ -21,7 +21,7 @@ def test_a_word_of_a_long_text_is_found_by_typing(page: Any) -> None:
         page.goto(server.url + "#text?place=0&head=0&token=3")
         page.wait_for_selector(".flow .word")
         page.get_by_role("searchbox").fill("NEEDLE")
-        assert page.inner_text(".search [role=status]") == "3 places"
+        assert page.inner_text(".search .count") == "3 places"
         assert page.locator(".found button").first.inner_text().split()[:4] == [
             "w14", "w15", "w16", "needle17",
         ]  # fmt: skip
@@ -32,7 +32,7 @@ def test_a_word_of_a_long_text_is_found_by_typing(page: Any) -> None:
             assert chosen.inner_text() == "needle" and chosen.is_visible()
             box = chosen.bounding_box()
             assert 0 <= box["y"] < 800
-            assert page.inner_text(".search [role=status]") == f"{number} of 3 places"
+            assert page.inner_text(".search .count") == f"{number} of 3 places"
         page.get_by_role("searchbox").press("Enter")
         assert "token=17" in page.evaluate("location.hash")
         page.get_by_role("searchbox").press("Escape")

@@ -12,7 +12,7 @@ export class WordSearch {
   readonly element: HTMLElement;
   private readonly input: HTMLInputElement;
   private readonly list = h("ol", { class: "found" });
-  private readonly count = h("span", { class: "hint", role: "status" });
+  private readonly count = h("span", { class: "hint count", "aria-live": "polite" });
   private matches: number[] = [];
   private turn = -1;
 

@@ -56,7 +56,8 @@ async function unpack(text: string, length: number): Promise<Float32Array> {
 /** Bytes out of a part; never more than `most`, whatever the part says. */
 async function inflate(text: string, most: number): Promise<Uint8Array> {
   const binary = atob(text);
-  const bytes = Uint8Array.from(binary, (character) => character.charCodeAt(0));
+  const bytes = new Uint8Array(binary.length);
+  for (let at = 0; at < bytes.length; at += 1) bytes[at] = binary.charCodeAt(at);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const reader = stream.getReader();
   const pieces: Uint8Array[] = [];

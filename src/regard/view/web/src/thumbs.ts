@@ -3,7 +3,7 @@
 // out between two pixels.
 
 import { chanceOf, overChance } from "./chance";
-import { ceiling, largest, paint, table, type Curve } from "./colour";
+import { ceiling, largest, paint, table, type Curve, type Table } from "./colour";
 import { colours, words, type Context } from "./context";
 import type { Legend } from "./controls";
 import { mapPlace } from "./outline";
@@ -21,9 +21,11 @@ interface Thumb {
 export class Thumbs {
   private readonly jobs = new Map<Element, () => Promise<void>>();
   private drawn: Thumb[] = [];
+  private waiting = new Set<Thumb>();
   private max = 0; // the end of the scale of all maps
   private beyond = false; // whether cells lie beyond it
   private frame = 0;
+  private table: [string, Table] | null = null;
   private readonly seen: IntersectionObserver;
   private readonly sized: ResizeObserver;
 
@@ -49,6 +51,7 @@ export class Thumbs {
     this.seen.disconnect();
     this.jobs.clear();
     this.drawn = [];
+    this.waiting.clear();
   }
 
   close(): void {
@@ -58,11 +61,20 @@ export class Thumbs {
   }
 
   repaint(): void {
+    this.waiting = new Set(this.drawn);
+    this.schedule();
+  }
+
+  /** Draw what waits for it in the next frame: all sizes are read first, so that the page is laid
+   * out once and not once a map. */
+  private schedule(): void {
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
       if (this.own) this.legend.updateOwn();
       else this.legend.update(this.max, this.beyond);
-      for (const thumb of this.drawn) this.draw(thumb);
+      const sized = [...this.waiting].map((thumb): [Thumb, number, number] => [thumb, thumb.canvas.clientWidth, thumb.canvas.clientHeight]);
+      this.waiting.clear();
+      for (const each of sized) this.draw(...each);
     });
   }
 
@@ -82,7 +94,10 @@ export class Thumbs {
       if (top > this.max) {
         this.max = top;
         this.repaint();
-      } else this.draw(thumb);
+      } else {
+        this.waiting.add(thumb);
+        this.schedule();
+      }
       card.dataset.cells = `${values.length / thumb.width} × ${thumb.width}`;
       card.dataset.ready = "yes";
     } catch (problem) {
@@ -92,14 +107,21 @@ export class Thumbs {
     }
   }
 
-  private draw({ canvas, values, chance, top, width }: Thumb): void {
+  /** The colours as pixels, made once for all maps. */
+  private colours(): Table {
+    const key = `${this.context.state.palette}|${this.context.dark()}`;
+    if (this.table?.[0] !== key) this.table = [key, table(colours(this.context))];
+    return this.table[1];
+  }
+
+  private draw({ canvas, values, chance, top, width }: Thumb, wide: number, tall: number): void {
     const side = (length: number) => Math.max(1, Math.round(length * (devicePixelRatio || 1)));
-    canvas.width = side(canvas.clientWidth);
-    canvas.height = side(canvas.clientHeight);
+    canvas.width = side(wide);
+    canvas.height = side(tall);
     const scaled = (numbers: Float32Array) => pool(pool(numbers, numbers.length / width, width, canvas.width, 1), canvas.width, numbers.length / width, canvas.height, canvas.width);
     const pixels = chance ? overChance(scaled(values), scaled(chance)) : scaled(values);
     const max = this.own ? top : this.max;
-    canvas.getContext("2d")!.putImageData(paint(pixels, canvas.width, max, this.curve, table(colours(this.context))), 0, 0);
+    canvas.getContext("2d")!.putImageData(paint(pixels, canvas.width, max, this.curve, this.colours()), 0, 0);
   }
 }
 

@@ -16,6 +16,7 @@ import { direction, isSpecial, label } from "../words";
 
 const AT_ONCE = 6; // heads asked at a time
 const RANKED = 8;
+const NEWS = 250; // milliseconds between two looks at what has come
 const LONGEST = 40; // characters of a word
 const CHIPS = 400; // words on the page at once
 type Which = "query" | "key";
@@ -51,7 +52,7 @@ class StartView {
   private chosen: number; // the unit that was chosen, on `side`; -1: none
   private mate: number; // the unit at the other end; -1: any
   private closed = false;
-  private frame = 0;
+  private timer = 0;
 
   constructor(private readonly context: Context) {
     const { record, place } = current(context);
@@ -75,7 +76,7 @@ class StartView {
 
   close(): void {
     this.closed = true;
-    cancelAnimationFrame(this.frame);
+    clearTimeout(this.timer);
   }
 
   key(event: KeyboardEvent): boolean {
@@ -124,7 +125,7 @@ class StartView {
     const next = async (): Promise<void> => {
       for (let one = heads.shift(); one && !this.closed; one = heads.shift()) {
         this.given.set(one.join("."), await this.ask(...one).catch(() => null));
-        this.frame ||= requestAnimationFrame(() => this.paint());
+        this.timer ||= window.setTimeout(() => this.paint(), NEWS);
       }
     };
     await Promise.all(Array.from({ length: AT_ONCE }, next));
@@ -162,7 +163,8 @@ class StartView {
   }
 
   paint(): void {
-    this.frame = 0;
+    clearTimeout(this.timer);
+    this.timer = 0;
     const all = new Map<string, Found>();
     for (const key of this.given.keys()) {
       const [place, head] = key.split(".").map(Number) as [number, number];
