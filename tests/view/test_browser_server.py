@@ -141,6 +141,8 @@ def test_a_server_that_is_gone_is_told(watched: Any) -> None:
         ready(page)
     page.keyboard.press("]")
     page.wait_for_selector(".trouble .message.error")
+    told = page.inner_text(".trouble")
+    assert "was stopped" in told and "Run the command again" in told
     watched.problems[:] = [p for p in watched.problems if "ERR_CONNECTION" not in p]
 
 

@@ -254,7 +254,10 @@ export class LayeredSource implements Source {
 }
 
 export async function askServer(question: string, signal?: AbortSignal): Promise<ArrayBuffer> {
-  const reply = await fetch(`data/${question}`, { signal: signal ?? null, credentials: "omit" });
+  const reply = await fetch(`data/${question}`, { signal: signal ?? null, credentials: "omit" }).catch((problem: unknown) => {
+    if (signal?.aborted) throw problem;
+    throw new Error("The server does not answer: it was stopped, or its terminal was closed. Run the command again and open the address that it prints.");
+  });
   if (!reply.ok) {
     const words = (await reply.text()).slice(0, 300);
     throw new Error(words || `the server answered ${reply.status}`);
