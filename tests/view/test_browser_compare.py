@@ -166,6 +166,10 @@ def test_every_page_can_show_either_record(show: Show) -> None:
     page.locator(".which button", has_text="B").click()
     assert page.inner_text(".panel h1") == "Layer 1, head 2"  # the last it has
     assert "token" not in page.evaluate("location.hash")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page = show(one, "align?place=0", other=two)
+    tab, nav = (page.locator(each).bounding_box() for each in ("nav [aria-current]", "nav"))
+    assert tab["x"] >= nav["x"] - 1 and tab["x"] + tab["width"] <= nav["x"] + nav["width"] + 1
     page = show(one, "overview?record=1", other=two)
     assert page.inner_text(".headline h1") == "A dog slept"
     assert "record=1" in page.locator(".card").first.get_attribute("href")

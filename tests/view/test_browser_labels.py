@@ -187,6 +187,16 @@ def test_no_caption_is_clipped_and_the_tabs_have_no_scrollbars(show: Show, width
     assert width == 390 or sizes[1] == page.locator("nav").evaluate("n => n.clientWidth")
 
 
+@pytest.mark.parametrize("line", ["head?place=4&head=0", "text?place=4", "align?place=4"])
+def test_no_control_is_wider_than_its_panel(show: Show, line: str) -> None:
+    page = show(uneven(), line)
+    wide = page.locator(".panel").evaluate(
+        "p => [...p.querySelectorAll('*')].filter(e => e.getBoundingClientRect().right"
+        " > p.getBoundingClientRect().right).map(e => e.outerHTML.slice(0, 80))"
+    )
+    assert wide == []
+
+
 def luminance(colour: str) -> float:
     channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]

@@ -169,6 +169,11 @@ def test_a_long_text_starts_from_the_server(page: Any) -> None:
         page.keyboard.press("Enter")
         ready(page)
         assert page.inner_text(".chips .own") == "w9001"
+        # The text scrolls in its box: the chosen word is in sight, and the answer below it.
+        box = page.locator(".chips .flow").bounding_box()
+        own = page.locator(".chips .own").bounding_box()
+        assert box["height"] <= 200 and box["y"] <= own["y"] < box["y"] + box["height"]
+        assert page.locator(".answer").bounding_box()["y"] < 800
         page.get_by_role("searchbox", name="To").fill("w9000")
         page.keyboard.press("Enter")
         ready(page)

@@ -115,6 +115,7 @@ export class App implements Context {
     this.page?.close?.();
     this.page = null;
     clear(this.main);
+    this.which.replaceChildren(...this.records());
     for (const [name, tab] of this.tabs) {
       if (name === this.state.page) {
         tab.setAttribute("aria-current", "page");
@@ -122,7 +123,6 @@ export class App implements Context {
         nav.scrollLeft = Math.max(0, tab.offsetLeft + tab.offsetWidth - nav.offsetLeft - nav.clientWidth);
       } else tab.removeAttribute("aria-current");
     }
-    this.which.replaceChildren(...this.records());
     try {
       this.page = MAKERS[this.state.page](this);
       this.main.append(this.page.element);

@@ -120,6 +120,9 @@ class StartView {
   /** Ask every head for the chosen word, a few at a time. */
   async load(): Promise<void> {
     this.paint();
+    await new Promise(requestAnimationFrame); // when it is on the page, the chosen word is scrolled to
+    this.chips.replaceChildren();
+    this.paint();
     if (this.chosen < 0) return;
     const heads = this.places.flatMap((place) => Array.from({ length: this.record.places[place]!.n_heads }, (_, head) => [place, head] as const));
     const next = async (): Promise<void> => {
@@ -230,8 +233,13 @@ class StartView {
   private spread(): void {
     const best = new Float32Array(this.units[this.other].list.length);
     for (const values of this.given.values()) values?.forEach((value, at) => (best[at] = Math.max(best[at]!, value)));
+    const scrolled = [...this.chips.querySelectorAll(".flow")].map((flow) => flow.scrollTop);
     if (this.one) this.chips.replaceChildren(...this.flow("query", best));
     else this.chips.replaceChildren(h("p", { class: "hint", text: "Who looks" }), ...this.flow("query", best), h("p", { class: "hint", text: "At what" }), ...this.flow("key", best));
+    this.chips.querySelectorAll<HTMLElement>(".flow").forEach((flow, at) => {
+      const chosen = flow.querySelector<HTMLElement>(".own, .mate");
+      flow.scrollTop = scrolled[at] ?? Math.max(0, (chosen?.offsetTop ?? 0) - flow.clientHeight / 2);
+    });
   }
 
   private flow(which: Which, best: Float32Array): HTMLElement[] {
