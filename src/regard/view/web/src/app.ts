@@ -218,6 +218,13 @@ export class App implements Context {
     else delete this.root.dataset.theme;
   }
 
+  /** The theme of a notebook, unless one was chosen here. */
+  followHost(name: "light" | "dark" | null): void {
+    if (recall() !== null) return;
+    this.theme(name);
+    this.page?.restyle?.();
+  }
+
   private toggleTheme(): void {
     const name = this.dark() ? "light" : "dark";
     this.theme(name);
