@@ -4,6 +4,7 @@ import { CURVES, FAINT, PALETTES, bend, type Curve, type PaletteName, type Ramp 
 import { colours, current, wordCurve, type Context } from "./context";
 import { h, select, strip } from "./dom";
 import { sinksOf } from "./bare";
+import type { Heatmap } from "./heatmap";
 import { allLayers, isMeantWith, keyTokens, placeLabel, type Recorded } from "./outline";
 import { about, score, spell, strength, told } from "./roles";
 import type { HeadChoice } from "./source";
@@ -159,6 +160,28 @@ export function scoreBars(context: Context): HTMLElement {
     );
   }
   return list;
+}
+
+/** Save a map as it is on the screen: as SVG for paper, as PNG for slides. */
+export function savers(context: Context, map: Heatmap, name: string): HTMLElement {
+  const hand = (part: Blob, ending: string) => {
+    const link = h("a", { href: URL.createObjectURL(part), download: `${name.replace(/[^\p{L}\p{N}]+/gu, "-")}.${ending}` });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+  };
+  const ground = () => getComputedStyle(map.element).getPropertyValue("--paper").trim();
+  const asSvg = () => hand(new Blob([map.toSvg(ground())], { type: "image/svg+xml" }), "svg");
+  const asPng = () => {
+    const sheet = h("canvas", { width: map.canvas.width, height: map.canvas.height });
+    const draw = sheet.getContext("2d")!;
+    draw.fillStyle = ground();
+    draw.fillRect(0, 0, sheet.width, sheet.height);
+    draw.drawImage(map.canvas, 0, 0);
+    sheet.toBlob((blob) => blob && hand(blob, "png"), "image/png");
+    context.announce("The picture is being saved.");
+  };
+  const button = (text: string, act: () => void) => h("button", { type: "button", class: "plain", text, title: `Save what is on the screen as ${text}`, on: { click: act } });
+  return h("div", { class: "savers", role: "group", "aria-label": "Save this view" }, h("span", { class: "hint", text: "Save" }), button("SVG", asSvg), button("PNG", asPng));
 }
 
 /** Show all keys, or leave out those that take what nobody wants; and say so. */

@@ -12,6 +12,7 @@ import { visibleTo } from "./chance";
 import { h } from "./dom";
 import type { Place } from "./outline";
 import { TILE } from "./source";
+import { SvgPen } from "./svgpen";
 import { Tiles, smallTile, type FetchTile, type Tile, type TileAt } from "./tiles";
 
 export interface Cell {
@@ -57,7 +58,7 @@ export class Heatmap {
   readonly canvas: HTMLCanvasElement;
   readonly tiles: Tiles;
   cursor: { t: number; s: number } | null = null;
-  private readonly draw: CanvasRenderingContext2D;
+  private draw: CanvasRenderingContext2D;
   private readonly zoomer: ZoomBehavior<HTMLCanvasElement, unknown>;
   private transform: ZoomTransform = zoomIdentity;
   private base = { x: 1, y: 1 };
@@ -322,6 +323,20 @@ export class Heatmap {
       this.setAt([this.cursor.t + 0.5, this.cursor.s + 0.5, this.transform.k]);
       this.options.onMove?.(this.at);
     }
+  }
+
+  /** What is on the screen as SVG: cells as they are, letters as letters. */
+  toSvg(ground: string): string {
+    const { draw } = this;
+    const pen = new SvgPen(draw, this.element.clientWidth, this.element.clientHeight, ground);
+    this.draw = pen as unknown as CanvasRenderingContext2D;
+    try {
+      this.paintFrame();
+    } finally {
+      this.draw = draw;
+    }
+    this.redraw();
+    return pen.text;
   }
 
   redraw(): void {

@@ -4,7 +4,7 @@
 
 import { differenceRamp, type Curve } from "../colour";
 import { colours, mapCurve, type Context, type Page } from "../context";
-import { Legend, colourPicker, headLists, headPicker, sinkPicker } from "../controls";
+import { Legend, colourPicker, headLists, headPicker, savers, sinkPicker } from "../controls";
 import { exact, h, message, percent } from "../dom";
 import { Heatmap, type Cell, type MapOptions } from "../heatmap";
 import { cellStarts, headTitle, isExact, keyTokens, mapPlace, placeLabel, queryTokens, type Place, type Recorded } from "../outline";
@@ -133,7 +133,7 @@ class Maps {
       },
     });
     all.push(map);
-    return h("figure", {}, h("figcaption", {}, h("bdi", { dir: "auto", text: shorten(title, 48) })), map.element);
+    return h("figure", {}, h("figcaption", {}, h("bdi", { dir: "auto", text: shorten(title, 48) })), savers(context, map, title), map.element);
   }
 }
 

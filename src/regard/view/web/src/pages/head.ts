@@ -1,7 +1,7 @@
 // One head as a map that can be zoomed from the whole text to single weights.
 
 import { colours, current, mapCurve, question, words, type Context, type Page } from "../context";
-import { Legend, colourPicker, headPicker, notes, scoreBars, sinkPicker, stepHead, stepLayer } from "../controls";
+import { Legend, colourPicker, headPicker, notes, savers, scoreBars, sinkPicker, stepHead, stepLayer } from "../controls";
 import { visibleTo } from "../chance";
 import { exact, h, many, message, percent } from "../dom";
 import { Heatmap, type Cell } from "../heatmap";
@@ -57,6 +57,7 @@ export function head(context: Context): Page {
     drawn.causal ? h("p", { class: "hint", text: "Hatched: keys that come later, which a query may not look at." }) : null,
     coarse ? null : sinkPicker(context),
     colourPicker(context, curve, !coarse && !state.bare),
+    savers(context, map, `${record.model} ${title}`),
   );
   const element = h("section", { class: "page head", "aria-label": title }, h("div", { class: "stage" }, map.element, zoomers, trouble), aside);
   return {
