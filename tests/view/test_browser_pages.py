@@ -347,7 +347,7 @@ def test_the_text_by_keyboard(show: Show) -> None:
     assert hash_of(page).endswith("token=2")
     assert page.evaluate("document.activeElement.textContent") == "didn't"
     page.wait_for_function(
-        "() => document.querySelector('[aria-live]').textContent.includes('looks at')"
+        "() => document.querySelector('.unseen[aria-live]').textContent.includes('looks at')"
     )
     page.keyboard.press("End")
     assert hash_of(page).endswith("token=11")

@@ -3,6 +3,7 @@
 import { CURVES, FAINT, PALETTES, bend, type Curve, type PaletteName, type Ramp } from "./colour";
 import { colours, current, wordCurve, type Context } from "./context";
 import { h, select, strip } from "./dom";
+import { elementSvg } from "./domsvg";
 import { sinksOf } from "./bare";
 import type { Heatmap } from "./heatmap";
 import { allLayers, isMeantWith, keyTokens, placeLabel, type Recorded } from "./outline";
@@ -162,26 +163,30 @@ export function scoreBars(context: Context): HTMLElement {
   return list;
 }
 
-/** Save a map as it is on the screen: as SVG for paper, as PNG for slides. */
-export function savers(context: Context, map: Heatmap, name: string): HTMLElement {
+/** Save what is on the screen: as SVG for paper, as PNG for slides. `source`: a map, or a part of the page. */
+export function savers(context: Context, source: Heatmap | HTMLElement, name: string): HTMLElement {
   const hand = (part: Blob, ending: string) => {
     const link = h("a", { href: URL.createObjectURL(part), download: `${name.replace(/[^\p{L}\p{N}]+/gu, "-")}.${ending}` });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
   };
-  const ground = () => getComputedStyle(map.element).getPropertyValue("--paper").trim();
-  const asSvg = () => hand(new Blob([map.toSvg(ground())], { type: "image/svg+xml" }), "svg");
-  const asPng = () => {
-    const sheet = h("canvas", { width: map.canvas.width, height: map.canvas.height });
-    const draw = sheet.getContext("2d")!;
-    draw.fillStyle = ground();
-    draw.fillRect(0, 0, sheet.width, sheet.height);
-    draw.drawImage(map.canvas, 0, 0);
-    sheet.toBlob((blob) => blob && hand(blob, "png"), "image/png");
-    context.announce("The picture is being saved.");
+  const element = source instanceof HTMLElement ? source : source.element;
+  const draw = () => {
+    const ground = getComputedStyle(element).getPropertyValue("--paper").trim();
+    return source instanceof HTMLElement ? elementSvg(source, ground) : source.toSvg(ground);
   };
-  const button = (text: string, act: () => void) => h("button", { type: "button", class: "plain", text, title: `Save what is on the screen as ${text}`, on: { click: act } });
-  return h("div", { class: "savers", role: "group", "aria-label": "Save this view" }, h("span", { class: "hint", text: "Save" }), button("SVG", asSvg), button("PNG", asPng));
+  const asSvg = () => hand(new Blob([draw()], { type: "image/svg+xml" }), "svg");
+  const asPng = async () => {
+    const picture = h("img", { src: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(draw())}` });
+    await picture.decode();
+    const sharp = Math.max(2, devicePixelRatio || 1);
+    const sheet = h("canvas", { width: Math.round(picture.width * sharp), height: Math.round(picture.height * sharp) });
+    sheet.getContext("2d")!.drawImage(picture, 0, 0, sheet.width, sheet.height);
+    sheet.toBlob((blob) => blob && hand(blob, "png"), "image/png");
+  };
+  const button = (text: string, act: () => void) =>
+    h("button", { type: "button", class: "plain", text, title: `Save what is on the screen as ${text}`, on: { click: () => { act(); context.announce("Saved."); } } });
+  return h("div", { class: "savers", role: "group", "aria-label": "Save this view" }, h("span", { class: "said", text: "Save" }), button("SVG", asSvg), button("PNG", () => void asPng()));
 }
 
 /** Show all keys, or leave out those that take what nobody wants; and say so. */

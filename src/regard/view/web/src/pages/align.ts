@@ -5,7 +5,7 @@
 // of all keys, also those of other parts.
 
 import { current, question, words, type Context, type Page } from "../context";
-import { headPicker, notes, sinkPicker } from "../controls";
+import { headPicker, notes, savers, sinkPicker } from "../controls";
 import { h, message, percent, select, svg } from "../dom";
 import { isExact, keyTokens, queryTokens } from "../outline";
 import { TILE, cellsOf, wholeLevel } from "../source";
@@ -77,7 +77,7 @@ class AlignView {
       this.together(),
       h("label", { class: "field" }, h("span", { text: "At least" }), slider, shown),
       few,
-      this.sentence, this.ranking, sinkPicker(context),
+      this.sentence, this.ranking, sinkPicker(context), savers(context, this.stage, `${record.model} lines`),
     );
     this.element = h("section", { class: "page align", "aria-label": cross ? "Alignment" : "Lines" }, this.stage, aside);
   }

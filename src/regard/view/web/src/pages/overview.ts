@@ -1,7 +1,7 @@
 // Every head at once: layers × heads as small maps, in the model's order or sorted by what they do.
 
 import { current, mapCurve, type Context, type Page } from "../context";
-import { Legend, colourPicker, notes, sinkPicker } from "../controls";
+import { Legend, colourPicker, notes, savers, sinkPicker } from "../controls";
 import type { Curve } from "../colour";
 import { h, many, message, select, strip } from "../dom";
 import { headTitle, isExact, placeLabel } from "../outline";
@@ -24,7 +24,7 @@ export function overview(context: Context): Page {
   const grid = h("div", { class: "heads" });
   const painter = new Thumbs(context, grid, legend, curve, context.state.own);
   const found = h("p", { class: "hint", role: "status" });
-  const element = h("section", { class: "page overview", "aria-label": "Overview of all heads" }, headline(context), ...notes(context), controls(context, () => fill(), legend, curve), found, grid);
+  const element = h("section", { class: "page overview", "aria-label": "Overview of all heads" }, headline(context), ...notes(context), controls(context, () => fill(), legend, curve, grid), found, grid);
   const fill = () => {
     painter.forget();
     grid.replaceChildren();
@@ -50,7 +50,7 @@ export function headline(context: Context): HTMLElement {
   );
 }
 
-function controls(context: Context, refill: () => void, legend: Legend, curve: Curve): HTMLElement {
+function controls(context: Context, refill: () => void, legend: Legend, curve: Curve, grid: HTMLElement): HTMLElement {
   const { record } = current(context);
   const { state } = context;
   const names = Object.keys(record.scores);
@@ -72,7 +72,7 @@ function controls(context: Context, refill: () => void, legend: Legend, curve: C
     row.append(h("label", { class: "field" }, h("span", { text: words }), slider, shown));
   }
   const own = strip("Each map’s scale", [["shared", "One scale"], ["own", "Its own"]], state.own ? "own" : "shared", (value) => context.go({ own: value === "own" }));
-  row.append(h("div", { class: "field" }, own), sinkPicker(context), colourPicker(context, curve, record.places.every(isExact) && !state.bare), legend.element);
+  row.append(h("div", { class: "field" }, own), sinkPicker(context), colourPicker(context, curve, record.places.every(isExact) && !state.bare), legend.element, savers(context, grid, `${record.model} heads`));
   return row;
 }
 

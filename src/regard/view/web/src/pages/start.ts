@@ -6,7 +6,7 @@
 
 import { inkOn } from "../colour";
 import { current, wordCurve, type Context, type Page } from "../context";
-import { Legend, notes, shade, sinkPicker } from "../controls";
+import { Legend, notes, savers, shade, sinkPicker } from "../controls";
 import { h, hundredth, many, message, select } from "../dom";
 import { allLayers, headTitle, placeLabel, type Finding, type Recorded } from "../outline";
 import { headline } from "./overview";
@@ -100,6 +100,7 @@ class StartView {
     const layers = kinds.length < 2 ? null : select("In", kinds.map((at) => [String(at), allLayers(this.record.places[at]!)] as const), String(kind), (at) => context.go({ place: Number(at), head: 0, token: -1, at: null }));
     // With nothing at either end there is nothing to ask.
     const free = (which: Which) => (which === this.side ? this.mate >= 0 : true) && name(which) !== "anything";
+    const answers = h("div", { class: "answers" }, h("div", { class: "told" }, this.answer, this.ranking, this.rule), h("div", { class: "grid" }, this.matrix, this.legend.element));
     return h(
       "section", { class: "finder", "aria-label": "Which head links two words" },
       h("h2", { text: "Which head looks from a word to a word?" }),
@@ -107,7 +108,8 @@ class StartView {
       this.chips,
       sinkPicker(context),
       this.trouble,
-      h("div", { class: "answers" }, h("div", { class: "told" }, this.answer, this.ranking, this.rule), h("div", { class: "grid" }, this.matrix, this.legend.element)),
+      answers,
+      savers(context, answers, `${this.record.model} links`),
     );
   }
 

@@ -4,7 +4,7 @@
 import { lookersAt } from "../chance";
 import { inkOn, largest } from "../colour";
 import { current, question, wordCurve, words, type Context, type Page } from "../context";
-import { Legend, colourPicker, headPicker, notes, shade, sinkPicker } from "../controls";
+import { Legend, colourPicker, headPicker, notes, savers, shade, sinkPicker } from "../controls";
 import { h, many, message, percent, strip } from "../dom";
 import type { Place, Recorded } from "../outline";
 import { headKeys } from "./head";
@@ -48,7 +48,9 @@ class TextView {
       : [new Block(this, context, null, "Text")];
     const towards = strip<Which>("Direction", [["query", "Looks at"], ["key", "Is looked at by"]], side, (to) => context.go({ side: to }));
     const aside = h("aside", { class: "panel" }, h("h1", { text: "Text" }), ...notes(context), headPicker(context, true), ...this.searches(two), two ? null : towards, this.splitter(), this.sentence, this.ranking, this.legend.element, sinkPicker(context), colourPicker(context, wordCurve(context), false));
-    this.element = h("section", { class: "page text", "aria-label": "Text" }, h("div", { class: "stage" }, this.trouble, ...this.blocks.map((block) => block.element)), aside);
+    const stage = h("div", { class: "stage" }, this.trouble, ...this.blocks.map((block) => block.element));
+    aside.append(savers(context, stage, `${record.model} text`));
+    this.element = h("section", { class: "page text", "aria-label": "Text" }, stage, aside);
   }
 
   /** Find a word and choose it, however long the text is. */
