@@ -128,6 +128,11 @@ class FakeRecord:
         whole = np.stack([self.weights(place, h, 0, here.n_queries) for h in range(here.n_heads)])
         return {"received": whole.sum(axis=1), "peak": whole.max(axis=2)}
 
+    def visible(self, place: int) -> np.ndarray:
+        here = self.places[place]
+        own = np.arange(here.n_queries) + here.n_keys - here.n_queries
+        return own + 1 if here.causal else np.full(here.n_queries, here.n_keys)
+
     def counts(self) -> dict[str, np.ndarray]:
         return {name: np.full(values.shape, 99) for name, values in self.heads().items()}
 

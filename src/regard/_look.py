@@ -34,14 +34,19 @@ block to read in, and in it what `watch` takes as its progress."""
 
 
 def look(
-    text: str, model: str | os.PathLike[str] | Transformer = DEFAULT_MODEL, *, to: str | None = None
+    text: str,
+    model: str | os.PathLike[str] | Transformer = DEFAULT_MODEL,
+    *,
+    to: str | None = None,
+    truncate: bool = False,
 ) -> Record:
     """What every head of a model does with a text; `.show()` is the picture, in a notebook.
 
     model: one that `regard.load` gave, or what it takes: a folder in Hugging Face's layout, a GGUF
     file, or a name; unless given the small language model inside the package, which needs no
     network. An encoder–decoder is watched while it reads the text and writes its translation; to:
-    the language, for one that knows several.
+    the language, for one that knows several. truncate: of a text longer than the model was made for
+    the beginning is read.
 
         regard.look("The animal didn't cross the street because it was too tired.").show()
     """
@@ -64,10 +69,12 @@ def look(
     if loaded.config.encoder and loaded.config.decoder:
         from regard.generation import translate
 
+        if truncate:
+            raise ValueError(f"truncate is for a model that reads alone, and {name} translates")
         return see_translation(loaded, name, text, translate(loaded, text, to), to)
     if to is not None:
         raise ValueError(f"to is {to!r}, but {name} reads a text and translates none")
-    return see(own_subject(loaded, name), text)
+    return see(own_subject(loaded, name), text, truncate=truncate)
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,19 @@ class Said:
     ids: list[int]
     labels: list[str]
     spans: list[tuple[int, int]] | None
+
+    def first(self, n: int) -> Said:
+        """The first n tokens; those at the end that stand for no text, as [SEP] does, stay."""
+        spans, tail = self.spans or [], 0
+        while tail < min(len(spans), n) and spans[-1 - tail][0] == spans[-1 - tail][1]:
+            tail += 1
+        kept = [*range(n - tail), *range(len(self.ids) - tail, len(self.ids))]
+        own = None if self.spans is None else [self.spans[at] for at in kept]
+        return Said([self.ids[at] for at in kept], [self.labels[at] for at in kept], own)
+
+    def covered(self, text: str) -> str:
+        """The text as far as its tokens go."""
+        return text if self.spans is None else text[: max(end for _, end in self.spans)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,16 +111,26 @@ class Subject:
     encode: Callable[[str], Said]
     run: Callable[[Tensor], object]
 
-    def read(self, text: str) -> Said:
+    def limit(self) -> int | None:
+        """How many tokens it reads, or was trained on where that is less; None where neither is."""
+        from regard.lens.recorder import find_trained_len
+
+        known = (self.max_len, find_trained_len(getattr(self.module, "config", None)))
+        return min((n for n in known if n is not None), default=None)
+
+    def read(self, text: str, truncate: bool = False) -> Said:
         said = self.encode(text)
         if not said.ids:
             raise ValueError(
                 f"the tokenizer of {self.name} makes no token of this text of {len(text):,} "
                 "characters, so there is nothing to look at; give one with words in it"
             )
+        most = self.limit() if truncate else None
+        if most is not None and len(said.ids) > most:
+            said = said.first(most)
         if self.max_len is not None and len(said.ids) > self.max_len:
             what = f"the text has {len(said.ids):,} tokens, but {self.name} takes {self.max_len:,}"
-            raise ValueError(f"{what}; give a shorter one")
+            raise ValueError(f"{what}; give a shorter one, or truncate it")
         return said
 
 
@@ -130,9 +160,12 @@ def name_tokens(text: str, pieces: list[str], spans: list[tuple[int, int]]) -> l
     ]
 
 
-def see(subject: Subject, text: str, progress: Showing | None = None) -> Record:
-    """What the heads of a model do while it reads the text."""
-    read = subject.read(text)
+def see(
+    subject: Subject, text: str, progress: Showing | None = None, truncate: bool = False
+) -> Record:
+    """What the heads of a model do while it reads the text, or its beginning, as far as it goes."""
+    read = subject.read(text, truncate)
+    text = read.covered(text) if truncate else text
     with _watching(subject.module, len(read.ids), subject.n_layers, progress) as (record, batch):
         subject.run(batch(read.ids))
     return record.describe(text=text, tokens=read.labels, spans=read.spans, model=subject.name)

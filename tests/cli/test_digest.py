@@ -1,4 +1,4 @@
-"""The digest: how it counts, what it warns of, which word it asks about, and what it costs."""
+"""The digest: how it counts, what it warns of, and what it costs."""
 
 import io
 import time
@@ -12,10 +12,10 @@ from view_fakes import translator
 
 import regard
 from regard._look import see_translation
-from regard.cli.digest import choose_word, write_digest
+from regard.cli.digest import write_digest
 from regard.lens.record import Record
 from regard.lens.watch import watch
-from regard.lens.word_links import MOST_WORDS, Word, words_of
+from regard.lens.word_links import MOST_WORDS, words_of
 from regard.ops import Causal, attention
 
 
@@ -39,24 +39,6 @@ def test_one_of_a_kind_is_not_plural() -> None:
         model(torch.zeros(1))
     first = digest_of(describe(record, ["one"])).splitlines()[0]
     assert first == "Sequential: 1 token, 1 attention layer, 1 head"
-
-
-@pytest.mark.parametrize(
-    ("text", "chosen"),
-    [
-        ("they said that he slept", "he"),
-        ("we know that cats purr", "that"),
-        ("that man and this dog", "this"),
-        ("cats that saw him ran", "him"),
-        ("that cat lost its way", "its"),
-        ("men lost their dog and found it", "it"),
-        ("two dogs ran home", "home"),
-    ],
-)
-def test_a_pronoun_proper_is_asked_about_before_one_that_may_join(text: str, chosen: str) -> None:
-    words = [Word(word, (n,), False) for n, word in enumerate(text.split())]
-    found = choose_word(words, None)
-    assert found is not None and words[found].text == chosen
 
 
 def test_a_text_longer_than_the_model_was_trained_on_is_told() -> None:
@@ -85,7 +67,7 @@ def test_heads_of_an_encoder_and_a_decoder_are_told_apart() -> None:
 def test_a_short_translation_of_a_long_text_is_told_by_one_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("regard.lens.word_links.MOST_WORDS", 5)
+    monkeypatch.setattr("regard.lens.findings.MOST_WORDS", 5)
     model = regard.load("embedded:translate")
     record = see_translation(model, "m", "The cat sat on the mat today.", "猫が座", None)
     own, source = words_of(record)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import run_command as run
 from lens_words import SENTENCE, make_record
@@ -18,9 +19,10 @@ from rich.progress import Progress, TaskID
 
 import regard
 from regard._look import Said, own_subject, see, see_translation
-from regard.cli.digest import DEEP_RGB, choose_word, draw_bar, write_digest
+from regard.cli.digest import DEEP_RGB, draw_bar, write_digest
 from regard.cli.look import see_showing
 from regard.cli.progress import showing
+from regard.lens.findings import choose_word
 from regard.lens.record import Record
 from regard.lens.word_links import words_of
 from regard.models.embedded import ROOT
@@ -341,3 +343,27 @@ def test_view_refuses_what_is_no_record(capsys: pytest.CaptureFixture[str], tmp_
     for given in ((str(bad),), (str(tmp_path / "gone.regard"),), (str(bad),) * 3):
         code, out, err = run(capsys, "view", *given)
         assert (code, out) == (2, "") and err.count("\n") == 1
+
+
+def test_a_text_that_is_cut_keeps_its_end_signs_and_its_words() -> None:
+    """As of a BERT: [CLS] stays at the beginning, [SEP] at the end, whatever is left out."""
+    labels = ["[CLS]", "The", "cat", "sat", "on", "mats", "[SEP]"]
+    spans = [(0, 0), (0, 3), (4, 7), (8, 11), (12, 14), (15, 19), (0, 0)]
+    said = Said([101, 5, 6, 7, 8, 9, 102], labels, spans).first(5)
+    assert said.ids == [101, 5, 6, 7, 102]
+    assert said.labels == ["[CLS]", "The", "cat", "sat", "[SEP]"]
+    assert said.covered("The cat sat on mats") == "The cat sat"
+    unknown = Said([1, 2, 3], ["a", "b", "c"], None).first(2)
+    assert unknown.ids == [1, 2] and unknown.covered("abc") == "abc"
+
+
+def test_the_beginning_of_a_long_text_is_what_the_model_reads_of_it_alone() -> None:
+    text = "The cat sat on the mat and saw the dog. " * 60
+    record = regard.look(text, truncate=True)
+    assert len(record.tokens) == 512 == record.trained_len
+    again = regard.look(record.text)
+    assert again.tokens == record.tokens and text.startswith(record.text)
+    for place in (0, 7):
+        np.testing.assert_array_equal(again.rows(place, 3, 511), record.rows(place, 3, 511))
+    with pytest.raises(ValueError, match="reads alone"):
+        regard.look("The cat sat.", "embedded:translate", truncate=True)

@@ -13,7 +13,8 @@ import regard
 from regard.lens.captured_call import Call
 from regard.lens.head_scores import last_seen
 from regard.lens.measure import find_runs, measure, spot_weights
-from regard.lens.record import Record, is_separator
+from regard.lens.record import Record
+from regard.lens.token_labels import is_separator
 from regard.lens.watch import watch
 from regard.ops import Causal, Wants
 
@@ -87,12 +88,33 @@ def test_local_and_broad() -> None:
     far = torch.full((1, N, N), 1 / N)
     record = record_of(torch.cat([near, far]))
     scores = record.heads()
-    # Eight queries (3 to 10) look 0 and 2 back by halves: 1 on balance; the others at themselves.
+    # Eight queries (3 to 10) look 0 and 2 back by halves: 1 on average; the others at themselves.
     assert scores["local"][0, 0] == pytest.approx(8 / 11, abs=1e-5)
     assert scores["broad"][0, 0] == pytest.approx(8 / 11 * math.log(2), abs=1e-5)
     assert scores["broad"][0, 1] == pytest.approx(math.log(N), abs=1e-5)
-    # Query t looks t - 5 tokens back on balance: the mean of |t - 5| over 11 queries.
-    assert scores["local"][0, 1] == pytest.approx(30 / 11, abs=1e-5)
+    # The mean of |t - s| over 11 queries and 11 keys: what lies left and right does not cancel.
+    assert scores["local"][0, 1] == pytest.approx(40 / 11, abs=1e-5)
+
+
+@pytest.mark.parametrize("keep", ["qk", "statistics"])
+def test_looking_as_far_to_the_left_as_to_the_right_is_far(keep: str) -> None:
+    both = look(*({t - 3: 0.5, t + 3: 0.5} if 3 <= t < N - 3 else {t: 1.0} for t in range(N)))
+    back = look(*({max(t - 2, 0): 1.0} for t in range(N)))
+    record = record_of(torch.cat([both, back]), keep)
+    # Of 11 queries five look 3 away on either side; nine look two back, one one, one at itself.
+    assert record.heads()["local"][0].tolist() == pytest.approx([15 / 11, 19 / 11], abs=1e-5)
+    assert record.statistics(0)["distance"][0].tolist() == pytest.approx([0.0] * N, abs=1e-5)
+
+
+def test_an_older_record_tells_how_far_by_its_weights() -> None:
+    """One that kept the signed distance alone, in which left and right cancel."""
+    ways = {-3: 0.25, 0: 0.5, 3: 0.25}
+    both = look(*({t + by: ways[by] for by in ways if 0 <= t + by < N} for t in range(3, N - 3)))
+    record = record_of(torch.cat([torch.eye(N)[None, :3], both, torch.eye(N)[None, -3:]], 1))
+    arrays = {name: x for name, x in record._arrays.all().items() if not name.endswith("reach")}
+    older = Record(record._about, arrays)
+    assert "reach" in record.statistics(0) and "reach" not in older.statistics(0)
+    assert older.heads()["local"][0, 0] == pytest.approx(7.5 / 11, abs=1e-5)
 
 
 def test_separator_needs_labels() -> None:

@@ -123,6 +123,21 @@ def test_every_rule_is_kept_exactly(name: str, tmp_path: Path) -> None:
     assert record.places[0].causal == bool((np.triu(exact.weights[0].numpy(), 1) == 0).all())
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_how_far_and_at_how_many_keys_queries_look_is_that_of_the_plain_formula(name: str) -> None:
+    q, k = draw(13, 13)
+    record = record_of(q, k, **RULES[name])
+    plain, exact = observe_twice(q, k, Wants(weights=True), **RULES[name])
+    weights_hts = exact.weights[0].numpy()
+    gaps_ts = np.abs(np.arange(13)[:, None] - np.arange(13))
+    # Each of 13 weights may be off, at most 12 away; twice, as the reach is made of two sums.
+    bound = 2 * 12 * 13 * bound_weights(plain.weights, exact.weights)
+    told = record.statistics(0)
+    assert ("reach" in told) == (not record.places[0].causal)
+    assert_within(told.get("reach", told["distance"]), (weights_hts * gaps_ts).sum(2), bound)
+    assert record.visible(0).tolist() == (weights_hts > 0).sum(2).max(0).tolist()
+
+
 def test_relative_biases_take_little_room() -> None:
     q, k = draw(13, 13)
     gap = -(torch.arange(13)[:, None] - torch.arange(13)).abs()

@@ -83,9 +83,14 @@ def page(watched: Watched) -> Any:
 
 @pytest.fixture
 def show(page: Any, tmp_path: Path) -> Callable[..., Any]:
-    """Write a record's page to a file and open it over file://, at a line of state."""
+    """Write a record's page to a file and open it over file://, at a line of state.
 
-    def open_it(record: FakeRecord, line: str = "", **options: Any) -> Any:
+    Unless said otherwise at the overview, or for two records where such a page opens by itself.
+    """
+
+    def open_it(record: FakeRecord, line: str | None = None, **options: Any) -> Any:
+        if line is None:
+            line = "" if "other" in options else "overview"
         path = write_page(tmp_path / "page.html", record, **options)
         page.goto("about:blank")
         page.goto(path.as_uri() + (f"#{line}" if line else ""))

@@ -67,14 +67,14 @@ def test_the_alignment_opens_on_its_best_head_from_any_page(
 ) -> None:
     page = show(translation)
     if way == "key":
-        page.keyboard.press("4")
+        page.keyboard.press("5")
     else:
         page.locator("nav a", has_text="Alignment").click()
     page.wait_for_selector(".page.align")
     assert page.evaluate("location.hash") == f"#align?{firmest(translation)}"
     page.evaluate("() => { location.hash = '#head?place=0&head=3'; }")  # the encoder's
     page.wait_for_selector(".page.head")
-    page.keyboard.press("4")
+    page.keyboard.press("5")
     page.wait_for_selector(".page.align")
     assert page.evaluate("location.hash") == f"#align?{firmest(translation)}"
 

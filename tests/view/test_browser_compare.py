@@ -120,3 +120,56 @@ def test_heads_of_two_models_are_not_paired_by_number(show: Show, heads: int) ->
     told = page.inner_text(".weights").split("\n")
     assert float(told[1].removeprefix("A ")) == pytest.approx(one.weight(2, 7, 1, 0), rel=1e-5)
     assert float(told[2].removeprefix("B ")) == pytest.approx(two.weight(1, 2, 1, 0), rel=1e-5)
+
+
+def test_maps_are_called_by_their_texts_and_those_of_one_text_by_their_models(show: Show) -> None:
+    one, two = view_fakes.decoder(), view_fakes.decoder(["A", "dog", "slept"])
+    page = show(one, other=two)
+    captions = page.locator("figcaption").all_inner_texts()
+    assert (
+        captions[0].startswith("A · The animal didn't cross") and captions[1] == "B · A dog slept"
+    )
+    page = show(view_fakes.decoder(), other=view_fakes.decoder(model="fake:other"))
+    assert page.locator("figcaption").all_inner_texts()[:2] == ["A · fake:lm", "B · fake:other"]
+
+
+def test_the_cell_that_is_pointed_at_is_shown_in_all_maps_with_the_difference(show: Show) -> None:
+    one, two = view_fakes.decoder(), view_fakes.decoder(strength=0.4)
+    page = show(one, "compare?place=1&head=2", other=two)
+    ready(page, 3)
+    box = page.locator(".map canvas").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.7)
+    told = page.inner_text(".weights").split("\n")
+    hovered = page.locator(".map canvas").evaluate_all("all => all.map(c => c.dataset.hover)")
+    assert hovered[1] == hovered[2] and hovered[1]
+    t, s = (int(part) for part in hovered[1].split(","))
+    a, b = one.weight(1, 2, t, s), two.weight(1, 2, t, s)
+    assert told[0] == f"{one.tokens[t]} → {one.tokens[s]}"
+    values = [float(line.rpartition(" ")[2]) for line in told[1:]]
+    assert values == pytest.approx([a, b, b - a], rel=1e-4, abs=1e-7)
+    assert told[3].startswith("B − A ")
+
+
+def test_every_page_can_show_either_record(show: Show) -> None:
+    one, two = view_fakes.decoder(), view_fakes.decoder(["A", "dog", "slept"], layers=2, n_heads=3)
+    page = show(one, other=two)
+    assert page.locator(".which button").count() == 0
+    for key, name in zip("12345", ("start", "overview", "head", "text", "align"), strict=True):
+        page.keyboard.press(key)
+        page.wait_for_selector(f".page.{name}")
+        assert page.locator(".which [aria-checked=true]").inner_text() == "A"
+        page.locator(".which button", has_text="B").click()
+        assert "record=1" in page.evaluate("location.hash")
+        assert page.locator(".which [aria-checked=true]").inner_text() == "B"
+        page.locator(".which button", has_text="A").click()
+    page = show(one, "head?place=3&head=7&token=9&mate=2", other=two)
+    page.locator(".which button", has_text="B").click()
+    assert page.inner_text(".panel h1") == "Layer 1, head 2"  # the last it has
+    assert "token" not in page.evaluate("location.hash")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page = show(one, "align?place=0", other=two)
+    tab, nav = (page.locator(each).bounding_box() for each in ("nav [aria-current]", "nav"))
+    assert tab["x"] >= nav["x"] - 1 and tab["x"] + tab["width"] <= nav["x"] + nav["width"] + 1
+    page = show(one, "overview?record=1", other=two)
+    assert page.inner_text(".headline h1") == "A dog slept"
+    assert "record=1" in page.locator(".card").first.get_attribute("href")

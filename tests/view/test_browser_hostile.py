@@ -206,7 +206,7 @@ def test_a_script_put_into_the_file_does_not_run(watched: Any, tmp_path: Path) -
     text = text.replace("<noscript>", "<img src='data:,' onerror='window.ran = 1'><noscript>")
     (tmp_path / "bad.html").write_text(text, encoding="utf-8")
     watched.page.goto((tmp_path / "bad.html").as_uri())
-    watched.page.wait_for_selector(".card")
+    watched.page.wait_for_selector(".finding")
     assert watched.page.evaluate("() => window.ran") is None
     assert len(watched.problems) >= 1
     assert all("Content Security Policy" in problem for problem in watched.problems)

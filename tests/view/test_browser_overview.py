@@ -46,6 +46,60 @@ def test_thirty_layers_are_on_one_page_and_each_says_its_number(show: Show) -> N
     page.wait_for_selector(".card[data-place='29'][data-head='11'][data-ready=yes]")
 
 
+def test_on_a_phone_the_text_has_the_width_of_the_window(show: Show) -> None:
+    page = show(view_fakes.decoder(layers=2, n_heads=2))
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.locator(".headline h1").bounding_box()["width"] > 300
+    assert page.locator(".headline .facts").bounding_box()["width"] > 300
+
+
+@pytest.mark.parametrize("n_heads", [9, 32])
+def test_thirty_layers_are_on_one_screen(show: Show, n_heads: int) -> None:
+    record = view_fakes.decoder([f"w{n}" for n in range(61)], layers=30, n_heads=n_heads)
+    page = show(record)
+    page.set_viewport_size({"width": 1440, "height": 900})
+    all_ready(page)
+    box = page.locator(".card").last.bounding_box()
+    assert box["y"] + box["height"] <= 900 and box["width"] >= 16
+    assert page.locator(".layer .name").last.is_visible()
+    assert page.locator(".legend").count() == 1
+    told = page.locator(".card").evaluate_all("all => all.map(c => c.dataset.cells)")
+    assert set(told) == {"61 × 61"}  # as many as the text has, pooled to the screen's pixels
+
+
+def test_each_map_can_have_a_scale_of_its_own(show: Show) -> None:
+    """The darkest of each map is then the end of the colours; in one scale that of one alone."""
+    record = view_fakes.decoder(layers=1, n_heads=2)
+    pale = np.full((12, 12), 0.01, np.float32)
+    pale[5, 3] = 0.04
+    deep = np.full((12, 12), 0.05, np.float32)
+    deep[8, 2] = 0.9
+    record.map = (  # type: ignore[method-assign]
+        lambda place, head, window, size: (pale, deep)[head][
+            window[0] : window[1], window[2] : window[3]
+        ]
+    )
+
+    def darkest(page: Any) -> list[int]:
+        all_ready(page)
+        page.wait_for_timeout(200)
+        read = (
+            "all => all.map(c => Math.min(...[...new Uint32Array("
+            "c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)]"
+            ".map(p => p & 255)))"
+        )
+        return page.locator(".card canvas").evaluate_all(read)
+
+    page = show(record)
+    shared = darkest(page)
+    assert shared[0] > shared[1] + 100
+    page.get_by_text("Its own").click()
+    own = darkest(page)
+    assert abs(own[0] - own[1]) <= 1 and abs(own[1] - shared[1]) <= 1
+    assert "own=1" in page.evaluate("location.hash")
+    assert "each map" in page.inner_text(".legend")
+
+
 @pytest.mark.parametrize(("n", "cells"), [(97, 97), (150, 150), (301, 151), (1009, 127)])
 def test_a_small_map_has_a_hundred_cells_where_the_text_has_as_many(
     show: Show, n: int, cells: int

@@ -192,7 +192,7 @@ def test_labels_appear_when_they_fit(show: Show) -> None:
         const old = plain.fillText; plain.fillText = function (text, ...rest) {
         window.said.add(text); return old.call(this, text, ...rest); }; }"""
     )
-    page.keyboard.press("2")
+    page.keyboard.press("3")
     ready(page)
     said = set(page.evaluate("[...window.said]"))
     assert "100" in said and not [word for word in said if word.startswith("w")]
@@ -214,7 +214,7 @@ def test_no_weight_is_written_as_nothing_and_the_axes_have_names(show: Show) -> 
     record.map = lambda place, head, w, size: whole[w[0]:w[1], w[2]:w[3]]  # type: ignore # fmt: skip
     page = show(record, "overview")
     page.evaluate(SPY)
-    page.keyboard.press("2")
+    page.keyboard.press("3")
     ready(page)
     said = set(page.evaluate("[...window.said]"))
     assert {"<.01", "1.00", ".50", "keys →", "queries ↓"} <= said
@@ -340,14 +340,14 @@ def test_the_text_for_a_layer_and_for_all(show: Show, head: str) -> None:
 def test_the_text_by_keyboard(show: Show) -> None:
     page = show(view_fakes.decoder(), "text?place=0&head=0")
     page.wait_for_selector(".ranking li")
-    assert "shaded by what they receive" in page.inner_text(".sentence")
+    assert "shaded by what they get, on average" in page.inner_text(".sentence")
     page.locator(".word[tabindex='0']").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     assert hash_of(page).endswith("token=2")
     assert page.evaluate("document.activeElement.textContent") == "didn't"
     page.wait_for_function(
-        "() => document.querySelector('[aria-live]').textContent.includes('looks at')"
+        "() => document.querySelector('.unseen[aria-live]').textContent.includes('looks at')"
     )
     page.keyboard.press("End")
     assert hash_of(page).endswith("token=11")
@@ -454,13 +454,13 @@ def test_the_help_lists_the_keys_and_closes(show: Show) -> None:
     assert page.locator("dialog kbd").count() > 8
     page.keyboard.press("Escape")
     assert not page.locator("dialog").is_visible()
-    for number, name in enumerate(("overview", "head", "text", "align"), start=1):
+    for number, name in enumerate(("start", "overview", "head", "text", "align"), start=1):
         page.keyboard.press(str(number))
         page.wait_for_selector(f".page.{name}")
 
 
 def test_every_control_has_a_name(show: Show) -> None:
-    for line in ("overview?sort=first", "head", "text?token=3", "align"):
+    for line in ("start", "overview?sort=first", "head", "text?token=3", "align"):
         page = show(view_fakes.translator(), line)
         nameless = page.evaluate(
             """() => [...document.querySelectorAll('a, button, select, input, [role]')]
@@ -513,7 +513,7 @@ def test_a_record_of_statistics_shows_its_picture_and_says_so(show: Show) -> Non
 def test_a_narrow_window_has_no_sideways_scroll(show: Show) -> None:
     page = show(view_fakes.decoder())
     page.set_viewport_size({"width": 390, "height": 800})
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         page.keyboard.press(str(number))
         page.wait_for_timeout(100)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -29,15 +29,15 @@ def test_a_pair_chosen_on_the_map_is_in_the_link_and_on_every_page(show: Show) -
     for key in ["ArrowUp"] * 12 + ["ArrowLeft"] * 12 + ["ArrowDown"] * 7 + ["ArrowRight"] * 3:
         page.keyboard.press(key)
     assert hash_of(page).startswith(f"#head?{CHOSEN}")
-    page.keyboard.press("3")
+    page.keyboard.press("4")
     assert page.inner_text(".flow [aria-selected=true]") == "it"
     assert page.inner_text(".flow .mate") == "cross"
     assert hash_of(page) == f"#text?{CHOSEN}"
-    page.keyboard.press("4")
+    page.keyboard.press("5")
     page.wait_for_selector(".lines path")
     assert page.locator(".words.query .chosen").get_attribute("data-at") == "7"
     assert page.locator(".words.key .mate").get_attribute("data-at") == "3"
-    page.keyboard.press("1")
+    page.keyboard.press("2")
     page.wait_for_selector(".card")
     page.locator(".card[data-place='0'][data-head='1']").click()
     page.wait_for_function("() => document.querySelector('.pair')?.innerText.includes('looks at')")

@@ -23,15 +23,15 @@ def ready(page: Any) -> None:
 
 def test_every_page_opens_from_the_server(page: Any) -> None:
     with Server(view_fakes.translator()) as server:
-        page.goto(server.url)
+        page.goto(server.url + "#overview")
         page.wait_for_function(
             "() => document.querySelectorAll('.card[data-ready=yes]').length > 5"
         )
-        for key, name in (("2", "head"), ("3", "text"), ("4", "align")):
+        for key, name in (("3", "head"), ("4", "text"), ("5", "align")):
             page.keyboard.press(key)
             page.wait_for_selector(f".page.{name}")
         page.wait_for_selector(".lines path")
-        page.keyboard.press("3")
+        page.keyboard.press("4")
         page.locator(".flow .word").nth(2).click()
         page.wait_for_selector(".ranking li")
 
@@ -122,9 +122,9 @@ def test_an_answer_that_fails_is_told_and_the_next_head_is_drawn(watched: Any) -
             raise ValueError("this head is <b>broken</b>")
         return honest(place, head, window, size)
 
-    record.map = failing  # type: ignore[method-assign]
     page = watched.page
     with Server(record) as server:
+        record.map = failing  # type: ignore[method-assign]
         page.goto(server.url + "#head?place=0&head=1")
         page.wait_for_selector(".trouble .message.error")
         assert page.inner_text(".trouble") == "this head is <b>broken</b>"
@@ -141,6 +141,8 @@ def test_a_server_that_is_gone_is_told(watched: Any) -> None:
         ready(page)
     page.keyboard.press("]")
     page.wait_for_selector(".trouble .message.error")
+    told = page.inner_text(".trouble")
+    assert "was stopped" in told and "Run the command again" in told
     watched.problems[:] = [p for p in watched.problems if "ERR_CONNECTION" not in p]
 
 

@@ -11,6 +11,7 @@ import view_fakes
 
 from regard.view.assets import inline_json
 from regard.view.manifest import LABEL_LENGTH, BadView, make_manifest
+from regard.view.page import page_title
 
 
 def told(record: Any) -> dict[str, Any]:
@@ -148,6 +149,11 @@ def test_a_text_too_long_for_its_model_is_noted() -> None:
     record.trained_len, record.n_read = 7, 12
     [note] = told(record)["notes"]
     assert "12 tokens" in note and "at most 7" in note
+
+
+def test_a_path_is_no_title_of_a_page() -> None:
+    record = view_fakes.decoder(model="/home/someone/models/bert", text="")
+    assert page_title(record) == "bert · regard"  # type: ignore[arg-type]
 
 
 def test_a_path_is_no_name_of_a_model() -> None:

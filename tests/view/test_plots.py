@@ -13,6 +13,7 @@ import pytest
 import view_fakes
 from matplotlib.text import Text
 
+from regard.lens.lazy_weights import shares
 from regard.view import plots
 from regard.view.plots import CELLS, LABELS, cells_of, fonts_for, plot, printable, top_of
 
@@ -199,3 +200,68 @@ def test_matplotlib_says_nothing_of_its_own_when_it_is_loaded(tmp_path: Path) ->
         check=True,
     )
     assert done.stderr == ""
+
+
+def test_letters_stay_letters_in_files_for_paper(tmp_path: Path) -> None:
+    record = view_fakes.decoder(["Alpha", "beta"], layers=1, n_heads=1)
+    plot(record, tmp_path / "x.svg", place=0, head=0)
+    told = (tmp_path / "x.svg").read_text(encoding="utf-8")
+    assert ">Alpha<" in told and ">attention weight<" in told and ">query<" in told
+    plot(record, tmp_path / "x.pdf", place=0, head=0)
+    found = (tmp_path / "x.pdf").read_bytes()
+    assert b"/Subtype /Type0" in found and b"/FontFile2" in found  # fonttype 42: TrueType
+    assert b"/Subtype /Type3" not in found
+
+
+def test_axes_and_colours_say_what_they_are_and_cells_are_square() -> None:
+    figure = plot(view_fakes.decoder(layers=1), place=0, head=1)
+    axes = figure.axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("key", "query")
+    assert figure.axes[1].get_ylabel() == "attention weight"
+    assert axes.get_aspect() == 1.0
+
+
+def test_a_window_shows_its_part_with_its_words() -> None:
+    record = view_fakes.decoder(layers=1)
+    figure = plot(record, place=0, head=1, window=(3, 8, 1, 6))
+    np.testing.assert_array_equal(picture_of(figure), record.weights(0, 1, 3, 8)[:, 1:6])
+    assert labels_of(figure, "x") == record.tokens[1:6]
+    assert labels_of(figure, "y") == record.tokens[3:8]
+    assert figure.axes[0].get_images()[0].get_extent() == [0.5, 5.5, 7.5, 2.5]
+    bare = plot(record, place=0, head=1, tokens=False)
+    assert not set(labels_of(bare, "x")) & set(record.tokens)
+
+
+def test_size_and_palette_are_as_asked() -> None:
+    record = view_fakes.decoder(layers=1)
+    small, large = (plot(record, place=0, head=1, size=inches) for inches in (3.0, 6.0))
+    grown = large.get_size_inches() - small.get_size_inches()
+    assert grown.tolist() == pytest.approx([3.0, 3.0])
+    shown = plot(record, place=0, head=1, palette="viridis").axes[0].get_images()[0]
+    assert shown.get_cmap().name.startswith("viridis")
+    assert shown.get_cmap()(0.0) == pytest.approx((0.267004, 0.004874, 0.329415, 1.0))
+
+
+@pytest.mark.parametrize("n", [12, 1201])
+def test_times_chance_is_the_weight_over_an_even_share(n: int) -> None:
+    """By hand: where all is even it is 1 wherever something may be seen, however cells are cut."""
+    record = view_fakes.decoder([f"w{i}" for i in range(n)], layers=1, n_heads=2)
+    if n == 12:
+        found = picture_of(plot(record, place=0, head=1, scale="chance"))
+        want = record.weights(0, 1, 0, 12) * np.arange(1, 13)[:, None]
+        low = min(0.1, want.max() / 10)
+        np.testing.assert_allclose(found, np.maximum(want, low), rtol=1e-5)
+        return
+    even = np.tri(n, dtype=np.float64) / np.arange(1, n + 1)[:, None]
+
+    def cells(place: int, head: int, window: Any, size: tuple[int, int]) -> np.ndarray:
+        _, down = shares(size[0], (0, n), (0, n))
+        _, across = shares(size[1], (0, n), (0, n))
+        return np.asarray(down @ (even @ across.T), np.float32)
+
+    record.map = cells  # type: ignore[method-assign]
+    found = picture_of(plot(record, place=0, head=0, scale="chance"))
+    assert found.shape == (CELLS, CELLS)
+    seen = found[found > 0.5]
+    assert seen.size >= CELLS * (CELLS + 1) // 2
+    np.testing.assert_allclose(seen, 1.0, rtol=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+from typing import Any
 
 import numpy as np
 import view_fakes
@@ -50,3 +51,23 @@ def test_words_of_strangers_are_only_text() -> None:
     told = still_html([record, record])
     assert "<script" not in told and "\u202e" not in told
     assert told.count("<img") == 2
+
+
+def test_what_is_not_a_number_has_a_colour_of_its_own() -> None:
+    """And does not change the shades of the others."""
+    record = view_fakes.decoder(layers=2, n_heads=2)
+    before = (picture(record)[..., :3] * 255).round()
+    plain = record.map
+
+    def broken(place: int, head: int, window: Any, size: Any) -> np.ndarray:
+        cells = plain(place, head, window, size).copy()
+        if (place, head) == (1, 0):
+            cells[3, 2], cells[4, 0] = np.nan, np.inf
+        return cells
+
+    record.map = broken  # type: ignore[method-assign]
+    after = (picture(record)[..., :3] * 255).round()
+    strange = (after == (0xD0, 0x48, 0x9B)).all(-1)
+    assert strange.any() and not (before == (0xD0, 0x48, 0x9B)).all(-1).any()
+    assert (after[~strange] == before[~strange]).all()
+    assert not strange[: CELL + GAP].any() and not strange[:, CELL + GAP :].any()

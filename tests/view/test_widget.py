@@ -150,7 +150,7 @@ def test_the_widget_in_a_real_jupyterlab(browser: Any, tmp_path: Path) -> None:
         told = float(page.inner_text(".regard .weight"))
         assert told == pytest.approx(view_fakes.ramp(4099).weight(0, 1, t, s), rel=1e-5)
         page.locator(".regard .map canvas").focus()
-        for key in ("1", "x", "2"):  # in a notebook: a heading, cut the cell, a smaller heading
+        for key in ("1", "x", "3"):  # in a notebook: a heading, cut the cell, a smaller heading
             page.keyboard.press(key)
         page.wait_for_selector(".regard .page.head")
         assert page.locator(".jp-CodeCell").count() == 1
@@ -158,6 +158,11 @@ def test_the_widget_in_a_real_jupyterlab(browser: Any, tmp_path: Path) -> None:
         page.locator(".regard nav a", has_text="Text").click()
         page.wait_for_selector(".regard .flow .word")
         assert page.locator(".regard-still").is_hidden()
+        assert page.locator(".regard").get_attribute("data-theme") == "light"  # as the notebook's
+        page.evaluate("document.body.dataset.jpThemeLight = 'false'")  # what its dark theme sets
+        page.wait_for_selector(".regard[data-theme=dark]")
+        page.evaluate("document.body.dataset.jpThemeLight = 'true'")
+        page.wait_for_selector(".regard[data-theme=light]")
         if shots := os.environ.get("REGARD_SHOTS"):
             page.screenshot(path=f"{shots}/jupyter.png")
         look_without_a_kernel(page, tmp_path, f"http://127.0.0.1:{port}/doc/tree/saved.ipynb")

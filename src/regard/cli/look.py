@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from regard._look import DEFAULT_MODEL, Subject, see
-from regard.cli.digest import choose_word, write_digest
+from regard.cli.digest import write_digest
 from regard.cli.loading import few_threads, is_small, load_subject
 from regard.cli.outputs import check_outputs, own_page
 from regard.cli.printing import make_printable, read_utf8, refusing, write_line, write_or_drop
@@ -58,7 +58,8 @@ run by the package transformers, where it is installed.
 The page opens: every head as a map, to the single weight. A digest is written here: what heads
 do, which words they link, and what one word looks at (--token). Heads are named layer.head; layers
 are counted from 0 in the order in which they are called. --html writes the page to a file, --png
-draws a picture, --serve answers a browser until Ctrl-C, --save keeps the record, which `regard
+draws a picture, --truncate reads the beginning of a text that is longer than the model was made
+for, --serve answers a browser until Ctrl-C, --save keeps the record, which `regard
 view` opens again without the model.
 """
 
@@ -92,13 +93,23 @@ def check_no_path(word: str, notes: "Console") -> None:
 
 
 def see_showing(
-    subject: Subject, text: str, notes: "Console", token: str | None = None
+    subject: Subject,
+    text: str,
+    notes: "Console",
+    token: str | None = None,
+    truncate: bool = False,
 ) -> "Record":
     """`see`, with the threads that suit the work, and its progress shown where it is long."""
+    if truncate:
+        n_tokens, n_read = len(subject.encode(text).ids), len(subject.read(text, truncate).ids)
+        if n_read < n_tokens:
+            cut = f"the first {n_read:,} of {n_tokens:,} tokens"
+            write_line(notes, f"--truncate: {cut} are read, which is what the model was made for")
     if token is not None:  # before the model reads
+        from regard.lens.findings import choose_word
         from regard.lens.word_links import find_words
 
-        said = subject.read(text)
+        said = subject.read(text, truncate)
         choose_word(find_words(text, said.labels, said.spans or [(0, 0)] * len(said.ids)), token)
 
     @contextmanager
@@ -107,7 +118,7 @@ def see_showing(
         with few_threads(small), showing(notes, n_tokens, n_places) as tell:
             yield tell
 
-    return see(subject, text, progress)
+    return see(subject, text, progress, truncate)
 
 
 def show_page(
@@ -127,26 +138,31 @@ def show_page(
     """
     from regard import view
 
+    missing: list[str] = []
     if png is not None:
         with working(notes, "drawing"):
             view.plot(record, png, place=place, head=head)
         write_line(notes, f"picture: {make_printable(str(png), notes.encoding)}")
     if html is not None:
         with working(notes, "writing the page"):
-            view.write_page(html, record, other)
+            view.write_page(html, record, other, tell=missing.append)
         write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
     if serve or (png is None and html is None and len(record.tokens) > LONG):
         with working(notes, "making the manifest"):
             server = view.serve(record, other, open_browser=notes.is_terminal)
         write_line(notes, f"page: {server.url} (Ctrl-C ends it)")
+        for note in missing:
+            write_line(notes, note)
         return server
     if png is None and html is None:
         path = own_page()
         with working(notes, "writing the page"):
-            view.write_page(path, record, other)
+            view.write_page(path, record, other, tell=missing.append)
         write_line(notes, f"page: {make_printable(str(path), notes.encoding)}")
         if notes.is_terminal:
             webbrowser.open(path.as_uri())
+    for note in missing:
+        write_line(notes, note)
     return None
 
 
@@ -200,6 +216,9 @@ def add_look(app: "typer.Typer") -> None:
         png: Annotated[Path | None, Option(help="Draw to .png, .svg or .pdf.")] = None,
         serve: Annotated[bool, Option("--serve", help="Serve the page to a browser.")] = False,
         save: Annotated[Path | None, Option(help="Keep the record (.regard).")] = None,
+        truncate: Annotated[
+            bool, Option("--truncate", help="Read what the model was made for, not more.")
+        ] = False,
         device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
@@ -208,7 +227,7 @@ def add_look(app: "typer.Typer") -> None:
             whole = read_text(text, notes)
             subject = load_subject(model, notes, device=device)
             check_layer(subject, layer, head)
-            record = see_showing(subject, whole, notes, token)
+            record = see_showing(subject, whole, notes, token, truncate)
             place = find_place(record, layer, head)
             if save is not None:
                 with working(notes, "saving the record"):

@@ -4,7 +4,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from regard.cli.digest import choose_word
 from regard.cli.look import show_page, tell
 from regard.cli.outputs import check_outputs
 from regard.cli.printing import refusing
@@ -34,6 +33,7 @@ def add_view(app: "typer.Typer") -> None:
         html: Annotated[Path | None, Option(help="Write the page to this file.")] = None,
         token: Annotated[str | None, Option(help="The word to ask about.")] = None,
     ) -> None:
+        from regard.lens.findings import choose_word
         from regard.lens.record import Record
         from regard.lens.word_links import words_of
 

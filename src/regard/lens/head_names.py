@@ -43,7 +43,7 @@ SCORE_WORDS = {
     "first": _looks_at("the first token"),
     "induction": _looks_at("what came after the same token"),
     "separator": _looks_at("signs and ends"),
-    "local": ScoreWords("distance in tokens", "looks far away"),
+    "local": ScoreWords("distance in tokens", "stays near"),  # the smaller, the more
     "broad": ScoreWords("entropy in nats", "spreads wide"),
 }
 LEAST_EVIDENCE = 5

@@ -12,7 +12,7 @@ here also called t.
     first       mean of w(t, f) over queries after f, the first key that any query sees
     separator   mean over all queries that see something, padding too, of Σ w(t, s), s the tokens
                 without letters or digits: what these keys receive, divided by these queries
-    local       mean of |Σ (t - s) w(t, s)|: how far away, on balance, a head looks, in tokens
+    local       mean of Σ |t - s| w(t, s): how far away a head looks, to either side, in tokens
     broad       mean of -Σ w(t, s) log w(t, s), in nats
 
 and for given relations the mean of w(t, s) over the pairs (`Record.pairs`). The first five need one

@@ -57,6 +57,12 @@ class Runs:
         first = np.asarray(self.first[at : at + t1 - t0 + 1])
         return first - first[0], np.asarray(self.pairs[first[0] : first[-1]])
 
+    def counts(self, head: int) -> Array:
+        """How many keys each row of a head sees, (T,)."""
+        first, pairs = self.of(head, 0, self.n_queries)
+        ends = np.r_[0, np.cumsum(pairs[:, 1] - pairs[:, 0], dtype=np.int64)]
+        return np.asarray(ends[first[1:]] - ends[first[:-1]])
+
     def bounds(self, head: int, t0: int, t1: int) -> tuple[Array, Array]:
         """The first and past-the-last key of each row, the same where a row sees nothing."""
         first, pairs = self.of(head, t0, t1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from regard.lens.captured_call import Call
 from regard.lens.lazy_weights import Array
-from regard.ops import Observation, Wants, observe
+from regard.ops import Causal, Observation, Wants, observe
 from regard.ops.bias import Bias, BiasAt
 from regard.ops.call import Rule, score_dtype
 from regard.ops.kernels import row_stats
@@ -37,6 +37,19 @@ MOST_RUNS = 1 << 23
 def measure(call: Call, wants: Wants) -> Observation:
     rule = {name: getattr(call, name) for name in ("mask", "bias", "scale", "softcap", "sinks")}
     return observe(call.q, call.k, None, wants=wants, **rule)
+
+
+def reach(call: Call, seen: Observation) -> Tensor:
+    """How far each row looks, to either side, (B, H, T): the mean of |i - j| under its weights.
+
+    Twice the distance to the left, less the signed one: a second look, that a causal mask cuts.
+    """
+    assert seen.lse is not None and seen.distance is not None
+    mask = Causal() if call.mask is None else call.mask & Causal()
+    left = measure(replace(call, mask=mask), Wants(lse=True, distance=True))
+    assert left.lse is not None and left.distance is not None
+    share = (left.lse - seen.lse).exp().masked_fill(left.lse == -math.inf, 0.0)
+    return 2 * left.distance * share - seen.distance
 
 
 def spot_weights(call: Call, lse_ht: Tensor, t_p: Tensor, s_p: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ labels), spans (characters of each token), source_text and source_tokens (what c
 at), trained_len (tokens the model was made for; left out where not known), and places in the order
 in which they were called: name, layer, kind, sizes, heads, causal, exact_zoom, and a rule: scale,
 softcap, the key head of each head, biases, and the cell of `base`.
-Arrays of place p are named `p.<name>`. By head and query: entropy, peak, peak_key, distance, mass,
-top_weights, top_keys; by head and key: received, seen_by; by score and head: spots, counts (see
-`head_scores.py`); by query: ids, real (0 sees nothing, 1 padding, 2 counts); and map. Where kept is
-"qk": q (H,T,D) and k (G,S,D) in the model's type (bfloat16 as its bits), lse, the runs of keys that
-rows see (first, pairs), biasN.*, and where maps are large base, exact means of square cells.
+Arrays of place p are named `p.<name>`. By head and query: entropy, peak, peak_key, distance, reach
+(the mean of |i - j|, where that is not the distance), mass, top_weights, top_keys; by head and key:
+received, seen_by; by score and head: spots, counts (see `head_scores.py`); by query: ids, real (0
+sees nothing, 1 padding, 2 counts); and map. Where kept is "qk": q (H,T,D) and k (G,S,D) in the
+model's type (bfloat16 as its bits), lse, the runs of keys that rows see (first, pairs), biasN.*,
+and where maps are large base, exact means of square cells.
 
 Any part of a map is made when asked for, exactly (`lazy_weights.py` says how), with numpy alone. A
 record of statistics has its map at one resolution only, and says so when more is asked.
@@ -31,7 +32,6 @@ from regard.lens import format as files
 from regard.lens.lazy_weights import Array, BadRecord, Kept, Window, shares
 from regard.lens.rollout import Strip, roll_all, roll_rows
 from regard.lens.schema import (
-    MAX_LABEL,
     SPOTS,
     STATISTICS,
     CheckedArrays,
@@ -40,12 +40,13 @@ from regard.lens.schema import (
     make_kept,
     read_description,
 )
-from regard.lens.token_labels import label
+from regard.lens.token_labels import clean, clean_label, is_separator, label
 from regard.lens.viewers import VIEWERS
 
 __all__ = ["Comparison", "Place", "Record"]
 
 SCORES = (*SPOTS, "separator", "local", "broad")
+MOST_ADDED = 1 << 22  # weights of a place, for a score that was not measured
 
 
 def _described(name: str) -> Any:
@@ -196,12 +197,21 @@ class Record:
         self._check_place(place)
         return self._arrays.get(place, "received")
 
+    def visible(self, place: int) -> Array:
+        """How many keys each query may look at, (T,), in the head that sees most."""
+        here = self._check_place(place)
+        T, S = here.n_queries, here.n_keys
+        runs = self._weights(place).runs if here.exact_zoom else None
+        if runs is not None:
+            return np.asarray(np.max([runs.counts(h) for h in range(here.n_heads)], axis=0))
+        return np.clip(np.arange(T) + S - T + 1, 0, S) if here.causal else np.full(T, S)
+
     def heads(self) -> dict[str, Array]:
         """What heads do: score -> (places, heads), NaN where a place has no such head or score.
 
         Means over the queries that are no padding; `lens/head_scores.py` has the formulas.
         previous, next, same, induction and first are weights on one key; separator is the weight
-        on all tokens without letters or digits; local is the mean distance |Σ (i-j) w| in tokens;
+        on all tokens without letters or digits; local is the mean distance Σ |i-j| w in tokens;
         broad is the mean entropy in nats.
         """
         found = {name: self._no_numbers() for name in SCORES}
@@ -241,10 +251,11 @@ class Record:
         real = np.full(here.n_queries, 2)
         if arrays.has(place, "real"):
             real = np.asarray(arrays.get(place, "real"))
-        for name, of in (("local", "distance"), ("broad", "entropy")):
-            if arrays.has(place, of) and (real == 2).any():
-                values = np.asarray(arrays.get(place, of))[:, real == 2]
-                found[name] = (np.abs(values) if name == "local" else values).mean(1)
+        if arrays.has(place, "entropy") and (real == 2).any():
+            found["broad"] = np.asarray(arrays.get(place, "entropy"))[:, real == 2].mean(1)
+        far = self._reach(place) if (real == 2).any() else None
+        if far is not None:
+            found["local"] = far[:, real == 2].mean(1)
         labels = self.tokens if here.kind == "self" else self.source_tokens
         if arrays.has(place, "received") and labels is not None and len(labels) == here.n_keys:
             marks = np.array([is_separator(label) for label in labels])
@@ -252,6 +263,18 @@ class Record:
                 received = np.asarray(arrays.get(place, "received"))
                 found["separator"] = received[:, marks].sum(1) / (real > 0).sum()
         return found
+
+    def _reach(self, place: int) -> Array | None:
+        """The mean of |i - j| of each row, (H, T); added up where it was not measured, if small."""
+        here, told = self.places[place], self.statistics(place)
+        if "reach" in told or "distance" not in told or here.causal:
+            return told.get("reach", told.get("distance"))
+        T, S = here.n_queries, here.n_keys
+        if not self.has_weights(place) or here.n_heads * T * S > MOST_ADDED:
+            return None
+        gaps_ts = np.abs(np.arange(T)[:, None] + S - T - np.arange(S))
+        weights = (self._all_of(place, head, (0, T, 0, S)) for head in range(here.n_heads))
+        return np.stack([(each * gaps_ts).sum(1) for each in weights])
 
     def pairs(self, relations: Sequence[tuple[int, int]]) -> Array:
         """The mean weight over pairs (query, key), such as (pronoun, antecedent): (places, heads).
@@ -462,24 +485,6 @@ class Comparison:
         known = np.argwhere(np.isfinite(gaps)).tolist()
         found = [(place, head, float(gaps[place, head])) for place, head in known]
         return sorted(found, key=lambda each: -abs(each[2]))[:n]
-
-
-def is_separator(label: str) -> bool:
-    """Whether a token is punctuation, white space, or a special one such as [SEP] or </s>."""
-    word = label.removeprefix("##").strip("\u2581\u0120\u010a \n\t")
-    special = len(word) > 2 and (word[0], word[-1]) in (("<", ">"), ("[", "]"))
-    return special or not any(character.isalnum() for character in word)
-
-
-def clean(text: str) -> str:
-    """A text that can be written to a file: halves of characters become question marks."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def clean_label(text: str) -> str:
-    """The same of a name to show, which is cut where a file would not take it."""
-    whole = clean(text)
-    return whole if len(whole) <= MAX_LABEL else whole[: MAX_LABEL - 1] + "…"
 
 
 def check_index(what: str, value: int, count: int) -> None:

@@ -288,6 +288,7 @@ STATISTICS = {
     "peak": Form(FLOATS, "H T", 0, ONE),
     "peak_key": Form(("I32",), "H T", -1, "S-1"),
     "distance": Form(FLOATS, "H T", -MAX_TOKENS, MAX_TOKENS),
+    "reach": Form(FLOATS, "H T", -0.01, MAX_TOKENS),
     "mass": Form(FLOATS, "H T", 0, ONE),
     "received": Form(FLOATS, "H S", 0, MAX_TOKENS),
     "seen_by": Form(FLOATS, "H S", 0, "T"),

@@ -31,7 +31,7 @@ from regard.lens.captured_call import Call
 from regard.lens.device_to_host import HostCopier, HostCopy, is_large
 from regard.lens.head_scores import sum_spots
 from regard.lens.lazy_weights import Array
-from regard.lens.measure import FoundRuns, measure
+from regard.lens.measure import FoundRuns, measure, reach
 from regard.lens.schema import Place
 from regard.ops import Map, Mask, Observation, Wants
 from regard.ops.mask import At
@@ -146,6 +146,10 @@ class Take:
             if runs is not None and len(runs.pairs):
                 self.first = int(runs.pairs[:, 0].min())
         self._add_rows(seen, sees, real, offset)
+        if seen.distance is not None and not self.cross:
+            ahead = runs is None or runs.ahead > S - T
+            far = reach(call, seen) if ahead else seen.distance
+            self.rows.setdefault("reach", []).append(far[0])
         first, key_ids = max(self.first - offset, 0), self._key_ids(offset, S)
         spots, counts = sum_spots(call, seen.lse[0], real, first, key_ids, self.cross)
         self.spots = spots if self.spots is None else self.spots.to(spots) + spots
@@ -262,7 +266,8 @@ class Take:
         measured = {
             name: join(parts, dim=0 if name == "real" else 1)
             for name, parts in self.rows.items()
-            if name != "lse" or (self.keep == "qk" and self.exact)
+            # Where no key comes after its query, the reach is the distance.
+            if {"lse": self.keep == "qk" and self.exact, "reach": not self.causal}.get(name, True)
         }
         if len(self.pictures) == 1 == self.calls:
             measured["map"] = self.pictures[0][1]

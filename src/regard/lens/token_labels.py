@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from regard.lens.schema import MAX_LABEL
+
 
 @dataclass(frozen=True)
 class Labels:
@@ -42,3 +44,21 @@ def label(tokenizer: Any, ids: Sequence[int]) -> Labels:
         f"{type(tokenizer).__name__} is no tokenizer that is known here: expected regard's, or one "
         "with convert_ids_to_tokens and decode; record.describe(tokens=...) takes any labels"
     )
+
+
+def is_separator(label: str) -> bool:
+    """Whether a token is punctuation, white space, or a special one such as [SEP] or </s>."""
+    word = label.removeprefix("##").strip("\u2581\u0120\u010a \n\t")
+    special = len(word) > 2 and (word[0], word[-1]) in (("<", ">"), ("[", "]"))
+    return special or not any(character.isalnum() for character in word)
+
+
+def clean(text: str) -> str:
+    """A text that can be written to a file: halves of characters become question marks."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def clean_label(text: str) -> str:
+    """The same of a name to show, which is cut where a file would not take it."""
+    whole = clean(text)
+    return whole if len(whole) <= MAX_LABEL else whole[: MAX_LABEL - 1] + "…"

@@ -38,7 +38,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from regard.lens.lazy_weights import Array
-from regard.lens.record import Record, is_separator
+from regard.lens.record import Record
+from regard.lens.token_labels import is_separator
 
 MOST_WORDS = 400
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from regard.view.page import BUDGET as BUDGET
     from regard.view.page import make_page as make_page
     from regard.view.page import write_page as write_page
+    from regard.view.plot_options import PlotOptions as PlotOptions
     from regard.view.plots import plot as plot
     from regard.view.queries import BadView as BadView
     from regard.view.server import Server as Server
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "BUDGET": "page",
     "BadView": "queries",
+    "PlotOptions": "plot_options",
     "Server": "server",
     "make_page": "page",
     "make_widget": "widget",

@@ -14,6 +14,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from regard.lens.findings import choose_word, find_sections
 from regard.lens.head_names import (
     SCORE_WORDS,
     known_scores,
@@ -22,7 +25,7 @@ from regard.lens.head_names import (
     short_model_name,
 )
 from regard.lens.record import Record
-from regard.lens.word_links import find_alignment, reads_source
+from regard.lens.word_links import find_alignment, reads_source, words_of
 from regard.view.distances import rank_distances
 from regard.view.pieces import LABEL_LENGTH, cut, find_spans, make_pieces
 from regard.view.queries import BadView
@@ -53,18 +56,14 @@ def _tell_record(record: Record) -> dict[str, Any]:
     if not record.places:
         raise BadView("the record has 0 places, so there is nothing to show")
     note = length_note(record)
-    tokens = _words(record.tokens, record.text, record.spans)
-    source = _words(None, "", None)
-    if record.source_tokens is not None:
-        text = record.source_text or ""
-        spans = find_spans(text, record.source_tokens)
-        source = _words(record.source_tokens, text, spans)
+    tokens, source = _both_sides(record)
     return {
         "model": cut(short_model_name(record.model), NAME_LENGTH),
         "created": cut(record.created, NAME_LENGTH),
         **tokens,
         **{f"source_{name}": value for name, value in source.items()},
         "notes": [] if note is None else [note],
+        **_tell_findings(record),
         "places": [
             {**_tell_place(record, number), "label": cut(label, NAME_LENGTH)}
             for number, label in enumerate(label_places(record))
@@ -80,6 +79,37 @@ def _tell_record(record: Record) -> dict[str, Any]:
     }
 
 
+def _tell_findings(record: Record) -> dict[str, Any]:
+    """What stands out, as a terminal's digest has it; and the words: their tokens, the one asked.
+
+    "groups" has the number of tokens of each word; null where a word's are not neighbours.
+    """
+    own, _ = words_of(record)
+    in_order = [token for word in own for token in word.tokens] == list(range(len(record.tokens)))
+    chosen = choose_word(own, None)
+    sections = [
+        {
+            "title": cut(section.title, NAME_LENGTH),
+            "lines": [
+                {
+                    "text": cut(line.text, NAME_LENGTH),
+                    "heads": [[place, head, finite(value)] for place, head, value in line.heads],
+                    "query": line.query,
+                    "key": line.key,
+                    "note": line.note,
+                }
+                for line in section.lines
+            ],
+        }
+        for section in find_sections(record)
+    ]
+    return {
+        "findings": sections,
+        "groups": [len(word.tokens) for word in own] if in_order else None,
+        "asked": None if chosen is None else own[chosen].tokens[0],
+    }
+
+
 def _tell_place(record: Record, number: int) -> dict[str, Any]:
     place = record.places[number]
     queries, keys = sides_of(record, number)
@@ -91,7 +121,45 @@ def _tell_place(record: Record, number: int) -> dict[str, Any]:
         "grid": record.grid(number),
         "queries": queries,
         "keys": keys,
+        **_tell_visible(record, number),
     }
+
+
+def _tell_visible(record: Record, number: int) -> dict[str, Any]:
+    """How many keys each query may look at, and how many queries at each key.
+
+    null where a page knows: all of them, or in causal self-attention those that came before.
+    """
+    place = record.places[number]
+    T, S = place.n_queries, place.n_keys
+    known = np.full(T, S), np.full(S, T)
+    if place.causal:
+        known = np.clip(np.arange(T) + S - T + 1, 0, S), np.clip(S - np.arange(S), 0, T)
+    seen_by = record.statistics(number).get("seen_by")
+    told = record.visible(number), known[1] if seen_by is None else np.max(seen_by, axis=0)
+    names = ("visible", "seen_by")
+    return {
+        name: None if np.array_equal(there, rule) else np.asarray(there).astype(int).tolist()
+        for name, there, rule in zip(names, told, known, strict=True)
+    }
+
+
+def _both_sides(record: Record) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The words of the target and of the source."""
+    tokens = _words(record.tokens, record.text, record.spans)
+    if record.source_tokens is None:
+        return tokens, _words(None, "", None)
+    text = record.source_text or ""
+    spans = find_spans(text, record.source_tokens)
+    return tokens, _words(record.source_tokens, text, spans)
+
+
+def label_sides(record: Record, number: int) -> tuple[list[str] | None, list[str] | None]:
+    """The labels of a place's queries and keys; None where they are positions."""
+    target, source = (side["tokens"] for side in _both_sides(record))
+    known = {"target": target, "source": source, "positions": None}
+    queries, keys = sides_of(record, number)
+    return known[queries], known[keys]
 
 
 def sides_of(record: Record, number: int) -> tuple[str, str]:

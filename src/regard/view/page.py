@@ -14,13 +14,14 @@ from __future__ import annotations
 import base64
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from regard._files import replace_file
+from regard.lens.head_names import short_model_name
 from regard.lens.record import Record
 from regard.view.assets import inline_json, whole_page
 from regard.view.manifest import SMALL_CELLS, make_manifest
@@ -31,14 +32,13 @@ BUDGET = 16_000_000  # bytes of data in a page; the bundle comes on top
 _SMALLER = (SMALL_CELLS, 100, 64)  # cells on a side of the overview's maps: the first that fit
 _SHARE = 0.55  # of the budget, at most, for maps and sums of all heads
 _TOP_SHARE = 0.3  # of what is left, for the largest weights of heads whose matrix did not fit
-_TELLING = ("previous", "next", "same", "induction", "first", "separator")
+_TELLING = ("previous", "next", "same", "induction")  # what sinks do, tells nothing
 
 
 def make_page(record: Record, other: Record | None = None, *, budget: int = BUDGET) -> str:
     """The text of the page, of one record or of two compared; `budget` is in bytes of data."""
     records = [record] if other is None else [record, other]
-    data = make_data(records, "static", budget)
-    return whole_page(page_title(record), data)
+    return whole_page(page_title(record), make_data(records, "static", budget))
 
 
 def write_page(
@@ -47,17 +47,49 @@ def write_page(
     other: Record | None = None,
     *,
     budget: int = BUDGET,
+    tell: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write the page to a file, whole or not at all; gives its path."""
-    out, text = Path(os.fsdecode(path)), make_page(record, other, budget=budget)
+    """Write the page to a file, whole or not at all; gives its path.
+
+    tell: called with a sentence where not every weight fitted.
+    """
+    records = [record] if other is None else [record, other]
+    data = make_data(records, "static", budget)
+    text = whole_page(page_title(record), data)
+    out = Path(os.fsdecode(path))
     with replace_file(out) as file:
         file.write(text.encode())
+    note = _tell_missing(records, data["parts"])
+    if tell is not None and note:
+        tell(note)
     return out
+
+
+def _tell_missing(records: Sequence[Record], parts: Mapping[str, str]) -> str:
+    """What did not fit, in a sentence; nothing where all did."""
+    heads = [
+        f"{which}/{number}/{head}"
+        for which, record in enumerate(records)
+        for number, place in enumerate(record.places)
+        if record.has_weights(number)
+        for head in range(place.n_heads)
+    ]
+    whole = sum(f"whole/{head}" in parts for head in heads)
+    top = sum(f"top/{head}" in parts for head in heads)
+    if whole == len(heads):
+        return ""
+    rest = f", of {top:,} others each word's largest" if top else ""
+    return (
+        f"the file has every weight of {whole:,} of {len(heads):,} heads{rest}; "
+        "`regard view` shows all of a saved record"
+    )
 
 
 def page_title(record: Record) -> str:
     """The beginning of the text; a file holds whole characters, so halves become question marks."""
-    title = cut(f"{' '.join(record.text[:200].split()) or record.model} · regard", 80)
+    title = cut(
+        f"{' '.join(record.text[:200].split()) or short_model_name(record.model)} · regard", 80
+    )
     return title.encode("utf-8", "replace").decode()
 
 
@@ -69,7 +101,7 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
             f"the words and places of this record alone need {budget - parts.left:,} bytes and "
             f"the page's budget is {budget:,}; raise the budget, or use `regard view`"
         )
-    order = _most_telling(records)
+    order = _most_telling(records, [each["findings"] for each in manifest["records"]])
     need = sum(_whole_cost(records[which], place) for which, place, _ in order)
     # A page that holds all weights makes its small maps itself.
     small = SMALL_CELLS if need < 0.9 * parts.left else _put_small(parts, records)
@@ -148,10 +180,16 @@ def _put_sums(parts: _Parts, records: Sequence[Record]) -> None:
                 parts.put(name, answer(records, name))
 
 
-def _most_telling(records: Sequence[Record]) -> list[tuple[int, int, int]]:
-    """Every head as (record, place, head): those that clearly do one thing first."""
+def _most_telling(
+    records: Sequence[Record], findings: Sequence[list[dict[str, Any]]]
+) -> list[tuple[int, int, int]]:
+    """Every head as (record, place, head): first those that link words in what stands out."""
     ranked = []
     for which, record in enumerate(records):
+        lines = (line for section in findings[which] for line in section["lines"])
+        named = {
+            tuple(at[:2]) for line in lines if line["query"] is not None for at in line["heads"]
+        }
         scores = record.heads()
         # A head has no number for a score that its place does not have; fmax passes over it.
         best = np.fmax.reduce([scores[name] for name in _TELLING])
@@ -159,8 +197,9 @@ def _most_telling(records: Sequence[Record]) -> list[tuple[int, int, int]]:
             for head in range(place.n_heads):
                 # Cross-attention first: there are few such heads, and the alignment needs them all.
                 value = -1.0 if np.isnan(best[number, head]) else best[number, head]
-                ranked.append((place.kind != "cross", -value, which, number, head))
-    return [(which, number, head) for _, _, which, number, head in sorted(ranked)]
+                first = place.kind != "cross", (number, head) not in named, -value
+                ranked.append((*first, which, number, head))
+    return [(which, number, head) for *_, which, number, head in sorted(ranked)]
 
 
 def _whole_cost(record: Record, place: int) -> float:

@@ -19,15 +19,17 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from regard._files import replace_file
 from regard.lens.head_names import label_places
+from regard.lens.lazy_weights import Window
 from regard.lens.record import Record
-from regard.view.manifest import make_manifest
+from regard.view.manifest import label_sides
 from regard.view.pieces import cut
+from regard.view.plot_options import PlotOptions, Style, chance_cells
 from regard.view.queries import BadView, Floats
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ SCREEN_DPI = 100  # in a notebook
 INCHES = 0.075  # of a letter of a title
 LABELS = 64  # tokens on a side that still get labels
 FORMATS = (".png", ".svg", ".pdf")
+PLAIN = Style()
 INK, PALE = "#1b2430", "#5f6b78"
 TIDE = ("#fdfcfa", "#d5e5e0", "#93c4bf", "#4f9aa6", "#2a6b8b", "#1c3f66", "#111c38")
 # Fonts that have what DejaVu Sans lacks, tried before all others that are installed.
@@ -54,17 +57,22 @@ def plot(
     head: int | None = None,
     title: str | None = None,
     dpi: int = 200,
+    **options: Unpack[PlotOptions],
 ) -> Figure:
     """Draw a record and give the matplotlib figure; with `path`, also write it there.
 
     place and head: that head's map. place alone: all heads of that place. Neither: every head.
-    The ending of `path` says the format: .png, .svg or .pdf.
+    The ending of `path` says the format: .png, .svg or .pdf. size, palette, scale, window and
+    tokens say how it looks (`PlotOptions`).
     """
+    style = Style(**options)
     out = None if path is None else Path(os.fsdecode(path))
     if out is not None and out.suffix.lower() not in FORMATS:
         raise ValueError(f"a picture is written as one of {FORMATS}, not {out.suffix!r}")
     if not 20 <= dpi <= 1200:
         raise ValueError(f"dpi must be from 20 to 1200, got {dpi}")
+    if style.window is not None and head is None:
+        raise ValueError("window is a part of one head's map: give place and head too")
     if head is not None and place is None:
         raise ValueError("head is one of a place's heads: give place too")
     if place is not None and not 0 <= place < len(record.places):
@@ -73,10 +81,10 @@ def plot(
         n_heads = record.places[place].n_heads
         if not 0 <= head < n_heads:
             raise ValueError(f"head {head} is out of range; place {place} has {n_heads}")
-        figure = _plot_head(record, place, head, title)
+        figure = _plot_head(record, place, head, title, style)
     else:
         places = range(len(record.places)) if place is None else [place]
-        figure = _plot_heads(record, list(places), title)
+        figure = _plot_heads(record, list(places), title, style)
     if out is not None:
         with replace_file(out) as file:
             _write(figure, file, out.suffix.lower().removeprefix("."), dpi)
@@ -109,52 +117,81 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def cells_of(record: Record, place: int, head: int, most: int) -> Floats:
+def cells_of(record: Record, place: int, head: int, most: int, style: Style = PLAIN) -> Floats:
     """The map of a head in at most so many cells on a side, as fine as it is known."""
     here, grid = record.places[place], record.grid(place)
     if grid is None:
         raise BadView(f"{cut(here.name, 80)} kept no map")
+    window = style.window or (0, here.n_queries, 0, here.n_keys)
     if record.has_weights(place):
-        grid = (min(grid[0], most), min(grid[1], most))
-    return record.map(place, head, (0, here.n_queries, 0, here.n_keys), grid)
+        grid = (min(window[1] - window[0], most), min(window[3] - window[2], most))
+    cells = record.map(place, head, window, grid)
+    if style.scale != "chance":
+        return cells
+    if not record.has_weights(place):
+        raise BadView(f"{cut(here.name, 80)} kept a picture alone, so nothing is held to chance")
+    chance = chance_cells(record, place, window, grid)
+    return np.divide(cells, chance, out=np.zeros_like(cells), where=chance > 0)
 
 
-def _plot_head(record: Record, place: int, head: int, title: str | None) -> Figure:
+def _plot_head(record: Record, place: int, head: int, title: str | None, style: Style) -> Figure:
     here = record.places[place]
-    weights = cells_of(record, place, head, CELLS)
-    rows, columns = _labels(record, place)
+    weights = cells_of(record, place, head, CELLS, style)
+    t0, t1, s0, s1 = style.window or (0, here.n_queries, 0, here.n_keys)
+    rows, columns = _labels(record, place, (t0, t1, s0, s1)) if style.tokens else ([], [])
     longest = max((len(word) for word in (*rows, *columns)), default=4)
     margin = 0.8 + min(longest, 20) * 0.07
     # Inches: a comfortable cell when there are few, one page's width when there are many; and a
     # map of two rows is still a picture, not a hair line.
-    cell = min(0.42, 6.0 / max(weights.shape))
-    height, width = (max(1.2, n_cells * cell) for n_cells in weights.shape)
+    cell = min(0.42, 6.0 / max(t1 - t0, s1 - s0))
+    if style.size is not None:
+        cell = style.size / max(t1 - t0, s1 - s0)
+    height, width = (max(1.2, n_tokens * cell) for n_tokens in (t1 - t0, s1 - s0))
     name = f"{label_places(record)[place]} · head {here.heads[head]}" if title is None else title
     name = printable(f"layer {name}" if title is None and name[0].isdecimal() else name, 90)
-    figure = _make_figure(max(width + margin + 0.6, 0.6 + INCHES * len(name)), height + margin)
+    wide = width + margin + 0.6
+    titled = 0.6 + INCHES * len(name)
+    figure = _make_figure(max(wide, titled), height + margin)
     axes = figure.add_subplot()
-    extent = (-0.5, here.n_keys - 0.5, here.n_queries - 0.5, -0.5)
-    shown = _draw(axes, weights, extent)
-    _label_axis(axes, "x", columns, width / max(1, here.n_keys))
-    _label_axis(axes, "y", rows, height / max(1, here.n_queries))
+    extent = (s0 - 0.5, s1 - 0.5, t1 - 0.5, t0 - 0.5)
+    shown = _draw(axes, weights, extent, style)
+    # Square cells; but few rows are no hair line, and a map under a long title fills its width.
+    if height / (t1 - t0) == width / (s1 - s0) and titled <= wide:
+        axes.set_aspect("equal", anchor="NW")
+    _label_axis(axes, "x", columns, width / (s1 - s0), s0)
+    _label_axis(axes, "y", rows, height / (t1 - t0), t0)
     axes.set_title(name, fontsize=9, color=INK, loc="left", pad=8)
     beyond = "max" if np.nanmax(weights, initial=0.0) > top_of(weights) else "neither"
     bar = figure.colorbar(shown, ax=axes, shrink=0.6, aspect=28, pad=0.02, extend=beyond)
     bar.ax.tick_params(labelsize=7, color=PALE, labelcolor=PALE, length=2)
+    unit = "times chance" if style.scale == "chance" else "attention weight"
+    bar.set_label(unit, fontsize=7, color=PALE)
     bar.outline.set_visible(False)  # type: ignore[operator, unused-ignore]
     return figure
 
 
-def _draw(axes: Axes, weights: Floats, extent: tuple[float, float, float, float]) -> Any:
-    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+def _draw(
+    axes: Axes, weights: Floats, extent: tuple[float, float, float, float], style: Style
+) -> Any:
+    from matplotlib import colormaps
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm, PowerNorm
 
-    colours = LinearSegmentedColormap.from_list("tide", list(TIDE)).with_extremes(bad="#d0489b")
+    tide = LinearSegmentedColormap.from_list("tide", list(TIDE))
+    plain = tide if style.palette == "tide" else colormaps[style.palette]
+    # What is 0 has no logarithm: it is below the scale, not unknown.
+    colours = plain.with_extremes(bad="#d0489b", under=plain(0.0))
+    top = top_of(weights)
+    norm: Any = PowerNorm(gamma=0.5 if style.scale == "root" else 1.0, vmin=0.0, vmax=top)
+    if style.scale in ("log", "chance"):
+        low = top / 1e4 if style.scale == "log" else min(0.1, top / 10)
+        norm = LogNorm(vmin=low, vmax=top)
+        weights = np.where(weights < low, low, weights)  # NaN stays
     for spine in axes.spines.values():
         spine.set(color="#cfcbc2", linewidth=0.6)
     return axes.imshow(
         np.ma.masked_invalid(weights),
         cmap=colours,
-        norm=PowerNorm(gamma=0.5, vmin=0.0, vmax=top_of(weights)),
+        norm=norm,
         extent=extent,
         aspect="auto",
         interpolation="nearest",
@@ -169,13 +206,11 @@ def top_of(weights: Floats) -> float:
     return float(np.quantile(seen, 0.995) if seen.size > 4096 else seen.max())
 
 
-def _labels(record: Record, place: int) -> tuple[list[str], list[str]]:
-    manifest = make_manifest([record], "png")["records"][0]
-    sides = {"target": manifest["tokens"], "source": manifest["source_tokens"], "positions": None}
-    here = manifest["places"][place]
+def _labels(record: Record, place: int, window: Window) -> tuple[list[str], list[str]]:
+    t0, t1, s0, s1 = window
     rows, columns = (
-        [printable(word) for word in words] if words and len(words) <= LABELS else []
-        for words in (sides[here["queries"]], sides[here["keys"]])
+        [printable(word) for word in words[a:z]] if words and z - a <= LABELS else []
+        for words, a, z in zip(label_sides(record, place), (t0, s0), (t1, s1), strict=True)
     )
     return rows, columns
 
@@ -194,20 +229,22 @@ def _sign(character: str) -> str:
     return f"⟨{code:04X}⟩" if hidden or 0x2066 <= code <= 0x2069 else character
 
 
-def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float) -> None:
+def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float, first: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_tick_params(length=2, color=PALE, labelcolor=INK, labelsize=7)
+    axis.set_label_text("key" if which == "x" else "query", fontsize=7, color=PALE)
     if which == "x":
         axes.xaxis.tick_top()
+        axes.xaxis.set_label_position("top")
     if not words:
         axis.set_major_locator(MaxNLocator(6, integer=True))
         return
     size = max(3.5, min(9.0, inches * 72 * 0.72))
     families = fonts_for("".join(words))
     slant = 90 if inches < 0.25 else 55
-    axis.set_ticks(range(len(words)), labels=list(words))
+    axis.set_ticks(range(first, first + len(words)), labels=list(words))
     style: dict[str, Any] = {"fontfamily": families, "fontsize": size}
     if which == "x":
         across = "center" if slant == 90 else "baseline"
@@ -216,13 +253,14 @@ def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float) -> 
         label.update(style)
 
 
-def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
+def _plot_heads(record: Record, places: list[int], title: str | None, style: Style) -> Figure:
     across = min(max(record.places[number].n_heads for number in places), 16)
     rows = [(n, head) for n in places for head in range(0, record.places[n].n_heads, across)]
     if len(rows) > 200:
         what = f"{len(rows)} rows of heads do not fit on one picture"
         raise ValueError(f"{what}; give place= to draw one place")
-    figure = _make_figure(0.7 + across * 0.75, 0.4 + len(rows) * 0.85)
+    shrink = 1.0 if style.size is None else style.size / (0.75 * max(across, len(rows)))
+    figure = _make_figure(0.7 + across * 0.75 * shrink, 0.4 + len(rows) * 0.85 * shrink)
     if title is not None:
         figure.suptitle(printable(title, 90), fontsize=9, color=INK)
     grid = figure.subplots(len(rows), across, squeeze=False)
@@ -234,8 +272,8 @@ def _plot_heads(record: Record, places: list[int], title: str | None) -> Figure:
             if head >= here.n_heads:
                 axes.set_visible(False)
                 continue
-            weights = cells_of(record, number, head, SMALL)
-            _draw(axes, weights, (0, 1, 1, 0))
+            weights = cells_of(record, number, head, SMALL, style)
+            _draw(axes, weights, (0, 1, 1, 0), style)
             axes.set_xticks([])
             axes.set_yticks([])
             axes.set_box_aspect(1)
@@ -313,7 +351,11 @@ def _to_png(figure: Figure) -> bytes:
 
 def _write(figure: Figure, to: IO[bytes], kind: str, dpi: int) -> None:
     """Draw; matplotlib's own words about missing glyphs were said before."""
+    import matplotlib
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         warnings.filterwarnings("ignore", message="Matplotlib currently does not support")
-        figure.savefig(to, format=kind, dpi=dpi)
+        # Letters stay letters: to be found, copied and edited in the figure of a paper.
+        with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
+            figure.savefig(to, format=kind, dpi=dpi)

@@ -23,6 +23,8 @@ from regard.view.queries import make_tile, whole_level
 
 STILL = "regard-still"  # the class of the picture, by which a live widget hides it
 CELL, GAP = 64, 6  # pixels of a head's map on a side, and between two
+NOT_FINITE = 255  # the shade of what is no number
+MISSING = "#d0489b"  # its colour, the pages' own
 Pixels = npt.NDArray[np.uint8]
 
 
@@ -40,7 +42,7 @@ def still_html(records: Sequence[Record]) -> str:
 
 
 def _draw_heads(record: Record) -> Pixels:
-    """Shades from 0 to 255, in one scale for all heads."""
+    """Shades from 0 to 254, in one scale for all heads; what is not finite is `NOT_FINITE`."""
     n_heads = max(place.n_heads for place in record.places)
     step = CELL + GAP
     sheet = np.zeros((len(record.places) * step - GAP, n_heads * step - GAP), np.float32)
@@ -49,24 +51,27 @@ def _draw_heads(record: Record) -> Pixels:
         for head in range(place.n_heads if grid else 0):
             assert grid is not None
             levels = whole_level(grid[0], CELL), whole_level(grid[1], CELL)
-            cells = np.nan_to_num(make_tile(record, number, head, levels, (0, 0)), posinf=0)
+            cells = make_tile(record, number, head, levels, (0, 0))
             rows, columns = (np.arange(CELL) * length // CELL for length in cells.shape)
             top, left = number * step, head * step
             sheet[top : top + CELL, left : left + CELL] = cells[rows][:, columns]
     # As the pages have it: the root, and up to the largest.
-    shades = np.sqrt(sheet / max(float(sheet.max()), 1e-30)) * 255
-    return np.asarray(shades.round(), np.uint8)
+    finite = np.isfinite(sheet)
+    most = max(float(sheet.max(where=finite, initial=0.0)), 1e-30)
+    shades = np.sqrt(np.where(finite, sheet, 0.0) / most) * (NOT_FINITE - 1)
+    return np.where(finite, shades.round(), NOT_FINITE).astype(np.uint8)
 
 
 def _to_png(shades: Pixels) -> bytes:
-    ends = np.array([[int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in TIDE])
-    at = np.linspace(0, len(TIDE) - 1, 256)
-    ramp = np.stack([np.interp(at, range(len(TIDE)), channel) for channel in ends.T], 1)
+    *ends, missing = (bytes.fromhex(colour[1:]) for colour in (*TIDE, MISSING))
+    at = np.linspace(0, len(TIDE) - 1, NOT_FINITE)
+    tide = [np.interp(at, range(len(TIDE)), channel) for channel in zip(*ends, strict=True)]
+    colours = np.stack(tide, 1).round().astype(np.uint8).tobytes() + missing
     height, width = shades.shape
     lines = np.pad(shades, ((0, 0), (1, 0))).tobytes()  # before each line: not filtered
     chunks = (
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
-        (b"PLTE", ramp.round().astype(np.uint8).tobytes()),
+        (b"PLTE", colours),
         (b"IDAT", zlib.compress(lines, 9)),
         (b"IEND", b""),
     )

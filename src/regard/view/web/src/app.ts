@@ -1,8 +1,11 @@
 // The frame around the pages: names, tabs, theme, keys, and the one place where trouble is shown.
 
-import { h, message, clear } from "./dom";
+import { BareSource } from "./bare";
+import { h, message, clear, strip } from "./dom";
+import { opening, shorten } from "./words";
 import { words, type Context, type Page } from "./context";
 import type { Outline } from "./outline";
+import { start } from "./pages/start";
 import { overview } from "./pages/overview";
 import { head } from "./pages/head";
 import { text } from "./pages/text";
@@ -18,17 +21,17 @@ export interface Line {
   changed(listen: () => void): () => void;
 }
 
-const MAKERS: Record<PageName, (context: Context) => Page> = { overview, head, text, align, compare };
-const NAMES: Record<PageName, string> = { overview: "Overview", head: "Head", text: "Text", align: "Alignment", compare: "Compare" };
+const MAKERS: Record<PageName, (context: Context) => Page> = { start, overview, head, text, align, compare };
+const NAMES: Record<PageName, string> = { start: "Start", overview: "Overview", head: "Head", text: "Text", align: "Alignment", compare: "Compare" };
 const KEYS: [string, string][] = [
-  ["1 – 5", "the pages, from left to right"],
+  ["1 – 6", "the pages, from left to right"],
   ["[  ]", "previous and next head"],
   ["{  }", "previous and next layer"],
   ["← ↑ ↓ →", "move the cell, the word or the head that is chosen"],
   ["Shift + arrows", "move the map"],
   ["+  −  0", "zoom in, zoom out, show all"],
   ["Enter", "open a head; choose a word, or let it go"],
-  ["Esc", "let the chosen word go"],
+  ["Esc", "let the chosen word go; on the start page, the second one"],
   ["d", "on the text page: looks at, or is looked at by"],
   ["t", "light or dark"],
   ["?", "this list"],
@@ -37,19 +40,22 @@ const KEYS: [string, string][] = [
 export class App implements Context {
   state: State;
   private page: Page | null = null;
+  private readonly bare: Source;
   private readonly main = h("main", { class: "main", tabindex: -1 });
   private readonly live = h("div", { class: "unseen", "aria-live": "polite" });
   private readonly tabs = new Map<PageName, HTMLElement>();
+  private readonly which = h("div", { class: "which" });
   private readonly help: HTMLDialogElement;
   private readonly endings: (() => void)[] = [];
 
   constructor(
     readonly root: HTMLElement,
     readonly outline: Outline,
-    readonly source: Source,
+    private readonly plain: Source,
     private readonly line: Line,
     keys: EventTarget,
   ) {
+    this.bare = new BareSource(outline, plain);
     this.state = readState(line.read(), outline);
     this.help = this.makeHelp();
     root.classList.add("regard");
@@ -66,6 +72,10 @@ export class App implements Context {
       line.changed(() => this.follow()),
     );
     this.show();
+  }
+
+  get source(): Source {
+    return this.state.bare ? this.bare : this.plain;
   }
 
   close(): void {
@@ -105,6 +115,7 @@ export class App implements Context {
     this.page?.close?.();
     this.page = null;
     clear(this.main);
+    this.which.replaceChildren(...this.records());
     for (const [name, tab] of this.tabs) {
       if (name === this.state.page) {
         tab.setAttribute("aria-current", "page");
@@ -138,7 +149,9 @@ export class App implements Context {
     const nav = h("nav", { "aria-label": "Pages" });
     for (const [index, name] of PAGES.entries()) {
       if (name === "compare" && this.outline.records.length < 2) continue;
-      const tab = h("a", { href: `#${name}`, text: NAMES[name], title: `${NAMES[name]}  ${index + 1}`, on: { click: (event: MouseEvent) => { event.preventDefault(); this.open(name); } } });
+      const crossed = this.outline.records.some(({ places }) => places.some((place) => place.kind === "cross"));
+      const called = name === "align" && !crossed ? "Lines" : NAMES[name];
+      const tab = h("a", { href: `#${name}`, text: called, title: `${called}  ${index + 1}`, on: { click: (event: MouseEvent) => { event.preventDefault(); this.open(name); } } });
       this.tabs.set(name, tab);
       nav.append(tab);
     }
@@ -148,8 +161,29 @@ export class App implements Context {
       "header", { class: "top" },
       h("span", { class: "brand" }, h("span", { class: "eye", "aria-hidden": "true" }), "regard"),
       nav,
+      this.which,
       h("div", { class: "tools" }, tool("◐", "Light or dark  t", () => this.toggleTheme()), tool("?", "Keys  ?", () => this.help.showModal())),
     );
+  }
+
+  /** Of two records, which one a page shows; the page that compares them shows both. */
+  private records(): HTMLElement[] {
+    const { records } = this.outline;
+    if (records.length < 2 || this.state.page === "compare") return [];
+    const choice = strip("Record", [["0", "A"], ["1", "B"]], String(this.state.record), (value) => this.showRecord(Number(value)));
+    choice.querySelectorAll("button").forEach((button, at) => (button.title = `${shorten(opening(records[at]!), 60)} · ${shorten(records[at]!.model, 40)}`));
+    return [choice];
+  }
+
+  /** The same layer, head and words in the other record, as far as it has them. */
+  private showRecord(record: number): void {
+    const { state } = this;
+    const { places } = this.outline.records[record]!;
+    const place = Math.min(state.place, places.length - 1);
+    const [from, to] = [this.outline.records[state.record]!.places[state.place]!, places[place]!];
+    const head = typeof state.head === "number" ? Math.min(state.head, to.n_heads - 1) : state.head;
+    const same = from.n_queries === to.n_queries && from.n_keys === to.n_keys;
+    this.go({ record, place, head, ...(!same && { token: -1, at: null }) });
   }
 
   private open(page: PageName): void {
@@ -170,7 +204,7 @@ export class App implements Context {
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
     const target = event.target as HTMLElement;
     if (this.help.open || /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName) || target.isContentEditable) return;
-    const page = /^[1-5]$/.test(event.key) ? PAGES[Number(event.key) - 1] : undefined;
+    const page = /^[1-6]$/.test(event.key) ? PAGES[Number(event.key) - 1] : undefined;
     if (this.page?.key?.(event)) event.preventDefault();
     else if (page && this.tabs.has(page)) this.open(page);
     else if (event.key === "t") this.toggleTheme();
@@ -182,6 +216,13 @@ export class App implements Context {
   private theme(name: string | null): void {
     if (name === "light" || name === "dark") this.root.dataset.theme = name;
     else delete this.root.dataset.theme;
+  }
+
+  /** The theme of a notebook, unless one was chosen here. */
+  followHost(name: "light" | "dark" | null): void {
+    if (recall() !== null) return;
+    this.theme(name);
+    this.page?.restyle?.();
   }
 
   private toggleTheme(): void {

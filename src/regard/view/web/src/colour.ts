@@ -5,9 +5,10 @@ import { interpolateRgb, interpolateRgbBasis, piecewise } from "d3-interpolate";
 import { interpolateCividis, interpolateViridis } from "d3-scale-chromatic";
 
 export type PaletteName = "regard" | "viridis" | "cividis";
-export type Curve = "linear" | "root" | "log";
+export type Curve = "linear" | "root" | "log" | "chance";
 export const PALETTES: readonly PaletteName[] = ["regard", "viridis", "cividis"];
-export const CURVES: readonly Curve[] = ["root", "linear", "log"];
+export const CURVES: readonly Curve[] = ["root", "linear", "log", "chance"];
+export const FAINT = 0.1; // times chance, from which on there is colour
 
 const LIGHT = ["#fdfcfa", "#d5e5e0", "#93c4bf", "#4f9aa6", "#2a6b8b", "#1c3f66", "#111c38"];
 const DARK = ["#12171d", "#173242", "#1c5868", "#2f8583", "#6bb291", "#b9d9a2", "#fbf6cf"];
@@ -53,12 +54,14 @@ export function table(colours: Ramp): Table {
   return { pixels, missing: pixel(channels(MISSING)) };
 }
 
-/** Where a weight lies on the scale, 0 to 1; `log` shows four powers of ten below the largest. */
+/** Where a value lies on the scale, 0 to 1; `log` shows four powers of ten below the largest, and
+ * `chance`, whose values are times chance, runs by powers too, from a tenth of it. */
 export function bend(value: number, max: number, curve: Curve): number {
   if (!(value > 0) || !(max > 0)) return 0;
   const share = Math.min(1, value / max);
   if (curve === "linear") return share;
   if (curve === "root") return Math.sqrt(share);
+  if (curve === "chance") return max > FAINT ? Math.max(0, Math.log(Math.min(value, max) / FAINT) / Math.log(max / FAINT)) : 0;
   return Math.max(0, 1 + Math.log10(share) / 4);
 }
 

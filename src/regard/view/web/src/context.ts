@@ -1,7 +1,7 @@
 // What every page is handed: the outline, the source of weights, the state, and ways to change it.
 
-import { ramp, type Ramp } from "./colour";
-import type { Outline, Place, Recorded } from "./outline";
+import { ramp, type Curve, type Ramp } from "./colour";
+import { isExact, type Outline, type Place, type Recorded } from "./outline";
 import type { Source } from "./source";
 import type { State } from "./state";
 
@@ -30,6 +30,21 @@ export function current(context: Context): { record: Recorded; place: Place } {
 
 export function colours(context: Context): Ramp {
   return ramp(context.state.palette, context.dark());
+}
+
+const LONG = 256; // queries, from which on the first rows of a causal map outshine the rest
+
+/** The scale of maps: as chosen; else times chance where maps are causal and long. */
+export function mapCurve(context: Context, places: Place[]): Curve {
+  const { curve, bare } = context.state;
+  if (bare || !places.every(isExact)) return curve === "chance" || !curve ? "root" : curve;
+  return curve ?? (places.every((place) => place.causal && place.n_queries >= LONG) ? "chance" : "root");
+}
+
+/** The scale of words: they stand for one row, in which chance is the same for all. */
+export function wordCurve(context: Context): Curve {
+  const { curve } = context.state;
+  return !curve || curve === "chance" ? "root" : curve;
 }
 
 export function question(kind: string, context: Context, ...numbers: number[]): string {

@@ -1,11 +1,15 @@
 // Controls that several pages share: which head, which colours, the scale's legend.
 
-import { CURVES, PALETTES, bend, type Curve, type PaletteName, type Ramp } from "./colour";
-import { colours, current, type Context } from "./context";
+import { CURVES, FAINT, PALETTES, bend, type Curve, type PaletteName, type Ramp } from "./colour";
+import { colours, current, wordCurve, type Context } from "./context";
 import { h, select, strip } from "./dom";
-import { allLayers, isMeantWith, placeLabel, type Recorded } from "./outline";
-import { score, spell, strength, told } from "./roles";
+import { elementSvg } from "./domsvg";
+import { sinksOf } from "./bare";
+import type { Heatmap } from "./heatmap";
+import { allLayers, isMeantWith, keyTokens, placeLabel, type Recorded } from "./outline";
+import { about, score, spell, strength, told } from "./roles";
 import type { HeadChoice } from "./source";
+import { isSpecial, quoted } from "./words";
 
 export interface Choice {
   record: Recorded;
@@ -24,7 +28,7 @@ export function headLists({ record, place, head, means, places, label = "", choo
   const layers: [string, string][] = all.map((at) => [String(at), placeLabel(record, at)]);
   for (const at of means ? all : []) {
     const first = all.find((other) => isMeantWith(record.places[other]!, record.places[at]!));
-    const words = allLayers(record, record.places[at]!);
+    const words = allLayers(record.places[at]!);
     if (first === at) layers.push([`all-${at}`, words[0]!.toUpperCase() + words.slice(1)]);
   }
   const whole = head === "all";
@@ -56,7 +60,7 @@ export function stepTo(context: Context, place: number, head: HeadChoice): void 
   if (!here) return;
   const before = record.places[context.state.place]!;
   const same = before.n_queries === here.n_queries && before.n_keys === here.n_keys;
-  const change = { place, head: typeof head === "number" ? Math.min(head, here.n_heads - 1) : head };
+  const change = { place, head: typeof head === "number" ? Math.min(head, here.n_heads - 1) : head, also: [] };
   context.go(same ? change : { ...change, at: null, token: -1 });
 }
 
@@ -80,15 +84,17 @@ export function stepLayer(context: Context, by: number): void {
   stepTo(context, context.state.place + by, context.state.head);
 }
 
-const CURVE_WORDS: Record<Curve, string> = { root: "Root", linear: "Linear", log: "Log" };
+const CURVE_WORDS: Record<Curve, string> = { root: "Root", linear: "Linear", log: "Log", chance: "× chance" };
 const PALETTE_WORDS: Record<PaletteName, string> = { regard: "Tide", viridis: "Viridis", cividis: "Cividis" };
 
-export function colourPicker(context: Context): HTMLElement {
+/** `curve`: the scale in use; `chance`: whether times chance can be told here. */
+export function colourPicker(context: Context, curve: Curve, chance: boolean): HTMLElement {
   const { state } = context;
+  const offered = CURVES.filter((name) => chance || name !== "chance");
   return h(
     "div",
     { class: "picker" },
-    h("div", { class: "field" }, h("span", { text: "Scale" }), strip("Scale", CURVES.map((name) => [name, CURVE_WORDS[name]] as const), state.curve, (curve) => context.go({ curve }))),
+    h("div", { class: "field" }, h("span", { text: "Scale" }), strip("Scale", offered.map((name) => [name, CURVE_WORDS[name]] as const), curve, (to) => context.go({ curve: to }))),
     select("Colours", PALETTES.map((name) => [name, PALETTE_WORDS[name]] as const), state.palette, (value) => context.go({ palette: value as PaletteName })),
   );
 }
@@ -99,11 +105,19 @@ export class Legend {
   private readonly canvas: HTMLCanvasElement;
   private readonly ends: HTMLElement;
 
-  constructor(private readonly context: Context, private readonly signed: Ramp | null = null, of = "") {
+  constructor(private readonly context: Context, private readonly curve: Curve, private readonly signed: Ramp | null = null, of = "") {
     this.canvas = h("canvas", { width: 256, height: 1, "aria-hidden": "true" });
     this.ends = h("div", { class: "ends" });
-    this.element = h("div", { class: "legend" }, of ? h("p", { class: "hint", text: of }) : null, this.canvas, this.ends);
+    const chance = curve === "chance" && !signed ? h("p", { class: "hint", text: "Times chance: 1 is what each key would get if a query looked at all it may see alike." }) : null;
+    this.element = h("div", { class: "legend" }, of ? h("p", { class: "hint", text: of }) : null, this.canvas, this.ends, chance);
     this.update(0);
+  }
+
+  /** Each map has its own end. */
+  updateOwn(): void {
+    this.update(0);
+    this.ends.replaceChildren(...["least", "", "most of each map"].map((text) => h("span", { text })));
+    this.element.setAttribute("aria-label", "Colours run from the least to the most of each map");
   }
 
   /** `beyond`: some cells are above the end of the scale. */
@@ -114,10 +128,11 @@ export class Legend {
       draw.fillStyle = ramp(x / 255);
       draw.fillRect(x, 0, 1, 1);
     }
-    const mid = this.signed ? 0 : invert(max, this.context.state.curve);
-    const low = this.signed ? -max : this.context.state.curve === "log" ? max / 1e4 : 0;
+    const mid = this.signed ? 0 : invert(max, this.curve);
+    const low = this.signed ? -max : this.curve === "log" ? max / 1e4 : this.curve === "chance" ? Math.min(FAINT, max) : 0;
     const spellOut = (value: number) => (value === 0 ? "0" : Math.abs(value) >= 0.001 ? Number(value.toPrecision(2)).toString() : value.toExponential(0));
     const shown = max > 0 ? [low, mid, max].map(spellOut) : ["", "", ""];
+    if (this.curve === "chance" && !this.signed && max > 0) [shown[0], shown[1], shown[2]] = [`≤ ${shown[0]}×`, `${shown[1]}×`, `${shown[2]}×`];
     if (beyond && max > 0) shown[2] = `≥ ${shown[2]}`;
     this.ends.replaceChildren(...shown.map((text) => h("span", { text })));
     this.element.setAttribute("aria-label", `Colours run from ${shown[0]} to ${shown[2]}`);
@@ -127,6 +142,7 @@ export class Legend {
 /** The weight whose colour lies in the middle of the scale. */
 function invert(max: number, curve: Curve): number {
   if (curve === "linear") return max / 2;
+  if (curve === "chance") return Math.sqrt(max * Math.min(FAINT, max));
   return curve === "root" ? max / 4 : max / 100;
 }
 
@@ -141,12 +157,54 @@ export function scoreBars(context: Context): HTMLElement {
     const bar = h("span", { class: "fill" });
     bar.style.width = `${strength(record, name, value) * 100}%`;
     list.append(
-      h("li", { title: told(name), class: name === sort ? "chosen" : "" }, h("span", { class: "name", text: name }), h("span", { class: "bar" }, bar), h("span", { class: "value", text: spell(value) })),
+      h("li", { title: told(context.outline, name), "data-score": name, class: name === sort ? "chosen" : "" }, h("span", { class: "name", text: about(context.outline, name) }), h("span", { class: "bar" }, bar), h("span", { class: "value", text: spell(value) })),
     );
   }
   return list;
 }
 
+/** Save what is on the screen: as SVG for paper, as PNG for slides. `source`: a map, or a part of the page. */
+export function savers(context: Context, source: Heatmap | HTMLElement, name: string): HTMLElement {
+  const hand = (part: Blob, ending: string) => {
+    const link = h("a", { href: URL.createObjectURL(part), download: `${name.replace(/[^\p{L}\p{N}]+/gu, "-")}.${ending}` });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+  };
+  const element = source instanceof HTMLElement ? source : source.element;
+  const draw = () => {
+    const ground = getComputedStyle(element).getPropertyValue("--paper").trim();
+    return source instanceof HTMLElement ? elementSvg(source, ground) : source.toSvg(ground);
+  };
+  const asSvg = () => hand(new Blob([draw()], { type: "image/svg+xml" }), "svg");
+  const asPng = async () => {
+    const picture = h("img", { src: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(draw())}` });
+    await picture.decode();
+    const sharp = Math.max(2, devicePixelRatio || 1);
+    const sheet = h("canvas", { width: Math.round(picture.width * sharp), height: Math.round(picture.height * sharp) });
+    sheet.getContext("2d")!.drawImage(picture, 0, 0, sheet.width, sheet.height);
+    sheet.toBlob((blob) => blob && hand(blob, "png"), "image/png");
+  };
+  const button = (text: string, act: () => void) =>
+    h("button", { type: "button", class: "plain", text, title: `Save what is on the screen as ${text}`, on: { click: () => { act(); context.announce("Saved."); } } });
+  return h("div", { class: "savers", role: "group", "aria-label": "Save this view" }, h("span", { class: "said", text: "Save" }), button("SVG", asSvg), button("PNG", () => void asPng()));
+}
+
+/** Show all keys, or leave out those that take what nobody wants; and say so. */
+export function sinkPicker(context: Context): HTMLElement {
+  const { outline, state } = context;
+  const { record, place } = current(context);
+  const tokens = keyTokens(record, place);
+  const names = [...new Set(sinksOf(outline, state.record, place).map((at) => (isSpecial(tokens[at]!) ? quoted(tokens[at]!) : "the first token")))];
+  const choice = strip("Keys", [["all", "All keys"], ["without", "Without sinks"]], state.bare ? "without" : "all", (value) => context.go({ bare: value === "without" }));
+  const said = names.length ? `Left out: ${names.slice(0, 6).join(", ")}${names.length > 6 ? ", …" : ""}. The weights of each query on the other keys are made to add up to 1.` : "No key here is a special token.";
+  return h("div", { class: "sinks" }, choice, state.bare ? h("p", { class: "hint", role: "note", text: said }) : null);
+}
+
+/** What must be known of all that a record shows, such as a text longer than its model was made for. */
+export function notes(context: Context): HTMLElement[] {
+  return current(context).record.notes.map((note) => h("p", { class: "message warning", role: "note", text: note }));
+}
+
 export function shade(context: Context, value: number, max: number): string {
-  return colours(context)(bend(value, max, context.state.curve));
+  return colours(context)(bend(value, max, wordCurve(context)));
 }

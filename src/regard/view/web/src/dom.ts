@@ -107,6 +107,11 @@ export function percent(value: number | null | undefined): string {
   return `${hundred >= 99.95 ? hundred.toFixed(0) : hundred >= 10 ? hundred.toFixed(1) : hundred.toFixed(2)}%`;
 }
 
+/** A weight in two digits; what is there is never written as nothing. */
+export function hundredth(value: number): string {
+  return value > 0 && value < 0.005 ? "<0.01" : value.toFixed(2);
+}
+
 /** "1 token", "2 tokens", "1,000 tokens". */
 export function many(count: number, what: string): string {
   return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;

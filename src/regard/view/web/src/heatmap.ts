@@ -8,9 +8,11 @@ import { select } from "d3-selection";
 import { zoom, zoomIdentity, type ZoomBehavior, type ZoomTransform } from "d3-zoom";
 import { drawColumns, drawRows, drawTitles, overhang, room, slantedRoom, type Axis, type Pen } from "./axes";
 import { inkOn, paint, paintDifference, table, bend, type Curve, type Ramp, type Table } from "./colour";
+import { visibleTo } from "./chance";
 import { h } from "./dom";
 import type { Place } from "./outline";
 import { TILE } from "./source";
+import { SvgPen } from "./svgpen";
 import { Tiles, smallTile, type FetchTile, type Tile, type TileAt } from "./tiles";
 
 export interface Cell {
@@ -28,7 +30,7 @@ export interface MapOptions {
   label: string;
   small: number; // cells on a side of the map that stands in for tiles on their way
   ramp: () => Ramp;
-  curve: () => Curve;
+  curve: Curve;
   difference?: boolean;
   at?: [number, number, number] | null;
   onMove?: (at: [number, number, number]) => void;
@@ -56,7 +58,7 @@ export class Heatmap {
   readonly canvas: HTMLCanvasElement;
   readonly tiles: Tiles;
   cursor: { t: number; s: number } | null = null;
-  private readonly draw: CanvasRenderingContext2D;
+  private draw: CanvasRenderingContext2D;
   private readonly zoomer: ZoomBehavior<HTMLCanvasElement, unknown>;
   private transform: ZoomTransform = zoomIdentity;
   private base = { x: 1, y: 1 };
@@ -83,7 +85,7 @@ export class Heatmap {
     this.tiles = new Tiles(options.place, options.fetch, () => {
       this.redraw();
       options.onLoad?.(this);
-    });
+    }, options.curve === "chance" && !options.difference);
     this.zoomer = zoom<HTMLCanvasElement, unknown>()
       .filter((event: MouseEvent) => !event.button)
       .on("zoom", (event) => this.moved(event.transform, event.sourceEvent !== null));
@@ -97,6 +99,11 @@ export class Heatmap {
     this.canvas.addEventListener("blur", () => this.redraw());
     this.watcher = new ResizeObserver(() => this.resize());
     this.watcher.observe(this.element);
+  }
+
+  /** Differences have no chance to be compared with. */
+  private get curve(): Curve {
+    return this.options.difference && this.options.curve === "chance" ? "root" : this.options.curve;
   }
 
   close(): void {
@@ -235,6 +242,14 @@ export class Heatmap {
     this.redraw();
   }
 
+  /** Outline the cell that is pointed at in a map beside this one. */
+  follow(cell: { t: number; s: number } | null): void {
+    const { n_queries, n_keys } = this.options.place;
+    this.hover = cell && cell.t < n_queries && cell.s < n_keys ? { t: cell.t, s: cell.s } : null;
+    this.canvas.dataset.hover = this.hover ? `${this.hover.t},${this.hover.s}` : "";
+    this.redraw();
+  }
+
   private leave(): void {
     this.hover = null;
     this.options.onCell?.(this.cursor && this.cell(this.cursor), false);
@@ -308,6 +323,20 @@ export class Heatmap {
       this.setAt([this.cursor.t + 0.5, this.cursor.s + 0.5, this.transform.k]);
       this.options.onMove?.(this.at);
     }
+  }
+
+  /** What is on the screen as SVG: cells as they are, letters as letters. */
+  toSvg(ground: string): string {
+    const { draw } = this;
+    const pen = new SvgPen(draw, this.element.clientWidth, this.element.clientHeight, ground);
+    this.draw = pen as unknown as CanvasRenderingContext2D;
+    try {
+      this.paintFrame();
+    } finally {
+      this.draw = draw;
+    }
+    this.redraw();
+    return pen.text;
   }
 
   redraw(): void {
@@ -393,12 +422,12 @@ export class Heatmap {
     const { lt, ls } = tile;
     this.colours ??= table(this.options.ramp());
     const max = this.options.peers ? this.scale[0] : this.tiles.largest(lt, ls);
-    const curve = this.options.curve();
+    const curve = this.curve;
     const mark = `${max}|${curve}|${this.style}`;
     if (!tile.canvas || tile.painted !== mark) {
       tile.canvas ??= h("canvas", { width: tile.width, height: tile.height });
       const how = this.options.difference ? paintDifference : paint;
-      tile.canvas.getContext("2d")!.putImageData(how(tile.values, tile.width, max, curve, this.colours), 0, 0);
+      tile.canvas.getContext("2d")!.putImageData(how(tile.shown, tile.width, max, curve, this.colours), 0, 0);
       tile.painted = mark;
     }
     const snap = (value: number, margin: number) => Math.round((value + margin) * scale) / scale - margin;
@@ -456,7 +485,7 @@ export class Heatmap {
       for (let s = Math.max(0, Math.floor(-transform.x / step.x)); s < Math.min(n_keys, (plot.width - transform.x) / step.x); s += 1) {
         const { value } = this.cell({ t, s });
         if (value === undefined || value === 0) continue;
-        const size = bend(Math.abs(value), max, this.options.curve());
+        const size = bend(Math.abs(this.curve === "chance" ? value * visibleTo(this.options.place, t) : value), max, this.curve);
         draw.fillStyle = inkOn(ramp(this.options.difference ? 0.5 + (Math.sign(value) * size) / 2 : size));
         const words = hundredths(value, this.options.difference ?? false);
         draw.fillText(words, transform.x + (s + 0.5) * step.x, transform.y + (t + 0.5) * step.y);

@@ -107,6 +107,18 @@ function askKernel(model: Model): { ask: (question: string) => Promise<Uint8Arra
   return { ask, close: () => model.off("msg:custom", heard) };
 }
 
+/** JupyterLab says in an attribute of the body whether its theme is light; it may change. */
+function followTheme(app: App): () => void {
+  const follow = () => {
+    const said = document.body.dataset.jpThemeLight;
+    app.followHost(said === undefined ? null : said === "false" ? "dark" : "light");
+  };
+  follow();
+  const watcher = new MutationObserver(follow);
+  watcher.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
+  return () => watcher.disconnect();
+}
+
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   // Keys pressed in the widget are not the notebook's commands, of which x cuts the cell. The mark
   // is for notebooks that listen before the widget does, the stop for those that listen after it.
@@ -118,7 +130,9 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
     const outline = readOutline(JSON.parse(String(model.get("outline"))));
     const source = new LayeredSource(new InlineSource(outline), new RemoteSource(outline, kernel.ask));
     const app = new App(root, outline, source, new WidgetLine(model), root);
+    const unfollow = followTheme(app);
     return () => {
+      unfollow();
       app.close();
       kernel.close();
     };

@@ -2,6 +2,7 @@
 
 export interface Place {
   name: string;
+  label: string; // its number, with its stack where there are several: what a terminal's digest calls it
   layer: number;
   kind: "self" | "cross";
   n_heads: number;
@@ -13,11 +14,17 @@ export interface Place {
   grid: [number, number] | null; // how finely the map is known
   queries: Side;
   keys: Side;
+  visible: number[] | null; // how many keys each query may look at, and queries at each key, where
+  seen_by: number[] | null; // it is not all of them, or in a causal place those before
 }
 export type Side = "target" | "source" | "positions";
 export type Pieces = [string, string][] | null;
 export interface Recorded {
   model: string;
+  findings: Section[]; // what stands out, as in a terminal
+  groups: number[] | null; // how many tokens each word has
+  asked: number | null; // the first token of the word that the findings are about
+  notes: string[]; // what must be known of all that is shown, in sentences
   created: string;
   tokens: string[];
   pieces: Pieces;
@@ -29,8 +36,24 @@ export interface Recorded {
   scores: Record<string, (number | null)[][]>;
   alignment: [number, number] | null; // the place and head that align target and source best
 }
+export interface Finding {
+  text: string;
+  heads: [number, number, number | null][]; // place, head, weight
+  query: number | null; // the first tokens of the words that are linked
+  key: number | null;
+  note: string;
+}
+export interface Section {
+  title: string;
+  lines: Finding[];
+}
+export interface ScoreWords {
+  what: string; // what is looked at, or measured
+  does: string; // what a head with much of it does
+}
 export interface Outline {
   door: string;
+  words: Record<string, ScoreWords>; // what heads do, the same words as in a terminal
   records: Recorded[];
   parts: Record<string, string>;
   differences: [number, number, number][] | null; // place, head, distance between two records' maps
@@ -93,11 +116,18 @@ function grid(value: unknown, at: number): [number, number] | null {
   return [count(value[0], `place ${at}: grid`, 1, 4e6), count(value[1], `place ${at}: grid`, 1, 4e6)];
 }
 
+function counts(value: unknown, length: number, most: number): number[] | null {
+  if (!Array.isArray(value)) return null;
+  need(value.length === length, "counts of what is visible have the wrong length");
+  return value.map((one) => count(one, "a count of what is visible", 0, most));
+}
+
 function place(value: unknown, at: number): Place {
   need(isObject(value), `place ${at} should be an object`);
   need(value.kind === "self" || value.kind === "cross", `place ${at} has an unknown kind`);
   return {
     name: text(value.name, "a place's name"),
+    label: text(value.label, "a place's label"),
     layer: count(value.layer, `place ${at}: layer`, 0, 1e6),
     kind: value.kind,
     n_heads: count(value.n_heads, `place ${at}: n_heads`, 1, 4096),
@@ -109,6 +139,8 @@ function place(value: unknown, at: number): Place {
     grid: grid(value.grid, at),
     queries: side(value.queries),
     keys: side(value.keys),
+    visible: counts(value.visible, Number(value.n_queries), Number(value.n_keys)),
+    seen_by: counts(value.seen_by, Number(value.n_keys), Number(value.n_queries)),
   };
 }
 
@@ -123,6 +155,40 @@ function scores(value: unknown, places: Place[]): Recorded["scores"] {
     });
   }
   return out;
+}
+
+function scoreWords(value: unknown): Outline["words"] {
+  need(isObject(value), "the words for scores should be an object");
+  const out: Outline["words"] = Object.create(null);
+  for (const [name, said] of Object.entries(value)) {
+    need(isObject(said), "a score has no words");
+    out[name.slice(0, 40)] = { what: text(said.what, "a score's words"), does: text(said.does, "a score's words") };
+  }
+  return out;
+}
+
+function findings(value: unknown, places: Place[]): Section[] {
+  const token = (at: unknown) => (at === null ? null : count(at, "a token that is linked", 0, 4e6));
+  return (Array.isArray(value) ? value : []).map((section) => {
+    need(isObject(section) && Array.isArray(section.lines), "what stands out should have lines");
+    const lines = section.lines.map((line): Finding => {
+      need(isObject(line) && Array.isArray(line.heads), "a line should name heads");
+      const heads = line.heads.map((head): Finding["heads"][number] => {
+        need(Array.isArray(head) && head.length === 3, "a head should be a place, a number and a weight");
+        const at = count(head[0], "a place", 0, places.length - 1);
+        return [at, count(head[1], "a head", 0, places[at]!.n_heads - 1), typeof head[2] === "number" ? head[2] : null];
+      });
+      return { text: text(line.text, "a line"), heads, query: token(line.query), key: token(line.key), note: text(line.note, "a note") };
+    });
+    return { title: text(section.title, "a title"), lines };
+  });
+}
+
+function groups(value: unknown, tokens: number): number[] | null {
+  if (!Array.isArray(value)) return null;
+  const sizes = value.map((size) => count(size, "a word's tokens", 1, tokens));
+  need(sizes.reduce((sum, size) => sum + size, 0) === tokens, "words and tokens differ in number");
+  return sizes;
 }
 
 function alignment(value: unknown, places: Place[]): [number, number] | null {
@@ -144,6 +210,10 @@ function record(value: unknown): Recorded {
   }
   return {
     model: text(value.model, "model"),
+    findings: findings(value.findings, places),
+    groups: groups(value.groups, tokens.length),
+    asked: typeof value.asked === "number" ? count(value.asked, "the word asked about", 0, tokens.length - 1) : null,
+    notes: Array.isArray(value.notes) ? value.notes.map((note) => text(note, "a note")) : [],
     created: text(value.created, "created"),
     tokens,
     pieces: pieces(value.pieces, tokens.length),
@@ -184,6 +254,7 @@ export function readOutline(value: unknown): Outline {
   const records = value.records.map(record);
   return {
     door: text(value.door, "door"),
+    words: scoreWords(value.words),
     records,
     parts,
     differences: differences(value.differences, records[0]!),
@@ -210,22 +281,15 @@ export function hasWords(at: Place): boolean {
   return at.queries !== "positions" && at.keys !== "positions";
 }
 
-/** Whether an encoder and a decoder are here, so that a layer's number alone names none. */
-function hasTwoStacks(from: Recorded): boolean {
-  return from.source_tokens !== null || from.places.some((at) => at.kind === "cross") || new Set(from.places.map((at) => at.stack)).size > 1;
-}
-
-function sideOf(at: Place): "Encoder" | "Decoder" | "Cross" {
-  if (at.kind === "cross") return "Cross";
-  return at.stack === "encoder" || at.queries === "source" ? "Encoder" : "Decoder";
+function stackOf({ label }: Place): string {
+  return /^(encoder|decoder|cross) \d+$/.exec(label)?.[1] ?? "";
 }
 
 /** "Layer 3", or "Encoder 3", "Decoder 3" or "Cross 3" where there are two stacks. */
 export function placeLabel(from: Recorded, at: number): string {
-  const name = (place: Place) => `${hasTwoStacks(from) ? sideOf(place) : "Layer"} ${place.layer}`;
   const here = from.places[at]!;
-  const twins = from.places.filter((other) => name(other) === name(here));
-  return twins.length === 1 ? name(here) : here.name;
+  if (/^\d+$/.test(here.label)) return `Layer ${here.label}`;
+  return stackOf(here) ? here.label[0]!.toUpperCase() + here.label.slice(1) : here.label;
 }
 
 /** Whether the mean of all layers of one place is that of another, too. */
@@ -234,10 +298,9 @@ export function isMeantWith(one: Place, other: Place): boolean {
 }
 
 /** "all layers", and of two stacks which ones. */
-export function allLayers(from: Recorded, at: Place): string {
-  if (!hasTwoStacks(from)) return "all layers";
-  const side = sideOf(at);
-  return side === "Cross" ? "all cross-attention layers" : `all ${side.toLowerCase()} layers`;
+export function allLayers(at: Place): string {
+  const stack = stackOf(at);
+  return stack === "cross" ? "all cross-attention layers" : stack ? `all ${stack} layers` : "all layers";
 }
 
 /** Whether single weights can be had, not only a picture of the whole. */
@@ -248,7 +311,7 @@ export function isExact(at: Place): boolean {
 /** The place as its map has it: where only a picture was kept, its cells stand for the tokens. */
 export function mapPlace(at: Place): Place {
   if (isExact(at) || !at.grid) return at;
-  return { ...at, n_queries: at.grid[0], n_keys: at.grid[1], queries: "positions", keys: "positions", causal: false };
+  return { ...at, n_queries: at.grid[0], n_keys: at.grid[1], queries: "positions", keys: "positions", causal: false, visible: null, seen_by: null };
 }
 
 /** The position of the first token in each cell of a picture. */
@@ -259,6 +322,6 @@ export function cellStarts(cells: number, tokens: number): string[] {
 /** "Layer 3, head 2"; a mean over layers names no single one. */
 export function headTitle(from: Recorded, at: number, head: number | "layer" | "all"): string {
   const here = from.places[at]!;
-  if (head === "all") return `Mean of ${allLayers(from, here)}`;
+  if (head === "all") return `Mean of ${allLayers(here)}`;
   return `${placeLabel(from, at)}, ${head === "layer" ? "mean of its heads" : `head ${here.heads[head]}`}`;
 }

@@ -1,23 +1,19 @@
 // What heads do, in words and numbers.
 
-import type { Recorded } from "./outline";
+import type { Outline, Recorded } from "./outline";
 
-const TOLD: Record<string, string> = {
-  previous: "looks at the word before",
-  next: "looks at the word after",
-  same: "looks at itself",
-  induction: "looks at what followed the same word before",
-  first: "rests on the first token",
-  separator: "looks at separators",
-  local: "stays near",
-  broad: "spreads wide",
-};
 const LESS_IS_MORE = ["local"]; // a distance: the smaller it is, the more of the habit
 export const SHARES = ["previous", "next", "same", "induction", "first", "separator"];
 const CLEAR = 0.3; // of the weight, before a head is said to do one thing
 
-export function told(name: string): string {
-  return TOLD[name] ?? name;
+/** What a head with much of a score does: "looks at the token before". */
+export function told(outline: Outline, name: string): string {
+  return outline.words[name]?.does ?? name;
+}
+
+/** What a score is about: "the token before", "distance in tokens". */
+export function about(outline: Outline, name: string): string {
+  return outline.words[name]?.what ?? name;
 }
 
 export function score(record: Recorded, name: string, place: number, head: number): number | null {
@@ -70,5 +66,6 @@ export function spellScore(name: string, value: number | null): string {
 
 export function spell(value: number | null): string {
   if (value === null) return "–";
+  if (value > 0 && value < 0.005) return "<0.01";
   return Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(2);
 }

@@ -56,7 +56,8 @@ async function unpack(text: string, length: number): Promise<Float32Array> {
 /** Bytes out of a part; never more than `most`, whatever the part says. */
 async function inflate(text: string, most: number): Promise<Uint8Array> {
   const binary = atob(text);
-  const bytes = Uint8Array.from(binary, (character) => character.charCodeAt(0));
+  const bytes = new Uint8Array(binary.length);
+  for (let at = 0; at < bytes.length; at += 1) bytes[at] = binary.charCodeAt(at);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const reader = stream.getReader();
   const pieces: Uint8Array[] = [];
@@ -196,7 +197,7 @@ export class InlineSource implements Source {
   }
 }
 
-function derive(kind: string, whole: Float32Array, place: Place, numbers: number[]): Float32Array {
+export function derive(kind: string, whole: Float32Array, place: Place, numbers: number[]): Float32Array {
   const [first = 0, second = 0] = numbers;
   if (kind === "map") return pool(whole, place, numbers);
   if (kind === "row") return whole.slice(first * place.n_keys, (first + 1) * place.n_keys);
@@ -209,7 +210,7 @@ function derive(kind: string, whole: Float32Array, place: Place, numbers: number
   return Float32Array.from(sums);
 }
 
-function mean(all: Float32Array[]): Float32Array {
+export function mean(all: Float32Array[]): Float32Array {
   const out = new Float64Array(all[0]!.length);
   for (const one of all) one.forEach((value, at) => (out[at]! += value));
   return Float32Array.from(out, (value) => value / all.length);
@@ -253,7 +254,10 @@ export class LayeredSource implements Source {
 }
 
 export async function askServer(question: string, signal?: AbortSignal): Promise<ArrayBuffer> {
-  const reply = await fetch(`data/${question}`, { signal: signal ?? null, credentials: "omit" });
+  const reply = await fetch(`data/${question}`, { signal: signal ?? null, credentials: "omit" }).catch((problem: unknown) => {
+    if (signal?.aborted) throw problem;
+    throw new Error("The server does not answer: it was stopped, or its terminal was closed. Run the command again and open the address that it prints.");
+  });
   if (!reply.ok) {
     const words = (await reply.text()).slice(0, 300);
     throw new Error(words || `the server answered ${reply.status}`);

@@ -5,7 +5,8 @@ import { CURVES, PALETTES, type Curve, type PaletteName } from "./colour";
 import { haveOneShape, type Outline, type Recorded } from "./outline";
 import type { HeadChoice } from "./source";
 
-export const PAGES = ["overview", "head", "text", "align", "compare"] as const;
+export const PAGES = ["start", "overview", "head", "text", "align", "compare"] as const;
+export const MOST_HEADS = 6; // whose lines have colours that can be told apart
 export type PageName = (typeof PAGES)[number];
 
 export interface State {
@@ -17,13 +18,16 @@ export interface State {
   token: number; // the chosen word; -1: none
   side: "query" | "key"; // which side the chosen word is on
   mate: number; // the word of the other side, where a pair is chosen; -1: none
+  also: number[]; // heads of the same layer whose lines are drawn beside those of the chosen one
   split: boolean; // whether characters of several tokens are shown token by token
   sort: string; // "" is the order of the model, else a score's name
   least: number; // of that score, from 0 to 1 of its range
   alike: boolean; // whether the records are of one shape, and a head is looked at in both
   at: [number, number, number] | null; // centre query, centre key, zoom of the map
   palette: PaletteName;
-  curve: Curve;
+  curve: Curve | null; // null: times chance for long causal maps, else the root
+  bare: boolean; // whether special tokens and the first are left out
+  own: boolean; // whether each map of the overview has a scale of its own
 }
 
 /** The head a record opens on: that of its alignment, or the first one of cross-attention, or of all. */
@@ -34,7 +38,8 @@ function firstHead(record: Recorded): [number, number] {
 export function firstState(outline: Outline, record = 0): State {
   const [place, head] = firstHead(outline.records[record]!);
   return {
-    page: outline.records.length === 2 ? "compare" : "overview",
+    // A translation opens on its alignment.
+    page: outline.records.length === 2 ? "compare" : outline.records[record]!.alignment ? "align" : "start",
     record,
     place,
     head,
@@ -42,13 +47,16 @@ export function firstState(outline: Outline, record = 0): State {
     token: -1,
     side: "query",
     mate: -1,
+    also: [],
     split: false,
     sort: "",
     least: 0,
     alike: outline.records.length === 1 || haveOneShape(outline.records[0]!, outline.records[1]!),
     at: null,
     palette: "regard",
-    curve: "root",
+    curve: null,
+    bare: false,
+    own: false,
   };
 }
 
@@ -71,6 +79,8 @@ export function readState(line: string, outline: Outline): State {
   state.token = whole(said.get("token"), -1, tokenCount(outline, state) - 1, -1);
   const others = tokenCount(outline, { ...state, side: state.side === "query" ? "key" : "query" });
   state.mate = state.token < 0 ? -1 : whole(said.get("mate"), -1, others - 1, -1);
+  const also = (said.get("also") ?? "").split(",").map((each) => whole(each, 0, places[state.place]!.n_heads - 1, -1));
+  state.also = [...new Set(also)].filter((each) => each >= 0 && each !== state.head).slice(0, MOST_HEADS - 1);
   state.split = said.get("tokens") === "1";
   const sort = said.get("sort") ?? "";
   state.sort = Object.hasOwn(outline.records[state.record]!.scores, sort) ? sort : "";
@@ -78,7 +88,9 @@ export function readState(line: string, outline: Outline): State {
   const at = (said.get("at") ?? "").split(",").map(Number);
   if (at.length === 3 && at.every((n) => Number.isFinite(n) && n >= 0)) state.at = at as [number, number, number];
   state.palette = PALETTES.find((name) => name === said.get("colours")) ?? "regard";
-  state.curve = CURVES.find((name) => name === said.get("scale")) ?? "root";
+  state.curve = CURVES.find((name) => name === said.get("scale")) ?? null;
+  state.bare = said.get("without") === "sinks";
+  state.own = said.get("own") === "1";
   return state;
 }
 
@@ -103,7 +115,7 @@ export function chosenPair({ token, side, mate }: State): { t: number; s: number
 export function writeState(state: State): string {
   const said = new URLSearchParams();
   if (state.record) said.set("record", String(state.record));
-  if (state.page !== "overview" || state.token >= 0) {
+  if (!["start", "overview"].includes(state.page) || state.token >= 0 || (state.page === "start" && state.place > 0)) {
     said.set("place", String(state.place));
     said.set("head", String(state.head));
   }
@@ -113,6 +125,7 @@ export function writeState(state: State): string {
     if (state.side === "key") said.set("side", "key");
     if (state.mate >= 0) said.set("mate", String(state.mate));
   }
+  if (state.also.length && state.page === "align") said.set("also", state.also.join(","));
   if (state.split && state.page === "text") said.set("tokens", "1");
   if (state.page === "overview" && state.sort) {
     said.set("sort", state.sort);
@@ -122,7 +135,9 @@ export function writeState(state: State): string {
     said.set("at", state.at.map((n) => String(Number(n.toPrecision(6)))).join(","));
   }
   if (state.palette !== "regard") said.set("colours", state.palette);
-  if (state.curve !== "root") said.set("scale", state.curve);
+  if (state.curve) said.set("scale", state.curve);
+  if (state.bare) said.set("without", "sinks");
+  if (state.own && state.page === "overview") said.set("own", "1");
   const query = said.toString().replaceAll("%2C", ",");
   return query ? `${state.page}?${query}` : state.page;
 }

@@ -2,7 +2,8 @@
 // pixel for a pixel of the screen, each the mean weight of what it covers, so that nothing is left
 // out between two pixels.
 
-import { ceiling, largest, paint, table } from "./colour";
+import { chanceOf, overChance } from "./chance";
+import { ceiling, largest, paint, table, type Curve, type Table } from "./colour";
 import { colours, words, type Context } from "./context";
 import type { Legend } from "./controls";
 import { mapPlace } from "./outline";
@@ -12,19 +13,24 @@ import { smallTile } from "./tiles";
 interface Thumb {
   canvas: HTMLCanvasElement;
   values: Float32Array;
+  chance: Float32Array | null; // of each cell, where that is what values are held against
+  top: number; // the end of its own scale
   width: number;
 }
 
 export class Thumbs {
   private readonly jobs = new Map<Element, () => Promise<void>>();
   private drawn: Thumb[] = [];
+  private waiting = new Set<Thumb>();
   private max = 0; // the end of the scale of all maps
   private beyond = false; // whether cells lie beyond it
   private frame = 0;
+  private table: [string, Table] | null = null;
   private readonly seen: IntersectionObserver;
   private readonly sized: ResizeObserver;
 
-  constructor(private readonly context: Context, grid: HTMLElement, private readonly legend: Legend) {
+  /** `own`: each map has a scale of its own. */
+  constructor(private readonly context: Context, grid: HTMLElement, private readonly legend: Legend, private readonly curve: Curve, private readonly own: boolean) {
     this.seen = new IntersectionObserver((entries) => {
       for (const { target } of entries.filter((entry) => entry.isIntersecting)) {
         this.seen.unobserve(target);
@@ -45,6 +51,7 @@ export class Thumbs {
     this.seen.disconnect();
     this.jobs.clear();
     this.drawn = [];
+    this.waiting.clear();
   }
 
   close(): void {
@@ -54,10 +61,20 @@ export class Thumbs {
   }
 
   repaint(): void {
+    this.waiting = new Set(this.drawn);
+    this.schedule();
+  }
+
+  /** Draw what waits for it in the next frame: all sizes are read first, so that the page is laid
+   * out once and not once a map. */
+  private schedule(): void {
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
-      this.legend.update(this.max, this.beyond);
-      for (const thumb of this.drawn) this.draw(thumb);
+      if (this.own) this.legend.updateOwn();
+      else this.legend.update(this.max, this.beyond);
+      const sized = [...this.waiting].map((thumb): [Thumb, number, number] => [thumb, thumb.canvas.clientWidth, thumb.canvas.clientHeight]);
+      this.waiting.clear();
+      for (const each of sized) this.draw(...each);
     });
   }
 
@@ -67,14 +84,20 @@ export class Thumbs {
     const { lt, ls } = smallTile(here, outline.small);
     try {
       const values = await source.get(`map/${state.record}/${place}/${head}/${lt}/${ls}/0/0`);
-      const thumb = { canvas, values, width: cellsOf(here.n_keys, ls) };
-      const top = ceiling(values, lt + ls > 0);
-      this.beyond ||= largest(values) > Math.max(top, this.max);
+      const width = cellsOf(here.n_keys, ls);
+      const chance = this.curve === "chance" ? chanceOf(here, { lt, ls, ti: 0, si: 0 }, values.length / width, width) : null;
+      const shown = chance ? overChance(values, chance) : values;
+      const top = ceiling(shown, lt + ls > 0);
+      const thumb = { canvas, values, chance, top, width };
+      this.beyond ||= largest(shown) > Math.max(top, this.max);
       this.drawn.push(thumb);
       if (top > this.max) {
         this.max = top;
         this.repaint();
-      } else this.draw(thumb);
+      } else {
+        this.waiting.add(thumb);
+        this.schedule();
+      }
       card.dataset.cells = `${values.length / thumb.width} × ${thumb.width}`;
       card.dataset.ready = "yes";
     } catch (problem) {
@@ -84,13 +107,21 @@ export class Thumbs {
     }
   }
 
-  private draw({ canvas, values, width }: Thumb): void {
+  /** The colours as pixels, made once for all maps. */
+  private colours(): Table {
+    const key = `${this.context.state.palette}|${this.context.dark()}`;
+    if (this.table?.[0] !== key) this.table = [key, table(colours(this.context))];
+    return this.table[1];
+  }
+
+  private draw({ canvas, values, chance, top, width }: Thumb, wide: number, tall: number): void {
     const side = (length: number) => Math.max(1, Math.round(length * (devicePixelRatio || 1)));
-    canvas.width = side(canvas.clientWidth);
-    canvas.height = side(canvas.clientHeight);
-    const across = pool(values, values.length / width, width, canvas.width, 1);
-    const pixels = pool(across, canvas.width, values.length / width, canvas.height, canvas.width);
-    canvas.getContext("2d")!.putImageData(paint(pixels, canvas.width, this.max, this.context.state.curve, table(colours(this.context))), 0, 0);
+    canvas.width = side(wide);
+    canvas.height = side(tall);
+    const scaled = (numbers: Float32Array) => pool(pool(numbers, numbers.length / width, width, canvas.width, 1), canvas.width, numbers.length / width, canvas.height, canvas.width);
+    const pixels = chance ? overChance(scaled(values), scaled(chance)) : scaled(values);
+    const max = this.own ? top : this.max;
+    canvas.getContext("2d")!.putImageData(paint(pixels, canvas.width, max, this.curve, this.colours()), 0, 0);
   }
 }
 

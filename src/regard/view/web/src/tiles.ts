@@ -1,6 +1,7 @@
 // Tiles of one map: asked for when they come into view, a few at a time, the nearest first; given
 // up when they leave it. At every level a cell is the exact mean of 2^lt × 2^ls weights.
 
+import { chanceOf, overChance } from "./chance";
 import { ceiling, largest } from "./colour";
 import type { Place } from "./outline";
 import { TILE, cellsOf, wholeLevel } from "./source";
@@ -13,6 +14,7 @@ export interface TileAt {
 }
 export interface Tile extends TileAt {
   values: Float32Array;
+  shown: Float32Array; // what the colours are of: the values, or these times chance
   width: number;
   height: number;
   canvas: HTMLCanvasElement | null;
@@ -47,6 +49,7 @@ export class Tiles {
     private readonly place: Place,
     private readonly fetchTile: FetchTile,
     private readonly arrived: () => void,
+    private readonly chance = false,
   ) {}
 
   get(at: TileAt): Tile | undefined {
@@ -136,10 +139,11 @@ export class Tiles {
     const [width, height] = [this.width(at), this.height(at)];
     if (values.length !== width * height) throw new Error("a tile has the wrong size");
     const level = `${at.lt}/${at.ls}`;
-    const top = ceiling(values, at.lt + at.ls > 0);
+    const shown = this.chance ? overChance(values, chanceOf(this.place, at, height, width)) : values;
+    const top = ceiling(shown, at.lt + at.ls > 0);
     this.largestAt.set(level, Math.max(this.largestAt.get(level) ?? 0, top));
-    if (largest(values) > top) this.beyondAt.add(level);
-    this.held.set(tileKey(at), { ...at, values, width, height, canvas: null, painted: "", used: (this.clock += 1) });
+    if (largest(shown) > top) this.beyondAt.add(level);
+    this.held.set(tileKey(at), { ...at, values, shown, width, height, canvas: null, painted: "", used: (this.clock += 1) });
     if (this.held.size > KEPT) {
       const oldest = [...this.held.entries()].sort((a, b) => a[1].used - b[1].used)[0]!;
       this.held.delete(oldest[0]);

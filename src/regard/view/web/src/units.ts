@@ -24,8 +24,11 @@ export class Units {
     this.unitOf = new Int32Array(tokens.length);
     tokens.forEach((token, at) => {
       const last = this.list.at(-1);
-      if (last && joined.has(at) && !split) last.count += 1;
-      else {
+      if (last && joined.has(at) && !split) {
+        last.count += 1;
+        last.own += (pieces?.[at] ?? []).join("");
+        if (last.own.trim()) last.name = last.own;
+      } else {
         const part = split && (joined.has(at) || joined.has(at + 1));
         const [before, text] = pieces?.[at] ?? [at ? " " : "", label(token, 40)];
         const own = part ? label(token, 40) : text;
@@ -52,6 +55,19 @@ export class Units {
       return mean ? sum / count : sum;
     });
   }
+}
+
+/** The words of one side: tokens that together are a word, as a terminal's digest has them. */
+export function wordUnits(record: Recorded, place: Place, which: "query" | "key"): Units {
+  const side = which === "key" ? place.keys : place.queries;
+  if (side !== "target" || !record.groups) return unitsOf(record, place, which, false);
+  const inner = new Set<number>();
+  let at = 0;
+  for (const size of record.groups) {
+    for (let more = 1; more < size; more += 1) inner.add(at + more);
+    at += size;
+  }
+  return new Units(record.tokens, record.pieces, inner, false);
 }
 
 export function unitsOf(record: Recorded, place: Place, which: "query" | "key", split: boolean): Units {

@@ -62,3 +62,11 @@ export function direction(parts: Iterable<string>): "ltr" | "rtl" {
 export function quoted(text: string, length = 24): string {
   return `“\u2068${label(text, length)}\u2069”`;
 }
+
+/** How the text begins, without tokens that stand for none of it. */
+export function opening({ pieces, tokens }: { pieces: [string, string][] | null; tokens: string[] }): string {
+  if (pieces) return pieces.slice(0, 200).map(([before, own]) => before + own).join("").replace(/\s+/g, " ").trim();
+  const read = tokens.slice(0, 60);
+  const said = read.filter((token) => !isSpecial(token));
+  return (said.length ? said : read).join(" ");
+}

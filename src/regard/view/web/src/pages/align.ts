@@ -1,13 +1,15 @@
-// Source × target: two columns of words with a line for every weight that matters. Meant for
-// cross-attention; shows self-attention too where there is none. A source without words, such as
+// Two columns of words with a line for every weight that matters. Of cross-attention source on the left
+// and target on the right; of self-attention queries on the left and keys on the right, several heads
+// at once, each in its colour, where that is wanted. A source without words, such as
 // speech, is shown in spans of positions, a long text in parts; what a word looks at most is told
 // of all keys, also those of other parts.
 
 import { current, question, words, type Context, type Page } from "../context";
-import { headPicker } from "../controls";
-import { h, message, percent, svg } from "../dom";
+import { headPicker, notes, savers, sinkPicker } from "../controls";
+import { h, message, percent, select, svg } from "../dom";
 import { isExact, keyTokens, queryTokens } from "../outline";
 import { TILE, cellsOf, wholeLevel } from "../source";
+import { MOST_HEADS } from "../state";
 import { headKeys } from "./head";
 import { label, quoted } from "../words";
 
@@ -17,6 +19,7 @@ const LINES = 3000; // drawn at most
 const SPANS = 64; // of positions, at most
 const REST = 80; // milliseconds that the pointer rests on a word before its weights are asked for
 let least = 0.12; // weights below are not drawn; kept while the page is open
+const most = { self: 3, cross: 0 }; // lines that a query has, at most; 0: all. Kept too
 
 export function align(context: Context): Page {
   const view = new AlignView(context);
@@ -43,20 +46,24 @@ class AlignView {
   private readonly rows: string[];
   private readonly columns: string[];
   private weights: Float32Array | null = null;
+  private beside: [number, Float32Array][] = []; // other heads, and their weights
+  private readonly self: boolean;
   private readonly level: number; // each row of the source is 2^level keys
   private timer = 0;
   private tile = { ti: 0, si: -1 }; // the part shown; -1: the one with most of the weight
   private buttons: Record<"query" | "key", HTMLElement[]> = { query: [], key: [] };
-  private paths: { element: SVGElement; t: number; s: number; weight: number }[] = [];
+  private paths: { element: SVGElement; t: number; s: number; weight: number; head: number }[] = [];
 
   constructor(private readonly context: Context) {
     const { record, place } = current(context);
+    this.self = place.kind === "self";
     this.rows = queryTokens(record, place);
     this.level = place.keys === "positions" && place.n_keys > TILE ? wholeLevel(place.n_keys, SPANS) : 0;
     this.columns = this.level ? spans(place.n_keys, 2 ** this.level) : keyTokens(record, place);
     const cross = place.kind === "cross";
-    const facts = cross ? "Source on the left, target on the right: each line is how much a target word looks at a source word." : "This record has no cross-attention; these are the lines of one self-attention, keys on the left, queries on the right.";
+    const facts = cross ? "Source on the left, target on the right: each line is how much a target word looks at a source word." : "Who looks on the left, at what on the right: each line is how much a word looks at another.";
     const written = " A word stands where it is read: its lines are where the model looks while about to write the next.";
+    const few = select("Lines", [["1", "1 a word"], ["2", "2 a word"], ["3", "3 a word"], ["5", "5 a word"], ["0", "all"]], String(most[place.kind]), (value) => { most[place.kind] = Number(value); this.draw(); });
     const shown = h("output", { text: percent(least) });
     const slider = h("input", {
       type: "range", min: 1, max: 60, value: Math.round(least * 100),
@@ -64,17 +71,33 @@ class AlignView {
     });
     const aside = h(
       "aside", { class: "panel" },
-      h("h1", { text: "Alignment" }),
+      h("h1", { text: cross ? "Alignment" : "Lines" }),
       h("p", { class: "facts", text: facts + (cross || place.causal ? written : "") }),
-      headPicker(context, true, crossPlaces(context)),
+      ...notes(context), headPicker(context, true, crossPlaces(context)),
+      this.together(),
       h("label", { class: "field" }, h("span", { text: "At least" }), slider, shown),
-      this.sentence, this.ranking,
+      few,
+      this.sentence, this.ranking, sinkPicker(context), savers(context, this.stage, `${record.model} lines`),
     );
-    this.element = h("section", { class: "page align", "aria-label": "Alignment" }, this.stage, aside);
+    this.element = h("section", { class: "page align", "aria-label": cross ? "Alignment" : "Lines" }, this.stage, aside);
   }
 
   close(): void {
     clearTimeout(this.timer);
+  }
+
+  /** The heads of this layer, each of which can be drawn beside the chosen one. */
+  private together(): HTMLElement | null {
+    const { place } = current(this.context);
+    const { head, also } = this.context.state;
+    if (!this.self || typeof head !== "number" || place.n_heads < 2) return null;
+    const shown = [head, ...also];
+    const buttons = place.heads.map((number, at) => {
+      const turn = shown.indexOf(at);
+      const next = turn < 0 ? [...also, at].slice(0, MOST_HEADS - 1) : also.filter((other) => other !== at);
+      return h("button", { type: "button", text: String(number), "data-focus": `beside-${at}`, class: turn < 0 ? "" : `line${turn}`, "aria-pressed": String(turn >= 0), disabled: at === head, title: at === head ? "the chosen head" : "draw this head too", on: { click: () => this.context.go({ also: next }) } });
+    });
+    return h("div", { class: "beside", role: "group", "aria-label": "Heads drawn together" }, h("span", { class: "hint", text: "Heads" }), ...buttons);
   }
 
   async load(): Promise<void> {
@@ -95,7 +118,11 @@ class AlignView {
       const means = await this.context.source.get(question("map", this.context, 0, this.level, this.tile.ti, this.tile.si));
       const { s0, s } = this.shown();
       // A cell is the mean of its keys; what is drawn is their sum.
-      this.weights = this.level ? means.map((mean, at) => mean * this.keysOf(s0 + (at % s))) : means;
+      const sum = (values: Float32Array) => (this.level ? values.map((mean, at) => mean * this.keysOf(s0 + (at % s))) : values);
+      const { record, place, also } = this.context.state;
+      const others = also.map((head) => this.context.source.get(["map", record, place, head, 0, this.level, this.tile.ti, this.tile.si].join("/")));
+      this.beside = (await Promise.all(others)).map((values, at) => [also[at]!, sum(values)]);
+      this.weights = sum(means);
       this.draw();
     } catch (problem) {
       this.stage.replaceChildren(message(words(problem), "error"));
@@ -139,19 +166,28 @@ class AlignView {
     // Both columns run from top to bottom, so that a word is near what stands as far into the other.
     const [gapT, gapS] = [t, s].map((count) => (count > 1 ? (height - LINE) / (count - 1) : 0) - LINE) as [number, number];
     this.paths = [];
-    for (let y = 0; y < t; y += 1) {
-      for (let x = 0; x < s; x += 1) {
-        const weight = this.weights[y * s + x]!;
-        if (weight >= least) this.paths.push({ t: t0 + y, s: s0 + x, weight, element: svg("path", { d: curve(LINE / 2 + x * (gapS + LINE), LINE / 2 + y * (gapT + LINE), wide) }) });
+    const heightOf = (at: number, gap: number) => LINE / 2 + at * (gap + LINE);
+    for (const [head, weights] of [this.weights, ...this.beside.map(([, values]) => values)].entries()) {
+      for (let y = 0; y < t; y += 1) {
+        const row = [...weights.subarray(y * s, (y + 1) * s).entries()].filter(([, weight]) => weight >= least);
+        const { kind } = current(this.context).place;
+        if (most[kind]) row.sort((a, b) => b[1] - a[1]).splice(most[kind]);
+        for (const [x, weight] of row) {
+          const ends: [number, number] = [heightOf(x, gapS), heightOf(y, gapT)];
+          if (this.self) ends.reverse();
+          this.paths.push({ t: t0 + y, s: s0 + x, weight, head, element: svg("path", { d: curve(...ends, wide) }) });
+        }
       }
     }
     this.paths.sort((a, b) => b.weight - a.weight);
     this.paths.length = Math.min(LINES, this.paths.length);
     const lines = svg("svg", { class: "lines", width: wide, height, viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": `${this.paths.length} lines of at least ${percent(least)}` });
     lines.append(...this.paths.map((path) => path.element).reverse());
-    const [left, right] = [this.column("key", s0, s), this.column("query", t0, t)];
-    left.style.rowGap = `${Math.max(0, gapS)}px`;
-    right.style.rowGap = `${Math.max(0, gapT)}px`;
+    const [keys, queries] = [this.column("key", s0, s), this.column("query", t0, t)];
+    keys.style.rowGap = `${Math.max(0, gapS)}px`;
+    queries.style.rowGap = `${Math.max(0, gapT)}px`;
+    const [left, right] = this.self ? [queries, keys] : [keys, queries];
+    left.classList.add("left");
     const none = this.paths.length ? null : message(`No weight here reaches ${percent(least)}; move “At least” to the left.`);
     this.stage.replaceChildren(...(none ? [none] : []), h("div", { class: "pair-columns" }, left, lines, right), ...this.turner());
     this.mark();
@@ -227,7 +263,8 @@ class AlignView {
     const { t0, s0, s } = this.shown();
     for (const path of this.paths) {
       const own = !chosen || (chosen.which === "query" ? path.t : path.s) === chosen.at;
-      path.element.setAttribute("class", chosen ? (own ? "own" : "other") : "");
+      const colour = this.beside.length ? ` line${path.head}` : "";
+      path.element.setAttribute("class", (chosen ? (own ? "own" : "other") : "") + colour);
       path.element.style.strokeWidth = String(0.75 + path.weight * 5);
       path.element.style.strokeOpacity = String(own ? Math.min(1, 0.2 + path.weight) : 0.05);
     }
@@ -282,7 +319,9 @@ class AlignView {
   private list(chosen: Chosen, weights: [number, number][], whole: boolean): void {
     const [own, other] = chosen.which === "query" ? [this.rows, this.columns] : [this.columns, this.rows];
     const best = weights.filter(([, value]) => value > 0).sort((a, b) => b[1] - a[1]).slice(0, 6);
-    const verb = `${chosen.which === "query" ? " looks at" : " is looked at by"}${whole ? "" : ", within the part shown"}`;
+    const { place } = current(this.context);
+    const where = this.beside.length ? `, in head ${place.heads[Number(this.context.state.head)]}` : "";
+    const verb = `${chosen.which === "query" ? " looks at" : " is looked at by"}${whole ? "" : ", within the part shown"}${where}`;
     // The number of a span says nothing beside its positions.
     const number = (names: string[], at: number) => (this.level && names === this.columns ? null : h("sub", { text: String(at) }));
     this.sentence.replaceChildren(h("bdi", { dir: "auto", text: label(own[chosen.at]!) }), number(own, chosen.at) ?? "", verb);

@@ -2,9 +2,9 @@
 // difference. Of models of one shape it is the same head in both, with a list of the heads that
 // differ most; of others a head of each, for a number says nothing about which is like which.
 
-import { differenceRamp } from "../colour";
-import { colours, type Context, type Page } from "../context";
-import { Legend, colourPicker, headLists, headPicker } from "../controls";
+import { differenceRamp, type Curve } from "../colour";
+import { colours, mapCurve, type Context, type Page } from "../context";
+import { Legend, colourPicker, headLists, headPicker, savers, sinkPicker } from "../controls";
 import { exact, h, message, percent } from "../dom";
 import { Heatmap, type Cell, type MapOptions } from "../heatmap";
 import { cellStarts, headTitle, isExact, keyTokens, mapPlace, placeLabel, queryTokens, type Place, type Recorded } from "../outline";
@@ -12,7 +12,7 @@ import type { HeadChoice } from "../source";
 import { chosenPair } from "../state";
 import type { TileAt } from "../tiles";
 import { headKeys } from "./head";
-import { label, shorten } from "../words";
+import { label, opening, shorten } from "../words";
 
 /** What is looked at in one of the two records. */
 interface Side {
@@ -38,10 +38,11 @@ export function compare(context: Context): Page {
   }
   const [one, two] = sides(context);
   const readout = h("p", { class: "weights" }, "Point at a cell, or use the arrow keys.");
-  const maps = new Maps(context, readout);
+  const curve = mapCurve(context, [one.place, two.place]);
+  const maps = new Maps(context, readout, curve);
   const figures = [
-    maps.make(one, `A · ${one.record.model}`, (at, signal) => tileOf(context, one, at, signal)),
-    maps.make(two, `B · ${two.record.model}`, (at, signal) => tileOf(context, two, at, signal)),
+    maps.make(one, title("A", one, two), (at, signal) => tileOf(context, one, at, signal)),
+    maps.make(two, title("B", two, one), (at, signal) => tileOf(context, two, at, signal)),
   ];
   const same = String(one.place.grid) === String(two.place.grid) && one.place.kind === two.place.kind;
   if (same) {
@@ -58,7 +59,7 @@ export function compare(context: Context): Page {
     h("h1", { text: context.state.alike ? headTitle(one.record, one.at, one.head) : "Two models" }),
     ...pickers(context, one, two), readout, maps.legend.element, same ? maps.signed.element : null,
     same ? null : message("The two maps differ in size, so there is no map of differences."),
-    ...differences(context, one.record), colourPicker(context),
+    ...differences(context, one.record), sinkPicker(context), colourPicker(context, curve, isExact(one.place) && isExact(two.place) && !context.state.bare),
   );
   return {
     element: h("section", { class: "page compare", "aria-label": "Compare" }, h("div", { class: `stage figures n${figures.length}` }, ...figures), aside),
@@ -66,6 +67,12 @@ export function compare(context: Context): Page {
     restyle: () => maps.each((map) => map.restyle()),
     key: (event) => headKeys(context, event),
   };
+}
+
+/** A record by its text; of one text in two models by the model. */
+function title(letter: string, { record }: Side, { record: other }: Side): string {
+  const text = opening(record);
+  return `${letter} · ${text === opening(other) && record.model !== other.model ? record.model : text}`;
 }
 
 function pickers(context: Context, one: Side, two: Side): HTMLElement[] {
@@ -88,9 +95,9 @@ class Maps {
   readonly signed: Legend;
   private readonly all: Heatmap[] = [];
 
-  constructor(private readonly context: Context, private readonly readout: HTMLElement) {
-    this.legend = new Legend(context, null, "A and B");
-    this.signed = new Legend(context, differenceRamp(context.dark()), "B − A");
+  constructor(private readonly context: Context, private readonly readout: HTMLElement, private readonly curve: Curve) {
+    this.legend = new Legend(context, curve, null, "A and B");
+    this.signed = new Legend(context, curve, differenceRamp(context.dark()), "B − A");
   }
 
   choose(pair: { t: number; s: number }): void {
@@ -107,7 +114,7 @@ class Maps {
     const map: Heatmap = new Heatmap({
       place: mapPlace(place), fetch, difference, label: title, rows, columns, small: context.outline.small,
       ramp: () => (difference ? differenceRamp(context.dark()) : colours(context)),
-      curve: () => context.state.curve,
+      curve: this.curve,
       at: context.state.at,
       peers: () => all.filter((other) => !other.options.difference === !difference),
       onMove: (at) => {
@@ -116,6 +123,7 @@ class Maps {
       },
       onCell: (cell, kept) => {
         tell(this.readout, all, cell, rows, columns);
+        for (const other of all) if (other !== map) other.follow(kept ? null : cell);
         if (kept && cell && isExact(place)) context.go({ token: cell.t, side: "query", mate: cell.s }, true);
       },
       onLoad: () => {
@@ -125,7 +133,7 @@ class Maps {
       },
     });
     all.push(map);
-    return h("figure", {}, h("figcaption", {}, h("bdi", { dir: "auto", text: shorten(title, 48) })), map.element);
+    return h("figure", {}, h("figcaption", {}, h("bdi", { dir: "auto", text: shorten(title, 48) })), savers(context, map, title), map.element);
   }
 }
 
@@ -152,6 +160,7 @@ function tell(readout: HTMLElement, maps: Heatmap[], cell: Cell | null, rows: st
   readout.replaceChildren(
     h("bdi", { dir: "auto", text: label(rows[cell.t]!) }), " → ", h("bdi", { dir: "auto", text: label(columns[cell.s]!) }),
     h("br"), `A ${spellOut(values[0])}`, h("br"), `B ${spellOut(values[1])}`,
+    ...(values[0] === undefined || values[1] === undefined ? [] : [h("br"), `B − A ${exact(values[1] - values[0])}`]),
   );
 }
 

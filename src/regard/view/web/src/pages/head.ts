@@ -1,8 +1,9 @@
 // One head as a map that can be zoomed from the whole text to single weights.
 
-import { colours, current, question, words, type Context, type Page } from "../context";
-import { Legend, colourPicker, headPicker, scoreBars, stepHead, stepLayer } from "../controls";
-import { exact, h, message, percent } from "../dom";
+import { colours, current, mapCurve, question, words, type Context, type Page } from "../context";
+import { Legend, colourPicker, headPicker, notes, savers, scoreBars, sinkPicker, stepHead, stepLayer } from "../controls";
+import { visibleTo } from "../chance";
+import { exact, h, many, message, percent } from "../dom";
 import { Heatmap, type Cell } from "../heatmap";
 import { cellStarts, headTitle, isExact, keyTokens, mapPlace, queryTokens, type Place } from "../outline";
 import { chosenPair } from "../state";
@@ -15,7 +16,8 @@ export function head(context: Context): Page {
   const drawn = mapPlace(place);
   const rows = coarse ? cellStarts(drawn.n_queries, place.n_queries) : queryTokens(record, place);
   const columns = coarse ? cellStarts(drawn.n_keys, place.n_keys) : keyTokens(record, place);
-  const legend = new Legend(context);
+  const curve = mapCurve(context, [place]);
+  const legend = new Legend(context, curve);
   const trouble = h("div", { class: "trouble" });
   const readout = new Readout(context, rows, columns, place);
   const title = headTitle(record, state.place, state.head);
@@ -24,7 +26,7 @@ export function head(context: Context): Page {
     label: `${title}. ${place.n_queries} queries from top to bottom, ${place.n_keys} keys from left to right. Arrow keys move, plus and minus zoom, 0 shows all.`,
     fetch: ({ lt, ls, ti, si }, signal) => context.source.get(question("map", context, lt, ls, ti, si), signal),
     ramp: () => colours(context),
-    curve: () => context.state.curve,
+    curve,
     at: state.at,
     onMove: (at) => context.go({ at }, true),
     onCell: (cell, kept) => {
@@ -47,13 +49,15 @@ export function head(context: Context): Page {
     { class: "panel" },
     h("h1", { text: title }),
     state.head === "all" ? null : h("p", { class: "facts", title: place.name, text: place.name }),
-    headPicker(context, true),
+    ...notes(context), headPicker(context, true),
     readout.element,
     coarse ? message(place.grid ? `This record kept a picture of ${place.grid[0]} × ${place.grid[1]} cells here, not single weights.` : "This record kept no map here.") : null,
     scoreBars(context),
     legend.element,
     drawn.causal ? h("p", { class: "hint", text: "Hatched: keys that come later, which a query may not look at." }) : null,
-    colourPicker(context),
+    coarse ? null : sinkPicker(context),
+    colourPicker(context, curve, !coarse && !state.bare),
+    savers(context, map, `${record.model} ${title}`),
   );
   const element = h("section", { class: "page head", "aria-label": title }, h("div", { class: "stage" }, map.element, zoomers, trouble), aside);
   return {
@@ -97,6 +101,7 @@ class Readout {
   readonly element: HTMLElement;
   private readonly pair: HTMLElement;
   private readonly value: HTMLElement;
+  private readonly times = h("p", { class: "times" });
   private readonly note: HTMLElement;
   private shown: Cell | null = null;
   private kept = false;
@@ -106,7 +111,7 @@ class Readout {
     this.pair = h("p", { class: "pair" });
     this.value = h("p", { class: "weight" });
     this.note = h("p", { class: "hint" });
-    this.element = h("div", { class: "readout" }, this.pair, this.value, this.note);
+    this.element = h("div", { class: "readout" }, this.pair, this.value, this.times, this.note);
     this.show(null, false);
   }
 
@@ -118,6 +123,7 @@ class Readout {
     clearTimeout(this.timer);
     this.shown = cell;
     this.kept = kept;
+    this.times.textContent = "";
     if (!cell) {
       this.pair.replaceChildren("Point at a cell, or use the arrow keys.");
       this.value.textContent = "";
@@ -160,8 +166,11 @@ class Readout {
   private tell(value: number | undefined): void {
     if (!this.shown) return;
     this.value.textContent = value === undefined ? "…" : exact(value);
-    if (value === undefined || !this.kept) return;
     const { t, s } = this.shown;
+    const keys = visibleTo(this.place, t);
+    const hidden = this.place.causal && s > t + this.place.n_keys - this.place.n_queries;
+    if (value !== undefined && keys && !hidden && !this.context.state.bare) this.times.textContent = `${Number((value * keys).toPrecision(3))} times chance: ${quoted(this.rows[t]!)} may look at ${many(keys, "key")}`;
+    if (value === undefined || !this.kept) return;
     this.context.announce(`${quoted(this.rows[t]!)} at ${t} looks at ${quoted(this.columns[s]!)} at ${s}: ${percent(value)}`);
   }
 }

@@ -1,12 +1,13 @@
 // Every head at once: layers × heads as small maps, in the model's order or sorted by what they do.
 
-import { current, type Context, type Page } from "../context";
-import { Legend } from "../controls";
-import { h, many, message, select } from "../dom";
-import { headTitle, placeLabel, type Recorded } from "../outline";
+import { current, mapCurve, type Context, type Page } from "../context";
+import { Legend, colourPicker, notes, savers, sinkPicker } from "../controls";
+import type { Curve } from "../colour";
+import { h, many, message, select, strip } from "../dom";
+import { headTitle, isExact, placeLabel } from "../outline";
 import { role, score, spell, spellScore, strength, threshold, told } from "../roles";
 import { Thumbs } from "../thumbs";
-import { direction, isSpecial, shorten } from "../words";
+import { direction, opening, shorten } from "../words";
 
 const DENSE = 14; // layers, from which on the maps have no captions
 
@@ -17,24 +18,26 @@ interface Entry {
 }
 
 export function overview(context: Context): Page {
-  const legend = new Legend(context);
+  const { places } = current(context).record;
+  const curve = mapCurve(context, places);
+  const legend = new Legend(context, curve);
   const grid = h("div", { class: "heads" });
-  const painter = new Thumbs(context, grid, legend);
+  const painter = new Thumbs(context, grid, legend, curve, context.state.own);
   const found = h("p", { class: "hint", role: "status" });
-  const element = h("section", { class: "page overview", "aria-label": "Overview of all heads" }, headline(context), controls(context, () => fill(), legend), found, grid);
+  const element = h("section", { class: "page overview", "aria-label": "Overview of all heads" }, headline(context), ...notes(context), controls(context, () => fill(), legend, curve, grid), found, grid);
   const fill = () => {
     painter.forget();
     grid.replaceChildren();
     grid.style.removeProperty("--heads");
     if (context.state.sort) fillSorted(context, grid, painter, found);
-    else fillModel(context, grid, painter, found);
+    else fillModel(context, grid, painter, found, curve === "chance" ? " Times chance: 1 is what each key would get if a query looked at all it may see alike." : "");
     rove(grid);
   };
   fill();
   return { element, close: () => painter.close(), restyle: () => painter.repaint() };
 }
 
-function headline(context: Context): HTMLElement {
+export function headline(context: Context): HTMLElement {
   const { record } = current(context);
   const heads = record.places.reduce((sum, place) => sum + place.n_heads, 0);
   const sizes = `${record.source_tokens ? `${record.source_tokens.length.toLocaleString("en")} → ` : ""}${many(record.tokens.length, "token")}`;
@@ -42,24 +45,16 @@ function headline(context: Context): HTMLElement {
   return h(
     "header",
     { class: "headline" },
-    h("h1", {}, h("bdi", { dir: direction([text]), text: shorten(text, 160) })),
+    h("h1", {}, h("bdi", { dir: direction([text]), text: shorten(text, 160), title: shorten(text, 400) })),
     h("p", { class: "facts" }, h("bdi", { text: shorten(record.model, 60) }), ` · ${sizes} · ${many(heads, "head")} in ${many(record.places.length, "attention layer")}`),
   );
 }
 
-/** How the text begins, without tokens that stand for none of it. */
-function opening({ pieces, tokens }: Recorded): string {
-  if (pieces) return pieces.slice(0, 200).map(([before, own]) => before + own).join("").trim();
-  const read = tokens.slice(0, 60);
-  const said = read.filter((token) => !isSpecial(token));
-  return (said.length ? said : read).join(" ");
-}
-
-function controls(context: Context, refill: () => void, legend: Legend): HTMLElement {
+function controls(context: Context, refill: () => void, legend: Legend, curve: Curve, grid: HTMLElement): HTMLElement {
   const { record } = current(context);
   const { state } = context;
   const names = Object.keys(record.scores);
-  const options: [string, string][] = [["", "the model’s order"], ...names.map((name): [string, string] => [name, `${name}: ${told(name)}`])];
+  const options: [string, string][] = [["", "the model’s order"], ...names.map((name): [string, string] => [name, `${name}: ${told(context.outline, name)}`])];
   const row = h("div", { class: "controls" }, select("Arrange by", options, state.sort, (sort) => context.go({ sort, least: 0 })));
   if (state.sort) {
     const [value, words] = threshold(record, state.sort, state.least);
@@ -76,15 +71,17 @@ function controls(context: Context, refill: () => void, legend: Legend): HTMLEle
     });
     row.append(h("label", { class: "field" }, h("span", { text: words }), slider, shown));
   }
-  row.append(legend.element);
+  const own = strip("Each map’s scale", [["shared", "One scale"], ["own", "Its own"]], state.own ? "own" : "shared", (value) => context.go({ own: value === "own" }));
+  row.append(h("div", { class: "field" }, own), sinkPicker(context), colourPicker(context, curve, record.places.every(isExact) && !state.bare), legend.element, savers(context, grid, `${record.model} heads`));
   return row;
 }
 
-function fillModel(context: Context, grid: HTMLElement, painter: Thumbs, found: HTMLElement): void {
+function fillModel(context: Context, grid: HTMLElement, painter: Thumbs, found: HTMLElement, hint: string): void {
   const { record } = current(context);
   grid.className = record.places.length > DENSE ? "heads model dense" : "heads model";
+  grid.style.setProperty("--layers", String(record.places.length));
   grid.style.setProperty("--heads", String(Math.max(...record.places.map((place) => place.n_heads))));
-  found.textContent = "Each row is a layer, each square one head: queries from top to bottom, keys from left to right.";
+  found.textContent = `Each row is a layer, each square one head: queries from top to bottom, keys from left to right.${hint}`;
   const numbers = record.places[0]!.heads;
   if (record.places.length > DENSE && record.places.every((place) => String(place.heads) === String(numbers))) {
     grid.append(h("div", { class: "layer numbers", "aria-hidden": "true" }, h("div", { class: "corner", text: "Head" }), h("div", { class: "cells" }, ...numbers.map((number) => h("span", { text: String(number) })))));
@@ -112,7 +109,7 @@ function fillSorted(context: Context, grid: HTMLElement, painter: Thumbs, found:
   const kept = entries.filter((entry) => !least || rank(entry) >= least - 1e-9);
   kept.sort((a, b) => rank(b) - rank(a) || a.place - b.place || a.head - b.head);
   grid.className = "heads sorted";
-  found.textContent = `${kept.length.toLocaleString("en")} of ${entries.length.toLocaleString("en")} heads, by how much each ${told(sort)}.`;
+  found.textContent = `${kept.length.toLocaleString("en")} of ${entries.length.toLocaleString("en")} heads, by how much each ${told(context.outline, sort)}.`;
   for (const entry of kept) grid.append(card(context, painter, entry, spellScore(sort, entry.value)));
   if (!kept.length) grid.append(message("No head reaches that. Move the slider to the left."));
 }
@@ -127,7 +124,7 @@ function card(context: Context, painter: Thumbs, entry: Entry, caption: string):
     "a",
     {
       class: "card",
-      href: `#head?place=${place}&head=${head}`,
+      href: `#head?${context.state.record ? `record=${context.state.record}&` : ""}place=${place}&head=${head}`,
       "aria-label": caption ? `${name}: ${caption}` : name,
       title: `${name}${caption ? ` · ${caption}` : ""}`,
       "data-place": place,

@@ -1,13 +1,15 @@
 // The words themselves. Choose one, and the others are shaded by how much it looks at them, or they
 // at it; for one head, the mean of a layer, or all. With none chosen, by what each receives.
 
+import { lookersAt } from "../chance";
 import { inkOn, largest } from "../colour";
-import { current, question, words, type Context, type Page } from "../context";
-import { Legend, colourPicker, headPicker, shade } from "../controls";
+import { current, question, wordCurve, words, type Context, type Page } from "../context";
+import { Legend, colourPicker, headPicker, notes, savers, shade, sinkPicker } from "../controls";
 import { h, many, message, percent, strip } from "../dom";
 import type { Place, Recorded } from "../outline";
 import { headKeys } from "./head";
 import { unitsOf, type Unit, type Units } from "../units";
+import { WordSearch } from "../search";
 import { direction, isSpecial, label, quoted, visible } from "../words";
 
 const WINDOW = 2000; // words on the page at once
@@ -37,7 +39,7 @@ class TextView {
     const { split, side } = context.state;
     this.record = record;
     this.place = place;
-    this.legend = new Legend(context);
+    this.legend = new Legend(context, wordCurve(context));
     const two = place.kind === "cross" || place.queries !== place.keys;
     const units = unitsOf(record, place, "query", split);
     this.units = { query: units, key: two ? unitsOf(record, place, "key", split) : units };
@@ -45,8 +47,22 @@ class TextView {
       ? [new Block(this, context, "key", "Source"), new Block(this, context, "query", "Target")]
       : [new Block(this, context, null, "Text")];
     const towards = strip<Which>("Direction", [["query", "Looks at"], ["key", "Is looked at by"]], side, (to) => context.go({ side: to }));
-    const aside = h("aside", { class: "panel" }, h("h1", { text: "Text" }), headPicker(context, true), two ? null : towards, this.splitter(), this.sentence, this.ranking, this.legend.element, colourPicker(context));
-    this.element = h("section", { class: "page text", "aria-label": "Text" }, h("div", { class: "stage" }, this.trouble, ...this.blocks.map((block) => block.element)), aside);
+    const aside = h("aside", { class: "panel" }, h("h1", { text: "Text" }), ...notes(context), headPicker(context, true), ...this.searches(two), two ? null : towards, this.splitter(), this.sentence, this.ranking, this.legend.element, sinkPicker(context), colourPicker(context, wordCurve(context), false));
+    const stage = h("div", { class: "stage" }, this.trouble, ...this.blocks.map((block) => block.element));
+    aside.append(savers(context, stage, `${record.model} text`));
+    this.element = h("section", { class: "page text", "aria-label": "Text" }, stage, aside);
+  }
+
+  /** Find a word and choose it, however long the text is. */
+  private searches(two: boolean): HTMLElement[] {
+    const make = (which: Which | null, name: string) =>
+      new WordSearch(name, this.units[which ?? "query"], "a word", (at) => {
+        const side = which ?? this.context.state.side;
+        const { first } = this.units[side].list[at]!;
+        this.choose(which, first);
+        this.reveal(side, first);
+      }).element;
+    return two ? [make("key", "Find source"), make("query", "Find target")] : [make(null, "Find")];
   }
 
   /** Characters of several tokens can be shown whole, or token by token. */
@@ -109,7 +125,10 @@ class TextView {
   /** One number for each unit of the other side: of the chosen one's tokens together. */
   private async weights(kind: "received" | "row" | "column"): Promise<Float32Array> {
     const { source, state } = this.context;
-    if (kind === "received") return this.units.key.gather(await source.get(question(kind, this.context)), false);
+    if (kind === "received") {
+      const sums = await source.get(question(kind, this.context));
+      return this.units.key.gather(sums.map((sum, s) => (sum === 0 ? 0 : sum / lookersAt(this.place, s))), false);
+    }
     const own = this.units[state.side];
     const tokens = own.tokensOf(own.list[own.at(state.token)]!);
     const all = await Promise.all(tokens.map((token) => source.get(question(kind, this.context, token))));
@@ -120,7 +139,7 @@ class TextView {
 
   private paint(values: Float32Array, shaded: Which, received: boolean): void {
     const max = largest(values);
-    const told = (value: number) => (received ? `receives ${value.toFixed(2)} of the attention of ${many(this.place.n_queries, "token")}` : percent(value));
+    const told = (value: number, first: number) => (received ? `gets ${percent(value)} of the attention of each of the ${many(lookersAt(this.place, first), "token")} that may look at it, on average` : percent(value));
     for (const block of this.blocks) {
       if (block.which === null || block.which === shaded) block.paint(values, max, told);
       else block.bare();
@@ -136,14 +155,14 @@ class TextView {
     const chosen = own.list[own.at(token)];
     const others = this.units[shaded].list;
     const max = largest(values);
-    if (received || !chosen) this.sentence.replaceChildren("Choose a word. Until then, words are shaded by what they receive from all others.");
+    if (received || !chosen) this.sentence.replaceChildren("Choose a word. Until then, words are shaded by what they get, on average, of the attention of those that may look at them.");
     else this.sentence.replaceChildren(h("bdi", { dir: "auto", text: label(chosen.name) }), h("sub", { text: numbers(chosen) }), side === "query" ? " looks at" : " is looked at by");
     this.ranking.replaceChildren(
       ...best.map((at) => {
         const other = others[at]!;
         const bar = h("span", { class: "fill" });
         bar.style.width = `${Math.min(100, (values[at]! / max) * 100)}%`;
-        return h("li", {}, h("button", { type: "button", class: "name", title: "Show this word", on: { click: () => this.reveal(shaded, other.first) } }, h("bdi", { dir: "auto", text: label(other.name, 14) }), h("sub", { text: numbers(other) })), h("span", { class: "bar" }, bar), h("span", { class: "value", text: received ? values[at]!.toFixed(2) : percent(values[at]!) }));
+        return h("li", {}, h("button", { type: "button", class: "name", title: "Show this word", on: { click: () => this.reveal(shaded, other.first) } }, h("bdi", { dir: "auto", text: label(other.name, 14) }), h("sub", { text: numbers(other) })), h("span", { class: "bar" }, bar), h("span", { class: "value", text: percent(values[at]!) }));
       }),
     );
     if (received || !chosen) return;
@@ -166,7 +185,7 @@ class Block {
   private readonly units: Units;
   private readonly count: number;
   private readonly pager: HTMLElement;
-  private values: [Float32Array, number, (value: number) => string] | null = null;
+  private values: [Float32Array, number, (value: number, first: number) => string] | null = null;
 
   constructor(
     private readonly view: TextView,
@@ -252,15 +271,15 @@ class Block {
   }
 
   /** `told`: a weight in words, for the tooltips. */
-  paint(values: Float32Array, max: number, told: (value: number) => string): void {
+  paint(values: Float32Array, max: number, told: (value: number, first: number) => string): void {
     this.values = [values, max, told];
     this.words.forEach((word, index) => {
       const value = values[this.first + index] ?? NaN;
-      const { count } = this.units.list[this.first + index]!;
+      const { count, first } = this.units.list[this.first + index]!;
       const colour = value > max * 1e-4 ? shade(this.context, value, max) : "";
       word.style.backgroundColor = colour;
       word.style.color = colour && inkOn(colour);
-      word.title = Number.isFinite(value) ? `${told(value)}${count > 1 ? `, ${count} tokens together` : ""}` : "not a number";
+      word.title = Number.isFinite(value) ? `${told(value, first)}${count > 1 ? `, ${count} tokens together` : ""}` : "not a number";
     });
   }
 
