@@ -112,6 +112,13 @@ export function hundredth(value: number): string {
   return value > 0 && value < 0.005 ? "<0.01" : value.toFixed(2);
 }
 
+/** A weight in the width of a cell; what is there is never written as nothing. */
+export function hundredths(value: number, difference: boolean): string {
+  if (!Number.isFinite(value)) return "?";
+  if (Math.abs(value) < 0.005) return difference ? "≈0" : "<.01";
+  return value.toFixed(2).replace(/^(-?)0\./, "$1.");
+}
+
 /** "1 token", "2 tokens", "1,000 tokens". */
 export function many(count: number, what: string): string {
   return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;

@@ -9,7 +9,7 @@ import { zoom, zoomIdentity, type ZoomBehavior, type ZoomTransform } from "d3-zo
 import { drawColumns, drawRows, drawTitles, overhang, room, slantedRoom, type Axis, type Pen } from "./axes";
 import { inkOn, paint, paintDifference, table, bend, type Curve, type Ramp, type Table } from "./colour";
 import { visibleTo } from "./chance";
-import { h } from "./dom";
+import { h, hundredths } from "./dom";
 import type { Place } from "./outline";
 import { TILE } from "./source";
 import { SvgPen } from "./svgpen";
@@ -45,13 +45,6 @@ const CELL_MOST = 72; // pixels a token at the closest zoom
 const HATCH = 7; // pixels between the lines over cells that are hidden
 const NUMBERS = 46; // pixels a cell needs to show its weight
 const quiet = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
-
-/** A weight in the width of a cell; what is there is never written as nothing. */
-function hundredths(value: number, difference: boolean): string {
-  if (!Number.isFinite(value)) return "?";
-  if (Math.abs(value) < 0.005) return difference ? "≈0" : "<.01";
-  return value.toFixed(2).replace(/^(-?)0\./, "$1.");
-}
 
 export class Heatmap {
   readonly element: HTMLElement;
