@@ -209,7 +209,9 @@ sys.meta_path.insert(0, Block())
 NEED_TRITON = {
     "regard.ops.kernels.decode_kernels",
     "regard.ops.kernels.flash_backward_kernels",
+    "regard.ops.kernels.flash_hopper_kernels",
     "regard.ops.kernels.flash_kernels",
+    "regard.ops.kernels.hopper_tile_kernels",
     "regard.ops.kernels.pooling_kernels",
     "regard.ops.kernels.row_stats_kernels",
     "regard.ops.kernels.tile_kernels",

@@ -5,6 +5,7 @@ What it tells is held to the plain kernel on a GPU, in test_gpu.py.
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 import pytest
@@ -138,5 +139,5 @@ def test_tma_reads_packed_rows_that_begin_at_sixteen_bytes() -> None:
 def test_only_a_triton_that_was_tried_is_used(
     version: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash_hopper.metadata, "version", lambda _: version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     assert flash_hopper.has_gluon.__wrapped__() == known

@@ -17,7 +17,6 @@ from torch import Tensor
 from regard.ops import blockwise_op, decode, flex, observe, reference, sdpa
 from regard.ops.call import Call
 from regard.ops.kernels import backend as triton
-from regard.ops.kernels import flash_op, row_stats
 from regard.ops.kernels.rendered import is_given_whole
 from regard.ops.wants import Observation
 
@@ -62,12 +61,19 @@ class Explanation:
 
 
 def _run_by_kernels(call: Call) -> Tensor:
-    return decode.run(call) if triton.is_decoding(call) else flash_op.run(call)
+    if triton.is_decoding(call):
+        return decode.run(call)
+    # As in `triton.refuse`: on a GPU alone.
+    from regard.ops.kernels import flash_op
+
+    return flash_op.run(call)
 
 
 def _observe_by_kernels(call: Call) -> Observation:
     if triton.is_one_pass(call):
         return decode.observe(call)
+    from regard.ops.kernels import flash_op, row_stats
+
     return flash_op.observe(call) if call.needs_grad() else row_stats.by_kernels(call)
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from regard._check import is_empty
 from regard.ops.call import Call
-from regard.ops.kernels import flash_op
 from regard.ops.kernels.decode import MOST_QUERIES
 from regard.ops.kernels.rendered import renders_whole
 from regard.ops.shape import Shape
@@ -38,6 +37,9 @@ def refuse(call: Call) -> str | None:
         reason = _refuse_many_queries(call)
     if reason is not None:
         return reason
+    # Whoever has no GPU need not wait for its import.
+    from regard.ops.kernels import flash_op
+
     reason = flash_op.refuse(call)
     if reason is not None:
         return reason

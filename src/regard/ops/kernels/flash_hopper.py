@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import re
-from importlib import metadata
 
 from torch import Tensor
 
@@ -61,6 +60,8 @@ def is_read_by_tma(x: Tensor) -> bool:
 @functools.cache
 def has_gluon() -> bool:
     """Whether the Triton that is there has the Gluon that the kernels are written in."""
+    from importlib import metadata
+
     try:
         version = metadata.version("triton")
     except metadata.PackageNotFoundError:
