@@ -75,7 +75,9 @@ def test_every_number_is_that_of_the_plain_formula(show: Show, head: str) -> Non
     assert shares("") == pytest.approx((100 * want.mean(0)).tolist(), abs=0.051)
     page = show(record, f"head?place=1&head={head}&token=4&mate=2&without=sinks")
     ready(page)
-    page.wait_for_function("() => /^[0-9.e-]+$/.test(document.querySelector('.weight').innerText)")
+    page.wait_for_function(
+        "() => /^[0-9.e-]+$/.test(document.querySelector('.weight')?.innerText ?? '')"
+    )
     assert float(page.inner_text(".weight")) == pytest.approx(want[4, 2], rel=1e-4)
     assert page.inner_text(".times") == ""
 
@@ -90,7 +92,7 @@ def test_the_first_token_is_left_out_too_and_its_own_query_gives_nothing(show: S
         ready(page)
         assert "the first token" in page.inner_text(".sinks [role=note]")
         page.wait_for_function(
-            "() => /^[0-9.e-]+$/.test(document.querySelector('.weight').innerText)"
+            "() => /^[0-9.e-]+$/.test(document.querySelector('.weight')?.innerText ?? '')"
         )
         told = float(page.inner_text(".weight"))
         assert told == pytest.approx(want[token, max(0, token - 1)], rel=1e-4)
@@ -100,7 +102,9 @@ def test_a_map_of_several_tiles_is_renormalised_whole(show: Show) -> None:
     record = view_fakes.decoder([f"w{n}" for n in range(301)], layers=1, n_heads=2)
     page = show(record, "head?place=0&head=1&token=290&mate=270&without=sinks")
     ready(page)
-    page.wait_for_function("() => /^[0-9.e-]+$/.test(document.querySelector('.weight').innerText)")
+    page.wait_for_function(
+        "() => /^[0-9.e-]+$/.test(document.querySelector('.weight')?.innerText ?? '')"
+    )
     want = without(record.weights(0, 1, 0, 301), [0])
     assert float(page.inner_text(".weight")) == pytest.approx(want[290, 270], rel=1e-4)
 

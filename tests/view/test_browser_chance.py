@@ -89,7 +89,7 @@ def test_a_weight_is_told_in_times_chance(show: Show) -> None:
     record = view_fakes.decoder(layers=2, n_heads=3)
     page = show(record, "head?place=1&head=2&token=7&mate=3")
     ready(page)
-    page.wait_for_function("() => document.querySelector('.times').innerText")
+    page.wait_for_function("() => document.querySelector('.times')?.innerText")
     told = page.inner_text(".times")
     times = float(re.match(r"([\d.e-]+) times chance", told).group(1))  # type: ignore[union-attr]
     assert times == pytest.approx(record.weight(1, 2, 7, 3) * 8, rel=0.006)
@@ -116,7 +116,7 @@ def test_behind_a_window_chance_is_one_of_what_it_leaves(show: Show) -> None:
     record.describe(text=" ".join(tokens), tokens=tokens)
     page = show(record, "head?place=0&head=1&token=7&mate=6")
     ready(page)
-    page.wait_for_function("() => document.querySelector('.times').innerText")
+    page.wait_for_function("() => document.querySelector('.times')?.innerText")
     assert page.inner_text(".times").endswith("may look at 3 keys")
     page = show(record, "text?place=0&head=1")
     page.wait_for_selector(".ranking li")

@@ -188,7 +188,7 @@ def test_a_doctored_part_is_told_and_the_rest_stays(page: Any, tmp_path: Path, p
     page.wait_for_selector(".trouble .message.error")
     assert time.monotonic() - started < 8
     page.keyboard.press("]")
-    page.wait_for_function("() => document.querySelector('.map canvas').dataset.ready === 'yes'")
+    page.wait_for_function("() => document.querySelector('.map canvas')?.dataset.ready === 'yes'")
     assert page.locator(".message.error").count() == 0
 
 

@@ -81,7 +81,9 @@ def percents(titles: list[str]) -> list[float]:
 
 
 def check_head(page: Any, weights: np.ndarray, seen: np.ndarray, t: int, s: int) -> None:
-    page.wait_for_function("() => /^[0-9.e-]+$/.test(document.querySelector('.weight').innerText)")
+    page.wait_for_function(
+        "() => /^[0-9.e-]+$/.test(document.querySelector('.weight')?.innerText ?? '')"
+    )
     assert float(page.inner_text(".weight")) == pytest.approx(weights[t, s], rel=2e-5, abs=1e-9)
     told = page.inner_text(".times")
     if seen[t, s]:
@@ -160,7 +162,9 @@ def test_every_page_prints_the_numbers_of_the_eager_formula(show: Show, case: st
             100 * weight, abs=0.0501
         )
     page = show(record, f"compare?place=0&head=1&token={t}&mate={s}", other=record)
-    page.wait_for_function("() => /B − A/.test(document.querySelector('.weights').innerText)")
+    page.wait_for_function(
+        "() => /B − A/.test(document.querySelector('.weights')?.innerText ?? '')"
+    )
     a, b, gap = (float(line.split()[-1]) for line in page.inner_text(".weights").split("\n")[1:])
     assert (a, b, gap) == pytest.approx((weights[t, s], weights[t, s], 0), rel=2e-5, abs=1e-9)
 

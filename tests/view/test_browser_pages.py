@@ -302,7 +302,7 @@ def test_the_text_is_shaded_by_what_the_chosen_word_looks_at(show: Show) -> None
     row = record.rows(0, 2, 7)
     best = int(np.argmax(row))
     page.wait_for_function(
-        "() => document.querySelector('.sentence').textContent.includes('looks at')"
+        "() => document.querySelector('.sentence')?.textContent.includes('looks at')"
     )
     assert page.inner_text(".ranking li .name").split("\n")[0].startswith(record.tokens[best])
     told = page.locator(".word").evaluate_all("all => all.map(w => w.title)")
@@ -347,7 +347,7 @@ def test_the_text_by_keyboard(show: Show) -> None:
     assert hash_of(page).endswith("token=2")
     assert page.evaluate("document.activeElement.textContent") == "didn't"
     page.wait_for_function(
-        "() => document.querySelector('.unseen[aria-live]').textContent.includes('looks at')"
+        "() => document.querySelector('.unseen[aria-live]')?.textContent.includes('looks at')"
     )
     page.keyboard.press("End")
     assert hash_of(page).endswith("token=11")

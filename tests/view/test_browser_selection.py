@@ -42,7 +42,9 @@ def test_a_pair_chosen_on_the_map_is_in_the_link_and_on_every_page(show: Show) -
     page.locator(".card[data-place='0'][data-head='1']").click()
     page.wait_for_function("() => document.querySelector('.pair')?.innerText.includes('looks at')")
     assert page.inner_text(".pair") == "it7 looks at cross3"
-    page.wait_for_function("() => /^[0-9.]+$/.test(document.querySelector('.weight').innerText)")
+    page.wait_for_function(
+        "() => /^[0-9.]+$/.test(document.querySelector('.weight')?.innerText ?? '')"
+    )
     told = float(page.inner_text(".weight"))
     assert told == pytest.approx(record.weight(0, 1, 7, 3), rel=1e-5)
 
@@ -77,7 +79,9 @@ def test_a_word_alone_is_shown_on_the_map_with_its_largest_weight(show: Show, si
 def test_two_records_are_compared_at_the_pair(show: Show) -> None:
     one, two = view_fakes.decoder(), view_fakes.decoder(strength=0.6)
     page = show(one, f"compare?{CHOSEN}", other=two)
-    page.wait_for_function("() => /A [0-9]/.test(document.querySelector('.weights').innerText)")
+    page.wait_for_function(
+        "() => /A [0-9]/.test(document.querySelector('.weights')?.innerText ?? '')"
+    )
     assert page.inner_text(".weights").startswith("it → cross")
 
 

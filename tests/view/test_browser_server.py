@@ -57,7 +57,7 @@ def test_sixteen_thousand_tokens_are_zoomed_down_to_single_weights(watched: Any)
         assert len(tiles) <= 12, "what a causal rule hides is not asked for"
         page.mouse.move(500, 500)
         page.wait_for_function(
-            "() => /^[0-9.e-]+$/.test(document.querySelector('.weight').innerText)"
+            "() => /^[0-9.e-]+$/.test(document.querySelector('.weight')?.innerText ?? '')"
         )
         assert "16 × 16 weights" in page.inner_text(".readout .hint")
         t, s = (int(part) for part in page.locator(".pair sub").all_inner_texts())
@@ -68,7 +68,7 @@ def test_sixteen_thousand_tokens_are_zoomed_down_to_single_weights(watched: Any)
         ready(page)
         page.mouse.move(500, 420)
         page.wait_for_function(
-            "() => /^[0-9.e-]+$/.test(document.querySelector('.weight').innerText)"
+            "() => /^[0-9.e-]+$/.test(document.querySelector('.weight')?.innerText ?? '')"
         )
         t, s = (int(part) for part in page.locator(".pair sub").all_inner_texts())
         assert abs(t - 9000) < 20 and abs(s - 8000) < 20
