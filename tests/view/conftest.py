@@ -68,7 +68,7 @@ def watched(browser: Any) -> Iterator[Watched]:
         color_scheme="light",
         reduced_motion="reduce",
     )
-    context.set_default_timeout(8000)
+    context.set_default_timeout(30_000)
     seen = Watched(context.new_page())
     yield seen
     context.close()
