@@ -112,7 +112,7 @@ def test_a_map_of_several_tiles_is_renormalised_whole(show: Show) -> None:
 def test_what_cannot_be_renormalised_is_said_and_not_guessed(show: Show, page: Any) -> None:
     """Of a head whose largest weights alone are in the file; and a map of very many weights."""
     record = view_fakes.decoder([f"w{n}" for n in range(301)], layers=2, n_heads=4)
-    shown = show(record, "text?place=1&head=3&token=250&without=sinks", budget=150_000)
+    shown = show(record, "text?place=1&head=3&token=250&without=sinks", budget=50_000)
     shown.wait_for_selector(".trouble .message")
     assert "regard view" in shown.inner_text(".trouble")
     with Server(view_fakes.ramp(2003)) as server:  # type: ignore[arg-type]

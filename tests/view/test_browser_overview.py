@@ -111,8 +111,8 @@ def test_a_small_map_has_a_hundred_cells_where_the_text_has_as_many(
 
 
 def test_a_page_without_room_for_fine_maps_has_coarse_ones(show: Show) -> None:
-    record = view_fakes.decoder([f"w{i}" for i in range(401)], layers=1, n_heads=4)
-    for budget, cells in ((1_000_000, 101), (120_000, 51)):
+    record = view_fakes.decoder([f"w{i}" for i in range(801)], layers=1, n_heads=4)
+    for budget, cells in ((200_000, 101), (60_000, 51)):
         page = show(record, budget=budget)
         all_ready(page)
         assert page.locator(".card").first.get_attribute("data-cells") == f"{cells} × {cells}"

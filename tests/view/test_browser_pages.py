@@ -490,7 +490,7 @@ def test_scales_run_evenly_from_light_to_dark(show: Show) -> None:
 
 def test_a_page_too_small_for_its_record_says_what_needs_the_server(show: Show) -> None:
     record = view_fakes.decoder([f"w{i}" for i in range(150)], layers=2, n_heads=4)
-    page = show(record, "head?place=0&head=3", budget=150_000)
+    page = show(record, "head?place=0&head=3", budget=50_000)
     page.wait_for_selector(".message.error")
     assert "regard view" in page.inner_text(".message.error")
     page.mouse.move(450, 450)
@@ -498,6 +498,25 @@ def test_a_page_too_small_for_its_record_says_what_needs_the_server(show: Show) 
     page.evaluate("location.hash = '#text?place=0&head=3&token=4'")
     page.wait_for_selector(".page.text .message.error")
     assert page.locator(".word").count() == 150
+
+
+def test_a_rounded_weight_is_shown_with_its_bound(show: Show) -> None:
+    """In a file that holds every weight of 150 words in 60,000 bytes; hidden pairs are 0."""
+    record = view_fakes.decoder([f"w{i}" for i in range(150)], layers=2, n_heads=4)
+    for t, s in ((140, 139), (97, 3), (120, 60)):
+        page = show(record, f"head?place=1&head=2&token={t}&mate={s}", budget=60_000)
+        ready(page)
+        page.wait_for_function("() => /[0-9]/.test(document.querySelector('.weight')?.innerText)")
+        told, weight = page.inner_text(".weight"), record.weights(1, 2, 0, 150)[t, s]
+        if told.startswith("at most"):
+            assert weight <= float(told.removeprefix("at most "))
+        else:
+            value, bound = map(float, told.split(" ± "))
+            assert bound == 0.00049 and abs(value - weight) <= bound
+        assert "rounded, each by at most 0.00049" in page.inner_text(".rounded")
+    page = show(record, "head?place=1&head=2&token=20&mate=100", budget=60_000)
+    ready(page)
+    page.wait_for_function("() => document.querySelector('.weight')?.innerText === '0'")
 
 
 def test_a_record_of_statistics_shows_its_picture_and_says_so(show: Show) -> None:

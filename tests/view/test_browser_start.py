@@ -153,7 +153,7 @@ def test_a_translation_lands_on_its_alignment(show: Show) -> None:
 def test_what_is_not_in_the_file_is_said(show: Show) -> None:
     words = [f"w{n}" for n in range(301)]
     record = view_fakes.decoder(words, layers=2, n_heads=4)
-    page = show(record, "start?place=0&head=0&token=250&mate=249", budget=150_000)
+    page = show(record, "start?place=0&head=0&token=250&mate=249", budget=100_000)
     ready(page)
     assert page.locator(".matrix .missing").count() > 0
     assert "regard view" in page.inner_text(".finder .message")

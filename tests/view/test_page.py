@@ -19,6 +19,7 @@ from regard.lens.findings import find_sections
 from regard.view import BadView, make_page, write_page
 from regard.view.assets import inline_json
 from regard.view.page import _most_telling, make_data
+from regard.view.queries import answer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +34,19 @@ def unpack(text: str) -> np.ndarray:
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<f4")
 
 
+def unfold(text: str, width: int) -> np.ndarray:
+    """A rounded part as rows of such a width, by what packing.py says of it."""
+    if ":" not in text:
+        return unpack(text).reshape(-1, width)
+    levels, packed = text.split(":")
+    data = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
+    upper, lower = data.reshape(2, width, -1).astype(np.uint16)
+    codes = (upper << 8 | lower).T
+    if levels == "0":
+        return np.ascontiguousarray(codes).view(np.float16).astype(np.float32)
+    return codes / np.float32(levels)
+
+
 def test_a_small_record_travels_whole_and_exact() -> None:
     record = view_fakes.decoder(layers=2, n_heads=3)
     parts = data_of(make_page(record))["parts"]
@@ -44,7 +58,7 @@ def test_a_small_record_travels_whole_and_exact() -> None:
             np.testing.assert_allclose(received, whole.sum(0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("budget", [12_000, 40_000, 120_000])
+@pytest.mark.parametrize("budget", [16_000, 24_000, 120_000])
 def test_the_budget_holds_and_the_most_telling_heads_come_first(budget: int) -> None:
     record = view_fakes.decoder([f"w{i}" for i in range(67)], layers=2, n_heads=4)
     page = make_page(record, budget=budget)
@@ -54,7 +68,7 @@ def test_the_budget_holds_and_the_most_telling_heads_come_first(budget: int) -> 
     assert inlined <= budget
     assert len(page) - bare <= budget
     wholes = [name for name in parts if name.startswith("whole/")]
-    assert (0 < len(wholes) < 8) == (budget == 40_000)
+    assert (0 < len(wholes) < 8) == (budget == 16_000)
     links = [line for section in find_sections(record)[1:] for line in section.lines]
     named = {f"whole/0/{place}/{head}" for line in links for place, head, _ in line.heads}
     assert not wholes or len(named & set(wholes)) == min(len(named), len(wholes))
@@ -74,11 +88,12 @@ def test_what_did_not_fit_into_a_file_is_told(tmp_path: Path) -> None:
     told: list[str] = []
     write_page(tmp_path / "all.html", record, tell=told.append)
     assert told == []
-    write_page(tmp_path / "some.html", record, budget=40_000, tell=told.append)
+    write_page(tmp_path / "some.html", record, budget=16_000, tell=told.append)
     text = (tmp_path / "some.html").read_text(encoding="utf-8")
     n_whole = sum(name.startswith("whole/") for name in data_of(text)["parts"])
     assert 0 < n_whole < 8
     assert f"every weight of {n_whole} of 8 heads" in told[0] and "regard view" in told[0]
+    assert told[0].endswith("weights in the file are rounded, each by at most 0.00049")
 
 
 def test_no_budget_is_overrun_wherever_it_ends() -> None:
@@ -101,11 +116,44 @@ def test_heads_whose_matrix_does_not_fit_keep_their_largest_weights() -> None:
     keys = np.argsort(-weights, axis=2)[:, :, :3]
     tops = {"top_keys": keys, "top_weights": np.take_along_axis(weights, keys, 2)}
     record.statistics = lambda place: tops  # type: ignore[method-assign]
-    parts = make_data([record], "static", 40_000)["parts"]
+    parts = make_data([record], "static", 24_000)["parts"]
     assert not [name for name in parts if name.startswith("whole/")]
     got = unpack(parts["top/0/0/1"]).reshape(211, 6)
     np.testing.assert_array_equal(got[:, :3], tops["top_weights"][1])
     np.testing.assert_array_equal(got[:, 3:], keys[1])
+
+
+def test_weights_that_fit_only_rounded_are_within_the_bound_that_is_told() -> None:
+    record = view_fakes.decoder([f"w{i}" for i in range(67)], layers=2, n_heads=4)
+    bounds = []
+    for budget in (24_000, 30_000, 40_000, 70_000, 120_000):
+        data = make_data([record], "static", budget)
+        wholes = [name for name in data["parts"] if name.startswith("whole/")]
+        assert len(wholes) == 8
+        for name in wholes:
+            place, head = map(int, name.split("/")[2:])
+            error = np.abs(unfold(data["parts"][name], 67) - record.weights(place, head, 0, 67))
+            assert error.max() <= data["bound"] + 1e-7
+            assert error.max() > data["bound"] / 2 or not data["bound"]
+        bounds.append(data["bound"])
+    assert bounds == sorted(bounds, reverse=True) and bounds[0] > 1e-4 and bounds[-1] == 0
+
+
+def test_small_maps_of_a_file_are_within_a_thousandth_of_themselves() -> None:
+    record = view_fakes.decoder([f"w{i}" for i in range(301)], layers=2, n_heads=4)
+    data = make_data([record], "static", 80_000)
+    maps = [name for name in data["parts"] if name.startswith("map/")]
+    assert len(maps) == 8 and data["small"] < 200
+    for name in maps:
+        exact = answer([record], name)
+        got = unfold(data["parts"][name], exact.shape[1])
+        np.testing.assert_allclose(got, exact, rtol=2**-11, atol=2**-25)
+
+
+def test_a_notebook_has_what_it_holds_exact() -> None:
+    record = view_fakes.decoder([f"w{i}" for i in range(67)], layers=2, n_heads=4)
+    data = make_data([record], "widget", 70_000)
+    assert data["bound"] == 0 and not any(":" in part for part in data["parts"].values())
 
 
 def test_the_policy_allows_this_script_and_nothing_else() -> None:

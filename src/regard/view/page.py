@@ -3,17 +3,19 @@
 What goes in, until the budget is full: the manifest; a small exact map of every head; what every
 key receives; the whole matrix of each head, the most telling heads first; of the others each
 query's largest weights. With the whole matrix the page computes every tile, row and column itself.
-Where it did not fit, the page says in words which part needs `regard view`. Numbers are float32,
-deflated, in base64.
+Where it did not fit, the page says in words which part needs `regard view`.
+
+Where whole matrices take too many bytes as float32, a file has them rounded, to the finest of
+`LEVELS` at which all of them fit, or to the coarsest, and its small maps in float16. The page and
+the command say by how much a weight can be off.
 
 Left out: fetching anything. The page's own policy forbids it the network.
 """
 
 from __future__ import annotations
 
-import base64
+import math
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -25,13 +27,25 @@ from regard.lens.head_names import short_model_name
 from regard.lens.record import Record
 from regard.view.assets import inline_json, whole_page
 from regard.view.manifest import SMALL_CELLS, make_manifest
+from regard.view.packing import HALF, LEVELS, find_bound, pack, tell_bound
 from regard.view.pieces import cut
 from regard.view.queries import BadView, Floats, answer, whole_level
 
-BUDGET = 16_000_000  # bytes of data in a page; the bundle comes on top
-_SMALLER = (SMALL_CELLS, 100, 64)  # cells on a side of the overview's maps: the first that fit
+BUDGET = 9_700_000  # bytes of data in a page; the bundle comes on top
+MOST_CELLS = 1 << 24  # of a matrix that a browser is given whole
+_SAMPLED = 16  # heads, and of each of them
+_SAMPLED_ROWS = 64  # rows, that are packed to find how many bytes all take
+_MARGIN = 0.93  # of the bytes that are left, for what was reckoned from them
+_SMALLER = (
+    SMALL_CELLS,
+    100,
+    64,
+    50,
+    32,
+)  # cells on a side of the overview's maps: the first that fit
 _SHARE = 0.55  # of the budget, at most, for maps and sums of all heads
 _TOP_SHARE = 0.3  # of what is left, for the largest weights of heads whose matrix did not fit
+_Head = tuple[int, int, int]  # record, place, head
 _TELLING = ("previous", "next", "same", "induction")  # what sinks do, tells nothing
 
 
@@ -51,7 +65,7 @@ def write_page(
 ) -> Path:
     """Write the page to a file, whole or not at all; gives its path.
 
-    tell: called with a sentence where not every weight fitted.
+    tell: called with a sentence where not every weight fitted, or weights are rounded.
     """
     records = [record] if other is None else [record, other]
     data = make_data(records, "static", budget)
@@ -59,9 +73,9 @@ def write_page(
     out = Path(os.fsdecode(path))
     with replace_file(out) as file:
         file.write(text.encode())
-    note = _tell_missing(records, data["parts"])
-    if tell is not None and note:
-        tell(note)
+    notes = [_tell_missing(records, data["parts"]), tell_bound(data["bound"])]
+    if tell is not None and any(notes):
+        tell("; ".join(note for note in notes if note))
     return out
 
 
@@ -102,20 +116,63 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
             f"the page's budget is {budget:,}; raise the budget, or use `regard view`"
         )
     order = _most_telling(records, [each["findings"] for each in manifest["records"]])
-    need = sum(_whole_cost(records[which], place) for which, place, _ in order)
-    # A page that holds all weights makes its small maps itself.
-    small = SMALL_CELLS if need < 0.9 * parts.left else _put_small(parts, records)
     _put_sums(parts, records)
-    parts.reserve(_TOP_SHARE if need > parts.left else 0.0)
-    for which, place, head in order:
-        if not _put_whole(parts, records[which], which, place, head):
+    # Beside a notebook's kernel nothing is rounded: what is not here is asked for there.
+    rounds = host == "static"
+    levels, fits = _choose_levels(records, order, parts.left, LEVELS if rounds else ())
+    # A page that holds all weights makes its small maps itself.
+    small = SMALL_CELLS if fits else _put_small(parts, records, HALF if rounds else None)
+    parts.reserve(0.0 if fits else _TOP_SHARE)
+    for each in order:
+        if not _put_whole(parts, records, each, levels):
             break
     parts.reserve(0.0)
     for which, place, head in order:
         name = f"{which}/{place}/{head}"
         if f"whole/{name}" not in parts.held and "top_keys" in records[which].statistics(place):
-            parts.put(f"top/{name}", answer(records, f"top/{name}"))
-    return {**manifest, "small": small, "parts": parts.held, "budget": budget}
+            parts.put(f"top/{name}", pack(answer(records, f"top/{name}")))
+    more = {"small": small, "parts": parts.held, "budget": budget, "bound": find_bound(parts.held)}
+    return {**manifest, **more}
+
+
+def _choose_levels(
+    records: Sequence[Record], order: Sequence[_Head], room: int, levels: Sequence[int]
+) -> tuple[int | None, bool]:
+    """The finest rounding at which the matrices of all heads fit, or the coarsest; do they fit?
+
+    What a matrix takes is reckoned from some rows of some heads.
+    """
+    cells = [math.prod(records[which].grid(place) or (0,)) for which, place, _ in order]
+    if max(cells) > MOST_CELLS:
+        return (levels[-1] if levels else None), False
+    strips = [
+        _strip(records[which], place, head)
+        for which, place, head in order[:: -(-len(order) // _SAMPLED)]
+    ]
+    choices = (None, *levels)
+    for choice in choices:
+        packed = sum(len(pack(strip, choice)) for strip in strips)
+        if packed * sum(cells) <= _MARGIN * room * sum(strip.size for strip in strips):
+            return choice, True
+    return choices[-1], False
+
+
+def _strip(record: Record, place: int, head: int) -> Floats:
+    """Rows from the middle of a head's matrix, which see as many keys as rows do on average."""
+    here, grid = record.places[place], record.grid(place)
+    if grid is None or not record.has_weights(place):
+        return _matrix(record, place, head)
+    rows = min(_SAMPLED_ROWS, here.n_queries)
+    first = (here.n_queries - rows) // 2
+    return record.map(place, head, (first, first + rows, 0, here.n_keys), (rows, here.n_keys))
+
+
+def _matrix(record: Record, place: int, head: int) -> Floats:
+    """Every weight of a head, or the one picture that was kept of it."""
+    here, grid = record.places[place], record.grid(place)
+    if grid is None:
+        return np.zeros((0, 0), np.float32)
+    return record.map(place, head, (0, here.n_queries, 0, here.n_keys), grid)
 
 
 @final
@@ -130,18 +187,16 @@ class _Parts:
         self._reserved = int(max(0, self.left) * share)
         self.left -= self._reserved
 
-    def put(self, name: str, values: Floats) -> bool:
-        packed = zlib.compress(values.astype("<f4").tobytes(), 6)
-        text = base64.b64encode(packed).decode("ascii")
-        cost = len(text) + len(name) + 6
+    def put(self, name: str, packed: str) -> bool:
+        cost = len(packed) + len(name) + 6
         if cost > self.left:
             return False
-        self.held[name] = text
+        self.held[name] = packed
         self.left -= cost
         return True
 
 
-def _put_small(parts: _Parts, records: Sequence[Record]) -> int:
+def _put_small(parts: _Parts, records: Sequence[Record], levels: int | None) -> int:
     """The one tile of each head that shows it whole; gives its cells on a side, at most."""
     everywhere = [
         (which, number, grid)
@@ -157,9 +212,9 @@ def _put_small(parts: _Parts, records: Sequence[Record]) -> int:
             lt, ls = (whole_level(length, cells) for length in grid)
             tiles += [f"map/{which}/{number}/{h}/{lt}/{ls}/0/0" for h in range(place.n_heads)]
             cost += place.n_heads * _cost(-(-grid[0] >> lt), -(-grid[1] >> ls), place.causal)
-        if cost <= parts.left * _SHARE:
+        if cost * (0.5 if levels == HALF else 1.0) <= parts.left * _SHARE:
             for tile in tiles:
-                parts.put(tile, answer(records, tile))
+                parts.put(tile, pack(answer(records, tile), levels))
             return cells
     return _SMALLER[-1]
 
@@ -177,12 +232,12 @@ def _put_sums(parts: _Parts, records: Sequence[Record]) -> None:
         if "received" in records[which].statistics(number):
             for head in range(place.n_heads):
                 name = f"received/{which}/{number}/{head}"
-                parts.put(name, answer(records, name))
+                parts.put(name, pack(answer(records, name)))
 
 
 def _most_telling(
     records: Sequence[Record], findings: Sequence[list[dict[str, Any]]]
-) -> list[tuple[int, int, int]]:
+) -> list[_Head]:
     """Every head as (record, place, head): first those that link words in what stands out."""
     ranked = []
     for which, record in enumerate(records):
@@ -202,21 +257,19 @@ def _most_telling(
     return [(which, number, head) for *_, which, number, head in sorted(ranked)]
 
 
-def _whole_cost(record: Record, place: int) -> float:
-    return _cost(*(record.grid(place) or (0, 0)), record.places[place].causal)
-
-
 def _cost(height: int, width: int, causal: bool) -> float:
     """About the bytes of one head's map: base64 lengthens, what a causal mask hides shrinks."""
     return 4 * height * width * 1.25 * (0.5 if causal else 1.0)
 
 
-def _put_whole(parts: _Parts, record: Record, which: int, place: int, head: int) -> bool:
-    """The whole matrix of one head; False when no bytes are left for it."""
-    here, grid = record.places[place], record.grid(place)
-    if grid is None:
+def _put_whole(
+    parts: _Parts, records: Sequence[Record], which_head: _Head, levels: int | None
+) -> bool:
+    """The matrix of one head, where it is not too large; False when no bytes are left for it."""
+    which, place, head = which_head
+    record = records[which]
+    if math.prod(record.grid(place) or (0,)) not in range(1, MOST_CELLS + 1):
         return True
-    if _whole_cost(record, place) * 0.7 > parts.left:
-        return False
-    weights = record.map(place, head, (0, here.n_queries, 0, here.n_keys), grid)
-    return parts.put(f"whole/{which}/{place}/{head}", weights)
+    matrix = _matrix(record, place, head)
+    packed = pack(matrix, levels if record.has_weights(place) else None)
+    return parts.put(f"whole/{which}/{place}/{head}", packed)

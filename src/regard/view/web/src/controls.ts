@@ -202,7 +202,11 @@ export function sinkPicker(context: Context): HTMLElement {
 
 /** What must be known of all that a record shows, such as a text longer than its model was made for. */
 export function notes(context: Context): HTMLElement[] {
-  return current(context).record.notes.map((note) => h("p", { class: "message warning", role: "note", text: note }));
+  const said = current(context).record.notes.map((note) => h("p", { class: "message warning", role: "note", text: note }));
+  const { bound } = context.outline;
+  if (!bound) return said;
+  const words = `The weights in this file are rounded, each by at most ${Number(bound.toPrecision(2))}; “regard view” shows a saved record as it is.`;
+  return [...said, h("p", { class: "hint rounded", role: "note", text: words })];
 }
 
 export function shade(context: Context, value: number, max: number): string {

@@ -124,8 +124,13 @@ export function many(count: number, what: string): string {
   return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
 }
 
-/** A weight with all the digits a float32 has. */
-export function exact(value: number): string {
+/** A weight with all the digits a float32 has, or with its bound where it was rounded. */
+export function exact(value: number, bound = 0): string {
+  if (bound && Number.isFinite(value)) {
+    const digits = Math.ceil(-Math.log10(bound)) + 1;
+    const off = Number(bound.toPrecision(2));
+    return value === 0 ? `at most ${off}` : `${value.toFixed(digits)} ± ${off}`;
+  }
   if (Number.isNaN(value)) return "not a number";
   if (!Number.isFinite(value)) return value > 0 ? "+∞" : "−∞";
   if (value === 0) return "0";

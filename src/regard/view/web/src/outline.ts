@@ -59,6 +59,7 @@ export interface Outline {
   differences: [number, number, number][] | null; // place, head, distance between two records' maps
   small: number; // cells on a side of the overview's maps, at most
   budget: number;
+  bound: number; // by how much a weight of this file can be off; 0 where none is rounded
 }
 
 export class BadOutline extends Error {}
@@ -260,6 +261,7 @@ export function readOutline(value: unknown): Outline {
     differences: differences(value.differences, records[0]!),
     small: count(value.small, "small", 1, 256),
     budget: typeof value.budget === "number" ? value.budget : 0,
+    bound: typeof value.bound === "number" ? value.bound : 0,
   };
 }
 

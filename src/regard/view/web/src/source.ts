@@ -43,14 +43,38 @@ export function expectedLength(outline: Outline, question: string): number {
   if (kind === "row" || kind === "received") return here.n_keys;
   if (kind === "column") return here.n_queries;
   if (kind === "weight") return 1;
-  const [lt, ls, ti, si] = rest.map(Number) as [number, number, number, number];
-  const drawn = mapPlace(here);
-  const height = Math.min(TILE, cellsOf(drawn.n_queries, lt) - ti * TILE);
-  return height * Math.min(TILE, cellsOf(drawn.n_keys, ls) - si * TILE);
+  const [lt, , ti] = rest.map(Number) as [number, number, number];
+  const height = Math.min(TILE, cellsOf(mapPlace(here).n_queries, lt) - ti * TILE);
+  return height * tileWidth(outline, question)!;
 }
 
-async function unpack(text: string, length: number): Promise<Float32Array> {
-  return floats(await inflate(text, length * 4), length);
+/** How many columns a tile has; nothing for what is no tile. */
+function tileWidth(outline: Outline, question: string): number | undefined {
+  const [kind, record, place, , , ls, , si] = question.split("/");
+  if (kind !== "map") return undefined;
+  const { n_keys } = mapPlace(outline.records[Number(record)]!.places[Number(place)]!);
+  return Math.min(TILE, cellsOf(n_keys, Number(ls)) - Number(si) * TILE);
+}
+
+/** A part as numbers; what was rounded lies column by column, upper bytes first (page.py, pack). */
+async function unpack(text: string, length: number, columns: number): Promise<Float32Array> {
+  const colon = text.indexOf(":");
+  if (colon < 0) return floats(await inflate(text, length * 4), length);
+  const levels = Number(text.slice(0, colon));
+  const codes = await inflate(text.slice(colon + 1), length * 2);
+  if (codes.length !== length * 2 || !(levels >= 0)) throw new Error("a part of this page has the wrong length");
+  const rows = length / columns;
+  return Float32Array.from({ length }, (_, at) => {
+    const from = (at % columns) * rows + Math.floor(at / columns);
+    const code = codes[from]! * 256 + codes[length + from]!;
+    return levels ? code / levels : half(code);
+  });
+}
+
+/** A float16 of weights: neither negative nor infinite. */
+function half(bits: number): number {
+  const exponent = bits >> 10;
+  return exponent ? 2 ** (exponent - 25) * (1024 + (bits & 1023)) : 2 ** -24 * bits;
 }
 
 /** Bytes out of a part; never more than `most`, whatever the part says. */
@@ -160,7 +184,10 @@ export class InlineSource implements Source {
 
   private async find(question: string): Promise<Float32Array> {
     const parts = this.outline.parts;
-    if (question in parts) return unpack(parts[question]!, expectedLength(this.outline, question));
+    if (question in parts) {
+      const length = expectedLength(this.outline, question);
+      return unpack(parts[question]!, length, tileWidth(this.outline, question) ?? length);
+    }
     const [kind, record, place, head, ...rest] = question.split("/") as [string, string, string, string, ...string[]];
     if (head === "layer" || head === "all") {
       const pairs = headsMeant(this.outline, Number(record), Number(place), head);
@@ -190,7 +217,7 @@ export class InlineSource implements Source {
   private whole(name: string, place: Place): Promise<Float32Array> {
     let promise = this.held.get(name);
     if (!promise) {
-      promise = unpack(this.outline.parts[name]!, place.n_queries * place.n_keys);
+      promise = unpack(this.outline.parts[name]!, place.n_queries * place.n_keys, place.n_keys);
       this.held.set(name, promise);
     }
     return promise;

@@ -122,12 +122,12 @@ class Maps {
         context.go({ at }, true);
       },
       onCell: (cell, kept) => {
-        tell(this.readout, all, cell, rows, columns);
+        tell(this.readout, all, cell, rows, columns, this.context.outline.bound);
         for (const other of all) if (other !== map) other.follow(kept ? null : cell);
         if (kept && cell && isExact(place)) context.go({ token: cell.t, side: "query", mate: cell.s }, true);
       },
       onLoad: () => {
-        if (map.cursor) tell(this.readout, all, map.cell(map.cursor), rows, columns);
+        if (map.cursor) tell(this.readout, all, map.cell(map.cursor), rows, columns, this.context.outline.bound);
         (difference ? this.signed : this.legend).update(...map.scale);
         for (const other of all) other.redraw();
       },
@@ -147,7 +147,7 @@ function labelsOf(record: Recorded, place: Place): [string[], string[]] {
   return [cellStarts(drawn.n_queries, place.n_queries), cellStarts(drawn.n_keys, place.n_keys)];
 }
 
-function tell(readout: HTMLElement, maps: Heatmap[], cell: Cell | null, rows: string[], columns: string[]): void {
+function tell(readout: HTMLElement, maps: Heatmap[], cell: Cell | null, rows: string[], columns: string[], bound: number): void {
   if (!cell) {
     readout.textContent = "Point at a cell, or use the arrow keys.";
     return;
@@ -156,11 +156,11 @@ function tell(readout: HTMLElement, maps: Heatmap[], cell: Cell | null, rows: st
     const { n_queries, n_keys } = map.options.place;
     return cell.t < n_queries && cell.s < n_keys ? map.cell(cell).value : undefined;
   });
-  const spellOut = (value: number | undefined) => (value === undefined ? "–" : exact(value));
+  const spellOut = (value: number | undefined) => (value === undefined ? "–" : exact(value, bound));
   readout.replaceChildren(
     h("bdi", { dir: "auto", text: label(rows[cell.t]!) }), " → ", h("bdi", { dir: "auto", text: label(columns[cell.s]!) }),
     h("br"), `A ${spellOut(values[0])}`, h("br"), `B ${spellOut(values[1])}`,
-    ...(values[0] === undefined || values[1] === undefined ? [] : [h("br"), `B − A ${exact(values[1] - values[0])}`]),
+    ...(values[0] === undefined || values[1] === undefined ? [] : [h("br"), `B − A ${exact(values[1] - values[0], 2 * bound)}`]),
   );
 }
 

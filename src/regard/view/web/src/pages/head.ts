@@ -154,6 +154,13 @@ class Readout {
     this.timer = window.setTimeout(() => void this.fetch(t, s), 60);
   }
 
+  private spellOut(value: number, hidden: boolean): string {
+    const { state, outline } = this.context;
+    // What is left without sinks is multiplied, and its rounding with it.
+    if (outline.bound && state.bare && !hidden) return `≈ ${Number(value.toPrecision(2))}`;
+    return exact(value, hidden ? 0 : outline.bound);
+  }
+
   private async fetch(t: number, s: number): Promise<void> {
     try {
       const [value] = await this.context.source.get(question("weight", this.context, t, s));
@@ -165,10 +172,10 @@ class Readout {
 
   private tell(value: number | undefined): void {
     if (!this.shown) return;
-    this.value.textContent = value === undefined ? "…" : exact(value);
     const { t, s } = this.shown;
     const keys = visibleTo(this.place, t);
     const hidden = this.place.causal && s > t + this.place.n_keys - this.place.n_queries;
+    this.value.textContent = value === undefined ? "…" : this.spellOut(value, hidden);
     if (value !== undefined && keys && !hidden && !this.context.state.bare) this.times.textContent = `${Number((value * keys).toPrecision(3))} times chance: ${quoted(this.rows[t]!)} may look at ${many(keys, "key")}`;
     if (value === undefined || !this.kept) return;
     this.context.announce(`${quoted(this.rows[t]!)} at ${t} looks at ${quoted(this.columns[s]!)} at ${s}: ${percent(value)}`);
