@@ -49,6 +49,7 @@ class FakeRecord:
     places: list[Any] = field(default_factory=list)
     strength: float = 1.0
     trained_len: int | None = None
+    window: int | None = None
     n_read: int = 0
 
     def scores(self, place: int, head: int, t: np.ndarray, s: np.ndarray) -> np.ndarray:

@@ -15,10 +15,10 @@ Left out: models that are not regard's, which `regard.watch` watches where they 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from regard.models import Transformer
 
 DEFAULT_MODEL = "embedded:lm"
+Fit: TypeAlias = Literal["refuse", "truncate", "window"]
+"""What is done with a text that is longer than the model takes."""
 Showing: TypeAlias = "Callable[[int, int | None], AbstractContextManager[Progress | None]]"
 """Called with how many tokens will be read, and at how many places where that is known; gives the
 block to read in, and in it what `watch` takes as its progress."""
@@ -39,14 +41,16 @@ def look(
     *,
     to: str | None = None,
     truncate: bool = False,
+    window: bool = False,
 ) -> Record:
     """What every head of a model does with a text; `.show()` is the picture, in a notebook.
 
     model: one that `regard.load` gave, or what it takes: a folder in Hugging Face's layout, a GGUF
     file, or a name; unless given the small language model inside the package, which needs no
     network. An encoder–decoder is watched while it reads the text and writes its translation; to:
-    the language, for one that knows several. truncate: of a text longer than the model was made for
-    the beginning is read.
+    the language, for one that knows several. A text longer than the model was made for is read as
+    it is, or refused where the model cannot; truncate: its beginning is read; window: all of it, in
+    windows that overlap by half, in each of which tokens see each other.
 
         regard.look("The animal didn't cross the street because it was too tired.").show()
     """
@@ -69,12 +73,20 @@ def look(
     if loaded.config.encoder and loaded.config.decoder:
         from regard.generation import translate
 
-        if truncate:
-            raise ValueError(f"truncate is for a model that reads alone, and {name} translates")
+        if truncate or window:
+            what = "truncate" if truncate else "window"
+            raise ValueError(f"{what} is for a model that reads alone, and {name} translates")
         return see_translation(loaded, name, text, translate(loaded, text, to), to)
     if to is not None:
         raise ValueError(f"to is {to!r}, but {name} reads a text and translates none")
-    return see(own_subject(loaded, name), text, truncate=truncate)
+    return see(own_subject(loaded, name), text, fit=choose_fit(truncate, window))
+
+
+def choose_fit(truncate: bool, window: bool) -> Fit:
+    """What is done with a text that is too long; one thing, or it is refused."""
+    if truncate and window:
+        raise ValueError("truncate reads the beginning of a text, window all of it; give one")
+    return "truncate" if truncate else "window" if window else "refuse"
 
 
 @dataclass(frozen=True)
@@ -87,12 +99,19 @@ class Said:
 
     def first(self, n: int) -> Said:
         """The first n tokens; those at the end that stand for no text, as [SEP] does, stay."""
-        spans, tail = self.spans or [], 0
-        while tail < min(len(spans), n) and spans[-1 - tail][0] == spans[-1 - tail][1]:
-            tail += 1
-        kept = [*range(n - tail), *range(len(self.ids) - tail, len(self.ids))]
-        own = None if self.spans is None else [self.spans[at] for at in kept]
-        return Said([self.ids[at] for at in kept], [self.labels[at] for at in kept], own)
+        tail = min(self.specials()[1], n)
+        return self.part([*range(n - tail), *range(len(self.ids) - tail, len(self.ids))])
+
+    def specials(self) -> tuple[int, int]:
+        """How many tokens that stand for no text come first, and last."""
+        if self.spans is None:
+            return 0, 0
+        real = [at for at, (first, last) in enumerate(self.spans) if last > first]
+        return (real[0], len(self.ids) - 1 - real[-1]) if real else (len(self.ids), 0)
+
+    def part(self, numbers: Sequence[int]) -> Said:
+        own = None if self.spans is None else [self.spans[at] for at in numbers]
+        return Said([self.ids[at] for at in numbers], [self.labels[at] for at in numbers], own)
 
     def covered(self, text: str) -> str:
         """The text as far as its tokens go."""
@@ -118,19 +137,20 @@ class Subject:
         known = (self.max_len, find_trained_len(getattr(self.module, "config", None)))
         return min((n for n in known if n is not None), default=None)
 
-    def read(self, text: str, truncate: bool = False) -> Said:
+    def read(self, text: str, fit: Fit = "refuse") -> Said:
         said = self.encode(text)
         if not said.ids:
             raise ValueError(
                 f"the tokenizer of {self.name} makes no token of this text of {len(text):,} "
                 "characters, so there is nothing to look at; give one with words in it"
             )
-        most = self.limit() if truncate else None
-        if most is not None and len(said.ids) > most:
+        most = self.limit()
+        if fit == "truncate" and most is not None and len(said.ids) > most:
             said = said.first(most)
-        if self.max_len is not None and len(said.ids) > self.max_len:
+        if self.max_len is not None and len(said.ids) > self.max_len and fit != "window":
             what = f"the text has {len(said.ids):,} tokens, but {self.name} takes {self.max_len:,}"
-            raise ValueError(f"{what}; give a shorter one, or truncate it")
+            how = "truncate it, or read it in windows"
+            raise ValueError(f"{what}; give a shorter one, {how} (truncate, window)")
         return said
 
 
@@ -161,14 +181,58 @@ def name_tokens(text: str, pieces: list[str], spans: list[tuple[int, int]]) -> l
 
 
 def see(
-    subject: Subject, text: str, progress: Showing | None = None, truncate: bool = False
+    subject: Subject, text: str, progress: Showing | None = None, fit: Fit = "refuse"
 ) -> Record:
     """What the heads of a model do while it reads the text, or its beginning, as far as it goes."""
-    read = subject.read(text, truncate)
-    text = read.covered(text) if truncate else text
+    read = subject.read(text, fit)
+    most = subject.limit()
+    if fit == "window" and most is not None and len(read.ids) > most:
+        return _see_windows(subject, text, read, most, progress)
+    text = read.covered(text) if fit == "truncate" else text
     with _watching(subject.module, len(read.ids), subject.n_layers, progress) as (record, batch):
         subject.run(batch(read.ids))
     return record.describe(text=text, tokens=read.labels, spans=read.spans, model=subject.name)
+
+
+def _see_windows(
+    subject: Subject, text: str, read: Said, most: int, progress: Showing | None
+) -> Record:
+    """A text read in windows of at most so many tokens, its special ones in each, as one record."""
+    from regard.lens.windows import join_windows, lay_out, plan_windows
+
+    if read.spans is None:
+        raise ValueError(
+            f"the tokenizer of {subject.name} does not say which characters its tokens are, so "
+            "its special tokens are not known, and the text cannot be read in windows"
+        )
+    before, after = read.specials()
+    n_tokens = len(read.ids)
+    n_text, room = n_tokens - before - after, most - before - after
+    if room < 2:
+        raise ValueError(f"{subject.name} takes {most} tokens, too few to read a text in windows")
+    ends = [*range(before)], [*range(n_tokens - after, n_tokens)]
+    windows = plan_windows(n_text, room, causal=False)
+    n_places = None if subject.n_layers is None else len(windows) * subject.n_layers
+    records: list[Record] = []
+    with nullcontext() if progress is None else progress(n_tokens, n_places) as tell:
+        for first, last, *_ in windows:
+            said = read.part([*ends[0], *range(before + first, before + last), *ends[1]])
+            done = sum(len(record.places) for record in records)
+            with _watched(subject.module, None if tell is None else _shift(tell, done)) as window:
+                record, batch = window
+                subject.run(batch(said.ids))
+            records.append(record)
+        if all(place.causal for place in records[0].places):
+            windows = plan_windows(n_text, room, causal=True)
+        layout = lay_out(windows, before, after)
+        joined = join_windows(records, layout)
+    shown = read.part(layout.order)
+    return joined.describe(text=text, tokens=shown.labels, spans=shown.spans, model=subject.name)
+
+
+def _shift(tell: Progress, done: int) -> Progress:
+    """Progress that goes on where that of earlier windows ended."""
+    return lambda place, n: tell(place, done + n)
 
 
 def see_translation(
@@ -206,12 +270,21 @@ def see_translation(
 def _watching(
     module: nn.Module, n_tokens: int, n_places: int | None, progress: Showing | None
 ) -> Iterator[tuple[Record, Callable[[list[int]], Tensor]]]:
+    """`_watched`, with its progress shown."""
+    around = nullcontext() if progress is None else progress(n_tokens, n_places)
+    with around as tell, _watched(module, tell) as watched:
+        yield watched
+
+
+@contextmanager
+def _watched(
+    module: nn.Module, tell: Progress | None
+) -> Iterator[tuple[Record, Callable[[list[int]], Tensor]]]:
     """The record that is being made, and what makes ids into a batch of one."""
     import torch
 
     from regard.lens.watch import watch
 
     device = next(module.parameters()).device
-    around = nullcontext() if progress is None else progress(n_tokens, n_places)
-    with around as tell, torch.no_grad(), watch(module, keep="qk", progress=tell) as record:
+    with torch.no_grad(), watch(module, keep="qk", progress=tell) as record:
         yield record, lambda ids: torch.tensor([ids], device=device)

@@ -285,12 +285,16 @@ def test_too_many_tokens_and_none_are_told(
     code, _, err = run(capsys, "look", text, "-m", str(copied))
     assert code == 2 and err.splitlines()[1:] == [
         f"the text has {most + 1} tokens, but {copied.name} takes {most}; give a shorter one, "
-        "or truncate it"
+        "truncate it, or read it in windows (truncate, window)"
     ]
     page = tmp_path / "cut.html"
     code, out, err = run(capsys, "look", text, "-m", str(copied), "--truncate", "--html", str(page))
     assert code == 0 and f": {most:,} tokens, " in out
     assert f"the first {most:,} of {most + 1:,} tokens are read" in err
+    code, out, err = run(capsys, "look", text, "-m", str(copied), "--window", "--html", str(page))
+    assert code == 0 and f"read in windows of {most:,} tokens" in out
+    code, _, err = run(capsys, "look", text, "-m", str(copied), "--window", "--truncate")
+    assert code == 2 and "give one" in err
     write_tokenizer(copied, max_length=3)
     code, _, err = run(capsys, "look", "\u200b", "-m", str(copied))
     assert code == 2 and "makes no token of this text of 1 characters" in err

@@ -280,3 +280,10 @@ def test_a_text_longer_than_the_model_was_made_for_is_noted_on_every_page(
         show(view_fakes.decoder(n_read=12, trained_len=12), line).locator("[role=note]").count()
         == 0
     )
+
+
+@pytest.mark.parametrize("line", ["", "overview", "head?place=0&head=0", "text?place=0&head=0"])
+def test_a_text_read_in_windows_says_so_on_every_page(show: Show, line: str) -> None:
+    page = show(view_fakes.decoder(n_read=12, trained_len=7, window=7), line)
+    note = page.inner_text("[role=note]")
+    assert "windows of 7 tokens" in note and "artefact" not in note

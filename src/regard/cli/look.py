@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from regard._look import DEFAULT_MODEL, Subject, see
+from regard._look import DEFAULT_MODEL, Fit, Subject, choose_fit, see
 from regard.cli.digest import write_digest
 from regard.cli.loading import few_threads, is_small, load_subject
 from regard.cli.outputs import check_outputs, own_page
@@ -58,9 +58,9 @@ run by the package transformers, where it is installed.
 The page opens: every head as a map, to the single weight. A digest is written here: what heads
 do, which words they link, and what one word looks at (--token). Heads are named layer.head; layers
 are counted from 0 in the order in which they are called. --html writes the page to a file, --png
-draws a picture, --truncate reads the beginning of a text that is longer than the model was made
-for, --serve answers a browser until Ctrl-C, --save keeps the record, which `regard
-view` opens again without the model.
+draws a picture, --serve answers a browser until Ctrl-C, --save keeps the record, which `regard
+view` opens again without the model. Of a text that is longer than the model was made for,
+--truncate reads the beginning, --window all of it, in windows that overlap.
 """
 
 
@@ -97,11 +97,11 @@ def see_showing(
     text: str,
     notes: "Console",
     token: str | None = None,
-    truncate: bool = False,
+    fit: Fit = "refuse",
 ) -> "Record":
     """`see`, with the threads that suit the work, and its progress shown where it is long."""
-    if truncate:
-        n_tokens, n_read = len(subject.encode(text).ids), len(subject.read(text, truncate).ids)
+    if fit == "truncate":
+        n_tokens, n_read = len(subject.encode(text).ids), len(subject.read(text, fit).ids)
         if n_read < n_tokens:
             cut = f"the first {n_read:,} of {n_tokens:,} tokens"
             write_line(notes, f"--truncate: {cut} are read, which is what the model was made for")
@@ -109,7 +109,7 @@ def see_showing(
         from regard.lens.findings import choose_word
         from regard.lens.word_links import find_words
 
-        said = subject.read(text, truncate)
+        said = subject.read(text, fit)
         choose_word(find_words(text, said.labels, said.spans or [(0, 0)] * len(said.ids)), token)
 
     @contextmanager
@@ -118,7 +118,7 @@ def see_showing(
         with few_threads(small), showing(notes, n_tokens, n_places) as tell:
             yield tell
 
-    return see(subject, text, progress, truncate)
+    return see(subject, text, progress, fit)
 
 
 def show_page(
@@ -219,15 +219,19 @@ def add_look(app: "typer.Typer") -> None:
         truncate: Annotated[
             bool, Option("--truncate", help="Read what the model was made for, not more.")
         ] = False,
+        window: Annotated[
+            bool, Option("--window", help="Read a long text in overlapping windows.")
+        ] = False,
         device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
         with refusing(notes):
             check_outputs({"--html": html, "--png": png, "--save": save}, [*text[:1], model])
+            fit = choose_fit(truncate, window)
             whole = read_text(text, notes)
             subject = load_subject(model, notes, device=device)
             check_layer(subject, layer, head)
-            record = see_showing(subject, whole, notes, token, truncate)
+            record = see_showing(subject, whole, notes, token, fit)
             place = find_place(record, layer, head)
             if save is not None:
                 with working(notes, "saving the record"):

@@ -87,6 +87,11 @@ def known_scores(record: Record) -> dict[str, Array]:
 
 def length_note(record: Record) -> str | None:
     """A sentence where the text is longer than the model was made for; None where it is not."""
+    if record.window is not None:
+        return (
+            f"The text was read in windows of {record.window:,} tokens that overlap by half; a "
+            "token looks only at those of its own window, which has its own special tokens."
+        )
     most, n_read = record.trained_len, record.n_read
     if most is None or n_read <= most:
         return None

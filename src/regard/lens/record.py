@@ -1,10 +1,11 @@
 """A record: what was seen in a model, in memory and as one `.regard` file.
 
-The format, version 1, in ten lines. A file is a safetensors file (see `format.py`) whose metadata
-holds one JSON description: version, model, created, kept ("statistics" or "qk"), text, tokens (the
+The format, version 1, in short. A file is a safetensors file (see `format.py`) whose metadata holds
+one JSON description: version, model, created, kept ("statistics" or "qk"), text, tokens (the
 labels), spans (characters of each token), source_text and source_tokens (what cross-attention looks
-at), trained_len (tokens the model was made for; left out where not known), and places in the order
-in which they were called: name, layer, kind, sizes, heads, causal, exact_zoom, and a rule: scale,
+at), trained_len (tokens the model was made for; left out where not known), window (tokens it read
+at a time, where a text was read in overlapping windows: `windows.py`), and places in the order in
+which they were called: name, layer, kind, sizes, heads, causal, exact_zoom, and a rule: scale,
 softcap, the key head of each head, biases, and the cell of `base`.
 Arrays of place p are named `p.<name>`. By head and query: entropy, peak, peak_key, distance, reach
 (the mean of |i - j|, where that is not the distance), mass, top_weights, top_keys; by head and key:
@@ -72,6 +73,7 @@ class Record:
     version: int = _described("version")
     kept: str = _described("kept")
     trained_len: int | None = _described("trained_len")
+    window: int | None = _described("window")
     places: list[Place] = _described("places")
 
     def __init__(self, about: Description, arrays: Mapping[str, Array]) -> None:

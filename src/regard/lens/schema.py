@@ -28,6 +28,8 @@ MAX_HEADS = 4096
 FLOATS = ("F32", "F64")
 SPOTS = ("previous", "next", "same", "induction", "first")
 """The scores that are sums over single pairs, in the order of the rows of `spots`."""
+LATER = ("trained_len", "window")
+"""What earlier records do not say, and others only where there is something to say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +71,15 @@ class Description:
     source_text: str | None = None
     source_tokens: list[str] | None = None
     trained_len: int | None = None
+    window: int | None = None
     places: list[Place] = field(default_factory=list)
     rules: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name != "rules"}
-        if self.trained_len is None:
-            del plain["trained_len"]
+        for name in LATER:
+            if plain[name] is None:
+                del plain[name]
         plain["spans"] = None if self.spans is None else [list(span) for span in self.spans]
         plain["places"] = [
             {**vars(place), "heads": list(place.heads), "rule": rule}
@@ -145,6 +149,7 @@ DESCRIPTION = {
     "source_text": text(MAX_TEXT).or_none(),
     "source_tokens": LABELS.or_none(),
     "trained_len": whole(1, 1 << 40).or_none(),
+    "window": whole(1, MAX_TOKENS).or_none(),
     "places": listed(ANY, 1, MAX_PLACES),
 }
 PLACE = {
@@ -170,7 +175,7 @@ BIAS = {"kind": one_of("relative", "column", "whole"), "lowest": whole(-MAX_TOKE
 
 
 def read_description(about: dict[str, Any]) -> Description:
-    about = {"trained_len": None, **about}  # earlier records do not say it
+    about = {**dict.fromkeys(LATER), **about}
     check(about, "the description", DESCRIPTION)
     spans, n_characters = about["spans"], len(about["text"])
     if spans is not None:
