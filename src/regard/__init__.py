@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         generate,
         generate_batch,
         generate_ids,
+        score,
         stream,
         translate,
     )
@@ -62,7 +63,8 @@ _HOMES = {
     "regard._look": "look",
     "regard.nn": "convert",
     "regard.models": "Transformer count_parameters load save",
-    "regard.generation": "GenerationConfig generate generate_batch generate_ids stream translate",
+    "regard.generation": "GenerationConfig generate generate_batch generate_ids score stream "
+    "translate",
     "regard.tokens": "Tokenizer",
     "regard._version": "__version__",
 }
@@ -105,6 +107,7 @@ __all__ = [
     "observe",
     "observing",
     "save",
+    "score",
     "stream",
     "translate",
     "watch",

@@ -26,8 +26,7 @@ from torch import Tensor
 from regard.generation.beams import search_beams
 from regard.generation.config import GenerationConfig, make_config
 from regard.generation.decode_loop import DecodeLoop
-from regard.generation.prompts import Ids, Task, check_model, need_tokenizer
-from regard.models import Transformer
+from regard.generation.prompts import Ids, Model, Task, check_model, need_tokenizer, open_model
 from regard.tokens import Tokenizer
 
 
@@ -86,7 +85,7 @@ def search(task: Task) -> Generated:
 
 
 def generate_ids(
-    model: Transformer,
+    model: Model,
     ids: Ids | None = None,
     *,
     real: Tensor | None = None,
@@ -110,7 +109,7 @@ def generate_ids(
 
 
 def generate(
-    model: Transformer,
+    model: Model,
     prompt: str,
     *,
     tokenizer: Tokenizer | None = None,
@@ -122,8 +121,8 @@ def generate(
 
     An encoder–decoder reads the prompt as its source. Text ends before a stop string or token.
     Options are the fields of `GenerationConfig`, such as max_new_tokens, temperature and stop.
-    tokenizer: instead of the model's own. special: whether the tokenizer adds the tokens that the
-    model expects around a text.
+    model: what `regard.load` gave, or what it takes. tokenizer: instead of the model's own.
+    special: whether the tokenizer adds the tokens that the model expects around a text.
 
         generate(model, "The capital of France is", max_new_tokens=5)
     """
@@ -137,7 +136,7 @@ def generate(
 
 
 def generate_batch(
-    model: Transformer,
+    model: Model,
     prompts: Sequence[str],
     *,
     tokenizer: Tokenizer | None = None,
@@ -157,12 +156,13 @@ def generate_batch(
 
 
 def text_task(
-    model: Transformer,
+    model: Model,
     prompts: list[str],
     tokenizer: Tokenizer | None,
     special: bool,
     config: GenerationConfig,
 ) -> Task:
+    model = open_model(model)
     check_model(model)
     tokenizer = need_tokenizer(model, tokenizer)
     rows = [tokenizer.encode(text, special=special).ids for text in prompts]

@@ -11,6 +11,7 @@ Letters: B rows, T tokens of the longest prompt, S of the longest source.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from regard._check import check_shapes
 from regard.generation.config import GenerationConfig
 from regard.generation.sampling import LogitsProcessor
 from regard.generation.stopping import TextWatch, find_stop_tokens, find_tokens
-from regard.models import Memory, ModelConfig, SpecialTokens, Transformer
+from regard.models import Memory, ModelConfig, SpecialTokens, Transformer, load
 from regard.tokens import Tokenizer
 
 Ids = Tensor | Sequence[Sequence[int]]
+Model = Transformer | str | os.PathLike[str]
+"""A model, or what `regard.load` takes: a folder, a GGUF file, a name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +57,7 @@ class Task:
 
     @staticmethod
     def make(
-        model: Transformer,
+        model: Model,
         config: GenerationConfig,
         tokenizer: Tokenizer | None,
         *,
@@ -64,6 +67,7 @@ class Task:
         source_real: Tensor | None = None,
     ) -> Task:
         """Everything checked, and the sources read."""
+        model = open_model(model)
         check_model(model)
         assert model.head is not None
         if tokenizer is None and config.stop:
@@ -114,6 +118,11 @@ class Task:
         for place, row in enumerate(self.rows):
             marked[place, row] = True
         return marked.to(self.ids_bt.device)
+
+
+def open_model(model: Model) -> Transformer:
+    """The model itself; one that is named is loaded."""
+    return load(model) if isinstance(model, str | os.PathLike) else model
 
 
 def check_model(model: Transformer) -> None:

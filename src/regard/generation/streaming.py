@@ -19,8 +19,7 @@ from typing import Any, Generic, Self, TypeVar, final
 from regard.generation.config import GenerationConfig, make_config
 from regard.generation.decode_loop import DecodeLoop
 from regard.generation.generate import text_task
-from regard.generation.prompts import Task
-from regard.models import Transformer
+from regard.generation.prompts import Model, Task
 from regard.tokens import Tokenizer
 
 Piece = TypeVar("Piece")
@@ -85,7 +84,7 @@ class Stream(Iterator[Piece], Generic[Piece]):
 
 
 def stream(
-    model: Transformer,
+    model: Model,
     prompt: str,
     *,
     tokenizer: Tokenizer | None = None,
@@ -106,7 +105,7 @@ def stream(
 
 
 def stream_ids(
-    model: Transformer,
+    model: Model,
     ids: Sequence[int] | None = None,
     *,
     source: Sequence[int] | None = None,

@@ -28,7 +28,7 @@ from typing import TypedDict, Unpack, final, overload
 from regard._check import check_count
 from regard.generation.config import GenerationConfig, make_config
 from regard.generation.generate import write_texts
-from regard.generation.prompts import Task, check_model, need_tokenizer
+from regard.generation.prompts import Model, Task, check_model, need_tokenizer, open_model
 from regard.generation.sentences import (
     Sentence,
     find_language,
@@ -68,18 +68,18 @@ Texts = list[str] | tuple[str, ...]
 
 @overload
 def translate(
-    model: Transformer, text: str, to: str | None = None, **options: Unpack[Options]
+    model: Model, text: str, to: str | None = None, **options: Unpack[Options]
 ) -> str: ...
 
 
 @overload
 def translate(
-    model: Transformer, text: Texts, to: str | None = None, **options: Unpack[Options]
+    model: Model, text: Texts, to: str | None = None, **options: Unpack[Options]
 ) -> list[str]: ...
 
 
 def translate(
-    model: Transformer,
+    model: Model,
     text: str | Texts,
     to: str | None = None,
     *,
@@ -99,6 +99,7 @@ def translate(
 
         translate(regard.load("embedded:translate"), "The cat sat on the mat.")
     """
+    model = open_model(model)
     check_asked(model, beams, config)
     many = isinstance(text, list | tuple)
     texts = list(text) if isinstance(text, list | tuple) else [text]
