@@ -21,6 +21,7 @@ from tiny_runs import fill_disk
 import regard
 from regard import cli
 from regard.training import run as run_module
+from regard.training.loop import Result
 from regard.training.snapshot import list_snapshots, load_latest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,9 +230,6 @@ def test_settings_given_on_the_way_are_told(
     assert report["steps"] == 5 and report["recipe"]["context"] == 16
     code, _, err = run(capsys, "train", "translate", write_pairs(tmp_path), "-o", out, "--resume")
     assert code == 2 and f"the run in {out} is for `regard train lm`" in err
-    other = write_text(tmp_path, count=99)
-    code, _, err = run(capsys, "train", "lm", other, "-o", out, "--resume")
-    assert code == 2 and "was trained on other data" in err
 
 
 def test_a_folder_with_a_run_is_refused_and_left_alone(
@@ -244,6 +242,53 @@ def test_a_folder_with_a_run_is_refused_and_left_alone(
     assert code == 2 and len(err.splitlines()) == 1
     assert "holds a run" in err and "--resume" in err and "another folder" in err
     assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["lm", "translate"])
+def test_a_run_goes_on_with_its_own_text_only_and_keeps_what_it_prepared(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, folder = tmp_path / "run", tmp_path / "other"
+    folder.mkdir()
+    text = write_text(tmp_path) if kind == "lm" else write_pairs(tmp_path)
+    assert run(capsys, "train", kind, text, "-o", out, *words(kind))[0] == 0
+    before = {p: p.read_bytes() for p in (out / "training").glob("*.tokens")}
+    assert before
+    other = folder / text.name
+    lines = text.read_text(encoding="utf-8").splitlines()
+    other.write_text("\n".join(lines[: len(lines) // 2 * 2 - 8]) + "\n", encoding="utf-8")
+    told = run(capsys, "train", kind, other, "-o", out, "--resume", "--set", "steps=5")
+    assert refused(told, "has read another text", "another folder")
+    assert before == {p: p.read_bytes() for p in (out / "training").glob("*.tokens")}
+    code, said, _ = run(capsys, "train", kind, text, "-o", out, "--resume", "--set", "steps=5")
+    assert code == 0 and "going on after" in said
+
+
+def test_what_was_saved_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out = write_text(tmp_path), tmp_path / "run"
+    code, said, _ = run(capsys, "train", "lm", text, "-o", out, *words("lm"))
+    best = json.loads((out / "report.json").read_text())["best"]
+    assert code == 0 and f"{out}, with the weights of step {best['step']}, the best of" in said
+    assert f"loss {best['loss']:.4f}" in said
+    assert run_module.tell_weights(Result("done", 3, None)).endswith("of the last step, 3")
+
+
+def test_there_must_be_a_run_to_go_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = write_text(tmp_path), tmp_path / "run"
+    told = run(capsys, "train", "lm", text, "-o", out, "--resume", *words("lm"))
+    assert refused(told, "there is no run in", "leave --resume out") and not out.exists()
+
+
+def test_a_stopped_run_without_weights_names_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = write_text(tmp_path), tmp_path / "run"
+    settings = words("lm", lr=1e30, warmup=2, save_every=1, eval_every=100, steps=9)
+    assert run(capsys, "train", "lm", text, "-o", out, *settings)[0] == 2
+    told = run(capsys, "generate", "abc", "--model", out)
+    assert refused(told, "stopped before its weights were written", "--resume")
 
 
 # ---- What goes wrong is one line

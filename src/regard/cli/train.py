@@ -162,6 +162,8 @@ def launch(options: Options) -> dict[str, Any]:
         wanted = replace(wanted, context=options.context_parallel)
     # A run goes on as it was told; what this command changes is changed in that.
     old = old_recipe(options.out) if options.resume else None
+    if options.resume and old is None:
+        raise ValueError(f"there is no run in {options.out} to go on with; leave --resume out")
     recipe = old or named_recipe(options.recipe or default)
     if recipe.task != kind:
         what = f"the run in {options.out}" if old else f"the recipe {options.recipe!r}"

@@ -208,6 +208,11 @@ def _refuse_without_weights(root: Path, names: set[str]) -> NoReturn:
             f"has safetensors under other names ({spell_some(others)}); {expected}. Rename the one "
             f"that is meant to {SINGLE}, in a folder of its own"
         )
+    elif (root / "training" / "recipe.json").is_file():
+        what = (
+            "holds a run that was stopped before its weights were written: go on with it by the "
+            "same `regard train` command and --resume"
+        )
     else:
         found = f"it has {spell_some(sorted(names))}" if names else "it is empty"
         what = f"has no weights: {found}; {expected}"

@@ -55,15 +55,18 @@ class Files:
     separator: str = END
 
 
-def prepare(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepared:
-    """Read, tokenise, and build; what there is to tell goes to `say`."""
+def prepare(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bool = False) -> Prepared:
+    """Read, tokenise, and build; what there is to tell goes to `say`.
+
+    fixed: a run goes on here, so other texts than those it has read are refused.
+    """
     build_task = prepare_pairs if recipe.task == "translate" else prepare_text
-    prepared = build_task(files, recipe, folder, say)
+    prepared = build_task(files, recipe, folder, say, fixed)
     start(prepared.model, recipe.train.seed)
     return prepared
 
 
-def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepared:
+def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bool) -> Prepared:
     texts = read_texts(files.data, files.separator, say)
     if files.valid is not None:
         held = read_texts(files.valid, files.separator, say)
@@ -76,7 +79,7 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepar
     tokenizer = find_tokenizer(files, recipe, folder, corpus, words, say)
     eos = tokenizer.special.eos
     after = end_of_text(tokenizer, single=len(texts) == 1 and len(held) <= 1)
-    tokens = encode_texts(texts, tokenizer, folder / "train.tokens", after=after)
+    tokens = encode_texts(texts, tokenizer, folder / "train.tokens", after=after, fixed=fixed)
     say(f"{tokens.n_tokens:,} tokens in {tokens.n_documents:,} documents")
     ids, hide = {"eos_token_id": eos, "bos_token_id": eos}, None
     if masked:
@@ -86,7 +89,8 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepar
     model = build(recipe, tokenizer, ids)
     text, valid = pack(tokens, recipe), None
     if held:
-        held_tokens = encode_texts(held, tokenizer, folder / "valid.tokens", after=after)
+        path = folder / "valid.tokens"
+        held_tokens = encode_texts(held, tokenizer, path, after=after, fixed=fixed)
         valid = pack(held_tokens, recipe, shorten=True)
     return Prepared(model, LanguageTask(text, valid, hide), tokenizer)
 
@@ -103,7 +107,7 @@ def pack(tokens: TokenFile, recipe: Recipe, *, shorten: bool = False) -> PackedT
     )
 
 
-def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepared:
+def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bool) -> Prepared:
     sides = read_sides(files.data, files.target, say)
     if files.valid is not None:
         held = read_sides(files.valid, files.valid_target, say)
@@ -118,7 +122,7 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say) -> Prepa
     ids = {role: one_id(tokenizer, token) for role, token in roles.items()}
 
     def pair(name: str, sides: Sides) -> PairedText:
-        sources, targets = encode_sides(folder, name, sides, tokenizer, prefixes)
+        sources, targets = encode_sides(folder, name, sides, tokenizer, prefixes, fixed)
         limits = {"max_tokens": recipe.max_tokens, "max_len": recipe.max_len}
         return PairedText(sources, targets, **limits, **ids, seed=recipe.train.seed)
 
@@ -227,13 +231,18 @@ def one_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def encode_sides(
-    folder: Path, name: str, sides: Sides, tokenizer: Tokenizer, prefixes: Sequence[int]
+    folder: Path,
+    name: str,
+    sides: Sides,
+    tokenizer: Tokenizer,
+    prefixes: Sequence[int],
+    fixed: bool,
 ) -> tuple[TokenFile, TokenFile]:
     """Sources and targets as ids; with prefixes, each pair both ways, the language in front."""
 
     def encode(side: int, prefix: Sequence[int] = ()) -> TokenFile:
         path = side_file(folder, name, side, "named" if prefix else "plain")
-        return encode_texts(sides[side], tokenizer, path, before=prefix)
+        return encode_texts(sides[side], tokenizer, path, before=prefix, fixed=fixed)
 
     sources, targets = encode(0), encode(1)
     if not prefixes:

@@ -78,13 +78,13 @@ def run(
             open_folder(folder, recipe, resume)
         else:
             mesh.any(False)  # the main rank's files are there when it answers
-        prepared = prepare(files, recipe, folder, notes.append)
+        latest = load_latest(folder / "snapshots") if resume else None
+        prepared = prepare(files, recipe, folder, notes.append, fixed=latest is not None)
         if adapt is not None:
             prepared = adapt(prepared, folder, notes.append)
         if mesh.is_main:
             mesh.any(False)
         ready = time.perf_counter()
-        latest = load_latest(folder / "snapshots") if resume else None
         start = 0 if latest is None else latest.step
         monitor: Listener = Silence()
         if mesh.is_main:
@@ -112,8 +112,18 @@ def run(
             prepared = replace(prepared, model=whole)
             report["tests"] = scores = run_tests(tests or Tests(), files, recipe, prepared, folder)
             write_json(out / "report.json", report)
-            monitor.note(f"the model is in {out}" + (f": {json.dumps(scores)}" if scores else ""))
+            told = f": {json.dumps(scores)}" if scores else ""
+            monitor.note(f"the model is in {out}, {tell_weights(result)}{told}")
     return report
+
+
+def tell_weights(result: Result) -> str:
+    """Which weights a run left: those of its best evaluation, or of its last step."""
+    if result.best is None:
+        return f"with the weights of the last step, {result.steps:,}"
+    said = [f"{name} {value:.4g}" for name, value in result.best.scores.items()]
+    found = ", ".join([*said[:1], f"loss {result.best.loss:.4f}"])
+    return f"with the weights of step {result.best.step:,}, the best of its evaluations: {found}"
 
 
 def open_folder(folder: Path, recipe: Recipe, resume: bool) -> None:

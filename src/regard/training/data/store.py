@@ -138,8 +138,12 @@ def encode_texts(
     *,
     before: Sequence[int] = (),
     after: Sequence[int] = (),
+    fixed: bool = False,
 ) -> TokenFile:
-    """The texts as ids in the file at `path`, each between the ids `before` and `after`."""
+    """The texts as ids in the file at `path`, each between the ids `before` and `after`.
+
+    fixed: whole ids of other texts, where they lie there, are refused instead of written over.
+    """
     file = Path(path)
     if isinstance(texts, str):
         raise TypeError("texts is one text, expected a list of them")
@@ -154,6 +158,11 @@ def encode_texts(
     fingerprint = digest.hexdigest()
     if (found := reuse_tokens(file, fingerprint)) is not None:
         return found
+    if fixed and is_whole(file):
+        raise BadData(
+            f"{file}: the run in this folder has read another text, or by another tokenizer; go on "
+            "with what it began with, or train into another folder"
+        )
     first, last = np.array(before, np.int64), np.array(after, np.int64)
     rows = (np.concatenate((first, ids, last)) for ids in _rows(texts, tokenizer))
     return write_tokens(file, rows, vocab_size=tokenizer.vocab_size, fingerprint=fingerprint)
@@ -208,6 +217,16 @@ def reuse_tokens(file: Path, fingerprint: str) -> TokenFile | None:
         found = TokenFile.open(file)
         return found if found.fingerprint == fingerprint else None
     return None
+
+
+def is_whole(file: Path) -> bool:
+    """Whether undamaged ids lie there, of whatever texts."""
+    if not file.exists():
+        return False
+    with contextlib.suppress(BadData):
+        TokenFile.open(file)
+        return True
+    return False
 
 
 # ---- Encoding
