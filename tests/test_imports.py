@@ -34,6 +34,7 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "nn": ("layers",),
     "models": ("layers", "tokens"),
     "lens": ("ops", "_files"),
+    "hf": ("ops",),
     "view": ("lens",),
     "generation": ("nn", "models"),
     "_look": ("generation", "lens"),
@@ -225,10 +226,21 @@ import importlib, pkgutil, regard
 def fail(name):
     raise
 for found in pkgutil.walk_packages(regard.__path__, "regard.", onerror=fail):
-    if found.name not in {NEED_TRITON}:
+    if found.name not in {NEED_TRITON | {"regard.hf"}}:
         importlib.import_module(found.name)
     print(found.name)
 """
+
+
+def test_the_module_for_transformers_says_what_it_needs() -> None:
+    code = """
+try:
+    import regard.hf
+except ImportError as missing:
+    print(missing)
+"""
+    allowed = json.dumps(sorted(core_top_levels()))
+    assert "pip install transformers" in run_fresh(BLOCK_THE_REST + code, allowed)
 
 
 def test_every_module_imports_with_no_extra_installed() -> None:

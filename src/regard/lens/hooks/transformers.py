@@ -120,7 +120,8 @@ def read_call(name: str, module: nn.Module, function: Attend, given: dict[str, A
 
 def implementation(function: Attend) -> str:
     named = getattr(function, "__name__", "")
-    return next((kind for kind in ("flex", "sdpa", "flash", "paged") if kind in named), "eager")
+    kinds = ("flex", "sdpa", "flash", "paged", "regard")
+    return next((kind for kind in kinds if kind in named), "eager")
 
 
 def read_rule(
@@ -137,11 +138,13 @@ def read_rule(
         mask = flash_mask(seen, bool(causal), given.get("sliding_window"), T, S)
     elif kind == "flex" and seen is not None and not isinstance(seen, Tensor):
         mask = flex_rule(seen.mask_mod, q, k)
+    elif seen is not None and hasattr(seen, "rule"):  # a mask of `regard.hf`
+        mask = seen.rule
     elif isinstance(seen, Tensor):
         # Longer masks than keys are cut, as all of these functions do.
         seen = seen[..., :S]
         mask, bias = (Dense(seen), None) if seen.dtype == torch.bool else (None, DenseBias(seen))
-    elif kind == "sdpa" and causal and T > 1:
+    elif kind in ("sdpa", "regard") and causal and T > 1:
         k = k[:, :, :T] if S > T else k
         mask = Causal(align="start")
     more = given.get("position_bias")

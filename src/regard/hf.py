@@ -1,0 +1,246 @@
+"""Hugging Face models on regard's attention: import this, and name "regard" as their attention.
+
+    import regard.hf
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="regard")
+    model.set_attn_implementation("regard")  # or later
+
+Why: every architecture that takes its attention from `transformers`' interface then runs on our
+operation and its backends: masks are values, so a padded batch, a window or packed texts need no
+matrix, forward and backward, and our kernels skip what is hidden.
+
+How: importing registers two functions. The one that makes masks is told a rule as functions of two
+positions; those that the library itself makes (causal, window, packed texts, padding) are known by
+name, and become our masks. A rule with any other function in it is made as a matrix by the
+library's own function for SDPA, and taken as it is. So is a mask that a caller made. A model that
+computes with its mask, instead of handing it on, gets the matrix too: `RuleMask` is a tensor that
+has none until someone asks for it.
+
+Left out: dropout in models that are watched; attention weights as outputs, which `regard.watch`
+shows; padding under `torch.compile`, where the mask is a matrix, as its numbers cannot be read.
+
+Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+try:
+    from transformers import AttentionInterface, masking_utils
+except ImportError as missing:
+    raise ImportError(
+        "regard.hf is for models of the package transformers (5.0 or later), which is not "
+        "installed: pip install transformers"
+    ) from missing
+
+from regard.ops import Bias, Causal, Dense, DenseBias, Documents, Lengths, Mask, Window, attention
+
+NAME = "regard"
+Rule = Callable[..., Any]
+
+
+class RuleMask(Tensor):
+    """A mask (B, 1, T, S) of which only the rule is kept; computing with it makes the matrix."""
+
+    rule: Mask | None
+    make: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls, rule: Mask | None, shape: tuple[int, ...], device: Any, make: Callable[[], Tensor]
+    ) -> RuleMask:
+        wrap: Any = Tensor._make_wrapper_subclass
+        found: RuleMask = wrap(cls, shape, dtype=torch.bool, device=device)
+        found.rule, found.make = rule, make
+        return found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        whole = tree_map_only(RuleMask, lambda mask: mask.make(), (args, kwargs or {}))
+        return function(*whole[0], **whole[1])
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"RuleMask({self.rule!r}, {tuple(self.shape)})"
+
+
+def regard_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """What `transformers` calls: (B, H, T, D) queries, (B, G, S, D) keys; gives (B, T, H, D)."""
+    if more.get("cu_seq_lens_q") is not None or more.get("cache") is not None:
+        raise ValueError(
+            "texts packed without padding and paged caches are not taken by attn_implementation="
+            '"regard" yet; give a padded batch, or position ids that begin anew with each text'
+        )
+    T, S = query.shape[2], key.shape[2]
+    mask, bias = read_mask(attention_mask, S)
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = Causal(align="start") if causal and T > 1 else None
+    if position_bias is not None:
+        extra: Bias = DenseBias(position_bias[..., :S])
+        bias = extra if bias is None else bias + extra
+    output = attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        scale=scaling,
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.reshape(-1),
+        dropout=dropout,
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def read_mask(seen: Tensor | None, n_keys: int) -> tuple[Mask | None, Bias | None]:
+    """What a model hands on: our rule, or a matrix, of booleans or of numbers to add."""
+    if seen is None:
+        return None, None
+    if isinstance(seen, RuleMask):
+        return seen.rule, None
+    seen = seen[..., :n_keys]
+    return (Dense(seen), None) if seen.dtype == torch.bool else (None, DenseBias(seen))
+
+
+def regard_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Rule = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: Any = "cpu",
+    **more: Any,
+) -> Tensor | None:
+    """The mask of a forward pass: its rule where that is known, else the matrix."""
+
+    def make() -> Tensor:
+        whole = masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            device=device,
+            **{**more, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False},
+        )
+        assert whole is not None
+        return whole
+
+    rules: list[Mask] = []
+    if torch.compiler.is_compiling() or type(q_offset) is not int or type(kv_offset) is not int:
+        return make()
+    placed = Placed(q_length, kv_length, q_offset, kv_offset)
+    for leaf in leaves_of(mask_function):
+        found = placed.read(leaf)
+        if found is None:
+            return make()
+        rules += found
+    if attention_mask is not None:
+        rules += placed.read_padding(attention_mask)
+    rule = functools.reduce(operator.and_, rules) if rules else None
+    return RuleMask(rule, (batch_size, 1, q_length, kv_length), device, make)
+
+
+def leaves_of(rule: Rule) -> list[Rule]:
+    """The functions that must all allow a look."""
+    if _name_of(rule) != "and_masks.and_mask":
+        return [rule]
+    return [leaf for part in _kept_by(rule, "mask_functions") for leaf in leaves_of(part)]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Queries and keys of a call, and where they stand in their text."""
+
+    n_queries: int
+    n_keys: int
+    q_offset: int
+    kv_offset: int
+
+    def read(self, rule: Rule) -> list[Mask] | None:
+        """The masks that a function of the library stands for; None where it is not known."""
+        name = _name_of(rule)
+        if rule is masking_utils.causal_mask_function:
+            return self.look_back(None)
+        if rule is masking_utils.bidirectional_mask_function:
+            return []
+        if name == "sliding_window_overlay.inner_mask":  # always beside the causal function
+            return self.look_back(int(_kept_by(rule, "sliding_window")) - 1)
+        if name == "packed_sequence_mask_function.inner_mask":
+            ids = _kept_by(rule, "packed_sequence_mask")
+            whole = self.q_offset == self.kv_offset == 0 and ids.shape[1] == self.n_keys
+            return [Documents(ids)] if whole and self.n_queries == self.n_keys else None
+        return None
+
+    def look_back(self, left: int | None) -> list[Mask] | None:
+        """No later key, and at most so many earlier ones."""
+        ahead = self.q_offset - self.kv_offset  # keys before the first query
+        if ahead == self.n_keys - self.n_queries:
+            return [Causal() if left is None else Window(left, 0)]
+        if left is None and ahead == 0:
+            return [Causal(align="start")]
+        return None
+
+    def read_padding(self, real: Tensor) -> list[Mask]:
+        """Padding on one side as lengths, elsewhere as it is; keys that it does not name are none.
+
+        Its numbers are read once a forward pass, which waits for the device.
+        """
+        end = self.kv_offset + self.n_keys
+        real = functional.pad(real.bool(), (0, max(0, end - real.shape[1])))[
+            :, self.kv_offset : end
+        ]
+        lengths = real.sum(1)
+        first, last = real[:, 0], real[:, -1]
+        steps = (real[:, 1:] != real[:, :-1]).sum(1)
+        told = torch.stack([real.all(), (steps <= first).all(), (steps <= last).all()]).tolist()
+        if told[0]:
+            return []
+        if told[1]:
+            return [Lengths(lengths)]
+        return [Lengths(lengths, side="left")] if told[2] else [Dense(real[:, None, None])]
+
+
+def _name_of(rule: Rule) -> str:
+    """The name of a function of the library, without what its inner functions are marked by."""
+    own = getattr(rule, "__module__", None) == masking_utils.__name__
+    return rule.__qualname__.replace("<locals>.", "") if own else ""
+
+
+def _kept_by(rule: Rule, name: str) -> Any:
+    """What an inner function keeps of the one that made it."""
+    return inspect.getclosurevars(rule).nonlocals[name]
+
+
+AttentionInterface.register(NAME, regard_attention)
+masking_utils.AttentionMaskInterface.register(NAME, regard_mask)
