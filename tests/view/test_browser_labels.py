@@ -196,7 +196,7 @@ def test_every_page_has_its_tab_on_a_phone_s_screen(show: Show) -> None:
         page = show(record, "overview", other=other)
         page.set_viewport_size({"width": 390, "height": 844})
         boxes = page.locator("nav a").evaluate_all(
-            "all => all.map(a => { const b = a.getBoundingClientRect(); return [b.left, b.right]; })"
+            "all => all.map(a => a.getBoundingClientRect()).map(box => [box.left, box.right])"
         )
         assert len(boxes) == (6 if other else 5)
         assert all(left >= 0 and right <= 390 for left, right in boxes)

@@ -76,7 +76,34 @@ def _tell_record(record: Record) -> dict[str, Any]:
             for name, values in known_scores(record).items()
         },
         "alignment": _alignment(record),
+        "rollout": rollout_places(record),
+        **_tell_next(record),
+        **_tell_steps(record),
     }
+
+
+def rollout_places(record: Record) -> list[int]:
+    """The places that rollout goes through, where all their weights can be had."""
+    stack = record.rollout_places()
+    return stack if len(stack) > 1 and all(record.has_weights(place) for place in stack) else []
+
+
+def _tell_next(record: Record) -> dict[str, Any]:
+    """How many candidates there are after each token, and what they are called."""
+    found = record.next_tokens()
+    if found is None or len(found.given) != len(record.tokens):
+        return {"next": None}
+    names = record.vocabulary or {}
+    ids = np.unique(found.ids[found.ids >= 0]).tolist()
+    vocabulary = {str(number): cut(names.get(number, str(number)), LABEL_LENGTH) for number in ids}
+    return {"next": {"k": found.ids.shape[1], "vocabulary": vocabulary}}
+
+
+def _tell_steps(record: Record) -> dict[str, Any]:
+    """Of a generation: the last token that each call of the model read."""
+    ends = record.steps()
+    known = ends is not None and ends[-1] == len(record.tokens) - 1
+    return {"steps": ends.tolist() if known and ends is not None else None}
 
 
 def _tell_findings(record: Record) -> dict[str, Any]:
@@ -121,6 +148,8 @@ def _tell_place(record: Record, number: int) -> dict[str, Any]:
         "grid": record.grid(number),
         "queries": queries,
         "keys": keys,
+        "values": record.value_norms(number) is not None,
+        "gradient": record.gradients(number) is not None,
         **_tell_visible(record, number),
     }
 

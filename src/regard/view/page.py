@@ -1,8 +1,8 @@
 """One HTML file that shows a record offline: manifest, small maps, and as many weights as fit.
 
 What goes in, until the budget is full: the manifest; a small exact map of every head; what every
-key receives; the whole matrix of each head, the most telling heads first; of the others each
-query's largest weights. With the whole matrix the page computes every tile, row and column itself.
+key receives, and small arrays that were recorded beside weights; the whole matrix of each head, the
+most telling heads first; of the others each query's largest weights; and the rollout. With the whole matrix the page computes every tile, row and column itself.
 Where it did not fit, the page says in words which part needs `regard view`. Numbers are float32,
 deflated, in base64.
 
@@ -24,7 +24,7 @@ from regard._files import replace_file
 from regard.lens.head_names import short_model_name
 from regard.lens.record import Record
 from regard.view.assets import inline_json, whole_page
-from regard.view.manifest import SMALL_CELLS, make_manifest
+from regard.view.manifest import SMALL_CELLS, make_manifest, rollout_places
 from regard.view.pieces import cut
 from regard.view.queries import BadView, Floats, answer, whole_level
 
@@ -106,6 +106,7 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
     # A page that holds all weights makes its small maps itself.
     small = SMALL_CELLS if need < 0.9 * parts.left else _put_small(parts, records)
     _put_sums(parts, records)
+    _put_extras(parts, records)
     parts.reserve(_TOP_SHARE if need > parts.left else 0.0)
     for which, place, head in order:
         if not _put_whole(parts, records[which], which, place, head):
@@ -115,6 +116,7 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
         name = f"{which}/{place}/{head}"
         if f"whole/{name}" not in parts.held and "top_keys" in records[which].statistics(place):
             parts.put(f"top/{name}", answer(records, f"top/{name}"))
+    _put_rollouts(parts, records)
     return {**manifest, "small": small, "parts": parts.held, "budget": budget}
 
 
@@ -178,6 +180,31 @@ def _put_sums(parts: _Parts, records: Sequence[Record]) -> None:
             for head in range(place.n_heads):
                 name = f"received/{which}/{number}/{head}"
                 parts.put(name, answer(records, name))
+
+
+def _put_extras(parts: _Parts, records: Sequence[Record]) -> None:
+    """What was recorded beside weights: a number for each token of a text, or of each head."""
+    for which, record in enumerate(records):
+        if record.next_tokens() is not None:
+            for kind in ("given", "next"):
+                parts.put(f"{kind}/{which}", answer(records, f"{kind}/{which}"))
+        for number, place in enumerate(record.places):
+            kinds = ["norms"] if record.value_norms(number) is not None else []
+            kinds += (
+                [] if record.gradients(number) is None else ["gradient_rows", "gradient_columns"]
+            )
+            for kind in kinds:
+                for head in range(place.n_heads):
+                    name = f"{kind}/{which}/{number}/{head}"
+                    parts.put(name, answer(records, name))
+
+
+def _put_rollouts(parts: _Parts, records: Sequence[Record]) -> None:
+    """The whole matrix of the rollout, where it fits: like one more head."""
+    for which, record in enumerate(records):
+        stack = rollout_places(record)
+        if stack and _whole_cost(record, stack[0]) * 0.7 <= parts.left:
+            parts.put(f"whole_rollout/{which}", record.rollout().astype(np.float32))
 
 
 def _most_telling(

@@ -4,6 +4,7 @@ import { BareSource } from "./bare";
 import { h, message, clear, strip } from "./dom";
 import { opening, shorten } from "./words";
 import { words, type Context, type Page } from "./context";
+import { measureOf } from "./measures";
 import type { Outline } from "./outline";
 import { start } from "./pages/start";
 import { overview } from "./pages/overview";
@@ -12,6 +13,7 @@ import { text } from "./pages/text";
 import { align } from "./pages/align";
 import { compare } from "./pages/compare";
 import type { Source } from "./source";
+import { ValuedSource } from "./valued";
 import { PAGES, readState, writeState, type PageName, type State } from "./state";
 
 /** Where the line that restores a view is kept: the address of the page, or the notebook. */
@@ -33,6 +35,7 @@ const KEYS: [string, string][] = [
   ["Enter", "open a head; choose a word, or let it go"],
   ["Esc", "let the chosen word go; on the start page, the second one"],
   ["d", "on the text page: looks at, or is looked at by"],
+  [",  .  p", "on the text page of a generation: previous step, next step, play"],
   ["t", "light or dark"],
   ["?", "this list"],
 ];
@@ -75,7 +78,8 @@ export class App implements Context {
   }
 
   get source(): Source {
-    return this.state.bare ? this.bare : this.plain;
+    const source = this.state.bare ? this.bare : this.plain;
+    return measureOf(this) === "values" ? new ValuedSource(this.outline, source) : source;
   }
 
   close(): void {

@@ -6,7 +6,7 @@
 // query with nothing left gives 0 to all.
 
 import { keyTokens, type Outline, type Place } from "./outline";
-import { Missing, TILE, cellsOf, derive, headsMeant, mean, type HeadChoice, type Source } from "./source";
+import { Missing, OF_WEIGHTS, TILE, cellsOf, derive, headsMeant, mean, type HeadChoice, type Source } from "./source";
 import { isSpecial } from "./words";
 
 const MOST = 1 << 20; // weights of a map that are asked for one by one
@@ -28,6 +28,7 @@ export class BareSource implements Source {
 
   async get(question: string, signal?: AbortSignal): Promise<Float32Array> {
     const [kind, record, place, head, ...rest] = question.split("/") as [string, string, string, string, ...string[]];
+    if (!OF_WEIGHTS.includes(kind)) return this.inner.get(question, signal);
     if (head === "layer" || head === "all") {
       const pairs = headsMeant(this.outline, Number(record), Number(place), head);
       return mean(await Promise.all(pairs.map(([p, each]) => this.get([kind, record, p, each, ...rest].join("/"), signal))));

@@ -36,8 +36,8 @@ const LONG = 256; // queries, from which on the first rows of a causal map outsh
 
 /** The scale of maps: as chosen; else times chance where maps are causal and long. */
 export function mapCurve(context: Context, places: Place[]): Curve {
-  const { curve, bare } = context.state;
-  if (bare || !places.every(isExact)) return curve === "chance" || !curve ? "root" : curve;
+  const { curve, bare, by, page } = context.state;
+  if (bare || (by === "values" && page === "head") || !places.every(isExact)) return curve === "chance" || !curve ? "root" : curve;
   return curve ?? (places.every((place) => place.causal && place.n_queries >= LONG) ? "chance" : "root");
 }
 

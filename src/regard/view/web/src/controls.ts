@@ -6,6 +6,7 @@ import { h, select, strip } from "./dom";
 import { elementSvg } from "./domsvg";
 import { sinksOf } from "./bare";
 import type { Heatmap } from "./heatmap";
+import { MEASURE_WORDS, measureOf, offeredMeasures, type Measure } from "./measures";
 import { allLayers, isMeantWith, keyTokens, placeLabel, type Recorded } from "./outline";
 import { about, score, spell, strength, told } from "./roles";
 import type { HeadChoice } from "./source";
@@ -86,6 +87,16 @@ export function stepLayer(context: Context, by: number): void {
 
 const CURVE_WORDS: Record<Curve, string> = { root: "Root", linear: "Linear", log: "Log", chance: "× chance" };
 const PALETTE_WORDS: Record<PaletteName, string> = { regard: "Tide", viridis: "Viridis", cividis: "Cividis" };
+
+/** What words or cells are shaded by; nothing where there is no choice. */
+export function measurePicker(context: Context): HTMLElement | null {
+  const names = offeredMeasures(context);
+  const choose = (by: Measure) => context.go({ by });
+  const options = names.map((name) => [name, MEASURE_WORDS[name]] as const);
+  if (names.length < 2) return null;
+  if (names.length === 2) return strip("Measure", options, measureOf(context), choose);
+  return select("Shade by", options, measureOf(context), (value) => choose(value as Measure));
+}
 
 /** `curve`: the scale in use; `chance`: whether times chance can be told here. */
 export function colourPicker(context: Context, curve: Curve, chance: boolean): HTMLElement {

@@ -14,6 +14,8 @@ export interface Place {
   grid: [number, number] | null; // how finely the map is known
   queries: Side;
   keys: Side;
+  values: boolean; // whether the norms of its values were recorded
+  gradient: boolean; // whether the sums of attention × gradient were
   visible: number[] | null; // how many keys each query may look at, and queries at each key, where
   seen_by: number[] | null; // it is not all of them, or in a causal place those before
 }
@@ -34,7 +36,14 @@ export interface Recorded {
   source_joined: Set<number>;
   places: Place[];
   scores: Record<string, (number | null)[][]>;
+  rollout: number[]; // the places that attention rollout goes through
+  next: Next | null; // what the model said would come next
+  steps: number[] | null; // of a generation: the last token of each call of the model
   alignment: [number, number] | null; // the place and head that align target and source best
+}
+export interface Next {
+  k: number; // candidates after each token
+  vocabulary: Record<number, string>; // their names by id
 }
 export interface Finding {
   text: string;
@@ -139,6 +148,8 @@ function place(value: unknown, at: number): Place {
     grid: grid(value.grid, at),
     queries: side(value.queries),
     keys: side(value.keys),
+    values: value.values === true,
+    gradient: value.gradient === true,
     visible: counts(value.visible, Number(value.n_queries), Number(value.n_keys)),
     seen_by: counts(value.seen_by, Number(value.n_keys), Number(value.n_queries)),
   };
@@ -197,6 +208,21 @@ function alignment(value: unknown, places: Place[]): [number, number] | null {
   return [at, count(value[1], "the alignment's head", 0, places[at]!.n_heads - 1)];
 }
 
+function next(value: unknown): Next | null {
+  if (!isObject(value)) return null;
+  need(isObject(value.vocabulary), "the names of candidates should be an object");
+  const vocabulary: Next["vocabulary"] = Object.create(null);
+  for (const [id, name] of Object.entries(value.vocabulary)) vocabulary[Number(id)] = text(name, "a candidate");
+  return { k: count(value.k, "candidates", 1, 64), vocabulary };
+}
+
+/** Numbers in order, such as of places or tokens. */
+function rising(value: unknown, what: string, most: number): number[] {
+  const all = (Array.isArray(value) ? value : []).map((one) => count(one, what, 0, most));
+  need(all.every((one, at) => at === 0 || one > all[at - 1]!), `${what} should rise`);
+  return all;
+}
+
 function record(value: unknown): Recorded {
   need(isObject(value), "a record should be an object");
   const tokens = labels(value.tokens, "tokens");
@@ -223,6 +249,9 @@ function record(value: unknown): Recorded {
     source_joined: joined(value.source_joined, source?.length ?? 0),
     places,
     scores: scores(value.scores, places),
+    rollout: rising(value.rollout, "places of the rollout", places.length - 1),
+    next: next(value.next),
+    steps: Array.isArray(value.steps) && value.steps.length ? rising(value.steps, "steps", tokens.length - 1) : null,
     alignment: alignment(value.alignment, places),
   };
 }

@@ -5,6 +5,7 @@
 import { isExact, isMeantWith, mapPlace, type Outline, type Place } from "./outline";
 
 export const TILE = 256;
+export const OF_WEIGHTS = ["map", "row", "column", "weight", "received"]; // the questions about weights
 export type HeadChoice = number | "layer" | "all";
 
 /** Something this page does not hold; the message says what to do. */
@@ -38,10 +39,13 @@ function floats(bytes: ArrayBuffer | Uint8Array, length: number): Float32Array {
 /** How many numbers the answer to a question must have. */
 export function expectedLength(outline: Outline, question: string): number {
   const [kind, record, place, , ...rest] = question.split("/");
+  const { tokens, next } = outline.records[Number(record)]!;
+  if (kind === "next") return tokens.length * (2 * next!.k + 1);
+  if (kind === "given" || kind === "rollout" || kind === "drawn") return tokens.length;
   const here = outline.records[Number(record)]?.places[Number(place)];
   if (!here) throw new Error(`no place for ${question}`);
-  if (kind === "row" || kind === "received") return here.n_keys;
-  if (kind === "column") return here.n_queries;
+  if (kind === "row" || kind === "received" || kind === "norms" || kind === "gradient_columns") return here.n_keys;
+  if (kind === "column" || kind === "gradient_rows") return here.n_queries;
   if (kind === "weight") return 1;
   const [lt, ls, ti, si] = rest.map(Number) as [number, number, number, number];
   const drawn = mapPlace(here);
@@ -162,6 +166,7 @@ export class InlineSource implements Source {
     const parts = this.outline.parts;
     if (question in parts) return unpack(parts[question]!, expectedLength(this.outline, question));
     const [kind, record, place, head, ...rest] = question.split("/") as [string, string, string, string, ...string[]];
+    if (kind === "rollout" || kind === "drawn") return this.roll(kind, record, Number(place));
     if (head === "layer" || head === "all") {
       const pairs = headsMeant(this.outline, Number(record), Number(place), head);
       const all = await Promise.all(
@@ -185,6 +190,15 @@ export class InlineSource implements Source {
     }
     const drawn = mapPlace(here);
     return derive(kind, await this.whole(name, drawn), drawn, rest.map(Number));
+  }
+
+  /** A row or a column of the rollout, which is one matrix in the page. */
+  private async roll(kind: string, record: string, token: number): Promise<Float32Array> {
+    const name = `whole_rollout/${record}`;
+    if (!(name in this.outline.parts)) throw new Missing("The rollout did not fit into this file. Save the record and open it with “regard view” to see it.");
+    const { places, rollout } = this.outline.records[Number(record)]!;
+    const here = places[rollout[0]!]!;
+    return derive(kind === "rollout" ? "row" : "column", await this.whole(name, here), here, [token]);
   }
 
   private whole(name: string, place: Place): Promise<Float32Array> {

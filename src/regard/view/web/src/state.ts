@@ -3,6 +3,7 @@
 
 import { CURVES, PALETTES, type Curve, type PaletteName } from "./colour";
 import { haveOneShape, type Outline, type Recorded } from "./outline";
+import { MEASURES, type Measure } from "./measures";
 import type { HeadChoice } from "./source";
 
 export const PAGES = ["start", "overview", "head", "text", "align", "compare"] as const;
@@ -27,6 +28,8 @@ export interface State {
   palette: PaletteName;
   curve: Curve | null; // null: times chance for long causal maps, else the root
   bare: boolean; // whether special tokens and the first are left out
+  by: Measure; // what words and cells are shaded by, where it was recorded
+  step: number; // of a generation, the one shown; -1: all of it
   own: boolean; // whether each map of the overview has a scale of its own
 }
 
@@ -56,6 +59,8 @@ export function firstState(outline: Outline, record = 0): State {
     palette: "regard",
     curve: null,
     bare: false,
+    by: "weights",
+    step: -1,
     own: false,
   };
 }
@@ -90,6 +95,10 @@ export function readState(line: string, outline: Outline): State {
   state.palette = PALETTES.find((name) => name === said.get("colours")) ?? "regard";
   state.curve = CURVES.find((name) => name === said.get("scale")) ?? null;
   state.bare = said.get("without") === "sinks";
+  state.by = MEASURES.find((name) => name === said.get("by")) ?? "weights";
+  const steps = outline.records[state.record]!.steps ?? [];
+  state.step = whole(said.get("step"), -1, steps.length - 1, -1);
+  if (state.step >= 0 && !said.has("token")) state.token = Math.min(steps[state.step]!, tokenCount(outline, state) - 1);
   state.own = said.get("own") === "1";
   return state;
 }
@@ -137,6 +146,8 @@ export function writeState(state: State): string {
   if (state.palette !== "regard") said.set("colours", state.palette);
   if (state.curve) said.set("scale", state.curve);
   if (state.bare) said.set("without", "sinks");
+  if (state.by !== "weights" && ["head", "text"].includes(state.page)) said.set("by", state.by);
+  if (state.step >= 0 && state.page === "text") said.set("step", String(state.step));
   if (state.own && state.page === "overview") said.set("own", "1");
   const query = said.toString().replaceAll("%2C", ",");
   return query ? `${state.page}?${query}` : state.page;

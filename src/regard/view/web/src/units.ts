@@ -47,6 +47,11 @@ export class Units {
     return Array.from({ length: count }, (_, more) => first + more);
   }
 
+  /** The probability of each unit: the product of its tokens'. */
+  join(values: Float32Array): Float32Array {
+    return Float32Array.from(this.list, (unit) => this.tokensOf(unit).reduce((product, at) => product * (values[at] ?? NaN), 1));
+  }
+
   /** Of each unit what its tokens have together, or on average. */
   gather(values: Float32Array, mean: boolean): Float32Array {
     return Float32Array.from(this.list, ({ first, count }) => {
