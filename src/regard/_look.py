@@ -5,9 +5,11 @@ are the same two steps with a terminal around them.
 
 How: a `Subject` is a model that a text can be given to, whoever runs it: `own_subject` makes one of
 ours, the command line one of `transformers`'. `see` has it read the text once while it is watched
-(`lens`), with queries and keys kept, so that every weight can be asked for. An encoder–decoder
-first writes what it makes of the text, and `see_translation` then watches it read the one and write
-the other. `look` is these, from a name or a model; commands put their bars around the reading.
+(`lens`), with queries and keys kept, so that every weight can be asked for; and of a language model
+what it said would come next, unless a text is so long that its logits would be too many. An
+encoder–decoder first writes what it makes of the text, and `see_translation` then watches it read
+the one and write the other. `look` is these, from a name or a model; commands put their bars around
+the reading.
 
 Left out: models that are not regard's, which `regard.watch` watches where they are; several texts.
 """
@@ -17,8 +19,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from regard.models import Transformer
 
 DEFAULT_MODEL = "embedded:lm"
+MOST_LOGITS = 1 << 29
+"""Tokens times vocabulary up to which logits are made: two gigabytes in float32."""
 Showing: TypeAlias = "Callable[[int, int | None], AbstractContextManager[Progress | None]]"
 """Called with how many tokens will be read, and at how many places where that is known; gives the
 block to read in, and in it what `watch` takes as its progress."""
@@ -101,7 +105,10 @@ class Said:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What it takes to watch a model read; `run` takes ids (1, T), its answer is not looked at."""
+    """What it takes to watch a model read; `run` takes ids (1, T), its answer is not looked at.
+
+    `say` is `run` with logits, of a language model; `tokenizer` names what it says.
+    """
 
     name: str
     module: nn.Module
@@ -110,6 +117,9 @@ class Subject:
     n_heads: int | None
     encode: Callable[[str], Said]
     run: Callable[[Tensor], object]
+    say: Callable[[Tensor], object] | None = None
+    vocab_size: int = 0
+    tokenizer: Any = None
 
     def limit(self) -> int | None:
         """How many tokens it reads, or was trained on where that is less; None where neither is."""
@@ -149,7 +159,10 @@ def own_subject(model: Transformer, name: str) -> Subject:
 
     blocks = (*config.encoder, *config.decoder)
     n_heads = max(block.n_heads for block in blocks)
-    return Subject(name, model, config.max_len, len(blocks), n_heads, encode, model.run)
+    subject = Subject(name, model, config.max_len, len(blocks), n_heads, encode, model.run)
+    if config.head.kind != "lm" or not config.decoder:
+        return subject
+    return replace(subject, say=model, vocab_size=config.vocab_size, tokenizer=tokenizer)
 
 
 def name_tokens(text: str, pieces: list[str], spans: list[tuple[int, int]]) -> list[str]:
@@ -166,9 +179,12 @@ def see(
     """What the heads of a model do while it reads the text, or its beginning, as far as it goes."""
     read = subject.read(text, truncate)
     text = read.covered(text) if truncate else text
+    few = len(read.ids) * subject.vocab_size <= MOST_LOGITS
+    run = subject.say if subject.say is not None and few else subject.run
     with _watching(subject.module, len(read.ids), subject.n_layers, progress) as (record, batch):
-        subject.run(batch(read.ids))
-    return record.describe(text=text, tokens=read.labels, spans=read.spans, model=subject.name)
+        run(batch(read.ids))
+    record.describe(text=text, tokens=read.labels, spans=read.spans, model=subject.name)
+    return record.name_candidates(subject.tokenizer)
 
 
 def see_translation(
@@ -192,7 +208,7 @@ def see_translation(
     n_places = len(model.config.encoder) + 2 * len(model.config.decoder)
     with _watching(model, n_tokens, n_places, progress) as (record, batch):
         model(batch([start, *target.ids]), source=batch(source))
-    return record.describe(
+    record.describe(
         text=translation,
         tokens=[tokenizer.token(start), *(translation[a:z] for a, z in target.offsets)],
         spans=[(0, 0), *target.offsets],
@@ -200,6 +216,7 @@ def see_translation(
         source_tokens=[tokenizer.decode([at], skip_special=False) for at in source],
         model=name,
     )
+    return record.name_candidates(tokenizer)
 
 
 @contextmanager
@@ -213,5 +230,6 @@ def _watching(
 
     device = next(module.parameters()).device
     around = nullcontext() if progress is None else progress(n_tokens, n_places)
-    with around as tell, torch.no_grad(), watch(module, keep="qk", progress=tell) as record:
+    kept = ("qk", "predictions")
+    with around as tell, torch.no_grad(), watch(module, keep=kept, progress=tell) as record:
         yield record, lambda ids: torch.tensor([ids], device=device)

@@ -1,10 +1,10 @@
 """One HTML file that shows a record offline: manifest, small maps, and as many weights as fit.
 
 What goes in, until the budget is full: the manifest; a small exact map of every head; what every
-key receives, and small arrays that were recorded beside weights; the whole matrix of each head, the
-most telling heads first; of the others each query's largest weights; and the rollout. With the whole matrix the page computes every tile, row and column itself.
-Where it did not fit, the page says in words which part needs `regard view`. Numbers are float32,
-deflated, in base64.
+key receives, and what was recorded beside weights; the whole matrix of each head, the most telling
+heads first; of the others each query's largest weights; and the rollout. With the whole matrix the
+page computes every tile, row and column itself. Where it did not fit, the page says in words which
+part needs `regard view`. Numbers are float32, deflated, in base64.
 
 Left out: fetching anything. The page's own policy forbids it the network.
 """
@@ -32,6 +32,7 @@ BUDGET = 16_000_000  # bytes of data in a page; the bundle comes on top
 _SMALLER = (SMALL_CELLS, 100, 64)  # cells on a side of the overview's maps: the first that fit
 _SHARE = 0.55  # of the budget, at most, for maps and sums of all heads
 _TOP_SHARE = 0.3  # of what is left, for the largest weights of heads whose matrix did not fit
+_ROLLED = 1 << 26  # weights of all layers, up to which the rollout of every token is made
 _TELLING = ("previous", "next", "same", "induction")  # what sinks do, tells nothing
 
 
@@ -203,7 +204,8 @@ def _put_rollouts(parts: _Parts, records: Sequence[Record]) -> None:
     """The whole matrix of the rollout, where it fits: like one more head."""
     for which, record in enumerate(records):
         stack = rollout_places(record)
-        if stack and _whole_cost(record, stack[0]) * 0.7 <= parts.left:
+        weights = sum(record.places[n].n_heads * record.places[n].n_keys ** 2 for n in stack)
+        if 0 < weights <= _ROLLED and _whole_cost(record, stack[0]) * 0.7 <= parts.left:
             parts.put(f"whole_rollout/{which}", record.rollout().astype(np.float32))
 
 

@@ -95,7 +95,7 @@ export function measurePicker(context: Context): HTMLElement | null {
   const options = names.map((name) => [name, MEASURE_WORDS[name]] as const);
   if (names.length < 2) return null;
   if (names.length === 2) return strip("Measure", options, measureOf(context), choose);
-  return select("Shade by", options, measureOf(context), (value) => choose(value as Measure));
+  return select("Measure", options, measureOf(context), (value) => choose(value as Measure));
 }
 
 /** `curve`: the scale in use; `chance`: whether times chance can be told here. */

@@ -17,7 +17,7 @@ export const MEASURE_WORDS: Record<Measure, string> = {
   values: "Value-weighted",
   rollout: "Across layers (rollout)",
   gradient: "Attention × gradient",
-  probability: "Next-token probability",
+  probability: "Token probability",
 };
 
 /** The measures that a page can show of a place. */

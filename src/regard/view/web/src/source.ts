@@ -174,6 +174,7 @@ export class InlineSource implements Source {
       );
       return mean(all);
     }
+    if (!OF_WEIGHTS.includes(kind)) throw new Missing("This did not fit into this file. Save the record and open it with “regard view” to see it.");
     const name = `whole/${record}/${place}/${head}`;
     const here = this.outline.records[Number(record)]!.places[Number(place)]!;
     if (kind !== "map" && !isExact(here)) {

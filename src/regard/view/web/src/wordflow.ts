@@ -17,6 +17,7 @@ export interface Shading {
   values: Float32Array; // one for each unit
   colour: (value: number) => string; // "": none
   told: (value: number, first: number) => string; // a value in words, for the tooltips
+  missing: string; // what is said in its stead where there is none
 }
 
 export interface FlowOptions {
@@ -150,7 +151,7 @@ export class WordFlow {
       const colour = shading.colour(value);
       word.style.backgroundColor = colour;
       word.style.color = colour && inkOn(colour);
-      word.title = Number.isFinite(value) ? `${shading.told(value, first)}${count > 1 ? `, ${count} tokens together` : ""}` : "not a number";
+      word.title = Number.isFinite(value) ? `${shading.told(value, first)}${count > 1 ? `, ${count} tokens together` : ""}` : shading.missing;
     });
   }
 

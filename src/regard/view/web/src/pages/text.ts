@@ -18,12 +18,13 @@ import { WordFlow, type Shading, type Which } from "../wordflow";
 import { label, quoted } from "../words";
 
 const RANKED = 8;
-const DOES: Record<Measure, [string, string]> = {
-  weights: [" looks at", " is looked at by"],
-  values: [" takes from", " gives to"],
-  rollout: [" draws on, through all layers,", " is drawn on, through all layers, by"],
-  gradient: ["", ""],
-  probability: [" looks at", " is looked at by"],
+/** What is asked of a word: what it does, and what is done to it. */
+const ENDS: Record<Measure, [string, string]> = {
+  weights: ["Looks at", "Is looked at by"],
+  values: ["Takes from", "Gives to"],
+  rollout: ["Draws on", "Is drawn on by"],
+  gradient: ["Rows", "Columns"],
+  probability: ["", ""],
 };
 const UNTIL: Record<Measure, string> = {
   weights: "Choose a word. Until then, words are shaded by what they get, on average, of the attention of those that may look at them.",
@@ -80,13 +81,14 @@ class TextView {
     this.units = { query: units, key: two ? unitsOf(record, place, "key", split) : units };
     this.flows = two ? [this.makeFlow("key", "Source"), this.makeFlow("query", "Target")] : [this.makeFlow(null, "Text")];
     this.player = this.makePlayer();
-    const gradient = this.measure === "gradient";
-    const ends: [Which, string][] = gradient ? [["query", "Rows"], ["key", "Columns"]] : [["query", "Looks at"], ["key", "Is looked at by"]];
-    const towards = strip<Which>("Direction", ends, side, (to) => context.go({ side: to }));
+    const { measure } = this;
+    const [does, done] = ENDS[measure];
+    const towards = strip<Which>("Direction", [["query", does], ["key", done]], side, (to) => context.go({ side: to }));
+    const turns = measure === "gradient" || (!two && measure !== "probability");
     const aside = h(
       "aside", { class: "panel" },
-      h("h1", { text: "Text" }), ...notes(context), headPicker(context, true), measurePicker(context), ...this.searches(two), two && !gradient ? null : towards, this.splitter(),
-      this.sentence, this.ranking, this.candidates, this.legend.element, sinkPicker(context), colourPicker(context, wordCurve(context), false),
+      h("h1", { text: "Text" }), ...notes(context), headPicker(context, true), measurePicker(context), ...this.searches(two), turns ? towards : null, this.splitter(),
+      this.sentence, this.ranking, this.candidates, this.legend.element, measure === "weights" || measure === "values" ? sinkPicker(context) : null, colourPicker(context, wordCurve(context), false),
     );
     const stage = h("div", { class: "stage" }, this.trouble, ...this.flows.map((flow) => flow.element));
     if (this.player) stage.prepend(this.player.element);
@@ -254,6 +256,7 @@ class TextView {
         return value > max * 1e-4 ? shade(context, value, max) : "";
       },
       told: (value, first) => this.told(value, first, whole),
+      missing: measure === "probability" ? "no probability is known" : "not a number",
     };
     for (const flow of this.flows) {
       if (flow.which === null || flow.which === shaded) flow.paint(shading);
@@ -280,7 +283,8 @@ class TextView {
     const chosen = own.list[own.at(token)];
     const others = this.units[shaded].list;
     const max = largest(values);
-    const does = DOES[this.measure][side === "query" ? 0 : 1];
+    const end = ENDS[this.measure][side === "query" ? 0 : 1].toLowerCase();
+    const does = ` ${end}${this.measure === "rollout" ? ", by way of all layers" : ""}`;
     if (this.measure === "gradient") this.sentence.textContent = side === "query" ? "Rows: what a word’s looks add up to, each weight times the gradient that it had. Above 0, more of them would raise what was differentiated." : "Columns: what the looks at a word add up to, each weight times the gradient that it had. Above 0, more of them would raise what was differentiated.";
     else if (whole || !chosen) this.sentence.textContent = UNTIL[this.measure];
     else this.sentence.replaceChildren(h("bdi", { dir: "auto", text: label(chosen.name) }), h("sub", { text: numbers(chosen) }), does);
