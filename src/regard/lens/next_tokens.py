@@ -17,6 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from regard.lens.lazy_weights import Array
+from regard.lens.schema import refuse
+
+MOST_CANDIDATES = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,5 +37,8 @@ class NextTokens:
 def read_next_tokens(get: Callable[[str], Array]) -> NextTokens:
     """From the arrays of a place, by name."""
     given, read = np.asarray(get("given")), np.asarray(get("ids"))
+    probs, ids = get("next_probs"), get("next_ids")
+    if probs.shape != ids.shape or not 1 <= ids.shape[1] <= MOST_CANDIDATES:
+        refuse(f"candidates must be 1 to {MOST_CANDIDATES}, each with a probability and an id")
     known = np.where(given < 0, np.nan, given)
-    return NextTokens(get("next_probs"), get("next_ids"), known, np.append(read[1:], -1))
+    return NextTokens(probs, ids, known, np.append(read[1:], -1))

@@ -96,6 +96,8 @@ class Record:
     def check(self) -> Record:
         """Look at every array now, not when it is first used: what is wrong is a `BadRecord`."""
         self._arrays.all()
+        self.next_tokens()
+        self.steps()
         for number, place in enumerate(self.places):
             if place.exact_zoom:
                 self.weight(number, 0, 0, 0)

@@ -6,7 +6,7 @@ import { h, select, strip } from "./dom";
 import { elementSvg } from "./domsvg";
 import { sinksOf } from "./bare";
 import type { Heatmap } from "./heatmap";
-import { MEASURE_WORDS, measureOf, offeredMeasures, type Measure } from "./measures";
+import { MEASURE_HINTS, MEASURE_WORDS, measureOf, offeredMeasures, type Measure } from "./measures";
 import { allLayers, isMeantWith, keyTokens, placeLabel, type Recorded } from "./outline";
 import { about, score, spell, strength, told } from "./roles";
 import type { HeadChoice } from "./source";
@@ -89,13 +89,13 @@ const CURVE_WORDS: Record<Curve, string> = { root: "Root", linear: "Linear", log
 const PALETTE_WORDS: Record<PaletteName, string> = { regard: "Tide", viridis: "Viridis", cividis: "Cividis" };
 
 /** What words or cells are shaded by; nothing where there is no choice. */
-export function measurePicker(context: Context): HTMLElement | null {
-  const names = offeredMeasures(context);
-  const choose = (by: Measure) => context.go({ by });
-  const options = names.map((name) => [name, MEASURE_WORDS[name]] as const);
-  if (names.length < 2) return null;
-  if (names.length === 2) return strip("Measure", options, measureOf(context), choose);
-  return select("Measure", options, measureOf(context), (value) => choose(value as Measure));
+export function measurePicker(context: Context): HTMLElement[] {
+  const measure = measureOf(context);
+  const options = offeredMeasures(context).map((name) => [name, MEASURE_WORDS[name]] as const);
+  if (options.length < 2) return [];
+  const choose = (by: string) => context.go({ by: by as Measure });
+  const picker = options.length === 2 ? strip("Measure", options, measure, choose) : select("Measure", options, measure, choose);
+  return [picker, ...MEASURE_HINTS[measure].map((text) => h("p", { class: "hint", text }))];
 }
 
 /** `curve`: the scale in use; `chance`: whether times chance can be told here. */

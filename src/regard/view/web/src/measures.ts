@@ -20,6 +20,14 @@ export const MEASURE_WORDS: Record<Measure, string> = {
   probability: "Token probability",
 };
 
+export const MEASURE_HINTS: Record<Measure, string[]> = {
+  weights: [],
+  values: ["A weight times the length of the value that it takes, after the output projection: ‖weight · f(x)‖."],
+  rollout: ["Each layer is half the mean of its heads and half the word itself; the layers are multiplied."],
+  gradient: [],
+  probability: [],
+};
+
 /** The measures that a page can show of a place. */
 function offered(page: string, record: Recorded, place: Place): Measure[] {
   if (page === "head") return place.values ? ["weights", "values"] : ["weights"];

@@ -4,7 +4,7 @@
 // have come next and the steps of a generation too.
 
 import { lookersAt } from "../chance";
-import { differenceRamp, largest } from "../colour";
+import { bend, differenceRamp, largest } from "../colour";
 import { current, question, wordCurve, words, type Context, type Page } from "../context";
 import { Legend, colourPicker, headPicker, measurePicker, notes, savers, shade, sinkPicker } from "../controls";
 import { h, many, message, percent, strip } from "../dom";
@@ -87,7 +87,7 @@ class TextView {
     const turns = measure === "gradient" || (!two && measure !== "probability");
     const aside = h(
       "aside", { class: "panel" },
-      h("h1", { text: "Text" }), ...notes(context), headPicker(context, true), measurePicker(context), ...this.searches(two), turns ? towards : null, this.splitter(),
+      h("h1", { text: "Text" }), ...notes(context), headPicker(context, true), ...measurePicker(context), ...this.searches(two), turns ? towards : null, this.splitter(),
       this.sentence, this.ranking, this.candidates, this.legend.element, measure === "weights" || measure === "values" ? sinkPicker(context) : null, colourPicker(context, wordCurve(context), false),
     );
     const stage = h("div", { class: "stage" }, this.trouble, ...this.flows.map((flow) => flow.element));
@@ -252,7 +252,8 @@ class TextView {
     const shading: Shading = {
       values,
       colour: (value) => {
-        if (measure === "gradient") return Math.abs(value) > max * 1e-4 ? signed(0.5 + value / max / 2) : "";
+        const size = bend(Math.abs(value), max, wordCurve(context)) / 2;
+        if (measure === "gradient") return Math.abs(value) > max * 1e-4 ? signed(0.5 + (value < 0 ? -size : size)) : "";
         return value > max * 1e-4 ? shade(context, value, max) : "";
       },
       told: (value, first) => this.told(value, first, whole),
