@@ -103,6 +103,35 @@ def test_a_model_of_ours_has_the_norms_of_its_original() -> None:
     assert found == pytest.approx(want.detach().numpy(), rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["attention", "layer", "other widths"])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torch_s_own_modules_have_norms_too(kind: str, batch_first: bool) -> None:
+    torch.manual_seed(3)
+    given: dict[str, Any] = {"batch_first": batch_first}
+    if kind == "layer":
+        model: Any = nn.TransformerEncoderLayer(12, 3, 20, dropout=0.0, **given).eval()
+        attention, x = model.self_attn, torch.randn(7, 1, 12)
+        inputs: tuple[Tensor, ...] = (x,)
+        value = x
+    else:
+        widths = {"kdim": 10, "vdim": 8} if kind == "other widths" else {}
+        attention = model = nn.MultiheadAttention(12, 3, **widths, **given).eval()
+        wide = [12, widths.get("kdim", 12), widths.get("vdim", 12)]
+        inputs = tuple(torch.randn(7, 1, n) for n in wide)
+        value = inputs[2]
+    with torch.no_grad(), watch(model, keep=("qk", "values")) as record:
+        model(*(x.transpose(0, 1) if batch_first else x for x in inputs))
+    same = kind != "other widths"
+    weight = attention.in_proj_weight[24:] if same else attention.v_proj_weight
+    v_she = nn.functional.linear(value[:, 0], weight, attention.in_proj_bias[24:])
+    v_she = v_she.double().reshape(7, 3, 4)
+    out_che = attention.out_proj.weight.double().reshape(12, 3, 4)
+    want = torch.stack([(v_she[:, h] @ out_che[:, h].T).norm(dim=-1) for h in range(3)])
+    found = record.value_norms(0)
+    assert found is not None
+    assert found == pytest.approx(want.detach().numpy(), rel=1e-5)
+
+
 def gradient_matrices(model: Any, ids: Tensor) -> list[Tensor]:
     """Attention × gradient of each layer, the whole matrix, of the loss that the record has."""
     out = model(ids, output_attentions=True)

@@ -29,7 +29,7 @@ def said(n: int) -> tuple[NextTokens, dict[int, str]]:
     ids[4, 0] = 150  # what came after token 4 was not among the likeliest
     probs = np.stack([0.4 + t * 0.03, 0.2 + 0 * t, 0.1 + 0 * t], 1).astype(np.float32)
     given = np.append(np.nan, probs[:-1, 0]).astype(np.float32)
-    given[5] = 0.02
+    given[5:6] = 0.02
     names = {int(number): f"word {number}" for number in np.unique(ids)}
     return NextTokens(probs, ids, given, np.append(t[1:], -1)), names
 
@@ -136,6 +136,19 @@ def test_words_are_shaded_by_the_probability_that_they_had(show: Show) -> None:
     assert first.locator(".value").inner_text() == "2.00%"
     colours = page.locator(".flow .word").evaluate_all("a => a.map(w => w.style.backgroundColor)")
     assert colours[0] == "" and colours[11] != colours[5]
+
+
+def test_a_character_of_several_tokens_has_the_product_of_their_probabilities(show: Show) -> None:
+    record = view_fakes.decoder(["a", "吾", "吾", "吾", "b"], layers=1, n_heads=1)
+    record.text, record.spans = "a吾b", [(0, 1), (1, 2), (1, 2), (1, 2), (2, 3)]
+    record.said, record.vocabulary = said(5)
+    record.said = replace(record.said, given=np.array([np.nan, 0.5, 0.4, 0.5, 0.25], np.float32))
+    page = show(record, "text?place=0&head=0&by=probability")
+    says(page, "the probability")
+    assert titles(page)[1:] == [
+        "was given 10.0% before it was read, 3 tokens together",
+        "was given 25.0% before it was read",
+    ]
 
 
 def test_rollout_is_what_the_layers_multiply_to_in_both_directions(show: Show) -> None:

@@ -31,7 +31,8 @@ def find_projection(model: nn.Module, name: str, width: int) -> nn.Module | None
     """The layer that reads the numbers of all heads, in the module of this name or beside it."""
     modules: dict[str, nn.Module] = dict(model.named_modules())
     beside = ".".join([*name.split(".")[:-1], "output"])  # where BERT and its like have theirs
-    for home in (modules.get(name), modules.get(beside)):
+    # A model that attends itself is called by its class.
+    for home in (modules.get(name, model), modules.get(beside)):
         inside: dict[str, nn.Module] = {} if home is None else dict(home.named_modules())
         for path, module in inside.items():
             if OUTPUT.match(path.rpartition(".")[2]) and _width(module) == width:
