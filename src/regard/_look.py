@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from regard.models import Transformer
 
 DEFAULT_MODEL = "embedded:lm"
+KEEP = ("qk", "predictions")
 MOST_LOGITS = 1 << 29
 """Tokens times vocabulary up to which logits are made: two gigabytes in float32."""
 Showing: TypeAlias = "Callable[[int, int | None], AbstractContextManager[Progress | None]]"
@@ -43,6 +44,7 @@ def look(
     *,
     to: str | None = None,
     truncate: bool = False,
+    values: bool = False,
 ) -> Record:
     """What every head of a model does with a text; `.show()` is the picture, in a notebook.
 
@@ -50,7 +52,7 @@ def look(
     file, or a name; unless given the small language model inside the package, which needs no
     network. An encoder–decoder is watched while it reads the text and writes its translation; to:
     the language, for one that knows several. truncate: of a text longer than the model was made for
-    the beginning is read.
+    the beginning is read. values: keep how long values are too, for value-weighted attention.
 
         regard.look("The animal didn't cross the street because it was too tired.").show()
     """
@@ -70,15 +72,17 @@ def look(
             f"model is a {type(model).__name__}; expected a name, a path, or what regard.load "
             "gives; others are watched where they are: with regard.watch(model) as record: ..."
         )
+    keep = (*KEEP, "values") if values else KEEP
     if loaded.config.encoder and loaded.config.decoder:
         from regard.generation import translate
 
         if truncate:
             raise ValueError(f"truncate is for a model that reads alone, and {name} translates")
-        return see_translation(loaded, name, text, translate(loaded, text, to), to)
+        translation = translate(loaded, text, to)
+        return see_translation(loaded, name, text, translation, to, keep=keep)
     if to is not None:
         raise ValueError(f"to is {to!r}, but {name} reads a text and translates none")
-    return see(own_subject(loaded, name), text, truncate=truncate)
+    return see(replace(own_subject(loaded, name), keep=keep), text, truncate=truncate)
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class Subject:
     say: Callable[[Tensor], object] | None = None
     vocab_size: int = 0
     tokenizer: Any = None
+    keep: tuple[str, ...] = KEEP
 
     def limit(self) -> int | None:
         """How many tokens it reads, or was trained on where that is less; None where neither is."""
@@ -181,7 +186,8 @@ def see(
     text = read.covered(text) if truncate else text
     few = len(read.ids) * subject.vocab_size <= MOST_LOGITS
     run = subject.say if subject.say is not None and few else subject.run
-    with _watching(subject.module, len(read.ids), subject.n_layers, progress) as (record, batch):
+    sizes = len(read.ids), subject.n_layers
+    with _watching(subject.module, *sizes, progress, subject.keep) as (record, batch):
         run(batch(read.ids))
     record.describe(text=text, tokens=read.labels, spans=read.spans, model=subject.name)
     return record.name_candidates(subject.tokenizer)
@@ -194,6 +200,7 @@ def see_translation(
     translation: str,
     to: str | None,
     progress: Showing | None = None,
+    keep: tuple[str, ...] = KEEP,
 ) -> Record:
     """What the heads do while the model reads a text and writes its translation."""
     from regard.generation.translation import Reader, choose
@@ -206,7 +213,7 @@ def see_translation(
     target = tokenizer.encode(translation, special=False)
     n_tokens = len(source) + len(target.ids)
     n_places = len(model.config.encoder) + 2 * len(model.config.decoder)
-    with _watching(model, n_tokens, n_places, progress) as (record, batch):
+    with _watching(model, n_tokens, n_places, progress, keep) as (record, batch):
         model(batch([start, *target.ids]), source=batch(source))
     record.describe(
         text=translation,
@@ -221,7 +228,11 @@ def see_translation(
 
 @contextmanager
 def _watching(
-    module: nn.Module, n_tokens: int, n_places: int | None, progress: Showing | None
+    module: nn.Module,
+    n_tokens: int,
+    n_places: int | None,
+    progress: Showing | None,
+    keep: tuple[str, ...],
 ) -> Iterator[tuple[Record, Callable[[list[int]], Tensor]]]:
     """The record that is being made, and what makes ids into a batch of one."""
     import torch
@@ -230,6 +241,5 @@ def _watching(
 
     device = next(module.parameters()).device
     around = nullcontext() if progress is None else progress(n_tokens, n_places)
-    kept = ("qk", "predictions")
-    with around as tell, torch.no_grad(), watch(module, keep=kept, progress=tell) as record:
+    with around as tell, torch.no_grad(), watch(module, keep=keep, progress=tell) as record:
         yield record, lambda ids: torch.tensor([ids], device=device)

@@ -396,3 +396,21 @@ def test_a_translation_is_kept_with_what_could_have_come_next() -> None:
     found = record.next_tokens()
     assert found is not None and len(found.given) == len(record.tokens)
     assert np.isnan(found.given[0]) and (found.given[1:] > 0.05).mean() > 0.5
+
+
+def test_the_lengths_of_values_are_kept_where_they_are_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for options, kept in (([], False), (["--values"], True)):
+        path = tmp_path / f"{kept}.regard"
+        code, _, err = run(
+            capsys, "look", SENTENCE, *options, "--save", str(path), "--html", f"{path}.html"
+        )
+        assert code == 0, err
+        found = Record.open(path).value_norms(3)
+        assert (found is not None) == kept
+    again = regard.look(SENTENCE, values=True).value_norms(3)
+    assert found is not None and again is not None
+    np.testing.assert_array_equal(found, again)
+    norms = regard.look("The cat sat.", "embedded:translate", values=True).value_norms(0)
+    assert norms is not None and (norms > 0).all()

@@ -57,8 +57,10 @@ def test_without_a_choice_what_is_received_comes_back(show: Show) -> None:
 def test_a_word_that_was_let_go_is_not_previewed_under_the_resting_pointer(show: Show) -> None:
     page = show(view_fakes.decoder(layers=1, n_heads=2), "text?place=0&head=1")
     word = page.locator(".flow .word").nth(4)
-    word.click()
+    word.hover()
     says(page, "the4")
+    word.click()
+    assert page.locator(".flow [aria-selected=true]").count() == 1
     word.click()
     says(page, "Choose a word")
     page.wait_for_timeout(200)
