@@ -52,7 +52,7 @@ class FakeRecord:
     trained_len: int | None = None
     n_read: int = 0
     vocabulary: dict[int, str] | None = None
-    said: NextTokens | None = None
+    predicted: NextTokens | None = None
     ends: list[int] | None = None
     norms: list[np.ndarray] | None = None
     sums: list[tuple[np.ndarray, np.ndarray]] | None = None
@@ -135,7 +135,7 @@ class FakeRecord:
         return {"received": whole.sum(axis=1), "peak": whole.max(axis=2)}
 
     def next_tokens(self) -> NextTokens | None:
-        return self.said
+        return self.predicted
 
     def steps(self) -> np.ndarray | None:
         return None if self.ends is None else np.array(self.ends)

@@ -22,7 +22,7 @@ Show = Callable[..., Any]
 K = 3
 
 
-def said(n: int) -> tuple[NextTokens, dict[int, str]]:
+def predict(n: int) -> tuple[NextTokens, dict[int, str]]:
     """Predictions of n tokens whose ids are 0, 1, 2, ...: after t come t + 1, 100 + t, 200 + t."""
     t = np.arange(n)
     ids = np.stack([t + 1, 100 + t, 200 + t], 1).astype(np.int32)
@@ -38,7 +38,7 @@ def full() -> view_fakes.FakeRecord:
     """A record that has everything."""
     record = view_fakes.decoder(layers=3, n_heads=4)
     n = len(record.tokens)
-    record.said, record.vocabulary = said(n)
+    record.predicted, record.vocabulary = predict(n)
     drawn = np.random.default_rng(3)
     record.norms = [drawn.uniform(0.2, 3, (4, n)).astype(np.float32) for _ in range(3)]
     record.sums = [(drawn.normal(size=(4, n)), drawn.normal(size=(4, n))) for _ in range(3)]
@@ -86,14 +86,14 @@ def test_each_measure_is_offered_alone_where_it_alone_was_recorded(show: Show) -
         ).all_inner_texts()
 
     everything = full()
-    plain = {"said": None, "norms": None, "sums": None, "ends": None}
+    plain = {"predicted": None, "norms": None, "sums": None, "ends": None}
     two = replace(everything, **plain)
     assert offered(two) == ["Weights", "Across layers (rollout)"]
     one = replace(two, places=two.places[:1])
     assert offered(one) == []
     assert offered(replace(one, norms=everything.norms)) == ["Weights", "Value-weighted"]
     assert offered(replace(one, sums=everything.sums)) == ["Weights", "Attention × gradient"]
-    assert offered(replace(one, said=everything.said)) == ["Weights", "Token probability"]
+    assert offered(replace(one, predicted=everything.predicted)) == ["Weights", "Token probability"]
 
 
 def candidates(page: Any) -> list[tuple[str, str, bool]]:
@@ -122,7 +122,7 @@ def test_the_next_token_is_told_beside_the_chosen_word(show: Show) -> None:
 
 def test_words_are_shaded_by_the_probability_that_they_had(show: Show) -> None:
     record = full()
-    assert record.said is not None
+    assert record.predicted is not None
     page = show(record, "text?place=0&head=0")
     choose(page, "probability")
     says(page, "the probability that the model gave them")
@@ -130,7 +130,7 @@ def test_words_are_shaded_by_the_probability_that_they_had(show: Show) -> None:
     told = titles(page)
     assert told[0] == "no probability is known"
     shares = [float(title.split("%")[0].split()[-1]) / 100 for title in told[1:]]
-    assert shares == pytest.approx(record.said.given[1:], abs=6e-4)
+    assert shares == pytest.approx(record.predicted.given[1:], abs=6e-4)
     first = page.locator(".ranking li").first
     assert first.locator(".name").inner_text() == "street5"
     assert first.locator(".value").inner_text() == "2.00%"
@@ -141,8 +141,9 @@ def test_words_are_shaded_by_the_probability_that_they_had(show: Show) -> None:
 def test_a_character_of_several_tokens_has_the_product_of_their_probabilities(show: Show) -> None:
     record = view_fakes.decoder(["a", "吾", "吾", "吾", "b"], layers=1, n_heads=1)
     record.text, record.spans = "a吾b", [(0, 1), (1, 2), (1, 2), (1, 2), (2, 3)]
-    record.said, record.vocabulary = said(5)
-    record.said = replace(record.said, given=np.array([np.nan, 0.5, 0.4, 0.5, 0.25], np.float32))
+    found, record.vocabulary = predict(5)
+    given = np.array([np.nan, 0.5, 0.4, 0.5, 0.25], np.float32)
+    record.predicted = replace(found, given=given)
     page = show(record, "text?place=0&head=0&by=probability")
     says(page, "the probability")
     assert titles(page)[1:] == [

@@ -63,8 +63,8 @@ def test_what_is_asked_of_a_record_as_a_whole() -> None:
     np.testing.assert_allclose(answer([record], "drawn/0/5"), whole[:, 5], rtol=1e-6)
     probs, ids = np.full((17, 2), 0.25), np.arange(34).reshape(17, 2)
     came = np.append(np.arange(1, 17), -1)
-    record.said = NextTokens(probs, ids, np.append(np.nan, probs[1:, 0]), came)
-    np.testing.assert_array_equal(answer([record], "given/0"), record.said.given)
+    record.predicted = NextTokens(probs, ids, np.append(np.nan, probs[1:, 0]), came)
+    np.testing.assert_array_equal(answer([record], "given/0"), record.predicted.given)
     got = answer([record], "next/0")
     np.testing.assert_array_equal(got, np.concatenate([probs, ids, came[:, None]], 1))
 

@@ -1,9 +1,8 @@
 """What a page must know before it draws anything: words, places, and what the heads do.
 
-A manifest is one JSON object, the same for all three hosts of a page (file, server, widget); the
-page's own script calls it the outline. Records check themselves (`lens/schema.py`); here labels are
-cut to what a page can show, and scores that a head does not have, NaN, become null, which the page
-shows as "not measured".
+A manifest is one JSON object, the same for all three hosts of a page (file, server, widget).
+Records check themselves (`lens/schema.py`); here labels are cut to what a page can show, and scores
+that a head does not have, NaN, become null, which the page shows as "not measured".
 
 Left out: weights. Those are asked for piece by piece (see queries.py).
 """
@@ -41,10 +40,9 @@ def make_manifest(records: Sequence[Record], host: str) -> dict[str, Any]:
     if not 1 <= len(records) <= 2:
         raise BadView(f"a page shows one record or compares two; {len(records)} were given")
     words = {name: {"what": each.what, "does": each.does} for name, each in SCORE_WORDS.items()}
-    # "door" is how the page's script names its host.
     return {
         "format": FORMAT,
-        "door": host,
+        "host": host,
         "words": words,
         "records": [_tell_record(each) for each in records],
         "differences": rank_distances(*records) if len(records) == 2 else None,

@@ -112,8 +112,8 @@ export function drawTitles(draw: CanvasRenderingContext2D, x: number, y: number,
   draw.fillText("queries ↓", x - 8, y - 5);
 }
 
-/** How much room the labels of an axis need, in pixels along their own line. */
-export function room(draw: CanvasRenderingContext2D, tokens: string[], named: boolean, pen: Pen): number {
+/** How long the labels of an axis are, in pixels along their own line. */
+export function labelLength(draw: CanvasRenderingContext2D, tokens: string[], named: boolean, pen: Pen): number {
   draw.font = pen.font;
   if (!named) return 44;
   let most = 30;
@@ -130,4 +130,4 @@ export function overhang(draw: CanvasRenderingContext2D, tokens: string[], pen: 
   return Math.min(draw.measureText(label(tokens.at(-1) ?? "")).width, 132) * Math.cos(SLANT);
 }
 
-export const slantedRoom = (length: number): number => length * Math.sin(-SLANT) + 16;
+export const slantedHeight = (length: number): number => length * Math.sin(-SLANT) + 16;

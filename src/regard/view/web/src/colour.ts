@@ -69,7 +69,7 @@ export function table(colours: Ramp): Table {
 
 /** Where a value lies on the scale, 0 to 1; `log` shows four powers of ten below the largest, and
  * `chance`, whose values are times chance, runs by powers too, from a tenth of it. */
-export function bend(value: number, max: number, curve: Curve): number {
+export function onScale(value: number, max: number, curve: Curve): number {
   if (!(value > 0) || !(max > 0)) return 0;
   const share = Math.min(1, value / max);
   if (curve === "linear") return share;
@@ -99,7 +99,7 @@ export function paint(values: Float32Array, width: number, max: number, curve: C
   for (let at = 0; at < values.length; at += 1) {
     const value = values[at]!;
     out[at] = Number.isFinite(value)
-      ? colours.pixels[Math.round(bend(value, max, curve) * 255)]!
+      ? colours.pixels[Math.round(onScale(value, max, curve) * 255)]!
       : colours.missing;
   }
   return image;
@@ -111,7 +111,7 @@ export function paintDifference(values: Float32Array, width: number, max: number
   const out = new Uint32Array(image.data.buffer);
   for (let at = 0; at < values.length; at += 1) {
     const value = values[at]!;
-    const size = bend(Math.abs(value), max, curve) / 2;
+    const size = onScale(Math.abs(value), max, curve) / 2;
     out[at] = Number.isFinite(value)
       ? colours.pixels[Math.round((0.5 + (value < 0 ? -size : size)) * 255)]!
       : colours.missing;

@@ -1,12 +1,12 @@
-// What every page is handed: the outline, the source of weights, the state, and ways to change it.
+// What every page is handed: the manifest, the source of weights, the state, and ways to change it.
 
 import { ramp, type Curve, type Ramp } from "./colour";
-import { isExact, type Outline, type Place, type Recorded } from "./outline";
+import { isExact, type Manifest, type Place, type Recorded } from "./manifest";
 import type { Source } from "./source";
 import type { State } from "./state";
 
 export interface Context {
-  outline: Outline;
+  manifest: Manifest;
   source: Source;
   state: State;
   /** Change what is looked at. `quietly`: the address follows, the page is not built anew. */
@@ -24,7 +24,7 @@ export interface Page {
 }
 
 export function current(context: Context): { record: Recorded; place: Place } {
-  const record = context.outline.records[context.state.record]!;
+  const record = context.manifest.records[context.state.record]!;
   return { record, place: record.places[context.state.place]! };
 }
 

@@ -1,13 +1,13 @@
 // Controls that several pages share: which head, which colours, the scale's legend.
 
-import { CURVES, FAINT, PALETTES, bend, type Curve, type PaletteName, type Ramp } from "./colour";
+import { CURVES, FAINT, PALETTES, onScale, type Curve, type PaletteName, type Ramp } from "./colour";
 import { colours, current, wordCurve, type Context } from "./context";
 import { h, select, strip } from "./dom";
 import { elementSvg } from "./domsvg";
 import { sinksOf } from "./bare";
 import type { Heatmap } from "./heatmap";
 import { MEASURE_HINTS, MEASURE_WORDS, measureOf, offeredMeasures, type Measure } from "./measures";
-import { allLayers, isMeantWith, keyTokens, placeLabel, type Recorded } from "./outline";
+import { allLayers, isMeantWith, keyTokens, placeLabel, type Recorded } from "./manifest";
 import { about, score, spell, strength, told } from "./roles";
 import type { HeadChoice } from "./source";
 import { isSpecial, quoted } from "./words";
@@ -168,7 +168,7 @@ export function scoreBars(context: Context): HTMLElement {
     const bar = h("span", { class: "fill" });
     bar.style.width = `${strength(record, name, value) * 100}%`;
     list.append(
-      h("li", { title: told(context.outline, name), "data-score": name, class: name === sort ? "chosen" : "" }, h("span", { class: "name", text: about(context.outline, name) }), h("span", { class: "bar" }, bar), h("span", { class: "value", text: spell(value) })),
+      h("li", { title: told(context.manifest, name), "data-score": name, class: name === sort ? "chosen" : "" }, h("span", { class: "name", text: about(context.manifest, name) }), h("span", { class: "bar" }, bar), h("span", { class: "value", text: spell(value) })),
     );
   }
   return list;
@@ -202,10 +202,10 @@ export function savers(context: Context, source: Heatmap | HTMLElement, name: st
 
 /** Show all keys, or leave out those that take what nobody wants; and say so. */
 export function sinkPicker(context: Context): HTMLElement {
-  const { outline, state } = context;
+  const { manifest, state } = context;
   const { record, place } = current(context);
   const tokens = keyTokens(record, place);
-  const names = [...new Set(sinksOf(outline, state.record, place).map((at) => (isSpecial(tokens[at]!) ? quoted(tokens[at]!) : "the first token")))];
+  const names = [...new Set(sinksOf(manifest, state.record, place).map((at) => (isSpecial(tokens[at]!) ? quoted(tokens[at]!) : "the first token")))];
   const choice = strip("Keys", [["all", "All keys"], ["without", "Without sinks"]], state.bare ? "without" : "all", (value) => context.go({ bare: value === "without" }));
   const said = names.length ? `Left out: ${names.slice(0, 6).join(", ")}${names.length > 6 ? ", …" : ""}. The weights of each query on the other keys are made to add up to 1.` : "No key here is a special token.";
   return h("div", { class: "sinks" }, choice, state.bare ? h("p", { class: "hint", role: "note", text: said }) : null);
@@ -217,5 +217,5 @@ export function notes(context: Context): HTMLElement[] {
 }
 
 export function shade(context: Context, value: number, max: number): string {
-  return colours(context)(bend(value, max, wordCurve(context)));
+  return colours(context)(onScale(value, max, wordCurve(context)));
 }

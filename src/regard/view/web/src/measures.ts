@@ -7,7 +7,7 @@
 
 import { current, type Context } from "./context";
 import { percent } from "./dom";
-import type { Place, Recorded } from "./outline";
+import type { Place, Recorded } from "./manifest";
 
 export const MEASURES = ["weights", "values", "rollout", "gradient", "probability"] as const;
 export type Measure = (typeof MEASURES)[number];

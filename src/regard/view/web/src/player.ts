@@ -7,7 +7,7 @@ const PACE = 700; // milliseconds a step
 
 export class Player {
   readonly element: HTMLElement;
-  private readonly said = h("output", { "aria-live": "polite" });
+  private readonly status = h("output", { "aria-live": "polite" });
   private readonly slider: HTMLInputElement;
   private readonly buttons: Record<"back" | "play" | "on", HTMLButtonElement>;
   private timer = 0;
@@ -22,7 +22,7 @@ export class Player {
       on: button("›", "Next step  .", () => this.go(this.step + 1)),
     };
     this.slider = h("input", { type: "range", min: -1, max: steps - 1, "aria-label": "Step", on: { input: () => this.go(Number(this.slider.value)) } });
-    this.element = h("div", { class: "player", role: "group", "aria-label": "Generation, step by step" }, ...Object.values(this.buttons), this.slider, this.said);
+    this.element = h("div", { class: "player", role: "group", "aria-label": "Generation, step by step" }, ...Object.values(this.buttons), this.slider, this.status);
     this.tell();
   }
 
@@ -70,6 +70,6 @@ export class Player {
     play.textContent = this.timer ? "❚❚" : "▶";
     play.setAttribute("aria-label", this.timer ? "Pause  p" : "Play  p");
     this.slider.value = String(this.step);
-    this.said.textContent = this.step < 0 ? `The whole text; ${this.steps} steps` : `Step ${this.step + 1} of ${this.steps}: ${this.name(this.step)}`;
+    this.status.textContent = this.step < 0 ? `The whole text; ${this.steps} steps` : `Step ${this.step + 1} of ${this.steps}: ${this.name(this.step)}`;
   }
 }

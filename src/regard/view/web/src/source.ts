@@ -1,8 +1,8 @@
-// Where weights come from. One question, one array of float32, whichever door the page came through:
+// Where weights come from. One question, one array of float32, whichever host the page came through:
 // parts inlined in the page, the local server, or the notebook's kernel. See queries.py for the
 // questions. What an inlined page does not hold it computes from whole matrices, or it says so.
 
-import { isExact, isMeantWith, mapPlace, type Outline, type Place } from "./outline";
+import { isExact, isMeantWith, mapPlace, type Manifest, type Place } from "./manifest";
 
 export const TILE = 256;
 export const OF_WEIGHTS = ["map", "row", "column", "weight", "received"]; // the questions about weights
@@ -37,12 +37,12 @@ function floats(bytes: ArrayBuffer | Uint8Array, length: number): Float32Array {
 }
 
 /** How many numbers the answer to a question must have. */
-export function expectedLength(outline: Outline, question: string): number {
+export function expectedLength(manifest: Manifest, question: string): number {
   const [kind, record, place, , ...rest] = question.split("/");
-  const { tokens, next } = outline.records[Number(record)]!;
+  const { tokens, next } = manifest.records[Number(record)]!;
   if (kind === "next") return tokens.length * (2 * next!.k + 1);
   if (kind === "given" || kind === "rollout" || kind === "drawn") return tokens.length;
-  const here = outline.records[Number(record)]?.places[Number(place)];
+  const here = manifest.records[Number(record)]?.places[Number(place)];
   if (!here) throw new Error(`no place for ${question}`);
   if (kind === "row" || kind === "received" || kind === "norms" || kind === "gradient_columns") return here.n_keys;
   if (kind === "column" || kind === "gradient_rows") return here.n_queries;
@@ -129,8 +129,8 @@ function pool(whole: Float32Array, place: Place, tile: number[]): Float32Array {
   return out;
 }
 
-export function headsMeant(outline: Outline, record: number, place: number, head: HeadChoice): [number, number][] {
-  const places = outline.records[record]!.places;
+export function headsMeant(manifest: Manifest, record: number, place: number, head: HeadChoice): [number, number][] {
+  const places = manifest.records[record]!.places;
   const here = places[place]!;
   const range = (at: number): [number, number][] =>
     Array.from({ length: places[at]!.n_heads }, (_, each) => [at, each]);
@@ -142,12 +142,12 @@ export function headsMeant(outline: Outline, record: number, place: number, head
 export class InlineSource implements Source {
   private readonly held = new Map<string, Promise<Float32Array>>();
 
-  constructor(private readonly outline: Outline) {}
+  constructor(private readonly manifest: Manifest) {}
 
   exact(record: number, place: number, head: HeadChoice): boolean {
-    const here = this.outline.records[record]!.places[place]!;
-    return isExact(here) && headsMeant(this.outline, record, place, head).every(
-      ([p, each]) => `whole/${record}/${p}/${each}` in this.outline.parts,
+    const here = this.manifest.records[record]!.places[place]!;
+    return isExact(here) && headsMeant(this.manifest, record, place, head).every(
+      ([p, each]) => `whole/${record}/${p}/${each}` in this.manifest.parts,
     );
   }
 
@@ -163,12 +163,12 @@ export class InlineSource implements Source {
   }
 
   private async find(question: string): Promise<Float32Array> {
-    const parts = this.outline.parts;
-    if (question in parts) return unpack(parts[question]!, expectedLength(this.outline, question));
+    const parts = this.manifest.parts;
+    if (question in parts) return unpack(parts[question]!, expectedLength(this.manifest, question));
     const [kind, record, place, head, ...rest] = question.split("/") as [string, string, string, string, ...string[]];
     if (kind === "rollout" || kind === "drawn") return this.roll(kind, record, Number(place));
     if (head === "layer" || head === "all") {
-      const pairs = headsMeant(this.outline, Number(record), Number(place), head);
+      const pairs = headsMeant(this.manifest, Number(record), Number(place), head);
       const all = await Promise.all(
         pairs.map(([p, each]) => this.get([kind, record, p, each, ...rest].join("/"))),
       );
@@ -176,7 +176,7 @@ export class InlineSource implements Source {
     }
     if (!OF_WEIGHTS.includes(kind)) throw new Missing("This did not fit into this file. Save the record and open it with “regard view” to see it.");
     const name = `whole/${record}/${place}/${head}`;
-    const here = this.outline.records[Number(record)]!.places[Number(place)]!;
+    const here = this.manifest.records[Number(record)]!.places[Number(place)]!;
     if (kind !== "map" && !isExact(here)) {
       throw new Missing("This record kept statistics and a coarse picture here, not single weights. Record with watch(model, keep=\"qk\") to see them.");
     }
@@ -196,8 +196,8 @@ export class InlineSource implements Source {
   /** A row or a column of the rollout, which is one matrix in the page. */
   private async roll(kind: string, record: string, token: number): Promise<Float32Array> {
     const name = `whole_rollout/${record}`;
-    if (!(name in this.outline.parts)) throw new Missing("The rollout did not fit into this file. Save the record and open it with “regard view” to see it.");
-    const { places, rollout } = this.outline.records[Number(record)]!;
+    if (!(name in this.manifest.parts)) throw new Missing("The rollout did not fit into this file. Save the record and open it with “regard view” to see it.");
+    const { places, rollout } = this.manifest.records[Number(record)]!;
     const here = places[rollout[0]!]!;
     return derive(kind === "rollout" ? "row" : "column", await this.whole(name, here), here, [token]);
   }
@@ -205,7 +205,7 @@ export class InlineSource implements Source {
   private whole(name: string, place: Place): Promise<Float32Array> {
     let promise = this.held.get(name);
     if (!promise) {
-      promise = unpack(this.outline.parts[name]!, place.n_queries * place.n_keys);
+      promise = unpack(this.manifest.parts[name]!, place.n_queries * place.n_keys);
       this.held.set(name, promise);
     }
     return promise;
@@ -234,16 +234,16 @@ export function mean(all: Float32Array[]): Float32Array {
 /** Questions answered elsewhere: the local server, or the kernel behind a notebook. */
 export class RemoteSource implements Source {
   constructor(
-    private readonly outline: Outline,
+    private readonly manifest: Manifest,
     private readonly ask: (question: string, signal?: AbortSignal) => Promise<ArrayBuffer | Uint8Array>,
   ) {}
 
   exact(record: number, place: number): boolean {
-    return isExact(this.outline.records[record]!.places[place]!);
+    return isExact(this.manifest.records[record]!.places[place]!);
   }
 
   async get(question: string, signal?: AbortSignal): Promise<Float32Array> {
-    return floats(await this.ask(question, signal), expectedLength(this.outline, question));
+    return floats(await this.ask(question, signal), expectedLength(this.manifest, question));
   }
 }
 

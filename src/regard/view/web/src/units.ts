@@ -3,8 +3,8 @@
 // A unit's weight on another is the mean over its tokens of the sum over the other's: what its
 // tokens give, on average, to all of the other. lens/word_links.py does the same with words.
 
-import type { Pieces, Place, Recorded } from "./outline";
-import { keyTokens, queryTokens } from "./outline";
+import type { Pieces, Place, Recorded } from "./manifest";
+import { keyTokens, queryTokens } from "./manifest";
 import { label } from "./words";
 
 export interface Unit {

@@ -3,13 +3,13 @@
 // One source around another, so that maps, rows and columns have it alike. A norm belongs to a key,
 // so a cell of many queries can be multiplied as it is; one of many keys is made of cells of one.
 
-import type { Outline, Place } from "./outline";
+import type { Manifest, Place } from "./manifest";
 import { Missing, OF_WEIGHTS, TILE, cellsOf, headsMeant, mean, type HeadChoice, type Source } from "./source";
 
 const MOST_TILES = 32; // that one tile is made of
 
 export class ValuedSource implements Source {
-  constructor(private readonly outline: Outline, private readonly inner: Source) {}
+  constructor(private readonly manifest: Manifest, private readonly inner: Source) {}
 
   exact(record: number, place: number, head: HeadChoice): boolean {
     return this.inner.exact(record, place, head);
@@ -19,14 +19,14 @@ export class ValuedSource implements Source {
     const [kind, record, place, head, ...rest] = question.split("/") as [string, string, string, string, ...string[]];
     if (!OF_WEIGHTS.includes(kind)) return this.inner.get(question, signal);
     if (head === "layer" || head === "all") {
-      const pairs = headsMeant(this.outline, Number(record), Number(place), head);
+      const pairs = headsMeant(this.manifest, Number(record), Number(place), head);
       return mean(await Promise.all(pairs.map(([p, each]) => this.get([kind, record, p, each, ...rest].join("/"), signal))));
     }
     const name = `${record}/${place}/${head}`;
     const norms = await this.inner.get(`norms/${name}`, signal);
     const [first = 0, second = 0] = rest.map(Number);
     if (kind === "map") {
-      const here = this.outline.records[Number(record)]!.places[Number(place)]!;
+      const here = this.manifest.records[Number(record)]!.places[Number(place)]!;
       return this.tile(name, here, norms, rest.map(Number), signal);
     }
     const values = await this.inner.get(question, signal);

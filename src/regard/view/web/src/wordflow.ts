@@ -16,7 +16,7 @@ export type Which = "query" | "key";
 export interface Shading {
   values: Float32Array; // one for each unit
   colour: (value: number) => string; // "": none
-  told: (value: number, first: number) => string; // a value in words, for the tooltips
+  describe: (value: number, first: number) => string; // a value in words, for the tooltips
   missing: string; // what is said in its stead where there is none
 }
 
@@ -151,7 +151,7 @@ export class WordFlow {
       const colour = shading.colour(value);
       word.style.backgroundColor = colour;
       word.style.color = colour && inkOn(colour);
-      word.title = Number.isFinite(value) ? `${shading.told(value, first)}${count > 1 ? `, ${count} tokens together` : ""}` : shading.missing;
+      word.title = Number.isFinite(value) ? `${shading.describe(value, first)}${count > 1 ? `, ${count} tokens together` : ""}` : shading.missing;
     });
   }
 

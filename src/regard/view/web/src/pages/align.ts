@@ -8,7 +8,7 @@
 import { current, question, words, type Context, type Page } from "../context";
 import { headPicker, notes, savers, sinkPicker } from "../controls";
 import { h, message, percent, select, svg } from "../dom";
-import { isExact, keyTokens, queryTokens } from "../outline";
+import { isExact, keyTokens, queryTokens } from "../manifest";
 import { TILE, cellsOf, wholeLevel } from "../source";
 import { MOST_HEADS } from "../state";
 import { headKeys } from "./head";

@@ -6,7 +6,7 @@ import { visibleTo } from "../chance";
 import { exact, h, many, message } from "../dom";
 import { Heatmap, type Cell } from "../heatmap";
 import { amount, measureOf } from "../measures";
-import { cellStarts, headTitle, isExact, keyTokens, mapPlace, queryTokens, type Place } from "../outline";
+import { cellStarts, headTitle, isExact, keyTokens, mapPlace, queryTokens, type Place } from "../manifest";
 import { chosenPair } from "../state";
 import { label, quoted } from "../words";
 
@@ -24,7 +24,7 @@ export function head(context: Context): Page {
   const readout = new Readout(context, rows, columns, place);
   const title = headTitle(record, state.place, state.head);
   const map = new Heatmap({
-    place: drawn, rows, columns, small: context.outline.small,
+    place: drawn, rows, columns, small: context.manifest.small,
     label: `${title}. ${place.n_queries} queries from top to bottom, ${place.n_keys} keys from left to right. Arrow keys move, plus and minus zoom, 0 shows all.`,
     fetch: ({ lt, ls, ti, si }, signal) => context.source.get(question("map", context, lt, ls, ti, si), signal),
     ramp: () => colours(context),

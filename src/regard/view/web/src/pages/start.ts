@@ -8,7 +8,7 @@ import { inkOn } from "../colour";
 import { current, wordCurve, type Context, type Page } from "../context";
 import { Legend, notes, savers, shade, sinkPicker } from "../controls";
 import { h, hundredth, many, message, select } from "../dom";
-import { allLayers, headTitle, placeLabel, type Finding, type Recorded } from "../outline";
+import { allLayers, headTitle, placeLabel, type Finding, type Recorded } from "../manifest";
 import { headline } from "./overview";
 import { WordSearch } from "../search";
 import { wordUnits, type Units } from "../units";

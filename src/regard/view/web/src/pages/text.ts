@@ -4,12 +4,12 @@
 // have come next and the steps of a generation too.
 
 import { lookersAt } from "../chance";
-import { bend, differenceRamp, largest } from "../colour";
+import { onScale, differenceRamp, largest } from "../colour";
 import { current, question, wordCurve, words, type Context, type Page } from "../context";
 import { Legend, colourPicker, headPicker, measurePicker, notes, savers, shade, sinkPicker } from "../controls";
 import { h, many, message, percent, strip } from "../dom";
 import { amount, measureOf, type Measure } from "../measures";
-import type { Place, Recorded } from "../outline";
+import type { Place, Recorded } from "../manifest";
 import { Player } from "../player";
 import { headKeys } from "./head";
 import { unitsOf, type Unit, type Units } from "../units";
@@ -252,11 +252,11 @@ class TextView {
     const shading: Shading = {
       values,
       colour: (value) => {
-        const size = bend(Math.abs(value), max, wordCurve(context)) / 2;
+        const size = onScale(Math.abs(value), max, wordCurve(context)) / 2;
         if (measure === "gradient") return Math.abs(value) > max * 1e-4 ? signed(0.5 + (value < 0 ? -size : size)) : "";
         return value > max * 1e-4 ? shade(context, value, max) : "";
       },
-      told: (value, first) => this.told(value, first, whole),
+      describe: (value, first) => this.describe(value, first, whole),
       missing: measure === "probability" ? "no probability is known" : "not a number",
     };
     for (const flow of this.flows) {
@@ -270,7 +270,7 @@ class TextView {
   }
 
   /** A number in words, for the tooltip of its word. */
-  private told(value: number, first: number, whole: boolean): string {
+  private describe(value: number, first: number, whole: boolean): string {
     const said = amount(this.measure, value);
     if (this.measure === "probability") return `was given ${said} before it was read`;
     if (!whole || this.measure === "gradient") return said;
@@ -297,8 +297,8 @@ class TextView {
       }),
     );
     if (whole || !chosen || this.preview) return;
-    const told = best.slice(0, 3).map((at) => `${quoted(others[at]!.name)} ${amount(this.measure, values[at]!)}`);
-    this.context.announce(`${quoted(chosen.name)}${does} ${told.join(", ")}`);
+    const named = best.slice(0, 3).map((at) => `${quoted(others[at]!.name)} ${amount(this.measure, values[at]!)}`);
+    this.context.announce(`${quoted(chosen.name)}${does} ${named.join(", ")}`);
   }
 
   /** What could have come after the word that is shown, and what did. */

@@ -60,8 +60,8 @@ export interface ScoreWords {
   what: string; // what is looked at, or measured
   does: string; // what a head with much of it does
 }
-export interface Outline {
-  door: string;
+export interface Manifest {
+  host: string;
   words: Record<string, ScoreWords>; // what heads do, the same words as in a terminal
   records: Recorded[];
   parts: Record<string, string>;
@@ -70,10 +70,10 @@ export interface Outline {
   budget: number;
 }
 
-export class BadOutline extends Error {}
+export class BadManifest extends Error {}
 
 function need(fine: boolean, words: string): asserts fine {
-  if (!fine) throw new BadOutline(words);
+  if (!fine) throw new BadManifest(words);
 }
 
 function isObject(value: unknown): value is Record<string, unknown> {
@@ -168,9 +168,9 @@ function scores(value: unknown, places: Place[]): Recorded["scores"] {
   return out;
 }
 
-function scoreWords(value: unknown): Outline["words"] {
+function scoreWords(value: unknown): Manifest["words"] {
   need(isObject(value), "the words for scores should be an object");
-  const out: Outline["words"] = Object.create(null);
+  const out: Manifest["words"] = Object.create(null);
   for (const [name, said] of Object.entries(value)) {
     need(isObject(said), "a score has no words");
     out[name.slice(0, 40)] = { what: text(said.what, "a score's words"), does: text(said.does, "a score's words") };
@@ -256,7 +256,7 @@ function record(value: unknown): Recorded {
   };
 }
 
-function differences(value: unknown, one: Recorded): Outline["differences"] {
+function differences(value: unknown, one: Recorded): Manifest["differences"] {
   if (!Array.isArray(value)) return null;
   return value.map((row) => {
     need(Array.isArray(row) && typeof row[2] === "number", "differences should be lists of three numbers");
@@ -271,8 +271,8 @@ export function haveOneShape(one: Recorded, two: Recorded): boolean {
   return shape(one) === shape(two);
 }
 
-export function readOutline(value: unknown): Outline {
-  need(isObject(value), "there is no outline");
+export function readManifest(value: unknown): Manifest {
+  need(isObject(value), "there is no manifest");
   need(value.format === 1, `this page reads format 1, the data says ${JSON.stringify(value.format)?.slice(0, 20)}`);
   need(Array.isArray(value.records) && (value.records.length === 1 || value.records.length === 2), "one or two records were expected");
   const parts: Record<string, string> = Object.create(null);
@@ -282,7 +282,7 @@ export function readOutline(value: unknown): Outline {
   }
   const records = value.records.map(record);
   return {
-    door: text(value.door, "door"),
+    host: text(value.host, "host"),
     words: scoreWords(value.words),
     records,
     parts,
