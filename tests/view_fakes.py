@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from regard.lens.next_tokens import NextTokens
 from regard.lens.record import Place
 
 HABITS = ("previous", "first", "induction", "local", "broad", "same", "separator", "next")
@@ -51,6 +52,11 @@ class FakeRecord:
     trained_len: int | None = None
     window: int | None = None
     n_read: int = 0
+    vocabulary: dict[int, str] | None = None
+    predicted: NextTokens | None = None
+    ends: list[int] | None = None
+    norms: list[np.ndarray] | None = None
+    sums: list[tuple[np.ndarray, np.ndarray]] | None = None
 
     def scores(self, place: int, head: int, t: np.ndarray, s: np.ndarray) -> np.ndarray:
         here = self.places[place]
@@ -128,6 +134,38 @@ class FakeRecord:
         here = self.places[place]
         whole = np.stack([self.weights(place, h, 0, here.n_queries) for h in range(here.n_heads)])
         return {"received": whole.sum(axis=1), "peak": whole.max(axis=2)}
+
+    def next_tokens(self) -> NextTokens | None:
+        return self.predicted
+
+    def steps(self) -> np.ndarray | None:
+        return None if self.ends is None else np.array(self.ends)
+
+    def value_norms(self, place: int) -> np.ndarray | None:
+        return None if self.norms is None else self.norms[place]
+
+    def gradients(self, place: int) -> tuple[np.ndarray, np.ndarray] | None:
+        return None if self.sums is None else self.sums[place]
+
+    def rollout_places(self) -> list[int]:
+        own = [n for n, place in enumerate(self.places) if place.kind == "self"]
+        stack = [n for n in own if self.places[n].stack == self.places[own[-1]].stack]
+        sizes = {(self.places[n].n_queries, self.places[n].n_keys) for n in stack}
+        return stack if len(sizes) == 1 and len(set(*sizes)) == 1 else []
+
+    def rollout(self, token: int | None = None) -> np.ndarray:
+        """Layer after layer, each half the mean of its heads and half the token itself."""
+        n = self.places[self.rollout_places()[0]].n_queries
+        drawn = np.eye(n)
+        for place in self.rollout_places():
+            heads = range(self.places[place].n_heads)
+            mean = np.mean([self.weights(place, head, 0, n) for head in heads], 0)
+            layer = (mean + np.eye(n)) / 2
+            drawn = layer / layer.sum(1, keepdims=True) @ drawn
+        return drawn if token is None else drawn[token]
+
+    def drawn_on(self, token: int) -> np.ndarray:
+        return self.rollout()[:, token]
 
     def visible(self, place: int) -> np.ndarray:
         here = self.places[place]

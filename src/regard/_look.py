@@ -5,9 +5,11 @@ are the same two steps with a terminal around them.
 
 How: a `Subject` is a model that a text can be given to, whoever runs it: `own_subject` makes one of
 ours, the command line one of `transformers`'. `see` has it read the text once while it is watched
-(`lens`), with queries and keys kept, so that every weight can be asked for. An encoder–decoder
-first writes what it makes of the text, and `see_translation` then watches it read the one and write
-the other. `look` is these, from a name or a model; commands put their bars around the reading.
+(`lens`), with queries and keys kept, so that every weight can be asked for; and of a language model
+what it said would come next, unless a text is so long that its logits would be too many. An
+encoder–decoder first writes what it makes of the text, and `see_translation` then watches it read
+the one and write the other. `look` is these, from a name or a model; commands put their bars around
+the reading.
 
 Left out: models that are not regard's, which `regard.watch` watches where they are; several texts.
 """
@@ -17,8 +19,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "embedded:lm"
 Fit: TypeAlias = Literal["refuse", "truncate", "window"]
 """What is done with a text that is longer than the model takes."""
+KEEP = ("qk", "predictions")
+MOST_LOGITS = 1 << 29
+"""Tokens times vocabulary up to which logits are made: two gigabytes in float32."""
 Showing: TypeAlias = "Callable[[int, int | None], AbstractContextManager[Progress | None]]"
 """Called with how many tokens will be read, and at how many places where that is known; gives the
 block to read in, and in it what `watch` takes as its progress."""
@@ -42,6 +47,7 @@ def look(
     to: str | None = None,
     truncate: bool = False,
     window: bool = False,
+    values: bool = False,
 ) -> Record:
     """What every head of a model does with a text; `.show()` is the picture, in a notebook.
 
@@ -50,7 +56,8 @@ def look(
     network. An encoder–decoder is watched while it reads the text and writes its translation; to:
     the language, for one that knows several. A text longer than the model was made for is read as
     it is, or refused where the model cannot; truncate: its beginning is read; window: all of it, in
-    windows that overlap by half, in each of which tokens see each other.
+    windows that overlap by half, in each of which tokens see each other. values: keep how long
+    values are too, for value-weighted attention; not in windows.
 
         regard.look("The animal didn't cross the street because it was too tired.").show()
     """
@@ -70,16 +77,19 @@ def look(
             f"model is a {type(model).__name__}; expected a name, a path, or what regard.load "
             "gives; others are watched where they are: with regard.watch(model) as record: ..."
         )
+    keep = (*KEEP, "values") if values else KEEP
     if loaded.config.encoder and loaded.config.decoder:
         from regard.generation import translate
 
         if truncate or window:
             what = "truncate" if truncate else "window"
             raise ValueError(f"{what} is for a model that reads alone, and {name} translates")
-        return see_translation(loaded, name, text, translate(loaded, text, to), to)
+        translation = translate(loaded, text, to)
+        return see_translation(loaded, name, text, translation, to, keep=keep)
     if to is not None:
         raise ValueError(f"to is {to!r}, but {name} reads a text and translates none")
-    return see(own_subject(loaded, name), text, fit=choose_fit(truncate, window))
+    subject = replace(own_subject(loaded, name), keep=keep)
+    return see(subject, text, fit=choose_fit(truncate, window))
 
 
 def choose_fit(truncate: bool, window: bool) -> Fit:
@@ -120,7 +130,10 @@ class Said:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What it takes to watch a model read; `run` takes ids (1, T), its answer is not looked at."""
+    """What it takes to watch a model read; `run` takes ids (1, T), its answer is not looked at.
+
+    `say` is `run` with logits, of a language model; `tokenizer` names what it says.
+    """
 
     name: str
     module: nn.Module
@@ -129,6 +142,10 @@ class Subject:
     n_heads: int | None
     encode: Callable[[str], Said]
     run: Callable[[Tensor], object]
+    say: Callable[[Tensor], object] | None = None
+    vocab_size: int = 0
+    tokenizer: Any = None
+    keep: tuple[str, ...] = KEEP
 
     def limit(self) -> int | None:
         """How many tokens it reads, or was trained on where that is less; None where neither is."""
@@ -169,7 +186,10 @@ def own_subject(model: Transformer, name: str) -> Subject:
 
     blocks = (*config.encoder, *config.decoder)
     n_heads = max(block.n_heads for block in blocks)
-    return Subject(name, model, config.max_len, len(blocks), n_heads, encode, model.run)
+    subject = Subject(name, model, config.max_len, len(blocks), n_heads, encode, model.run)
+    if config.head.kind != "lm" or not config.decoder:
+        return subject
+    return replace(subject, say=model, vocab_size=config.vocab_size, tokenizer=tokenizer)
 
 
 def name_tokens(text: str, pieces: list[str], spans: list[tuple[int, int]]) -> list[str]:
@@ -189,9 +209,13 @@ def see(
     if fit == "window" and most is not None and len(read.ids) > most:
         return _see_windows(subject, text, read, most, progress)
     text = read.covered(text) if fit == "truncate" else text
-    with _watching(subject.module, len(read.ids), subject.n_layers, progress) as (record, batch):
-        subject.run(batch(read.ids))
-    return record.describe(text=text, tokens=read.labels, spans=read.spans, model=subject.name)
+    few = len(read.ids) * subject.vocab_size <= MOST_LOGITS
+    run = subject.say if subject.say is not None and few else subject.run
+    sizes = len(read.ids), subject.n_layers
+    with _watching(subject.module, *sizes, progress, subject.keep) as (record, batch):
+        run(batch(read.ids))
+    record.describe(text=text, tokens=read.labels, spans=read.spans, model=subject.name)
+    return record.name_candidates(subject.tokenizer)
 
 
 def _see_windows(
@@ -218,7 +242,8 @@ def _see_windows(
         for first, last, *_ in windows:
             said = read.part([*ends[0], *range(before + first, before + last), *ends[1]])
             done = sum(len(record.places) for record in records)
-            with _watched(subject.module, None if tell is None else _shift(tell, done)) as window:
+            own = None if tell is None else _shift(tell, done)
+            with _watched(subject.module, own, ("qk",)) as window:
                 record, batch = window
                 subject.run(batch(said.ids))
             records.append(record)
@@ -242,6 +267,7 @@ def see_translation(
     translation: str,
     to: str | None,
     progress: Showing | None = None,
+    keep: tuple[str, ...] = KEEP,
 ) -> Record:
     """What the heads do while the model reads a text and writes its translation."""
     from regard.generation.translation import Reader, choose
@@ -254,9 +280,9 @@ def see_translation(
     target = tokenizer.encode(translation, special=False)
     n_tokens = len(source) + len(target.ids)
     n_places = len(model.config.encoder) + 2 * len(model.config.decoder)
-    with _watching(model, n_tokens, n_places, progress) as (record, batch):
+    with _watching(model, n_tokens, n_places, progress, keep) as (record, batch):
         model(batch([start, *target.ids]), source=batch(source))
-    return record.describe(
+    record.describe(
         text=translation,
         tokens=[tokenizer.token(start), *(translation[a:z] for a, z in target.offsets)],
         spans=[(0, 0), *target.offsets],
@@ -264,21 +290,26 @@ def see_translation(
         source_tokens=[tokenizer.decode([at], skip_special=False) for at in source],
         model=name,
     )
+    return record.name_candidates(tokenizer)
 
 
 @contextmanager
 def _watching(
-    module: nn.Module, n_tokens: int, n_places: int | None, progress: Showing | None
+    module: nn.Module,
+    n_tokens: int,
+    n_places: int | None,
+    progress: Showing | None,
+    keep: tuple[str, ...],
 ) -> Iterator[tuple[Record, Callable[[list[int]], Tensor]]]:
     """`_watched`, with its progress shown."""
     around = nullcontext() if progress is None else progress(n_tokens, n_places)
-    with around as tell, _watched(module, tell) as watched:
+    with around as tell, _watched(module, tell, keep) as watched:
         yield watched
 
 
 @contextmanager
 def _watched(
-    module: nn.Module, tell: Progress | None
+    module: nn.Module, tell: Progress | None, keep: tuple[str, ...]
 ) -> Iterator[tuple[Record, Callable[[list[int]], Tensor]]]:
     """The record that is being made, and what makes ids into a batch of one."""
     import torch
@@ -286,5 +317,5 @@ def _watched(
     from regard.lens.watch import watch
 
     device = next(module.parameters()).device
-    with torch.no_grad(), watch(module, keep="qk", progress=tell) as record:
+    with torch.no_grad(), watch(module, keep=keep, progress=tell) as record:
         yield record, lambda ids: torch.tensor([ids], device=device)

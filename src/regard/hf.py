@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 
 try:
     from transformers import AttentionInterface, masking_utils
@@ -69,11 +68,18 @@ class RuleMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        whole = tree_map_only(RuleMask, lambda mask: mask.make(), (args, kwargs or {}))
-        return function(*whole[0], **whole[1])
+        named = {name: _whole(value) for name, value in (kwargs or {}).items()}
+        return function(*map(_whole, args), **named)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"RuleMask({self.rule!r}, {tuple(self.shape)})"
+
+
+def _whole(value: Any) -> Any:
+    """The matrix of a mask, in lists of tensors too; anything else as it is."""
+    if isinstance(value, RuleMask):
+        return value.make()
+    return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
 
 
 def regard_attention(

@@ -97,7 +97,11 @@ def refused(capsys: pytest.CaptureFixture[str], model: Path | str, *more: str) -
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("olmo2", "Olmo2Model"), ("distilbert", "DistilBertModel"), ("gpt_oss", "GptOssModel")],
+    [
+        ("olmo2", "Olmo2ForCausalLM"),
+        ("distilbert", "DistilBertModel"),
+        ("gpt_oss", "GptOssForCausalLM"),
+    ],
 )
 def test_look_reads_with_a_model_that_is_no_family_of_ours(
     name: str,
@@ -122,6 +126,13 @@ def test_look_reads_with_a_model_that_is_no_family_of_ours(
     record = Record.open(kept)
     assert record.tokens[:4] == ["<s>", "The", "animal", "didn"] and record.spans is not None
     assert record.text == SENTENCE and record.model == folder.name
+    found, ids = record.next_tokens(), record.ids(0)
+    assert (found is not None) == kind.endswith("CausalLM")
+    if found is not None and ids is not None:
+        with torch.no_grad():
+            chances = SUBJECTS[name]()(torch.tensor(ids)[None]).logits[0].double().softmax(-1)
+        assert found.probs == pytest.approx(chances.topk(5).values.numpy(), abs=1e-5)
+        assert record.vocabulary is not None and set(record.vocabulary) == set(found.ids.flat)
 
 
 @pytest.mark.parametrize("name", ["olmo2", "distilbert", "gpt_oss"])
@@ -162,7 +173,7 @@ def test_the_package_is_asked_for_plain_tensors_of_this_machine_alone(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, dict[str, Any]] = {}
-    for kind in (hf.AutoConfig, hf.AutoTokenizer, hf.AutoModel):
+    for kind in (hf.AutoConfig, hf.AutoTokenizer, hf.AutoModelForCausalLM):
         load_theirs = kind.from_pretrained
 
         def ask(*args: Any, load_theirs: Any, kind: str, **given: Any) -> Any:
@@ -172,8 +183,8 @@ def test_the_package_is_asked_for_plain_tensors_of_this_machine_alone(
         spy = functools.partial(ask, load_theirs=load_theirs, kind=kind.__name__)
         monkeypatch.setattr(kind, "from_pretrained", spy)
     foreign_subject(str(folders("olmo2")), UnknownFamily("x"), device="cpu")
-    assert set(asked) == {"AutoConfig", "AutoTokenizer", "AutoModel"}
-    assert asked["AutoModel"]["use_safetensors"] is True
+    assert set(asked) == {"AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"}
+    assert asked["AutoModelForCausalLM"]["use_safetensors"] is True
     for given in asked.values():
         assert given["local_files_only"] is True and given["trust_remote_code"] is False
 

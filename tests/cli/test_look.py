@@ -367,3 +367,50 @@ def test_the_beginning_of_a_long_text_is_what_the_model_reads_of_it_alone() -> N
         np.testing.assert_array_equal(again.rows(place, 3, 511), record.rows(place, 3, 511))
     with pytest.raises(ValueError, match="reads alone"):
         regard.look("The cat sat.", "embedded:translate", truncate=True)
+
+
+def test_a_language_model_is_kept_saying_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    model = regard.load("embedded:lm")
+    tokenizer = model.tokenizer
+    assert tokenizer is not None
+    record = regard.look(SENTENCE, model)
+    found = record.next_tokens()
+    ids = torch.tensor([tokenizer.encode(SENTENCE).ids])
+    with torch.no_grad():
+        chances = model(ids).logits[0].double().softmax(-1)
+    assert found is not None and record.vocabulary is not None
+    assert found.probs == pytest.approx(chances.topk(5).values.numpy(), abs=1e-5)
+    came = chances[torch.arange(ids.shape[1] - 1), ids[0, 1:]].numpy()
+    assert found.given[1:] == pytest.approx(came, abs=1e-5)
+    names = {n: tokenizer.decode([n], skip_special=False) for n in record.vocabulary}
+    assert record.vocabulary == names
+    monkeypatch.setattr("regard._look.MOST_LOGITS", 100)
+    unsaid = regard.look(SENTENCE, model)
+    assert unsaid.next_tokens() is None and unsaid.tokens == record.tokens
+
+
+def test_a_translation_is_kept_with_what_could_have_come_next() -> None:
+    record = regard.look("The cat sat on the mat.", "embedded:translate")
+    found = record.next_tokens()
+    assert found is not None and len(found.given) == len(record.tokens)
+    assert np.isnan(found.given[0]) and (found.given[1:] > 0.05).mean() > 0.5
+
+
+def test_the_lengths_of_values_are_kept_where_they_are_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for options, kept in (([], False), (["--values"], True)):
+        path = tmp_path / f"{kept}.regard"
+        code, _, err = run(
+            capsys, "look", SENTENCE, *options, "--save", str(path), "--html", f"{path}.html"
+        )
+        assert code == 0, err
+        found = Record.open(path).value_norms(3)
+        assert (found is not None) == kept
+    again = regard.look(SENTENCE, values=True).value_norms(3)
+    assert found is not None and again is not None
+    np.testing.assert_array_equal(found, again)
+    norms = regard.look("The cat sat.", "embedded:translate", values=True).value_norms(0)
+    assert norms is not None and (norms > 0).all()

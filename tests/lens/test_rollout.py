@@ -108,6 +108,8 @@ def test_rollout_is_the_product_of_the_layers(
     assert_within(record.rollout(), truth, bound(17, len(calls)))
     assert_within(record.rollout([16, 3, 3, -17]), truth[[16, 3, 3, 0]], bound(17, len(calls)))
     assert_within(record.rollout(-5), truth[12], bound(17, len(calls)))
+    for token in (0, 9, -1):
+        assert_within(record.drawn_on(token), truth[:, token], bound(17, len(calls)))
 
 
 def test_maps_that_tell_every_weight_will_do_and_others_are_refused() -> None:
@@ -128,10 +130,13 @@ def test_rollout_refuses_cross_attention_and_tokens_that_are_not_there() -> None
     cross = {"q": torch.randn(1, 3, 7, 5), "k": torch.randn(1, 3, 11, 5)}
     with pytest.raises(ValueError, match="as many queries as keys"):
         record_of(cross).rollout()
+    assert record_of(cross).rollout_places() == []
     record = record_of(draw(13, 3, 3, seed=1))
     for token in (13, -14):
         with pytest.raises(IndexError, match=f"token {token} is out of range; there are 13"):
             record.rollout([0, token])
+        with pytest.raises(IndexError, match=f"token {token} is out of range; there are 13"):
+            record.drawn_on(token)
     for wrong in (0.5, [], ["a"], [True, False]):
         with pytest.raises(TypeError, match="tokens must be the number of a token, or several"):
             record.rollout(wrong)  # type: ignore[arg-type]

@@ -168,7 +168,7 @@ PLACE = ("records", 0, "places", 0)
         change_at("parts", to={"whole/0/0/0": 5}),
     ],
 )
-def test_a_doctored_outline_is_told_in_words(
+def test_a_doctored_manifest_is_told_in_words(
     page: Any, tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     page.goto(doctored(tmp_path / "bad.html", change).as_uri())

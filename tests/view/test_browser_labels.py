@@ -187,6 +187,22 @@ def test_no_caption_is_clipped_and_the_tabs_have_no_scrollbars(show: Show, width
     assert width == 390 or sizes[1] == page.locator("nav").evaluate("n => n.clientWidth")
 
 
+def test_every_page_has_its_tab_on_a_phone_s_screen(show: Show) -> None:
+    for record, other in (
+        (view_fakes.decoder(), None),
+        (view_fakes.translator(), None),
+        (view_fakes.translator(), view_fakes.translator()),
+    ):
+        page = show(record, "overview", other=other)
+        page.set_viewport_size({"width": 390, "height": 844})
+        boxes = page.locator("nav a").evaluate_all(
+            "all => all.map(a => a.getBoundingClientRect()).map(box => [box.left, box.right])"
+        )
+        assert len(boxes) == (6 if other else 5)
+        assert all(left >= 0 and right <= 390 for left, right in boxes)
+        assert page.locator("nav").evaluate("n => n.scrollWidth - n.clientWidth") == 0
+
+
 @pytest.mark.parametrize("line", ["head?place=4&head=0", "text?place=4", "align?place=4"])
 def test_no_control_is_wider_than_its_panel(show: Show, line: str) -> None:
     page = show(uneven(), line)

@@ -1,4 +1,7 @@
-"""Lines of self-attention: queries left, keys right, several heads in colour, so many a word."""
+"""Lines of self-attention: queries left, keys right, several heads in colour, so many a word.
+
+Chinese, Japanese and Korean run from left to right, in two rows.
+"""
 
 from __future__ import annotations
 
@@ -94,3 +97,58 @@ def test_lines_fit_the_window(show: Show, width: int) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     ends = [page.locator(".words").nth(n).bounding_box() for n in (0, 1)]
     assert ends[0]["x"] >= 0 and ends[1]["x"] + ends[1]["width"] <= width
+
+
+JAPANESE = [*"吾輩は猫である", "。", "名前", "は", "まだ", "無い"]
+
+
+def test_japanese_words_stand_in_two_rows_with_lines_between_them(show: Show) -> None:
+    record = view_fakes.decoder(JAPANESE, layers=1, n_heads=2)
+    page = show(record, "align?place=0&head=0")
+    choose_lines(page, "1 a word")
+    page.wait_for_selector(".lines path", state="attached")
+    boxes = [
+        page.locator(f".words.{which} .word").evaluate_all(
+            "all => all.map(w => { const b = w.getBoundingClientRect();"
+            " return [b.left + b.width / 2, b.top + b.height / 2]; })"
+        )
+        for which in ("query", "key")
+    ]
+    for row in boxes:
+        across, down = np.array(row).T
+        assert (np.diff(across) > 20).all() and np.ptp(down) < 1
+    assert boxes[0][0][1] < boxes[1][0][1]
+    ends = page.locator(".lines path").evaluate_all(
+        """all => all.map(p => { const box = p.ownerSVGElement.getBoundingClientRect();
+        const n = p.getAttribute('d').match(/[\\d.]+/g).map(Number);
+        return [box.left + n[0], box.left + n[6]]; })"""
+    )
+    weights = record.weights(0, 0, 0, len(JAPANESE))
+    firm = [(t, int(row.argmax())) for t, row in enumerate(weights) if row.max() >= 0.12]
+    want = sorted((boxes[0][t][0], boxes[1][s][0]) for t, s in firm)
+    assert np.array(sorted(ends)) == pytest.approx(np.array(want), abs=1)
+
+
+def test_arrows_follow_the_rows(show: Show) -> None:
+    page = show(view_fakes.decoder(JAPANESE, layers=1, n_heads=2), "align?place=0&head=0")
+    page.locator(".words.query .word").nth(3).focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert page.evaluate("location.hash") == "#align?place=0&head=0&token=4&side=key"
+
+
+def test_rows_that_are_wider_than_the_window_scroll_in_their_stage(show: Show) -> None:
+    page = show(view_fakes.decoder(JAPANESE * 3, layers=1, n_heads=1), "align?place=0&head=0")
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_selector(".lines path", state="attached")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.locator(".words.key .word").last.click()
+    assert page.evaluate("location.hash").endswith("token=35&side=key")
+
+
+def test_english_with_a_japanese_word_stays_in_two_columns(show: Show) -> None:
+    page = show(view_fakes.decoder(["the", "word", "猫", "means", "cat"], layers=1, n_heads=1))
+    page.evaluate("location.hash = '#align?place=0&head=0'")
+    page.wait_for_selector(".lines path", state="attached")
+    assert page.locator(".across").count() == 0

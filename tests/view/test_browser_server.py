@@ -156,12 +156,12 @@ def test_another_page_can_neither_read_nor_frame_it(watched: Any) -> None:
         )
         page.goto(f"{stranger.url}stranger")
         got = page.evaluate(
-            "url => fetch(url).then(r => r.text()).catch(e => 'refused')", f"{server.url}outline"
+            "url => fetch(url).then(r => r.text()).catch(e => 'refused')", f"{server.url}manifest"
         )
         assert got == "refused"
         blind = page.evaluate(
             "url => fetch(url, {mode: 'no-cors'}).then(r => r.type).catch(e => 'refused')",
-            f"{server.url}outline",
+            f"{server.url}manifest",
         )
         assert blind == "refused"
         page.set_content(f'<iframe src="{server.url}"></iframe>')

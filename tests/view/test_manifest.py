@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import view_fakes
 
+from regard.lens.next_tokens import NextTokens
 from regard.view.assets import inline_json
 from regard.view.manifest import LABEL_LENGTH, BadView, make_manifest
 from regard.view.page import page_title
@@ -62,6 +63,40 @@ def test_heads_keep_the_numbers_they_have_in_the_model() -> None:
 def test_the_grid_is_that_of_the_weights_or_of_the_picture() -> None:
     assert told(view_fakes.decoder())["places"][0]["grid"] == (12, 12)
     assert told(view_fakes.coarse())["places"][0]["grid"] == (128, 128)
+
+
+def test_what_was_recorded_beside_weights_is_told_by_place_and_record() -> None:
+    plain = told(view_fakes.decoder(layers=2, n_heads=3))
+    assert (plain["next"], plain["steps"], plain["rollout"]) == (None, None, [0, 1])
+    assert [place["values"] for place in plain["places"]] == [False, False]
+    record = view_fakes.decoder(layers=2, n_heads=3)
+    n = len(record.tokens)
+    record.norms = [np.ones((3, n))] * 2
+    record.ends = [4, 5, n - 1]
+    ids = np.stack([np.arange(n), np.full(n, -1)], 1)
+    record.predicted = NextTokens(np.ones((n, 2)), ids, np.ones(n), np.arange(n))
+    record.vocabulary = {0: "x" * 500, 1: "one", 99: "not asked for"}
+    full = told(record)
+    assert full["steps"] == [4, 5, n - 1] and full["places"][1]["values"] is True
+    names = full["next"]["vocabulary"]
+    assert full["next"]["k"] == 2 and set(names) == {str(number) for number in range(n)}
+    assert (names["0"], names["1"], names["2"]) == ("x" * 79 + "…", "one", "2")
+
+
+def test_steps_and_predictions_of_other_tokens_than_the_labels_are_left_out() -> None:
+    record = view_fakes.decoder()
+    record.ends = [4, 5]
+    record.predicted = NextTokens(np.ones((3, 2)), np.ones((3, 2)), np.ones(3), np.ones(3))
+    assert (told(record)["steps"], told(record)["next"]) == (None, None)
+
+
+def test_rollout_needs_every_weight_of_several_layers() -> None:
+    assert told(view_fakes.coarse())["rollout"] == []
+    assert told(view_fakes.decoder(layers=1))["rollout"] == []
+    record = view_fakes.translator()
+    assert told(record)["rollout"] == [2, 4]  # of the decoder alone
+    record.places[2] = replace(record.places[2], exact_zoom=False)
+    assert told(record)["rollout"] == []
 
 
 def test_the_alignment_is_the_head_whose_words_look_most_firmly() -> None:

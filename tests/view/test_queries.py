@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import view_fakes
 
+from regard.lens.next_tokens import NextTokens
 from regard.view.manifest import BadView
 from regard.view.queries import TILE, answer, heads_meant, whole_level
 
@@ -55,6 +56,32 @@ def test_layer_and_all_are_means_over_heads_of_one_kind() -> None:
     np.testing.assert_allclose(answer([record], "row/0/3/layer/2"), np.mean(rows, 0), rtol=1e-6)
 
 
+def test_what_is_asked_of_a_record_as_a_whole() -> None:
+    record = record_of(17)
+    whole = record.rollout()
+    np.testing.assert_allclose(answer([record], "rollout/0/11"), whole[11], rtol=1e-6)
+    np.testing.assert_allclose(answer([record], "drawn/0/5"), whole[:, 5], rtol=1e-6)
+    probs, ids = np.full((17, 2), 0.25), np.arange(34).reshape(17, 2)
+    came = np.append(np.arange(1, 17), -1)
+    record.predicted = NextTokens(probs, ids, np.append(np.nan, probs[1:, 0]), came)
+    np.testing.assert_array_equal(answer([record], "given/0"), record.predicted.given)
+    got = answer([record], "next/0")
+    np.testing.assert_array_equal(got, np.concatenate([probs, ids, came[:, None]], 1))
+
+
+def test_sums_beside_weights_are_of_a_head_or_the_mean_of_several() -> None:
+    record = record_of(17)
+    drawn = np.random.default_rng(3)
+    record.norms = [drawn.uniform(0, 2, (3, 17)) for _ in range(2)]
+    record.sums = [(drawn.normal(size=(3, 17)), drawn.normal(size=(3, 17))) for _ in range(2)]
+    np.testing.assert_allclose(answer([record], "norms/0/1/2"), record.norms[1][2], rtol=1e-6)
+    for kind, which in (("gradient_rows", 0), ("gradient_columns", 1)):
+        sums = [record.sums[place][which] for place in range(2)]
+        np.testing.assert_allclose(answer([record], f"{kind}/0/1/2"), sums[1][2], rtol=1e-6)
+        mean = np.mean(sums, (0, 1))
+        np.testing.assert_allclose(answer([record], f"{kind}/0/0/all"), mean, rtol=1e-5)
+
+
 def test_encoder_and_decoder_of_one_length_are_not_averaged() -> None:
     record = view_fakes.translator()
     record.places = [
@@ -88,6 +115,14 @@ def test_encoder_and_decoder_of_one_length_are_not_averaged() -> None:
         "top/0/0/layer",
         "../../etc/passwd",
         "row/0/0/all/9999999999",
+        "rollout/0/17",
+        "drawn/0/-1",
+        "rollout/1/0",
+        "norms/0/0/0",
+        "gradient_rows/0/0/0",
+        "given/0",
+        "next/0",
+        "next/0/0",
     ],
 )
 def test_a_question_out_of_range_is_refused(question: str) -> None:

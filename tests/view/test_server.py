@@ -65,7 +65,7 @@ def test_its_own_paths_answer(server: Server, record: view_fakes.FakeRecord) -> 
     for path, kind in (("regard.js", "text/javascript"), ("regard.css", "text/css")):
         reply = ask(server, inside(server, path))
         assert (reply.status, reply.headers.get_content_type()) == (200, kind)
-    told = json.loads(ask(server, inside(server, "outline")).body)  # type: ignore[attr-defined]
+    told = json.loads(ask(server, inside(server, "manifest")).body)  # type: ignore[attr-defined]
     assert told["records"][0]["tokens"] == record.tokens
     row = ask(server, inside(server, "data/row/0/1/2/7"))
     np.testing.assert_array_equal(
@@ -88,17 +88,17 @@ def test_no_page_has_an_inline_script(server: Server) -> None:
     "path",
     [
         "/",
-        "/outline",
+        "/manifest",
         "/regard.js",
         "/favicon.ico",
         "/{half}/",
         "/{token}x/",
         "/{token}",
-        "/{token}/../outline",
+        "/{token}/../manifest",
         "/{token}/..%2f..%2fetc/passwd",
         "/{token}/web/src/main.ts",
-        "/{token}/outline?x=1",
-        "/{token}/outline/",
+        "/{token}/manifest?x=1",
+        "/{token}/manifest/",
         "/{token}//",
         "/{token}/regard.js%00",
     ],
@@ -146,7 +146,7 @@ def test_two_host_names_are_refused(server: Server) -> None:
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1:{port}"])
 def test_another_origin_is_refused(server: Server, origin: str) -> None:
     headers = {"Origin": origin.format(port=server.port)}
-    assert ask(server, inside(server, "outline"), headers=headers).status == 403
+    assert ask(server, inside(server, "manifest"), headers=headers).status == 403
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_another_origin_is_refused(server: Server, origin: str) -> None:
 )
 def test_only_its_own_page_may_fetch(server: Server, site: str, status: int) -> None:
     headers = {"Sec-Fetch-Site": site, "Origin": f"http://127.0.0.1:{server.port}"}
-    assert ask(server, inside(server, "outline"), headers=headers).status == status
+    assert ask(server, inside(server, "manifest"), headers=headers).status == status
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT"])
@@ -236,10 +236,10 @@ def test_a_closed_server_is_gone(record: Any) -> None:
 def test_a_closed_server_ends_connections_that_were_kept_open(record: Any) -> None:
     server = Server(record).start()
     line = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-    line.request("GET", inside(server, "outline"))
+    line.request("GET", inside(server, "manifest"))
     line.getresponse().read()
     server.close()
     with pytest.raises((OSError, http.client.HTTPException)):
-        line.request("GET", inside(server, "outline"))
+        line.request("GET", inside(server, "manifest"))
         line.getresponse()
     line.close()

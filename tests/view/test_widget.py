@@ -50,11 +50,27 @@ def test_a_message_that_is_no_question_is_left_alone(content: Any) -> None:
 
 
 def test_a_small_record_travels_with_the_notebook_and_a_long_one_in_part() -> None:
-    parts = json.loads(make_widget(view_fakes.decoder(layers=1, n_heads=2)).outline)["parts"]
+    parts = json.loads(make_widget(view_fakes.decoder(layers=1, n_heads=2)).manifest)["parts"]
     assert {"whole/0/0/0", "whole/0/0/1"} <= set(parts)
-    long = json.loads(make_widget(view_fakes.ramp(4099)).outline)["parts"]
+    long = json.loads(make_widget(view_fakes.ramp(4099)).manifest)["parts"]
     assert not [name for name in long if name.startswith("whole/")]
     assert [name for name in long if name.startswith("map/")]
+
+
+def test_what_was_recorded_beside_weights_travels_and_is_answered() -> None:
+    record = view_fakes.decoder(layers=2, n_heads=3)
+    n = len(record.tokens)
+    record.norms = [np.full((3, n), 2.5, np.float32)] * 2
+    data = json.loads(make_widget(record).manifest)
+    assert {"norms/0/1/2", "whole_rollout/0"} <= set(data["parts"])
+    assert data["records"][0]["rollout"] == [0, 1] and data["records"][0]["places"][1]["values"]
+    small = make_widget(record, budget=0)
+    assert not json.loads(small.manifest)["parts"]
+    [(_, [rolled])] = ask(small, {"id": 1, "question": "rollout/0/5"})
+    want = record.rollout()[5].astype("<f4")
+    np.testing.assert_array_equal(np.frombuffer(rolled, "<f4"), want)
+    [(_, [norms])] = ask(small, {"id": 2, "question": "norms/0/1/layer"})
+    np.testing.assert_array_equal(np.frombuffer(norms, "<f4"), np.full(n, 2.5, "<f4"))
 
 
 def test_the_line_opens_a_view() -> None:

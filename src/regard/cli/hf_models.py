@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,10 +57,13 @@ def foreign_subject(name: str, unknown: UnknownFamily, *, device: str) -> Subjec
         with quiet(transformers):
             return encode_text(tokenizer, text)
 
-    def run(ids_bt: Tensor) -> object:
-        what = f"{name} ({type(model).__name__}) on {ids_bt.shape[1]:,} tokens"
-        with quiet(transformers), refusing_as(f"transformers cannot run {what}", RUN_FAULTS):
-            return model(input_ids=ids_bt)
+    def runner(part: Any) -> Callable[[Tensor], object]:
+        def run(ids_bt: Tensor) -> object:
+            what = f"{name} ({type(model).__name__}) on {ids_bt.shape[1]:,} tokens"
+            with quiet(transformers), refusing_as(f"transformers cannot run {what}", RUN_FAULTS):
+                return part(input_ids=ids_bt)
+
+        return run
 
     def size(key: str) -> int | None:
         value = getattr(config.get_text_config(), key, None)
@@ -67,7 +71,12 @@ def foreign_subject(name: str, unknown: UnknownFamily, *, device: str) -> Subjec
 
     max_len, n_layers = size("max_position_embeddings"), size("num_hidden_layers")
     n_heads = size("num_attention_heads")
-    return Subject(name_model(name), model, max_len, n_layers, n_heads, encode, run)
+    run = runner(model.base_model)  # without the head of a language model
+    subject = Subject(name_model(name), model, max_len, n_layers, n_heads, encode, run)
+    if not is_language_model(transformers, config):
+        return subject
+    n_words = size("vocab_size") or 0
+    return replace(subject, say=runner(model), vocab_size=n_words, tokenizer=tokenizer)
 
 
 def tell_package(subject: Subject) -> str:
@@ -114,12 +123,21 @@ def read_config(transformers: Any, name: str, folder: Path, unknown: UnknownFami
     return config
 
 
+def is_language_model(transformers: Any, config: Any) -> bool:
+    """Whether the folder holds a model that says what comes next, by what it was saved as."""
+    names = getattr(config, "architectures", None) or []
+    saved = any("ForCausalLM" in name or name.endswith("LMHeadModel") for name in names)
+    return saved and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+
+
 def load_weights(transformers: Any, name: str, folder: Path, config: Any) -> Any:
-    """The model without its head, which no attention depends on."""
+    """The model without its head, which no attention depends on; of a language model with it."""
+    speaks = is_language_model(transformers, config)
+    kind = transformers.AutoModelForCausalLM if speaks else transformers.AutoModel
     options = {"config": config, "use_safetensors": True, "dtype": "auto", **LOCAL}
 
     def load(attention: str) -> Any:
-        return transformers.AutoModel.from_pretrained(
+        return kind.from_pretrained(
             folder, attn_implementation=attention, output_loading_info=True, **options
         )
 

@@ -15,6 +15,7 @@ import re
 import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,9 +59,10 @@ run by the package transformers, where it is installed.
 The page opens: every head as a map, to the single weight. A digest is written here: what heads
 do, which words they link, and what one word looks at (--token). Heads are named layer.head; layers
 are counted from 0 in the order in which they are called. --html writes the page to a file, --png
-draws a picture, --serve answers a browser until Ctrl-C, --save keeps the record, which `regard
-view` opens again without the model. Of a text that is longer than the model was made for,
---truncate reads the beginning, --window all of it, in windows that overlap.
+draws a picture, --values keeps how long values are, for value-weighted attention on the page,
+--serve answers a browser until Ctrl-C, --save keeps the record, which `regard view` opens again
+without the model. Of a text that is longer than the model was made for, --truncate reads the
+beginning, --window all of it, in windows that overlap.
 """
 
 
@@ -222,6 +224,9 @@ def add_look(app: "typer.Typer") -> None:
         window: Annotated[
             bool, Option("--window", help="Read a long text in overlapping windows.")
         ] = False,
+        values: Annotated[
+            bool, Option("--values", help="Keep how long values are, for value-weighted attention.")
+        ] = False,
         device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
@@ -231,6 +236,7 @@ def add_look(app: "typer.Typer") -> None:
             whole = read_text(text, notes)
             subject = load_subject(model, notes, device=device)
             check_layer(subject, layer, head)
+            subject = replace(subject, keep=(*subject.keep, "values")) if values else subject
             record = see_showing(subject, whole, notes, token, fit)
             place = find_place(record, layer, head)
             if save is not None:

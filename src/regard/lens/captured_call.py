@@ -26,11 +26,15 @@ from regard.ops.term import Cut, Keys
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
-    """q, k and the rule of one call; `is_row`: the hook took the recorded row out already."""
+    """q, k and the rule of one call; `is_row`: the hook took the recorded row out already.
+
+    `v` is there where the hook sees it, for those who record what keys add.
+    """
 
     name: str
     q: Tensor
     k: Tensor
+    v: Tensor | None = None
     mask: Mask | None = None
     bias: Bias | None = None
     scale: float | None = None
@@ -53,6 +57,7 @@ class Call:
     def of(self, row: int, heads: Sequence[int] | None) -> Call:
         """The same for one row of the batch, and for these heads alone."""
         q, k, sinks = self.q[row : row + 1].detach(), self.k[row : row + 1].detach(), self.sinks
+        v = None if self.v is None else self.v[row : row + 1].detach()
         for term in (self.mask, self.bias):
             if term is not None:
                 term.check(self.shape)
@@ -61,13 +66,15 @@ class Call:
             picked = torch.tensor(list(heads), device=q.device)
             group = q.shape[1] // k.shape[1]
             q, k = q[:, picked], k[:, picked // group]
+            v = None if v is None else v[:, picked // group]
             sinks = None if sinks is None else sinks[picked.to(sinks.device)]
         sinks = None if sinks is None else sinks.detach()
-        return self._cut(Cut(row=row, heads=picked), q=q, k=k, sinks=sinks)
+        return self._cut(Cut(row=row, heads=picked), q=q, k=k, v=v, sinks=sinks)
 
     def with_keys(self, keys: Keys) -> Call:
         """The same with some of the keys, or with all in another order."""
-        return self._cut(Cut(keys=keys), k=self.k[:, :, keys])
+        v = None if self.v is None else self.v[:, :, keys]
+        return self._cut(Cut(keys=keys), k=self.k[:, :, keys], v=v)
 
     def _cut(self, cut: Cut, **tensors: Any) -> Call:
         mask = None if self.mask is None else self.mask.cut(cut)

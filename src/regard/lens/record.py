@@ -1,18 +1,22 @@
 """A record: what was seen in a model, in memory and as one `.regard` file.
 
-The format, version 1, in short. A file is a safetensors file (see `format.py`) whose metadata holds
-one JSON description: version, model, created, kept ("statistics" or "qk"), text, tokens (the
-labels), spans (characters of each token), source_text and source_tokens (what cross-attention looks
-at), trained_len (tokens the model was made for; left out where not known), window (tokens it read
-at a time, where a text was read in overlapping windows: `windows.py`), and places in the order in
-which they were called: name, layer, kind, sizes, heads, causal, exact_zoom, and a rule: scale,
-softcap, the key head of each head, biases, and the cell of `base`.
+The format, version 1. A file is a safetensors file (see `format.py`) whose metadata holds one JSON
+description: version, model, created, kept ("statistics" or "qk"), text, tokens (the labels), spans
+(characters of each token), source_text and source_tokens (what cross-attention looks at);
+trained_len (tokens the model was made for), window (tokens it read at a time, where a text was read
+in overlapping windows) and vocabulary (names of token ids that may come next), left out where not
+known; and places in the order in which they were called: name, layer, kind, sizes, heads, causal,
+exact_zoom, and a rule: scale, softcap, key heads, biases, the cell of `base`.
 Arrays of place p are named `p.<name>`. By head and query: entropy, peak, peak_key, distance, reach
 (the mean of |i - j|, where that is not the distance), mass, top_weights, top_keys; by head and key:
 received, seen_by; by score and head: spots, counts (see `head_scores.py`); by query: ids, real (0
-sees nothing, 1 padding, 2 counts); and map. Where kept is "qk": q (H,T,D) and k (G,S,D) in the
-model's type (bfloat16 as its bits), lse, the runs of keys that rows see (first, pairs), biasN.*,
-and where maps are large base, exact means of square cells.
+sees nothing, 1 padding, 2 counts); and map. Of several calls after one another, steps is how many
+queries each had. Where kept is "qk": q (H,T,D) and k (G,S,D) in the model's type (bfloat16 as its
+bits), lse, the runs of keys that rows see (first, pairs), biasN.*, and where maps are large base,
+exact means of square cells. Only where asked for: value_norms (H,S), lengths of values after the
+output projection; next_probs and next_ids (T,K), what may come next, and given (T,), how probable
+the token read there was (-1: unknown); gradient_rows (H,T) and gradient_columns (H,S), the sums of
+attention × gradient.
 
 Any part of a map is made when asked for, exactly (`lazy_weights.py` says how), with numpy alone. A
 record of statistics has its map at one resolution only, and says so when more is asked.
@@ -24,30 +28,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import numpy as np
 
 from regard.lens import format as files
+from regard.lens.comparison import Comparison, compare
+from regard.lens.head_means import mean_scores
 from regard.lens.lazy_weights import Array, BadRecord, Kept, Window, shares
-from regard.lens.rollout import Strip, roll_all, roll_rows
+from regard.lens.next_tokens import NextTokens, read_next_tokens
+from regard.lens.rollout import Strip, roll_all, roll_columns, roll_rows, token_numbers
 from regard.lens.schema import (
     SPOTS,
     STATISTICS,
     CheckedArrays,
     Description,
     Place,
+    find_ends,
     make_kept,
     read_description,
 )
-from regard.lens.token_labels import clean, clean_label, is_separator, label
+from regard.lens.token_labels import clean, clean_label, label, name_ids
 from regard.lens.viewers import VIEWERS
 
 __all__ = ["Comparison", "Place", "Record"]
 
 SCORES = (*SPOTS, "separator", "local", "broad")
-MOST_ADDED = 1 << 22  # weights of a place, for a score that was not measured
 
 
 def _described(name: str) -> Any:
@@ -74,6 +81,7 @@ class Record:
     kept: str = _described("kept")
     trained_len: int | None = _described("trained_len")
     window: int | None = _described("window")
+    vocabulary: dict[int, str] | None = _described("vocabulary")
     places: list[Place] = _described("places")
 
     def __init__(self, about: Description, arrays: Mapping[str, Array]) -> None:
@@ -90,6 +98,8 @@ class Record:
     def check(self) -> Record:
         """Look at every array now, not when it is first used: what is wrong is a `BadRecord`."""
         self._arrays.all()
+        self.next_tokens()
+        self.steps()
         for number, place in enumerate(self.places):
             if place.exact_zoom:
                 self.weight(number, 0, 0, 0)
@@ -133,11 +143,13 @@ class Record:
         source_text: str | None = None,
         source_tokens: Sequence[str] | None = None,
         model: str | None = None,
+        vocabulary: Mapping[int, str] | None = None,
     ) -> Record:
         """Say what was read: the words to show. Each can be given in the block or after it.
 
         Tokens and the model have names of at most 4,096 characters; a longer one is cut, and ends
-        in "…". The text and the spans have all of it.
+        in "…". The text and the spans have all of it. vocabulary: the names of token ids, for those
+        that `next_tokens` has.
         """
         about = self._about
         about.text = about.text if text is None else clean(text)
@@ -147,6 +159,8 @@ class Record:
         if source_tokens is not None:
             about.source_tokens = [clean_label(label) for label in source_tokens]
         about.model = about.model if model is None else clean_label(model)
+        if vocabulary is not None:
+            about.vocabulary = {int(n): clean_label(name) for n, name in vocabulary.items()}
         return self
 
     def read(self, tokenizer: Any) -> Record:
@@ -162,11 +176,19 @@ class Record:
             )
         labels = label(tokenizer, own.tolist())
         self.describe(text=labels.text, tokens=labels.tokens, spans=labels.spans)
+        self.name_candidates(tokenizer)
         cross = next((place for place in self.places if place.kind == "cross"), None)
         source = None if cross is None else self._ids_of(cross.n_keys, range(len(self.places)))
         if source is not None:
             labels = label(tokenizer, source.tolist())
             self.describe(source_text=labels.text, source_tokens=labels.tokens)
+        return self
+
+    def name_candidates(self, tokenizer: Any) -> Record:
+        """Name the tokens that the model thought might come next, where it was recorded."""
+        found = self.next_tokens()
+        if found is not None:
+            self.describe(vocabulary=name_ids(tokenizer, np.unique(found.ids[found.ids >= 0])))
         return self
 
     def _ids_of(self, n_queries: int, places: Iterable[int]) -> Array | None:
@@ -185,8 +207,7 @@ class Record:
 
     def ids(self, place: int = 0) -> Array | None:
         """The token ids of a place's queries, where the model read any."""
-        self._check_place(place)
-        return self._arrays.get(place, "ids") if self._arrays.has(place, "ids") else None
+        return self._kept(place, "ids")
 
     def statistics(self, place: int) -> dict[str, Array]:
         """What was measured at a place, by name; by head and query, received by head and key."""
@@ -198,6 +219,41 @@ class Record:
         """What each key gets from all queries together, (H, S)."""
         self._check_place(place)
         return self._arrays.get(place, "received")
+
+    def value_norms(self, place: int) -> Array | None:
+        """The length of each key's value after the output projection, (H, S), where it was kept.
+
+        Times a weight it is what the key adds to the query: ‖weight · f(x)‖ (Kobayashi et al.).
+        """
+        return self._kept(place, "value_norms")
+
+    def gradients(self, place: int) -> tuple[Array, Array] | None:
+        """The sums of attention × gradient by query (H, T) and by key (H, S), where kept.
+
+        Of heads that share a key head, each has the mean of what their columns come to.
+        """
+        rows, columns = (self._kept(place, f"gradient_{name}") for name in ("rows", "columns"))
+        return None if rows is None or columns is None else (rows, columns)
+
+    def next_tokens(self) -> NextTokens | None:
+        """What a language model said would come after each token it read, where it was kept."""
+        place = self._last_with("next_ids")
+        return None if place is None else read_next_tokens(partial(self._arrays.get, place))
+
+    def steps(self) -> Array | None:
+        """Of a generation: the last token that each call of the model read; else None."""
+        place = self._last_with("steps")
+        if place is None:
+            return None
+        return find_ends(self._arrays.get(place, "steps"), self.places[place].n_queries)
+
+    def _last_with(self, name: str) -> int | None:
+        own = (n for n, place in enumerate(self.places) if place.kind == "self")
+        return max((n for n in own if self._arrays.has(n, name)), default=None)
+
+    def _kept(self, place: int, name: str) -> Array | None:
+        self._check_place(place)
+        return self._arrays.get(place, name) if self._arrays.has(place, name) else None
 
     def visible(self, place: int) -> Array:
         """How many keys each query may look at, (T,), in the head that sees most."""
@@ -244,39 +300,12 @@ class Record:
 
     def _heads_of(self, place: int) -> dict[str, Array]:
         arrays, here = self._arrays, self.places[place]
-        found: dict[str, Array] = {}
-        if arrays.has(place, "spots"):
-            sums, counts = arrays.get(place, "spots"), arrays.get(place, "counts")
-            means = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
-            found.update(zip(SPOTS, means, strict=True))
-        # 0 sees nothing, 1 is padding, 2 counts.
-        real = np.full(here.n_queries, 2)
-        if arrays.has(place, "real"):
-            real = np.asarray(arrays.get(place, "real"))
-        if arrays.has(place, "entropy") and (real == 2).any():
-            found["broad"] = np.asarray(arrays.get(place, "entropy"))[:, real == 2].mean(1)
-        far = self._reach(place) if (real == 2).any() else None
-        if far is not None:
-            found["local"] = far[:, real == 2].mean(1)
+        names = (*STATISTICS, "spots", "counts", "real")
+        kept = {name: arrays.get(place, name) for name in names if arrays.has(place, name)}
         labels = self.tokens if here.kind == "self" else self.source_tokens
-        if arrays.has(place, "received") and labels is not None and len(labels) == here.n_keys:
-            marks = np.array([is_separator(label) for label in labels])
-            if marks.any() and real.any():
-                received = np.asarray(arrays.get(place, "received"))
-                found["separator"] = received[:, marks].sum(1) / (real > 0).sum()
-        return found
-
-    def _reach(self, place: int) -> Array | None:
-        """The mean of |i - j| of each row, (H, T); added up where it was not measured, if small."""
-        here, told = self.places[place], self.statistics(place)
-        if "reach" in told or "distance" not in told or here.causal:
-            return told.get("reach", told.get("distance"))
-        T, S = here.n_queries, here.n_keys
-        if not self.has_weights(place) or here.n_heads * T * S > MOST_ADDED:
-            return None
-        gaps_ts = np.abs(np.arange(T)[:, None] + S - T - np.arange(S))
-        weights = (self._all_of(place, head, (0, T, 0, S)) for head in range(here.n_heads))
-        return np.stack([(each * gaps_ts).sum(1) for each in weights])
+        window = (0, here.n_queries, 0, here.n_keys)
+        weights = partial(self._all_of, place, window=window) if self.has_weights(place) else None
+        return mean_scores(here, kept, weights, labels)
 
     def pairs(self, relations: Sequence[tuple[int, int]]) -> Array:
         """The mean weight over pairs (query, key), such as (pronoun, antecedent): (places, heads).
@@ -367,22 +396,29 @@ class Record:
         (N,) or several (len, N), negative from the end: these need memory for a few rows, at any
         length. Unless given all of them, (N, N), which is memory for the answer and little more.
         """
+        n, layers = self._rollout_layers()
+        if tokens is None:
+            return roll_all(n, layers)
+        found = roll_rows(token_numbers(tokens, n), n, layers)
+        return found if np.ndim(tokens) else np.asarray(found[0])
+
+    def drawn_on(self, token: int) -> Array:
+        """The rollout the other way: how much each last state draws on one token, (N,)."""
+        n, layers = self._rollout_layers()
+        return np.asarray(roll_columns(token_numbers(token, n), n, layers)[:, 0])
+
+    def _rollout_layers(self) -> tuple[int, list[Strip]]:
+        stack = self.rollout_places()
+        if not stack:
+            raise ValueError("rollout needs self-attention with as many queries as keys throughout")
+        return self.places[stack[0]].n_queries, [self._strip_of(place) for place in stack]
+
+    def rollout_places(self) -> list[int]:
+        """The places that rollout goes through: self-attention of the last stack, if all fit."""
         own = [(n, place) for n, place in enumerate(self.places) if place.kind == "self"]
         stack = [n for n, place in own if _stem(place.name) == _stem(own[-1][1].name)]
         sizes = {size for n in stack for size in (self.places[n].n_queries, self.places[n].n_keys)}
-        if len(sizes) != 1:
-            raise ValueError("rollout needs self-attention with as many queries as keys throughout")
-        n = sizes.pop()
-        layers = [self._strip_of(place) for place in stack]
-        if tokens is None:
-            return roll_all(n, layers)
-        states = np.atleast_1d(tokens)
-        if not states.size or not np.issubdtype(states.dtype, np.integer):
-            raise TypeError(f"tokens must be the number of a token, or several, got {tokens!r}")
-        for token in states[(states < -n) | (states >= n)]:
-            raise IndexError(f"token {token} is out of range; there are {n}")
-        found = roll_rows(states % n, n, layers)
-        return found if np.ndim(tokens) else np.asarray(found[0])
+        return stack if len(sizes) == 1 else []
 
     def _strip_of(self, place: int) -> Strip:
         """Rows of a place's weights, the mean of its heads, made when they are asked for."""
@@ -403,22 +439,7 @@ class Record:
 
     def compare(self, other: Record) -> Comparison:
         """The other record less this one, head by head; both must have the same places."""
-        here = [(place.kind, place.n_heads) for place in self.places]
-        there = [(place.kind, place.n_heads) for place in other.places]
-        if here != there:
-            raise ValueError(
-                f"records are compared head by head, and these have {len(here)} and {len(there)} "
-                "places, or other kinds or numbers of heads in them"
-            )
-        mine, theirs = self.heads(), other.heads()
-        scores = {name: theirs[name] - mine[name] for name in mine}
-        statistics = []
-        for place in range(len(here)):
-            one, two = self.statistics(place), other.statistics(place)
-            names = [name for name in one if name in two and "key" not in name]
-            same = [name for name in names if one[name].shape == two[name].shape]
-            statistics.append({name: two[name].astype(np.float64) - one[name] for name in same})
-        return Comparison(scores, statistics, self.tokens == other.tokens)
+        return compare(self, other)
 
     def plot(self, *args: Any, **kwargs: Any) -> Any:
         """A picture for paper, by `regard.view.plot`."""
@@ -466,27 +487,6 @@ class Record:
         if self._checked is None:
             return "Record(in the making)"
         return f"Record({self.model!r}, {len(self.tokens)} tokens, {len(self.places)} places)"
-
-
-@dataclass(frozen=True, eq=False)
-class Comparison:
-    """What differs between two records: the second less the first.
-
-    `heads`: score -> (places, heads). `statistics`: for each place, by name, where the sizes agree
-    (none when the texts have other lengths). `same_text`: whether the tokens are the same.
-    """
-
-    heads: dict[str, Array]
-    statistics: list[dict[str, Array]]
-    same_text: bool
-
-    def largest(self, score: str, n: int = 10) -> list[tuple[int, int, float]]:
-        """The n heads that differ most in a score: (place, head, difference)."""
-        gaps = self.heads[score]
-        # NaN is a head without this score: such heads are left out, not ranked.
-        known = np.argwhere(np.isfinite(gaps)).tolist()
-        found = [(place, head, float(gaps[place, head])) for place, head in known]
-        return sorted(found, key=lambda each: -abs(each[2]))[:n]
 
 
 def check_index(what: str, value: int, count: int) -> None:

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from regard._torch import without_mode
 from regard.lens.captured_call import Call
 from regard.lens.device_to_host import HostCopier
+from regard.lens.extras import Extras
 from regard.lens.head_names import name_model
 from regard.lens.lazy_weights import Array
 from regard.lens.measure import FoundRuns, find_runs
@@ -80,10 +81,12 @@ class Recorder:
         heads: Sequence[int] | None,
         keep: str,
         row: int | None,
+        extras: Sequence[str] = (),
     ) -> None:
         self.model, self.wants, self.keep, self.row = model, wants, keep, row
         self.layers = None if layers is None else tuple(layers)
         self.heads = None if heads is None else tuple(heads)
+        self.extras = Extras(model, extras, self.heads)
         kind = type(model).__name__
         self.names = {id(module): name or kind for name, module in model.named_modules()}
         self.takes: dict[str, list[Take]] = {}
@@ -135,11 +138,14 @@ class Recorder:
             if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
                 # Once for all layers, and before any of them keeps the device busy.
                 self.ids_bt = ids.detach().cpu()
+            self.extras.begin(module, args)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             stack = self.stack()
             if id(module) in self.names and module in stack:
                 del stack[len(stack) - 1 - stack[::-1].index(module) :]
+                with self.alone(), self.unseen():
+                    self.extras.end(output, not stack, self.ids_bt, self.row or 0)
 
         hooks = torch.nn.modules.module
         with (
@@ -213,7 +219,8 @@ class Recorder:
         if not call.shape.T or not call.shape.S:
             return False
         ids = self._ids(B, row % B, call.shape.T)
-        call = call.of(row % B, self.heads)
+        whole = call if self.extras.wants_values else replace(call, v=None)
+        call = whole.of(row % B, self.heads)
         runs = self.runs_of(call)
         takes = self.takes.setdefault(call.name, [])
         for take in takes:
@@ -227,15 +234,18 @@ class Recorder:
             if take.grows(call, ids):
                 # The same text, read anew and farther: generation without a cache.
                 fresh = replace(take)
+                fresh.reads = take.reads
                 takes[takes.index(take)] = self.order[self.order.index(take)] = fresh
                 break
         else:
             if found is None:
                 return False
             fresh = self._make_take(call, takes, found)
+            self.extras.prepare(fresh, whole)
         fit = fresh.fit(call, runs)
         assert fit is not None, "the first call of a take always fits"
         fresh.add(fit, ids)
+        self.extras.follow(fresh, whole, row % B)
         return True
 
     def _make_take(self, call: Call, takes: list[Take], found: Located) -> Take:
@@ -295,7 +305,8 @@ class Recorder:
             seen.places.append(place)
             seen.rules.append(rule)
             arrays.update({f"{number}.{name}": array for name, array in found.items()})
-        return seen, arrays
+        self.extras.check(arrays)
+        return seen, arrays | self.extras.finish(seen.places, arrays)
 
 
 def stack_of(name: str) -> str:

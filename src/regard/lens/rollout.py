@@ -27,6 +27,16 @@ STRIP = 1 << 22
 """Numbers of a layer made at once."""
 
 
+def token_numbers(tokens: int | Sequence[int], n_tokens: int) -> Array:
+    """Numbers of tokens, negative ones from the end, as numbers from 0."""
+    numbers = np.atleast_1d(tokens)
+    if not numbers.size or not np.issubdtype(numbers.dtype, np.integer):
+        raise TypeError(f"tokens must be the number of a token, or several, got {tokens!r}")
+    for number in numbers[(numbers < -n_tokens) | (numbers >= n_tokens)]:
+        raise IndexError(f"token {number} is out of range; there are {n_tokens}")
+    return np.asarray(numbers % n_tokens)
+
+
 def roll_rows(states: Array, n_tokens: int, layers: Sequence[Strip]) -> Array:
     """What each of these last states draws on, (R, N); `layers` from the first to the last."""
     drawn_rn = np.zeros((len(states), n_tokens))
@@ -34,6 +44,15 @@ def roll_rows(states: Array, n_tokens: int, layers: Sequence[Strip]) -> Array:
     for strip in reversed(layers):
         drawn_rn = step_back(drawn_rn, strip)
     return drawn_rn
+
+
+def roll_columns(tokens: Array, n_tokens: int, layers: Sequence[Strip]) -> Array:
+    """How much each last state draws on these tokens, (N, R): the layers from the first on."""
+    drawn_nr = np.zeros((n_tokens, len(tokens)))
+    drawn_nr[tokens, np.arange(len(tokens))] = 1.0
+    for strip in layers:
+        drawn_nr = step_on(drawn_nr, strip)
+    return drawn_nr
 
 
 def roll_all(n_tokens: int, layers: Sequence[Strip]) -> Array:
@@ -44,6 +63,18 @@ def roll_all(n_tokens: int, layers: Sequence[Strip]) -> Array:
         z = min(a + height, n_tokens)
         found_nn[a:z] = roll_rows(np.arange(a, z), n_tokens, layers)
     return found_nn
+
+
+def step_on(drawn_nr: Array, strip: Strip) -> Array:
+    """What a layer's input draws on, as its output draws on it."""
+    n_tokens = len(drawn_nr)
+    found_nr = np.empty_like(drawn_nr)
+    height = max(STRIP // n_tokens, 1)
+    for a in range(0, n_tokens, height):
+        z = min(a + height, n_tokens)
+        mean_nn = strip(a, z)
+        found_nr[a:z] = (mean_nn @ drawn_nr + drawn_nr[a:z]) / (mean_nn.sum(1) + 1.0)[:, None]
+    return found_nr
 
 
 def step_back(drawn_rn: Array, strip: Strip) -> Array:

@@ -28,7 +28,7 @@ MAX_HEADS = 4096
 FLOATS = ("F32", "F64")
 SPOTS = ("previous", "next", "same", "induction", "first")
 """The scores that are sums over single pairs, in the order of the rows of `spots`."""
-LATER = ("trained_len", "window")
+LATER = ("trained_len", "window", "vocabulary")
 """What earlier records do not say, and others only where there is something to say."""
 
 
@@ -72,6 +72,7 @@ class Description:
     source_tokens: list[str] | None = None
     trained_len: int | None = None
     window: int | None = None
+    vocabulary: dict[int, str] | None = None
     places: list[Place] = field(default_factory=list)
     rules: list[dict[str, Any]] = field(default_factory=list)
 
@@ -80,6 +81,8 @@ class Description:
         for name in LATER:
             if plain[name] is None:
                 del plain[name]
+        if self.vocabulary is not None:
+            plain["vocabulary"] = [[number, name] for number, name in self.vocabulary.items()]
         plain["spans"] = None if self.spans is None else [list(span) for span in self.spans]
         plain["places"] = [
             {**vars(place), "heads": list(place.heads), "rule": rule}
@@ -134,6 +137,10 @@ def check(value: Any, what: str, wanted: dict[str, Is]) -> None:
             refuse(f"{name} of {what} must be {each.words}")
 
 
+def is_named(x: Any) -> bool:
+    return isinstance(x, list) and len(x) == 2 and type(x[0]) is int and text(MAX_LABEL).fits(x[1])
+
+
 ANY = Is(lambda x: True, "anything")
 YES_NO = one_of(True, False)
 HEADS = listed(whole(0, MAX_HEADS), 1, MAX_HEADS)
@@ -150,6 +157,7 @@ DESCRIPTION = {
     "source_tokens": LABELS.or_none(),
     "trained_len": whole(1, 1 << 40).or_none(),
     "window": whole(1, MAX_TOKENS).or_none(),
+    "vocabulary": listed(Is(is_named, "an id and its name"), 0, MAX_TOKENS).or_none(),
     "places": listed(ANY, 1, MAX_PLACES),
 }
 PLACE = {
@@ -186,7 +194,8 @@ def read_description(about: dict[str, Any]) -> Description:
         spans = [(first, last) for first, last in spans]
     pairs = [read_place(entry, f"place {n}") for n, entry in enumerate(about["places"])]
     found = {"places": [place for place, _ in pairs], "rules": [rule for _, rule in pairs]}
-    return Description(**{**about, **found, "spans": spans})
+    names = None if about["vocabulary"] is None else dict(about["vocabulary"])
+    return Description(**{**about, **found, "spans": spans, "vocabulary": names})
 
 
 def read_place(entry: Any, what: str) -> tuple[Place, dict[str, Any]]:
@@ -319,6 +328,13 @@ FORMS = {
     "spots": Form(("F64",), f"{len(SPOTS)} H", 0, MAX_TOKENS),
     "counts": Form(("I64",), f"{len(SPOTS)} H", 0, MAX_TOKENS),
     "ids": Form(("I64",), "T"),
+    "value_norms": Form(("F32",), "H S", 0),
+    "next_probs": Form(("F32",), "T *", 0, ONE),
+    "next_ids": Form(("I32",), "T *", -1),
+    "given": Form(("F32",), "T", -1, ONE),
+    "gradient_rows": Form(("F32",), "H T"),
+    "gradient_columns": Form(("F32",), "H S"),
+    "steps": Form(("I32",), "*", 1, "T"),
 }
 
 
@@ -364,6 +380,14 @@ def read_bias(arrays: CheckedArrays, place: int, number: int, bias: dict[str, An
         refuse(f"a bias of place {place} is empty")
     at = (arrays.get(place, f"{start}.{name}") for name in ("queries_at", "keys_at"))
     return Relative(table, bias["lowest"], *at)
+
+
+def find_ends(steps: Array, n_queries: int) -> Array:
+    """The last query of each step; all steps together must be all queries."""
+    ends = np.cumsum(steps)
+    if not len(ends) or ends[-1] != n_queries:
+        refuse("the steps of a place do not add up to its queries")
+    return ends - 1
 
 
 def check_runs(first: Array, pairs: Array, place: int) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from regard.lens.bias_forms import Biases, TooLarge
 from regard.lens.captured_call import Call
+from regard.lens.contributions import value_norms
 from regard.lens.device_to_host import HostCopier, HostCopy, is_large
 from regard.lens.head_scores import sum_spots
 from regard.lens.lazy_weights import Array
@@ -65,8 +66,12 @@ class Take:
     copier: HostCopier
     cross: bool
     heads: tuple[int, ...]
+    projection_hce: Tensor | None = None
 
     def __post_init__(self) -> None:
+        self.reads: list[int] = []
+        self.norms: list[Tensor] = []
+        self.gradients: dict[str, Tensor] = {}
         self.n_queries = self.n_keys = self.calls = self.first = 0
         self.exact = self.causal = self.whole_pictures = True
         self.ids: list[Tensor] | None = []
@@ -159,6 +164,9 @@ class Take:
         new = max(offset + S - self.n_keys, 0)
         prints = fingerprints(call.k[0, :, S - new :])
         self.prints = prints if self.prints is None else torch.cat([self.prints, prints])
+        if self.projection_hce is not None and call.v is not None:
+            self.norms.append(value_norms(call.v[0, :, S - new :], self.projection_hce))
+        self.reads.append(T - sum(self.reads) if not self.calls else T)
         self.n_keys += new
         self.n_queries += T
         self.calls += 1
@@ -283,6 +291,12 @@ class Take:
             wanted = np.arange(self.n_queries) + self.n_keys - self.n_queries
             moved = (wanted - np.concatenate(self.own)) * (arrays["real"] > 0)
             arrays["distance"] = arrays["distance"] + moved.astype(arrays["distance"].dtype)
+        if self.norms:
+            arrays["value_norms"] = join(self.norms, 1).cpu().numpy()
+        if len(self.reads) > 1:
+            arrays["steps"] = np.array(self.reads, np.int32)
+        if self.calls == 1 and len(self.gradients) == 2:
+            arrays |= {f"gradient_{name}": x.cpu().numpy() for name, x in self.gradients.items()}
         arrays["spots"], arrays["counts"] = self.spots.double().cpu().numpy(), self.spot_counts
         if self.ids:
             arrays["ids"] = torch.cat(self.ids).long().numpy()

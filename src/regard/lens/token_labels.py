@@ -8,7 +8,7 @@ are the vocabulary's own pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,14 @@ def label(tokenizer: Any, ids: Sequence[int]) -> Labels:
         f"{type(tokenizer).__name__} is no tokenizer that is known here: expected regard's, or one "
         "with convert_ids_to_tokens and decode; record.describe(tokens=...) takes any labels"
     )
+
+
+def name_ids(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
+    """Token ids as text, each by itself: with the space before it, where it has one."""
+    numbers = [int(number) for number in ids]
+    plain = hasattr(tokenizer, "spans") and hasattr(tokenizer, "token")
+    keep = {"skip_special": False} if plain else {"skip_special_tokens": False}
+    return {number: str(tokenizer.decode([number], **keep)) for number in numbers}
 
 
 def is_separator(label: str) -> bool:

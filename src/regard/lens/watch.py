@@ -26,6 +26,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 from torch import nn
 
+from regard.lens.extras import EXTRAS
 from regard.lens.hooks.regard import hook_regard
 from regard.lens.hooks.torch_function import hook_torch_functions
 from regard.lens.hooks.torch_nn import hook_torch_nn
@@ -45,7 +46,7 @@ def watch(
     *,
     layers: Collection[int | str] | int | None = None,
     heads: Sequence[int] | None = None,
-    keep: str = "statistics",
+    keep: str | Sequence[str] = "statistics",
     row: int | None = None,
     tokens: Sequence[str] | None = None,
     progress: Progress | None = None,
@@ -56,16 +57,20 @@ def watch(
     unless given. layers: numbers of layers, each stack's from 0 in the order in which they are
     called, or names of places or of modules around them; all unless given. heads: numbers of heads;
     all unless given. keep: "statistics", or "qk" to keep queries and keys too, from which every
-    weight can be made again. row: which row of the batch; needed where there are several. tokens:
-    labels of the tokens; `record.describe` can give them later. progress: called as progress(place,
-    n) when the n-th call of attention has been recorded.
+    weight can be made again; or several, as ("qk", "values"): "values" are the lengths of what keys
+    add, "predictions" what a language model says will come next, and "gradients" the sums of
+    attention × gradient, where backward() runs in the block. row: which row of the batch; needed
+    where there are several. tokens: labels of the tokens; `record.describe` can give them later.
+    progress: called as progress(place, n) when the n-th call of attention has been recorded.
     """
-    _check(model, wants, keep, heads)
-    record = Record(Description(kept=keep), {})
+    asked = {keep} if isinstance(keep, str) else set(keep)
+    _check(model, wants, asked, heads)
+    kept = "qk" if "qk" in asked else "statistics"
+    record = Record(Description(kept=kept), {})
     if tokens is not None:
         record.describe(tokens=tokens)
     chosen = (layers,) if isinstance(layers, (int, str)) else layers
-    recorder = Recorder(model, wants or DEFAULT_WANTS, chosen, heads, keep, row)
+    recorder = Recorder(model, wants or DEFAULT_WANTS, chosen, heads, kept, row, sorted(asked))
     recorder.progress = progress
     with closing(recorder.copier), ExitStack() as hooks:
         hooks.enter_context(recorder.follow())
@@ -75,7 +80,9 @@ def watch(
     record._fill(*recorder.finish())
 
 
-def _check(model: nn.Module, wants: Wants | None, keep: str, heads: Sequence[int] | None) -> None:
+def _check(
+    model: nn.Module, wants: Wants | None, keep: set[str], heads: Sequence[int] | None
+) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"watch takes a torch.nn.Module, got {type(model).__name__}")
     if wants is not None and not isinstance(wants, Wants):
@@ -91,8 +98,10 @@ def _check(model: nn.Module, wants: Wants | None, keep: str, heads: Sequence[int
             "a record keeps what keys receive from all queries, as a sum: received=True; weighted, "
             "for some queries or as a mean or maximum, `regard.observing` tells it of our layers"
         )
-    if keep not in ("statistics", "qk"):
-        raise ValueError(f'keep must be "statistics" or "qk", got {keep!r}')
+    unknown = sorted(keep - {"statistics", "qk", *EXTRAS})
+    if unknown:
+        known = '"statistics" or "qk"', ", ".join(f'"{name}"' for name in EXTRAS)
+        raise ValueError(f"keep must be {known[0]}, and beside it {known[1]}; got {unknown[0]!r}")
     if heads is not None and (not len(heads) or len(set(heads)) < len(heads)):
         raise ValueError(f"heads must name at least one head, each once, got {list(heads)}")
     for name, module in model.named_modules():

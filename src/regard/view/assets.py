@@ -57,7 +57,7 @@ def whole_page(title: str, data: Any) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="referrer" content="no-referrer">\n'
         f"<title>{html.escape(title)}</title>\n<style>{style()}</style>\n</head>\n<body>\n"
-        '<div id="regard" data-door="static"></div>\n'
+        '<div id="regard" data-host="static"></div>\n'
         "<noscript>This page draws with JavaScript, which is switched off.</noscript>\n"
         f'<script type="application/json" id="regard-data">{inline_json(data)}</script>\n'
         f'<script type="module">{script()}</script>\n</body>\n</html>\n'
@@ -71,7 +71,7 @@ def served_page() -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         "<title>regard</title>\n"
         '<link rel="stylesheet" href="regard.css">\n</head>\n<body>\n'
-        '<div id="regard" data-door="server"></div>\n'
+        '<div id="regard" data-host="server"></div>\n'
         "<noscript>This page draws with JavaScript, which is switched off.</noscript>\n"
         '<script type="module" src="regard.js"></script>\n</body>\n</html>\n'
     )

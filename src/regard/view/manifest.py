@@ -1,9 +1,8 @@
 """What a page must know before it draws anything: words, places, and what the heads do.
 
-A manifest is one JSON object, the same for all three hosts of a page (file, server, widget); the
-page's own script calls it the outline. Records check themselves (`lens/schema.py`); here labels are
-cut to what a page can show, and scores that a head does not have, NaN, become null, which the page
-shows as "not measured".
+A manifest is one JSON object, the same for all three hosts of a page (file, server, widget).
+Records check themselves (`lens/schema.py`); here labels are cut to what a page can show, and scores
+that a head does not have, NaN, become null, which the page shows as "not measured".
 
 Left out: weights. Those are asked for piece by piece (see queries.py).
 """
@@ -41,10 +40,9 @@ def make_manifest(records: Sequence[Record], host: str) -> dict[str, Any]:
     if not 1 <= len(records) <= 2:
         raise BadView(f"a page shows one record or compares two; {len(records)} were given")
     words = {name: {"what": each.what, "does": each.does} for name, each in SCORE_WORDS.items()}
-    # "door" is how the page's script names its host.
     return {
         "format": FORMAT,
-        "door": host,
+        "host": host,
         "words": words,
         "records": [_tell_record(each) for each in records],
         "differences": rank_distances(*records) if len(records) == 2 else None,
@@ -76,7 +74,34 @@ def _tell_record(record: Record) -> dict[str, Any]:
             for name, values in known_scores(record).items()
         },
         "alignment": _alignment(record),
+        "rollout": rollout_places(record),
+        **_tell_next(record),
+        **_tell_steps(record),
     }
+
+
+def rollout_places(record: Record) -> list[int]:
+    """The places that rollout goes through, where all their weights can be had."""
+    stack = record.rollout_places()
+    return stack if len(stack) > 1 and all(record.has_weights(place) for place in stack) else []
+
+
+def _tell_next(record: Record) -> dict[str, Any]:
+    """How many candidates there are after each token, and what they are called."""
+    found = record.next_tokens()
+    if found is None or len(found.given) != len(record.tokens):
+        return {"next": None}
+    names = record.vocabulary or {}
+    ids = np.unique(found.ids[found.ids >= 0]).tolist()
+    vocabulary = {str(number): cut(names.get(number, str(number)), LABEL_LENGTH) for number in ids}
+    return {"next": {"k": found.ids.shape[1], "vocabulary": vocabulary}}
+
+
+def _tell_steps(record: Record) -> dict[str, Any]:
+    """Of a generation: the last token that each call of the model read."""
+    ends = record.steps()
+    known = ends is not None and ends[-1] == len(record.tokens) - 1
+    return {"steps": ends.tolist() if known and ends is not None else None}
 
 
 def _tell_findings(record: Record) -> dict[str, Any]:
@@ -121,6 +146,8 @@ def _tell_place(record: Record, number: int) -> dict[str, Any]:
         "grid": record.grid(number),
         "queries": queries,
         "keys": keys,
+        "values": record.value_norms(number) is not None,
+        "gradient": record.gradients(number) is not None,
         **_tell_visible(record, number),
     }
 

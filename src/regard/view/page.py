@@ -1,9 +1,10 @@
 """One HTML file that shows a record offline: manifest, small maps, and as many weights as fit.
 
 What goes in, until the budget is full: the manifest; a small exact map of every head; what every
-key receives; the whole matrix of each head, the most telling heads first; of the others each
-query's largest weights. With the whole matrix the page computes every tile, row and column itself.
-Where it did not fit, the page says in words which part needs `regard view`.
+key receives, and what was recorded beside weights; the whole matrix of each head, the most telling
+heads first; of the others each query's largest weights; and the rollout. With the whole matrix the
+page computes every tile, row and column itself. Where it did not fit, the page says in words which
+part needs `regard view`.
 
 Where whole matrices take too many bytes as float32, a file has them rounded, to the finest of
 `LEVELS` at which all of them fit, or to the coarsest, and its small maps in float16. The page and
@@ -26,7 +27,7 @@ from regard._files import replace_file
 from regard.lens.head_names import short_model_name
 from regard.lens.record import Record
 from regard.view.assets import inline_json, whole_page
-from regard.view.manifest import SMALL_CELLS, make_manifest
+from regard.view.manifest import SMALL_CELLS, make_manifest, rollout_places
 from regard.view.packing import HALF, LEVELS, find_bound, pack, tell_bound
 from regard.view.pieces import cut
 from regard.view.queries import BadView, Floats, answer, whole_level
@@ -46,6 +47,7 @@ _SMALLER = (
 _SHARE = 0.55  # of the budget, at most, for maps and sums of all heads
 _TOP_SHARE = 0.3  # of what is left, for the largest weights of heads whose matrix did not fit
 _Head = tuple[int, int, int]  # record, place, head
+_ROLLED = 1 << 26  # weights of all layers, up to which the rollout of every token is made
 _TELLING = ("previous", "next", "same", "induction")  # what sinks do, tells nothing
 
 
@@ -117,6 +119,7 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
         )
     order = _most_telling(records, [each["findings"] for each in manifest["records"]])
     _put_sums(parts, records)
+    _put_extras(parts, records)
     # Beside a notebook's kernel nothing is rounded: what is not here is asked for there.
     rounds = host == "static"
     levels, fits = _choose_levels(records, order, parts.left, LEVELS if rounds else ())
@@ -131,6 +134,7 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
         name = f"{which}/{place}/{head}"
         if f"whole/{name}" not in parts.held and "top_keys" in records[which].statistics(place):
             parts.put(f"top/{name}", pack(answer(records, f"top/{name}")))
+    _put_rollouts(parts, records)
     more = {"small": small, "parts": parts.held, "budget": budget, "bound": find_bound(parts.held)}
     return {**manifest, **more}
 
@@ -233,6 +237,32 @@ def _put_sums(parts: _Parts, records: Sequence[Record]) -> None:
             for head in range(place.n_heads):
                 name = f"received/{which}/{number}/{head}"
                 parts.put(name, pack(answer(records, name)))
+
+
+def _put_extras(parts: _Parts, records: Sequence[Record]) -> None:
+    """What was recorded beside weights: a number for each token of a text, or of each head."""
+    for which, record in enumerate(records):
+        if record.next_tokens() is not None:
+            for kind in ("given", "next"):
+                parts.put(f"{kind}/{which}", pack(answer(records, f"{kind}/{which}")))
+        for number, place in enumerate(record.places):
+            kinds = ["norms"] if record.value_norms(number) is not None else []
+            kinds += (
+                [] if record.gradients(number) is None else ["gradient_rows", "gradient_columns"]
+            )
+            for kind in kinds:
+                for head in range(place.n_heads):
+                    name = f"{kind}/{which}/{number}/{head}"
+                    parts.put(name, pack(answer(records, name)))
+
+
+def _put_rollouts(parts: _Parts, records: Sequence[Record]) -> None:
+    """The whole matrix of the rollout, where it fits: like one more head."""
+    for which, record in enumerate(records):
+        stack = rollout_places(record)
+        weights = sum(record.places[n].n_heads * record.places[n].n_keys ** 2 for n in stack)
+        if 0 < weights <= _ROLLED:
+            parts.put(f"whole_rollout/{which}", pack(record.rollout()))
 
 
 def _most_telling(

@@ -8,6 +8,14 @@ A question is a short path, the same for every host of a page; numbers count fro
     weight/RECORD/PLACE/HEAD/QUERY/KEY   one weight
     received/RECORD/PLACE/HEAD           what each key gets from all queries
     top/RECORD/PLACE/HEAD                each query's largest weights, and beside them their keys
+    norms/RECORD/PLACE/HEAD              how long the value of each key is, after the projection
+    gradient_rows/RECORD/PLACE/HEAD      what attention × gradient comes to, for each query
+    gradient_columns/RECORD/PLACE/HEAD   the same for each key
+    rollout/RECORD/TOKEN                 what a last state draws on, by way of all layers
+    drawn/RECORD/TOKEN                   which last states draw on a token
+    given/RECORD                         the probability that each token had before it was read
+    next/RECORD                          after each token: probabilities of the likeliest next
+                                         ones, their ids, and the id of the one that came
 
 HEAD is a number, or `layer` for the mean over the heads of the place, or `all` for the mean over
 the heads of every place of its kind and size. Tiles lie on a grid of powers of two, so a cell of
@@ -21,6 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +41,14 @@ from regard.view.pieces import cut
 TILE = 256
 MAX_LEVEL = 30
 Floats = npt.NDArray[np.float32]
+T = TypeVar("T")
 _NUMBER = re.compile(r"[0-9]{1,9}")
-_LENGTHS = {"map": 8, "row": 5, "column": 5, "weight": 6, "received": 4, "top": 4}
+_LENGTHS = {
+    **{"map": 8, "row": 5, "column": 5, "weight": 6, "received": 4, "top": 4, "norms": 4},
+    **{"gradient_rows": 4, "gradient_columns": 4},
+    **{"rollout": 3, "drawn": 3, "given": 2, "next": 2},
+}
+_OF_RECORDS = ("rollout", "drawn", "given", "next")
 
 
 class BadView(ValueError):
@@ -45,8 +60,10 @@ def answer(records: Sequence[Record], question: str) -> Floats:
     words = question.split("/")
     if words[0] not in _LENGTHS or len(words) != _LENGTHS[words[0]]:
         raise BadView(f"no such question: {cut(question, 80)!r}")
-    kind, which, place, head, *rest = words
-    record = records[_index(which, len(records), "record")]
+    record = records[_index(words[1], len(records), "record")]
+    if words[0] in _OF_RECORDS:
+        return np.asarray(_ask_record(record, words[0], words[2:]), np.float32)
+    kind, _, place, head, *rest = words
     at = _index(place, len(record.places), "place")
     pairs = heads_meant(record, at, head)
     if kind == "top" and len(pairs) != 1:
@@ -54,6 +71,22 @@ def answer(records: Sequence[Record], question: str) -> Floats:
     numbers = [_index(word, 1 << 31, "number") for word in rest]
     total = sum(_ask(record, kind, *pair, numbers).astype(np.float64) for pair in pairs)
     return (np.asarray(total) / len(pairs)).astype(np.float32)
+
+
+def _ask_record(record: Record, kind: str, rest: Sequence[str]) -> Array:
+    """What is asked of a record as a whole."""
+    if kind in ("rollout", "drawn"):
+        stack = record.rollout_places()
+        if not stack:
+            raise BadView("rollout needs self-attention with as many queries as keys throughout")
+        token = _index(rest[0], record.places[stack[0]].n_queries, "token")
+        return record.rollout(token) if kind == "rollout" else record.drawn_on(token)
+    found = record.next_tokens()
+    if found is None:
+        raise BadView("this record did not keep what the model said would come next")
+    if kind == "given":
+        return found.given
+    return np.concatenate([found.probs, found.ids, found.came[:, None]], axis=1)
 
 
 def heads_meant(record: Record, place: int, head: str) -> list[tuple[int, int]]:
@@ -88,6 +121,11 @@ def _ask(record: Record, kind: str, place: int, head: int, numbers: Sequence[int
         _below(t, here.n_queries, "query")
         _below(s, here.n_keys, "key")
         return record.map(place, head, (t, t + 1, s, s + 1), (1, 1))
+    if kind == "norms":
+        return np.asarray(_kept(record.value_norms(place), "how long values are")[head])
+    if kind.startswith("gradient"):
+        sums = _kept(record.gradients(place), "attention × gradient")
+        return np.asarray(sums[0 if kind == "gradient_rows" else 1][head])
     known = record.statistics(place)
     if kind == "received":
         if "received" not in known:
@@ -97,6 +135,12 @@ def _ask(record: Record, kind: str, place: int, head: int, numbers: Sequence[int
         raise BadView("this record did not keep each query's largest weights")
     # (T, 2k): weights, then keys; a float32 tells all keys below 2^24 apart.
     return np.concatenate([known["top_weights"][head], known["top_keys"][head]], axis=1)
+
+
+def _kept(found: T | None, what: str) -> T:
+    if found is None:
+        raise BadView(f"this record did not keep {what}")
+    return found
 
 
 def make_tile(

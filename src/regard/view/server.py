@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path in files:
             kind, read = files[path]
             return kind, read().encode()
-        if path == "outline":
+        if path == "manifest":
             return "application/json", self.server.manifest
         if path.startswith("data/"):
             try:

@@ -34,7 +34,7 @@ def make_widget(
     records = [record] if other is None else [record, other]
     manifest = assets.inline_json(make_manifest(records, "widget"))
     data = make_data(records, "widget", budget + len(manifest))
-    widget = _widget_class()(outline=assets.inline_json(data), line=line)
+    widget = _widget_class()(manifest=assets.inline_json(data), line=line)
     widget.records = records
     return widget
 
@@ -54,7 +54,7 @@ def _widget_class() -> Any:
         _esm = assets.script()
         # Notebooks put each output into a box of its own, which goes with what it holds.
         _css = f"{assets.style()}.{STILL},.jp-OutputArea-child:has(.{STILL}){{display:none}}"
-        outline = traitlets.Unicode().tag(sync=True)
+        manifest = traitlets.Unicode().tag(sync=True)
         line = traitlets.Unicode().tag(sync=True)
 
         def __init__(self, **fields: Any) -> None:

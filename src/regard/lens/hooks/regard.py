@@ -27,7 +27,8 @@ def hook_regard(recorder: Recorder) -> Iterator[None]:
         name = recorder.name_of()
         if name is not None and not recorder.busy:
             rule = {word: getattr(seen.rule, word) for word in ("mask", "bias", "scale", "softcap")}
-            recorder.take(Call(name=name, q=seen.q, k=seen.k, sinks=seen.sinks, **rule))
+            found = Call(name=name, q=seen.q, k=seen.k, v=seen.v, sinks=seen.sinks, **rule)
+            recorder.take(found)
 
     with hooked(record):
         yield

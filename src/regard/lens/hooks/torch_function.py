@@ -177,7 +177,8 @@ def read_sdpa(
         else:
             bias = DenseBias(four)
     scale = None if more.get("scale") is None else float(more["scale"])
-    return Call(name=name, q=q, k=k, mask=mask, bias=bias, scale=scale)
+    v = value if value.dim() == 4 and value.shape[:3] == k.shape[:3] else None
+    return Call(name=name, q=q, k=k, v=v, mask=mask, bias=bias, scale=scale)
 
 
 def from_us() -> bool:

@@ -96,7 +96,7 @@ def read_attention(recorder: Recorder, module: Any, given: dict[str, Any]) -> Ca
     query, key, nested = given["query"], given["key"], given["query"].is_nested
     if nested:
         query = key = nested_row(recorder, query)
-        given = {**given, "key_padding_mask": None}
+        given = {**given, "value": key, "key_padding_mask": None}
     call = read_module(recorder, module, query, key, given, cross=key is not query)
     return replace(call, is_row=nested)
 
@@ -119,12 +119,28 @@ def read_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call:
 def read_module(
     recorder: Recorder, module: Any, query: Tensor, key: Tensor, given: dict[str, Any], cross: bool
 ) -> Call:
+    value = given.get("value", key)
     if module.batch_first and query.dim() == 3:
-        query, key = query.transpose(0, 1), key.transpose(0, 1)
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     own = {name: getattr(module, name) for name in OWN}
     own["use_separate_proj_weight"] = not module._qkv_same_embed_dim
     name = recorder.name_of(module) or ""
-    return read_heads(name, {**given, **own, "query": query, "key": key}, cross)
+    call = read_heads(name, {**given, **own, "query": query, "key": key}, cross)
+    if not recorder.extras.wants_values or call.k.shape[2] != value.shape[0]:
+        return call
+    return replace(call, v=project_values(value, module))
+
+
+@torch.no_grad()
+def project_values(value_sbc: Tensor, module: Any) -> Tensor:
+    """The values of all heads, (B, H, S, E)."""
+    wide_sbc = value_sbc if value_sbc.dim() == 3 else value_sbc[:, None]
+    weight = module.v_proj_weight
+    if module._qkv_same_embed_dim:
+        weight = module.in_proj_weight.chunk(3)[2]
+    bias = None if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[2]
+    v_sbc = F.linear(wide_sbc, weight, bias)
+    return v_sbc.reshape(*v_sbc.shape[:2], module.num_heads, -1).permute(1, 2, 0, 3)
 
 
 def nested_row(recorder: Recorder, x: Tensor) -> Tensor:

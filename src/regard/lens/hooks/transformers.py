@@ -109,6 +109,7 @@ def read_call(name: str, module: nn.Module, function: Attend, given: dict[str, A
         name=name,
         q=given["query"],
         k=k,
+        v=given["value"] if given["key"] is k else given["value"][:, :, : k.shape[2]],
         mask=mask,
         bias=bias,
         scale=given["query"].shape[-1] ** -0.5 if scale is None else float(scale),

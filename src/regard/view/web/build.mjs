@@ -1,4 +1,4 @@
-// Builds the one bundle that all three doors of the view use, and writes down what it was built from.
+// Builds the one bundle that all three hosts of the view use, and writes down what it was built from.
 //
 //   npm ci --ignore-scripts && node build.mjs            build into dist/
 //   node build.mjs --check                               build beside it and compare every byte

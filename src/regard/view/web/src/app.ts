@@ -4,7 +4,8 @@ import { BareSource } from "./bare";
 import { h, message, clear, strip } from "./dom";
 import { opening, shorten } from "./words";
 import { words, type Context, type Page } from "./context";
-import type { Outline } from "./outline";
+import { measureOf } from "./measures";
+import type { Manifest } from "./manifest";
 import { start } from "./pages/start";
 import { overview } from "./pages/overview";
 import { head } from "./pages/head";
@@ -12,6 +13,7 @@ import { text } from "./pages/text";
 import { align } from "./pages/align";
 import { compare } from "./pages/compare";
 import type { Source } from "./source";
+import { ValuedSource } from "./valued";
 import { PAGES, readState, writeState, type PageName, type State } from "./state";
 
 /** Where the line that restores a view is kept: the address of the page, or the notebook. */
@@ -33,6 +35,7 @@ const KEYS: [string, string][] = [
   ["Enter", "open a head; choose a word, or let it go"],
   ["Esc", "let the chosen word go; on the start page, the second one"],
   ["d", "on the text page: looks at, or is looked at by"],
+  [",  .  p", "on the text page of a generation: previous step, next step, play"],
   ["t", "light or dark"],
   ["?", "this list"],
 ];
@@ -50,13 +53,13 @@ export class App implements Context {
 
   constructor(
     readonly root: HTMLElement,
-    readonly outline: Outline,
+    readonly manifest: Manifest,
     private readonly plain: Source,
     private readonly line: Line,
     keys: EventTarget,
   ) {
-    this.bare = new BareSource(outline, plain);
-    this.state = readState(line.read(), outline);
+    this.bare = new BareSource(manifest, plain);
+    this.state = readState(line.read(), manifest);
     this.help = this.makeHelp();
     root.classList.add("regard");
     this.theme(recall());
@@ -75,7 +78,8 @@ export class App implements Context {
   }
 
   get source(): Source {
-    return this.state.bare ? this.bare : this.plain;
+    const source = this.state.bare ? this.bare : this.plain;
+    return measureOf(this) === "values" ? new ValuedSource(this.manifest, source) : source;
   }
 
   close(): void {
@@ -104,7 +108,7 @@ export class App implements Context {
   private follow(): void {
     const line = this.line.read();
     if (line.replace(/^#/, "") === writeState(this.state)) return;
-    this.state = readState(line, this.outline);
+    this.state = readState(line, this.manifest);
     this.show();
   }
 
@@ -148,8 +152,8 @@ export class App implements Context {
   private bar(): HTMLElement {
     const nav = h("nav", { "aria-label": "Pages" });
     for (const [index, name] of PAGES.entries()) {
-      if (name === "compare" && this.outline.records.length < 2) continue;
-      const crossed = this.outline.records.some(({ places }) => places.some((place) => place.kind === "cross"));
+      if (name === "compare" && this.manifest.records.length < 2) continue;
+      const crossed = this.manifest.records.some(({ places }) => places.some((place) => place.kind === "cross"));
       const called = name === "align" && !crossed ? "Lines" : NAMES[name];
       const tab = h("a", { href: `#${name}`, text: called, title: `${called}  ${index + 1}`, on: { click: (event: MouseEvent) => { event.preventDefault(); this.open(name); } } });
       this.tabs.set(name, tab);
@@ -168,7 +172,7 @@ export class App implements Context {
 
   /** Of two records, which one a page shows; the page that compares them shows both. */
   private records(): HTMLElement[] {
-    const { records } = this.outline;
+    const { records } = this.manifest;
     if (records.length < 2 || this.state.page === "compare") return [];
     const choice = strip("Record", [["0", "A"], ["1", "B"]], String(this.state.record), (value) => this.showRecord(Number(value)));
     choice.querySelectorAll("button").forEach((button, at) => (button.title = `${shorten(opening(records[at]!), 60)} · ${shorten(records[at]!.model, 40)}`));
@@ -178,9 +182,9 @@ export class App implements Context {
   /** The same layer, head and words in the other record, as far as it has them. */
   private showRecord(record: number): void {
     const { state } = this;
-    const { places } = this.outline.records[record]!;
+    const { places } = this.manifest.records[record]!;
     const place = Math.min(state.place, places.length - 1);
-    const [from, to] = [this.outline.records[state.record]!.places[state.place]!, places[place]!];
+    const [from, to] = [this.manifest.records[state.record]!.places[state.place]!, places[place]!];
     const head = typeof state.head === "number" ? Math.min(state.head, to.n_heads - 1) : state.head;
     const same = from.n_queries === to.n_queries && from.n_keys === to.n_keys;
     this.go({ record, place, head, ...(!same && { token: -1, at: null }) });
@@ -193,7 +197,7 @@ export class App implements Context {
 
   /** The alignment opens on cross-attention, where there is any: on what was chosen, or its best head. */
   private goAlign(): void {
-    const { places, alignment } = this.outline.records[this.state.record]!;
+    const { places, alignment } = this.manifest.records[this.state.record]!;
     if (places[this.state.place]!.kind === "cross") return this.go({ page: "align" });
     const cross = places.findIndex((place) => place.kind === "cross");
     const [place, head] = alignment ?? [cross, "layer" as const];

@@ -1,6 +1,5 @@
 // The edges of a map: words where they fit, positions where they do not.
 
-import { scaleLinear } from "d3-scale";
 import { RIGHT_TO_LEFT, label } from "./words";
 
 export interface Axis {
@@ -43,11 +42,10 @@ function marks(axis: Axis, chosen: number | null): Mark[] {
     }
     return out;
   }
-  const scale = scaleLinear([first, last], [0, 1]);
-  const ticks = scale.ticks(Math.max(2, Math.min(10, axis.size / 90)));
-  for (const at of ticks) {
+  const every = roundStep((last - first) / Math.max(2, Math.min(10, axis.size / 90)));
+  for (let at = Math.ceil(first / every) * every; at < last; at += every) {
     const near = chosen !== null && Math.abs(chosen - at) * axis.step < 16;
-    if (Number.isInteger(at) && at < last && !near) {
+    if (!near) {
       out.push({ at, text: (axis.named ? at : Number(axis.tokens[at])).toLocaleString("en"), strong: false });
     }
   }
@@ -55,6 +53,13 @@ function marks(axis: Axis, chosen: number | null): Mark[] {
     out.push({ at: chosen, text: label(axis.tokens[chosen]!, 16), strong: true });
   }
   return out;
+}
+
+/** 1, 2 or 5 times a power of ten: the one nearest to a number. */
+function roundStep(near: number): number {
+  const power = 10 ** Math.floor(Math.log10(Math.max(1, near)));
+  const times = near / power;
+  return power * (times >= Math.sqrt(50) ? 10 : times >= Math.sqrt(10) ? 5 : times >= Math.SQRT2 ? 2 : 1);
 }
 
 function write(draw: CanvasRenderingContext2D, text: string, x: number, y: number, most: number): void {
@@ -107,8 +112,8 @@ export function drawTitles(draw: CanvasRenderingContext2D, x: number, y: number,
   draw.fillText("queries ↓", x - 8, y - 5);
 }
 
-/** How much room the labels of an axis need, in pixels along their own line. */
-export function room(draw: CanvasRenderingContext2D, tokens: string[], named: boolean, pen: Pen): number {
+/** How long the labels of an axis are, in pixels along their own line. */
+export function labelLength(draw: CanvasRenderingContext2D, tokens: string[], named: boolean, pen: Pen): number {
   draw.font = pen.font;
   if (!named) return 44;
   let most = 30;
@@ -125,4 +130,4 @@ export function overhang(draw: CanvasRenderingContext2D, tokens: string[], pen: 
   return Math.min(draw.measureText(label(tokens.at(-1) ?? "")).width, 132) * Math.cos(SLANT);
 }
 
-export const slantedRoom = (length: number): number => length * Math.sin(-SLANT) + 16;
+export const slantedHeight = (length: number): number => length * Math.sin(-SLANT) + 16;

@@ -5,22 +5,22 @@
 // all else all rows are needed, so a map must be small enough to be asked for weight by weight. A
 // query with nothing left gives 0 to all.
 
-import { keyTokens, type Outline, type Place } from "./outline";
-import { Missing, TILE, cellsOf, derive, headsMeant, mean, type HeadChoice, type Source } from "./source";
+import { keyTokens, type Manifest, type Place } from "./manifest";
+import { Missing, OF_WEIGHTS, TILE, cellsOf, derive, headsMeant, mean, type HeadChoice, type Source } from "./source";
 import { isSpecial } from "./words";
 
 const MOST = 1 << 20; // weights of a map that are asked for one by one
 
 /** The keys that are left out of a place. */
-export function sinksOf(outline: Outline, record: number, place: Place): number[] {
-  const special = keyTokens(outline.records[record]!, place).flatMap((token, at) => (place.keys !== "positions" && isSpecial(token) ? [at] : []));
+export function sinksOf(manifest: Manifest, record: number, place: Place): number[] {
+  const special = keyTokens(manifest.records[record]!, place).flatMap((token, at) => (place.keys !== "positions" && isSpecial(token) ? [at] : []));
   return place.kind === "self" && special[0] !== 0 ? [0, ...special] : special;
 }
 
 export class BareSource implements Source {
   private readonly held = new Map<string, Promise<Float32Array>>();
 
-  constructor(private readonly outline: Outline, private readonly inner: Source) {}
+  constructor(private readonly manifest: Manifest, private readonly inner: Source) {}
 
   exact(record: number, place: number, head: HeadChoice): boolean {
     return this.inner.exact(record, place, head);
@@ -28,15 +28,16 @@ export class BareSource implements Source {
 
   async get(question: string, signal?: AbortSignal): Promise<Float32Array> {
     const [kind, record, place, head, ...rest] = question.split("/") as [string, string, string, string, ...string[]];
+    if (!OF_WEIGHTS.includes(kind)) return this.inner.get(question, signal);
     if (head === "layer" || head === "all") {
-      const pairs = headsMeant(this.outline, Number(record), Number(place), head);
+      const pairs = headsMeant(this.manifest, Number(record), Number(place), head);
       return mean(await Promise.all(pairs.map(([p, each]) => this.get([kind, record, p, each, ...rest].join("/"), signal))));
     }
-    const here = this.outline.records[Number(record)]!.places[Number(place)]!;
+    const here = this.manifest.records[Number(record)]!.places[Number(place)]!;
     if (!this.inner.exact(Number(record), Number(place), Number(head))) {
       throw new Missing("Weights without special tokens and the first one need all weights of a head, and those of this one are not here; show all keys, or open the record with “regard view”.");
     }
-    const sinks = sinksOf(this.outline, Number(record), here);
+    const sinks = sinksOf(this.manifest, Number(record), here);
     if (kind === "row") return strip(await this.inner.get(question, signal), sinks, here.n_keys);
     return derive(kind, await this.whole(`${record}/${place}/${head}`, here, sinks), here, rest.map(Number));
   }

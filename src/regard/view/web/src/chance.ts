@@ -4,7 +4,7 @@
 // pairs it is the mean weight over the mean of what chance gives them, pairs that a causal rule hides
 // among them with 0; so a cell of pairs that all get their chance is 1.
 
-import type { Place } from "./outline";
+import type { Place } from "./manifest";
 import type { TileAt } from "./tiles";
 import { TILE } from "./source";
 

@@ -1,9 +1,6 @@
 // Colours for weights. Every scale runs evenly from little light to much (or back), so that it reads
 // the same to colour-blind eyes and in grey; the one for differences runs from orange to blue.
 
-import { interpolateRgb, interpolateRgbBasis, piecewise } from "d3-interpolate";
-import { interpolateCividis, interpolateViridis } from "d3-scale-chromatic";
-
 export type PaletteName = "regard" | "viridis" | "cividis";
 export type Curve = "linear" | "root" | "log" | "chance";
 export const PALETTES: readonly PaletteName[] = ["regard", "viridis", "cividis"];
@@ -14,18 +11,34 @@ const LIGHT = ["#fdfcfa", "#d5e5e0", "#93c4bf", "#4f9aa6", "#2a6b8b", "#1c3f66",
 const DARK = ["#12171d", "#173242", "#1c5868", "#2f8583", "#6bb291", "#b9d9a2", "#fbf6cf"];
 const DIFFERENT_LIGHT = ["#8a3b00", "#d9782d", "#f2c79b", "#fdfcfa", "#a9cbe6", "#3c84bd", "#0c3d70"];
 const DIFFERENT_DARK = ["#ffb877", "#d9782d", "#6b3f1e", "#12171d", "#1c4669", "#3c8fd0", "#a8d6ff"];
+// Every eleventh colour of matplotlib's; what lies between is off by a few steps of 255 at most.
+const VIRIDIS = hexes("440154471164482071472e7c443b843f48893a548c34608d2f6c8e2a768e26818e228b8d1f958b1fa08824aa832fb47c42be7158c76570cf578bd646a8db34c5e021e2e418fde725");
+const CIVIDIS = hexes("00224e002a610031711c396f2d416d3a486c45506c50576c5b606e6568706e6f73777777817f788c8878969077a19975ada272b9ab6dc4b468d0be62dcc859e8d24ff5dc41fee838");
 
 export type Ramp = (at: number) => string;
 
 export function ramp(name: PaletteName, dark: boolean): Ramp {
-  if (name === "viridis") return interpolateViridis;
-  if (name === "cividis") return interpolateCividis;
-  return interpolateRgbBasis(dark ? DARK : LIGHT);
+  return blend(name === "viridis" ? VIRIDIS : name === "cividis" ? CIVIDIS : dark ? DARK : LIGHT);
 }
 
 export function differenceRamp(dark: boolean): Ramp {
-  // Piecewise, so that the middle is the page's own colour: no difference, no ink.
-  return piecewise(interpolateRgb, dark ? DIFFERENT_DARK : DIFFERENT_LIGHT);
+  // The middle is the page's own colour: no difference, no ink.
+  return blend(dark ? DIFFERENT_DARK : DIFFERENT_LIGHT);
+}
+
+function hexes(joined: string): string[] {
+  return joined.match(/.{6}/g)!.map((hex) => `#${hex}`);
+}
+
+/** Linear between colours that lie at equal distances. */
+function blend(stops: string[]): Ramp {
+  const ends = stops.map(channels);
+  return (at) => {
+    const along = Math.min(1, Math.max(0, at)) * (ends.length - 1);
+    const first = Math.min(ends.length - 2, Math.floor(along));
+    const [from, to] = [ends[first]!, ends[first + 1]!];
+    return `rgb(${from.map((value, of) => Math.round(value + (to[of]! - value) * (along - first))).join(", ")})`;
+  };
 }
 
 function channels(colour: string): [number, number, number] {
@@ -56,7 +69,7 @@ export function table(colours: Ramp): Table {
 
 /** Where a value lies on the scale, 0 to 1; `log` shows four powers of ten below the largest, and
  * `chance`, whose values are times chance, runs by powers too, from a tenth of it. */
-export function bend(value: number, max: number, curve: Curve): number {
+export function onScale(value: number, max: number, curve: Curve): number {
   if (!(value > 0) || !(max > 0)) return 0;
   const share = Math.min(1, value / max);
   if (curve === "linear") return share;
@@ -86,7 +99,7 @@ export function paint(values: Float32Array, width: number, max: number, curve: C
   for (let at = 0; at < values.length; at += 1) {
     const value = values[at]!;
     out[at] = Number.isFinite(value)
-      ? colours.pixels[Math.round(bend(value, max, curve) * 255)]!
+      ? colours.pixels[Math.round(onScale(value, max, curve) * 255)]!
       : colours.missing;
   }
   return image;
@@ -98,7 +111,7 @@ export function paintDifference(values: Float32Array, width: number, max: number
   const out = new Uint32Array(image.data.buffer);
   for (let at = 0; at < values.length; at += 1) {
     const value = values[at]!;
-    const size = bend(Math.abs(value), max, curve) / 2;
+    const size = onScale(Math.abs(value), max, curve) / 2;
     out[at] = Number.isFinite(value)
       ? colours.pixels[Math.round((0.5 + (value < 0 ? -size : size)) * 255)]!
       : colours.missing;

@@ -1,12 +1,12 @@
-// What every page is handed: the outline, the source of weights, the state, and ways to change it.
+// What every page is handed: the manifest, the source of weights, the state, and ways to change it.
 
 import { ramp, type Curve, type Ramp } from "./colour";
-import { isExact, type Outline, type Place, type Recorded } from "./outline";
+import { isExact, type Manifest, type Place, type Recorded } from "./manifest";
 import type { Source } from "./source";
 import type { State } from "./state";
 
 export interface Context {
-  outline: Outline;
+  manifest: Manifest;
   source: Source;
   state: State;
   /** Change what is looked at. `quietly`: the address follows, the page is not built anew. */
@@ -24,7 +24,7 @@ export interface Page {
 }
 
 export function current(context: Context): { record: Recorded; place: Place } {
-  const record = context.outline.records[context.state.record]!;
+  const record = context.manifest.records[context.state.record]!;
   return { record, place: record.places[context.state.place]! };
 }
 
@@ -36,8 +36,8 @@ const LONG = 256; // queries, from which on the first rows of a causal map outsh
 
 /** The scale of maps: as chosen; else times chance where maps are causal and long. */
 export function mapCurve(context: Context, places: Place[]): Curve {
-  const { curve, bare } = context.state;
-  if (bare || !places.every(isExact)) return curve === "chance" || !curve ? "root" : curve;
+  const { curve, bare, by, page } = context.state;
+  if (bare || (by === "values" && page === "head") || !places.every(isExact)) return curve === "chance" || !curve ? "root" : curve;
   return curve ?? (places.every((place) => place.causal && place.n_queries >= LONG) ? "chance" : "root");
 }
 

@@ -1,12 +1,13 @@
 // Controls that several pages share: which head, which colours, the scale's legend.
 
-import { CURVES, FAINT, PALETTES, bend, type Curve, type PaletteName, type Ramp } from "./colour";
+import { CURVES, FAINT, PALETTES, onScale, type Curve, type PaletteName, type Ramp } from "./colour";
 import { colours, current, wordCurve, type Context } from "./context";
 import { h, select, strip } from "./dom";
 import { elementSvg } from "./domsvg";
 import { sinksOf } from "./bare";
 import type { Heatmap } from "./heatmap";
-import { allLayers, isMeantWith, keyTokens, placeLabel, type Recorded } from "./outline";
+import { MEASURE_HINTS, MEASURE_WORDS, measureOf, offeredMeasures, type Measure } from "./measures";
+import { allLayers, isMeantWith, keyTokens, placeLabel, type Recorded } from "./manifest";
 import { about, score, spell, strength, told } from "./roles";
 import type { HeadChoice } from "./source";
 import { isSpecial, quoted } from "./words";
@@ -87,6 +88,16 @@ export function stepLayer(context: Context, by: number): void {
 const CURVE_WORDS: Record<Curve, string> = { root: "Root", linear: "Linear", log: "Log", chance: "× chance" };
 const PALETTE_WORDS: Record<PaletteName, string> = { regard: "Tide", viridis: "Viridis", cividis: "Cividis" };
 
+/** What words or cells are shaded by; nothing where there is no choice. */
+export function measurePicker(context: Context): HTMLElement[] {
+  const measure = measureOf(context);
+  const options = offeredMeasures(context).map((name) => [name, MEASURE_WORDS[name]] as const);
+  if (options.length < 2) return [];
+  const choose = (by: string) => context.go({ by: by as Measure });
+  const picker = options.length === 2 ? strip("Measure", options, measure, choose) : select("Measure", options, measure, choose);
+  return [picker, ...MEASURE_HINTS[measure].map((text) => h("p", { class: "hint", text }))];
+}
+
 /** `curve`: the scale in use; `chance`: whether times chance can be told here. */
 export function colourPicker(context: Context, curve: Curve, chance: boolean): HTMLElement {
   const { state } = context;
@@ -157,7 +168,7 @@ export function scoreBars(context: Context): HTMLElement {
     const bar = h("span", { class: "fill" });
     bar.style.width = `${strength(record, name, value) * 100}%`;
     list.append(
-      h("li", { title: told(context.outline, name), "data-score": name, class: name === sort ? "chosen" : "" }, h("span", { class: "name", text: about(context.outline, name) }), h("span", { class: "bar" }, bar), h("span", { class: "value", text: spell(value) })),
+      h("li", { title: told(context.manifest, name), "data-score": name, class: name === sort ? "chosen" : "" }, h("span", { class: "name", text: about(context.manifest, name) }), h("span", { class: "bar" }, bar), h("span", { class: "value", text: spell(value) })),
     );
   }
   return list;
@@ -191,10 +202,10 @@ export function savers(context: Context, source: Heatmap | HTMLElement, name: st
 
 /** Show all keys, or leave out those that take what nobody wants; and say so. */
 export function sinkPicker(context: Context): HTMLElement {
-  const { outline, state } = context;
+  const { manifest, state } = context;
   const { record, place } = current(context);
   const tokens = keyTokens(record, place);
-  const names = [...new Set(sinksOf(outline, state.record, place).map((at) => (isSpecial(tokens[at]!) ? quoted(tokens[at]!) : "the first token")))];
+  const names = [...new Set(sinksOf(manifest, state.record, place).map((at) => (isSpecial(tokens[at]!) ? quoted(tokens[at]!) : "the first token")))];
   const choice = strip("Keys", [["all", "All keys"], ["without", "Without sinks"]], state.bare ? "without" : "all", (value) => context.go({ bare: value === "without" }));
   const said = names.length ? `Left out: ${names.slice(0, 6).join(", ")}${names.length > 6 ? ", …" : ""}. The weights of each query on the other keys are made to add up to 1.` : "No key here is a special token.";
   return h("div", { class: "sinks" }, choice, state.bare ? h("p", { class: "hint", role: "note", text: said }) : null);
@@ -203,12 +214,12 @@ export function sinkPicker(context: Context): HTMLElement {
 /** What must be known of all that a record shows, such as a text longer than its model was made for. */
 export function notes(context: Context): HTMLElement[] {
   const said = current(context).record.notes.map((note) => h("p", { class: "message warning", role: "note", text: note }));
-  const { bound } = context.outline;
+  const { bound } = context.manifest;
   if (!bound) return said;
   const words = `The weights in this file are rounded, each by at most ${Number(bound.toPrecision(2))}; “regard view” shows a saved record as it is.`;
   return [...said, h("p", { class: "hint rounded", role: "note", text: words })];
 }
 
 export function shade(context: Context, value: number, max: number): string {
-  return colours(context)(bend(value, max, wordCurve(context)));
+  return colours(context)(onScale(value, max, wordCurve(context)));
 }

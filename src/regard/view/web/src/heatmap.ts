@@ -6,11 +6,11 @@
 
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type ZoomBehavior, type ZoomTransform } from "d3-zoom";
-import { drawColumns, drawRows, drawTitles, overhang, room, slantedRoom, type Axis, type Pen } from "./axes";
-import { inkOn, paint, paintDifference, table, bend, type Curve, type Ramp, type Table } from "./colour";
+import { drawColumns, drawRows, drawTitles, overhang, labelLength, slantedHeight, type Axis, type Pen } from "./axes";
+import { inkOn, paint, paintDifference, table, onScale, type Curve, type Ramp, type Table } from "./colour";
 import { visibleTo } from "./chance";
 import { h, hundredths } from "./dom";
-import type { Place } from "./outline";
+import type { Place } from "./manifest";
 import { TILE } from "./source";
 import { SvgPen } from "./svgpen";
 import { Tiles, smallTile, type FetchTile, type Tile, type TileAt } from "./tiles";
@@ -183,8 +183,8 @@ export class Heatmap {
     this.canvas.height = Math.round(height * scale);
     const pen = this.pen;
     this.margin = {
-      left: Math.min(width / 3, room(this.draw, rows, place.queries !== "positions", pen) + 16),
-      top: Math.min(height / 3, slantedRoom(room(this.draw, columns, place.keys !== "positions", pen))),
+      left: Math.min(width / 3, labelLength(this.draw, rows, place.queries !== "positions", pen) + 16),
+      top: Math.min(height / 3, slantedHeight(labelLength(this.draw, columns, place.keys !== "positions", pen))),
     };
     const right = Math.max(30, Math.min(width / 6, overhang(this.draw, columns, pen)));
     this.plot = { width: width - this.margin.left - right, height: height - this.margin.top - 10 };
@@ -364,8 +364,8 @@ export class Heatmap {
     draw.rect(-1, -1, plot.width + 2, plot.height + 2);
     draw.clip();
     this.paintNumbers();
-    this.outline(this.hover, pen.accent, 1);
-    this.outline(this.cursor, pen.accent, document.activeElement === this.canvas ? 2.5 : 1.5);
+    this.manifest(this.hover, pen.accent, 1);
+    this.manifest(this.cursor, pen.accent, document.activeElement === this.canvas ? 2.5 : 1.5);
     draw.restore();
     this.canvas.dataset.ready = this.tiles.waiting ? "no" : "yes";
     if (this.told !== String(this.scale)) {
@@ -478,7 +478,7 @@ export class Heatmap {
       for (let s = Math.max(0, Math.floor(-transform.x / step.x)); s < Math.min(n_keys, (plot.width - transform.x) / step.x); s += 1) {
         const { value } = this.cell({ t, s });
         if (value === undefined || value === 0) continue;
-        const size = bend(Math.abs(this.curve === "chance" ? value * visibleTo(this.options.place, t) : value), max, this.curve);
+        const size = onScale(Math.abs(this.curve === "chance" ? value * visibleTo(this.options.place, t) : value), max, this.curve);
         draw.fillStyle = inkOn(ramp(this.options.difference ? 0.5 + (Math.sign(value) * size) / 2 : size));
         const words = hundredths(value, this.options.difference ?? false);
         draw.fillText(words, transform.x + (s + 0.5) * step.x, transform.y + (t + 0.5) * step.y);
@@ -486,7 +486,7 @@ export class Heatmap {
     }
   }
 
-  private outline(cell: { t: number; s: number } | null, colour: string, width: number): void {
+  private manifest(cell: { t: number; s: number } | null, colour: string, width: number): void {
     if (!cell) return;
     const { lt, ls } = this.levels;
     const [y, x] = [(cell.t >> lt) << lt, (cell.s >> ls) << ls];

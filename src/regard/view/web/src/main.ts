@@ -1,9 +1,9 @@
-// The three doors: a file with everything in it, the local server, a notebook's widget.
+// The three hosts: a file with everything in it, the local server, a notebook's widget.
 
 import { App, type Line } from "./app";
 import { h, message } from "./dom";
 import { words } from "./context";
-import { readOutline } from "./outline";
+import { readManifest } from "./manifest";
 import { InlineSource, LayeredSource, RemoteSource, askServer } from "./source";
 
 class AddressLine implements Line {
@@ -39,16 +39,16 @@ function trouble(root: HTMLElement, problem: unknown): void {
 
 async function start(root: HTMLElement): Promise<void> {
   try {
-    if (root.dataset.door === "server") {
-      const reply = await fetch("outline", { credentials: "omit" });
+    if (root.dataset.host === "server") {
+      const reply = await fetch("manifest", { credentials: "omit" });
       if (!reply.ok) throw new Error((await reply.text()).slice(0, 300));
-      const outline = readOutline(await reply.json());
-      new App(root, outline, new RemoteSource(outline, askServer), new AddressLine(), document);
+      const manifest = readManifest(await reply.json());
+      new App(root, manifest, new RemoteSource(manifest, askServer), new AddressLine(), document);
       return;
     }
     const data = document.getElementById("regard-data")?.textContent ?? "";
-    const outline = readOutline(JSON.parse(data));
-    new App(root, outline, new InlineSource(outline), new AddressLine(), document);
+    const manifest = readManifest(JSON.parse(data));
+    new App(root, manifest, new InlineSource(manifest), new AddressLine(), document);
   } catch (problem) {
     trouble(root, problem);
   }
@@ -127,9 +127,9 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   el.append(root);
   const kernel = askKernel(model);
   try {
-    const outline = readOutline(JSON.parse(String(model.get("outline"))));
-    const source = new LayeredSource(new InlineSource(outline), new RemoteSource(outline, kernel.ask));
-    const app = new App(root, outline, source, new WidgetLine(model), root);
+    const manifest = readManifest(JSON.parse(String(model.get("manifest"))));
+    const source = new LayeredSource(new InlineSource(manifest), new RemoteSource(manifest, kernel.ask));
+    const app = new App(root, manifest, source, new WidgetLine(model), root);
     const unfollow = followTheme(app);
     return () => {
       unfollow();
@@ -143,6 +143,6 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
 }
 
 const root = typeof document === "undefined" ? null : document.getElementById("regard");
-if (root?.dataset.door) void start(root);
+if (root?.dataset.host) void start(root);
 
 export default { render };

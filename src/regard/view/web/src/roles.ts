@@ -1,19 +1,19 @@
 // What heads do, in words and numbers.
 
-import type { Outline, Recorded } from "./outline";
+import type { Manifest, Recorded } from "./manifest";
 
 const LESS_IS_MORE = ["local"]; // a distance: the smaller it is, the more of the habit
 export const SHARES = ["previous", "next", "same", "induction", "first", "separator"];
 const CLEAR = 0.3; // of the weight, before a head is said to do one thing
 
 /** What a head with much of a score does: "looks at the token before". */
-export function told(outline: Outline, name: string): string {
-  return outline.words[name]?.does ?? name;
+export function told(manifest: Manifest, name: string): string {
+  return manifest.words[name]?.does ?? name;
 }
 
 /** What a score is about: "the token before", "distance in tokens". */
-export function about(outline: Outline, name: string): string {
-  return outline.words[name]?.what ?? name;
+export function about(manifest: Manifest, name: string): string {
+  return manifest.words[name]?.what ?? name;
 }
 
 export function score(record: Recorded, name: string, place: number, head: number): number | null {

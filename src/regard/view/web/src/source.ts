@@ -1,10 +1,11 @@
-// Where weights come from. One question, one array of float32, whichever door the page came through:
+// Where weights come from. One question, one array of float32, whichever host the page came through:
 // parts inlined in the page, the local server, or the notebook's kernel. See queries.py for the
 // questions. What an inlined page does not hold it computes from whole matrices, or it says so.
 
-import { isExact, isMeantWith, mapPlace, type Outline, type Place } from "./outline";
+import { isExact, isMeantWith, mapPlace, type Manifest, type Place } from "./manifest";
 
 export const TILE = 256;
+export const OF_WEIGHTS = ["map", "row", "column", "weight", "received"]; // the questions about weights
 export type HeadChoice = number | "layer" | "all";
 
 /** Something this page does not hold; the message says what to do. */
@@ -36,23 +37,26 @@ function floats(bytes: ArrayBuffer | Uint8Array, length: number): Float32Array {
 }
 
 /** How many numbers the answer to a question must have. */
-export function expectedLength(outline: Outline, question: string): number {
+export function expectedLength(manifest: Manifest, question: string): number {
   const [kind, record, place, , ...rest] = question.split("/");
-  const here = outline.records[Number(record)]?.places[Number(place)];
+  const { tokens, next } = manifest.records[Number(record)]!;
+  if (kind === "next") return tokens.length * (2 * next!.k + 1);
+  if (kind === "given" || kind === "rollout" || kind === "drawn") return tokens.length;
+  const here = manifest.records[Number(record)]?.places[Number(place)];
   if (!here) throw new Error(`no place for ${question}`);
-  if (kind === "row" || kind === "received") return here.n_keys;
-  if (kind === "column") return here.n_queries;
+  if (kind === "row" || kind === "received" || kind === "norms" || kind === "gradient_columns") return here.n_keys;
+  if (kind === "column" || kind === "gradient_rows") return here.n_queries;
   if (kind === "weight") return 1;
   const [lt, , ti] = rest.map(Number) as [number, number, number];
   const height = Math.min(TILE, cellsOf(mapPlace(here).n_queries, lt) - ti * TILE);
-  return height * tileWidth(outline, question)!;
+  return height * tileWidth(manifest, question)!;
 }
 
 /** How many columns a tile has; nothing for what is no tile. */
-function tileWidth(outline: Outline, question: string): number | undefined {
+function tileWidth(manifest: Manifest, question: string): number | undefined {
   const [kind, record, place, , , ls, , si] = question.split("/");
   if (kind !== "map") return undefined;
-  const { n_keys } = mapPlace(outline.records[Number(record)]!.places[Number(place)]!);
+  const { n_keys } = mapPlace(manifest.records[Number(record)]!.places[Number(place)]!);
   return Math.min(TILE, cellsOf(n_keys, Number(ls)) - Number(si) * TILE);
 }
 
@@ -149,8 +153,8 @@ function pool(whole: Float32Array, place: Place, tile: number[]): Float32Array {
   return out;
 }
 
-export function headsMeant(outline: Outline, record: number, place: number, head: HeadChoice): [number, number][] {
-  const places = outline.records[record]!.places;
+export function headsMeant(manifest: Manifest, record: number, place: number, head: HeadChoice): [number, number][] {
+  const places = manifest.records[record]!.places;
   const here = places[place]!;
   const range = (at: number): [number, number][] =>
     Array.from({ length: places[at]!.n_heads }, (_, each) => [at, each]);
@@ -162,12 +166,12 @@ export function headsMeant(outline: Outline, record: number, place: number, head
 export class InlineSource implements Source {
   private readonly held = new Map<string, Promise<Float32Array>>();
 
-  constructor(private readonly outline: Outline) {}
+  constructor(private readonly manifest: Manifest) {}
 
   exact(record: number, place: number, head: HeadChoice): boolean {
-    const here = this.outline.records[record]!.places[place]!;
-    return isExact(here) && headsMeant(this.outline, record, place, head).every(
-      ([p, each]) => `whole/${record}/${p}/${each}` in this.outline.parts,
+    const here = this.manifest.records[record]!.places[place]!;
+    return isExact(here) && headsMeant(this.manifest, record, place, head).every(
+      ([p, each]) => `whole/${record}/${p}/${each}` in this.manifest.parts,
     );
   }
 
@@ -183,21 +187,23 @@ export class InlineSource implements Source {
   }
 
   private async find(question: string): Promise<Float32Array> {
-    const parts = this.outline.parts;
+    const parts = this.manifest.parts;
     if (question in parts) {
-      const length = expectedLength(this.outline, question);
-      return unpack(parts[question]!, length, tileWidth(this.outline, question) ?? length);
+      const length = expectedLength(this.manifest, question);
+      return unpack(parts[question]!, length, tileWidth(this.manifest, question) ?? length);
     }
     const [kind, record, place, head, ...rest] = question.split("/") as [string, string, string, string, ...string[]];
+    if (kind === "rollout" || kind === "drawn") return this.roll(kind, record, Number(place));
     if (head === "layer" || head === "all") {
-      const pairs = headsMeant(this.outline, Number(record), Number(place), head);
+      const pairs = headsMeant(this.manifest, Number(record), Number(place), head);
       const all = await Promise.all(
         pairs.map(([p, each]) => this.get([kind, record, p, each, ...rest].join("/"))),
       );
       return mean(all);
     }
+    if (!OF_WEIGHTS.includes(kind)) throw new Missing("This did not fit into this file. Save the record and open it with “regard view” to see it.");
     const name = `whole/${record}/${place}/${head}`;
-    const here = this.outline.records[Number(record)]!.places[Number(place)]!;
+    const here = this.manifest.records[Number(record)]!.places[Number(place)]!;
     if (kind !== "map" && !isExact(here)) {
       throw new Missing("This record kept statistics and a coarse picture here, not single weights. Record with watch(model, keep=\"qk\") to see them.");
     }
@@ -214,10 +220,19 @@ export class InlineSource implements Source {
     return derive(kind, await this.whole(name, drawn), drawn, rest.map(Number));
   }
 
+  /** A row or a column of the rollout, which is one matrix in the page. */
+  private async roll(kind: string, record: string, token: number): Promise<Float32Array> {
+    const name = `whole_rollout/${record}`;
+    if (!(name in this.manifest.parts)) throw new Missing("The rollout did not fit into this file. Save the record and open it with “regard view” to see it.");
+    const { places, rollout } = this.manifest.records[Number(record)]!;
+    const here = places[rollout[0]!]!;
+    return derive(kind === "rollout" ? "row" : "column", await this.whole(name, here), here, [token]);
+  }
+
   private whole(name: string, place: Place): Promise<Float32Array> {
     let promise = this.held.get(name);
     if (!promise) {
-      promise = unpack(this.outline.parts[name]!, place.n_queries * place.n_keys, place.n_keys);
+      promise = unpack(this.manifest.parts[name]!, place.n_queries * place.n_keys, place.n_keys);
       this.held.set(name, promise);
     }
     return promise;
@@ -246,16 +261,16 @@ export function mean(all: Float32Array[]): Float32Array {
 /** Questions answered elsewhere: the local server, or the kernel behind a notebook. */
 export class RemoteSource implements Source {
   constructor(
-    private readonly outline: Outline,
+    private readonly manifest: Manifest,
     private readonly ask: (question: string, signal?: AbortSignal) => Promise<ArrayBuffer | Uint8Array>,
   ) {}
 
   exact(record: number, place: number): boolean {
-    return isExact(this.outline.records[record]!.places[place]!);
+    return isExact(this.manifest.records[record]!.places[place]!);
   }
 
   async get(question: string, signal?: AbortSignal): Promise<Float32Array> {
-    return floats(await this.ask(question, signal), expectedLength(this.outline, question));
+    return floats(await this.ask(question, signal), expectedLength(this.manifest, question));
   }
 }
 

@@ -1,8 +1,9 @@
 // What is being looked at, as one line of text: the part of the address after #, or a trait of the
-// widget. Whatever that line says, a state that fits the outline comes out.
+// widget. Whatever that line says, a state that fits the manifest comes out.
 
 import { CURVES, PALETTES, type Curve, type PaletteName } from "./colour";
-import { haveOneShape, type Outline, type Recorded } from "./outline";
+import { haveOneShape, type Manifest, type Recorded } from "./manifest";
+import { MEASURES, type Measure } from "./measures";
 import type { HeadChoice } from "./source";
 
 export const PAGES = ["start", "overview", "head", "text", "align", "compare"] as const;
@@ -27,6 +28,8 @@ export interface State {
   palette: PaletteName;
   curve: Curve | null; // null: times chance for long causal maps, else the root
   bare: boolean; // whether special tokens and the first are left out
+  by: Measure; // what words and cells are shaded by, where it was recorded
+  step: number; // of a generation, the one shown; -1: all of it
   own: boolean; // whether each map of the overview has a scale of its own
 }
 
@@ -35,15 +38,15 @@ function firstHead(record: Recorded): [number, number] {
   return record.alignment ?? [Math.max(0, record.places.findIndex((place) => place.kind === "cross")), 0];
 }
 
-export function firstState(outline: Outline, record = 0): State {
-  const [place, head] = firstHead(outline.records[record]!);
+export function firstState(manifest: Manifest, record = 0): State {
+  const [place, head] = firstHead(manifest.records[record]!);
   return {
     // A translation opens on its alignment.
-    page: outline.records.length === 2 ? "compare" : outline.records[record]!.alignment ? "align" : "start",
+    page: manifest.records.length === 2 ? "compare" : manifest.records[record]!.alignment ? "align" : "start",
     record,
     place,
     head,
-    other: firstHead(outline.records.at(-1)!),
+    other: firstHead(manifest.records.at(-1)!),
     token: -1,
     side: "query",
     mate: -1,
@@ -51,11 +54,13 @@ export function firstState(outline: Outline, record = 0): State {
     split: false,
     sort: "",
     least: 0,
-    alike: outline.records.length === 1 || haveOneShape(outline.records[0]!, outline.records[1]!),
+    alike: manifest.records.length === 1 || haveOneShape(manifest.records[0]!, manifest.records[1]!),
     at: null,
     palette: "regard",
     curve: null,
     bare: false,
+    by: "weights",
+    step: -1,
     own: false,
   };
 }
@@ -64,32 +69,36 @@ function whole(text: string | null, low: number, high: number, otherwise: number
   return text !== null && /^-?\d{1,9}$/.test(text) ? Math.min(high, Math.max(low, Number(text))) : otherwise;
 }
 
-export function readState(line: string, outline: Outline): State {
+export function readState(line: string, manifest: Manifest): State {
   const [page, query = ""] = line.replace(/^#/, "").slice(0, 500).split("?");
   const said = new URLSearchParams(query);
-  const state = firstState(outline, whole(said.get("record"), 0, outline.records.length - 1, 0));
+  const state = firstState(manifest, whole(said.get("record"), 0, manifest.records.length - 1, 0));
   if ((PAGES as readonly string[]).includes(page ?? "")) state.page = page as PageName;
-  const places = outline.records[state.record]!.places;
+  const places = manifest.records[state.record]!.places;
   const first = said.has("place") ? 0 : Number(state.head);
   state.place = whole(said.get("place"), 0, places.length - 1, state.place);
   const head = said.get("head");
   state.head = head === "layer" || head === "all" ? head : whole(head, 0, places[state.place]!.n_heads - 1, first);
-  state.other = readOther(said.get("other"), outline.records.at(-1)!) ?? state.other;
+  state.other = readOther(said.get("other"), manifest.records.at(-1)!) ?? state.other;
   state.side = said.get("side") === "key" ? "key" : "query";
-  state.token = whole(said.get("token"), -1, tokenCount(outline, state) - 1, -1);
-  const others = tokenCount(outline, { ...state, side: state.side === "query" ? "key" : "query" });
+  state.token = whole(said.get("token"), -1, tokenCount(manifest, state) - 1, -1);
+  const others = tokenCount(manifest, { ...state, side: state.side === "query" ? "key" : "query" });
   state.mate = state.token < 0 ? -1 : whole(said.get("mate"), -1, others - 1, -1);
   const also = (said.get("also") ?? "").split(",").map((each) => whole(each, 0, places[state.place]!.n_heads - 1, -1));
   state.also = [...new Set(also)].filter((each) => each >= 0 && each !== state.head).slice(0, MOST_HEADS - 1);
   state.split = said.get("tokens") === "1";
   const sort = said.get("sort") ?? "";
-  state.sort = Object.hasOwn(outline.records[state.record]!.scores, sort) ? sort : "";
+  state.sort = Object.hasOwn(manifest.records[state.record]!.scores, sort) ? sort : "";
   state.least = whole(said.get("least"), 0, 100, 0) / 100;
   const at = (said.get("at") ?? "").split(",").map(Number);
   if (at.length === 3 && at.every((n) => Number.isFinite(n) && n >= 0)) state.at = at as [number, number, number];
   state.palette = PALETTES.find((name) => name === said.get("colours")) ?? "regard";
   state.curve = CURVES.find((name) => name === said.get("scale")) ?? null;
   state.bare = said.get("without") === "sinks";
+  state.by = MEASURES.find((name) => name === said.get("by")) ?? "weights";
+  const steps = manifest.records[state.record]!.steps ?? [];
+  state.step = whole(said.get("step"), -1, steps.length - 1, -1);
+  if (state.step >= 0 && !said.has("token")) state.token = Math.min(steps[state.step]!, tokenCount(manifest, state) - 1);
   state.own = said.get("own") === "1";
   return state;
 }
@@ -101,8 +110,8 @@ function readOther(text: string | null, { places }: Recorded): [number, HeadChoi
   return [Number(at), head === "layer" || head === "all" ? head : Math.min(Number(head), place.n_heads - 1)];
 }
 
-export function tokenCount(outline: Outline, state: State): number {
-  const place = outline.records[state.record]!.places[state.place]!;
+export function tokenCount(manifest: Manifest, state: State): number {
+  const place = manifest.records[state.record]!.places[state.place]!;
   return state.side === "query" ? place.n_queries : place.n_keys;
 }
 
@@ -137,6 +146,8 @@ export function writeState(state: State): string {
   if (state.palette !== "regard") said.set("colours", state.palette);
   if (state.curve) said.set("scale", state.curve);
   if (state.bare) said.set("without", "sinks");
+  if (state.by !== "weights" && ["head", "text"].includes(state.page)) said.set("by", state.by);
+  if (state.step >= 0 && state.page === "text") said.set("step", String(state.step));
   if (state.own && state.page === "overview") said.set("own", "1");
   const query = said.toString().replaceAll("%2C", ",");
   return query ? `${state.page}?${query}` : state.page;

@@ -6,7 +6,7 @@ import { chanceOf, overChance } from "./chance";
 import { ceiling, largest, paint, table, type Curve, type Table } from "./colour";
 import { colours, words, type Context } from "./context";
 import type { Legend } from "./controls";
-import { mapPlace } from "./outline";
+import { mapPlace } from "./manifest";
 import { cellsOf } from "./source";
 import { smallTile } from "./tiles";
 
@@ -79,9 +79,9 @@ export class Thumbs {
   }
 
   private async load(card: HTMLElement, canvas: HTMLCanvasElement, place: number, head: number): Promise<void> {
-    const { outline, source, state } = this.context;
-    const here = mapPlace(outline.records[state.record]!.places[place]!);
-    const { lt, ls } = smallTile(here, outline.small);
+    const { manifest, source, state } = this.context;
+    const here = mapPlace(manifest.records[state.record]!.places[place]!);
+    const { lt, ls } = smallTile(here, manifest.small);
     try {
       const values = await source.get(`map/${state.record}/${place}/${head}/${lt}/${ls}/0/0`);
       const width = cellsOf(here.n_keys, ls);

@@ -3,7 +3,7 @@
 
 import { chanceOf, overChance } from "./chance";
 import { ceiling, largest } from "./colour";
-import type { Place } from "./outline";
+import type { Place } from "./manifest";
 import { TILE, cellsOf, wholeLevel } from "./source";
 
 export interface TileAt {

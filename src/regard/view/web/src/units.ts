@@ -3,8 +3,8 @@
 // A unit's weight on another is the mean over its tokens of the sum over the other's: what its
 // tokens give, on average, to all of the other. lens/word_links.py does the same with words.
 
-import type { Pieces, Place, Recorded } from "./outline";
-import { keyTokens, queryTokens } from "./outline";
+import type { Pieces, Place, Recorded } from "./manifest";
+import { keyTokens, queryTokens } from "./manifest";
 import { label } from "./words";
 
 export interface Unit {
@@ -45,6 +45,11 @@ export class Units {
 
   tokensOf({ first, count }: Unit): number[] {
     return Array.from({ length: count }, (_, more) => first + more);
+  }
+
+  /** The probability of each unit: the product of its tokens'. */
+  join(values: Float32Array): Float32Array {
+    return Float32Array.from(this.list, (unit) => this.tokensOf(unit).reduce((product, at) => product * (values[at] ?? NaN), 1));
   }
 
   /** Of each unit what its tokens have together, or on average. */

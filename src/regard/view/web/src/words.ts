@@ -58,6 +58,13 @@ export function direction(parts: Iterable<string>): "ltr" | "rtl" {
   return "ltr";
 }
 
+/** Whether most of what is written is Chinese, Japanese or Korean. */
+export function isCjk(parts: string[]): boolean {
+  const letters = parts.join("").match(/\p{L}/gu) ?? [];
+  const own = letters.filter((letter) => /[\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Hangul}ー]/u.test(letter));
+  return own.length * 2 > letters.length;
+}
+
 /** A label between quotes for a sentence; isolated, so that Hebrew in it turns nothing around it. */
 export function quoted(text: string, length = 24): string {
   return `“\u2068${label(text, length)}\u2069”`;

@@ -1,19 +1,21 @@
 // Two columns of words with a line for every weight that matters. Of cross-attention source on the left
 // and target on the right; of self-attention queries on the left and keys on the right, several heads
-// at once, each in its colour, where that is wanted. A source without words, such as
+// at once, each in its colour, where that is wanted. Chinese, Japanese and Korean are written in two
+// rows, one above the other. A source without words, such as
 // speech, is shown in spans of positions, a long text in parts; what a word looks at most is told
 // of all keys, also those of other parts.
 
 import { current, question, words, type Context, type Page } from "../context";
 import { headPicker, notes, savers, sinkPicker } from "../controls";
 import { h, message, percent, select, svg } from "../dom";
-import { isExact, keyTokens, queryTokens } from "../outline";
+import { isExact, keyTokens, queryTokens } from "../manifest";
 import { TILE, cellsOf, wholeLevel } from "../source";
 import { MOST_HEADS } from "../state";
 import { headKeys } from "./head";
-import { label, quoted } from "../words";
+import { isCjk, label, quoted } from "../words";
 
 const LINE = 30; // pixels a word
+const SIGN = 18; // pixels a character, where words stand side by side
 const MIDDLE = 260; // pixels between the columns, at most
 const LINES = 3000; // drawn at most
 const SPANS = 64; // of positions, at most
@@ -48,6 +50,7 @@ class AlignView {
   private weights: Float32Array | null = null;
   private beside: [number, Float32Array][] = []; // other heads, and their weights
   private readonly self: boolean;
+  private readonly across: boolean; // whether words stand side by side, and not one below the other
   private readonly level: number; // each row of the source is 2^level keys
   private timer = 0;
   private tile = { ti: 0, si: -1 }; // the part shown; -1: the one with most of the weight
@@ -61,7 +64,9 @@ class AlignView {
     this.level = place.keys === "positions" && place.n_keys > TILE ? wholeLevel(place.n_keys, SPANS) : 0;
     this.columns = this.level ? spans(place.n_keys, 2 ** this.level) : keyTokens(record, place);
     const cross = place.kind === "cross";
-    const facts = cross ? "Source on the left, target on the right: each line is how much a target word looks at a source word." : "Who looks on the left, at what on the right: each line is how much a word looks at another.";
+    this.across = !this.level && isCjk(this.rows) && isCjk(this.columns);
+    const [one, two] = this.across ? ["above", "below"] : ["on the left", "on the right"];
+    const facts = cross ? `Source ${one}, target ${two}: each line is how much a target word looks at a source word.` : `Who looks ${one}, at what ${two}: each line is how much a word looks at another.`;
     const written = " A word stands where it is read: its lines are where the model looks while about to write the next.";
     const few = select("Lines", [["1", "1 a word"], ["2", "2 a word"], ["3", "3 a word"], ["5", "5 a word"], ["0", "all"]], String(most[place.kind]), (value) => { most[place.kind] = Number(value); this.draw(); });
     const shown = h("output", { text: percent(least) });
@@ -161,36 +166,43 @@ class AlignView {
   draw(): void {
     if (!this.weights) return;
     const { t, s, t0, s0 } = this.shown();
-    const height = Math.max(t, s) * LINE;
-    const wide = Math.max(70, Math.min(MIDDLE, this.stage.clientWidth - 300));
-    // Both columns run from top to bottom, so that a word is near what stands as far into the other.
-    const [gapT, gapS] = [t, s].map((count) => (count > 1 ? (height - LINE) / (count - 1) : 0) - LINE) as [number, number];
+    const { across } = this;
+    const wide = across ? MIDDLE : Math.max(70, Math.min(MIDDLE, this.stage.clientWidth - 300));
+    const sizes = [this.rows.slice(t0, t0 + t), this.columns.slice(s0, s0 + s)].map((names) => names.map((name) => this.sizeOf(name)));
+    const length = Math.max(...sizes.map(total));
+    // Both columns run from end to end, so that a word is near what stands as far into the other.
+    const [queryAxis, keyAxis] = sizes.map((own) => spread(own, length)) as [Spread, Spread];
     this.paths = [];
-    const heightOf = (at: number, gap: number) => LINE / 2 + at * (gap + LINE);
     for (const [head, weights] of [this.weights, ...this.beside.map(([, values]) => values)].entries()) {
       for (let y = 0; y < t; y += 1) {
         const row = [...weights.subarray(y * s, (y + 1) * s).entries()].filter(([, weight]) => weight >= least);
         const { kind } = current(this.context).place;
         if (most[kind]) row.sort((a, b) => b[1] - a[1]).splice(most[kind]);
         for (const [x, weight] of row) {
-          const ends: [number, number] = [heightOf(x, gapS), heightOf(y, gapT)];
+          const ends: [number, number] = [keyAxis.centres[x]!, queryAxis.centres[y]!];
           if (this.self) ends.reverse();
-          this.paths.push({ t: t0 + y, s: s0 + x, weight, head, element: svg("path", { d: curve(...ends, wide) }) });
+          this.paths.push({ t: t0 + y, s: s0 + x, weight, head, element: svg("path", { d: curve(...ends, wide, across) }) });
         }
       }
     }
     this.paths.sort((a, b) => b.weight - a.weight);
     this.paths.length = Math.min(LINES, this.paths.length);
-    const lines = svg("svg", { class: "lines", width: wide, height, viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": `${this.paths.length} lines of at least ${percent(least)}` });
+    const [width, height] = across ? [length, wide] : [wide, length];
+    const lines = svg("svg", { class: "lines", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${this.paths.length} lines of at least ${percent(least)}` });
     lines.append(...this.paths.map((path) => path.element).reverse());
     const [keys, queries] = [this.column("key", s0, s), this.column("query", t0, t)];
-    keys.style.rowGap = `${Math.max(0, gapS)}px`;
-    queries.style.rowGap = `${Math.max(0, gapT)}px`;
+    keys.style.gap = `${keyAxis.gap}px`;
+    queries.style.gap = `${queryAxis.gap}px`;
     const [left, right] = this.self ? [queries, keys] : [keys, queries];
     left.classList.add("left");
     const none = this.paths.length ? null : message(`No weight here reaches ${percent(least)}; move “At least” to the left.`);
-    this.stage.replaceChildren(...(none ? [none] : []), h("div", { class: "pair-columns" }, left, lines, right), ...this.turner());
+    this.stage.replaceChildren(...(none ? [none] : []), h("div", { class: across ? "pair-columns across" : "pair-columns" }, left, lines, right), ...this.turner());
     this.mark();
+  }
+
+  /** Pixels that a word takes along its column or row. */
+  private sizeOf(name: string): number {
+    return this.across ? Math.max(LINE, SIGN * [...label(name, 22)].length + 8) : LINE;
   }
 
   private column(which: "query" | "key", first: number, count: number): HTMLElement {
@@ -198,18 +210,21 @@ class AlignView {
     this.buttons[which] = Array.from({ length: count }, (_, index) => {
       const at = first + index;
       const show = () => this.mark({ which, at });
-      return h(
+      const word = h(
         "button",
         { type: "button", class: "word", "data-at": at, title: which === "query" ? this.nextOf(at) : null, "aria-pressed": "false", on: { click: () => this.choose(which, at), pointerenter: show, pointerleave: () => this.mark(), focus: show, blur: () => this.mark() } },
         h("bdi", { dir: "auto", text: label(names[at]!, 22) }),
         h("span", { class: "share" }),
       );
+      if (this.across) word.style.width = `${this.sizeOf(names[at]!)}px`;
+      return word;
     });
     const side = h("div", { class: `words ${which}`, role: "group", "aria-label": which === "query" ? "Target words" : "Source words" }, ...this.buttons[which]);
     side.addEventListener("keydown", (event) => {
-      const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+      const [down, up, left, right] = this.across ? ["ArrowRight", "ArrowLeft", "ArrowUp", "ArrowDown"] : ["ArrowDown", "ArrowUp", "ArrowLeft", "ArrowRight"];
+      const step = { [down!]: 1, [up!]: -1 }[event.key];
       const at = this.buttons[which].indexOf(event.target as HTMLElement);
-      const over = event.key === "ArrowLeft" || event.key === "ArrowRight" ? (which === "query" ? "key" : "query") : null;
+      const over = event.key === left || event.key === right ? (which === "query" ? "key" : "query") : null;
       const next = step ? this.buttons[which][at + step] : over ? this.buttons[over][Math.min(at, this.buttons[over].length - 1)] : null;
       if (!next || at < 0) return;
       event.preventDefault();
@@ -278,7 +293,7 @@ class AlignView {
         let value = NaN;
         if (chosen && chosen.which !== which) value = which === "key" ? this.at(chosen.at - t0, index, s) : this.at(index, chosen.at - s0, s);
         button.classList.toggle("lit", value >= least);
-        (button.lastChild as HTMLElement).textContent = value >= least ? percent(value) : "";
+        (button.lastChild as HTMLElement).textContent = value >= least ? (this.across ? `${Math.round(value * 100)}%` : percent(value)) : "";
       });
     }
     this.tell(chosen);
@@ -341,6 +356,26 @@ function spans(count: number, width: number): string[] {
   return Array.from({ length: Math.ceil(count / width) }, (_, row) => `${row * width}–${Math.min(count, (row + 1) * width) - 1}`);
 }
 
-function curve(from: number, to: number, wide: number): string {
-  return `M0 ${from}C${wide * 0.45} ${from} ${wide * 0.55} ${to} ${wide} ${to}`;
+interface Spread {
+  gap: number;
+  centres: number[];
+}
+
+const total = (sizes: number[]): number => sizes.reduce((sum, size) => sum + size, 0);
+
+/** Words of these sizes with equal gaps, from one end of a length to the other. */
+function spread(sizes: number[], length: number): Spread {
+  const gap = sizes.length > 1 ? (length - total(sizes)) / (sizes.length - 1) : 0;
+  let done = 0;
+  const centres = sizes.map((size) => {
+    done += size + gap;
+    return done - gap - size / 2;
+  });
+  return { gap, centres };
+}
+
+/** From one column to the other, or from one row to the other. */
+function curve(from: number, to: number, wide: number, across: boolean): string {
+  const points = [[0, from], [wide * 0.45, from], [wide * 0.55, to], [wide, to]].map(([x, y]) => (across ? `${y} ${x}` : `${x} ${y}`));
+  return `M${points[0]}C${points.slice(1).join(" ")}`;
 }

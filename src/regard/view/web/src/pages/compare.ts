@@ -7,7 +7,7 @@ import { colours, mapCurve, type Context, type Page } from "../context";
 import { Legend, colourPicker, headLists, headPicker, savers, sinkPicker } from "../controls";
 import { exact, h, message, percent } from "../dom";
 import { Heatmap, type Cell, type MapOptions } from "../heatmap";
-import { cellStarts, headTitle, isExact, keyTokens, mapPlace, placeLabel, queryTokens, type Place, type Recorded } from "../outline";
+import { cellStarts, headTitle, isExact, keyTokens, mapPlace, placeLabel, queryTokens, type Place, type Recorded } from "../manifest";
 import type { HeadChoice } from "../source";
 import { chosenPair } from "../state";
 import type { TileAt } from "../tiles";
@@ -26,14 +26,14 @@ interface Side {
 function sides(context: Context): [Side, Side] {
   const { place, head, other, alike } = context.state;
   const side = (which: number, at: number, chosen: HeadChoice): Side => {
-    const record = context.outline.records[which]!;
+    const record = context.manifest.records[which]!;
     return { which, record, place: record.places[at]!, at, head: chosen };
   };
   return [side(0, place, head), alike ? side(1, place, head) : side(1, ...other)];
 }
 
 export function compare(context: Context): Page {
-  if (context.outline.records.length < 2) {
+  if (context.manifest.records.length < 2) {
     return { element: h("section", { class: "page compare", "aria-label": "Compare" }, message("There is one record here. Open two to compare them: regard view one.regard two.regard")) };
   }
   const [one, two] = sides(context);
@@ -112,7 +112,7 @@ class Maps {
     const { context, all } = this;
     const [rows, columns] = labelsOf(record, place);
     const map: Heatmap = new Heatmap({
-      place: mapPlace(place), fetch, difference, label: title, rows, columns, small: context.outline.small,
+      place: mapPlace(place), fetch, difference, label: title, rows, columns, small: context.manifest.small,
       ramp: () => (difference ? differenceRamp(context.dark()) : colours(context)),
       curve: this.curve,
       at: context.state.at,
@@ -122,12 +122,12 @@ class Maps {
         context.go({ at }, true);
       },
       onCell: (cell, kept) => {
-        tell(this.readout, all, cell, rows, columns, this.context.outline.bound);
+        tell(this.readout, all, cell, rows, columns, this.context.manifest.bound);
         for (const other of all) if (other !== map) other.follow(kept ? null : cell);
         if (kept && cell && isExact(place)) context.go({ token: cell.t, side: "query", mate: cell.s }, true);
       },
       onLoad: () => {
-        if (map.cursor) tell(this.readout, all, map.cell(map.cursor), rows, columns, this.context.outline.bound);
+        if (map.cursor) tell(this.readout, all, map.cell(map.cursor), rows, columns, this.context.manifest.bound);
         (difference ? this.signed : this.legend).update(...map.scale);
         for (const other of all) other.redraw();
       },
@@ -166,7 +166,7 @@ function tell(readout: HTMLElement, maps: Heatmap[], cell: Cell | null, rows: st
 
 /** The heads whose queries look elsewhere in the second record, by how much of their weight does. */
 function differences(context: Context, one: Recorded): HTMLElement[] {
-  const found = context.outline.differences;
+  const found = context.manifest.differences;
   const { place: here, head: chosen, alike } = context.state;
   if (!alike) return [message("These models differ in shape: a head of one has no like in the other, so none are paired.")];
   if (!found) return [message("The two texts differ in length, or in how finely their maps were kept, so heads are not compared weight by weight.")];

@@ -1,11 +1,12 @@
 // One head as a map that can be zoomed from the whole text to single weights.
 
 import { colours, current, mapCurve, question, words, type Context, type Page } from "../context";
-import { Legend, colourPicker, headPicker, notes, savers, scoreBars, sinkPicker, stepHead, stepLayer } from "../controls";
+import { Legend, colourPicker, headPicker, measurePicker, notes, savers, scoreBars, sinkPicker, stepHead, stepLayer } from "../controls";
 import { visibleTo } from "../chance";
-import { exact, h, many, message, percent } from "../dom";
+import { exact, h, many, message } from "../dom";
 import { Heatmap, type Cell } from "../heatmap";
-import { cellStarts, headTitle, isExact, keyTokens, mapPlace, queryTokens, type Place } from "../outline";
+import { amount, measureOf } from "../measures";
+import { cellStarts, headTitle, isExact, keyTokens, mapPlace, queryTokens, type Place } from "../manifest";
 import { chosenPair } from "../state";
 import { label, quoted } from "../words";
 
@@ -13,6 +14,7 @@ export function head(context: Context): Page {
   const { record, place } = current(context);
   const { state } = context;
   const coarse = !isExact(place);
+  const valued = measureOf(context) === "values";
   const drawn = mapPlace(place);
   const rows = coarse ? cellStarts(drawn.n_queries, place.n_queries) : queryTokens(record, place);
   const columns = coarse ? cellStarts(drawn.n_keys, place.n_keys) : keyTokens(record, place);
@@ -22,7 +24,7 @@ export function head(context: Context): Page {
   const readout = new Readout(context, rows, columns, place);
   const title = headTitle(record, state.place, state.head);
   const map = new Heatmap({
-    place: drawn, rows, columns, small: context.outline.small,
+    place: drawn, rows, columns, small: context.manifest.small,
     label: `${title}. ${place.n_queries} queries from top to bottom, ${place.n_keys} keys from left to right. Arrow keys move, plus and minus zoom, 0 shows all.`,
     fetch: ({ lt, ls, ti, si }, signal) => context.source.get(question("map", context, lt, ls, ti, si), signal),
     ramp: () => colours(context),
@@ -49,14 +51,14 @@ export function head(context: Context): Page {
     { class: "panel" },
     h("h1", { text: title }),
     state.head === "all" ? null : h("p", { class: "facts", title: place.name, text: place.name }),
-    ...notes(context), headPicker(context, true),
+    ...notes(context), headPicker(context, true), ...measurePicker(context),
     readout.element,
     coarse ? message(place.grid ? `This record kept a picture of ${place.grid[0]} × ${place.grid[1]} cells here, not single weights.` : "This record kept no map here.") : null,
     scoreBars(context),
     legend.element,
     drawn.causal ? h("p", { class: "hint", text: "Hatched: keys that come later, which a query may not look at." }) : null,
     coarse ? null : sinkPicker(context),
-    colourPicker(context, curve, !coarse && !state.bare),
+    colourPicker(context, curve, !coarse && !state.bare && !valued),
     savers(context, map, `${record.model} ${title}`),
   );
   const element = h("section", { class: "page head", "aria-label": title }, h("div", { class: "stage" }, map.element, zoomers, trouble), aside);
@@ -155,10 +157,10 @@ class Readout {
   }
 
   private spellOut(value: number, hidden: boolean): string {
-    const { state, outline } = this.context;
+    const { state, manifest } = this.context;
     // What is left without sinks is multiplied, and its rounding with it.
-    if (outline.bound && state.bare && !hidden) return `≈ ${Number(value.toPrecision(2))}`;
-    return exact(value, hidden ? 0 : outline.bound);
+    if (manifest.bound && state.bare && !hidden) return `≈ ${Number(value.toPrecision(2))}`;
+    return exact(value, hidden ? 0 : manifest.bound);
   }
 
   private async fetch(t: number, s: number): Promise<void> {
@@ -176,8 +178,9 @@ class Readout {
     const keys = visibleTo(this.place, t);
     const hidden = this.place.causal && s > t + this.place.n_keys - this.place.n_queries;
     this.value.textContent = value === undefined ? "…" : this.spellOut(value, hidden);
-    if (value !== undefined && keys && !hidden && !this.context.state.bare) this.times.textContent = `${Number((value * keys).toPrecision(3))} times chance: ${quoted(this.rows[t]!)} may look at ${many(keys, "key")}`;
+    const measure = measureOf(this.context);
+    if (value !== undefined && keys && !hidden && measure === "weights" && !this.context.state.bare) this.times.textContent = `${Number((value * keys).toPrecision(3))} times chance: ${quoted(this.rows[t]!)} may look at ${many(keys, "key")}`;
     if (value === undefined || !this.kept) return;
-    this.context.announce(`${quoted(this.rows[t]!)} at ${t} looks at ${quoted(this.columns[s]!)} at ${s}: ${percent(value)}`);
+    this.context.announce(`${quoted(this.rows[t]!)} at ${t} looks at ${quoted(this.columns[s]!)} at ${s}: ${amount(measure, value)}`);
   }
 }

@@ -4,7 +4,7 @@ import { current, mapCurve, type Context, type Page } from "../context";
 import { Legend, colourPicker, notes, savers, sinkPicker } from "../controls";
 import type { Curve } from "../colour";
 import { h, many, message, select, strip } from "../dom";
-import { headTitle, isExact, placeLabel } from "../outline";
+import { headTitle, isExact, placeLabel } from "../manifest";
 import { role, score, spell, spellScore, strength, threshold, told } from "../roles";
 import { Thumbs } from "../thumbs";
 import { direction, opening, shorten } from "../words";
@@ -54,7 +54,7 @@ function controls(context: Context, refill: () => void, legend: Legend, curve: C
   const { record } = current(context);
   const { state } = context;
   const names = Object.keys(record.scores);
-  const options: [string, string][] = [["", "the model’s order"], ...names.map((name): [string, string] => [name, `${name}: ${told(context.outline, name)}`])];
+  const options: [string, string][] = [["", "the model’s order"], ...names.map((name): [string, string] => [name, `${name}: ${told(context.manifest, name)}`])];
   const row = h("div", { class: "controls" }, select("Arrange by", options, state.sort, (sort) => context.go({ sort, least: 0 })));
   if (state.sort) {
     const [value, words] = threshold(record, state.sort, state.least);
@@ -109,7 +109,7 @@ function fillSorted(context: Context, grid: HTMLElement, painter: Thumbs, found:
   const kept = entries.filter((entry) => !least || rank(entry) >= least - 1e-9);
   kept.sort((a, b) => rank(b) - rank(a) || a.place - b.place || a.head - b.head);
   grid.className = "heads sorted";
-  found.textContent = `${kept.length.toLocaleString("en")} of ${entries.length.toLocaleString("en")} heads, by how much each ${told(context.outline, sort)}.`;
+  found.textContent = `${kept.length.toLocaleString("en")} of ${entries.length.toLocaleString("en")} heads, by how much each ${told(context.manifest, sort)}.`;
   for (const entry of kept) grid.append(card(context, painter, entry, spellScore(sort, entry.value)));
   if (!kept.length) grid.append(message("No head reaches that. Move the slider to the left."));
 }

@@ -2,13 +2,13 @@
 //
 // A word's weight on another is the mean over its tokens of the sum over the other's, as in
 // lens/word_links.py. Each head is asked for the rows (or columns) of the chosen word alone, and
-// shown as soon as it has answered.
+// shown as soon as it has answered. Pointing at a word previews the answer that choosing it gives.
 
 import { inkOn } from "../colour";
 import { current, wordCurve, type Context, type Page } from "../context";
 import { Legend, notes, savers, shade, sinkPicker } from "../controls";
 import { h, hundredth, many, message, select } from "../dom";
-import { allLayers, headTitle, placeLabel, type Finding, type Recorded } from "../outline";
+import { allLayers, headTitle, placeLabel, type Finding, type Recorded } from "../manifest";
 import { headline } from "./overview";
 import { WordSearch } from "../search";
 import { wordUnits, type Units } from "../units";
@@ -19,7 +19,9 @@ const RANKED = 8;
 const NEWS = 250; // milliseconds between two looks at what has come
 const LONGEST = 40; // characters of a word
 const CHIPS = 400; // words on the page at once
+const REST = 80; // milliseconds that the pointer rests on a word before it is previewed
 type Which = "query" | "key";
+type Given = Map<string, Float32Array | null>; // by head, over units; null: not in this file
 
 export function start(context: Context): Page {
   const view = new StartView(context);
@@ -32,6 +34,13 @@ interface Found {
   head: number;
   value: number;
   other: number; // the unit at the other end
+}
+
+/** What is asked: a word, the side it is on, and the one at the other end; units, -1: any. */
+interface Asked {
+  side: Which;
+  chosen: number;
+  mate: number;
 }
 
 class StartView {
@@ -47,12 +56,13 @@ class StartView {
   private readonly chips = h("div", { class: "chips" });
   private readonly trouble = h("div");
   private readonly rule = h("p", { class: "hint" });
-  private readonly given = new Map<string, Float32Array | null>(); // by head, over units; null: not in this file
-  private side: Which;
-  private chosen: number; // the unit that was chosen, on `side`; -1: none
-  private mate: number; // the unit at the other end; -1: any
+  private readonly kept: Asked; // what was chosen
+  private readonly keptGiven: Given = new Map();
+  private asked: Asked; // what is shown: the same, or what the pointer rests on
+  private given = this.keptGiven;
   private closed = false;
   private timer = 0;
+  private resting = 0;
 
   constructor(private readonly context: Context) {
     const { record, place } = current(context);
@@ -63,11 +73,25 @@ class StartView {
     const queries = wordUnits(record, place, "query");
     this.units = { query: queries, key: this.one ? queries : wordUnits(record, place, "key") };
     const asked = state.token < 0 && record.asked !== null && place.queries === "target" ? record.asked : state.token;
-    this.side = state.token < 0 ? "query" : state.side;
-    this.chosen = this.units[this.side].at(asked);
-    this.mate = this.units[this.other].at(state.mate);
+    const side = state.token < 0 ? "query" : state.side;
+    this.asked = { side, chosen: this.units[side].at(asked), mate: this.units[side === "query" ? "key" : "query"].at(state.mate) };
+    this.kept = this.asked;
+    this.chips.addEventListener("pointerover", (event) => this.point(event));
+    this.chips.addEventListener("pointerleave", () => this.rest(this.kept));
     this.legend = new Legend(context, wordCurve(context));
     this.element = h("section", { class: "page start", "aria-label": "Start" }, headline(context), ...notes(context), this.finder(), this.findings());
+  }
+
+  private get side(): Which {
+    return this.asked.side;
+  }
+
+  private get chosen(): number {
+    return this.asked.chosen;
+  }
+
+  private get mate(): number {
+    return this.asked.mate;
   }
 
   private get other(): Which {
@@ -77,11 +101,13 @@ class StartView {
   close(): void {
     this.closed = true;
     clearTimeout(this.timer);
+    clearTimeout(this.resting);
   }
 
   key(event: KeyboardEvent): boolean {
-    if (event.key !== "Escape" || this.mate < 0) return false;
-    this.choose(this.side, this.chosen, -1);
+    const { side, chosen, mate } = this.kept;
+    if (event.key !== "Escape" || mate < 0) return false;
+    this.choose(side, chosen, -1);
     return true;
   }
 
@@ -125,30 +151,61 @@ class StartView {
     await new Promise(requestAnimationFrame); // when it is on the page, the chosen word is scrolled to
     this.chips.replaceChildren();
     this.paint();
-    if (this.chosen < 0) return;
-    const heads = this.places.flatMap((place) => Array.from({ length: this.record.places[place]!.n_heads }, (_, head) => [place, head] as const));
-    const next = async (): Promise<void> => {
-      for (let one = heads.shift(); one && !this.closed; one = heads.shift()) {
-        this.given.set(one.join("."), await this.ask(...one).catch(() => null));
-        this.timer ||= window.setTimeout(() => this.paint(), NEWS);
-      }
-    };
-    await Promise.all(Array.from({ length: AT_ONCE }, next));
+    await this.askAll();
     if (this.closed) return;
-    this.paint();
     this.element.dataset.ready = "yes";
     this.context.announce(this.answer.textContent ?? "");
   }
 
-  private async ask(place: number, head: number): Promise<Float32Array> {
+  private async askAll(): Promise<void> {
+    const { given, asked } = this;
+    if (asked.chosen < 0) return;
+    const heads = this.places.flatMap((place) => Array.from({ length: this.record.places[place]!.n_heads }, (_, head) => [place, head] as const));
+    const next = async (): Promise<void> => {
+      const wanted = () => !this.closed && (given === this.keptGiven || given === this.given);
+      for (let one = heads.shift(); one && wanted(); one = heads.shift()) {
+        given.set(one.join("."), await this.ask(asked, ...one).catch(() => null));
+        this.timer ||= window.setTimeout(() => this.paint(), NEWS);
+      }
+    };
+    await Promise.all(Array.from({ length: AT_ONCE }, next));
+    if (!this.closed) this.paint();
+  }
+
+  private async ask({ side, chosen }: Asked, place: number, head: number): Promise<Float32Array> {
     const { source, state } = this.context;
-    const own = this.units[this.side];
-    const tokens = own.tokensOf(own.list[this.chosen]!);
-    const kind = this.side === "query" ? "row" : "column";
+    const own = this.units[side];
+    const tokens = own.tokensOf(own.list[chosen]!);
+    const kind = side === "query" ? "row" : "column";
     const all = await Promise.all(tokens.map((token) => source.get([kind, state.record, place, head, token].join("/"))));
     const share = kind === "row" ? all.length : 1;
     const sums = all[0]!.map((_, at) => all.reduce((sum, values) => sum + values[at]!, 0) / share);
-    return this.units[this.other].gather(sums, kind === "column");
+    return this.units[side === "query" ? "key" : "query"].gather(sums, kind === "column");
+  }
+
+  private point(event: PointerEvent): void {
+    const word = (event.target as Element).closest<HTMLElement>(".word");
+    if (event.pointerType === "touch") return;
+    const which: Which = word?.dataset.which === "key" ? "key" : "query";
+    // Choosing what is chosen again turns the question round: not what a look at it is for.
+    const other = word && word.ariaPressed === "false";
+    this.rest(other ? this.outcome(which, this.units[which].at(Number(word.dataset.at))) : this.kept);
+  }
+
+  private rest(asked: Asked): void {
+    clearTimeout(this.resting);
+    this.resting = window.setTimeout(() => this.preview(asked), REST);
+  }
+
+  /** Show another answer while the pointer rests; the words stay as they are. */
+  private preview(asked: Asked): void {
+    const { side, chosen, mate } = this.asked;
+    if (asked.chosen < 0 || (asked.side === side && asked.chosen === chosen && asked.mate === mate)) return;
+    this.asked = asked;
+    const known = asked.side === this.kept.side && asked.chosen === this.kept.chosen;
+    this.given = known ? this.keptGiven : new Map();
+    if (known) this.paint();
+    else void this.askAll();
   }
 
   /** Whether "anything" may be this word: not the word itself, nor what takes what nobody wants. */
@@ -181,7 +238,7 @@ class StartView {
     this.legend.update(max);
     this.tell(ranked.slice(0, RANKED), max);
     this.fill(all, max);
-    this.spread();
+    if (this.asked === this.kept) this.spread();
     this.explain();
   }
 
@@ -256,7 +313,7 @@ class StartView {
       const mate = (this.one || which === this.other) && at === this.mate;
       const colour = shaded && !own && this.counts(at) && best[at]! > 0.01 ? shade(this.context, best[at]!, 1) : "";
       const title = own ? "chosen" : shaded ? `at most ${hundredth(best[at]!)} in one head` : null;
-      const word = h("button", { type: "button", class: `word${own ? " own" : ""}${mate ? " mate" : ""}`, "data-at": unit.first, "data-focus": `${which}-${at}`, "aria-pressed": String(own || mate), title, on: { click: () => this.click(which, at) } }, h("bdi", { dir: "auto", text: unit.own.trim() ? label(unit.own, LONGEST) : label(unit.name, 12) }));
+      const word = h("button", { type: "button", class: `word${own ? " own" : ""}${mate ? " mate" : ""}`, "data-at": unit.first, "data-which": which, "data-focus": `${which}-${at}`, "aria-pressed": String(own || mate), title, on: { click: () => this.click(which, at) } }, h("bdi", { dir: "auto", text: unit.own.trim() ? label(unit.own, LONGEST) : label(unit.name, 12) }));
       word.style.backgroundColor = colour;
       word.style.color = colour && inkOn(colour);
       return [document.createTextNode(unit.before ? " " : ""), word];
@@ -266,12 +323,18 @@ class StartView {
   }
 
   /** With one word chosen, another is the other end; the chosen one again turns the question round. */
+  private outcome(which: Which, at: number): Asked {
+    const { side, chosen, mate } = this.kept;
+    if (!this.one) return which === side ? { side, chosen: at, mate } : { side, chosen, mate: at === mate ? -1 : at };
+    if (at === chosen) return { side: side === "query" ? "key" : "query", chosen: at, mate: -1 };
+    if (mate < 0) return chosen < 0 ? { side, chosen: at, mate } : { side, chosen, mate: at };
+    if (at === mate) return { side, chosen, mate: -1 };
+    return { side: "query", chosen: at, mate: -1 };
+  }
+
   private click(which: Which, at: number): void {
-    if (!this.one) return which === this.side ? this.choose(which, at, this.mate) : this.choose(this.side, this.chosen, at === this.mate ? -1 : at);
-    if (at === this.chosen) this.choose(this.other, at, -1);
-    else if (this.mate < 0) this.choose(this.side, this.chosen < 0 ? at : this.chosen, this.chosen < 0 ? -1 : at);
-    else if (at === this.mate) this.choose(this.side, this.chosen, -1);
-    else this.choose("query", at, -1);
+    const { side, chosen, mate } = this.outcome(which, at);
+    this.choose(side, chosen, mate);
   }
 
   private explain(): void {

@@ -1,37 +1,72 @@
-// The words themselves. Choose one, and the others are shaded by how much it looks at them, or they
-// at it; for one head, the mean of a layer, or all. With none chosen, by what each receives.
+// The words themselves. Choose one, or point at it, and the others are shaded by how much it looks at
+// them, or they at it; for one head, the mean of a layer, or all. With none chosen, by what each
+// receives. Other measures than weights are where the record has them (see measures.ts), what could
+// have come next and the steps of a generation too.
 
 import { lookersAt } from "../chance";
-import { inkOn, largest } from "../colour";
+import { onScale, differenceRamp, largest } from "../colour";
 import { current, question, wordCurve, words, type Context, type Page } from "../context";
-import { Legend, colourPicker, headPicker, notes, savers, shade, sinkPicker } from "../controls";
+import { Legend, colourPicker, headPicker, measurePicker, notes, savers, shade, sinkPicker } from "../controls";
 import { h, many, message, percent, strip } from "../dom";
-import type { Place, Recorded } from "../outline";
+import { amount, measureOf, type Measure } from "../measures";
+import type { Place, Recorded } from "../manifest";
+import { Player } from "../player";
 import { headKeys } from "./head";
 import { unitsOf, type Unit, type Units } from "../units";
 import { WordSearch } from "../search";
-import { direction, isSpecial, label, quoted, visible } from "../words";
+import { WordFlow, type Shading, type Which } from "../wordflow";
+import { label, quoted } from "../words";
 
-const WINDOW = 2000; // words on the page at once
-type Which = "query" | "key";
+const RANKED = 8;
+/** What is asked of a word: what it does, and what is done to it. */
+const ENDS: Record<Measure, [string, string]> = {
+  weights: ["Looks at", "Is looked at by"],
+  values: ["Takes from", "Gives to"],
+  rollout: ["Draws on", "Is drawn on by"],
+  gradient: ["Rows", "Columns"],
+  probability: ["", ""],
+};
+const UNTIL: Record<Measure, string> = {
+  weights: "Choose a word. Until then, words are shaded by what they get, on average, of the attention of those that may look at them.",
+  values: "Choose a word. Until then, words are shaded by what they give, on average, to those that may look at them: the weight times the length of the value.",
+  rollout: "Choose a word to see what its last state draws on by way of all layers, or which states draw on it.",
+  gradient: "",
+  probability: "Words are shaded by the probability that the model gave them before it read them. The least expected:",
+};
 
 export function text(context: Context): Page {
   const view = new TextView(context);
   void view.shade();
   requestAnimationFrame(() => view.reveal(context.state.side, context.state.token));
-  return { element: view.element, restyle: () => void view.shade(), key: (event) => view.key(event) };
+  return { element: view.element, close: () => view.close(), restyle: () => void view.shade(), key: (event) => view.key(event) };
+}
+
+interface Selection {
+  token: number;
+  side: Which;
+}
+
+/** Numbers to shade one side by; `whole`: of no word in particular. */
+interface Measured {
+  values: Float32Array;
+  shaded: Which;
+  whole: boolean;
 }
 
 class TextView {
   readonly element: HTMLElement;
-  readonly units: Record<Which, Units>;
-  private readonly blocks: Block[];
+  private readonly units: Record<Which, Units>;
+  private readonly flows: WordFlow[];
   private readonly ranking = h("ol", { class: "ranking" });
   private readonly sentence = h("p", { class: "sentence" });
   private readonly trouble = h("div", { class: "trouble" });
+  private readonly candidates = h("div", { class: "candidates" });
   private readonly legend: Legend;
   private readonly record: Recorded;
   private readonly place: Place;
+  private readonly measure: Measure;
+  private readonly player: Player | null;
+  private preview: Selection | null = null; // the word under the pointer
   private turn = 0;
 
   constructor(private readonly context: Context) {
@@ -39,18 +74,41 @@ class TextView {
     const { split, side } = context.state;
     this.record = record;
     this.place = place;
-    this.legend = new Legend(context, wordCurve(context));
+    this.measure = measureOf(context);
+    this.legend = new Legend(context, wordCurve(context), this.measure === "gradient" ? differenceRamp(context.dark()) : null);
     const two = place.kind === "cross" || place.queries !== place.keys;
     const units = unitsOf(record, place, "query", split);
     this.units = { query: units, key: two ? unitsOf(record, place, "key", split) : units };
-    this.blocks = two
-      ? [new Block(this, context, "key", "Source"), new Block(this, context, "query", "Target")]
-      : [new Block(this, context, null, "Text")];
-    const towards = strip<Which>("Direction", [["query", "Looks at"], ["key", "Is looked at by"]], side, (to) => context.go({ side: to }));
-    const aside = h("aside", { class: "panel" }, h("h1", { text: "Text" }), ...notes(context), headPicker(context, true), ...this.searches(two), two ? null : towards, this.splitter(), this.sentence, this.ranking, this.legend.element, sinkPicker(context), colourPicker(context, wordCurve(context), false));
-    const stage = h("div", { class: "stage" }, this.trouble, ...this.blocks.map((block) => block.element));
+    this.flows = two ? [this.makeFlow("key", "Source"), this.makeFlow("query", "Target")] : [this.makeFlow(null, "Text")];
+    this.player = this.makePlayer();
+    const { measure } = this;
+    const [does, done] = ENDS[measure];
+    const towards = strip<Which>("Direction", [["query", does], ["key", done]], side, (to) => context.go({ side: to }));
+    const turns = measure === "gradient" || (!two && measure !== "probability");
+    const aside = h(
+      "aside", { class: "panel" },
+      h("h1", { text: "Text" }), ...notes(context), headPicker(context, true), ...measurePicker(context), ...this.searches(two), turns ? towards : null, this.splitter(),
+      this.sentence, this.ranking, this.candidates, this.legend.element, measure === "weights" || measure === "values" ? sinkPicker(context) : null, colourPicker(context, wordCurve(context), false),
+    );
+    const stage = h("div", { class: "stage" }, this.trouble, ...this.flows.map((flow) => flow.element));
+    if (this.player) stage.prepend(this.player.element);
     aside.append(savers(context, stage, `${record.model} text`));
     this.element = h("section", { class: "page text", "aria-label": "Text" }, stage, aside);
+    this.cut();
+  }
+
+  close(): void {
+    this.player?.close();
+    for (const flow of this.flows) flow.close();
+  }
+
+  private makeFlow(which: Which | null, title: string): WordFlow {
+    const sideOf = () => which ?? this.context.state.side;
+    return new WordFlow(this.context, {
+      which, title, units: this.units[which ?? "query"],
+      choose: (token) => this.choose(which, token),
+      hover: (token) => this.hover(token < 0 ? null : { token, side: sideOf() }),
+    });
   }
 
   /** Find a word and choose it, however long the text is. */
@@ -75,20 +133,54 @@ class TextView {
     return strip("Parts", [["text", "Characters"], ["tokens", "Tokens"]], this.context.state.split ? "tokens" : "text", choose);
   }
 
-  choose(which: Which | null, token: number): void {
+  private makePlayer(): Player | null {
+    const { steps, tokens } = this.record;
+    if (!steps || this.place.queries !== "target") return null;
+    return new Player(steps.length, this.context.state.step, (step) => quoted(tokens[steps[step]!]!), (step) => {
+      this.context.go({ step, token: step < 0 ? -1 : steps[step]!, side: "query" }, true);
+      this.cut();
+      this.changed();
+    });
+  }
+
+  /** At a step of a generation, what came later is not there yet. */
+  private cut(): void {
+    const { step } = this.context.state;
+    const end = this.player && step >= 0 ? this.record.steps![step]! + 1 : Infinity;
+    for (const flow of this.flows) if (flow.which !== "key") flow.cut(end);
+  }
+
+  private choose(which: Which | null, token: number): void {
     this.context.go({ token, side: which ?? this.context.state.side }, true);
-    for (const block of this.blocks) block.mark();
+    this.changed();
+  }
+
+  private changed(): void {
+    this.preview = null;
+    for (const flow of this.flows) flow.mark();
     void this.shade();
+  }
+
+  private hover(preview: Selection | null): void {
+    if (preview?.token === this.preview?.token && preview?.side === this.preview?.side) return;
+    this.preview = preview;
+    void this.shade();
+  }
+
+  /** The word that is shown: the one under the pointer, else the one that was chosen. */
+  private get selection(): Selection {
+    const { token, side } = this.context.state;
+    return this.preview ?? { token, side };
   }
 
   /** Turn to a word and bring it into view. */
   reveal(which: Which, token: number): void {
-    const block = this.blocks.find((one) => one.which === null || one.which === which);
-    if (token >= 0) block?.reveal(this.units[which].at(token));
+    const flow = this.flows.find((one) => one.which === null || one.which === which);
+    if (token >= 0) flow?.reveal(this.units[which].at(token));
   }
 
   key(event: KeyboardEvent): boolean {
-    if (event.key === "d" && this.blocks.length === 1) {
+    if (event.key === "d" && this.flows.length === 1) {
       this.context.go({ side: this.context.state.side === "query" ? "key" : "query" });
       return true;
     }
@@ -96,236 +188,156 @@ class TextView {
       this.choose(null, -1);
       return true;
     }
-    return headKeys(this.context, event);
+    return this.player?.key(event) || headKeys(this.context, event);
   }
 
   /** Colour every word by its share, and list the largest. */
   async shade(): Promise<void> {
     const turn = (this.turn += 1);
-    const { token, side } = this.context.state;
+    const { token, side } = this.selection;
+    void this.suggest(turn);
     try {
-      const kind = token < 0 ? "received" : side === "query" ? "row" : "column";
-      const values = await this.weights(kind);
+      const measured = await this.measured();
       if (turn !== this.turn) return;
       this.trouble.replaceChildren();
-      this.paint(values, kind === "column" ? "query" : "key", kind === "received");
+      this.paint(measured);
       const { record, place, head } = this.context.state;
-      if (kind === "row" && !this.context.source.exact(record, place, head)) {
+      const rows = token >= 0 && side === "query" && (this.measure === "weights" || this.measure === "values");
+      if (rows && !this.context.source.exact(record, place, head)) {
         this.trouble.replaceChildren(message("Only each word’s largest weights fit into this file; “regard view” shows all."));
       }
     } catch (problem) {
       if (turn !== this.turn) return;
-      for (const block of this.blocks) block.bare();
+      for (const flow of this.flows) flow.bare();
       this.ranking.replaceChildren();
       this.sentence.replaceChildren(token < 0 ? "Choose a word to see what it looks at." : "");
       this.trouble.replaceChildren(...(token < 0 ? [] : [message(words(problem), "error")]));
     }
   }
 
-  /** One number for each unit of the other side: of the chosen one's tokens together. */
-  private async weights(kind: "received" | "row" | "column"): Promise<Float32Array> {
+  private async measured(): Promise<Measured> {
+    const { token, side } = this.selection;
     const { source, state } = this.context;
-    if (kind === "received") {
-      const sums = await source.get(question(kind, this.context));
-      return this.units.key.gather(sums.map((sum, s) => (sum === 0 ? 0 : sum / lookersAt(this.place, s))), false);
+    const other: Which = side === "query" ? "key" : "query";
+    if (this.measure === "gradient") {
+      const sums = await source.get(question(side === "query" ? "gradient_rows" : "gradient_columns", this.context));
+      return { values: this.units[side].gather(sums, false), shaded: side, whole: true };
     }
-    const own = this.units[state.side];
-    const tokens = own.tokensOf(own.list[own.at(state.token)]!);
-    const all = await Promise.all(tokens.map((token) => source.get(question(kind, this.context, token))));
-    const share = kind === "row" ? all.length : 1;
+    if (this.measure === "probability") {
+      const given = await source.get(`given/${state.record}`);
+      return { values: this.units.query.join(given), shaded: "query", whole: true };
+    }
+    if (token < 0 && this.measure === "rollout") return { values: new Float32Array(this.units.key.list.length), shaded: "key", whole: true };
+    if (token < 0) {
+      const sums = await source.get(question("received", this.context));
+      const shares = sums.map((sum, s) => (sum === 0 ? 0 : sum / lookersAt(this.place, s)));
+      return { values: this.units.key.gather(shares, false), shaded: "key", whole: true };
+    }
+    const own = this.units[side];
+    const all = await Promise.all(own.tokensOf(own.list[own.at(token)]!).map((each) => source.get(this.ask(side, each))));
+    const share = side === "query" ? all.length : 1;
     const sums = all[0]!.map((_, at) => all.reduce((sum, values) => sum + values[at]!, 0) / share);
-    return kind === "row" ? this.units.key.gather(sums, false) : this.units.query.gather(sums, true);
+    return { values: this.units[other].gather(sums, side === "key"), shaded: other, whole: false };
   }
 
-  private paint(values: Float32Array, shaded: Which, received: boolean): void {
-    const max = largest(values);
-    const told = (value: number, first: number) => (received ? `gets ${percent(value)} of the attention of each of the ${many(lookersAt(this.place, first), "token")} that may look at it, on average` : percent(value));
-    for (const block of this.blocks) {
-      if (block.which === null || block.which === shaded) block.paint(values, max, told);
-      else block.bare();
+  private ask(side: Which, token: number): string {
+    if (this.measure === "rollout") return `${side === "query" ? "rollout" : "drawn"}/${this.context.state.record}/${token}`;
+    return question(side === "query" ? "row" : "column", this.context, token);
+  }
+
+  private paint({ values, shaded, whole }: Measured): void {
+    const { context, measure } = this;
+    const max = measure === "probability" ? 1 : largest(values);
+    const signed = differenceRamp(context.dark());
+    const shading: Shading = {
+      values,
+      colour: (value) => {
+        const size = onScale(Math.abs(value), max, wordCurve(context)) / 2;
+        if (measure === "gradient") return Math.abs(value) > max * 1e-4 ? signed(0.5 + (value < 0 ? -size : size)) : "";
+        return value > max * 1e-4 ? shade(context, value, max) : "";
+      },
+      describe: (value, first) => this.describe(value, first, whole),
+      missing: measure === "probability" ? "no probability is known" : "not a number",
+    };
+    for (const flow of this.flows) {
+      if (flow.which === null || flow.which === shaded) flow.paint(shading);
+      else flow.bare();
     }
     this.legend.update(max);
-    const best = [...values.keys()].sort((a, b) => rank(values[b]!) - rank(values[a]!)).slice(0, 8);
-    this.tell(best.filter((at) => rank(values[at]!) > 0), values, shaded, received);
+    const rank = (value: number) => (!Number.isFinite(value) ? -1 : measure === "probability" ? 1 - value : Math.abs(value));
+    const best = [...values.keys()].sort((a, b) => rank(values[b]!) - rank(values[a]!)).slice(0, RANKED);
+    this.tell(best.filter((at) => rank(values[at]!) > 0), { values, shaded, whole });
   }
 
-  private tell(best: number[], values: Float32Array, shaded: Which, received: boolean): void {
-    const { token, side } = this.context.state;
+  /** A number in words, for the tooltip of its word. */
+  private describe(value: number, first: number, whole: boolean): string {
+    const said = amount(this.measure, value);
+    if (this.measure === "probability") return `was given ${said} before it was read`;
+    if (!whole || this.measure === "gradient") return said;
+    const lookers = `each of the ${many(lookersAt(this.place, first), "token")} that may look at it, on average`;
+    return this.measure === "values" ? `gives ${said} to ${lookers}` : `gets ${said} of the attention of ${lookers}`;
+  }
+
+  private tell(best: number[], { values, shaded, whole }: Measured): void {
+    const { token, side } = this.selection;
     const own = this.units[side];
     const chosen = own.list[own.at(token)];
     const others = this.units[shaded].list;
     const max = largest(values);
-    if (received || !chosen) this.sentence.replaceChildren("Choose a word. Until then, words are shaded by what they get, on average, of the attention of those that may look at them.");
-    else this.sentence.replaceChildren(h("bdi", { dir: "auto", text: label(chosen.name) }), h("sub", { text: numbers(chosen) }), side === "query" ? " looks at" : " is looked at by");
+    const end = ENDS[this.measure][side === "query" ? 0 : 1].toLowerCase();
+    const does = ` ${end}${this.measure === "rollout" ? ", by way of all layers" : ""}`;
+    if (this.measure === "gradient") this.sentence.textContent = side === "query" ? "Rows: what a word’s looks add up to, each weight times the gradient that it had. Above 0, more of them would raise what was differentiated." : "Columns: what the looks at a word add up to, each weight times the gradient that it had. Above 0, more of them would raise what was differentiated.";
+    else if (whole || !chosen) this.sentence.textContent = UNTIL[this.measure];
+    else this.sentence.replaceChildren(h("bdi", { dir: "auto", text: label(chosen.name) }), h("sub", { text: numbers(chosen) }), does);
     this.ranking.replaceChildren(
       ...best.map((at) => {
         const other = others[at]!;
-        const bar = h("span", { class: "fill" });
-        bar.style.width = `${Math.min(100, (values[at]! / max) * 100)}%`;
-        return h("li", {}, h("button", { type: "button", class: "name", title: "Show this word", on: { click: () => this.reveal(shaded, other.first) } }, h("bdi", { dir: "auto", text: label(other.name, 14) }), h("sub", { text: numbers(other) })), h("span", { class: "bar" }, bar), h("span", { class: "value", text: percent(values[at]!) }));
+        const show = () => this.reveal(shaded, other.first);
+        return bar(h("button", { type: "button", class: "name", title: "Show this word", on: { click: show } }, h("bdi", { dir: "auto", text: label(other.name, 14) }), h("sub", { text: numbers(other) })), Math.abs(values[at]! / max), amount(this.measure, values[at]!));
       }),
     );
-    if (received || !chosen) return;
-    const told = best.slice(0, 3).map((at) => `${quoted(others[at]!.name)} ${percent(values[at]!)}`);
-    this.context.announce(`${quoted(chosen.name)} ${side === "query" ? "looks at" : "is looked at by"} ${told.join(", ")}`);
+    if (whole || !chosen || this.preview) return;
+    const named = best.slice(0, 3).map((at) => `${quoted(others[at]!.name)} ${amount(this.measure, values[at]!)}`);
+    this.context.announce(`${quoted(chosen.name)}${does} ${named.join(", ")}`);
+  }
+
+  /** What could have come after the word that is shown, and what did. */
+  private async suggest(turn: number): Promise<void> {
+    const { next, tokens } = this.record;
+    const { token, side } = this.selection;
+    if (!next || token < 0 || side !== "query" || this.place.queries !== "target") {
+      this.candidates.replaceChildren();
+      return;
+    }
+    const { source, state } = this.context;
+    const own = this.units.query;
+    const last = own.tokensOf(own.list[own.at(token)]!).at(-1)!;
+    const [all, given] = await Promise.all([source.get(`next/${state.record}`), source.get(`given/${state.record}`)]);
+    if (turn !== this.turn) return;
+    // Of each token: so many probabilities, as many ids, and the id of what came.
+    const { k } = next;
+    const row = all.subarray(last * (2 * k + 1), (last + 1) * (2 * k + 1));
+    const came = row[2 * k]!;
+    const ids = [...row.subarray(k, 2 * k)].filter((id) => id >= 0);
+    const rows = ids.map((id, n) => candidate(next.vocabulary[id] ?? String(id), row[n]!, id === came));
+    if (ids.length && came >= 0 && !ids.includes(came)) rows.push(candidate(tokens[last + 1]!, given[last + 1]!, true));
+    this.candidates.replaceChildren(...(rows.length ? [h("h2", { text: "Next token" }), h("ol", { class: "ranking" }, ...rows)] : []));
   }
 }
 
-const rank = (value: number): number => (Number.isFinite(value) ? value : -1);
+/** A token that could come next; the one that came is marked. */
+function candidate(name: string, value: number, came: boolean): HTMLElement {
+  const row = bar(h("span", { class: "name", title: came ? "what came" : "" }, h("bdi", { dir: "auto", text: label(name, 14) })), value, percent(value));
+  row.classList.toggle("came", came);
+  return row;
+}
+
+/** A row of a list: a name, a bar of a share of its width, and a number. */
+function bar(name: HTMLElement, share: number, value: string): HTMLElement {
+  const fill = h("span", { class: "fill" });
+  fill.style.width = `${Math.min(100, share * 100)}%`;
+  return h("li", {}, name, h("span", { class: "bar" }, fill), h("span", { class: "value", text: value }));
+}
 
 /** "4", or "4–6" of a character in three tokens. */
 const numbers = ({ first, count }: Unit): string => (count === 1 ? String(first) : `${first}–${first + count - 1}`);
-
-/** One run of words: the text, or one side of a cross-attention. */
-class Block {
-  readonly element: HTMLElement;
-  private readonly flow: HTMLElement;
-  private words: HTMLElement[] = [];
-  private first = 0; // the number of the first unit shown
-  private readonly units: Units;
-  private readonly count: number;
-  private readonly pager: HTMLElement;
-  private values: [Float32Array, number, (value: number, first: number) => string] | null = null;
-
-  constructor(
-    private readonly view: TextView,
-    private readonly context: Context,
-    readonly which: Which | null,
-    title: string,
-  ) {
-    this.units = view.units[which ?? "query"];
-    this.count = this.units.list.length;
-    const read = this.units.list.filter((unit) => unit.own && !isSpecial(unit.own)).map((unit) => unit.own);
-    this.flow = h("div", { class: this.count <= 80 ? "flow short" : "flow", dir: direction(read), role: "listbox", "aria-label": `${title}: words; arrow keys choose one`, on: { keydown: (event: KeyboardEvent) => this.key(event), click: (event: MouseEvent) => this.click(event) } });
-    this.pager = h("div", { class: "pager" });
-    this.element = h("div", { class: "block" }, which ? h("h2", { text: title }) : null, this.flow, this.pager);
-    this.show(Math.floor(Math.max(0, this.chosen()) / WINDOW) * WINDOW);
-  }
-
-  /** The number of the unit that is chosen here, or -1. */
-  private chosen(): number {
-    const { token, side } = this.context.state;
-    return this.which === null || this.which === side ? this.units.at(token) : -1;
-  }
-
-  private show(first: number): void {
-    this.first = first;
-    const last = Math.min(this.count, first + WINDOW);
-    this.words = [];
-    const parts: Node[] = [];
-    for (const unit of this.units.list.slice(first, last)) {
-      const { before, own, name } = unit;
-      for (const [line, gap] of before.split("\n").entries()) {
-        if (line) parts.push(document.createElement("br"));
-        if (gap) parts.push(document.createTextNode(gap));
-      }
-      const mark = own === "" || !own.trim() || unit.part;
-      const word = h("span", { class: mark ? "word mark" : "word", role: "option", tabindex: -1, "data-at": unit.first, "aria-selected": "false", text: mark ? label(own || name, 12) : visible(own) });
-      this.words.push(word);
-      parts.push(word);
-      if (mark && own.includes("\n")) parts.push(document.createElement("br"));
-      // Between words without a space a line may break, as in Japanese.
-      if (own && /[\u3000-\u9fff\uff00-\uffef]/u.test(own)) parts.push(document.createElement("wbr"));
-    }
-    this.flow.replaceChildren(...parts);
-    this.page(last);
-    this.mark();
-    if (this.values) this.paint(...this.values);
-  }
-
-  reveal(at: number): void {
-    if (at < this.first || at >= this.first + this.words.length) this.show(Math.floor(at / WINDOW) * WINDOW);
-    this.words[at - this.first]?.scrollIntoView({ block: "nearest" });
-  }
-
-  private page(last: number): void {
-    if (this.count <= WINDOW) return;
-    const turn = (words: string, to: number, open: boolean) =>
-      h("button", { type: "button", text: words, disabled: !open, on: { click: () => this.show(to) } });
-    this.pager.replaceChildren(
-      turn("‹ Earlier", this.first - WINDOW, this.first > 0),
-      h("span", { text: `words ${this.first.toLocaleString("en")}–${(last - 1).toLocaleString("en")} of ${this.count.toLocaleString("en")}` }),
-      turn("Later ›", last, last < this.count),
-    );
-  }
-
-  mark(): void {
-    const chosen = this.chosen();
-    const { side, mate } = this.context.state;
-    const other = this.which === side ? -1 : this.units.at(mate);
-    this.words.forEach((word, index) => {
-      const here = this.first + index === chosen;
-      word.setAttribute("aria-selected", String(here));
-      word.classList.toggle("mate", this.first + index === other);
-      word.tabIndex = here || (index === 0 && (chosen < this.first || chosen >= this.first + this.words.length)) ? 0 : -1;
-    });
-  }
-
-  bare(): void {
-    this.values = null;
-    for (const word of this.words) {
-      word.style.backgroundColor = "";
-      word.style.color = "";
-      word.removeAttribute("title");
-    }
-  }
-
-  /** `told`: a weight in words, for the tooltips. */
-  paint(values: Float32Array, max: number, told: (value: number, first: number) => string): void {
-    this.values = [values, max, told];
-    this.words.forEach((word, index) => {
-      const value = values[this.first + index] ?? NaN;
-      const { count, first } = this.units.list[this.first + index]!;
-      const colour = value > max * 1e-4 ? shade(this.context, value, max) : "";
-      word.style.backgroundColor = colour;
-      word.style.color = colour && inkOn(colour);
-      word.title = Number.isFinite(value) ? `${told(value, first)}${count > 1 ? `, ${count} tokens together` : ""}` : "not a number";
-    });
-  }
-
-  private click(event: MouseEvent): void {
-    const word = (event.target as Element).closest<HTMLElement>(".word");
-    if (word) this.choose(this.words.indexOf(word) + this.first);
-  }
-
-  private choose(at: number): void {
-    const again = this.chosen() === at;
-    this.view.choose(this.which, again ? -1 : this.units.list[at]!.first);
-    this.words[at - this.first]?.focus();
-  }
-
-  private key(event: KeyboardEvent): void {
-    const word = (event.target as Element).closest<HTMLElement>(".word");
-    if (!word || event.ctrlKey || event.metaKey || event.altKey) return;
-    const from = this.words.indexOf(word) + this.first;
-    const flip = getComputedStyle(this.flow).direction === "rtl" ? -1 : 1;
-    const steps: Record<string, number> = { ArrowRight: flip, ArrowLeft: -flip, ArrowDown: this.line(from, 1), ArrowUp: this.line(from, -1), Home: this.first - from, End: this.first + this.words.length - 1 - from, Enter: 0, " ": 0 };
-    const step = steps[event.key];
-    if (step === undefined) return;
-    event.preventDefault();
-    event.stopPropagation();
-    const to = Math.min(this.count - 1, Math.max(0, from + step));
-    if (step === 0 || to === from) {
-      this.choose(to);
-      return;
-    }
-    if (to < this.first || to >= this.first + this.words.length) this.show(Math.floor(to / WINDOW) * WINDOW);
-    this.view.choose(this.which, this.units.list[to]!.first);
-    this.words[to - this.first]?.focus();
-  }
-
-  /** How many words to the one above or below. */
-  private line(from: number, way: 1 | -1): number {
-    const here = this.words[from - this.first]!.getBoundingClientRect();
-    let [best, distance] = [0, Infinity];
-    for (let index = from - this.first + way; index >= 0 && index < this.words.length; index += way) {
-      const box = this.words[index]!.getBoundingClientRect();
-      const along = (box.top - here.top) * way;
-      if (along < here.height / 2) continue;
-      if (along > here.height * 2.6) break;
-      const far = Math.abs(box.left - here.left);
-      if (far < distance) [best, distance] = [index - (from - this.first), far];
-    }
-    return best;
-  }
-}

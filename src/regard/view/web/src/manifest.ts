@@ -14,6 +14,8 @@ export interface Place {
   grid: [number, number] | null; // how finely the map is known
   queries: Side;
   keys: Side;
+  values: boolean; // whether the norms of its values were recorded
+  gradient: boolean; // whether the sums of attention × gradient were
   visible: number[] | null; // how many keys each query may look at, and queries at each key, where
   seen_by: number[] | null; // it is not all of them, or in a causal place those before
 }
@@ -34,7 +36,14 @@ export interface Recorded {
   source_joined: Set<number>;
   places: Place[];
   scores: Record<string, (number | null)[][]>;
+  rollout: number[]; // the places that attention rollout goes through
+  next: Next | null; // what the model said would come next
+  steps: number[] | null; // of a generation: the last token of each call of the model
   alignment: [number, number] | null; // the place and head that align target and source best
+}
+export interface Next {
+  k: number; // candidates after each token
+  vocabulary: Record<number, string>; // their names by id
 }
 export interface Finding {
   text: string;
@@ -51,8 +60,8 @@ export interface ScoreWords {
   what: string; // what is looked at, or measured
   does: string; // what a head with much of it does
 }
-export interface Outline {
-  door: string;
+export interface Manifest {
+  host: string;
   words: Record<string, ScoreWords>; // what heads do, the same words as in a terminal
   records: Recorded[];
   parts: Record<string, string>;
@@ -62,10 +71,10 @@ export interface Outline {
   bound: number; // by how much a weight of this file can be off; 0 where none is rounded
 }
 
-export class BadOutline extends Error {}
+export class BadManifest extends Error {}
 
 function need(fine: boolean, words: string): asserts fine {
-  if (!fine) throw new BadOutline(words);
+  if (!fine) throw new BadManifest(words);
 }
 
 function isObject(value: unknown): value is Record<string, unknown> {
@@ -140,6 +149,8 @@ function place(value: unknown, at: number): Place {
     grid: grid(value.grid, at),
     queries: side(value.queries),
     keys: side(value.keys),
+    values: value.values === true,
+    gradient: value.gradient === true,
     visible: counts(value.visible, Number(value.n_queries), Number(value.n_keys)),
     seen_by: counts(value.seen_by, Number(value.n_keys), Number(value.n_queries)),
   };
@@ -158,9 +169,9 @@ function scores(value: unknown, places: Place[]): Recorded["scores"] {
   return out;
 }
 
-function scoreWords(value: unknown): Outline["words"] {
+function scoreWords(value: unknown): Manifest["words"] {
   need(isObject(value), "the words for scores should be an object");
-  const out: Outline["words"] = Object.create(null);
+  const out: Manifest["words"] = Object.create(null);
   for (const [name, said] of Object.entries(value)) {
     need(isObject(said), "a score has no words");
     out[name.slice(0, 40)] = { what: text(said.what, "a score's words"), does: text(said.does, "a score's words") };
@@ -198,6 +209,21 @@ function alignment(value: unknown, places: Place[]): [number, number] | null {
   return [at, count(value[1], "the alignment's head", 0, places[at]!.n_heads - 1)];
 }
 
+function next(value: unknown): Next | null {
+  if (!isObject(value)) return null;
+  need(isObject(value.vocabulary), "the names of candidates should be an object");
+  const vocabulary: Next["vocabulary"] = Object.create(null);
+  for (const [id, name] of Object.entries(value.vocabulary)) vocabulary[Number(id)] = text(name, "a candidate");
+  return { k: count(value.k, "candidates", 1, 64), vocabulary };
+}
+
+/** Numbers in order, such as of places or tokens. */
+function rising(value: unknown, what: string, most: number): number[] {
+  const all = (Array.isArray(value) ? value : []).map((one) => count(one, what, 0, most));
+  need(all.every((one, at) => at === 0 || one > all[at - 1]!), `${what} should rise`);
+  return all;
+}
+
 function record(value: unknown): Recorded {
   need(isObject(value), "a record should be an object");
   const tokens = labels(value.tokens, "tokens");
@@ -224,11 +250,14 @@ function record(value: unknown): Recorded {
     source_joined: joined(value.source_joined, source?.length ?? 0),
     places,
     scores: scores(value.scores, places),
+    rollout: rising(value.rollout, "places of the rollout", places.length - 1),
+    next: next(value.next),
+    steps: Array.isArray(value.steps) && value.steps.length ? rising(value.steps, "steps", tokens.length - 1) : null,
     alignment: alignment(value.alignment, places),
   };
 }
 
-function differences(value: unknown, one: Recorded): Outline["differences"] {
+function differences(value: unknown, one: Recorded): Manifest["differences"] {
   if (!Array.isArray(value)) return null;
   return value.map((row) => {
     need(Array.isArray(row) && typeof row[2] === "number", "differences should be lists of three numbers");
@@ -243,8 +272,8 @@ export function haveOneShape(one: Recorded, two: Recorded): boolean {
   return shape(one) === shape(two);
 }
 
-export function readOutline(value: unknown): Outline {
-  need(isObject(value), "there is no outline");
+export function readManifest(value: unknown): Manifest {
+  need(isObject(value), "there is no manifest");
   need(value.format === 1, `this page reads format 1, the data says ${JSON.stringify(value.format)?.slice(0, 20)}`);
   need(Array.isArray(value.records) && (value.records.length === 1 || value.records.length === 2), "one or two records were expected");
   const parts: Record<string, string> = Object.create(null);
@@ -254,7 +283,7 @@ export function readOutline(value: unknown): Outline {
   }
   const records = value.records.map(record);
   return {
-    door: text(value.door, "door"),
+    host: text(value.host, "host"),
     words: scoreWords(value.words),
     records,
     parts,

@@ -1,0 +1,53 @@
+"""Two records head by head: what differs, as the second less the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from regard.lens.lazy_weights import Array
+
+if TYPE_CHECKING:
+    from regard.lens.record import Record
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What differs between two records: the second less the first.
+
+    `heads`: score -> (places, heads). `statistics`: for each place, by name, where the sizes agree
+    (none when the texts have other lengths). `same_text`: whether the tokens are the same.
+    """
+
+    heads: dict[str, Array]
+    statistics: list[dict[str, Array]]
+    same_text: bool
+
+    def largest(self, score: str, n: int = 10) -> list[tuple[int, int, float]]:
+        """The n heads that differ most in a score: (place, head, difference)."""
+        gaps = self.heads[score]
+        # NaN is a head without this score: such heads are left out, not ranked.
+        known = np.argwhere(np.isfinite(gaps)).tolist()
+        found = [(place, head, float(gaps[place, head])) for place, head in known]
+        return sorted(found, key=lambda each: -abs(each[2]))[:n]
+
+
+def compare(one: Record, two: Record) -> Comparison:
+    here = [(place.kind, place.n_heads) for place in one.places]
+    there = [(place.kind, place.n_heads) for place in two.places]
+    if here != there:
+        raise ValueError(
+            f"records are compared head by head, and these have {len(here)} and {len(there)} "
+            "places, or other kinds or numbers of heads in them"
+        )
+    mine, theirs = one.heads(), two.heads()
+    scores = {name: theirs[name] - mine[name] for name in mine}
+    statistics = []
+    for place in range(len(here)):
+        first, second = one.statistics(place), two.statistics(place)
+        names = [name for name in first if name in second and "key" not in name]
+        same = [name for name in names if first[name].shape == second[name].shape]
+        statistics.append({name: second[name].astype(np.float64) - first[name] for name in same})
+    return Comparison(scores, statistics, one.tokens == two.tokens)

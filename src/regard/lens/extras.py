@@ -1,0 +1,124 @@
+"""What is recorded beside weights, where it was asked for: predictions, values and gradients.
+
+How: the recorder tells of modules that begin and end, and of calls that open a place. The logits of
+the model are taken when its outermost module is done, the matrices of a place's output projection
+are found, and hooks are put on values and on what the projection reads.
+
+Left out: gradients of a text that is read in several calls, which have no sum of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from regard.lens.captured_call import Call
+from regard.lens.contributions import find_projection, head_matrices, sum_gradient
+from regard.lens.lazy_weights import Array
+from regard.lens.predictions import Predictions, logits_of
+from regard.lens.schema import Place
+from regard.lens.stitch_calls import Take
+
+EXTRAS = ("values", "predictions", "gradients")
+
+
+class Extras:
+    """What was asked for, by name, and what has been seen of it."""
+
+    def __init__(self, model: nn.Module, asked: Sequence[str], heads: Sequence[int] | None) -> None:
+        self.model, self.asked, self.heads = model, frozenset(asked), heads
+        self.predictions = Predictions()
+        self._projections: dict[str, nn.Module | None] = {}
+        self._readers: dict[int, Callable[[Tensor], None]] = {}
+        self._logits_blv: Tensor | None = None
+        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        self._vocab_sizes = {table.num_embeddings for table in tables}
+
+    @property
+    def wants_values(self) -> bool:
+        """Whether calls must come with their values."""
+        return not self.asked.isdisjoint({"values", "gradients"})
+
+    def begin(self, module: nn.Module, args: Sequence[Any]) -> None:
+        """A module begins: perhaps a projection that reads what heads gave."""
+        read = self._readers.pop(id(module), None)
+        if read is not None and args:
+            read(args[0])
+
+    def end(self, output: Any, outermost: bool, ids_bt: Tensor | None, row: int) -> None:
+        """A module has ended. The last logits before the outermost one did are the model's."""
+        if "predictions" not in self.asked:
+            return
+        found = logits_of(output, self._vocab_sizes)
+        self._logits_blv = self._logits_blv if found is None else found
+        logits_blv = self._logits_blv
+        if not outermost or logits_blv is None:
+            return
+        self._logits_blv = None
+        fits = ids_bt is not None and len(ids_bt) in (1, len(logits_blv))
+        if fits and ids_bt is not None and logits_blv.shape[1] <= ids_bt.shape[1]:
+            ids_t = ids_bt[row if len(ids_bt) > 1 else 0]
+            self.predictions.add(ids_t, logits_blv[row].detach())
+
+    def prepare(self, take: Take, whole: Call) -> None:
+        """A place is opened by a call of all rows and heads."""
+        if "values" in self.asked and whole.v is not None:
+            found = self._projection(whole, whole.v)
+            if found is not None:
+                take.projection_hce = head_matrices(found, whole.shape.H, self.heads)
+
+    def follow(self, take: Take, whole: Call, row: int) -> None:
+        """Have the gradients of a call's values recorded, and those of what its heads give."""
+        v = whole.v
+        if "gradients" not in self.asked or v is None or not v.requires_grad:
+            return
+        projection = self._projection(whole, v)
+        if projection is None:
+            return
+        H, G = whole.shape.H, v.shape[1]
+        heads = list(self.heads or range(H))
+
+        def put_columns(product_bgse: Tensor) -> None:
+            sums_gs = product_bgse[row].sum(-1) / (H // G)
+            take.gradients["columns"] = sums_gs.repeat_interleave(H // G, 0)[heads]
+
+        def put_rows(product_btx: Tensor) -> None:
+            T = product_btx.shape[1]
+            sums_th = product_btx[row].reshape(T, H, -1).sum(-1)
+            take.gradients["rows"] = sums_th.T[heads]
+
+        sum_gradient(v, put_columns)
+        self._readers[id(projection)] = lambda x: sum_gradient(x, put_rows)
+
+    def _projection(self, whole: Call, v: Tensor) -> nn.Module | None:
+        if whole.name not in self._projections:
+            found = find_projection(self.model, whole.name, whole.shape.H * v.shape[3])
+            self._projections[whole.name] = found
+        return self._projections[whole.name]
+
+    def finish(self, places: Sequence[Place], arrays: dict[str, Array]) -> dict[str, Array]:
+        """The arrays of predictions, at the last place that read these very tokens one by one."""
+        ids = self.predictions.ids_t.tolist()
+        for number in range(len(places) - 1, -1, -1):
+            read = arrays.get(f"{number}.ids")
+            causal = places[number].causal and read is not None and len(read) > 1
+            if ids and causal and read is not None and read.tolist() == ids:
+                found = self.predictions.finish()
+                return {f"{number}.{name}": array for name, array in found.items()}
+        return {}
+
+    def check(self, arrays: dict[str, Array]) -> None:
+        """Say where something was asked for, and nothing of it was seen."""
+        names = {"values": "value_norms", "gradients": "gradient_rows"}
+        for asked, name in names.items():
+            if asked in self.asked and not any(full.endswith(f".{name}") for full in arrays):
+                raise ValueError(f'keep has "{asked}", but none were seen: {WHY_NOT[asked]}')
+
+
+WHY_NOT = {
+    "values": "attention hands no values to where they can be watched, or no layer of the model "
+    "reads what its heads give",
+    "gradients": "call backward() inside the block, on a text read in one call, with gradients on",
+}
