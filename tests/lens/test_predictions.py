@@ -113,6 +113,15 @@ def test_a_masked_model_says_nothing_of_the_next_token() -> None:
     assert record.next_tokens() is None
 
 
+def test_states_as_wide_as_a_table_of_positions_are_no_logits() -> None:
+    hf = lens_subjects.hf
+    sizes = {"n_embd": 20, "n_positions": 20, "n_layer": 2, "n_head": 5, "vocab_size": 37}
+    model: Any = lens_subjects.text_model(hf.GPT2Config(**sizes), hf.GPT2Model)
+    with torch.no_grad(), watch(model, keep=KEEP) as record:
+        model(draw(9))
+    assert record.next_tokens() is None
+
+
 def test_what_was_not_asked_for_is_not_kept() -> None:
     model, ids = own_model(), draw(9)
     with torch.no_grad(), watch(model, keep="qk") as record:

@@ -9,7 +9,7 @@ Left out: gradients of a text that is read in several calls, which have no sum o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,14 +27,20 @@ EXTRAS = ("values", "predictions", "gradients")
 class Extras:
     """What was asked for, by name, and what has been seen of it."""
 
-    def __init__(self, model: nn.Module, asked: Sequence[str], heads: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        asked: Sequence[str],
+        heads: Sequence[int] | None,
+        vocab_sizes: Collection[int],
+    ) -> None:
         self.model, self.asked, self.heads = model, frozenset(asked), heads
+        self.vocab_sizes = set(vocab_sizes)
+        self.wants_logits = "predictions" in self.asked
         self.predictions = Predictions()
         self._projections: dict[str, nn.Module | None] = {}
         self._readers: dict[int, Callable[[Tensor], None]] = {}
         self._logits_blv: Tensor | None = None
-        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
-        self._vocab_sizes = {table.num_embeddings for table in tables}
 
     @property
     def wants_values(self) -> bool:
@@ -49,9 +55,7 @@ class Extras:
 
     def end(self, output: Any, outermost: bool, ids_bt: Tensor | None, row: int) -> None:
         """A module has ended. The last logits before the outermost one did are the model's."""
-        if "predictions" not in self.asked:
-            return
-        found = logits_of(output, self._vocab_sizes)
+        found = logits_of(output, self.vocab_sizes)
         self._logits_blv = self._logits_blv if found is None else found
         logits_blv = self._logits_blv
         if not outermost or logits_blv is None:

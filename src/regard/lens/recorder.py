@@ -86,7 +86,6 @@ class Recorder:
         self.model, self.wants, self.keep, self.row = model, wants, keep, row
         self.layers = None if layers is None else tuple(layers)
         self.heads = None if heads is None else tuple(heads)
-        self.extras = Extras(model, extras, self.heads)
         kind = type(model).__name__
         self.names = {id(module): name or kind for name, module in model.named_modules()}
         self.takes: dict[str, list[Take]] = {}
@@ -101,6 +100,8 @@ class Recorder:
         self._layers: dict[tuple[str, bool], dict[tuple[str, int], int]] = {}
         self._passed_over: dict[str, int] = {}
         self._words = _word_tables(model)
+        sizes = {table.num_embeddings for table in self._words.values()}
+        self.extras = Extras(model, extras, self.heads, sizes)
 
     def stack(self) -> list[nn.Module]:
         return self.running.stack
@@ -144,8 +145,9 @@ class Recorder:
             stack = self.stack()
             if id(module) in self.names and module in stack:
                 del stack[len(stack) - 1 - stack[::-1].index(module) :]
-                with self.alone(), self.unseen():
-                    self.extras.end(output, not stack, self.ids_bt, self.row or 0)
+                if self.extras.wants_logits:
+                    with self.alone(), self.unseen():
+                        self.extras.end(output, not stack, self.ids_bt, self.row or 0)
 
         hooks = torch.nn.modules.module
         with (
@@ -354,9 +356,9 @@ def _age(tensor: Tensor) -> Any:
     return tuple(tensor.flatten().tolist()) if tensor.numel() <= 1 << 16 else 0
 
 
-def _word_tables(model: nn.Module) -> set[int]:
+def _word_tables(model: nn.Module) -> dict[int, nn.Embedding]:
     return {
-        id(module)
+        id(module): module
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and not NO_WORDS.search(name.rpartition(".")[2])
     }
