@@ -109,6 +109,7 @@ export function percent(value: number | null | undefined): string {
 
 /** A weight in two digits; what is there is never written as nothing. */
 export function hundredth(value: number): string {
+  if (value === 0) return "0";
   return value > 0 && value < 0.005 ? "<0.01" : value.toFixed(2);
 }
 
