@@ -133,6 +133,21 @@ def test_maps_are_called_by_their_texts_and_those_of_one_text_by_their_models(sh
     assert page.locator("figcaption").all_inner_texts()[:2] == ["A · fake:lm", "B · fake:other"]
 
 
+def test_texts_that_begin_alike_are_called_by_where_they_part(show: Show) -> None:
+    """And a caption ends before the buttons beside it."""
+    words = "The animal didn't cross the street because it was too"
+    one, two = (view_fakes.decoder([*words.split(), end, "."]) for end in ("tired", "wide"))
+    page = show(one, "compare?place=0&head=0", other=two)
+    page.wait_for_selector("figcaption")
+    captions = page.locator("figcaption").all_inner_texts()[:2]
+    assert captions == ["A · … because it was too tired .", "B · … because it was too wide ."]
+    for figure in page.locator("figure").all()[:2]:
+        caption, buttons = (
+            figure.locator(part).first.bounding_box() for part in ("figcaption bdi", ".savers")
+        )
+        assert caption["x"] + caption["width"] <= buttons["x"]
+
+
 def test_the_cell_that_is_pointed_at_is_shown_in_all_maps_with_the_difference(show: Show) -> None:
     one, two = view_fakes.decoder(), view_fakes.decoder(strength=0.4)
     page = show(one, "compare?place=1&head=2", other=two)

@@ -71,8 +71,16 @@ export function compare(context: Context): Page {
 
 /** A record by its text; of one text in two models by the model. */
 function title(letter: string, { record }: Side, { record: other }: Side): string {
-  const text = opening(record);
-  return `${letter} · ${text === opening(other) && record.model !== other.model ? record.model : text}`;
+  const [text, beside] = [opening(record), opening(other)];
+  return `${letter} · ${text === beside && record.model !== other.model ? record.model : apart(text, beside)}`;
+}
+
+/** A text from shortly before the word where it leaves another; whole where that is near its beginning. */
+function apart(text: string, other: string): string {
+  let same = 0;
+  while (same < text.length && text[same] === other[same]) same += 1;
+  if (same < 32 || same === text.length) return text;
+  return `… ${text.slice(text.lastIndexOf(" ", same - 16) + 1)}`;
 }
 
 function pickers(context: Context, one: Side, two: Side): HTMLElement[] {
