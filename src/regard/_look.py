@@ -224,6 +224,8 @@ def _see_windows(
     """A text read in windows of at most so many tokens, its special ones in each, as one record."""
     from regard.lens.windows import join_windows, lay_out, plan_windows
 
+    if "values" in subject.keep:
+        raise ValueError("values are not kept of a text that is read in windows; leave one out")
     if read.spans is None:
         raise ValueError(
             f"the tokenizer of {subject.name} does not say which characters its tokens are, so "

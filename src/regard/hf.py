@@ -16,8 +16,8 @@ library's own function for SDPA, and taken as it is. So is a mask that a caller 
 computes with its mask, instead of handing it on, gets the matrix too: `RuleMask` is a tensor that
 has none until someone asks for it.
 
-Left out: dropout in models that are watched; attention weights as outputs, which `regard.watch`
-shows; padding under `torch.compile`, where the mask is a matrix, as its numbers cannot be read.
+Left out: attention weights as outputs, which `regard.watch` shows; padding as lengths under
+`torch.compile`, where the mask is a matrix, as its numbers cannot be read.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
 """

@@ -270,7 +270,7 @@ def test_what_was_saved_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     best = json.loads((out / "report.json").read_text())["best"]
     assert code == 0 and f"{out}, with the weights of step {best['step']}, the best of" in said
     assert f"loss {best['loss']:.4f}" in said
-    assert run_module.tell_weights(Result("done", 3, None)).endswith("of the last step, 3")
+    assert run_module.tell_weights(Result("done", 3, None), {}).endswith("of the last step, 3")
 
 
 def test_there_must_be_a_run_to_go_on_with(

@@ -190,6 +190,8 @@ def test_what_cannot_be_read_in_windows_is_refused() -> None:
         regard.look(text, truncate=True, window=True)
     with pytest.raises(ValueError, match="window is for a model that reads alone"):
         regard.look(text, "embedded:translate", window=True)
+    with pytest.raises(ValueError, match="values are not kept"):
+        regard.look(text, window=True, values=True)
     subject, _ = make_subject("gpt2")
     model = subject.module
     blind = Subject(

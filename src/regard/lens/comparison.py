@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
 from regard.lens.lazy_weights import Array
 
-if TYPE_CHECKING:
-    from regard.lens.record import Record
+
+class Comparable(Protocol):
+    """What a record tells that two of them are compared by."""
+
+    places: Any
+    tokens: list[str]
+
+    def heads(self) -> Mapping[str, Array]: ...
+
+    def statistics(self, place: int) -> Mapping[str, Array]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +43,7 @@ class Comparison:
         return sorted(found, key=lambda each: -abs(each[2]))[:n]
 
 
-def compare(one: Record, two: Record) -> Comparison:
+def compare(one: Comparable, two: Comparable) -> Comparison:
     here = [(place.kind, place.n_heads) for place in one.places]
     there = [(place.kind, place.n_heads) for place in two.places]
     if here != there:

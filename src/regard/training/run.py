@@ -112,18 +112,19 @@ def run(
             prepared = replace(prepared, model=whole)
             report["tests"] = scores = run_tests(tests or Tests(), files, recipe, prepared, folder)
             write_json(out / "report.json", report)
-            told = f": {json.dumps(scores)}" if scores else ""
-            monitor.note(f"the model is in {out}, {tell_weights(result)}{told}")
+            monitor.note(f"the model is in {out}, {tell_weights(result, scores)}")
     return report
 
 
-def tell_weights(result: Result) -> str:
-    """Which weights a run left: those of its best evaluation, or of its last step."""
+def tell_weights(result: Result, scores: Mapping[str, Any]) -> str:
+    """Which weights a run left, of its best evaluation or its last step, and its tests' scores."""
+    tested = f": {json.dumps(scores)}" if scores else ""
     if result.best is None:
-        return f"with the weights of the last step, {result.steps:,}"
+        return f"with the weights of the last step, {result.steps:,}{tested}"
     said = [f"{name} {value:.4g}" for name, value in result.best.scores.items()]
     found = ", ".join([*said[:1], f"loss {result.best.loss:.4f}"])
-    return f"with the weights of step {result.best.step:,}, the best of its evaluations: {found}"
+    step = f"with the weights of step {result.best.step:,}"
+    return f"{step}, the best of its evaluations, {found}{tested}"
 
 
 def open_folder(folder: Path, recipe: Recipe, resume: bool) -> None:
