@@ -18,7 +18,7 @@ Show = Callable[..., Any]
 def says(page: Any, words: str) -> None:
     """Wait until the text page's sentence begins with these words."""
     page.wait_for_function(
-        "words => document.querySelector('.sentence').innerText.startsWith(words)", arg=words
+        "words => document.querySelector('.sentence')?.innerText.startsWith(words)", arg=words
     )
 
 
@@ -96,14 +96,14 @@ def test_the_start_page_previews_the_link_that_a_click_would_choose(show: Show) 
     page.locator(".chips .word").nth(4).hover()
     said = f"{record.tokens[7]} → {record.tokens[4]}: {link(record, 7, 4)}"
     page.wait_for_function(
-        "w => document.querySelector('.answer').innerText.startsWith(w)", arg=said
+        "w => document.querySelector('.answer')?.innerText.startsWith(w)", arg=said
     )
     assert page.evaluate("location.hash").endswith("token=7")
     page.mouse.move(5, 5)
-    page.wait_for_function("w => document.querySelector('.answer').innerText === w", arg=answer)
+    page.wait_for_function("w => document.querySelector('.answer')?.innerText === w", arg=answer)
     page.locator(".chips .word").nth(4).click()
     page.wait_for_function(
-        "w => document.querySelector('.answer').innerText.startsWith(w)", arg=said
+        "w => document.querySelector('.answer')?.innerText.startsWith(w)", arg=said
     )
     assert page.evaluate("location.hash").endswith("token=7&mate=4")
 
@@ -115,8 +115,8 @@ def test_with_a_pair_chosen_the_start_page_previews_another_word(show: Show) -> 
     answer = page.inner_text(".answer")
     page.locator(".chips .word").nth(9).hover()
     page.wait_for_function(
-        "w => document.querySelector('.answer').innerText.startsWith(w)",
+        "w => document.querySelector('.answer')?.innerText.startsWith(w)",
         arg=f"{record.tokens[9]} → anything: ",
     )
     page.locator(".chips .word").nth(7).hover()
-    page.wait_for_function("w => document.querySelector('.answer').innerText === w", arg=answer)
+    page.wait_for_function("w => document.querySelector('.answer')?.innerText === w", arg=answer)

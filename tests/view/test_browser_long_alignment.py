@@ -27,7 +27,7 @@ def far_looker(n: int = 600) -> view_fakes.FakeRecord:
 def ranking(page: Any) -> list[str]:
     page.wait_for_function(
         "() => document.querySelector('.ranking li') &&"
-        " !document.querySelector('.sentence').innerText.includes('within the part')"
+        " document.querySelector('.sentence')?.innerText.includes('within the part') === false"
     )
     return [text.split("\n")[0] for text in page.locator(".ranking li").all_inner_texts()]
 

@@ -56,7 +56,7 @@ def titles(page: Any) -> list[str]:
 
 def says(page: Any, words: str) -> None:
     page.wait_for_function(
-        "words => document.querySelector('.sentence').innerText.includes(words)", arg=words
+        "words => document.querySelector('.sentence')?.innerText.includes(words)", arg=words
     )
 
 
@@ -212,12 +212,12 @@ def test_value_weighted_words_are_weights_times_norms(show: Show, head: str) -> 
 def test_value_weighted_cells_of_a_map(show: Show) -> None:
     record = full()
     page = show(record, "head?place=1&head=2&token=7&mate=3")
-    page.wait_for_function("() => document.querySelector('.weight').innerText !== '…'")
+    page.wait_for_function("() => (document.querySelector('.weight')?.innerText ?? '…') !== '…'")
     page.locator("[data-value=values]").click()
     assert page.evaluate("location.hash").endswith("by=values")
     want = record.weight(1, 2, 7, 3) * record.norms[1][2, 3]
     page.wait_for_function(
-        "want => Math.abs(Number(document.querySelector('.weight').innerText) - want) < 1e-5",
+        "want => Math.abs(Number(document.querySelector('.weight')?.innerText) - want) < 1e-5",
         arg=float(want),
     )
     assert page.inner_text(".times") == ""
@@ -236,7 +236,7 @@ def test_a_cell_of_many_keys_is_the_mean_of_weights_times_norms(show: Show) -> N
     page.wait_for_timeout(300)
     box = page.locator(".map canvas").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.45, box["y"] + box["height"] * 0.8)
-    page.wait_for_function("() => document.querySelector('.readout .hint').innerText.length > 0")
+    page.wait_for_function("() => document.querySelector('.readout .hint')?.innerText.length > 0")
     hint = page.inner_text(".readout .hint")
     rows, columns = (int(x) for x in hint.split("mean of ")[1].split(" weights")[0].split(" × "))
     t, s = (int(x) for x in page.locator(".pair sub").all_inner_texts())

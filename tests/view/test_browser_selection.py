@@ -69,7 +69,7 @@ def test_a_word_alone_is_shown_on_the_map_with_its_largest_weight(show: Show, si
     record = view_fakes.decoder(layers=2, n_heads=3)
     line = f"token=7{'&side=key' if side == 'key' else ''}"
     page = show(record, f"head?place=1&head=2&{line}")
-    page.wait_for_function("() => document.querySelector('.pair').innerText.includes('looks at')")
+    page.wait_for_function("() => document.querySelector('.pair')?.innerText.includes('looks at')")
     weights = record.rows(1, 2, 7) if side == "query" else record.column(1, 2, 7)
     best = int(np.argmax(weights))
     t, s = (7, best) if side == "query" else (best, 7)

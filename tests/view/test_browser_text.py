@@ -49,21 +49,21 @@ def test_its_tokens_are_weighed_together(show: Show) -> None:
     record = bytes_of("a吾b輩c", {"吾": 3, "輩": 3})
     page = show(record, "text?place=0&head=0")
     page.locator(".word", has_text="c").click()
-    page.wait_for_function("() => document.querySelector('.sentence').innerText.includes('looks')")
+    page.wait_for_function("() => document.querySelector('.sentence')?.innerText.includes('looks')")
     share = together(record, [8], [1, 2, 3])
     titles = page.locator(".word").evaluate_all("all => all.map(w => w.title)")
     assert titles[1] == f"{share * 100:.{1 if share > 0.1 else 2}f}%, 3 tokens together"
     page.locator(".word", has_text="輩").click()
     assert page.evaluate("location.hash").endswith("token=5")
     page.wait_for_function(
-        "() => document.querySelector('.sentence').innerText.startsWith('輩5–7')"
+        "() => document.querySelector('.sentence')?.innerText.startsWith('輩5–7')"
     )
     named = page.locator(".ranking li", has_text="吾1–3").locator(".value").inner_text()
     assert float(named[:-1]) == pytest.approx(
         together(record, [5, 6, 7], [1, 2, 3]) * 100, abs=0.06
     )
     page.locator("[data-value=key]").click()
-    page.wait_for_function("() => document.querySelector('.sentence').innerText.includes('by')")
+    page.wait_for_function("() => document.querySelector('.sentence')?.innerText.includes('by')")
     named = page.locator(".ranking li", has_text="c8").locator(".value").inner_text()
     assert float(named[:-1]) == pytest.approx(together(record, [8], [5, 6, 7]) * 100, abs=0.06)
     page.locator(".word", has_text="輩").focus()

@@ -160,7 +160,7 @@ def test_the_widget_in_a_real_jupyterlab(browser: Any, tmp_path: Path) -> None:
         box = page.locator(".regard .map canvas").bounding_box()
         page.mouse.move(box["x"] + 260, box["y"] + 420)
         page.wait_for_function(
-            "() => /^[0-9.e-]+$/.test(document.querySelector('.regard .weight').innerText)"
+            "() => /^[0-9.e-]+$/.test(document.querySelector('.regard .weight')?.innerText ?? '')"
         )
         t, s = (int(part) for part in page.locator(".regard .pair sub").all_inner_texts())
         told = float(page.inner_text(".regard .weight"))
