@@ -84,6 +84,14 @@ MASKS: dict[str, Callable[[Sizes, Positions], Any]] = {
         Window(7, 0) & Lengths(torch.tensor([n.S - 4, n.S - 1])) & Causal()
     ),
     "documents": lambda n, at: Causal() & Documents(torch.arange(n.S) // 11, torch.arange(n.T) % 3),
+    "documents anywhere": lambda n, at: (
+        Documents(torch.arange(B * n.S).view(B, n.S) % 3 * 2**40, torch.arange(n.T) % 4 * 2**40)
+        & Lengths(torch.tensor([n.S, 3]))
+    ),
+    "documents twice": lambda n, at: (
+        Documents(torch.arange(n.S) // 7, torch.arange(n.T) % 3)
+        & Documents(torch.arange(n.S) % 2, torch.arange(n.T) % 2)
+    ),
     "prefix": lambda n, at: Causal() | Prefix(3),
     "given whole": lambda n, at: Dense(coin(n, B, n.H, n.T, n.S)),
     "given for all heads": lambda n, at: coin(n, n.T, n.S),

@@ -77,6 +77,11 @@ def holes(added: Tensor) -> Tensor:
     return added.masked_fill(~shown.to(added.device), -math.inf)
 
 
+def shuffled(*shape: int) -> Tensor:
+    """Ids of documents, each in several runs."""
+    return torch.randint(-2, 2, shape, generator=torch.Generator().manual_seed(5)) * 2**62
+
+
 IDS = torch.stack([torch.arange(53) // 13, (torch.arange(53) * 7) % 3 * 10**12])
 LENGTHS = torch.tensor([29, 0])
 AT_QUERIES, AT_KEYS = torch.arange(37).flip(0) * 2, torch.arange(53) - 3
@@ -101,6 +106,20 @@ CASES: dict[str, Case] = {
     "documents and a window": Case(call=lambda: {"mask": Documents(IDS) & Window(9, None)}),
     "documents, several tiles": Case(
         LONG, lambda: {"mask": Documents(torch.arange(170) * 3 // 64 % 2) & Causal()}
+    ),
+    "documents, the last one with the lowest id": Case(
+        LONG, lambda: {"mask": Documents((torch.arange(170) // 50 + 1) % 4) & Causal()}
+    ),
+    "documents anywhere": Case(
+        {**LONG, "B": 2, "H": 4, "G": 2},
+        lambda: {"mask": Documents(shuffled(2, 170)) & Causal()},
+    ),
+    "documents and padding": Case(
+        {"T": 150, "S": 150, "H": 3},
+        lambda: {"mask": Documents(torch.arange(150) // 70) & Lengths(torch.tensor([150, 90]))},
+    ),
+    "documents of queries, some of which have none": Case(
+        LONG, lambda: {"mask": Documents(torch.arange(170) // 64, torch.arange(150) // 20 * 2 - 3)}
     ),
     "prefix": Case(call=lambda: {"mask": Causal() | Prefix(31)}),
     "dense": Case(call=lambda: {"mask": Dense(coin(2, 2, 37, 53))}),

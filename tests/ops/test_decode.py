@@ -66,10 +66,19 @@ def test_positions_of_a_bias_alone_hide_nothing() -> None:
     assert rule.keys is AT[1] and not rule.placed and rule.left == rule.right == OPEN
 
 
+def test_documents_are_given_by_their_ids() -> None:
+    ids = torch.arange(S) // 4
+    rule = find(mask=Causal() & Documents(ids))
+    assert rule.added is None and rule.query_ids is not None and rule.key_ids is not None
+    assert torch.equal(rule.key_ids[0], ids) and torch.equal(rule.query_ids[0], ids[-T:])
+    again = find(mask=Documents(ids) & Documents(ids))
+    assert again.added is not None and again.key_ids is not None
+
+
 @pytest.mark.parametrize(
     "rule",
     [
-        {"mask": Documents(torch.arange(S) // 4)},
+        {"mask": ~Documents(torch.arange(S) // 4)},
         {"mask": Causal() | Prefix(2)},
         {"mask": ~Window(1, 1)},
         {"mask": Causal(align="start")},
@@ -90,10 +99,10 @@ def test_what_the_kernel_has_no_form_for_is_rendered(rule: dict[str, Any]) -> No
 
 def test_what_is_known_and_what_is_rendered_are_the_whole_rule_together() -> None:
     dense = torch.linspace(-1, 1, S)
-    mask = Causal() & Documents(torch.arange(S) // 4) & Lengths(COUNTS)
+    mask = Causal() & ~Window(1, 1) & Lengths(COUNTS)
     rule = find(mask=mask, bias=DenseBias(dense) + ALiBi(H))
     assert rule.added is not None and rule.slopes is not None and rule.right == 0
-    seen = Documents(torch.arange(S) // 4).dense(make_call(*inputs()).rule.shape)
+    seen = (~Window(1, 1)).dense(make_call(*inputs()).rule.shape)
     rest = torch.where(seen, dense, -math.inf)
     assert torch.equal(rule.added, rest.expand_as(rule.added))
 

@@ -23,6 +23,7 @@ HIDING = (
     "window",
     "padding",
     "documents",
+    "documents anywhere",
     "given whole",
     "not near",
     "placed window",
@@ -270,6 +271,7 @@ def run_graphs() -> Report:
         found[f"{name} in a graph"] = [max(gap(*pair) for pair in pairs), 0.0]
     keys = torch.arange(n.S)[None]
     terms = [torch.tensor([[1, 5, 9]]), keys, None, None, None, None, torch.zeros(n.H)]
+    terms += [None, None]
     every = decode.LSE | decode.PEAK
     given = (*inputs, terms, [4, 0, 1, 0, every], [0.5, 0.0])
     passed = torch.library.opcheck(decode._decode_op, given, raise_exception=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
+from no_gpu import Driver
 
 from regard.ops import (
     ALiBi,
@@ -29,32 +29,7 @@ from regard.ops.kernels.flash_kernels import Answers
 from regard.ops.kernels.rendered import render
 
 ALL = Ask(entropy=True, peak=True, distance=True)
-
-
-class Driver:
-    """A GPU that takes kernels and does not run them; of a number that no real one has."""
-
-    class utils:
-        @staticmethod
-        def load_binary(*_: Any) -> tuple[int, ...]:
-            return 0, 1, 32, 0, 1024
-
-        @staticmethod
-        def get_device_properties(_: int) -> dict[str, int]:
-            return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
-
-    @staticmethod
-    def launcher_cls(*_: Any) -> Any:
-        return lambda *_: None
-
-    def get_current_device(self) -> int:
-        return 99
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+IDS = torch.arange(300) // 70
 
 
 COMPILED: dict[str, tuple[int, torch.dtype, Ask, dict[str, Any]]] = {
@@ -63,7 +38,10 @@ COMPILED: dict[str, tuple[int, torch.dtype, Ask, dict[str, Any]]] = {
     "wide, slopes, capped": (
         128, torch.bfloat16, NOTHING, {"mask": Window(9, 9), "bias": ALiBi(4), "softcap": 3.0},
     ),
+    "narrow, causal, asked": (64, torch.bfloat16, ALL, {"mask": Causal()}),
     "narrow, sinks": (64, torch.bfloat16, NOTHING, {"mask": Causal(), "sinks": torch.zeros(4)}),
+    "wide, documents": (128, torch.bfloat16, NOTHING, {"mask": Causal() & Documents(IDS[:256])}),
+    "narrow, documents": (64, torch.bfloat16, NOTHING, {"mask": Documents(IDS[:256])}),
     "narrow, prefix": (64, torch.float16, NOTHING, {"mask": Causal() | Prefix(9)}),
 }  # fmt: skip
 
@@ -78,7 +56,7 @@ def test_it_compiles_for_a_gpu_as_it_is_launched(
     width, dtype, ask, more = COMPILED[name]
     q, k = (torch.zeros(1, heads, 256, width, dtype=dtype) for heads in (4, 2))
     given = render(make_call(q, k, k, **more))
-    names = ["lse", "maxima", "sums", "total", *(x for x in ask._fields if getattr(ask, x))]
+    names = ["lse", "maxima", "sums", *(x for x in ask._fields if getattr(ask, x))]
     found = {x: torch.zeros(1, 4, 256) for x in (*names, *(["logit"] if ask.peak else []))}
     if ask.peak:
         found["key"] = torch.zeros(1, 4, 256, dtype=torch.int64)
@@ -97,7 +75,8 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Ask, bool]] = {
     "plain": ({}, {}, NOTHING, True),
     "asked": ({}, {"mask": Causal()}, ALL, True),
     "narrow": ({"D": 64}, {"mask": Causal()}, NOTHING, True),
-    "narrow and asked": ({"D": 64}, {"mask": Causal()}, ALL, False),
+    "narrow and asked": ({"D": 64}, {"mask": Causal()}, ALL, True),
+    "narrow, slopes, asked": ({"D": 64}, {"mask": Causal(), "bias": ALiBi(2)}, ALL, True),
     "slopes": ({}, {"bias": ALiBi(2)}, NOTHING, True),
     "narrow slopes": ({"D": 64}, {"bias": ALiBi(2)}, NOTHING, False),
     "few queries": ({"T": 127}, {}, NOTHING, False),
@@ -106,7 +85,10 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], Ask, bool]] = {
     "float32": ({"dtype": torch.float32}, {}, NOTHING, False),
     "a table": ({}, {"bias": RelativeTable(torch.zeros(8, 2))}, NOTHING, False),
     "dropout": ({}, {"dropout": 0.1, "seed": 3}, NOTHING, False),
-    "documents": ({}, {"mask": Documents(torch.zeros(300, dtype=torch.int64))}, NOTHING, False),
+    "documents": ({}, {"mask": Causal() & Documents(IDS)}, NOTHING, True),
+    "documents of fewer queries": ({"T": 200}, {"mask": Documents(IDS)}, NOTHING, False),
+    "documents of queries": ({}, {"mask": Documents(IDS, IDS)}, NOTHING, False),
+    "a window at positions": ({}, {"mask": Window(3, 0).at(IDS * 7)}, NOTHING, False),
 }
 
 

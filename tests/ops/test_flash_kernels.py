@@ -1,13 +1,15 @@
 """Attention by our kernels, forward and backward, run by Triton's interpreter, is the reference's.
 
 For `flash_kernels.py`, `flash_backward_kernels.py`, `tile_lists_kernels.py` and the operation that
-ties them to autograd, `flash_op.py`. In a process of its own, as Triton decides at import whether
+ties them to autograd, `flash_op.py`. The backward is tried by two kernels, as float32 has it, and
+by one, which half types have. In a process of its own, as Triton decides at import whether
 it interprets; bfloat16 is left to the tests marked `gpu`.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from interpreted import run_interpreted
 pytestmark = pytest.mark.slow
 
 LEAKS = [f"{name}{sinks}" for name in UNSEEN for sinks in ("", " and sinks")]
-OTHERS = ("views", "twice", "repeated", "compiled", "refused")
+OTHERS = ("views", "twice", "repeated", "compiled", "refused", "finished")
 
 
 def run_cases() -> None:
@@ -49,6 +51,7 @@ def run_cases() -> None:
     for name in LEAKS:
         of, *sinks = name.split(" and ")
         report[f"leaks: {name}"] = {"numbers": (count_leaks(of, "cpu", bool(sinks)), 0)}
+    report["finished"] = {"queries": finished_gap()}
     report["views"], report["twice"] = view_gaps("cpu"), twice_gaps("cpu")
     report["repeated"] = {"numbers": (count_other_bits("cpu"), 0)}
     report["compiled"] = compiled_gaps()
@@ -58,6 +61,26 @@ def run_cases() -> None:
         report[f"observed: {name}"] = observed_gaps(name, "cpu")
     report["refused"] = {"answers": (refused_gradients("cpu"), 0)}
     print(json.dumps(report))
+
+
+def finished_gap() -> tuple[float, float]:
+    """How far `_finish` is off what it is given, laid out by the formula of who adds it up."""
+    import torch
+
+    from regard.ops.kernels import flash_backward_kernels as kernels
+    from regard.ops.kernels.arguments import view
+
+    n, D, T = 128, 64, 100
+    wanted = torch.randn(2, 3, n, D)
+    t, d = torch.arange(n)[:, None], torch.arange(D)
+    place = t // 8 * (D // 16) + d // 16
+    place = place * 128 + d % 8 * 16 + t % 8 // 2 * 4 + d // 8 % 2 * 2 + t % 2
+    sums = torch.zeros(2, 3, n * D)
+    sums[..., place.flatten()] = wanted.flatten(2)
+    dq = torch.zeros(2, T, 3, D).transpose(1, 2)
+    kernels._finish[(2 * 3 * n // 32,)](sums, view(dq), 1.5, n, 3, T, D, ROWS=32, WIDTH=D)
+    eps = torch.finfo(torch.float32).eps
+    return float((dq - wanted[:, :, :T] * 1.5 * math.log(2.0)).abs().max()), 8 * eps
 
 
 def compiled_gaps() -> dict[str, tuple[float, float]]:
@@ -99,7 +122,10 @@ def report() -> Any:
     return run_interpreted(Path(__file__))
 
 
-SEEN = [*(f"leaks: {name}" for name in LEAKS), *(f"observed: {name}" for name in OBSERVED)]
+SEEN = [
+    *(f"leaks: {name}" for name in LEAKS),
+    *(f"observed: {name}" for name in OBSERVED),
+]
 
 
 @pytest.mark.parametrize("name", [*CASES, *SEEN, *OTHERS])

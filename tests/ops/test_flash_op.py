@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 from regard.ops import ALiBi, Causal, Wants, attention, observe
+from regard.ops.blockwise import Ask
 from regard.ops.call import make_call
 from regard.ops.kernels import flash_op
 from regard.ops.kernels.flash_backward import Grads
@@ -61,3 +62,15 @@ def test_inside_autocast_the_output_has_its_type(monkeypatch: pytest.MonkeyPatch
             (grad,) = torch.autograd.grad(seen.lse.sum(), leaf)
         assert output.dtype == seen.output.dtype == known.dtype == torch.bfloat16
         assert seen.lse.dtype == grad.dtype == torch.float32
+
+
+def test_the_operation_gives_what_is_asked_for_and_no_more() -> None:
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 19, 4)
+        few = flash_op.attend(make_call(q, q, q), Ask(), None)
+        all_of = flash_op.attend(make_call(q, q, q), Ask(True, True, True), torch.ones(1, 19))
+    assert few.lse.shape == (1, 2, 19) and few.output.shape == q.shape
+    unasked = ("entropy", "peak", "peak_key", "peak_logit", "distance", "mass", "row_max")
+    assert not any(getattr(few, name).numel() for name in unasked)
+    assert all(getattr(all_of, name).shape == (1, 2, 19) for name in unasked[:-1])
+    assert all_of.peak_key.dtype == torch.int64 and all_of.peak.dtype == torch.float32

@@ -37,7 +37,7 @@ from regard.ops import (
 )
 from regard.ops.blockwise import NOTHING, Ask
 from regard.ops.call import make_call
-from regard.ops.kernels import decode, flash, flash_hopper
+from regard.ops.kernels import decode, flash, flash_backward, flash_hopper
 from regard.ops.kernels.rendered import render
 from regard.ops.op import observe_call
 from regard.ops.shape import Shape
@@ -461,23 +461,32 @@ HOPPER: dict[str, dict[str, Any]] = {
     "softcap": {"mask": Causal(), "softcap": 5.0, "scale": 0.7},
     "negative scale": {"scale": -0.3},
     "sinks": {"mask": Lengths(torch.tensor([333, 0])), "sinks": torch.linspace(-1.0, 1.0, 4)},
+    "documents": {"mask": Causal() & Documents(torch.arange(700) // 190)},
+    "documents both ways": {"mask": Documents((torch.arange(700) // 300 + 1) % 3)},
+    "documents, of one sample anywhere": {
+        "mask": Causal() & Documents(torch.stack([torch.arange(700) // 90, torch.arange(700) % 3]))
+    },
+    "documents and padding": {
+        "mask": Documents(torch.arange(700) // 190) & Lengths(torch.tensor([700, 333]))
+    },
 }
 """What the forward for Hopper is tried on, 2 samples of 4 heads over 2."""
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("width", "is_asked"), [(64, False), (64, True), (128, True)])
 @pytest.mark.parametrize("name", HOPPER)
 def test_the_forward_for_hopper_tells_what_the_plain_kernel_tells(
-    name: str, width: int, kind: str, monkeypatch: pytest.MonkeyPatch
+    name: str, width: int, is_asked: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this GPU is no Hopper")
-    ask, dtype = Ask(True, True, True) if width == 128 else NOTHING, TYPES[kind]
+    ask, dtype = Ask(True, True, True) if is_asked else NOTHING, TYPES[kind]
     rule = {key: x.to("cuda") if hasattr(x, "to") else x for key, x in HOPPER[name].items()}
-    if width == 64 and "bias" in rule:
+    if not is_asked and "bias" in rule:
         rule.pop("bias")  # The plain kernel is faster there, and takes it.
-    for T, S in ((700, 700), (257, 700), (131, 129)):
+    sizes = ((700, 700),) if "documents" in name else ((700, 700), (257, 700), (131, 129))
+    for T, S in sizes:
         torch.manual_seed(T)
         q, k, v = (
             torch.randn(2, n, 2, m, width).to("cuda", dtype) for n, m in ((T, 2), (S, 1), (S, 1))
@@ -489,7 +498,7 @@ def test_the_forward_for_hopper_tells_what_the_plain_kernel_tells(
             seen = rule["mask"].dense(Shape(2, 4, T, S), "cuda").expand(2, 1, T, S).any(2)
             k, v = (x.masked_fill(~seen[..., None], math.nan) for x in (k, v))
         given = render(make_call(q, k, v, **rule))
-        mass = (torch.arange(S, device="cuda")[None] % 3 == 0).float() if width == 128 else None
+        mass = (torch.arange(S, device="cuda")[None] % 3 == 0).float() if is_asked else None
         found = {}
         for is_taken in (True, False):
             monkeypatch.setattr(flash_hopper, "takes", lambda *_, yes=is_taken: yes)
@@ -512,7 +521,11 @@ def test_the_forward_for_hopper_tells_what_the_plain_kernel_tells(
             assert off <= (2 if what == "output" else 64) * eps * max(size, 1.0), (what, off, size)
 
 
-def test_a_graph_of_our_kernels_has_no_breaks_and_the_same_gradients() -> None:
+def test_a_graph_of_our_kernels_has_no_breaks_and_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Two kernels for a backward repeat their bits, one does not.
+    monkeypatch.setattr(flash_backward, "_is_fused", lambda *_: False)
     ids = torch.arange(512, device="cuda") // 100
     rules: dict[str, dict[str, Any]] = {
         "documents": {"mask": Causal() & Documents(ids)},

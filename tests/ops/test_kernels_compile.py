@@ -43,6 +43,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
     torch.bool: "*i1",
 }
 KERNELS = {
@@ -238,6 +239,7 @@ FEW: dict[str, tuple[int, torch.dtype, dict[str, Any], Wants]] = {
         Wants(),
     ),
     "16 queries": (16, torch.bfloat16, {"mask": Causal() & Window(899, None)}, Wants(peak=True)),
+    "documents": (3, torch.bfloat16, {"mask": Documents(torch.arange(1024) // 99)}, Wants()),
     "rendered": (5, torch.bfloat16, {"mask": ~Window(1, 0), "softcap": 3.0}, Wants()),
     "in float32": (2, torch.float32, {"mask": Causal()}, Wants(entropy=True)),
 }

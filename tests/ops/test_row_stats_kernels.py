@@ -6,6 +6,7 @@ tests marked `gpu`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -36,7 +37,7 @@ def run_cases() -> None:
     from interpreted import patch_once
     from row_stats_cases import gaps, received_gaps, singles_gap
 
-    from regard.ops.kernels import pooling, row_stats
+    from regard.ops.kernels import pooling, row_stats, row_stats_kernels
     from regard.ops.kernels.tiles import Tiles
 
     patch_once()
@@ -45,6 +46,10 @@ def run_cases() -> None:
         for dtype in (torch.float32, torch.float16)[: 1 + (name in HALF)]:
             report[f"{name} {dtype}"] = gaps(name, dtype, "cpu", row_stats.by_kernels)
     report["NaN"] = {"wrong": (count_wrong_nans(), 0)}
+    report["top"] = {f"{n} largest": (count_wrong_tops(n), 0) for n in (1, 8, 11, 32)}
+    report["above"] = {"of tiles eight by eight": (count_wrong_above(), 0)}
+    row_stats_kernels.GROUP = 2
+    report["above"]["of tiles two by two"] = count_wrong_above(), 0
     # One band of rows at a time, in tiles smaller than a cell; and the largest weights from torch's
     # tiles, as when many are asked for.
     pooling.SCRATCH, row_stats.MOST_TOP = 1, 2
@@ -120,6 +125,59 @@ def count_wrong_nans() -> int:
     return wrong
 
 
+def count_wrong_above() -> int:
+    """How many weights above a threshold are missing, wrong, or there and should not be.
+
+    A query looks at one key far away, or at its own, and so most tiles have none.
+    """
+    import torch
+
+    from regard.ops import Causal, Wants
+    from regard.ops.call import make_call
+    from regard.ops.kernels import row_stats
+
+    T = 300
+    k = torch.nn.functional.normalize(torch.randn(1, 2, T, 16), dim=-1)
+    t = torch.arange(T)
+    q = 40 * (k[:, :, torch.where(t % 3 == 0, t, t // 5)] + k[:, :, t])
+    call = replace(make_call(q, k, k, mask=Causal(), scale=1.0), wants=Wants(above=0.1))
+    found = row_stats.by_kernels(call, q[..., :0]).above
+    assert found is not None
+    seen = (q @ k.mT).masked_fill(t > t[:, None], -math.inf).softmax(-1)
+    wrong = 0
+    for h, n in itertools.product(range(2), range(T)):
+        keys, weights = found.row(0, h, n)
+        expected = (seen[0, h, n] >= 0.1).nonzero().flatten()
+        close = keys.equal(expected) and (weights - seen[0, h, n, expected]).abs().max() < 1e-5
+        wrong += not close
+    return wrong
+
+
+def count_wrong_tops(n_top: int) -> int:
+    """How many of the largest weights are on a wrong key.
+
+    Scores ascend, so that every tile has larger ones; descend; or are all the same.
+    """
+    import torch
+
+    from regard.ops import Causal, Wants
+    from regard.ops.call import make_call
+    from regard.ops.kernels import row_stats
+
+    T, S = 37, 101
+    n, t = torch.arange(n_top), torch.arange(T)[:, None]
+    last = t + S - T
+    first = n.expand(T, n_top)
+    wrong = 0
+    for slope, wanted in ((1.0, last - n), (-1.0, first), (0.0, first)):
+        k = torch.linspace(0.0, slope, S)[None, None, :, None]
+        call = make_call(torch.ones(1, 1, T, 1), k, k, mask=Causal())
+        seen = row_stats.by_kernels(replace(call, wants=Wants(top=n_top)), k[..., :0])
+        assert seen.top is not None
+        wrong += int((seen.top.key[0, 0] != wanted).sum())
+    return wrong
+
+
 def output_gap() -> tuple[float, float]:
     """How far the output is off where it is asked for too; values have a width of their own."""
     import torch
@@ -161,7 +219,16 @@ def report() -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    [*SEEN, *(f"{name} in parts" for name in IN_PARTS), "NaN", "singles", "received", "output"],
+    [
+        *SEEN,
+        *(f"{name} in parts" for name in IN_PARTS),
+        "NaN",
+        "top",
+        "above",
+        "singles",
+        "received",
+        "output",
+    ],
 )
 def test_kernels_tell_what_the_reference_tells(name: str, report: Any) -> None:
     found = {key: pairs for key, pairs in report.items() if key.split(" torch")[0] == name}

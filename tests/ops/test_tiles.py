@@ -50,7 +50,8 @@ def test_a_device_that_was_not_measured_is_told() -> None:
 def test_every_table_has_every_kernel_in_tiles_that_lists_and_words_can_have(
     table: tiles.Table,
 ) -> None:
-    kernels = {name.split()[0] for name in tiles.HOPPER}
+    # The kernel that is written for Hopper runs nowhere else.
+    kernels = {name.split()[0] for name in tiles.HOPPER} - {"hopper"}
     assert kernels <= set(table)
     for row in table.values():
         for one in row:

@@ -1,8 +1,9 @@
 """Few queries a row: how our kernel is told the rule, and what it tells of the weights.
 
 Why: generating text is nothing but few queries at a time, and most rules have one of few forms,
-which the kernel knows by numbers: a window around positions, lengths, ALiBi. Nothing is computed
-for these before the kernel runs. Every other part of a rule is rendered for it, one number a pair.
+which the kernel knows by numbers: a window around positions, lengths, documents, ALiBi. Nothing is
+computed for these before the kernel runs. Every other part of a rule is rendered for it, one
+number a pair.
 
 Letters: B batch, T queries, S keys, H query heads.
 """
@@ -22,7 +23,7 @@ from regard.ops.call import Call, Rule
 from regard.ops.kernels import decode
 from regard.ops.kernels.decode import OPEN, KeyRule
 from regard.ops.mask import And, At, Mask
-from regard.ops.masks import Lengths
+from regard.ops.masks import Documents, Lengths
 from regard.ops.observe import key_sets
 from regard.ops.shape import Tile
 from regard.ops.wants import Observation, Peak
@@ -85,6 +86,8 @@ def find_rule(rule: Rule, device: torch.device) -> KeyRule:
             known["right"] = min(right, known.get("right", OPEN))
         elif isinstance(mask, Lengths) and "counts" not in known:
             known |= {"counts": mask.lengths, "side": 1 if mask.side == "right" else 2}
+        elif isinstance(mask, Documents) and "key_ids" not in known:
+            known["query_ids"], known["key_ids"] = mask.pair_ids(rule.shape, device)
         else:
             others.append(mask)
     known["placed"] = "left" in known and frame[1] is not None

@@ -8,6 +8,7 @@ Letters: B batch, T queries, S keys, H query heads; D width of a head.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -55,8 +56,19 @@ class Interval(NamedTuple):
     b: int
 
 
+class Ids(NamedTuple):
+    """The documents of queries and of keys; they are compared where a sample's are `scattered`."""
+
+    queries: Tensor
+    queries_b: int
+    keys: Tensor
+    keys_b: int
+    scattered: Tensor
+    scattered_b: int
+
+
 class Pair(NamedTuple):
-    """A whole number for each query and one for each key: documents, or positions."""
+    """A position for each query and one for each key."""
 
     queries: Tensor
     queries_b: int
@@ -106,7 +118,7 @@ class Rule(NamedTuple):
     window: Window | None
     span: Span | None
     interval: Interval | None
-    ids: Pair | None
+    ids: Ids | None
     words: Words | None
     slopes: Tensor | None
     places: Pair | None
@@ -153,7 +165,9 @@ def rule_of(given: Rendered) -> Rule:
     if given.lo is not None and given.hi is not None:
         interval = Interval(*_alike(given.lo, given.hi))
     if given.query_ids is not None and given.key_ids is not None:
-        ids = _pair(given.query_ids, given.key_ids)
+        assert given.scattered is not None
+        pair = _pair(given.query_ids, given.key_ids)
+        ids = Ids(*pair, given.scattered, share(given.scattered, 0))
     if given.words is not None:
         words = Words(given.words, *(share(given.words, axis) for axis in range(3)))
     if given.query_places is not None and given.key_places is not None:
@@ -196,6 +210,7 @@ def options_of(given: Rendered) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def width_of(size: int) -> int:
     """The width of a tile that holds heads of this one: a power of two, 16 at least."""
     return max(16, 1 << max(size - 1, 0).bit_length())

@@ -6,9 +6,9 @@ and the grouped heads repeated first, which is more reading than the cache itsel
 How: a program takes one key head of one row of the batch, all queries of all heads that share it,
 and a stretch of keys, and keeps a running softmax and what is asked about the weights; stretches
 are joined by a second, small kernel, which a short cache does without. Which keys are seen follows
-from a window around each query's position, over keys as they lie or at given positions, and from
-how many keys of each sample are real. ALiBi follows from positions, too. Any other mask or bias
-comes rendered in `added`, one number a pair.
+from a window around each query's position, over keys as they lie or at given positions, from how
+many keys of each sample are real, and from the documents of queries and keys. ALiBi follows from
+positions, too. Any other mask or bias comes rendered in `added`, one number a pair.
 
 Left out: gradients, dropout, more than 16 queries.
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.kernels import vmap
+from regard.ops.kernels.rendered import aligned
 
 MOST_QUERIES = 16
 """The most queries a row."""
@@ -34,7 +35,7 @@ LSE, ENTROPY, PEAK, DISTANCE = 1, 2, 4, 8
 """What may be asked about the weights, as bits; the mass on given keys is asked by giving them."""
 STATS = ("lse", "entropy", "peak", "distance", "mass")
 """The same and the mass, by name."""
-TERMS = ("query", "keys", "counts", "added", "slopes", "mass", "sinks")
+TERMS = ("query", "keys", "counts", "added", "slopes", "mass", "sinks", "query_ids", "key_ids")
 """What the operation is given as `terms`, in order."""
 SUMS = 6
 """Numbers that a part of a row takes beside its output."""
@@ -61,6 +62,7 @@ class KeyRule(NamedTuple):
     query (B or 1, T), keys (B or 1, S): positions, None as they lie. A query at i sees positions
     i - left to i + right; `placed`: this is said of the given positions of keys, of which negative
     ones are empty. counts (B or 1,): so many keys are real, the first (side 1) or the last (2).
+    query_ids (B or 1, T), key_ids (B or 1, S): a query sees keys of its own document alone.
     slopes (H,): ALiBi's. added: the rest, broadcasts to (B, H, T, S), -inf where nobody may look.
     """
 
@@ -73,6 +75,8 @@ class KeyRule(NamedTuple):
     side: int = 0
     slopes: Tensor | None = None
     added: Tensor | None = None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
 
 
 class Answers(NamedTuple):
@@ -93,6 +97,7 @@ class Tiles(NamedTuple):
     parts: int
 
 
+@functools.lru_cache(maxsize=128)
 def tiles(n_heads: int, n_rows: int, n_keys: int, widths: tuple[int, int], item: int) -> Tiles:
     """The cut for B · G key heads, each with so many rows, and keys that are read.
 
@@ -139,6 +144,7 @@ class Form(NamedTuple):
     windowed: bool
     padded: int
     added: bool
+    documents: bool
     alibi: bool
     capped: bool
     exact: bool
@@ -190,7 +196,8 @@ def attend(
     floats = [numbers[0], numbers[1] or 0.0]
     plain = type(inputs[0]) is Tensor and not torch.compiler.is_compiling()
     run: Any = _decode if plain else _decode_op
-    found = run(*inputs, [*terms, mass, sinks_h], ints, floats)
+    ids = (rule.query_ids, rule.key_ids)
+    found = run(*inputs, [*terms, mass, sinks_h, *ids], ints, floats)
     return Answers(found[0].transpose(1, 2), *found[1:])
 
 
@@ -205,8 +212,9 @@ def _decode(
     """The output (B, T, H, E), and the numbers (n, B, H, T) and keys (B, H, T) asked for."""
     from regard.ops.kernels import decode_kernels
 
-    query, keys, counts, added, slopes, mass, sinks = terms
+    query, keys, counts, added, slopes, mass, sinks, query_ids, key_ids = terms
     left, right, placed, side, asked = ints
+    width, (q, k, v) = v.shape[3], map(aligned, (q, k, v))
     (B, H, T, D), (_, G, S, E) = q.shape, v.shape
     windowed = keys is None and (left < OPEN or right < OPEN)
     # Keys as they lie are read no further than the window reaches.
@@ -214,8 +222,8 @@ def _decode(
     cut = tiles(B * G, H // G * T, span, (D, E), q.element_size())
     form = Form(
         query is not None, keys is not None, bool(placed), windowed, side, added is not None,
-        slopes is not None, floats[1] > 0.0, q.dtype == torch.float32, sinks is not None,
-        bool(placed) and span >= TRIM * cut.parts, asked, mass is not None,
+        key_ids is not None, slopes is not None, floats[1] > 0.0, q.dtype == torch.float32,
+        sinks is not None, bool(placed) and span >= TRIM * cut.parts, asked, mass is not None,
     )  # fmt: skip
     outputs, n_rows = _allocate(q, (B, H, T, E), asked, mass is not None), B * H * T
     size = n_rows * cut.parts * (E + SUMS) if cut.parts > 1 else 0
@@ -223,20 +231,22 @@ def _decode(
     slopes = None if slopes is None else slopes.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
     # What the kernel will not read or write is stood for by q, which costs nothing.
-    given = [q if x is None else x for x in (query, keys, counts, added, slopes, mass, sinks)]
+    read = (query, keys, counts, added, slopes, mass, query_ids, key_ids, sinks)
+    given = [q if x is None else x for x in read]
     written = (*outputs, q, q)[:3]
     decode_kernels.run_parts(
         B * G * cut.parts * -(-H // G * T // cut.rows),
         q, k, v, *given, scratch, *written, *steps(q, 4), *steps(k, 4), *steps(v, 4),
         *steps(query, 2), *steps(keys, 2), *steps(counts, 1), *steps(added, 4), *steps(mass, 2),
-        S, cut.parts, n_rows, left, right, *floats, **options(cut, form, (G, H // G, T, D, E)),
+        *steps(query_ids, 2), *steps(key_ids, 2), S, cut.parts, n_rows, left, right, *floats,
+        **options(cut, form, (G, H // G, T, D, E)),
     )  # fmt: skip
     if cut.parts > 1:
         decode_kernels.run_join(
             n_rows, scratch, given[-1], *written, cut.parts, n_rows,
             **join_options(cut.parts, form, (H, T, E)),
         )  # fmt: skip
-    return outputs
+    return [outputs[0][..., :width].contiguous(), *outputs[1:]]
 
 
 def _allocate(

@@ -31,13 +31,13 @@ SCAN = tl.constexpr(1024)
 @triton.jit
 def _fold(
     max_r, sum_r, out_re, moment_r, away_r, mass_r, key_r, spoilt_r,
-    start, stop, lo_r, hi_r, at_r, i_r, slope_r, q_rd,
-    k_head, v_head, keys_b, added_r, mass_b,
-    k_s, k_d, v_s, v_e, keys_s, added_s, mass_s, left, right, scale, softcap,
+    start, stop, lo_r, hi_r, at_r, i_r, slope_r, of_r, q_rd,
+    k_head, v_head, keys_b, added_r, mass_b, ids_b,
+    k_s, k_d, v_s, v_e, keys_s, added_s, mass_s, ids_s, left, right, scale, softcap,
     D: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr,
     WIDTH: tl.constexpr, VALUES: tl.constexpr,
     STAGGERED: tl.constexpr, PLACED: tl.constexpr, SEEN: tl.constexpr, ADDED: tl.constexpr,
-    ALIBI: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
+    DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
     ENTROPY: tl.constexpr, PEAK: tl.constexpr, DISTANCE: tl.constexpr, MASS: tl.constexpr,
     FINITE: tl.constexpr,
 ):  # fmt: skip
@@ -76,6 +76,9 @@ def _fold(
         seen_rs = seen_rs & (at_s >= 0)[None, :]
         seen_rs = seen_rs & (at_r[:, None] - at_s[None, :] <= left)
         seen_rs = seen_rs & (at_s[None, :] - at_r[:, None] <= right)
+    if DOCUMENTS:
+        of_s = tl.load(ids_b + j_s * ids_s, mask=inside_s, other=0)
+        seen_rs = seen_rs & (of_r[:, None] == of_s[None, :])
     if ADDED:
         added_rs = tl.load(
             added_r[:, None] + j_s[None, :] * added_s,
@@ -191,17 +194,19 @@ def _find_seen(first, last, low, high, keys_b, keys_s, left, right):
 
 @triton.jit(do_not_specialize=["S", "n_parts", "n_rows", "left", "right"])
 def _parts(
-    q, k, v, query, keys, counts, added, slopes, mass, sinks, scratch, out, stats, key,
+    q, k, v, query, keys, counts, added, slopes, mass, query_ids, key_ids, sinks,
+    scratch, out, stats, key,
     q_b, q_h, q_t, q_d, k_b, k_g, k_s, k_d, v_b, v_g, v_s, v_e,
     query_b, query_t, keys_b, keys_s, counts_b, added_b, added_h, added_t, added_s, mass_b, mass_s,
+    query_ids_b, query_ids_t, key_ids_b, key_ids_s,
     S, n_parts, n_rows, left, right, scale, softcap,
     G: tl.constexpr, R: tl.constexpr, T: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     POSITIONED: tl.constexpr, PLACED: tl.constexpr, SEEN: tl.constexpr, WINDOWED: tl.constexpr,
-    PADDED: tl.constexpr, ADDED: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr,
-    EXACT: tl.constexpr, SINKS: tl.constexpr, TRIMMED: tl.constexpr, JOINED: tl.constexpr,
-    LSE: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr, DISTANCE: tl.constexpr,
-    MASS: tl.constexpr,
+    PADDED: tl.constexpr, ADDED: tl.constexpr, DOCUMENTS: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr, SINKS: tl.constexpr,
+    TRIMMED: tl.constexpr, JOINED: tl.constexpr, LSE: tl.constexpr, ENTROPY: tl.constexpr,
+    PEAK: tl.constexpr, DISTANCE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
     """The running softmax of one stretch of keys, for some rows of one key head.
 
@@ -260,10 +265,14 @@ def _parts(
     slope_r = tl.zeros((ROWS,), tl.float32)
     if ALIBI:
         slope_r = tl.load(slopes + h_r).to(tl.float32)
+    of_r = tl.zeros((ROWS,), tl.int64)
+    if DOCUMENTS:
+        of_r = tl.load(query_ids + b * query_ids_b + t_r * query_ids_t)
     k_head = k + b * k_b + g * k_g
     v_head = v + b * v_b + g * v_g
     added_r = added + b * added_b + h_r * added_h + t_r * added_t
     mass_row = mass + b * mass_b
+    ids_row = key_ids + b * key_ids_b
     STAGGERED: tl.constexpr = WINDOWED and T > 1
     max_r = tl.full((ROWS,), LOWEST, tl.float32)
     zero_r = tl.zeros((ROWS,), tl.float32)
@@ -274,13 +283,13 @@ def _parts(
     for tile in range(start, stop, KEYS):
         max_r, sum_r, out_re, moment_r, away_r, mass_r, key_r, spoilt_r = _fold(
             max_r, sum_r, out_re, moment_r, away_r, mass_r, key_r, spoilt_r,
-            tile, stop, lo_r, hi_r, at_r, i_r, slope_r, q_rd,
-            k_head, v_head, keys_row, added_r, mass_row,
-            k_s, k_d, v_s, v_e, keys_s, added_s, mass_s, left, right, scale, softcap,
-            D, E, KEYS, WIDTH, VALUES, STAGGERED, PLACED, SEEN, ADDED, ALIBI, CAPPED, EXACT,
-            ENTROPY, PEAK, DISTANCE, MASS, False,
+            tile, stop, lo_r, hi_r, at_r, i_r, slope_r, of_r, q_rd,
+            k_head, v_head, keys_row, added_r, mass_row, ids_row,
+            k_s, k_d, v_s, v_e, keys_s, added_s, mass_s, key_ids_s, left, right, scale, softcap,
+            D, E, KEYS, WIDTH, VALUES, STAGGERED, PLACED, SEEN, ADDED, DOCUMENTS, ALIBI, CAPPED,
+            EXACT, ENTROPY, PEAK, DISTANCE, MASS, False,
         )  # fmt: skip
-    if E > 0 and (STAGGERED or SEEN or ADDED):
+    if E > 0 and (STAGGERED or SEEN or ADDED or DOCUMENTS):
         finite_re = (tl.abs(out_re) < float("inf")).to(tl.int32)
         if tl.min(tl.min(finite_re, 1), 0) == 0:
             max_r = tl.full((ROWS,), LOWEST, tl.float32)
@@ -290,11 +299,11 @@ def _parts(
             for tile in tl.range(start, stop, KEYS, num_stages=1):
                 max_r, sum_r, out_re, moment_r, away_r, mass_r, key_r, spoilt_r = _fold(
                     max_r, sum_r, out_re, moment_r, away_r, mass_r, key_r, spoilt_r,
-                    tile, stop, lo_r, hi_r, at_r, i_r, slope_r, q_rd,
-                    k_head, v_head, keys_row, added_r, mass_row,
-                    k_s, k_d, v_s, v_e, keys_s, added_s, mass_s, left, right, scale, softcap,
-                    D, E, KEYS, WIDTH, VALUES, STAGGERED, PLACED, SEEN, ADDED, ALIBI, CAPPED,
-                    EXACT, ENTROPY, PEAK, DISTANCE, MASS, True,
+                    tile, stop, lo_r, hi_r, at_r, i_r, slope_r, of_r, q_rd,
+                    k_head, v_head, keys_row, added_r, mass_row, ids_row,
+                    k_s, k_d, v_s, v_e, keys_s, added_s, mass_s, key_ids_s, left, right, scale,
+                    softcap, D, E, KEYS, WIDTH, VALUES, STAGGERED, PLACED, SEEN, ADDED,
+                    DOCUMENTS, ALIBI, CAPPED, EXACT, ENTROPY, PEAK, DISTANCE, MASS, True,
                 )  # fmt: skip
             out_re = tl.where((spoilt_r > 0)[:, None], float("nan"), out_re)
     row_r = (b * (G * R) + h_r) * T + t_r

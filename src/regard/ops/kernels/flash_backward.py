@@ -2,7 +2,13 @@
 
 Why several kernels: the gradients of keys are gathered by programs that own keys, those of queries
 by programs that own queries, those of a bias by programs that own its numbers. So every number has
-one writer, nothing is added up by atomics, and the same call gives the same bits.
+one writer, and the same call gives the same bits. Two kernels for q, k and v make every tile twice,
+in seven matrix products. The one that is written for Hopper GPUs makes it once, in five: programs
+that own keys add what these give to the queries to sums in float32, in any order.
+
+It takes the plainest calls (`_suits_hopper`). Two kernels stay for the rest: calls that want the
+gradient of slopes, which the queries' kernel gives, or not both that of q and of k or v; float32;
+other GPUs; and all calls while `torch.use_deterministic_algorithms(True)` holds.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -15,15 +21,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.ops.kernels import flash_hopper
 from regard.ops.kernels.arguments import Rule, options_of, rule_of, view, width_of
-from regard.ops.kernels.rendered import Rendered
+from regard.ops.kernels.rendered import Rendered, aligned, aligned_rows
 from regard.ops.kernels.tile_lists import list_tiles
 from regard.ops.kernels.tiles import tiles_of
 
 PADDED = 128
 """Rows' numbers are kept for a multiple of this many rows, so that tiles of rows need no mask."""
+FINISHED = 32
+"""Rows of a program that writes what one kernel has summed up for the queries."""
 PROGRAMS = 1024
 """Programs that keep a GPU busy: a band's samples are parted until there are so many."""
+HOPPER = {"": (64, 128), "windowed": (64, 128), "biased": (128,), "listed": (64, 128)}
+"""By kind of call (`_kind_of`): widths at which the kernel that is written for Hopper is faster."""
 
 
 class Saved(NamedTuple):
@@ -77,9 +88,10 @@ class Incoming(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A call, the gradient of its output if one arrives, and the numbers of its rows."""
+    """A call, its rule, the gradient of its output if one arrives, and the numbers of its rows."""
 
     given: Rendered
+    rule: Rule
     g: Tensor | None
     rows: RowGrads
 
@@ -106,32 +118,34 @@ class _Pass(NamedTuple):
 
 def backward(given: Rendered, saved: Saved, arriving: Arriving, wanted: Grads) -> Grads:
     """The gradients wanted: shaped, typed and laid out as what they belong to."""
-    g = arriving.output
-    if g is not None and g.stride(3) != 1:
-        g = g.contiguous()
-    step = _Pass(given, g, _find_rows(given, saved, arriving, g))
+    g, rows, asked = arriving.output, _find_rows(given, saved, arriving), given
+    given = aligned_rows(given)
+    step = _Pass(given, rule_of(given), None if g is None else aligned(g), rows)
     found: dict[str, Tensor] = {}
-    if wanted.k or wanted.v:
-        found["k"], found["v"] = torch.empty_like(given.k), torch.empty_like(given.v)
-        _run_keys(step, found["k"], found["v"])
     if wanted.q or wanted.slopes:
         found["q"] = torch.empty_like(given.q)
-        slopes = _run_queries(step, found["q"], wanted.slopes)
-        if slopes is not None:
-            found["slopes"] = slopes
+    if wanted.k or wanted.v:
+        found["k"], found["v"] = torch.empty_like(given.k), torch.empty_like(given.v)
+    if _is_fused(step, wanted):
+        _run_fused(step, found["q"], found["k"], found["v"])
+    else:
+        found |= _run_both(step, found, wanted)
     if wanted.band:
         found["band"] = _run_band(step)
     if wanted.dense:
         found["dense"] = _run_dense(step)
     if wanted.sinks:
         found["sinks"] = _sink_grad(given, step.rows, arriving.entropy)
+    for name, owner, copy in zip("qkv", asked[:3], given[:3], strict=True):
+        if name in found and copy is not owner:
+            found[name] = torch.empty_like(owner).copy_(found[name][..., : owner.shape[3]])
     return Grads(**found)
 
 
-def _find_rows(given: Rendered, saved: Saved, arriving: Arriving, g: Tensor | None) -> RowGrads:
+def _find_rows(given: Rendered, saved: Saved, arriving: Arriving) -> RowGrads:
     from regard.ops.kernels import flash_backward_kernels as kernels
 
-    B, H, T, E = saved.output.shape
+    (B, H, T, E), g = saved.output.shape, arriving.output
     n = -(-T // PADDED) * PADDED
     heat = None if arriving.entropy is None else saved.lse.new_empty((B, H, n))
     rows = RowGrads(saved.lse.new_empty((B, H, n)), saved.lse.new_empty((B, H, n)), heat, n)
@@ -145,7 +159,7 @@ def _find_rows(given: Rendered, saved: Saved, arriving: Arriving, g: Tensor | No
     launch: Any = kernels._delta[(B * H * (n // PADDED),)]
     launch(
         view(saved.output), None if g is None else view(g), incoming, rows, H, T, E,
-        ROWS=PADDED, VALUES=width_of(E), num_warps=4,
+        ROWS=PADDED, VALUES=width_of(E), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return rows
 
@@ -154,11 +168,72 @@ def _packed(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def _run_keys(step: _Pass, dk: Tensor, dv: Tensor) -> None:
+def _is_fused(step: _Pass, wanted: Grads) -> bool:
+    """Whether one kernel finds the gradients of q, k and v."""
+    if not wanted.q or not (wanted.k or wanted.v) or wanted.slopes:
+        return False
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    return flash_hopper.runs_on(step.given.q.device) and _suits_hopper(step)
+
+
+def _suits_hopper(step: _Pass) -> bool:
+    """Whether the kernel that is written for Hopper takes a call, and is the fastest for it."""
+    given, rule, g, rows = step
+    (_, _, T, D), v, is_listed = given.q.shape, given.v, _is_listed(rule)
+    if g is None or T < flash_hopper.FEWEST or v.shape[3] != D or v.dtype.itemsize != 2:
+        return False
+    if is_listed and not given.covered:
+        return False
+    other = (rule.cap, rule.words, rule.places, rule.band, rule.dense, rule.dropout, rows.heat)
+    if any(part is not None for part in other):
+        return False
+    if rule.slopes is not None and (rule.window is None or rule.window.right > 0):
+        return False
+    readable = all(map(flash_hopper.is_read_by_tma, (given.q, given.k, v, g)))
+    return readable and D in flash_hopper.WIDTHS and D in HOPPER.get(_kind_of(rule, is_listed), ())
+
+
+def _is_listed(rule: Rule) -> bool:
+    """Whether programs that own keys are told by lists which rows see these."""
+    return any(part is not None for part in (rule.interval, rule.ids, rule.words))
+
+
+def _run_both(step: _Pass, found: dict[str, Tensor], wanted: Grads) -> dict[str, Tensor]:
+    """Write the gradients of q, k and v that are there; that of the slopes, if any, comes back."""
+    if "k" in found:
+        _run_keys(step, found["k"], found["v"])
+    slopes = _run_queries(step, found["q"], wanted.slopes) if "q" in found else None
+    return {} if slopes is None else {"slopes": slopes}
+
+
+def _run_fused(step: _Pass, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Write the gradients of queries, keys and values by the kernel that is written for Hopper."""
+    from regard.ops.kernels import flash_backward_hopper_kernels as hopper
     from regard.ops.kernels import flash_backward_kernels as kernels
 
-    given, rule = step.given, rule_of(step.given)
-    is_listed = any(part is not None for part in (rule.interval, rule.ids, rule.words))
+    given, rule, n, lists = step.given, step.rule, step.rows.n, None
+    B, H, T, D = given.q.shape
+    assert step.g is not None
+    is_listed = _is_listed(rule)
+    tiles = tiles_of(f"hopper {_kind_of(rule, is_listed)}".strip(), given)
+    if is_listed:
+        lists = list_tiles(rule, given.shape, tiles[:2], True, given.q.device, in_order=True)
+    sums = step.rows.lse.new_zeros((B, H, n, D))
+    hopper.run_fused(given, step.g, rule, lists, step.rows, (dk, dv, sums), tiles)
+    launch: Any = kernels._finish[(B * H * (n // FINISHED),)]
+    launch(
+        sums, view(dq), rule.factor, n, H, T, D,
+        ROWS=FINISHED, WIDTH=D, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def _run_keys(step: _Pass, dk: Tensor, dv: Tensor) -> None:
+    """Write the gradients of keys and values."""
+    from regard.ops.kernels import flash_backward_kernels as kernels
+
+    given, rule = step.given, step.rule
+    is_listed = _is_listed(rule)
     tiles, lists = tiles_of(f"keys {_kind_of(rule, is_listed)}".strip(), given), None
     if is_listed:
         lists = list_tiles(rule, given.shape, tiles[:2], True, given.q.device)
@@ -174,7 +249,7 @@ def _run_queries(step: _Pass, dq: Tensor, with_slopes: bool) -> Tensor | None:
     """Write the gradient of the queries; that of the slopes, if wanted, comes back."""
     from regard.ops.kernels import flash_backward_kernels as kernels
 
-    given, rule = step.given, rule_of(step.given)
+    given, rule = step.given, step.rule
     is_listed = rule.ids is not None or rule.words is not None
     tiles, lists = tiles_of(f"queries {_kind_of(rule, is_listed)}".strip(), given), None
     if is_listed:
@@ -204,7 +279,7 @@ def _run_band(step: _Pass) -> Tensor:
     options = step.options()
     del options["EVEN"]
     launch(
-        *step.inputs(), sums, N, rule_of(given), step.rows, step.kept_share(), samples, B,
+        *step.inputs(), sums, N, step.rule, step.rows, step.kept_share(), samples, B,
         *step.sizes(), **options, ROWS=tiles.rows, **tiles.options(),
     )  # fmt: skip
     return sums.sum(0)
@@ -222,7 +297,7 @@ def _run_dense(step: _Pass) -> Tensor:
     options = step.options()
     del options["EVEN"]
     launch(
-        *step.inputs(), view(grad), rule_of(given), step.rows, step.kept_share(), given.q.shape[0],
+        *step.inputs(), view(grad), step.rule, step.rows, step.kept_share(), given.q.shape[0],
         *step.sizes(), **ones, **options, ROWS=tiles.rows, KEYS=tiles.keys, **tiles.options(),
     )  # fmt: skip
     return grad

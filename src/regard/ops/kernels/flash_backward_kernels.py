@@ -3,9 +3,9 @@
 With p the weights, g the gradient of the output and δ what a row's scores share of theirs
 (`_delta`), the gradient on a score is p · (dropped g·v + δ − g_entropy · log p). One kernel takes a
 tile of keys, walks the rows that see it and gathers the gradients of keys and values; another
-takes a tile of rows, walks its keys and gathers that of the queries. Nothing is added up by
-atomics, so the same call gives the same bits. This module needs triton, and is imported where it
-runs.
+takes a tile of rows, walks its keys and gathers that of the queries. Then every number has one
+writer, and the same call gives the same bits. `_finish` scales and rounds what the kernel for
+Hopper has summed up for the queries. This module needs triton, and is imported where it runs.
 
 A row that sees nothing, and one beyond the last, has the logsumexp +inf here, and so weights of 0.
 Hidden keys, values, queries and gradients are not multiplied, as 0 · NaN is NaN: in mixed tiles
@@ -20,21 +20,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from regard.ops.kernels.backward_tile_kernels import (
+    corner,
+    differentiate,
+    load,
+    load_rows,
+    some_shown,
+    weigh,
+)
 from regard.ops.kernels.tile_kernels import (
     BITS,
     NATS,
-    biased,
     bounds_of,
-    capped,
     kept,
     key_places,
     product,
-    query_places,
-    row_word,
     runs_by_keys,
     runs_of,
-    seen,
-    slope_of,
 )
 
 
@@ -75,94 +77,6 @@ def _delta(out, g, given, rows, H, T, E, ROWS: tl.constexpr, VALUES: tl.constexp
 
 
 @triton.jit
-def _load_rows(rows, rule, b, h, head, t, T, S, ACROSS: tl.constexpr):
-    """What a tile needs of its rows, which lie across it or down. Only their numbers are padded."""
-    near_t = tl.minimum(t, T - 1)
-    at_t = head * rows.n + t
-    lse_t = tl.load(rows.lse + at_t)
-    delta_t = tl.load(rows.delta + at_t)
-    heat_t = lse_t
-    if rows.heat is not None:
-        heat_t = tl.load(rows.heat + at_t)
-    word_t, place_t = row_word(rule, head, near_t), query_places(rule, b, near_t, T, S)
-    lo_t, hi_t = bounds_of(rule, b, near_t, T, S)
-    return (
-        b, h, _spread(word_t, ACROSS), _spread(near_t, ACROSS), slope_of(rule, h),
-        _spread(place_t, ACROSS),
-        _spread(lo_t, ACROSS), _spread(hi_t, ACROSS), _spread(lse_t, ACROSS),
-        _spread(delta_t, ACROSS), _spread(heat_t, ACROSS),
-    )  # fmt: skip
-
-
-@triton.jit
-def _spread(x, ACROSS: tl.constexpr):
-    """A vector as a row of a tile, or as a column."""
-    return x[None, :] if ACROSS else x[:, None]
-
-
-@triton.jit
-def _weigh(x, s, rule, row, T, S, MASKED: tl.constexpr):
-    """Of a tile, from q·k: the weights and their logarithms in bits, and the scores as capped."""
-    b, h, _, t, slope, place, lo, hi, lse, _, _ = row
-    x = x * rule.factor
-    if rule.cap is not None:
-        x = capped(x, rule.cap)
-    raw = x
-    x = biased(x, rule, b, h, t, tl.minimum(s, S - 1), slope, place, T, S)
-    if MASKED:
-        x = tl.where(seen(rule, b, h, t, s, lo, hi, S), x, float("-inf"))
-    x = x - lse
-    return tl.exp2(x), x, raw
-
-
-@triton.jit
-def _differentiate(p, x, raw, pull, rule, row, HEAT: tl.constexpr, GUARDED: tl.constexpr):
-    """The gradients of a tile on its biased scores and on q·k; pull: g·v, as dropout leaves it.
-
-    GUARDED: pairs that are hidden pass nothing on that is not finite.
-    """
-    _, _, _, _, _, _, _, _, _, delta, heat = row
-    pull = pull + delta
-    if HEAT:
-        pull -= heat * tl.where(p == 0.0, 0.0, x)
-    ds = p * pull
-    dx = ds
-    if rule.cap is not None:
-        raw = raw / rule.cap
-        dx = ds * (1.0 - raw * raw)
-    if GUARDED:
-        ds = tl.where(p == 0.0, 0.0, ds)
-        dx = tl.where(p == 0.0, 0.0, dx)
-    return ds, dx
-
-
-@triton.jit
-def _shown(x, axis: tl.constexpr):
-    """Which rows or keys of a tile have a pair that is seen."""
-    return tl.max((x != float("-inf")).to(tl.int32), axis) > 0
-
-
-@triton.jit
-def _load(at, n, real, width, MASKED: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr):
-    """A tile of rows n; 0 beyond the last one and beyond the width, where it may reach there."""
-    d = tl.arange(0, SIZE)
-    if MASKED:
-        x = tl.load(at, mask=(n < real)[:, None] & (d < width)[None, :], other=0.0)
-    elif EVEN:
-        x = tl.load(at)
-    else:
-        x = tl.load(at, mask=(d < width)[None, :], other=0.0)
-    return x
-
-
-@triton.jit
-def _corner(x, b, h, n, SIZE: tl.constexpr):
-    """Where the tile of a head's rows n lies, (n, SIZE)."""
-    d = tl.arange(0, SIZE).to(tl.int64)
-    return x.at + b * x.b + h * x.h + n[:, None].to(tl.int64) * x.t + d[None, :] * x.d
-
-
-@triton.jit
 def _fold_rows(
     state, k_sd, v_se, q, g, start, s, rule, rows, where, kept_share, sizes,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
@@ -177,16 +91,16 @@ def _fold_rows(
     )
     t = start + tl.arange(0, ROWS)
     far = start + b * 0
-    q_td = _load(q_at + far * q.t, t, T, D, MASKED, EVEN, WIDTH)
-    row = _load_rows(rows, rule, b, h, head, t, T, S, True)
+    q_td = load(q_at + far * q.t, t, T, D, MASKED, EVEN, WIDTH)
+    row = load_rows(rows, rule, b, h, head, t, T, S, True)
     x_st = product(k_sd, tl.trans(q_td), EXACT)
-    p_st, x_st, raw_st = _weigh(x_st, s[:, None], rule, row, T, S, MASKED)
+    p_st, x_st, raw_st = weigh(x_st, s[:, None], rule, row, T, S, MASKED)
     if GUARDED:
-        shown_t1 = _shown(x_st, 0)[:, None]
+        shown_t1 = some_shown(x_st, 0)[:, None]
         q_td = tl.where(shown_t1, q_td, 0.0)
     pull_st = p_st * 0.0
     if g is not None:
-        g_te = _load(g_at + far * g.t, t, T, E, MASKED, EVEN, VALUES)
+        g_te = load(g_at + far * g.t, t, T, E, MASKED, EVEN, VALUES)
         if GUARDED:
             g_te = tl.where(shown_t1, g_te, 0.0)
         w_st = p_st
@@ -197,11 +111,28 @@ def _fold_rows(
         pull_st = product(v_se, tl.trans(g_te), EXACT)
         if rule.dropout is not None:
             pull_st = tl.where(keep_st, pull_st * kept_share, 0.0)
-    _, dx_st = _differentiate(
-        p_st, x_st, raw_st, pull_st, rule, row, rows.heat is not None, GUARDED
-    )
+    _, dx_st = differentiate(p_st, x_st, raw_st, pull_st, rule, row, rows.heat is not None, GUARDED)
     dk_sd += product(dx_st.to(q_td.dtype), q_td, EXACT)
     return dk_sd, dv_se
+
+
+@triton.jit(do_not_specialize=["H", "T"])
+def _finish(sums, dq, factor, n, H, T, D, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The gradient of some queries of one head, from the sums of the kernel for Hopper."""
+    n_bands = n // ROWS
+    band = tl.program_id(0) % n_bands
+    head = (tl.program_id(0) // n_bands).to(tl.int64)
+    t = band * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, WIDTH)
+    at = sums + (head * n + band * ROWS) * WIDTH
+    x = tl.load(at + tl.arange(0, ROWS * WIDTH))
+    x = tl.reshape(x, (ROWS // 8, WIDTH // 16, 8, 4, 2, 2))
+    x_td = tl.reshape(tl.permute(x, (0, 3, 5, 1, 4, 2)), (ROWS, WIDTH))
+    tl.store(
+        corner(dq, head // H, head % H, t, WIDTH),
+        (x_td * (factor * NATS)).to(dq.at.dtype.element_ty),
+        mask=(t < T)[:, None] & (d < D)[None, :],
+    )
 
 
 @triton.jit(do_not_specialize=["H", "T", "S"])
@@ -218,17 +149,17 @@ def _keys(
     s = tile * KEYS + tl.arange(0, KEYS)
     d = tl.arange(0, WIDTH)
     e = tl.arange(0, VALUES)
-    k_sd = _load(_corner(k, b, first // R, s, WIDTH), s, S, D, True, EVEN, WIDTH)
-    v_se = _load(_corner(v, b, first // R, s, VALUES), s, S, E, True, EVEN, VALUES)
+    k_sd = load(corner(k, b, first // R, s, WIDTH), s, S, D, True, EVEN, WIDTH)
+    v_se = load(corner(v, b, first // R, s, VALUES), s, S, E, True, EVEN, VALUES)
     state = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, VALUES), tl.float32)
     sizes = (T, S, D, E)
     for r in range(0, R):
         t = tl.arange(0, ROWS)
-        q_at = _corner(q, b, first + r, t, WIDTH)
+        q_at = corner(q, b, first + r, t, WIDTH)
         # Not None without a gradient: Triton 3.6 takes no None in a tuple in a loop.
         g_at = q_at
         if g is not None:
-            g_at = _corner(g, b, first + r, t, VALUES)
+            g_at = corner(g, b, first + r, t, VALUES)
         where = (b, first + r, b * H + first + r, q_at, g_at)
         if lists is None:
             begin, whole, ends, n_full, n_before, n_mixed = runs_by_keys(
@@ -236,14 +167,14 @@ def _keys(
             )
             for n in range(0, n_full):
                 state = _fold_rows(
-                    state, k_sd, v_se, q, g, whole + n * ROWS, s, rule, rows, where, kept_share,
-                    sizes, ROWS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
+                    state, k_sd, v_se, q, g, whole + n * ROWS, s, rule, rows, where,
+                    kept_share, sizes, ROWS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
                 )  # fmt: skip
             for n in range(0, n_mixed):
                 start = tl.where(n < n_before, begin + n * ROWS, ends + (n - n_before) * ROWS)
                 state = _fold_rows(
-                    state, k_sd, v_se, q, g, start, s, rule, rows, where, kept_share, sizes,
-                    ROWS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
+                    state, k_sd, v_se, q, g, start, s, rule, rows, where,
+                    kept_share, sizes, ROWS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
                 )  # fmt: skip
         else:
             at = b * lists.b + (first + r) * lists.h + tile
@@ -251,23 +182,24 @@ def _keys(
             for m in range(0, tl.load(lists.full + at)):
                 for near in range(tl.load(line + 2 * m), tl.load(line + 2 * m + 1)):
                     state = _fold_rows(
-                        state, k_sd, v_se, q, g, near * ROWS, s, rule, rows, where, kept_share,
-                        sizes, ROWS, WIDTH, VALUES, False, COVERED, EVEN, EXACT,
+                        state, k_sd, v_se, q, g, near * ROWS, s, rule, rows, where,
+                        kept_share, sizes, ROWS, WIDTH, VALUES, False, COVERED, EVEN,
+                        EXACT,
                     )  # fmt: skip
             for n in range(0, tl.load(lists.mixed + at)):
                 start = tl.load(line + lists.n - 1 - n) * ROWS
                 state = _fold_rows(
-                    state, k_sd, v_se, q, g, start, s, rule, rows, where, kept_share, sizes,
-                    ROWS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
+                    state, k_sd, v_se, q, g, start, s, rule, rows, where,
+                    kept_share, sizes, ROWS, WIDTH, VALUES, True, COVERED, EVEN, EXACT,
                 )  # fmt: skip
     dk_sd, dv_se = state
     tl.store(
-        _corner(dk, b, first // R, s, WIDTH),
+        corner(dk, b, first // R, s, WIDTH),
         (dk_sd * (rule.factor * NATS)).to(dk.at.dtype.element_ty),
         mask=(s < S)[:, None] & (d < D)[None, :],
     )
     tl.store(
-        _corner(dv, b, first // R, s, VALUES),
+        corner(dv, b, first // R, s, VALUES),
         (dv_se * kept_share).to(dv.at.dtype.element_ty),
         mask=(s < S)[:, None] & (e < E)[None, :],
     )
@@ -288,17 +220,17 @@ def _fold_keys(
         MASKED or rule.band is not None or rule.dense is not None
     )
     s = start + tl.arange(0, KEYS)
-    k_sd = _load(_corner(k, b, h // R, s, WIDTH), s, S, D, MASKED, EVEN, WIDTH)
+    k_sd = load(corner(k, b, h // R, s, WIDTH), s, S, D, MASKED, EVEN, WIDTH)
     x_ts = product(q_td, tl.trans(k_sd), EXACT)
-    p_ts, x_ts, raw_ts = _weigh(x_ts, s[None, :], rule, row, T, S, MASKED)
+    p_ts, x_ts, raw_ts = weigh(x_ts, s[None, :], rule, row, T, S, MASKED)
     pull_ts = p_ts * 0.0
     if g_te is not None:
-        v_se = _load(_corner(v, b, h // R, s, VALUES), s, S, E, MASKED, EVEN, VALUES)
+        v_se = load(corner(v, b, h // R, s, VALUES), s, S, E, MASKED, EVEN, VALUES)
         pull_ts = product(g_te, tl.trans(v_se), EXACT)
         if rule.dropout is not None:
             keep_ts = kept(rule, row[2], s[None, :])
             pull_ts = tl.where(keep_ts, pull_ts * kept_share, 0.0)
-    ds_ts, dx_ts = _differentiate(
+    ds_ts, dx_ts = differentiate(
         p_ts, x_ts, raw_ts, pull_ts, rule, row, rows.heat is not None, GUARDED
     )
     if SLOPES:
@@ -306,7 +238,7 @@ def _fold_keys(
         away_ts = tl.abs(row[5] - key_places(rule, b, near_s))
         far_t += tl.sum(ds_ts * away_ts, 1)
     if GUARDED:
-        k_sd = tl.where(_shown(x_ts, 0)[:, None], k_sd, 0.0)
+        k_sd = tl.where(some_shown(x_ts, 0)[:, None], k_sd, 0.0)
     dq_td += product(dx_ts.to(k_sd.dtype), k_sd, EXACT)
     return dq_td, far_t
 
@@ -325,11 +257,11 @@ def _queries(
     b, h = head // H, head % H
     t = band * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, WIDTH)
-    q_td = _load(_corner(q, b, h, t, WIDTH), t, T, D, True, EVEN, WIDTH)
+    q_td = load(corner(q, b, h, t, WIDTH), t, T, D, True, EVEN, WIDTH)
     g_te = None
     if g is not None:
-        g_te = _load(_corner(g, b, h, t, VALUES), t, T, E, True, EVEN, VALUES)
-    row = _load_rows(rows, rule, b, h, head, t, T, S, False)
+        g_te = load(corner(g, b, h, t, VALUES), t, T, E, True, EVEN, VALUES)
+    row = load_rows(rows, rule, b, h, head, t, T, S, False)
     state = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS,), tl.float32)
     sizes = (T, S, D, E)
     SLOPES: tl.constexpr = slopes is not None
@@ -364,7 +296,7 @@ def _queries(
             )  # fmt: skip
     dq_td, far_t = state
     tl.store(
-        _corner(dq, b, h, t, WIDTH),
+        corner(dq, b, h, t, WIDTH),
         (dq_td * (rule.factor * NATS)).to(dq.at.dtype.element_ty),
         mask=(t < T)[:, None] & (d < D)[None, :],
     )
@@ -380,20 +312,20 @@ def _tile(
 ):  # fmt: skip
     """The gradient on the biased scores of one tile, rows by keys; s < S, repeated if need be."""
     T, S, D, E, H = sizes
-    q_td = _load(_corner(q, b, h, t, WIDTH), t, T, D, True, False, WIDTH)
-    k_sd = _load(_corner(k, b, h // R, s, WIDTH), s, S, D, False, False, WIDTH)
-    row = _load_rows(rows, rule, b, h, b * H + h, t, T, S, False)
+    q_td = load(corner(q, b, h, t, WIDTH), t, T, D, True, False, WIDTH)
+    k_sd = load(corner(k, b, h // R, s, WIDTH), s, S, D, False, False, WIDTH)
+    row = load_rows(rows, rule, b, h, b * H + h, t, T, S, False)
     x_ts = product(q_td, tl.trans(k_sd), EXACT)
-    p_ts, x_ts, raw_ts = _weigh(x_ts, s[None, :], rule, row, T, S, True)
+    p_ts, x_ts, raw_ts = weigh(x_ts, s[None, :], rule, row, T, S, True)
     pull_ts = p_ts * 0.0
     if g is not None:
-        g_te = _load(_corner(g, b, h, t, VALUES), t, T, E, True, False, VALUES)
-        v_se = _load(_corner(v, b, h // R, s, VALUES), s, S, E, False, False, VALUES)
+        g_te = load(corner(g, b, h, t, VALUES), t, T, E, True, False, VALUES)
+        v_se = load(corner(v, b, h // R, s, VALUES), s, S, E, False, False, VALUES)
         pull_ts = product(g_te, tl.trans(v_se), EXACT)
         if rule.dropout is not None:
             keep_ts = kept(rule, row[2], s[None, :])
             pull_ts = tl.where(keep_ts, pull_ts * kept_share, 0.0)
-    ds_ts, _ = _differentiate(
+    ds_ts, _ = differentiate(
         p_ts, x_ts, raw_ts, pull_ts, rule, row, rows.heat is not None, not COVERED
     )
     return ds_ts

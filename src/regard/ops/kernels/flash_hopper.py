@@ -1,7 +1,7 @@
 """Which calls the forward for Hopper GPUs takes: those that it was measured to be faster for.
 
-Left to `flash_kernels.py`: documents, masks of bits, tables and dense biases, dropout, few queries,
-other widths, tensors that TMA cannot read.
+Left to `flash_kernels.py`: masks of bits, tables and dense biases, dropout, few queries, other
+widths, tensors that TMA cannot read, masks that leave keys unseen between those of two queries.
 
 Letters: B batch, T queries, H query heads, G key heads, D head width.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 
+import torch
 from torch import Tensor
 
 from regard.ops.blockwise import Ask
@@ -29,9 +30,12 @@ FARTHEST = 2**23
 
 def takes(given: Rendered, ask: Ask, mass: Tensor | None) -> bool:
     """Whether the kernels for Hopper take a call, and are the faster ones for it."""
-    device = given.q.device
-    is_hopper = device.type == "cuda" and capability_of(device) == HOPPER
-    return is_hopper and has_gluon() and suits(given, ask, mass)
+    return runs_on(given.q.device) and suits(given, ask, mass)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels that are written for Hopper run on a device."""
+    return device.type == "cuda" and capability_of(device) == HOPPER and has_gluon()
 
 
 def suits(given: Rendered, ask: Ask, mass: Tensor | None) -> bool:
@@ -40,11 +44,11 @@ def suits(given: Rendered, ask: Ask, mass: Tensor | None) -> bool:
     D, T = q.shape[3], q.shape[2]
     if q.dtype.itemsize != 2 or D not in WIDTHS or v.shape[3] != D or T < FEWEST:
         return False
-    other = (given.query_ids, given.words, given.band, given.dense, given.seed)
-    if any(x is not None for x in other):
+    other = (given.words, given.band, given.dense, given.seed)
+    if any(x is not None for x in other) or not (given.covered or given.joined):
         return False
     asked = any(ask) or mass is not None
-    if D == 64 and (asked or given.slopes is not None):
+    if D == 64 and given.slopes is not None and not asked:
         return False
     if given.slopes is not None and max(T, k.shape[2]) >= FARTHEST:
         return False

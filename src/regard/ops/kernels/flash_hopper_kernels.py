@@ -26,6 +26,7 @@ Letters: B batch, T queries, S keys, H query heads, R query heads a key head, D 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -61,6 +62,10 @@ from regard.ops.kernels.rendered import Rendered
 
 CONSUMER_REGISTERS, LOADER_REGISTERS = 232, 40
 """Of a thread; two warpgroups and the loader's share 504 each lane, of 65,536 in all."""
+LEAST_FACTOR = 1e-30
+"""Of scores, from which on they can be multiplied by it last."""
+ALONE_REGISTERS = 168
+"""Of a thread, where three programs of one warpgroup share a multiprocessor."""
 
 
 @gluon.jit(do_not_specialize=["H", "T", "S"])
@@ -90,7 +95,7 @@ def _alone(
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
     fence_async_shared()
-    row, state = open_rows(rule, b, h, start, T, S, S_LAYOUT)
+    row, state = open_rows(rule, b, h, start, T, S, PLAIN, S_LAYOUT)
     n_tiles, run, low, past = walk(rule, b, start, T, S, ROWS, 4)
     n_full = run[0]
     load_tile(q, start, b, h, q_full, q_buffer, ROWS * WIDTH * 2)
@@ -216,7 +221,7 @@ def _consume(
     start, head, b, h = _own(H, T)
     n_tiles, run, low, past = walk(rule, b, start, T, S, 2 * ROWS, 4)
     n_full = run[0]
-    row, state = open_rows(rule, b, h, start + C * ROWS, T, S, S_LAYOUT)
+    row, state = open_rows(rule, b, h, start + C * ROWS, T, S, PLAIN, S_LAYOUT)
     q_td = q_buffer.index(C).reshape([ROWS, WIDTH])
     out_te = gl.full([ROWS, WIDTH], 0.0, gl.float32, layout=O_LAYOUT)
     zero_ts = gl.full([ROWS, KEYS], 0.0, gl.float32, layout=S_LAYOUT)
@@ -326,13 +331,16 @@ def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | N
     """Write the output and the answers that are."""
     (B, H, T, D), S, G = given.q.shape, given.k.shape[2], given.k.shape[1]
     rule = rule_of(given)
-    plain = rule.factor > 0.0 and rule.cap is None and rule.slopes is None
+    plain = rule.factor > LEAST_FACTOR and rule.cap is None and rule.slopes is None
     chosen = None if mass is None else KeySet(mass, 0 if len(mass) == 1 else mass.stride(0))
     options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
     kernel, rows = _alone, ROWS.value
     if D > 64:
         kernel, rows = _shared, 2 * ROWS.value
         options |= {"CONSUMER": CONSUMER_REGISTERS, "LOADER": LOADER_REGISTERS}
+    elif rule.ids is not None:
+        # What ids are compared with is kept in memory instead, as it is rare that they are.
+        options["maxnreg"] = ALONE_REGISTERS
     launch: Any = kernel[(B * H * triton.cdiv(T, rows),)]
     launch(
         describe(given.q, ROWS.value), describe(given.k, KEYS.value), describe(given.v, KEYS.value),
@@ -344,7 +352,11 @@ def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | N
 def describe(x: Tensor, rows: int) -> TensorDescriptor:
     """How TMA reads so many rows of a head (B, H, T, D) at a time; beyond the last they are 0."""
     shape = [1, 1, rows, x.shape[3]]
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor.from_tensor(
-        x, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype)
-    )
+    return TensorDescriptor.from_tensor(x, shape, _layout_of(rows, x.shape[3], x.dtype))
+
+
+@functools.cache
+def _layout_of(rows: int, width: int, dtype: torch.dtype) -> Any:
+    """How the rows lie in shared memory."""
+    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], kind)

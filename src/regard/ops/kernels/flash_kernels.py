@@ -3,8 +3,10 @@
 A program takes some queries of one head (or of the heads that share a key head, where there are few
 queries) and walks the keys in tiles with a running softmax. Tiles that all of its rows see whole
 come first and need no mask; tiles that are mixed follow; empty ones are not visited. Which are
-which follows from the rows' intervals, or comes as lists (`tile_lists.py`). This module needs
-triton, and is imported where it runs.
+which follows from the rows' intervals, or comes as lists (`tile_lists.py`). Hidden values get the
+weight 0, which makes NaN of one that is not finite: where an output is not, all tiles are walked
+once more, and values that no row sees are cleared first. This module needs triton, and is imported
+where it runs.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, R query heads a key head, D head
 width, E value width; t, s sizes of a tile.
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regard.ops.kernels.arguments import TileLists, options_of, rule_of, view, width_of
+from regard.ops.kernels.arguments import Rule, TileLists, options_of, rule_of, view, width_of
 from regard.ops.kernels.rendered import Rendered
 from regard.ops.kernels.tile_kernels import (
     BITS,
@@ -27,11 +29,11 @@ from regard.ops.kernels.tile_kernels import (
     biased,
     bounds_of,
     capped,
+    find_runs,
     kept,
     product,
     query_places,
     row_word,
-    runs_of,
     seen,
     slope_of,
 )
@@ -45,7 +47,6 @@ class Answers(NamedTuple):
     lse: Tensor
     maxima: Tensor | None = None
     sums: Tensor | None = None
-    total: Tensor | None = None
     entropy: Tensor | None = None
     peak: Tensor | None = None
     key: Tensor | None = None
@@ -104,7 +105,7 @@ def _fold(
         )  # fmt: skip
     if MASKED:
         seen_ts = seen(
-            rule, b, h_t[:, None], t[:, None], s[None, :], lo_t[:, None], hi_t[:, None], S
+            rule, b, h_t[:, None], t[:, None], s[None, :], lo_t[:, None], hi_t[:, None], S, True
         )
         x_ts = tl.where(seen_ts, x_ts, float("-inf"))
     HIDDEN: tl.constexpr = MASKED or rule.band is not None or rule.dense is not None
@@ -147,6 +148,58 @@ def _fold(
     return highest_t, sum_t, out_te, heat_t, far_t, mass_t, key_t
 
 
+@triton.jit
+def _walk(
+    q_td, k_at, v_at, rule, lists, chosen, answers, row, own, sizes,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
+    COVERED: tl.constexpr, PLAIN: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The running numbers of rows after all tiles of keys that they see."""
+    b, h, band, real_t = own
+    state = (
+        tl.full((ROWS,), LOWEST, tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.zeros((ROWS, VALUES), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+        tl.full((ROWS,), -1, tl.int32),
+    )
+    if lists is None:
+        first, whole, ends, n_full, n_before, n_mixed = find_runs(
+            rule, b, row[6], row[7], real_t, sizes[1], KEYS
+        )
+        for n in range(0, n_full):
+            state = _fold(
+                state, q_td, k_at, v_at, whole + n * KEYS, rule, chosen, answers, row, sizes,
+                KEYS, WIDTH, VALUES, False, COVERED, PLAIN, EVEN, EXACT,
+            )  # fmt: skip
+        for n in range(0, n_mixed):
+            start = tl.where(n < n_before, first + n * KEYS, ends + (n - n_before) * KEYS)
+            state = _fold(
+                state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
+                KEYS, WIDTH, VALUES, True, COVERED, PLAIN, EVEN, EXACT,
+            )  # fmt: skip
+    else:
+        line = (b * lists.b + h * lists.h + band) * lists.n
+        n_full = tl.load(lists.full + b * lists.b + h * lists.h + band)
+        n_mixed = tl.load(lists.mixed + b * lists.b + h * lists.h + band)
+        for r in range(0, n_full):
+            run = lists.tiles + line + 2 * r
+            for tile in range(tl.load(run), tl.load(run + 1)):
+                state = _fold(
+                    state, q_td, k_at, v_at, tile * KEYS, rule, chosen, answers, row, sizes,
+                    KEYS, WIDTH, VALUES, False, COVERED, PLAIN, EVEN, EXACT,
+                )  # fmt: skip
+        for n in range(0, n_mixed):
+            start = tl.load(lists.tiles + line + lists.n - 1 - n) * KEYS
+            state = _fold(
+                state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
+                KEYS, WIDTH, VALUES, True, COVERED, PLAIN, EVEN, EXACT,
+            )  # fmt: skip
+    return state
+
+
 @triton.jit(do_not_specialize=["H", "T", "S"])
 def _forward(
     q, k, v, out, rule, lists, sinks, chosen, answers, kept_share, H, T, S, D, E,
@@ -180,44 +233,18 @@ def _forward(
     word_t, place_t = row_word(rule, head_t, t), query_places(rule, b, t, T, S)
     row = (b, h_t, t, word_t, slope_of(rule, h_t), place_t, lo_t, hi_t)
     sizes = (T, S, D, E, k.t, v_s)
-    state = (
-        tl.full((ROWS,), LOWEST, tl.float32),
-        tl.zeros((ROWS,), tl.float32),
-        tl.zeros((ROWS, VALUES), tl.float32),
-        tl.zeros((ROWS,), tl.float32),
-        tl.zeros((ROWS,), tl.float32),
-        tl.zeros((ROWS,), tl.float32),
-        tl.full((ROWS,), -1, tl.int32),
-    )
-    if lists is None:
-        first, whole, ends, n_full, n_before, n_mixed = runs_of(lo_t, hi_t, real_t, S, KEYS)
-        for n in range(0, n_full):
-            state = _fold(
-                state, q_td, k_at, v_at, whole + n * KEYS, rule, chosen, answers, row, sizes,
-                KEYS, WIDTH, VALUES, False, COVERED, PLAIN, EVEN, EXACT,
-            )  # fmt: skip
-        for n in range(0, n_mixed):
-            start = tl.where(n < n_before, first + n * KEYS, ends + (n - n_before) * KEYS)
-            state = _fold(
-                state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
-                KEYS, WIDTH, VALUES, True, COVERED, PLAIN, EVEN, EXACT,
-            )  # fmt: skip
-    else:
-        line = (b * lists.b + h * lists.h + band) * lists.n
-        n_full = tl.load(lists.full + b * lists.b + h * lists.h + band)
-        n_mixed = tl.load(lists.mixed + b * lists.b + h * lists.h + band)
-        for r in range(0, n_full):
-            run = lists.tiles + line + 2 * r
-            for tile in range(tl.load(run), tl.load(run + 1)):
-                state = _fold(
-                    state, q_td, k_at, v_at, tile * KEYS, rule, chosen, answers, row, sizes,
-                    KEYS, WIDTH, VALUES, False, COVERED, PLAIN, EVEN, EXACT,
-                )  # fmt: skip
-        for n in range(0, n_mixed):
-            start = tl.load(lists.tiles + line + lists.n - 1 - n) * KEYS
-            state = _fold(
-                state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
-                KEYS, WIDTH, VALUES, True, COVERED, PLAIN, EVEN, EXACT,
+    own = (b, h, band, real_t)
+    state = _walk(
+        q_td, k_at, v_at, rule, lists, chosen, answers, row, own, sizes,
+        ROWS, KEYS, WIDTH, VALUES, True, PLAIN, EVEN, EXACT,
+    )  # fmt: skip
+    if v is not None and not COVERED:
+        finite_te = (tl.abs(state[2]) < float("inf")).to(tl.int32)
+        if tl.min(tl.min(finite_te, 1), 0) == 0:
+            # Hidden values may have done it, as 0 · NaN is NaN.
+            state = _walk(
+                q_td, k_at, v_at, rule, lists, chosen, answers, row, own, sizes,
+                ROWS, KEYS, WIDTH, VALUES, False, PLAIN, EVEN, EXACT,
             )  # fmt: skip
     max_t, sum_t, out_te, heat_t, far_t, mass_t, key_t = state
     highest_t = max_t
@@ -243,8 +270,6 @@ def _forward(
     if answers.maxima is not None:
         tl.store(answers.maxima + row_t, highest_t, mask=real_t)
         tl.store(answers.sums + row_t, total_t, mask=real_t)
-    if answers.total is not None:
-        tl.store(answers.total + row_t, sum_t * share_t, mask=real_t)
     if answers.entropy is not None:
         # The logsumexp less the maximum, but not by way of it, whose last digits would be lost.
         spread_t = (highest_t - max_t) + tl.log2(total_t)
@@ -266,11 +291,11 @@ def _forward(
 def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | None) -> None:
     """Write the output, where v has width, and the answers that are."""
     (B, H, T, D), S, E = given.q.shape, given.k.shape[2], out.shape[3]
-    tiles, options = tiles_of(kind_of(answers, E > 0), given), options_of(given)
     rule = rule_of(given)
+    tiles, options = tiles_of(kind_of(answers, E > 0, rule), given), options_of(given)
     lists: TileLists | None = None
     heads = 1
-    if rule.ids is not None or rule.words is not None:
+    if rule.words is not None:
         lists = list_tiles(rule, given.shape, tiles[:2], False, given.q.device)
     elif T * options["R"] <= tiles.rows:
         heads = options["R"]
@@ -286,9 +311,12 @@ def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | N
     )  # fmt: skip
 
 
-def kind_of(answers: Answers, has_values: bool) -> str:
+def kind_of(answers: Answers, has_values: bool, rule: Rule) -> str:
     """The name of the kernel in the table of tiles."""
     if not has_values:
         return "forward blind"
     asked = (answers.entropy, answers.peak, answers.distance, answers.mass)
-    return "forward asked" if any(x is not None for x in asked) else "forward"
+    if any(x is not None for x in asked):
+        return "forward asked"
+    # A third stage would leave one program a multiprocessor, beside the mask's words.
+    return "forward" if rule.words is None else "forward listed"

@@ -29,14 +29,13 @@ from regard.ops import blockwise_backward
 from regard.ops.blockwise import NOTHING, Ask, Rows
 from regard.ops.call import Call
 from regard.ops.kernels import flash, flash_backward, vmap
-from regard.ops.kernels.arguments import BITS
 from regard.ops.kernels.flash_backward import Arriving, Grads, Saved
 from regard.ops.kernels.rendered import Rendered, render
 from regard.ops.observe import key_sets, refusing_gradients, row_answers
 from regard.ops.pack import Packed, pack, unpack
 from regard.ops.wants import Observation
 
-TENSORS = 17
+TENSORS = 18
 """Fields of `Rendered` that are tensors; they come first."""
 LEARNED = tuple(Rendered._fields.index(name) for name in Grads._fields)
 """Those of them that have gradients."""
@@ -61,15 +60,26 @@ def attend(call: Call, ask: Ask, mass: Tensor | None) -> Rows:
     """Attention by our kernels; `rows.output`, `rows.lse` and `rows.entropy` carry gradients."""
     call = call.seeded()
     given = render(call)
-    if torch.compiler.is_compiling():
-        return Rows(*_forward_op(*given, list(ask), mass))
     # Inside of vmap a tensor does not tell whether it needs a gradient.
-    if not call.transformed and not call.needs_grad():
-        return Rows(*_run_forward(*given, list(ask), mass))
-    packed = pack(call.rule)
-    fixed = _Fixed(given[TENSORS:], ask, packed._replace(tensors=[]))
-    found = _Flash.apply(fixed, mass, *given[:TENSORS], *packed.tensors)  # type: ignore[no-untyped-call]
-    return Rows(*found)
+    if torch.compiler.is_compiling():
+        found = _forward_op(*given, list(ask), mass)
+    elif not call.transformed and not call.needs_grad():
+        found = _run_forward(*given, list(ask), mass)
+    else:
+        packed = pack(call.rule)
+        fixed = _Fixed(given[TENSORS:], ask, packed._replace(tensors=[]))
+        found = _Flash.apply(fixed, mass, *given[:TENSORS], *packed.tensors)  # type: ignore[no-untyped-call]
+    none = dict.fromkeys(Rows._fields, found[1].new_empty(0))
+    return Rows(**none | dict(zip(_told(ask, mass), found, strict=True)))
+
+
+def _told(ask: Ask, mass: Tensor | None) -> list[str]:
+    """The fields of `Rows` that the operation gives, in order: those with gradients come first."""
+    names = ["output", "lse"]
+    names += ["entropy"] if ask.entropy else []
+    names += ["peak", "peak_key", "peak_logit"] if ask.peak else []
+    names += ["distance"] if ask.distance else []
+    return names if mass is None else [*names, "mass"]
 
 
 def observe(call: Call) -> Observation:
@@ -92,27 +102,12 @@ def _run_backward(*args: Any) -> list[Tensor]:
 
 def _forward(*args: Any) -> list[Tensor]:
     *rendered, asked, mass = args
-    given = Rendered(*rendered)
-    output, found = flash.forward(given, Ask(*asked), mass)
-
-    def answer(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        x = found.get(name)
-        return torch.empty(0, dtype=dtype, device=output.device) if x is None else x
-
-    rows = Rows(
-        output=output,
-        lse=found["lse"],
-        total=found["total"],
-        entropy=answer("entropy"),
-        peak=answer("peak"),
-        peak_key=answer("key", torch.int64),
-        peak_logit=answer("logit"),
-        distance=answer("distance"),
-        mass=answer("mass"),
-        row_max=found["maxima"] / BITS,
-        denominator=found["sums"],
-    )
-    return list(rows)
+    ask = Ask(*asked)
+    output, found = flash.forward(Rendered(*rendered), ask, mass, with_sums=False)
+    rows = {"output": output, **found}
+    if ask.peak:
+        rows |= {"peak_key": found["key"], "peak_logit": found["logit"]}
+    return [rows[name] for name in _told(ask, mass)]
 
 
 def _vmap_forward(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -133,10 +128,10 @@ def _backward(*args: Any) -> list[Tensor]:
 
 _CALL = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor? first, Tensor? past, Tensor? lo, "
-    "Tensor? hi, Tensor? query_ids, "
-    "Tensor? key_ids, Tensor? words, Tensor? slopes, Tensor? query_places, Tensor? key_places, "
-    "Tensor? band, Tensor? dense, Tensor? seed, float factor, float? cap, float dropout, "
-    "bool covered, SymInt? left, SymInt? right, bool hides"
+    "Tensor? hi, Tensor? query_ids, Tensor? key_ids, Tensor? scattered, Tensor? words, "
+    "Tensor? slopes, Tensor? query_places, Tensor? key_places, Tensor? band, Tensor? dense, "
+    "Tensor? seed, float factor, float? cap, float dropout, bool covered, bool joined, "
+    "SymInt? left, SymInt? right, bool hides"
 )
 _forward_op = torch.library.custom_op(
     "regard::flash",
@@ -159,26 +154,13 @@ _forward_op.register_vmap(_vmap_forward)
 def _(*args: Any) -> list[Tensor]:
     *rendered, asked, mass = args
     given, ask = Rendered(*rendered), Ask(*asked)
-    B, H, T, _D = given.q.shape
-    row = given.q.new_empty((B, H, T), dtype=torch.float32)
-
-    def answer(yes: bool, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty_like(row, dtype=dtype) if yes else row.new_empty(0, dtype=dtype)
-
-    rows = Rows(
-        output=given.q.new_empty((B, H, T, given.v.shape[3])),
-        lse=answer(True),
-        total=answer(True),
-        entropy=answer(ask.entropy),
-        peak=answer(ask.peak),
-        peak_key=answer(ask.peak, torch.int64),
-        peak_logit=answer(ask.peak),
-        distance=answer(ask.distance),
-        mass=answer(mass is not None),
-        row_max=answer(True),
-        denominator=answer(True),
-    )
-    return list(rows)
+    shape = given.q.shape[:3]
+    types = {"peak_key": torch.int64}
+    rows = [
+        given.q.new_empty(shape, dtype=types.get(name, torch.float32))
+        for name in _told(ask, mass)[1:]
+    ]
+    return [given.q.new_empty((*shape, given.v.shape[3])), *rows]
 
 
 @_backward_op.register_fake
@@ -214,9 +196,10 @@ class _Flash(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.fixed, _, *tensors = inputs
-        ctx.mark_non_differentiable(output[2], *output[4:])
+        n_learned = 2 + ctx.fixed.ask.entropy
+        ctx.mark_non_differentiable(*output[n_learned:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[0], output[1], output[3], *tensors)
+        ctx.save_for_backward(*_saved(output, ctx.fixed.ask), *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -239,7 +222,12 @@ class _Flash(torch.autograd.Function):
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.numbers = inputs[TENSORS:-2]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(output[0], output[1], output[3], *inputs[:TENSORS])
+    ctx.save_for_backward(*_saved(output, Ask(*inputs[-2])), *inputs[:TENSORS])
+
+
+def _saved(output: Sequence[Tensor], ask: Ask) -> Saved:
+    """What the backward needs of the forward's answers."""
+    return Saved(output[0], output[1], output[2] if ask.entropy else None)
 
 
 def _traced_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -255,10 +243,9 @@ def _arrive(
     saved: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Saved, Arriving, list[Tensor | None]]:
     """What was saved of rows, the gradients that arrive for it, and the tensors of the call."""
-    output, lse, entropy = saved[:3]
-    told = entropy if entropy.dim() > 1 else None
-    arriving = Arriving(grads[0], grads[1], None if told is None else grads[3])
-    return Saved(output, lse, told), arriving, [*saved[3:]]
+    rows = Saved(*saved[:3])
+    arriving = Arriving(grads[0], grads[1], None if rows.entropy is None else grads[2])
+    return rows, arriving, [*saved[3:]]
 
 
 def _by_kernels(

@@ -30,7 +30,9 @@ query_places = gluon.jit(tile_kernels.query_places.fn)
 key_places = gluon.jit(tile_kernels.key_places.fn)
 biased = gluon.jit(tile_kernels.biased.fn)
 bounds_of = gluon.jit(tile_kernels.bounds_of.fn)
+is_scattered = gluon.jit(tile_kernels.is_scattered.fn)
 runs_of = gluon.jit(tile_kernels.runs_of.fn)
+find_runs = gluon.jit(tile_kernels.find_runs.fn)
 
 
 @gluon.jit
@@ -43,7 +45,7 @@ def walk(rule, b, start, T, S, N: gl.constexpr, WARPS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([N // 32], [32], [WARPS], [0])
     t = start + gl.arange(0, N, layout=LAYOUT)
     lo_t, hi_t = bounds_of(rule, b, gl.minimum(t, T - 1), T, S)
-    first, whole, ends, n_full, n_before, n_mixed = runs_of(lo_t, hi_t, t < T, S, KEYS)
+    first, whole, ends, n_full, n_before, n_mixed = find_runs(rule, b, lo_t, hi_t, t < T, S, KEYS)
     sees_t = (t < T) & (hi_t > lo_t)
     low, past = gl.min(gl.where(sees_t, lo_t, S), 0), gl.max(gl.where(sees_t, hi_t, 0), 0)
     return n_full + n_mixed, (n_full, n_before, first, whole, ends), low, past
@@ -59,13 +61,63 @@ def first_key(n, run):
 
 
 @gluon.jit
-def as_float(n, zero):
+def as_float(n):
     """Whole numbers of 0 to 2^23 as float32, without conversions, which take turns with exp2.
 
-    They become the low bits of 2^23. zero: 0, in a way that the compiler does not see through, so
-    that it does not keep all n in registers.
+    They become the low bits of 2^23.
     """
-    return (n + (0x4B000000 + zero)).to(gl.float32, bitcast=True) - 8388608.0
+    return (n + 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
+
+
+@gluon.jit
+def in_eights(x_ts):
+    """A tile's keys as j, c: key 8 j + c. Of a row a thread has two c with all of their j."""
+    return x_ts.reshape([ROWS, KEYS // 8, 8])
+
+
+@gluon.jit
+def eights_of(x_tjc):
+    """The j of a tile's keys, (1, j, 1): constants when the kernel is compiled."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, x_tjc.type.layout))
+    j = gl.arange(0, KEYS // 8, layout=LAYOUT)
+    return gl.expand_dims(gl.expand_dims(j, 0), 2)
+
+
+@gluon.jit
+def places_of(x_tc):
+    """The c of a tile's keys, (1, c)."""
+    return gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(0, x_tc.type.layout)), 0)
+
+
+@gluon.jit
+def first_highest(x_ts, top_t, start, S, LAYOUT: gl.constexpr):
+    """The first key of each row whose score is `top_t`; S where none is."""
+    x_tjc = in_eights(gl.where(x_ts == gl.expand_dims(top_t, 1), 0, KEYS))
+    j_tc = gl.min(gl.maximum(x_tjc, eights_of(x_tjc)), 1)
+    s_tc = gl.where(j_tc < KEYS, start + 8 * j_tc + places_of(j_tc), S)
+    return gl.convert_layout(gl.min(s_tc, 1), gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def sum_places(w_ts, LAYOUT: gl.constexpr):
+    """Sums of rows, and of each weight times its place in the tile."""
+    w_tjc = in_eights(w_ts)
+    sum_tc = gl.sum(w_tjc, 1)
+    near_tc = 8.0 * gl.sum(w_tjc * eights_of(w_tjc).to(gl.float32), 1)
+    near_tc += sum_tc * places_of(sum_tc).to(gl.float32)
+    T_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    return (
+        gl.convert_layout(gl.sum(sum_tc, 1), T_LAYOUT),
+        gl.convert_layout(gl.sum(near_tc, 1), T_LAYOUT),
+    )
+
+
+@gluon.jit
+def hide_other_documents(x_ts, hidden, rule, b, t, s, S):
+    """Scores, `hidden` where query and key are of two documents."""
+    of_t = gl.load(rule.ids.queries + b * rule.ids.queries_b + t)
+    of_s = gl.load(rule.ids.keys + b * rule.ids.keys_b + gl.minimum(s, S - 1))
+    return gl.where(gl.expand_dims(of_t, 1) == gl.expand_dims(of_s, 0), x_ts, hidden)
 
 
 @gluon.jit
@@ -73,19 +125,22 @@ def weigh(
     x_ts, state, start, is_mixed, rule, chosen, answers, row, sizes,
     PLAIN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile, what older sums fade by, and the running numbers of its rows."""
+    """The weights of a tile, what older sums fade by, and the running numbers of its rows.
+
+    For an entropy, in which 0 · inf is NaN, what is hidden gets a finite score, twice the maximum
+    that rows begin with. PLAIN: scores are multiplied by the factor late.
+    """
     max_t, sum_t, heat_t, far_t, mass_t, key_t = state
     b, h, t, slope_t, place_t, lo_t, hi_t = row
     T, S = sizes
-    column_s = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
-    s = start + column_s
+    s = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     if not PLAIN:
         x_ts = x_ts * rule.factor
         if rule.cap is not None:
             x_ts = capped(x_ts, rule.cap)
         real_s = gl.minimum(s, S - 1)
         if rule.slopes is not None and rule.places is None:
-            away_ts = gl.expand_dims(place_t, 1) - gl.expand_dims(as_float(real_s, 0), 0)
+            away_ts = gl.expand_dims(place_t, 1) - gl.expand_dims(as_float(real_s), 0)
             x_ts -= gl.expand_dims(slope_t, 1) * gl.abs(away_ts)
         else:
             x_ts = biased(
@@ -95,10 +150,18 @@ def weigh(
     if is_mixed:
         after_ts = gl.expand_dims(s, 0) >= gl.expand_dims(lo_t, 1)
         seen_ts = after_ts & (gl.expand_dims(s, 0) < gl.expand_dims(hi_t, 1))
-        x_ts = gl.where(seen_ts, x_ts, float("-inf"))
+        hidden = float("-inf")
+        if answers.entropy is not None:
+            hidden = 2.0 * LOWEST
+            if PLAIN:
+                hidden = 2.0 * LOWEST / gl.maximum(rule.factor, 1.0)
+        x_ts = gl.where(seen_ts, x_ts, hidden)
+        if rule.ids is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
+            if is_scattered(rule, b):
+                x_ts = hide_other_documents(x_ts, hidden, rule, b, t, s, S)
     top_t = gl.max(x_ts, 1)
     if answers.key is not None:
-        found_t = gl.min(gl.where(x_ts == gl.expand_dims(top_t, 1), gl.expand_dims(s, 0), S), 1)
+        found_t = first_highest(x_ts, top_t, start, S, LAYOUT)
     if PLAIN:
         top_t = top_t * rule.factor
     highest_t = gl.maximum(max_t, top_t)
@@ -113,10 +176,11 @@ def weigh(
     w_ts = gl.exp2(x_ts)
     if answers.entropy is not None:
         heat_t = fade_t * (heat_t + sum_t * (max_t - highest_t))
-        heat_t += gl.sum(w_ts * gl.maximum(x_ts, LOWEST), 1)
-    part_t = gl.sum(w_ts, 1)
-    if answers.distance is not None:
-        near_t = gl.sum(w_ts * gl.expand_dims(as_float(column_s, start >> 30), 0), 1)
+        heat_t += gl.sum(w_ts * x_ts, 1)
+    if answers.distance is None:
+        part_t = gl.sum(w_ts, 1)
+    else:
+        part_t, near_t = sum_places(w_ts, LAYOUT)
         away_t = (t + (S - T - start)).to(gl.float32)
         far_t = fade_t * far_t + (part_t * away_t - near_t)
     if answers.mass is not None:
@@ -149,14 +213,16 @@ def clear_unseen(buffer, start, low, past, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def open_rows(rule, b, h, start, T, S, LAYOUT: gl.constexpr):
+def open_rows(rule, b, h, start, T, S, PLAIN: gl.constexpr, LAYOUT: gl.constexpr):
     """What a warpgroup knows of its rows, and where its running numbers begin."""
     T_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     t = gl.minimum(start + gl.arange(0, ROWS, layout=T_LAYOUT), T - 1)
     lo_t, hi_t = bounds_of(rule, b, t, T, S)
     row = (b, h, t, slope_of(rule, t * 0 + h), query_places(rule, b, t, T, S), lo_t, hi_t)
     zero_t = gl.full([ROWS], 0.0, gl.float32, layout=T_LAYOUT)
-    lowest_t = gl.full([ROWS], LOWEST, gl.float32, layout=T_LAYOUT)
+    lowest_t = zero_t + LOWEST
+    if PLAIN:
+        lowest_t = zero_t + LOWEST * gl.minimum(rule.factor, 1.0)
     none_t = gl.full([ROWS], -1, gl.int32, layout=T_LAYOUT)
     return row, (lowest_t, zero_t, zero_t, zero_t, zero_t, none_t)
 
@@ -177,6 +243,7 @@ def write_rows(
     t = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     real_t = t < T
     max_t, sum_t, heat_t, far_t, mass_t, key_t = state
+    max_t = gl.where(sum_t == 0.0, LOWEST, max_t)
     highest_t = max_t
     total_t = sum_t
     if sinks is not None:
@@ -199,7 +266,6 @@ def write_rows(
     if answers.maxima is not None:
         gl.store(answers.maxima + row_t, highest_t, mask=real_t)
         gl.store(answers.sums + row_t, total_t, mask=real_t)
-        gl.store(answers.total + row_t, sum_t * share_t, mask=real_t)
     if answers.entropy is not None:
         spread_t = (highest_t - max_t) + gl.log2(total_t)
         bits_t = gl.where(empty_t, 0.0, sum_t * share_t * spread_t) - heat_t * share_t

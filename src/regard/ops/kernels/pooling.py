@@ -58,6 +58,23 @@ def count_queries(
 def count_intervals(given: Rendered) -> Tensor:
     """How many queries may see each key, (B or 1, 1, S), where each sees one interval."""
     _, _, T, S = given.shape
+    if any(x is not None for x in (given.first, given.past, given.lo, given.hi)):
+        return _count_between(given, T, S)
+    return _count_window(T, S, given.left, given.right, given.q.device)
+
+
+def _count_window(
+    T: int, S: int, left: int | None, right: int | None, device: torch.device
+) -> Tensor:
+    """The same by a window alone, in few operations: query t sees t + S - T - left and on."""
+    own = torch.arange(S, device=device) - (S - T)
+    past = torch.full_like(own, T) if left is None else (own + (left + 1)).clamp_(0, T)
+    if right is not None:
+        past = (past - (own - right).clamp_(0, T)).clamp_(min=0)
+    return past.float()[None, None]
+
+
+def _count_between(given: Rendered, T: int, S: int) -> Tensor:
     t = torch.arange(T, device=given.q.device)[None]
     lo, hi = torch.zeros_like(t), torch.full_like(t, S)
     if given.left is not None:

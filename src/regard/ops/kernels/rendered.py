@@ -3,8 +3,9 @@
 A pair of query and key is seen where all that is rendered of the mask allows it:
 - `left`, `right`: how far back and ahead of itself a query sees (causal, windows);
 - `first`, `past`: the keys first..past of each sample (padding);
-- `lo`, `hi`: the keys lo..hi of each row (prefix language models);
-- `query_ids`, `key_ids`: both of one document;
+- `lo`, `hi`: the keys lo..hi of each row (prefix language models, documents);
+- `query_ids`, `key_ids`: both of one document, where `scattered` says that some document of the
+  sample is not one run of keys; else lo..hi tells it;
 - `words`: one bit a pair, 32 keys a word, for every other mask.
 A bias is the sum of what is rendered of it: `slopes` of the distance (ALiBi), between positions as
 they lie or as given (`query_places`, `key_places`); a `band` of one number for each head and each
@@ -37,6 +38,7 @@ EVEN = 16
 """Rows of rendered tensors are this far apart, or a multiple: so kernels need no second variant."""
 BAND_ENTRIES = 2**24
 """Pairs of query and key whose bits are made at a time."""
+LOWEST_ID = -(2**63)
 LARGE_BIAS = 2**26
 """Numbers of a bias that are more than it is rendered for."""
 
@@ -55,6 +57,7 @@ class Rendered(NamedTuple):
     hi: Tensor | None = None
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
+    scattered: Tensor | None = None
     words: Tensor | None = None
     slopes: Tensor | None = None
     query_places: Tensor | None = None
@@ -67,6 +70,8 @@ class Rendered(NamedTuple):
     dropout: float = 0.0
     covered: bool = True
     """Whether every key is seen by some query, so that no value has to be cleared."""
+    joined: bool = True
+    """Whether what neighbouring queries see is one run of keys, with none in between unseen."""
     left: int | None = None
     right: int | None = None
     hides: bool = False
@@ -84,7 +89,8 @@ class _Sight(NamedTuple):
     window: tuple[int | None, int | None] = (None, None)
     span: tuple[Tensor, Tensor] | None = None
     rows: tuple[Tensor, Tensor] | None = None
-    ids: tuple[Tensor, Tensor] | None = None
+    ids: tuple[Tensor, Tensor, Tensor] | None = None
+    joined: bool = True
     rest: Mask | None = None
 
 
@@ -104,7 +110,7 @@ def render_rule(q: Tensor, k: Tensor, rule: Rule) -> Rendered:
     sight = _Sight() if rule.mask is None else _see(rule.mask, shape, device, _Sight())
     first, past = sight.span or (None, None)
     lo, hi = (None, None) if sight.rows is None else map(_rows_of, sight.rows)
-    query_ids, key_ids = sight.ids or (None, None)
+    query_ids, key_ids, scattered = sight.ids or (None, None, None)
     given = Rendered(
         q,
         k,
@@ -115,10 +121,12 @@ def render_rule(q: Tensor, k: Tensor, rule: Rule) -> Rendered:
         hi=hi,
         query_ids=query_ids,
         key_ids=key_ids,
+        scattered=scattered,
         words=None if sight.rest is None else pack_words(sight.rest, shape, device),
         factor=rule.factor(q.shape[3]),
         cap=rule.softcap,
         covered=covers(rule),
+        joined=sight.joined or (rule.mask is not None and rule.mask.from_first),
         left=sight.window[0],
         right=sight.window[1],
         hides=rule.bias_hides(),
@@ -129,13 +137,19 @@ def render_rule(q: Tensor, k: Tensor, rule: Rule) -> Rendered:
 def _see(mask: Mask, shape: Shape, device: torch.device, sight: _Sight) -> _Sight:
     """A mask joined to what is rendered of others, in the form that costs least."""
     window, span = mask.window_in(shape), mask.span(shape, device)
+    joined = sight.joined and mask.sees_itself
     if window is not None:
         left, right = map(nearer, sight.window, window)
-        return sight._replace(window=(left, right))
+        return sight._replace(window=(left, right), joined=joined)
     if span is not None:
         return sight._replace(span=_common(sight.span, span))
     if isinstance(mask, Documents) and sight.ids is None:
-        return sight._replace(ids=mask.pair_ids(shape, device))
+        lo, hi, scattered = find_documents(mask, shape, device)
+        return sight._replace(
+            rows=_common(sight.rows, (lo, hi)),
+            ids=(*mask.pair_ids(shape, device), scattered),
+            joined=joined and shape.T == shape.S,
+        )
     if isinstance(mask, And):
         return _see(mask.other, shape, device, _see(mask.one, shape, device, sight))
     i = torch.arange(shape.T, device=device)[None] + shape.offset
@@ -143,7 +157,31 @@ def _see(mask: Mask, shape: Shape, device: torch.device, sight: _Sight) -> _Sigh
     if run is None:
         return sight._replace(rest=mask if sight.rest is None else sight.rest & mask)
     lo, hi = (x.to(device).clamp(0, shape.S) for x in run)
-    return sight._replace(rows=_common(sight.rows, (lo, hi)))
+    return sight._replace(rows=_common(sight.rows, (lo, hi)), joined=joined)
+
+
+def find_documents(
+    mask: Documents, shape: Shape, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """First and past-the-last key of each query's document, (B or 1, T), without reading back.
+
+    Last, (B or 1,): True for samples whose ids do not ascend. These may have documents in several
+    runs, and their queries get all keys, among which ids decide.
+    """
+    queries, keys = mask.pair_ids(shape, device)
+    samples = max(len(queries), len(keys))
+    queries, keys = (x.expand(samples, x.shape[1]) for x in (queries, keys))
+    # In the order that begins with the first id and goes round: padding may have a lower one.
+    origin = keys[:, :1] ^ LOWEST_ID
+    keys = keys - origin
+    queries = keys[:, shape.offset :] if mask.query_ids is None else queries - origin
+    scattered = (keys[:, 1:] < keys[:, :-1]).any(1)
+    queries = queries.contiguous()
+    lo = torch.searchsorted(keys, queries, out_int32=True)
+    hi = torch.searchsorted(keys, queries, right=True, out_int32=True)
+    lo = lo.masked_fill(scattered[:, None], 0)
+    hi = hi.masked_fill(scattered[:, None], shape.S)
+    return lo, hi, scattered
 
 
 def _common(
@@ -250,6 +288,29 @@ def _dense_of(bias: Bias, shape: Shape, device: torch.device) -> Tensor:
     values = bias.values if isinstance(bias, DenseBias) else bias.dense(shape, device)
     values = values.to(device)
     return values[(None,) * (4 - values.dim())]
+
+
+def aligned_rows(given: Rendered) -> Rendered:
+    """The same call with q, k and v as tiles are loaded from by vectors; copied where need be."""
+    return given._replace(q=aligned(given.q), k=aligned(given.k), v=aligned(given.v))
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it whose rows begin at multiples of 16 numbers, with zeros up to another.
+
+    Why: Triton 3.6 compiles products of tiles that it has to load number by number to code that
+    reads other addresses. In float32 products are made another way.
+    """
+    *lead, width = x.shape
+    if x.dtype.itemsize != 2 or width == 0:
+        return x
+    steps = all(step % EVEN == 0 for step in x.stride()[:3])
+    if width % EVEN == 0 and x.stride(3) == 1 and steps and x.data_ptr() % EVEN == 0:
+        return x
+    wide = x.new_empty((*lead, width + -width % EVEN))
+    wide[..., :width] = x
+    wide[..., width:] = 0.0
+    return wide
 
 
 def crop(given: Rendered, tile: Tile) -> Rendered:

@@ -26,7 +26,7 @@ from regard.ops.blockwise import Ask
 from regard.ops.call import Call, Rule
 from regard.ops.kernels import flash, pooling
 from regard.ops.kernels.arguments import BITS
-from regard.ops.kernels.rendered import Rendered, crop, render, render_rule
+from regard.ops.kernels.rendered import Rendered, aligned_rows, crop, render, render_rule
 from regard.ops.kernels.row_sums import RowSums, crop_both
 from regard.ops.observe import key_sets, refusing_gradients
 from regard.ops.shape import Tile
@@ -68,6 +68,7 @@ def second_pass(given: Rendered, sums: RowSums, wants: Wants, rule: Rule) -> dic
     """What needs the row sums first, by the names in `Observation`."""
     from regard.ops.kernels import row_stats_kernels
 
+    asked, given = given, aligned_rows(given)
     found = _pooled(given, sums, wants)
     if wants.above is not None:
         offsets, keys, weights = row_stats_kernels.run_above(given, sums, wants.above)
@@ -78,7 +79,7 @@ def second_pass(given: Rendered, sums: RowSums, wants: Wants, rule: Rule) -> dic
     if wants.top is not None and wants.top <= MOST_TOP:
         found["top"] = Top(*row_stats_kernels.run_largest(given, sums, wants.top))
     elif wants.top is not None:
-        weights_of = Weights(given.q, given.k, rule, sums.maxima / BITS, sums.sums)
+        weights_of = Weights(asked.q, asked.k, rule, sums.maxima / BITS, sums.sums)
         found |= weights_of.answer(Wants(top=wants.top))
     return found
 

@@ -32,6 +32,11 @@ from regard.ops.kernels.tile_kernels import (
 )
 from regard.ops.kernels.tiles import tiles_of
 
+UNROLLED = tl.constexpr(8)
+"""Slots up to which no loop goes through them."""
+GROUP = 8
+"""Tiles of one walk that share a flag, which says whether a weight of theirs is above."""
+
 
 @triton.jit
 def _own_band(H, T, ROWS: tl.constexpr):
@@ -43,6 +48,24 @@ def _own_band(H, T, ROWS: tl.constexpr):
     return band, head, head // H, head % H
 
 
+@triton.jit
+def _keep(best_tn, key_tn, low_t, x_ts, high_t, s, S, SLOTS: tl.constexpr):
+    """The highest scores of rows in place of the lowest that they keep, where these are lower.
+
+    Last comes whether any row has another.
+    """
+    slot = tl.arange(0, SLOTS)[None, :]
+    found_t = tl.min(tl.where(x_ts == high_t[:, None], s[None, :], S), 1)
+    goes_t = tl.max(tl.where(best_tn == low_t[:, None], slot, -1), 1)
+    goes_tn = (slot == goes_t[:, None]) & (high_t > low_t)[:, None]
+    best_tn = tl.where(goes_tn, high_t[:, None], best_tn)
+    key_tn = tl.where(goes_tn, found_t[:, None], key_tn)
+    x_ts = tl.where(s[None, :] == found_t[:, None], float("-inf"), x_ts)
+    low_t = tl.min(best_tn, 1)
+    high_t = tl.max(x_ts, 1)
+    return best_tn, key_tn, low_t, x_ts, high_t, tl.max((high_t > low_t).to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["H", "T", "S", "n_top"])
 def _largest(
     q, k, rule, lists, sums, weights, keys, H, T, S, D, n_top,
@@ -52,7 +75,9 @@ def _largest(
     """The largest weights of some queries of one head, and their keys, largest first.
 
     Each row has a slot for each score it keeps. As long as a tile has one that is above the lowest
-    of its row's, it replaces that one; most tiles have none, once some are seen.
+    of its row's, it replaces that one: at most as often as there are slots, and in most tiles once,
+    as some row has one. Few slots are gone through without a loop, beside which the compiler would
+    not load the next tiles ahead.
     """
     band, head, b, h = _own_band(H, T, ROWS)
     t = band * ROWS + tl.arange(0, ROWS)
@@ -74,16 +99,17 @@ def _largest(
             x_ts = tl.where(shown(rule, b, h, t[:, None], s[None, :], T, S), x_ts, none)
         high_t = tl.max(x_ts, 1)
         left = tl.max((high_t > low_t).to(tl.int32), 0)
-        while left > 0:
-            found_t = tl.min(tl.where(x_ts == high_t[:, None], s[None, :], S), 1)
-            goes_t = tl.max(tl.where(best_tn == low_t[:, None], slot, -1), 1)
-            goes_tn = (slot == goes_t[:, None]) & (high_t > low_t)[:, None]
-            best_tn = tl.where(goes_tn, high_t[:, None], best_tn)
-            key_tn = tl.where(goes_tn, found_t[:, None], key_tn)
-            x_ts = tl.where(s[None, :] == found_t[:, None], none, x_ts)
-            low_t = tl.min(best_tn, 1)
-            high_t = tl.max(x_ts, 1)
-            left = tl.max((high_t > low_t).to(tl.int32), 0)
+        if SLOTS <= UNROLLED:
+            for _ in tl.static_range(SLOTS):
+                if left > 0:
+                    best_tn, key_tn, low_t, x_ts, high_t, left = _keep(
+                        best_tn, key_tn, low_t, x_ts, high_t, s, S, SLOTS
+                    )
+        else:
+            while left > 0:
+                best_tn, key_tn, low_t, x_ts, high_t, left = _keep(
+                    best_tn, key_tn, low_t, x_ts, high_t, s, S, SLOTS
+                )
     row_t = head * T + t
     max_t, scale_t = load_sums(sums, row_t, t < T)
     best_tn = tl.where(slot < n_top, best_tn, none)
@@ -98,15 +124,35 @@ def _largest(
         tl.store(keys + row_t * n_top + n, found_t.to(tl.int64), mask=t < T)
 
 
-@triton.jit(do_not_specialize=["H", "T", "S"])
-def _above(
-    q, k, rule, lists, sums, counts, offsets, weights, keys, threshold, H, T, S, D,
-    R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+@triton.jit
+def _over(
+    q_td, k, rule, lists, run, n, band, sizes, threshold,
+    R: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
     HIDES: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Of the n-th tile of a walk: its weights, their keys, and which are at least a threshold."""
+    b, h, t, max_t, scale_t = band
+    T, S, D = sizes
+    start, edged = step(lists, run, n, KEYS)
+    s = start + tl.arange(0, KEYS)
+    k_sd = load_tile(k, b, h // R, s, S, D, WIDTH, EVEN)
+    w_ts = weighed(
+        product(q_td, tl.trans(k_sd), EXACT), rule, b, h, t[:, None], s[None, :],
+        max_t[:, None], scale_t[:, None], edged, T, S, HIDES, 0.0,
+    )  # fmt: skip
+    return w_ts, s, (w_ts >= threshold).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["H", "T", "S", "n_groups"])
+def _above(
+    q, k, rule, lists, sums, counts, flags, offsets, weights, keys, threshold, n_groups, H, T, S, D,
+    R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, HIDES: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """How many weights of some queries are at least a threshold; or these, from the offsets on.
 
-    Both are one kernel, so that what is counted and what is written are the same numbers.
+    Both are one kernel, so that what is counted and what is written are the same numbers. Who
+    counts raises flags, and who writes visits only the tiles whose flag is up.
     """
     band, head, b, h = _own_band(H, T, ROWS)
     t = band * ROWS + tl.arange(0, ROWS)
@@ -114,33 +160,40 @@ def _above(
     q_td = load_tile(q, b, h, t, T, D, WIDTH, EVEN)
     max_t, scale_t = load_sums(sums, row_t, t < T)
     count_t = tl.zeros((ROWS,), tl.int32)
-    if offsets is not None:
-        # Entries count from the first of this program, in 32 bits.
-        own = tl.load(offsets + head * T + band * ROWS)
-        weights += own
-        keys += own
-        count_t = (tl.load(offsets + row_t, mask=t < T, other=0) - own).to(tl.int32)
     run, count = walk(rule, lists, b, h, band, t, T, S, KEYS)
-    for n in range(0, count):
-        start, edged = step(lists, run, n, KEYS)
-        s = start + tl.arange(0, KEYS)
-        k_sd = load_tile(k, b, h // R, s, S, D, WIDTH, EVEN)
-        w_ts = weighed(
-            product(q_td, tl.trans(k_sd), EXACT), rule, b, h, t[:, None], s[None, :],
-            max_t[:, None], scale_t[:, None], edged, T, S, HIDES, 0.0,
-        )  # fmt: skip
-        over_ts = (w_ts >= threshold).to(tl.int32)
-        over_t = tl.sum(over_ts, 1)
-        if offsets is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
-            if tl.max(over_t, 0) > 0:
-                at_ts = count_t[:, None] + (tl.cumsum(over_ts, 1) - 1)
-                there_ts = (over_ts > 0) & (t < T)[:, None]
-                tl.store(weights + at_ts, w_ts, mask=there_ts)
-                key_ts = tl.zeros((ROWS, KEYS), tl.int64) + s[None, :]
-                tl.store(keys + at_ts, key_ts, mask=there_ts)
-        count_t += over_t
+    own = (b, h, t, max_t, scale_t)
+    sizes = (T, S, D)
+    flag = flags + (head * tl.cdiv(T, ROWS) + band) * n_groups
     if offsets is None:
+        before_t = count_t
+        for n in range(0, count):
+            _, _, over_ts = _over(
+                q_td, k, rule, lists, run, n, own, sizes, threshold,
+                R, KEYS, WIDTH, HIDES, EVEN, EXACT,
+            )  # fmt: skip
+            count_t += tl.sum(over_ts, 1)
+            if (n % GROUP == GROUP - 1) | (n == count - 1):
+                some = tl.max(count_t - before_t, 0) > 0
+                tl.store(flag + n // GROUP, some.to(tl.int8))
+                before_t = count_t
         tl.store(counts + row_t, count_t.to(tl.int64), mask=t < T)
+    else:
+        # Entries count from the first of this program, in 32 bits.
+        first = tl.load(offsets + head * T + band * ROWS)
+        count_t = (tl.load(offsets + row_t, mask=t < T, other=0) - first).to(tl.int32)
+        for group in range(0, tl.cdiv(count, GROUP)):
+            if tl.load(flag + group) > 0:
+                for n in range(group * GROUP, tl.minimum((group + 1) * GROUP, count)):
+                    w_ts, s, over_ts = _over(
+                        q_td, k, rule, lists, run, n, own, sizes, threshold,
+                        R, KEYS, WIDTH, HIDES, EVEN, EXACT,
+                    )  # fmt: skip
+                    at_ts = count_t[:, None] + (tl.cumsum(over_ts, 1) - 1)
+                    there_ts = (over_ts > 0) & (t < T)[:, None]
+                    tl.store(weights + first + at_ts, w_ts, mask=there_ts)
+                    key_ts = tl.zeros((ROWS, KEYS), tl.int64) + s[None, :]
+                    tl.store(keys + first + at_ts, key_ts, mask=there_ts)
+                    count_t += tl.sum(over_ts, 1)
 
 
 @triton.jit(do_not_specialize=["H", "T", "S", "n_rows"])
@@ -187,7 +240,7 @@ def _singles(
         s_t = tl.load(keys + n * T + t, mask=t < T, other=-1)
         named_t = s_t >= 0
         s_t = tl.maximum(s_t, 0)
-        seen_t = named_t & shown(rule, b, h, t, s_t, T, S)
+        seen_t = named_t & shown(rule, b, h, t, s_t, T, S, False)
         # Keys that are not seen are not loaded, as 0 · NaN is NaN.
         k_td = load_tile(k, b, h // R, tl.where(seen_t, s_t, S), S, D, WIDTH, EVEN)
         x_t = scored(tl.sum(q_td * k_td.to(tl.float32), 1), rule, b, h, t, s_t, T, S)
@@ -216,13 +269,15 @@ def run_above(given: Rendered, sums: RowSums, threshold: float) -> tuple[Tensor,
     (B, H, T, D), S = given.q.shape, given.k.shape[2]
     rule, tiles, device = rule_of(given), tiles_of("above", given), given.q.device
     lists = order_tiles(given, rule, tiles)
-    launch: Any = _above[(B * H * triton.cdiv(T, tiles.rows),)]
+    n_bands, n_groups = triton.cdiv(T, tiles.rows), triton.cdiv(triton.cdiv(S, tiles.keys), GROUP)
+    launch: Any = _above[(B * H * n_bands,)]
+    flags = torch.empty(B * H * n_bands * n_groups, dtype=torch.int8, device=device)
 
-    def run(*to: Tensor | None) -> None:
+    def run(counts: Tensor | None, *to: Tensor | None) -> None:
         launch(
-            view(given.q), view(given.k), rule, lists, sums, *to, threshold, H, T, S, D,
-            **options_of(given), ROWS=tiles.rows, KEYS=tiles.keys, HIDES=given.hides,
-            **tiles.options(),
+            view(given.q), view(given.k), rule, lists, sums, counts, flags, *to, threshold,
+            n_groups, H, T, S, D, **options_of(given), ROWS=tiles.rows, KEYS=tiles.keys,
+            GROUP=GROUP, HIDES=given.hides, **tiles.options(),
         )  # fmt: skip
 
     counts = torch.empty(B * H * T, dtype=torch.int64, device=device)

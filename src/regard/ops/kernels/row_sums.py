@@ -25,7 +25,7 @@ class RowSums(NamedTuple):
 
 def order_tiles(given: Rendered, rule: Rule, tiles: Tiles) -> TileLists | None:
     """The tiles of walks along the keys, in order; None where the rows' intervals tell them."""
-    if rule.ids is None and rule.words is None:
+    if rule.words is None:
         return None
     return list_tiles(rule, given.shape, tiles[:2], False, given.q.device, in_order=True)
 

@@ -109,6 +109,24 @@ def runs_of(lo_t, hi_t, real_t, S, KEYS: tl.constexpr):
 
 
 @triton.jit
+def is_scattered(rule, b):
+    """Whether the documents of a sample are told by their ids alone."""
+    return tl.load(rule.ids.scattered + b * rule.ids.scattered_b) != 0
+
+
+@triton.jit
+def find_runs(rule, b, lo_t, hi_t, real_t, S, KEYS: tl.constexpr):
+    """As `runs_of`, with no tile whole where ids have to be compared."""
+    first, whole, ends, n_full, n_before, n_mixed = runs_of(lo_t, hi_t, real_t, S, KEYS)
+    if rule.ids is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
+        if is_scattered(rule, b):
+            ends = whole
+            n_mixed += n_full
+            n_full = 0
+    return first, whole, ends, n_full, n_before, n_mixed
+
+
+@triton.jit
 def runs_by_keys(rule, b, key, T, S, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """As `runs_of`, of the tiles of rows that see some of the keys from `key` on.
 
@@ -142,17 +160,45 @@ def runs_by_keys(rule, b, key, T, S, ROWS: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
-def seen(rule, b, h, t, s, lo, hi, S):
-    """Whether queries may look at keys. t < T, repeated if need be; keys from S on are not seen."""
+def bits_of(rule, b, h, t, s):
+    """The mask's bits of a tile of queries t (t, 1) and the keys s (1, s); or t (1, t), s (s, 1).
+
+    A word is loaded once for its 32 keys: these are neighbours, from a multiple of 32 on.
+    """
+    DOWN: tl.constexpr = s.shape[1] == 1
+    N: tl.constexpr = s.shape[0] * s.shape[1] // 32
+    word = tl.min(tl.reshape(s, (N, 32)), 1) // 32
+    row = rule.words.at + b * rule.words.b + h * rule.words.h + t.to(tl.int64) * rule.words.t
+    lane = tl.arange(0, 32)
+    if DOWN:
+        words = tl.load(row + word[:, None])
+        bits = words[:, None, :] >> lane[None, :, None]
+        bits = tl.reshape(bits, (N * 32, t.shape[1]))
+    else:
+        words = tl.load(row + word[None, :])
+        bits = words[:, :, None] >> lane[None, None, :]
+        bits = tl.reshape(bits, (t.shape[0], N * 32))
+    return (bits & 1) != 0
+
+
+@triton.jit
+def seen(rule, b, h, t, s, lo, hi, S, ALIGNED: tl.constexpr = False):
+    """Whether queries may look at keys. t < T, repeated if need be; keys from S on are not seen.
+
+    ALIGNED: the keys are neighbours, from a multiple of 32 on.
+    """
     ok = (s >= lo) & (s < hi)
     if rule.ids is not None:
         of_queries = tl.load(rule.ids.queries + b * rule.ids.queries_b + t)
         of_keys = tl.load(rule.ids.keys + b * rule.ids.keys_b + tl.minimum(s, S - 1))
         ok = ok & (of_queries == of_keys)
     if rule.words is not None:
-        row = rule.words.at + b * rule.words.b + h * rule.words.h + t.to(tl.int64) * rule.words.t
-        word = tl.load(row + tl.minimum(s, S - 1) // 32)
-        ok = ok & (((word >> (s % 32)) & 1) != 0)
+        if ALIGNED:
+            ok = ok & bits_of(rule, b, h, t, s)
+        else:
+            row = rule.words.at + b * rule.words.b + h * rule.words.h
+            word = tl.load(row + t.to(tl.int64) * rule.words.t + tl.minimum(s, S - 1) // 32)
+            ok = ok & (((word >> (s % 32)) & 1) != 0)
     return ok
 
 
@@ -189,7 +235,7 @@ def walk(rule, lists, b, h, line, t, T, S, KEYS: tl.constexpr):
     """The tiles of keys that the rows t see, in order: where they lie, and how many there are."""
     if lists is None:
         lo_t, hi_t = bounds_of(rule, b, tl.minimum(t, T - 1), T, S)
-        first, whole, ends, n_full, _, n_mixed = runs_of(lo_t, hi_t, t < T, S, KEYS)
+        first, whole, ends, n_full, _, n_mixed = find_runs(rule, b, lo_t, hi_t, t < T, S, KEYS)
         run = (first, whole, ends)
         count = n_full + n_mixed
     else:
@@ -244,12 +290,12 @@ def scored(x, rule, b, h, t, s, T, S):
 
 
 @triton.jit
-def shown(rule, b, h, t, s, T, S):
+def shown(rule, b, h, t, s, T, S, ALIGNED: tl.constexpr = True):
     """Which pairs of a tile the mask shows; none beyond the last query and key."""
     real = t < T
     t = tl.minimum(t, T - 1)
     lo, hi = bounds_of(rule, b, t, T, S)
-    return seen(rule, b, h, t, s, lo, tl.where(real, hi, 0), S)
+    return seen(rule, b, h, t, s, lo, tl.where(real, hi, 0), S, ALIGNED)
 
 
 @triton.jit

@@ -38,11 +38,16 @@ WIDTHS = (64, 128, 256)
 HOPPER: Table = {
     "forward": (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 32, 8, 2)),
     "forward asked": (Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 32, 8, 2)),
+    "forward listed": (Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 8, 2)),
     "forward blind": (Tiles(64, 128, 4, 3), Tiles(64, 128, 4, 3), Tiles(64, 64, 4, 2)),
     "keys": (Tiles(32, 128, 4, 3), Tiles(32, 128, 8, 3), Tiles(32, 64, 8, 1)),
     "keys windowed": (Tiles(64, 64, 4, 3), Tiles(32, 64, 4, 3), Tiles(32, 64, 8, 1)),
     "keys biased": (Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 1)),
     "keys listed": (Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 1)),
+    "hopper": (Tiles(32, 128, 4, 3), Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 3)),
+    "hopper windowed": (Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 3)),
+    "hopper biased": (Tiles(64, 64, 4, 3), Tiles(32, 128, 8, 3), Tiles(64, 128, 8, 3)),
+    "hopper listed": (Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 3)),
     "queries": (Tiles(128, 64, 4, 3), Tiles(128, 32, 4, 3), Tiles(64, 32, 8, 1)),
     "queries windowed": (Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 8, 1)),
     "queries biased": (Tiles(128, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 8, 1)),
@@ -78,10 +83,15 @@ MEASURED: dict[tuple[int, int], Table] = {(9, 0): HOPPER}
 
 def tiles_of(kernel: str, given: Rendered) -> Tiles:
     """The tiles of a kernel for the heads of a call."""
-    width = width_of(max(given.q.shape[3], given.v.shape[3]))
     table = WHOLE if given.q.dtype.itemsize == 4 else table_of(given.q.device)
     row = table.get(kernel) or table[kernel.split()[0]]
-    return row[next(n for n, widest in enumerate(WIDTHS) if width <= widest)]
+    return row[WIDTHS.index(widest_of(given))]
+
+
+def widest_of(given: Rendered) -> int:
+    """The width of `WIDTHS` that the heads of a call go with."""
+    width = width_of(max(given.q.shape[3], given.v.shape[3]))
+    return next(widest for widest in WIDTHS if width <= widest)
 
 
 def table_of(device: torch.device) -> Table:
