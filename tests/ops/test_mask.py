@@ -522,3 +522,13 @@ def test_a_window_is_told_of_what_says_nothing_else() -> None:
     assert (Causal() & Window(7, 3) & Window(None, 9)).window() == (7, 0)
     for mask in (Causal("start"), Causal() | Window(1, 1), Causal() & Prefix(3)):
         assert mask.window() is None
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Causal(), Window(0, 0), Causal() | Prefix(2), Prefix(2) | Window(1, 0), Prefix(1) | Prefix(3)],
+)
+def test_a_mask_that_claims_that_queries_see_themselves_lets_them(mask: Mask) -> None:
+    shape = Shape(1, 1, 5, 5)
+    itself = mask.dense(shape).expand(shape)[0, 0].diagonal()
+    assert itself.all() == mask.sees_itself

@@ -124,6 +124,8 @@ class Call:
     wants: Wants | None = None
     transformed: bool = False
     """Whether a tensor of the call is being carried through a `torch.func` transform."""
+    caller: int | None = None
+    """The id of the module that made it, where a compiled graph tells."""
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the call."""
@@ -247,7 +249,8 @@ def check_number(name: str, value: float, positive: bool = False) -> float:
             f"{name} must be a number, got a tensor; a learned {name} is multiplied into q instead"
         )
     number = float(value)
-    if not math.isfinite(number) or (positive and number <= 0):
+    # By comparisons, which a compiler can trace where the number is open.
+    if not -math.inf < number < math.inf or (positive and number <= 0):
         raise ValueError(
             f"{name} must be a finite number{' above 0' if positive else ''}, got {value}"
         )

@@ -264,6 +264,10 @@ class Or(_Two):
     other: Mask
 
     @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return self.one.sees_itself or self.other.sees_itself
+
+    @property
     def looks_back(self) -> bool:
         return self.one.looks_back and self.other.looks_back
 

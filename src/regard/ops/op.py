@@ -1,7 +1,7 @@
 """The public functions: `attention`, `observe`, `explain`.
 
 A call is checked (`call.py`), hooks are told of it (`call_hook.py`), and the first backend that
-does not refuse runs it (`backends.py`).
+does not refuse runs it (`backends.py`). In a block of edits it is edited first (`edit_hook.py`).
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -14,7 +14,7 @@ from typing import TypedDict
 from torch import Tensor
 
 from regard._torch import is_transformed
-from regard.ops import call_hook
+from regard.ops import call_hook, edit_hook
 from regard.ops.backends import Explanation, choose
 from regard.ops.backends import explain as explain_call
 from regard.ops.bias import Bias
@@ -61,17 +61,22 @@ def attention(
     "auto", or the only one allowed: "reference", "blockwise", "sdpa", "flex", "triton".
     """
     rule: Given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
+    edited = None
+    if edit_hook.n_open:
+        edited = edit_hook.edit_call(make_call(q, k, v, **rule, dropout=dropout))
     if call_hook.active is not None:
-        call_hook.active(make_call(q, k, v, **rule))
+        call_hook.active(make_call(q, k, v, **rule) if edited is None else edited.call)
     if bias is None and softcap is None and sinks is None and dropout == 0.0 and backend == "auto":
         output = attend_plain(q, k, v, mask, scale)
         if output is not None:
-            return output
+            return output if edited is None else edited.change(output)
     call = make_call(q, k, v, **rule, dropout=dropout, seed=seed)
     if not is_autocast(call.q.device.type):
-        return choose(call, backend).run(call)
-    with outside_autocast(call.q.device.type):
-        return choose(call, backend).run(call)
+        output = choose(call, backend).run(call)
+    else:
+        with outside_autocast(call.q.device.type):
+            output = choose(call, backend).run(call)
+    return output if edited is None else edited.change(output)
 
 
 def observe(
@@ -91,14 +96,18 @@ def observe(
 ) -> Observation:
     """The output and what was asked about the weights (`Wants`); v=None looks at these alone.
 
-    Everything else is as `attention` has it.
+    Everything else is as `attention` has it. In a block of edits v=None is left as it is.
     """
     rule: Given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
     value = v if v is not None else k[..., :0]
     call = make_call(q, k, value, **rule, dropout=dropout, seed=seed)
+    edited = edit_hook.edit_call(call) if v is not None and edit_hook.n_open else None
+    call = call if edited is None else edited.call
     if v is not None and call_hook.active is not None:
         call_hook.active(call)
     seen = observe_call(call, wants, backend)
+    if edited is not None and seen.output is not None:
+        return replace(seen, output=edited.change(seen.output))
     return seen if v is not None else replace(seen, output=None)
 
 

@@ -1,0 +1,95 @@
+"""Editing a model's attention: `with regard.edit(model, Block("it", "animal")): model(...)`.
+
+Why: where a head looks is not yet whether it matters. What the model says when a look is forbidden
+or a head is switched off, tells.
+
+How: edits are values (`values.py`). In the block every call of attention in the model is asked
+which of them it is for (`editor.py`) and runs as ever; then rows in which a look is forbidden are
+computed again, and what heads give is changed (`change.py`). So nothing the size of the matrix is
+made, at any length, and what no edit speaks of keeps its bits. Models of ours, those of Hugging
+Face's attention interface and torch.nn's modules are reached (`hooks.py`); of torch.nn's the fused
+path is left, which may change last bits.
+
+A block edits what is called in its own thread and context (`contextvars`); blocks may lie in each
+other, and the inner one has the last word. A record that is made in a block (`regard.watch`) is of
+the edited heads; of torch.nn's modules alone its weights are those before the edit.
+
+Left out: compiled models, which run unseen, and attention that a model writes out itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from regard.lens.edit.editor import Bound, Capture, Editor
+from regard.lens.edit.hooks import hook_models
+from regard.lens.edit.positions import read_text, with_numbers, words_in
+from regard.lens.edit.values import Ablate, Block, Edit, HeadOutputs, Layers, Patch
+from regard.ops.edit_hook import editing
+
+
+@contextmanager
+def edit(
+    model: nn.Module, *edits: Edit, text: str | None = None, tokenizer: Any = None
+) -> Iterator[None]:
+    """Edit the attention of `model` in the block: any of `Block`, `Ablate` and `Patch`.
+
+    text: where words are found that edits name instead of positions, as the model's own tokenizer
+    reads it, or `tokenizer`; the model shall be given the same. A word that stands there several
+    times is refused. What an edit names and is not there is refused in the first call that shows
+    it, at the latest when the block ends. Looks are forbidden first, whatever the order; then heads
+    are changed in the order given.
+    """
+    check_model(model)
+    for each in edits:
+        if not isinstance(each, Block | Ablate | Patch):
+            raise TypeError(f"an edit is a Block, an Ablate or a Patch; got {each!r}")
+    words = None
+    if text is not None:
+        known = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+        words = words_in(text, read_text(known, text))
+    bound = [Bound(with_numbers(each, words)) for each in edits]
+    if not bound:
+        yield
+        return
+    with editing_model(model, bound) as editor:
+        yield
+    editor.check()
+
+
+@contextmanager
+def head_outputs(model: nn.Module, layers: Layers = None) -> Iterator[HeadOutputs]:
+    """Keep what heads give in the block, before the output projection: a source for `Patch`.
+
+    layers: numbers, or names of modules or of those around them; all unless given. A text that is
+    read anew takes the place of the one before; what is written after it is added.
+    """
+    check_model(model)
+    outputs = HeadOutputs()
+    with editing_model(model, [Bound(Capture(outputs, layers))]) as editor:
+        yield outputs
+    editor.check()
+
+
+@contextmanager
+def editing_model(model: nn.Module, bound: Sequence[Bound]) -> Iterator[Editor]:
+    """An editor at work; nothing is refused when the block ends."""
+    editor = Editor(model, bound)
+    with hook_models(model), editing(editor), editor.follow():
+        yield editor
+
+
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"edit takes a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        compiled = getattr(module, "_compiled_call_impl", None) is not None
+        if compiled or type(module).__name__ == "OptimizedModule":
+            raise ValueError(
+                f"{name or type(model).__name__} is compiled, and compiled code runs unseen; edit "
+                "the model it was made from (model._orig_mod, or before model.compile())"
+            )

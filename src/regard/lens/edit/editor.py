@@ -1,0 +1,313 @@
+"""Who edits: knows the model's modules and which of them runs, and which edits a call is for.
+
+How: the running module is tracked by global hooks, as watching does. Layers are numbered in the
+order in which they are called, each stack and each kind from 0 on. An edit speaks of one stack: in
+a model with several, an encoder–decoder say, layers must be named. Where queries and keys stand is
+told by the call's mask, where it has positions (our caches); else by what the cache of a Hugging
+Face model holds as it is called, and by the padding it is told of; else they stand as they lie, the
+last query on the last key.
+
+Whatever an edit names and the model does not have is refused: heads and positions in the first call
+that they are for, layers when the model has been run once, and at the latest when the block ends.
+
+Letters: B batch, H heads, T queries, S keys, E value width; N rows of positions, B or 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from regard.lens.edit import change
+from regard.lens.edit.positions import Span, Standing, across, find_spans, holds, in_line
+from regard.lens.edit.values import Block, Edit, HeadOutputs, Patch, as_tuple
+from regard.lens.lazy_weights import Array
+from regard.lens.recorder import CROSS, stack_of
+from regard.ops.call import Call
+from regard.ops.edit_hook import Caller, Edited, open_editors
+from regard.ops.mask import At
+
+NO_PADDING = np.zeros((1, 1), np.int64)
+
+
+def is_around(outer: str, name: str) -> bool:
+    """Whether a module is another, or holds it, by their dotted names; "" is the whole model."""
+    return not outer or f"{name}.".startswith(f"{outer}.")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's attention: the module's name, its number in its stack, and its heads.
+
+    `key` tells layers apart that share a module: name, name@2, ... as `watch` names them.
+    """
+
+    name: str
+    number: int
+    stack: tuple[str, bool]
+    n_heads: int
+    key: str
+
+    def is_in(self, asked: Sequence[int | str] | None) -> bool:
+        if asked is None or self.number in asked:
+            return True
+        return any(isinstance(outer, str) and is_around(outer, self.name) for outer in asked)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Keep what heads give; the output stays as it is."""
+
+    outputs: HeadOutputs
+    layers: Any = None
+    heads: None = None
+
+
+@dataclass(eq=False)
+class Bound:
+    """An edit of a model, for these rows of its batches, or all.
+
+    `spans` are its positions in the text that is being read; `seen` says of which of them there
+    have been tokens.
+    """
+
+    edit: Edit | Capture
+    rows: Sequence[int] | None = None
+    stack: tuple[str, bool] | None = None
+    seen: set[str] = field(default_factory=set)
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+
+    def find(self, name: str, standing: Standing, side: str) -> Array:
+        """Which queries or keys it speaks of, (N, T) or (N, S)."""
+        if standing.begins or name not in self.spans:
+            lengths = getattr(standing, f"{side}_lengths")
+            self.spans[name] = find_spans(getattr(self.edit, name), lengths)
+        positions = standing.queries if side == "query" else standing.keys
+        found = holds(self.spans[name], positions)
+        if found.any():
+            self.seen.add(name)
+        return found
+
+    def heads(self) -> tuple[int, ...] | None:
+        return as_tuple(self.edit.heads)
+
+
+class Editor:
+    """Edits of one model, in one block."""
+
+    def __init__(self, model: nn.Module, bound: Sequence[Bound]) -> None:
+        self.model, self.bound = model, list(bound)
+        named = list(model.named_modules())
+        self.names = {id(module): name for name, module in named}
+        self.modules = [module for _, module in named]
+        self.running: list[nn.Module] = []
+        self.entered: Counter[int] = Counter()
+        self.layers: dict[tuple[str, int], Layer] = {}
+        self._numbers: Counter[tuple[str, bool]] = Counter()
+        self._queries: Array | None = None
+        self._before: int | None = None
+        self._padding: dict[str, Array] = {}
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Track the running module, and what the cache holds as the model is called."""
+        hooks = torch.nn.modules.module
+        with ExitStack() as handles:
+            handles.enter_context(hooks.register_module_forward_pre_hook(self._enter))
+            handles.enter_context(hooks.register_module_forward_hook(self._leave, always_call=True))
+            for module in self.modules:
+                if hasattr(module, "config"):
+                    read = module.register_forward_pre_hook(self._read_inputs, with_kwargs=True)
+                    handles.enter_context(read)
+            yield
+
+    def _is_here(self) -> bool:
+        return any(editor is self for editor in open_editors())
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self.names:
+            return
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "compiled code cannot be edited, as it runs unseen: in the block call the model "
+                "that is not compiled (model._orig_mod), and let generate compile nothing"
+            )
+        if not self._is_here():
+            return
+        if not self.running:
+            self.entered.clear()
+            self._before, self._padding = None, {}
+        self.running.append(module)
+        self.entered[id(module)] += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) not in self.names or not self._is_here():
+            return
+        while self.running and self.running.pop() is not module:
+            pass
+        if module is self.model and not self.running and output is not None:
+            self.check(whole=False)
+
+    def _read_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """How many tokens a Hugging Face model has read, and how many of each row are padding.
+
+        The first module that is given the cache tells: inner ones see it change.
+        """
+        if not self._is_here():
+            return
+        cache, real = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        if self._before is None and cache is not None and hasattr(cache, "get_seq_length"):
+            self._before = int(cache.get_seq_length())
+        name = self.names[id(module)]
+        if isinstance(real, Tensor) and real.dim() == 2:
+            self._padding[name] = (real.cumsum(-1) == 0).sum(-1, keepdim=True).cpu().numpy()
+        elif real is None and "attention_mask" in kwargs:
+            self._padding[name] = NO_PADDING
+
+    def edit(self, call: Call, caller: Caller | None = None) -> Edited | None:
+        if caller is None:
+            if not self.running:
+                return None
+            caller = Caller(self.running[-1])
+        if id(caller.module) not in self.names:
+            return None
+        layer = self._locate(caller, call)
+        bound = [each for each in self.bound if layer.is_in(as_tuple(each.edit.layers))]
+        for each in bound:
+            check_layer(each, layer)
+        standing = self._stand(caller, layer, call)
+        return self._edit(call, layer, standing, bound) if bound else None
+
+    def _locate(self, caller: Caller, call: Call) -> Layer:
+        name, turn = self.names[id(caller.module)], self.entered[id(caller.module)]
+        at = name, turn
+        if at not in self.layers:
+            last = name.rpartition(".")[2].lower()
+            cross = CROSS.search(name) is not None and "self" not in last
+            stack = stack_of(name), cross if caller.cross is None else caller.cross
+            key = f"{name}@{turn}" if turn > 1 else name
+            self.layers[at] = Layer(name, self._numbers[stack], stack, call.rule.shape.H, key)
+            self._numbers[stack] += 1
+        return self.layers[at]
+
+    def _stand(self, caller: Caller, layer: Layer, call: Call) -> Standing:
+        _, _, T, S = call.rule.shape
+        if caller.standing is not None:
+            standing: Standing = caller.standing
+        elif layer.stack[1]:
+            known = self._queries is not None and self._queries.shape[1] == T
+            return across(self._queries if known else np.arange(T)[None], S)  # type: ignore[arg-type]
+        else:
+            standing = self._stand_in_text(call, layer.name)
+        self._queries = standing.queries
+        return standing
+
+    def _stand_in_text(self, call: Call, name: str) -> Standing:
+        _, _, T, S = call.rule.shape
+        terms = [] if call.rule.mask is None else call.rule.mask.leaf_terms()
+        at = next((term for term in terms if isinstance(term, At)), None)
+        if at is None:
+            before = S - T if self._before is None or T == S else self._before
+            around = [outer for outer in self._padding if is_around(outer, name)]
+            padding = self._padding[max(around, key=len)] if around else NO_PADDING
+            return in_line(T, S, before, padding)
+        queries = at.queries.cpu().numpy().reshape(-1, T).astype(np.int64)
+        keys = np.arange(S)[None] if at.keys is None else at.keys.cpu().numpy().reshape(-1, S)
+        lengths = queries.max(1, keepdims=True, initial=-1) + 1
+        return Standing(queries, keys.astype(np.int64), lengths, lengths)
+
+    def _edit(self, call: Call, layer: Layer, standing: Standing, bound: Sequence[Bound]) -> Edited:
+        masks = []
+        for each in bound:
+            if isinstance(each.edit, Block):
+                looking = each.find("queries", standing, "query")
+                hidden = each.find("keys", standing, "key")
+                if looking.any() and hidden.any():
+                    rows, heads = each.rows, each.heads()
+                    masks.append(change.make_blocked(looking, hidden, rows, heads, call))
+        blocked = change.block_call(call, masks) if masks else call
+
+        def finish(output_bhte: Tensor) -> Tensor:
+            output_bhte = output_bhte.clone() if output_bhte.requires_grad else output_bhte
+            if masks:
+                output_bhte = change.redo_rows(blocked, masks, output_bhte)
+            for each in bound:
+                self._change_heads(each, call, layer, standing, output_bhte)
+            return output_bhte
+
+        return Edited(blocked, finish)
+
+    def _change_heads(
+        self, bound: Bound, call: Call, layer: Layer, standing: Standing, output_bhte: Tensor
+    ) -> None:
+        edit = bound.edit
+        if isinstance(edit, Block):
+            return
+        if isinstance(edit, Capture):
+            change.keep_outputs(edit.outputs, layer.key, standing, output_bhte)
+            return
+        B, H, _, _ = output_bhte.shape
+        b, h = change.pick(bound.rows, B)[:, None], change.pick(bound.heads(), H)[None]
+        if isinstance(edit, Patch):
+            chosen = None
+            if edit.positions is not None:
+                chosen = bound.find("positions", standing, "query")
+            t, values = change.find_source(edit, layer.key, standing, call, chosen)
+            output_bhte[:, h[0][:, None], t[None]] = values[:, h[0]].to(output_bhte)
+        elif edit.to == "zero":
+            output_bhte[b, h] = 0.0
+        else:
+            if not standing.begins:
+                raise ValueError(
+                    f"{layer.name} goes on from a KV cache, so the mean over the tokens of its "
+                    'text is not known: Ablate(..., to="zero"), or give the whole text at once'
+                )
+            real_bt = change.find_real(call, standing, cross=layer.stack[1])
+            output_bhte[b, h] = change.average(output_bhte, real_bt)[b, h]
+
+    def check(self, whole: bool = True) -> None:
+        """Refuse edits that did nothing; `whole`: positions too, which may come later."""
+        kind = type(self.model).__name__
+        if not self.layers:
+            if whole:
+                raise ValueError(
+                    f"no attention of {kind} was edited: either it was not called in the block, or "
+                    "it attends in a way that cannot be edited (compiled, or written out in its "
+                    "own code)"
+                )
+            return
+        for each in self.bound:
+            asked = as_tuple(each.edit.layers)
+            there = any(layer.is_in(asked) for layer in self.layers.values())
+            if not there:
+                known = ", ".join(f"{one.number}: {one.name}" for one in self.layers.values())
+                wrong = ", ".join(map(str, asked or ()))
+                raise ValueError(f"{kind} has no layer {wrong}; there are {known}")
+            missing = [name for name in each.spans if name not in each.seen]
+            if whole and missing:
+                raise ValueError(
+                    f"no text of the block had tokens where {each.edit} has its {missing[0]}"
+                )
+
+
+def check_layer(bound: Bound, layer: Layer) -> None:
+    """Refuse heads that are not there, and a second stack."""
+    heads = bound.heads() or ()
+    missing = [head for head in heads if head >= layer.n_heads]
+    if missing:
+        raise ValueError(
+            f"head {missing[0]} does not exist: {layer.name} has heads 0 to {layer.n_heads - 1}"
+        )
+    if bound.stack not in (None, layer.stack) and not isinstance(bound.edit, Capture):
+        raise ValueError(
+            f"{bound.edit} speaks of several stacks of layers, {layer.name} in one of them; name "
+            "the layers that are meant by their modules, as layers=('decoder.blocks.0.self_attn',)"
+        )
+    bound.stack = layer.stack

@@ -1,0 +1,274 @@
+"""Reaching attention that is not ours: Hugging Face's interface, and torch.nn's modules.
+
+How: while a block is open, somewhere, the attention interface of `transformers` hands out functions
+that call the very one they stand for and then let editors change what it gives. torch.nn's modules
+compute their heads in fused code; for modules of an edited model they take the path of plain
+functions (a torch-function mode that does nothing keeps them from the other), on which the call of
+`scaled_dot_product_attention` is edited. What is put in place belongs to no block: it asks which
+editors are open where it is called, and outside of blocks does nothing. It is put in place by the
+first block, and taken away by the last.
+
+Where a function gives weights too, those of rows in which a look is forbidden are replaced.
+
+Left out: attention that a model writes out in its own code, or calls from torch itself.
+
+Letters: B batch, H heads, T queries, S keys, D head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from regard.lens.call_edits import caller_of
+from regard.lens.edit.editor import Editor
+from regard.lens.edit.positions import Standing
+from regard.lens.hooks.transformers import implementation, read_rule, signature_of
+from regard.ops import Causal, DenseBias, Wants
+from regard.ops.call import Call, make_call
+from regard.ops.edit_hook import Caller, Edited, edit_call, open_editors
+from regard.ops.op import observe_call
+
+FAST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""torch.nn's classes with a fused path."""
+
+
+@dataclass(eq=False)
+class Patched:
+    """An attribute that is replaced now, and by how many blocks; `own`: not inherited."""
+
+    original: Any
+    replacement: Any
+    own: bool
+    n_blocks: int = 0
+
+
+_patches: dict[tuple[Any, str], Patched] = {}
+_lock = threading.Lock()
+
+
+@contextmanager
+def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """While a block is open, `owner.name` is wrap(what it was)."""
+    with _lock:
+        if (owner, name) not in _patches:
+            original = getattr(owner, name)
+            _patches[owner, name] = Patched(original, wrap(original), name in vars(owner))
+            setattr(owner, name, _patches[owner, name].replacement)
+        patch = _patches[owner, name]
+        patch.n_blocks += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            patch.n_blocks -= 1
+            if not patch.n_blocks:
+                del _patches[owner, name]
+                # Whoever has replaced it since calls ours, which does nothing.
+                if vars(owner).get(name) is patch.replacement:
+                    if patch.own:
+                        setattr(owner, name, patch.original)
+                    else:
+                        delattr(owner, name)
+
+
+@contextmanager
+def hook_models(model: nn.Module) -> Iterator[None]:
+    """Reach every kind of attention that a model may have."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    interface = getattr(loaded, "AttentionInterface", None)
+    with ExitStack() as patches:
+        if interface is not None:
+            for name in ("get_interface", "__getitem__"):
+                patches.enter_context(patched(interface, name, hand_out_edited))
+        kinds = [kind for kind in FAST if any(isinstance(x, kind) for x in model.modules())]
+        for kind in kinds:
+            wrap = attend_edited if kind is nn.MultiheadAttention else run_plainly
+            patches.enter_context(patched(kind, "forward", wrap))
+        if kinds:
+            patches.enter_context(patched(F, "scaled_dot_product_attention", edit_sdpa))
+        yield
+
+
+def knows(module: nn.Module) -> bool:
+    """Whether a module is of a model that is edited here."""
+    editors = (editor for editor in open_editors() if isinstance(editor, Editor))
+    return any(id(module) in editor.names for editor in editors)
+
+
+def weights_of(call: Call) -> Tensor:
+    """The weights (B, H, T, S) of a call."""
+    found = observe_call(replace(call, v=call.k[..., :0]), Wants(weights=True)).weights
+    assert found is not None
+    return found
+
+
+def hand_out_edited(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def hand_out(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function = method(self, *args, **kwargs)
+        # Our own function is edited where it calls our attention.
+        ours = not callable(function) or implementation(function) == "regard"
+        if ours or hasattr(function, "_edits") or not open_editors():
+            return function
+        return edit_function(function)
+
+    return hand_out
+
+
+def edit_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An attention function of `transformers` whose outputs (B, T, H, D) are edited."""
+
+    @wraps(function)
+    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not knows(module):
+            return function(module, *args, **kwargs)
+        bound = signature_of(function).bind(module, *args, **kwargs)
+        call = read_function(module, function, {**bound.arguments, **bound.kwargs})
+        edited = edit_call(call, caller_of(module))
+        output_bthd, weights = function(module, *args, **kwargs)
+        if edited is None:
+            return output_bthd, weights
+        changed_bhtd = edited.change(output_bthd.transpose(1, 2))
+        if isinstance(weights, Tensor) and weights.dim() == 4 and edited.call is not call:
+            weights = weights_of(edited.call).to(weights.dtype)
+        return changed_bhtd.transpose(1, 2).contiguous(), weights
+
+    attend._edits = function  # type: ignore[attr-defined]
+    return attend
+
+
+def read_function(module: nn.Module, function: Callable[..., Any], given: dict[str, Any]) -> Call:
+    if given.get("cu_seq_lens_q") is not None or given.get("cache") is not None:
+        raise ValueError(
+            "attention over texts packed without padding or over a paged cache cannot be edited; "
+            "give a padded batch"
+        )
+    mask, bias, k = read_rule(module, implementation(function), given)
+    scale, sinks = given.get("scaling"), given.get("s_aux")
+    return make_call(
+        given["query"],
+        k,
+        given["value"][:, :, : k.shape[2]],
+        mask=mask,
+        bias=bias,
+        scale=None if scale is None else float(scale),
+        softcap=given.get("softcap"),
+        sinks=sinks.reshape(-1) if isinstance(sinks, Tensor) else None,
+        dropout=given.get("dropout") or 0.0,
+    )
+
+
+class PlainPath(TorchFunctionMode):
+    """Does nothing, but that torch.nn's modules leave their fused path while it is on."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def run_plainly(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not knows(module):
+            return forward(module, *args, **kwargs)
+        with PlainPath():
+            return forward(module, *args, **kwargs)
+
+    return run
+
+
+@dataclass(eq=False)
+class Attending:
+    """A module of torch.nn's that attends, the keys that it was given, and its call as edited."""
+
+    caller: Caller
+    n_keys: int
+    call: Call | None = None
+
+
+_attending: ContextVar[Attending | None] = ContextVar("regard_attending", default=None)
+
+
+def attend_edited(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`MultiheadAttention.forward` on its plain path, without weights: these are made beside."""
+    signature = inspect.signature(forward)
+
+    @wraps(forward)
+    def run(module: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+        if not knows(module):
+            return forward(module, *args, **kwargs)
+        bound = signature.bind(module, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        key, wants_weights = given["key"], given["need_weights"]
+        given["need_weights"] = False
+        axis = 1 if module.batch_first and key.dim() == 3 else 0
+        cross = key is not given["query"]
+        attending = Attending(Caller(module, cross), key.shape[axis])
+        token = _attending.set(attending)
+        try:
+            with PlainPath():
+                output, _ = forward(*bound.args, **bound.kwargs)
+        finally:
+            _attending.reset(token)
+        if not wants_weights or attending.call is None:
+            return output, None
+        weights = weights_of(attending.call)
+        weights = weights.mean(1) if given["average_attn_weights"] else weights
+        return output, weights if key.dim() == 3 else weights[0]
+
+    return run
+
+
+def edit_sdpa(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        attending = _attending.get()
+        output = function(*args, **kwargs)
+        if attending is None:
+            return output
+        attending.call, edited = read_sdpa(attending, *args, **kwargs)
+        return output if edited is None else edited.change(output)
+
+    return attend
+
+
+def read_sdpa(
+    attending: Attending,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **more: Any,
+) -> tuple[Call, Edited | None]:
+    """A call in `multi_head_attention_forward`, as edited; learned keys stand behind the text."""
+    call = make_call(
+        q,
+        k,
+        v,
+        mask=Causal(align="start") if is_causal else None,
+        bias=None if attn_mask is None else DenseBias(attn_mask),
+        dropout=dropout_p,
+    )
+    T, S = q.shape[2], k.shape[2]
+    keys = np.where(np.arange(S) < attending.n_keys, np.arange(S), -1)[None]
+    lengths = np.full((1, 1), T), np.full((1, 1), attending.n_keys)
+    standing = Standing(np.arange(T)[None], keys, *lengths)
+    edited = edit_call(call, attending.caller._replace(standing=standing))
+    return call if edited is None else edited.call, edited

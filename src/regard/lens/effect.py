@@ -1,0 +1,262 @@
+"""What each head is worth to what a model says: `regard.effect(model, text)`.
+
+Why: a head that looks at a word may add nothing of it. How much less likely the model finds its
+next token without the head, or without the look, is a number for it.
+
+How: the log-probability of one token, of a continuation or of a masked word is read once as the
+model is, and once for each edit: each head switched off alone, or one look forbidden in each head
+alone; all heads of each layer; and all heads at once. The variants are rows of one batch, each with
+its own edit (`edit/`), as many as fit at a time. A layer's edit changes nothing before it, so
+variants come in the order of layers, and the layers before the first of a batch read one row, which
+is then repeated.
+
+Left out: encoder–decoders, and pairs of edits.
+
+Letters: L layers, H heads, T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from regard.lens.edit.edit import check_model, editing_model
+from regard.lens.edit.editor import Bound, Layer
+from regard.lens.edit.positions import read_text, with_numbers, words_in
+from regard.lens.edit.values import Ablate, Block, Edit, Where
+from regard.lens.lazy_weights import Array
+from regard.lens.token_labels import name_ids
+
+BATCH_TOKENS = {"cpu": 512, "cuda": 16384}
+"""Tokens that are read at a time, in as many variants: on a CPU few, so that many layers are read
+once for all of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Effect:
+    """Changes of a log-probability, in nats; below 0 where an edit makes what is said less likely.
+
+    `heads` (L, H): each head edited alone, NaN for heads that a layer does not have; `layers` (L,):
+    all heads of a layer; `whole`: all heads of all layers. `log_prob` is as the model is, of
+    `token`; `edit` says what was done.
+    """
+
+    heads: Array
+    layers: Array
+    whole: float
+    log_prob: float
+    token: str
+    edit: str
+
+    def top(self, n: int = 5) -> list[tuple[int, int, float]]:
+        """The heads that change most: layer, head, change."""
+        # NaN, of a head that is not there, is sorted last.
+        order = np.argsort(-np.abs(self.heads), axis=None, kind="stable")
+        order = order[: min(n, np.count_nonzero(~np.isnan(self.heads)))]
+        numbers = zip(*np.unravel_index(order, self.heads.shape), strict=True)
+        return [(int(at[0]), int(at[1]), float(self.heads[at])) for at in numbers]
+
+    @property
+    def title(self) -> str:
+        likely = f"log-probability {self.log_prob:.3f}, {math.exp(self.log_prob):.1%}"
+        return f"What {self.edit} does to {self.token!r} ({likely})"
+
+    def __str__(self) -> str:
+        lines = [f"  {f'{layer}.{head}':<12} {change:+.3f}" for layer, head, change in self.top(8)]
+        lines.append(f"  all heads    {self.whole:+.3f}")
+        return "\n".join([f"{self.title}, by layer.head", *lines])
+
+
+class Asked(NamedTuple):
+    """Token ids of a text, and the log-probabilities that are asked for: of targets, said at
+    positions."""
+
+    ids: list[int]
+    positions: list[int]
+    targets: list[int]
+
+
+@torch.no_grad()
+def effect(
+    model: nn.Module,
+    text: str,
+    on: str | None = None,
+    *,
+    edges: tuple[Where, Where] | None = None,
+    to: str = "zero",
+    tokenizer: Any = None,
+) -> Effect:
+    """How a log-probability changes with each head switched off, or with a look forbidden in each.
+
+    on: what comes after the text, of which all tokens count; a space is put between two words.
+    Unless given it is the model's likeliest next token. Of a text with one masked word it is what
+    stands there. edges: (query, key), words or positions as in `Block`: instead of switching heads
+    off, this look is forbidden. to: as in `Ablate`. tokenizer: unless the model has its own.
+
+        print(regard.effect(model, "The animal didn't cross the street because it was too"))
+    """
+    check_model(model)
+    tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+    if model.training:
+        raise ValueError(
+            "the model is in training mode, in which it may drop what it is given: "
+            "model.eval() first"
+        )
+    stacks = [getattr(model, name, None) for name in ("encoder", "decoder")]
+    if None not in stacks or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} reads two texts, and an effect is of one that a language "
+            "model or an encoder reads; `regard.edit` takes models of both"
+        )
+    if edges is not None and (isinstance(edges, str) or len(edges) != 2):
+        raise ValueError(f'edges must be a query and a key, ("it", "animal"), got {edges!r}')
+    asked = find_asked(model, text, on, tokenizer)
+    sample: Block | Ablate = Ablate(to=to)
+    done = "switching off a head" if to == "zero" else "a head that gives its mean"
+    if edges is not None:
+        words = words_in(text, read_text(tokenizer, text))
+        sample = with_numbers(Block(*edges), words)
+        done = f"forbidding {edges[0]} → {edges[1]} in a head"
+    with editing_model(model, []) as editor:
+        base = read_log_probs(model, [asked.ids], asked)
+    layers = list(editor.layers.values())
+    check_layers(model, layers)
+    variants = [(layer, head) for layer in layers for head in (None, *range(layer.n_heads))]
+    edits = [with_heads(sample, layer.number, head) for layer, head in variants]
+    whole, *changes = (
+        log_prob - float(base[0])
+        for log_prob in read_variants(model, asked, layers, [sample, *edits])
+    )
+    n_heads = max(layer.n_heads for layer in layers)
+    table = np.full((len(layers), 1 + n_heads), np.nan)
+    for (layer, head), change in zip(variants, changes, strict=True):
+        table[layer.number, 0 if head is None else 1 + head] = change
+    said = "".join(name_ids(tokenizer, asked.targets)[n] for n in asked.targets)
+    return Effect(table[:, 1:], table[:, 0], whole, float(base[0]), said, done)
+
+
+def check_layers(model: nn.Module, layers: Sequence[Layer]) -> None:
+    """Refuse a model with none that can be edited, or with more than one text."""
+    n_stacks = len({layer.stack for layer in layers})
+    if n_stacks != 1:
+        raise ValueError(
+            f"{type(model).__name__} has {n_stacks} stacks of attention layers that can be edited; "
+            "expected one: effect is for a model that reads alone, on regard's attention, Hugging "
+            "Face's interface or torch.nn's modules"
+        )
+
+
+def with_heads(sample: Block | Ablate, layer: int, head: int | None) -> Edit:
+    if isinstance(sample, Block):
+        return Block(sample.queries, sample.keys, layer, head)
+    return Ablate(layer, head, sample.to)
+
+
+def find_asked(model: nn.Module, text: str, on: str | None, tokenizer: Any) -> Asked:
+    """What is read, and which log-probabilities count."""
+    ids = read_text(tokenizer, text).ids
+    mask = getattr(tokenizer, "mask_token_id", None)
+    if hasattr(tokenizer, "special"):
+        mask = tokenizer.special.mask
+    if mask is not None:
+        return find_masked(model, text, on, tokenizer, mask)
+    if not ids:
+        raise ValueError("the text has no tokens; give the words that the model shall read")
+    if on is None:
+        logits = read_logits(model, [ids], [len(ids) - 1])[0]
+        return Asked(ids, [len(ids) - 1], [int(logits.argmax())])
+    joint = " " if text[-1:].isalnum() and on[:1].isalnum() else ""
+    whole = read_text(tokenizer, text + joint + on)
+    counted = [n for n, (_, end) in enumerate(whole.spans) if end > len(text) and n > 0]
+    if not counted:
+        raise ValueError(f"on is {on!r}, of which the tokenizer makes no token")
+    return Asked(whole.ids, [n - 1 for n in counted], [whole.ids[n] for n in counted])
+
+
+def find_masked(model: nn.Module, text: str, on: str | None, tokenizer: Any, mask: int) -> Asked:
+    ids, word = read_text(tokenizer, text).ids, name_ids(tokenizer, [mask])[mask]
+    if ids.count(mask) != 1:
+        raise ValueError(
+            f"the text has {ids.count(mask)} masked words; expected one: put {word} where the "
+            "word is asked for"
+        )
+    at = ids.index(mask)
+    if on is None:
+        return Asked(ids, [at], [int(read_logits(model, [ids], [at])[0].argmax())])
+    filled = read_text(tokenizer, text.replace(word, on.strip())).ids
+    if len(filled) != len(ids):
+        raise ValueError(f"on is {on!r}, which is {len(filled) - len(ids) + 1} tokens; expected 1")
+    return Asked(ids, [at], [filled[at]])
+
+
+def read_variants(
+    model: nn.Module, asked: Asked, layers: Sequence[Layer], edits: Sequence[Edit]
+) -> Iterator[float]:
+    """The log-probability under each edit, many at a time; edits come in the order of layers."""
+    device = next(model.parameters()).device.type
+    n_rows = max(BATCH_TOKENS.get(device, 512) // len(asked.ids), 1)
+    for start in range(0, len(edits), n_rows):
+        part = edits[start : start + n_rows]
+        bound = [Bound(edit, rows=(row,)) for row, edit in enumerate(part)]
+        numbers = [edit.layers if isinstance(edit.layers, int) else 0 for edit in part]
+        block = find_block(model, layers[min(numbers)].name)
+        rows = [asked.ids] * (len(part) if block is None else 1)
+        repeating = nullcontext() if block is None else repeat_rows(block, len(part))
+        with editing_model(model, bound), repeating:
+            log_probs = read_log_probs(model, rows, asked)
+        yield from log_probs.tolist()
+
+
+def find_block(model: nn.Module, name: str) -> nn.Module | None:
+    """The layer around a module that attends: the last numbered one in its name."""
+    parts = name.split(".")
+    numbered = [n for n, part in enumerate(parts) if part.isdecimal()]
+    return model.get_submodule(".".join(parts[: numbered[-1] + 1])) if numbered else None
+
+
+@contextmanager
+def repeat_rows(block: nn.Module, n: int) -> Iterator[None]:
+    """The single row that a layer is given, n times; all else that it is given suits any number."""
+
+    def repeat(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        name = "hidden_states"
+        x_btc = args[0] if args else kwargs[name]
+        wide = x_btc.expand(n, *x_btc.shape[1:]).contiguous()
+        return ((wide, *args[1:]), kwargs) if args else (args, {**kwargs, name: wide})
+
+    with block.register_forward_pre_hook(repeat, with_kwargs=True):
+        yield
+
+
+def read_log_probs(model: nn.Module, rows: list[list[int]], asked: Asked) -> Tensor:
+    """The sum of the log-probabilities that are asked for, one a row, in float32."""
+    logits_bnv = read_logits(model, rows, asked.positions)
+    targets = torch.tensor(asked.targets, device=logits_bnv.device)
+    log_probs_bnv = logits_bnv.float().log_softmax(-1)
+    return log_probs_bnv.gather(2, targets[None, :, None].expand(len(logits_bnv), -1, 1)).sum(
+        (1, 2)
+    )
+
+
+def read_logits(model: nn.Module, rows: list[list[int]], positions: list[int]) -> Tensor:
+    """Logits (B, positions, V), computed there alone where the model can be asked so."""
+    ids_bt = torch.tensor(rows, device=next(model.parameters()).device)
+    head, run = getattr(model, "head", None), getattr(model, "run", None)
+    if isinstance(head, nn.Module) and run is not None:
+        logits: Tensor = head(run(ids_bt)[:, positions])
+        return logits
+    known = inspect.signature(model.forward).parameters
+    first = min(positions) if "logits_to_keep" in known else 0
+    more = {"logits_to_keep": ids_bt.shape[1] - first} if first else {}
+    found = getattr(model(ids_bt, **more), "logits", None)
+    if not isinstance(found, Tensor) or found.dim() != 3:
+        raise ValueError(f"{type(model).__name__} gives no logits of words, so nothing is said")
+    return found[:, [position - first for position in positions]]

@@ -1,0 +1,325 @@
+"""Edits of Hugging Face's models and torch.nn's modules, judged by plain formulas and masks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from lens_subjects import BERT, SUBJECTS, draw, question, text_model
+from plain import plain
+from torch import Tensor, nn
+from transformers import AttentionInterface, masking_utils
+
+import regard
+import regard.hf
+from regard import Ablate, Block, Patch
+from regard.lens.edit import hooks
+
+NAMES = ("gpt2", "llama", "qwen3-window", "gemma2", "gpt_neox", "gpt_oss", "bert")
+Hidden = Callable[[int, int, Tensor, Tensor], Tensor]
+
+
+def judge(model: Any, hides: Hidden, off: tuple[int, int] | None = None) -> Any:
+    """A copy that attends by the plain formula, with some looks hidden and one head off."""
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
+    ) -> tuple[Tensor, None]:
+        (_, H, T, _), S = query.shape, key.shape[2]
+        layer = order.index(module)
+        i, j = torch.arange(T)[:, None] + S - T, torch.arange(S)
+        seen = torch.stack([~hides(layer, head, i, j) for head in range(H)])
+        if mask is not None:
+            seen = seen & (mask[..., :S] if mask.dtype == torch.bool else mask[..., :S] > -1e30)
+        sinks, scale = given.get("s_aux"), given.get("scaling")
+        output, _ = plain(query, key, value, seen, None, scale, given.get("softcap"), sinks)
+        if off is not None and layer == off[0]:
+            output[:, off[1]] = 0.0
+        return output.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("judge", attend)
+    masking_utils.AttentionMaskInterface.register("judge", masking_utils.eager_mask)
+    other = copy.deepcopy(model)
+    # The modules that ask the interface for their function.
+    order = [
+        x for x in other.modules() if type(x).__name__.endswith(("Attention", "SelfAttention"))
+    ]
+    order = [x for x in order if type(x).__name__ != "BertAttention"]
+    other.config._attn_implementation = "judge"
+    return other
+
+
+def answer(out: Any) -> Tensor:
+    found: Tensor = out["logits"] if "logits" in out else out["last_hidden_state"]
+    return found
+
+
+def hides(layer: int, head: int, i: Tensor, j: Tensor) -> Tensor:
+    """What EDITS forbid."""
+    hidden = (i == 15) & ((j == 3) | (j == 12))
+    return hidden | (i >= 9) & (j == 8) if layer == 1 and head in (0, 2) else hidden
+
+
+EDITS = (
+    Block(15, (3, 12)),
+    Block(slice(9, None), 8, layers=1, heads=(0, 2)),
+    Ablate(0, 1),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_edits_are_the_formulas_in_every_implementation(name: str) -> None:
+    model, given = SUBJECTS[name](), question(name).given
+    kinds = ("eager", "regard") if name in ("gemma2", "gpt_oss") else ("eager", "sdpa", "regard")
+    with torch.no_grad():
+        want = answer(judge(model, hides, (0, 1))(**given))
+        for kind in kinds:
+            model.set_attn_implementation(kind)
+            before = answer(model(**given))
+            with regard.edit(model, *EDITS):
+                got = answer(model(**given))
+            with regard.edit(model):
+                assert torch.equal(answer(model(**given)), before)
+            assert torch.allclose(got, want, atol=3e-5 * float(want.abs().max()))
+            assert not torch.allclose(before, want, atol=1e-3)
+            assert torch.equal(answer(model(**given)), before)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-window"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["sdpa", "regard"])
+def test_generation_is_edited_at_absolute_positions(name: str, cache: str, kind: str) -> None:
+    model = SUBJECTS[name]()
+    model.set_attn_implementation(kind)
+    ids = draw(1, 11)
+    edits = Block(slice(9, None), (2, 7)), Block(slice(13, 15), slice(0, None, 3), layers=1)
+
+    def hides(layer: int, head: int, i: Tensor, j: Tensor) -> Tensor:
+        hidden = (i >= 9) & ((j == 2) | (j == 7))
+        return hidden | (i >= 13) & (i < 15) & (j % 3 == 0) if layer == 1 else hidden
+
+    options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "cache_implementation": cache}
+    with torch.no_grad(), regard.edit(model, *edits):
+        written = model.generate(ids, **options)
+        want = judge(model, hides)(written.sequences).logits[:, 10:-1]
+    got = torch.stack(written.logits, 1)
+    assert torch.allclose(got, want, atol=3e-5 * float(want.abs().max()))
+
+
+def test_a_cache_that_is_given_tells_positions() -> None:
+    model, ids = SUBJECTS["gpt2"](), draw(1, 9)
+    cache = hf.DynamicCache(config=model.config)
+    with torch.no_grad():
+        first = model(ids[:, :5], past_key_values=cache).logits
+        with regard.edit(model, Block(slice(6, None), 2)):
+            parts = [model(part, past_key_values=cache).logits for part in ids[:, 5:].split(3, 1)]
+        with regard.edit(model, Block(slice(6, None), 2)):
+            whole = model(ids, use_cache=False).logits
+    got = torch.cat([first, *parts], 1)
+    assert torch.allclose(got, whole, atol=3e-5 * float(whole.abs().max()))
+
+
+def test_padding_on_the_left_does_not_move_positions() -> None:
+    model, ids = SUBJECTS["llama"](), draw(1, 9)
+    both = torch.cat([torch.cat([torch.zeros(1, 4).long(), ids], 1), draw(1, 13, 8)])
+    real = torch.ones(2, 13, dtype=torch.int64)
+    real[0, :4] = 0
+    for edit in (Block(6, 2), Block(-3, 2), Ablate(1, 0, to="mean")):
+        static = hf.StaticCache(config=model.config, max_cache_len=20)
+        with torch.no_grad(), regard.edit(model, edit):
+            want = model(ids).logits
+            for cache in (None, static):
+                got = model(both, attention_mask=real, past_key_values=cache).logits
+                assert torch.allclose(got[:1, 4:], want, atol=3e-5 * float(want.abs().max()))
+
+
+def test_a_model_inside_of_another_tells_positions_too() -> None:
+    model, ids = SUBJECTS["llama"](), draw(1, 9)
+    outer = nn.ModuleDict({"inner": model})
+    cache = hf.StaticCache(config=model.config, max_cache_len=20)
+    with torch.no_grad(), regard.edit(outer, Block(slice(6, None), 2)):
+        parts = [model(part, past_key_values=cache).logits for part in ids.split((5, 3, 1), 1)]
+        want = model(ids, use_cache=False).logits
+    assert torch.allclose(torch.cat(parts, 1), want, atol=3e-5 * float(want.abs().max()))
+
+
+def test_padding_of_a_source_does_not_move_what_is_written() -> None:
+    model, given = SUBJECTS["bart"](), question("bart", "left").given
+    name = "model.decoder.layers.0.self_attn"
+    row = {word: x[1:2] for word, x in given.items() if word != "use_cache"}
+    with torch.no_grad(), regard.edit(model, Block(7, (2, 5), layers=name)):
+        got, want = model(**given).logits[1:2], model(**row).logits
+    with torch.no_grad():
+        before = model(**given).logits[1:2]
+    assert torch.allclose(got, want, atol=3e-5 * float(want.abs().max()))
+    assert torch.equal(got[:, :7], before[:, :7]) and not torch.equal(got[:, 7], before[:, 7])
+
+
+def test_eager_weights_are_the_edited_ones() -> None:
+    model, given = SUBJECTS["gpt2"](), question("gpt2").given
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), regard.edit(model, Block(9, 4, layers=1, heads=2)):
+        maps = model(**given, output_attentions=True).attentions
+    assert maps[1][0, 2, 9, 4] == 0.0 and maps[1][0, 1, 9, 4] > 0.0
+    assert abs(float(maps[1][0, 2, 9].sum()) - 1.0) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "regard"])
+def test_a_watched_record_is_of_the_edited_heads(kind: str) -> None:
+    model, ids = SUBJECTS["llama"](), draw(1, 9)
+    model.set_attn_implementation(kind)
+    for outer in (True, False):
+        blocks = regard.edit(model, Block(6, 2, 1, heads=1)), regard.watch(model, keep="qk")
+        one, two = blocks if outer else blocks[::-1]
+        with torch.no_grad(), one as first, two as second:
+            model(ids, use_cache=False)
+        record: Any = second if outer else first
+        assert record.map(1, 1)[6, 2] == 0.0 and record.map(1, 0)[6, 2] > 0.0
+        assert abs(record.map(1, 1)[6].sum() - 1.0) < 1e-5
+
+
+def test_layers_that_share_a_module_are_edited_each() -> None:
+    sizes = {**BERT, "embedding_size": 20, "num_hidden_layers": 3}
+    model, ids = text_model(hf.AlbertConfig(**sizes), hf.AlbertModel), draw(1, 9)
+    with torch.no_grad():
+        before = model(ids).last_hidden_state
+        with regard.head_outputs(model) as outputs:
+            model(ids)
+        first, *others = outputs
+        assert others == [f"{first}@2", f"{first}@3"]
+        with regard.edit(model, Patch(source=outputs)):
+            assert torch.equal(model(ids).last_hidden_state, before)
+        with regard.edit(model, Ablate(2, 1)), regard.head_outputs(model) as edited:
+            model(ids)
+    assert torch.equal(edited[f"{first}@2"], outputs[f"{first}@2"])
+    assert (edited[f"{first}@3"][:, 1] == 0).all() and (edited[f"{first}@2"][:, 1] != 0).any()
+
+
+def test_cross_attention_is_edited_by_name_and_other_models_are_left() -> None:
+    model, given = SUBJECTS["bart"](), question("bart").given
+    name = "model.decoder.layers.1.encoder_attn"
+    with torch.no_grad():
+        before = model(**given).logits
+        with regard.edit(model, Block(7, slice(None), layers=name)):
+            got = model(**given).logits
+        assert torch.equal(got[:, :7], before[:, :7]) and not torch.equal(got, before)
+        with regard.head_outputs(model, layers=name) as outputs:
+            model(**given)
+        assert list(outputs) == [name]
+        with regard.edit(model, Patch(name, source=outputs)):
+            assert torch.equal(model(**given).logits, before)
+        other = SUBJECTS["bart"]()
+        with pytest.raises(ValueError, match="no attention"), regard.edit(other, Ablate(name)):
+            assert torch.equal(model(**given).logits, before)
+
+
+def test_what_writes_attention_out_is_refused() -> None:
+    model = SUBJECTS["gptj"]()
+    unedited = pytest.raises(ValueError, match="written out in its own code")
+    with unedited, regard.edit(model, Ablate()):
+        model(**question("gptj").given)
+
+
+def test_nothing_is_left_in_place_when_blocks_end_in_any_order() -> None:
+    model, given = SUBJECTS["llama"](), question("llama").given
+    interface = AttentionInterface.__dict__.get("get_interface")
+    sdpa, forward = nn.functional.scaled_dot_product_attention, nn.MultiheadAttention.forward
+    mixed = nn.ModuleList([model, nn.MultiheadAttention(4, 2)])
+    one, two = regard.edit(mixed, Ablate(0, 1)), regard.edit(mixed, Ablate(1, 1))
+    with torch.no_grad():
+        before = model(**given).logits
+        one.__enter__()
+        first = model(**given).logits
+        two.__enter__()
+        both = model(**given).logits
+        one.__exit__(None, None, None)
+        second = model(**given).logits
+        two.__exit__(None, None, None)
+        assert torch.equal(model(**given).logits, before)
+    assert len({float(x.abs().sum()) for x in (before, first, both, second)}) == 4
+    assert AttentionInterface.__dict__.get("get_interface") is interface
+    assert nn.functional.scaled_dot_product_attention is sdpa and not hooks._patches
+    assert nn.MultiheadAttention.forward is forward
+
+
+FORBIDDEN = Block((3, 5), 1), Block(4, slice(1, None)), Block(2, 0, heads=1)
+
+
+def forbid(n_heads: int, n: int, rows: int) -> Tensor:
+    """torch's mask, True where no look is allowed, of FORBIDDEN."""
+    hidden = torch.zeros(rows, n_heads, n, n, dtype=torch.bool)
+    hidden[:, :, [3, 5], 1] = True
+    hidden[:, :, 4, 1:] = True
+    hidden[:, 1, 2, 0] = True
+    return hidden.flatten(0, 1)
+
+
+@pytest.mark.parametrize("need", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_torchs_attention_is_as_with_its_own_mask(need: bool, batch_first: bool) -> None:
+    layer = nn.MultiheadAttention(12, 3, batch_first=batch_first, add_bias_kv=True).eval()
+    x = torch.randn(2, 7, 12) if batch_first else torch.randn(7, 2, 12)
+    lengths = torch.tensor([7, 5])[:, None]
+    padding = torch.where(torch.arange(7) < lengths, 0.0, -torch.inf)
+    given: dict[str, Any] = {"key_padding_mask": padding, "need_weights": need}
+    mask = torch.zeros(6, 7, 7).masked_fill(forbid(3, 7, 2), -torch.inf)
+    with torch.no_grad():
+        before, _ = layer(x, x, x, **given)
+        want, weights = layer(x, x, x, attn_mask=mask, **given)
+        with regard.edit(layer, *FORBIDDEN):
+            got, got_weights = layer(x, x, x, **given)
+        again, _ = layer(x, x, x, **given)
+    assert torch.allclose(got, want, atol=1e-6) and not torch.allclose(before, want, atol=1e-4)
+    assert torch.equal(again, before)
+    assert (got_weights is None) == (not need)
+    with torch.no_grad(), regard.edit(layer, Ablate(to="mean")):
+        outs = layer(x, x, x, **given)[0]
+    rows = outs if batch_first else outs.transpose(0, 1)
+    assert torch.allclose(rows, rows[:, :1].expand_as(rows), atol=1e-6)
+    with torch.no_grad(), regard.head_outputs(layer) as outputs:
+        layer(x, x, x, **given)
+    heads = outputs[""][1, :, :5].mean(1).flatten()  # of the five real tokens of the second row
+    assert torch.allclose(rows[1, 0], layer.out_proj(heads), atol=1e-6)
+    assert got_weights is None or torch.allclose(got_weights, weights, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("padded", [True, False])
+def test_torchs_encoder_leaves_its_fast_path_for_edits(padded: bool) -> None:
+    layer = nn.TransformerEncoderLayer(12, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 7, 12)
+    padding = torch.tensor([[False] * 7, [False] * 6 + [True]]) if padded else None
+    with torch.no_grad():
+        before = model(x, src_key_padding_mask=padding)
+        want = model(x, mask=forbid(2, 7, 2), src_key_padding_mask=padding)
+        with regard.edit(model, *FORBIDDEN):
+            got = model(x, src_key_padding_mask=padding)
+        with regard.edit(model):
+            assert torch.equal(model(x, src_key_padding_mask=padding), before)
+        assert torch.equal(model(x, src_key_padding_mask=padding), before)
+    assert torch.allclose(got[:, :6], want[:, :6], atol=1e-5)
+    assert not torch.allclose(before[:, :6], want[:, :6], atol=1e-4)
+
+
+def test_torchs_transformer_is_edited_by_the_names_of_its_layers() -> None:
+    model = nn.Transformer(12, 2, 2, 2, 16, batch_first=True).eval()
+    source, target = torch.randn(1, 9, 12), torch.randn(1, 7, 12)
+    hidden = torch.zeros(7, 9, dtype=torch.bool)
+    hidden[4, 6] = True
+    judge = copy.deepcopy(model)
+    attend = judge.decoder.layers[1].multihead_attn.forward
+
+    def masked(*args: Any, **given: Any) -> Any:
+        return attend(*args, **{**given, "attn_mask": hidden})
+
+    judge.decoder.layers[1].multihead_attn.forward = masked
+    with torch.no_grad():
+        want = judge(source, target)
+        with regard.edit(model, Block(4, 6, layers="decoder.layers.1.multihead_attn")):
+            assert torch.allclose(model(source, target), want, atol=1e-5)
