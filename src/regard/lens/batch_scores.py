@@ -1,0 +1,115 @@
+"""What every head does in each text of a batch: the scores of `head_scores.py`, without a record.
+
+Why: a corpus has too many texts for a record of each, and a batch is read in the time of a few.
+
+How: the hooks of `watch` hand over each call of attention as it is, all rows of the batch. What is
+measured stays on the device until the model is done. The texts of a batch have as many tokens each,
+so none is padded, and every token counts.
+
+Left out: texts of different lengths, cross-attention, and windows.
+
+Letters: B texts, T queries, S keys, H heads; N scores of single weights, K scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from regard.lens.captured_call import Call
+from regard.lens.head_scores import spot_keys
+from regard.lens.lazy_weights import Array
+from regard.lens.measure import measure, reach, spot_weights
+from regard.lens.record import SCORES
+from regard.lens.recorder import Recorder
+from regard.lens.row_takes import Chosen, Located
+from regard.lens.schema import SPOTS
+from regard.lens.token_labels import is_separator
+from regard.lens.watch import hooks_to
+from regard.ops import Wants
+
+WANTS = Wants(lse=True, entropy=True, distance=True, received=True)
+
+
+def score_batch(
+    module: nn.Module,
+    run: Callable[[Tensor], object],
+    ids_bt: Tensor,
+    labels: Sequence[Sequence[str]],
+) -> dict[Located, Array]:
+    """Place -> (B, H, K), the scores in the order of `SCORES`; NaN where a text has no such score.
+
+    run: what has the model read `ids_bt`; labels: of the tokens of each text.
+    """
+    texts = _Texts(ids_bt, labels)
+    found: dict[Located, Tensor] = {}
+    chosen = Chosen(WANTS, "statistics", None, None, frozenset())
+    recorder = Recorder(module, chosen, None, None)
+
+    def score(call: Call, place: Located) -> None:
+        found[place] = _score(call, texts, recorder)
+
+    recorder.on_call = score
+    with closing(recorder.copier), hooks_to(recorder), torch.no_grad():
+        run(ids_bt)
+    left_out = recorder.left_out.notes()
+    if left_out:
+        raise ValueError("; ".join(left_out))
+    if not found:
+        recorder.finish()  # says why nothing was seen
+    return {place: scores_bhk.cpu().numpy() for place, scores_bhk in found.items()}
+
+
+class _Texts:
+    """What is asked of every layer alike: the keys of each score, and which tokens are marks."""
+
+    def __init__(self, ids_bt: Tensor, labels: Sequence[Sequence[str]]) -> None:
+        T = ids_bt.shape[1]
+        every = np.ones(T, np.bool_).tobytes()
+        ids = ids_bt.cpu().numpy().astype(np.int64)
+        keys = [spot_keys(T, T, every, 0, row.tobytes(), False).keys_nt for row in ids]
+        self.keys_nbt = torch.stack(keys, 1).long().to(ids_bt.device)
+        marks = [[is_separator(label) for label in row] for row in labels]
+        self.marks_bt = torch.tensor(marks, dtype=torch.float64, device=ids_bt.device)
+
+
+def _score(call: Call, texts: _Texts, recorder: Recorder) -> Tensor:
+    B, H, T, S = call.q.shape[0], call.shape.H, call.shape.T, call.shape.S
+    n_texts, n_tokens = texts.marks_bt.shape
+    if (n_texts, n_tokens, n_tokens) != (B, T, S):
+        raise ValueError(
+            f"{call.name} attends from {T} to {S} tokens in {B} rows, where {n_texts} texts of "
+            f"{n_tokens} tokens were read; only models whose layers read each text as it is can be "
+            "surveyed"
+        )
+    seen = measure(call, WANTS)
+    assert seen.lse is not None and seen.entropy is not None and seen.distance is not None
+    assert seen.received is not None
+    runs = recorder.takes.runs_of(call.of(0, None))
+    far = reach(call, seen) if runs is None or runs.ahead > 0 else seen.distance
+    scores_bhk = seen.lse.new_full((B, H, len(SCORES)), torch.nan, dtype=torch.float64)
+    for n, keys_bt in enumerate(texts.keys_nbt):
+        scores_bhk[:, :, SCORES.index(SPOTS[n])] = _mean_spot(call, seen.lse, keys_bt)
+    received_bhs, marks_b1s = seen.received.total.double(), texts.marks_bt[:, None]
+    n_marks_b1 = marks_b1s.sum(-1)
+    given_bh = (received_bhs * marks_b1s).sum(-1) / T
+    scores_bhk[:, :, SCORES.index("separator")] = given_bh.masked_fill(n_marks_b1 == 0, torch.nan)
+    scores_bhk[:, :, SCORES.index("local")] = far.double().mean(-1)
+    scores_bhk[:, :, SCORES.index("broad")] = seen.entropy.double().mean(-1)
+    return scores_bhk
+
+
+def _mean_spot(call: Call, lse_bht: Tensor, keys_bt: Tensor) -> Tensor:
+    """The mean weight on the key named for each query, (B, H); -1 names none."""
+    B, T = keys_bt.shape
+    named_bt = keys_bt >= 0
+    b_p = torch.arange(B, device=keys_bt.device).repeat_interleave(T)
+    t_p = torch.arange(T, device=keys_bt.device).repeat(B)
+    weights_hp = spot_weights(call, lse_bht, b_p, t_p, keys_bt.clamp(min=0).reshape(-1))
+    weights_hbt = weights_hp.double().view(-1, B, T).masked_fill(~named_bt, 0.0)
+    # Of no queries the mean is 0 / 0, NaN.
+    return (weights_hbt.sum(-1) / named_bt.sum(-1)).T

@@ -1,0 +1,188 @@
+"""What the heads of a model do over many texts: a mean and its spread for each head and score.
+
+How: `Moments` are the count, the mean and the sum of squared deviations of each number, in float64;
+two of them are merged by Chan's formulas, so that texts can be added block by block, in any number
+of processes, without any being kept. Each text counts once, whatever its length; where it has no
+such score (NaN), it does not count. A `HeadTable` is what comes out: a row for each head and score,
+written as .csv, .json or .parquet.
+
+Left out: reading the files again; they are what every program for tables reads.
+
+Letters: N heads of all places, K scores.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import io
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from regard._files import replace_file
+from regard.lens.lazy_weights import Array
+from regard.lens.record import SCORES
+
+ENDINGS = (".parquet", ".csv", ".json")
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Counts, means and sums of squared deviations from the mean, each (N, K)."""
+
+    count: Array
+    mean: Array
+    squares: Array
+
+    @staticmethod
+    def of(values_xnk: Array) -> Moments:
+        """Those of numbers along the first axis; NaN does not count."""
+        there = ~np.isnan(values_xnk)
+        count = there.sum(0)
+        total = np.where(there, values_xnk, 0.0).sum(0, dtype=np.float64)
+        mean = total / np.maximum(count, 1)
+        squares = np.where(there, values_xnk - mean, 0.0) ** 2
+        return Moments(count, mean, squares.sum(0))
+
+    def merge(self, other: Moments) -> Moments:
+        count = self.count + other.count
+        n = np.maximum(count, 1)
+        gap = other.mean - self.mean
+        mean = self.mean + gap * (other.count / n)
+        squares = self.squares + other.squares + gap**2 * (self.count * other.count / n)
+        return Moments(count, mean, squares)
+
+    @property
+    def spread(self) -> Array:
+        """The standard deviation over texts; NaN of fewer than two."""
+        least = np.maximum(self.count - 1, 1)
+        return np.where(self.count > 1, np.sqrt(self.squares / least), np.nan)
+
+
+class Head(NamedTuple):
+    """A head by the dotted name of its place, its layer, and its number there."""
+
+    place: str
+    layer: int
+    head: int
+
+
+class Row(NamedTuple):
+    """One head and one score: mean and standard deviation over the texts that had it."""
+
+    place: str
+    layer: int
+    head: int
+    score: str
+    mean: float
+    std: float
+    texts: int
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class HeadTable:
+    """What a survey found; `means`, `stds` and `counts` are (heads, scores), as `scores` names."""
+
+    model: str
+    heads: Sequence[Head]
+    moments: Moments
+    n_texts: int
+    n_empty: int
+    n_truncated: int
+
+    scores = SCORES
+
+    @property
+    def means(self) -> Array:
+        """NaN where no text had such a score."""
+        return np.where(self.moments.count > 0, self.moments.mean, np.nan)
+
+    @property
+    def stds(self) -> Array:
+        return self.moments.spread
+
+    @property
+    def counts(self) -> Array:
+        return self.moments.count
+
+    def top(self, score: str, n: int = 5) -> list[Row]:
+        """The n heads with most of a score, the most first; of "local" those that stay nearest."""
+        if score not in SCORES:
+            raise ValueError(f"score is {score!r}; expected one of {', '.join(SCORES)}")
+        rows = [row for row in self.rows() if row.score == score and row.texts]
+        rows.sort(key=lambda row: row.mean if score == "local" else -row.mean)
+        return rows[:n]
+
+    def rows(self) -> list[Row]:
+        means, stds, counts = self.means, self.stds, self.counts
+        return [
+            Row(*head, score, float(means[n, k]), float(stds[n, k]), int(counts[n, k]))
+            for n, head in enumerate(self.heads)
+            for k, score in enumerate(SCORES)
+        ]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one file, whole or not at all, in the form that its ending names."""
+        path = Path(path)
+        check_table_path(path)
+        write = {".csv": self._csv, ".json": self._json, ".parquet": self._parquet}
+        data = write[path.suffix.lower()]()
+        with replace_file(path) as file:
+            file.write(data)
+
+    def _about(self) -> dict[str, Any]:
+        counts = {"texts": self.n_texts, "empty": self.n_empty, "truncated": self.n_truncated}
+        return {"model": self.model, **counts}
+
+    def _csv(self) -> bytes:
+        page = io.StringIO()
+        table = csv.writer(page, lineterminator="\n")
+        table.writerow(Row._fields)
+        for row in self.rows():
+            table.writerow("" if _is_nan(value) else value for value in row)
+        return page.getvalue().encode()
+
+    def _json(self) -> bytes:
+        rows = [
+            {name: None if _is_nan(value) else value for name, value in row._asdict().items()}
+            for row in self.rows()
+        ]
+        return json.dumps({**self._about(), "heads": rows}, ensure_ascii=False).encode()
+
+    def _parquet(self) -> bytes:
+        arrow: Any = importlib.import_module("pyarrow")
+        columns = dict(zip(Row._fields, zip(*self.rows(), strict=True), strict=True))
+        about = {"regard": json.dumps(self._about(), ensure_ascii=False)}
+        table = arrow.table({name: list(values) for name, values in columns.items()})
+        sink = io.BytesIO()
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        parquet.write_table(table.replace_schema_metadata(about), sink)
+        return sink.getvalue()
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def check_table_path(path: Path) -> None:
+    """Refuse what could not be written at the end, before any work."""
+    if path.suffix.lower() not in ENDINGS:
+        raise ValueError(
+            f"the table is to go to {path.name!r}; expected a name that ends in "
+            f"{', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}"
+        )
+    if path.suffix.lower() == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise ModuleNotFoundError(
+            "a .parquet file is written by pyarrow, which is not installed: "
+            "pip install 'regard[survey]', or name a .csv or .json file",
+            name="pyarrow",
+        )
