@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "translate_aligned"))
+for name in ("translate_aligned", "evict"):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / name))

@@ -240,6 +240,27 @@ def test_a_growing_cache_keeps_all_in_order_of_arrival() -> None:
     assert cache.length.tolist() == [4]
 
 
+def test_an_evicted_cache_holds_the_keys_of_each_head_and_counts_on() -> None:
+    cache = KVCache.growing()
+    k = torch.arange(2 * 3 * 7).view(2, 3, 7, 1).float()
+    cache.update(k, -k)
+    index = torch.tensor([[[0, 6], [1, 2], [3, 5]], [[4, 5], [0, 1], [2, 6]]])
+    cache.evict(index)
+    kept = cache.update(k[:, :, :1], k[:, :, :1])
+    for b in range(2):
+        for g in range(3):
+            assert kept.k[b, g, :, 0].tolist() == [*k[b, g, index[b, g], 0].tolist(), k[b, g, 0]]
+            assert kept.v[b, g, :2, 0].tolist() == (-k[b, g, index[b, g], 0]).tolist()
+    assert kept.queries.tolist() == [[7]] and bool((kept.positions[:, :2] < 7).all())
+    assert cache.slots.evicted and not kept.in_line
+    with pytest.raises(ValueError, match="the cache is static"):
+        KVCache.fixed(7).evict(index)
+    with pytest.raises(ValueError, match="a static cache keeps its slots"):
+        KVCache.fixed(7).slots.evict(2)
+    cache.reset()
+    assert not cache.slots.evicted and cache.update(k, k).in_line
+
+
 def test_a_fixed_cache_writes_the_next_slots_and_leaves_the_rest_empty() -> None:
     cache = KVCache.fixed(5)
     first = cache.update(tokens(1, 2), tokens(-1, -2))

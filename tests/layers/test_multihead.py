@@ -632,7 +632,7 @@ def test_a_cache_of_the_wrong_kind_is_refused_in_words() -> None:
     refused("keeps 2 keys back", lambda: make(causal=True)(x, cache=KVCache.windowed(2)))
     for mask in (Lengths(LENGTHS), Causal() & ~Lengths(LENGTHS)):
         refused(
-            "Lengths speaks of keys as they lie in memory, and a static cache",
+            "Lengths speaks of keys as they lie in memory, and this cache lays",
             lambda mask=mask: make()(x, mask=mask, cache=KVCache.fixed(13)),
         )
     refused(

@@ -9,6 +9,9 @@ are held against the finished ones, by their sum / length ** length_penalty. A r
 running beam can get in among the finished (see `early_stopping`), and leaves the batch: it never
 hangs on its neighbours. The prompt is read once for a row, not once for a beam.
 
+Rows of a search are no texts: they change places at every step. So hooks on attention do not hear
+of its steps, and where there is one the best text of each row is read once more, for them.
+
 What is not possible has the score `BARRED` added: far below every sum, yet finite, so that order
 and sums stay defined while a row has fewer than K texts. At the start all beams but one are.
 
@@ -24,7 +27,8 @@ from torch import Tensor
 
 from regard.generation.decode_loop import refuse_logits
 from regard.generation.engine import Decoding
-from regard.generation.prompts import Task
+from regard.generation.prompts import Task, pad_rows
+from regard.ops import call_hook
 
 BARRED = -1.0e9
 
@@ -58,6 +62,14 @@ class Beams(NamedTuple):
 @torch.inference_mode()
 def search_beams(task: Task) -> list[Beams]:
     """For each row its finished texts, `num_return_sequences` of them, as Beams with A = 1."""
+    with call_hook.unheard() as hooked:
+        found = run_search(task)
+    if hooked:
+        read_best(task, found)
+    return found
+
+
+def run_search(task: Task) -> list[Beams]:
     n_tokens = task.ids_bt.shape[1] + max(task.limits)
     decoding = Decoding(task.model, max_len=n_tokens, memory=task.memory)
     search = Search(task)
@@ -73,6 +85,17 @@ def search_beams(task: Task) -> list[Beams]:
             return search.found
         decoding.reorder(index)
         logits_av = decoding.step(token)
+
+
+def read_best(task: Task, found: list[Beams]) -> None:
+    """Read each row's best text, up to its last token, in one prefill."""
+    rows = []
+    for prompt, best in zip(task.rows, found, strict=True):
+        n_tokens = int(best.lengths_ak[0, 0])
+        rows.append(prompt + best.tokens_akt[0, 0, : n_tokens - 1].tolist())
+    ids_bt, real_bt = pad_rows(rows, "left", task.pad, task.ids_bt.device)
+    decoding = Decoding(task.model, max_len=ids_bt.shape[1], memory=task.memory)
+    decoding.read(ids_bt, real_bt, task.config.chunk)
 
 
 class Search:

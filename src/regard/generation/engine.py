@@ -24,7 +24,7 @@ from torch import Tensor
 from regard.layers import DecoderCache, FeedForward, MultiHeadAttention
 from regard.layers.fused_linear import FusedLinear
 from regard.models import Memory, ModelConfig, Transformer
-from regard.ops import call_hook
+from regard.ops import call_hook, edit_hook
 from regard.positions import DynamicNTK, LongRoPE
 
 CHUNK = 2048  # tokens of a prompt that are read at a time
@@ -49,8 +49,11 @@ class Decoding:
             raise ValueError("this model has no head, so it cannot say which token comes next")
         if compiled and memory is not None:
             raise ValueError("compiled generation is for decoders alone; leave compiled=False")
-        if compiled and call_hook.active is not None:
+        if compiled and call_hook.is_hooked():
             what = "compiled generation runs unseen, and the model is being watched"
+            raise ValueError(f"{what}; leave compiled=False")
+        if compiled and edit_hook.open_editors():
+            what = "compiled generation runs unseen, and a model is being edited"
             raise ValueError(f"{what}; leave compiled=False")
         self.model, self.head, self.memory = model, model.head, memory
         self.n_tokens, self.compiled = max_len, compiled

@@ -16,6 +16,9 @@ of a batch starts and goes on by itself.
 
 The first call gets back just what it brought, so a prompt costs what it costs without a cache.
 
+Of a growing cache `evict` leaves some keys, others in each head, and forgets where they stood:
+layers with a window or a bias refuse it then.
+
 Left out: pages shared between rows, quantised keys, going back to an earlier position.
 
 Letters: B batch, G key heads, T new tokens, S kept keys, D and E widths of keys and values. N rows
@@ -116,6 +119,25 @@ class KVCache:
             k, v = k.index_select(0, index), v.index_select(0, index)
             self._buffers = None if self._buffers is None else (k, v)
             self._kept = k[:, :, :n], v[:, :, :n]
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys that a growing cache holds, (B, G, S, D)."""
+        if self._kept is None:
+            why = "is empty" if self.in_order else "is static, with slots for other keys too"
+            raise ValueError(f"the cache {why}: its keys are those of KVCache.growing(), filled")
+        return self._kept[0]
+
+    def evict(self, index_bgk: Tensor, slots: bool = True) -> None:
+        """Keep the keys index[b, g] of row b and key head g alone, of a growing cache.
+
+        slots: whether to tell them too; a stack has its shared ones told once.
+        """
+        assert self.keys is not None and self._kept is not None
+        k, v = (pick_keys(x, index_bgk) for x in self._kept)
+        if slots:
+            self.slots.evict(index_bgk.shape[2])
+        self._kept, self._buffers = (k, v), None
 
     def reset(self, slots: bool = True) -> None:
         """Forget everything; static buffers stay."""
@@ -252,6 +274,11 @@ class DecoderCache:
             block.self_attn.reset(slots=False)
             if block.cross_attn is not None:
                 block.cross_attn.reset()
+
+
+def pick_keys(x_bgsd: Tensor, index_bgk: Tensor) -> Tensor:
+    """Of each row and key head the keys, or values, with these numbers."""
+    return x_bgsd.gather(2, index_bgk[..., None].expand(-1, -1, -1, x_bgsd.shape[3]))
 
 
 def allocate(k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ class Slots(ABC):
     window: int | None = None  # how far back a query may look; None is as far as the text goes
     n_slots: int | None = None  # of a static buffer; None where the buffer grows
     n_read: int | None = None  # those of them that are read
+    evicted = False  # whether keys were evicted: where those that are left stood is not known
     _keys: Tensor | None = None
     _next: Tensor | None = None
     _started = False
@@ -90,6 +91,11 @@ class Slots(ABC):
     def reorder(self, index: Tensor) -> None:
         """Row b becomes what row index[b] was; with more or fewer rows, if index has."""
 
+    def evict(self, n: int) -> None:
+        """Leave n keys, whichever those are: heads may keep different ones. The text goes on after
+        all that came, and the keys count as the n last before it."""
+        raise ValueError("a static cache keeps its slots: evict keys from a growing one")
+
     @abstractmethod
     def reset(self) -> None:
         """Forget everything; memory that was allocated stays."""
@@ -107,6 +113,19 @@ class GrowingSlots(Slots):
     def reset(self) -> None:
         self._n_keys, self._in_line, self._started = 0, True, False
         self._keys = self._next = None
+        self.evicted = False
+
+    def evict(self, n: int) -> None:
+        length, before = self.length, self._n_keys
+        if length is None or not 0 < n <= before:
+            raise ValueError(f"the cache holds {before} keys, of which {n} cannot be kept")
+        if self._keys is not None and bool((self._keys < 0).any()):
+            raise ValueError(
+                "the cache holds padding, which would be seen among keys that are kept head by "
+                "head; evict from rows of one length, or from one row at a time"
+            )
+        self._keys = length[:, None] - n + torch.arange(n, device=length.device)
+        self._n_keys, self._next, self._in_line, self.evicted = n, length.clone(), False, True
 
     @property
     def length(self) -> Tensor | None:

@@ -310,7 +310,7 @@ class MultiHeadAttention(Observable):
             if at is not None and keys is not None:
                 mask, bias = place(mask, bias, at, keys)
             return Ready(q_bhtd, k_bgtd, v_bgtd, self._rule(mask, bias))
-        if cache.window is not None or not cache.in_order:
+        if cache.window is not None or not cache.in_order or cache.slots.evicted:
             self._check_cache(cache, mask, bias)
         k_bgsd, v_bgsd, keys, at, in_line = cache.update(k_bgtd, v_bgtd, places.step)
         if not in_line:
@@ -371,13 +371,21 @@ class MultiHeadAttention(Observable):
                 f"the cache keeps {cache.window} keys back, but the layer's window is "
                 f"{self.window}; use KVCache.windowed(left) with the layer's own left side"
             )
-        if cache.in_order:
+        scaling = None if self.rotary is None else self.rotary.config.scaling
+        late = scaling is not None and scaling.rotates_kept_keys
+        if cache.slots.evicted and (bias is not None or self.window is not None or late):
+            raise ValueError(
+                "keys were evicted from this cache, so where each of the others stood is not "
+                "known, and a bias, a window or a rotary scaling that rotates kept keys asks for "
+                "it; evict from models that have none of these"
+            )
+        if cache.in_order and not cache.slots.evicted:
             return
         for term in (mask, bias):
             lying = None if term is None else term.unplaced()
             if lying is not None:
                 raise ValueError(
-                    f"{lying} speaks of keys as they lie in memory, and a static cache lays them "
+                    f"{lying} speaks of keys as they lie in memory, and this cache lays them "
                     "otherwise; tell padding by positions (-1 is padding), or use KVCache.growing()"
                 )
 

@@ -109,7 +109,7 @@ def observing(model: nn.Module, wants: Wants) -> Iterator[Seen]:
     try:
         for name, layer in layers.items():
             layer.wants, layer.seen = wants, seen.calls[name]
-        with call_hook.hooked(look):
+        with call_hook.hooked(look, shared=True):
             yield seen
     finally:
         for held, as_it_was in before:
