@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from lens_subjects import ENCODERS, SUBJECTS, TWO_SIDED, draw, question
+from lens_subjects import ENCODERS, SUBJECTS, TWO_SIDED, draw, judge, question
 from torch import Tensor
 from transformers import masking_utils
 
 import regard
 import regard.hf
 from regard.hf import RuleMask, regard_mask
+from regard.lens import stitch_calls
+from regard.lens.hooks import transformers as hooks_of_transformers
 from regard.ops import Causal, Dense, Lengths, Window
+from regard.ops.call_hook import hooked
 
 OWN_WAY = ("gptj", "bloom", "bloom-8-heads")
 """Those that do not take their attention from the interface; the library says so."""
@@ -208,6 +211,34 @@ def test_watching_sees_the_same_weights_and_changes_nothing(name: str) -> None:
         for head in range(place.n_heads):
             maps = [record.map(number, head, size=size) for record in records]
             assert abs(maps[0] - maps[1]).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bert", "bart", "t5"])
+def test_watching_asks_about_the_call_that_the_operation_ran(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a layer, without reading its arguments anew; numbers are the eager formula's."""
+    model, asked = pair(name)[1], question(name)
+    judged = judge(model, asked.given)
+    calls: list[Any] = []
+    measured: list[Any] = []
+    measure = stitch_calls.measure
+    monkeypatch.setattr(hooks_of_transformers, "read_call", None)
+    monkeypatch.setattr(
+        stitch_calls, "measure", lambda *given: (measured.append(given), measure(*given))[1]
+    )
+    with (
+        torch.no_grad(),
+        hooked(calls.append),
+        regard.watch(model, regard.Wants(entropy=True)) as r,
+    ):
+        model(**asked.given)
+    assert len(r.places) == len(calls) == len(measured) == len(judged)
+    for number, (plain, exact) in enumerate(judged):
+        want, near = (-(p * p.clamp(min=1e-300).log()).sum(-1)[0] for p in (exact, plain.double()))
+        bound = 2 * (near - want).abs().max() + 1e-5
+        found = torch.from_numpy(r.statistics(number)["entropy"])
+        assert (found - want).abs().max() <= bound, r.places[number].name
 
 
 def test_paged_and_packed_calls_are_refused_in_words() -> None:

@@ -208,7 +208,9 @@ sys.meta_path.insert(0, Block())
 
 # Kernels are written in triton's own language, so their files need it, and are imported where run.
 NEED_TRITON = {
+    "regard.ops.kernels.backward_tile_kernels",
     "regard.ops.kernels.decode_kernels",
+    "regard.ops.kernels.flash_backward_hopper_kernels",
     "regard.ops.kernels.flash_backward_kernels",
     "regard.ops.kernels.flash_hopper_kernels",
     "regard.ops.kernels.flash_kernels",

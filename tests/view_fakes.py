@@ -50,6 +50,7 @@ class FakeRecord:
     places: list[Any] = field(default_factory=list)
     strength: float = 1.0
     trained_len: int | None = None
+    notes: list[str] = field(default_factory=list)
     window: int | None = None
     n_read: int = 0
     vocabulary: dict[int, str] | None = None

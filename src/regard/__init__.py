@@ -13,10 +13,11 @@ from regard.lens.viewers import VIEWERS
 
 if TYPE_CHECKING:
     from regard import nn
-    from regard._look import look
+    from regard._look import look, survey
     from regard._version import __version__
     from regard.generation import (
         GenerationConfig,
+        evict,
         generate,
         generate_batch,
         generate_ids,
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     )
     from regard.layers import KVCache, MultiHeadAttention, observing
     from regard.lens import Record
+    from regard.lens.edit.edit import edit, head_outputs
+    from regard.lens.edit.values import Ablate, Block, HeadOutputs, Patch
+    from regard.lens.effect import Effect, effect
     from regard.lens.watch import watch
     from regard.models import Transformer, count_parameters, load, save
     from regard.nn import convert
@@ -59,11 +63,14 @@ _HOMES = {
     ),
     "regard.layers": "KVCache MultiHeadAttention observing",
     "regard.lens": "Record",
+    "regard.lens.edit.edit": "edit head_outputs",
+    "regard.lens.edit.values": "Ablate Block HeadOutputs Patch",
+    "regard.lens.effect": "Effect effect",
     "regard.lens.watch": "watch",
-    "regard._look": "look",
+    "regard._look": "look survey",
     "regard.nn": "convert",
     "regard.models": "Transformer count_parameters load save",
-    "regard.generation": "GenerationConfig generate generate_batch generate_ids score stream "
+    "regard.generation": "GenerationConfig evict generate generate_batch generate_ids score stream "
     "translate",
     "regard.tokens": "Tokenizer",
     "regard._version": "__version__",
@@ -72,19 +79,24 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "ALiBi",
+    "Ablate",
     "Bias",
+    "Block",
     "Causal",
     "Dense",
     "DenseBias",
     "Documents",
+    "Effect",
     "Explanation",
     "GenerationConfig",
+    "HeadOutputs",
     "KVCache",
     "Lengths",
     "Map",
     "Mask",
     "MultiHeadAttention",
     "Observation",
+    "Patch",
     "Prefix",
     "Received",
     "Record",
@@ -97,10 +109,14 @@ __all__ = [
     "attention",
     "convert",
     "count_parameters",
+    "edit",
+    "effect",
+    "evict",
     "explain",
     "generate",
     "generate_batch",
     "generate_ids",
+    "head_outputs",
     "load",
     "look",
     "nn",
@@ -109,6 +125,7 @@ __all__ = [
     "save",
     "score",
     "stream",
+    "survey",
     "translate",
     "watch",
 ]

@@ -9,24 +9,28 @@ ours, the command line one of `transformers`'. `see` has it read the text once w
 what it said would come next, unless a text is so long that its logits would be too many. An
 encoder–decoder first writes what it makes of the text, and `see_translation` then watches it read
 the one and write the other. `look` is these, from a name or a model; commands put their bars around
-the reading.
+the reading. `survey` has a model read many texts, of which only the means of all heads' scores are
+kept (`lens/survey.py`).
 
-Left out: models that are not regard's, which `regard.watch` watches where they are; several texts.
+Left out: models that are not regard's, which `regard.watch` watches where they are.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from regard.lens.head_table import HeadTable
     from regard.lens.record import Record
     from regard.lens.recorder import Progress
+    from regard.lens.survey import Plan
     from regard.models import Transformer
 
 DEFAULT_MODEL = "embedded:lm"
@@ -61,22 +65,11 @@ def look(
 
         regard.look("The animal didn't cross the street because it was too tired.").show()
     """
-    from regard.lens.head_names import name_model
-    from regard.models import Transformer, load
-
     if not isinstance(text, str):
         raise TypeError(f"text is a {type(text).__name__}; expected str")
     if not text.strip():
         raise ValueError("the text is empty; give the words that the model shall read")
-    if isinstance(model, Transformer):
-        loaded, name = model, model.origin.name if model.origin else type(model).__name__
-    elif isinstance(model, str | os.PathLike):
-        loaded, name = load(model), name_model(os.fsdecode(model))
-    else:
-        raise TypeError(
-            f"model is a {type(model).__name__}; expected a name, a path, or what regard.load "
-            "gives; others are watched where they are: with regard.watch(model) as record: ..."
-        )
+    loaded, name = _load(model)
     keep = (*KEEP, "values") if values else KEEP
     if loaded.config.encoder and loaded.config.decoder:
         from regard.generation import translate
@@ -90,6 +83,89 @@ def look(
         raise ValueError(f"to is {to!r}, but {name} reads a text and translates none")
     subject = replace(own_subject(loaded, name), keep=keep)
     return see(subject, text, fit=choose_fit(truncate, window))
+
+
+def _load(model: str | os.PathLike[str] | Transformer) -> tuple[Transformer, str]:
+    """A model and what it is called."""
+    from regard.lens.head_names import name_model
+    from regard.models import Transformer, load
+
+    if isinstance(model, Transformer):
+        return model, model.origin.name if model.origin else type(model).__name__
+    if isinstance(model, str | os.PathLike):
+        return load(model), name_model(os.fsdecode(model))
+    raise TypeError(
+        f"model is a {type(model).__name__}; expected a name, a path, or what regard.load "
+        "gives; others are watched where they are: with regard.watch(model) as record: ..."
+    )
+
+
+def survey(
+    model: str | os.PathLike[str] | Transformer,
+    texts: str | os.PathLike[str] | Iterable[str],
+    *,
+    key: str = "text",
+    out: str | os.PathLike[str] | None = None,
+    limit: int | None = None,
+    batch: int = 32,
+    block: int = 256,
+    resume: bool = False,
+) -> HeadTable:
+    """What every head of a model does over many texts: the scores of `Record.heads` as means.
+
+    model: as in `look`, one that reads alone. texts: any number of them, or a file: .jsonl with a
+    text under `key` in each line, else a text in each line. Each counts once; of one that is longer
+    than the model takes, the beginning is read; an empty one is only counted. Their number costs no
+    memory. out: where the table goes, a .csv, .json or .parquet file, and while it is made its
+    state, beside, from which resume=True goes on. limit: so many texts at most. batch: texts of the
+    same number of tokens that are read together. block: texts that are summed up together.
+
+    Under torchrun the processes share the work; the result does not depend on their number.
+
+        table = regard.survey("embedded:lm", "texts.txt", out="heads.csv")
+        table.top("induction")
+    """
+    from regard.lens.survey import Plan
+
+    if resume and out is None:
+        raise ValueError("resume=True goes on with the state beside `out`: give out too")
+    plan = Plan(limit=limit, batch=batch, block=block, resume=resume)
+    return survey_subject(own_subject(*_load(model)), texts, plan, key=key, out=out)
+
+
+def survey_subject(
+    subject: Subject,
+    texts: str | os.PathLike[str] | Iterable[str],
+    plan: Plan,
+    *,
+    key: str = "text",
+    out: str | os.PathLike[str] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> HeadTable:
+    """`survey` of whatever can read; progress is called with how many texts it has read."""
+    from regard.lens.corpus import read_texts
+    from regard.lens.head_table import check_table_path
+    from regard.lens.survey import Reader, Tokens, is_main, survey_texts
+
+    path = None if out is None else Path(out)
+    if path is not None:
+        check_table_path(path)
+    most = subject.limit()
+
+    def encode(text: str) -> Tokens:
+        said = subject.encode(text) if text.strip() else Said([], [], None)
+        truncated = most is not None and len(said.ids) > most
+        said = said.first(most) if truncated and most is not None else said
+        return Tokens(said.ids, said.labels, truncated)
+
+    reader = Reader(subject.name, subject.module, encode, subject.run)
+    several = read_texts(Path(texts), key) if isinstance(texts, str | os.PathLike) else texts
+    state = None if path is None else path.with_name(f"{path.name}.state")
+    table = survey_texts(reader, several, replace(plan, state=state), progress)
+    if path is not None and state is not None and is_main():
+        table.save(path)
+        state.unlink(missing_ok=True)
+    return table
 
 
 def choose_fit(truncate: bool, window: bool) -> Fit:

@@ -16,6 +16,12 @@ Seen in torch 2.11 and 2.13:
   with its logsumexp. It takes rows of stride 1 for granted.
 - `torch._fused_sdp_choice`: which of torch's kernels a call of SDPA takes.
 - `torch.overrides._get_current_function_mode_stack`, `_pop_mode`, `_push_mode`: taking a mode away.
+- `torch._C._current_graph_task_id`: whether the backward pass is running.
+- `torch._C._dynamo.eval_frame`: whether compiled code is running (`get_eval_frame_callback`), and
+  functions that are not compiled where it calls them (`set_code_exec_strategy`).
+- `OptimizedModule.dynamo_ctx`, and the same in a compiled function: how something was compiled.
+- `torch.nn.modules.module._global_forward_hooks` and their like: hooks on all modules, under one
+  key for good, as compiled graphs are guarded by keys.
 - `torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex`: indices under vmap.
 """
 
@@ -23,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -98,25 +105,104 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def without_mode(mode: TorchFunctionMode | None) -> Iterator[None]:
-    """Take one torch-function mode away; modes that others put on above it stay."""
+def without_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
+    """Take torch-function modes of one kind away; others stay, in their order."""
     stack: Any = overrides._get_current_function_mode_stack
-    pop: Any = overrides._pop_mode
-    push: Any = overrides._push_mode
-    if mode is None or mode not in stack():
+    modes = stack()
+    if not any(isinstance(mode, kind) for mode in modes):
         yield
         return
-    depth = stack().index(mode)
-    above = [pop() for _ in stack()[depth:]]
-    for other in reversed(above[:-1]):
-        push(other)
+    set_modes([mode for mode in modes if not isinstance(mode, kind)])
     try:
         yield
     finally:
-        above = [pop() for _ in stack()[depth:]]
+        set_modes(modes)
+
+
+def push_mode(mode: TorchFunctionMode) -> None:
+    push: Any = overrides._push_mode
+    push(mode)
+
+
+def remove_mode(mode: TorchFunctionMode) -> bool:
+    """Take a torch-function mode off this thread's stack, wherever it is; whether it was there."""
+    stack: Any = overrides._get_current_function_mode_stack
+    modes = stack()
+    if mode in modes:
+        set_modes([other for other in modes if other is not mode])
+    return mode in modes
+
+
+def set_modes(modes: list[TorchFunctionMode]) -> None:
+    """Make these the torch-function modes of this thread, the innermost last."""
+    stack: Any = overrides._get_current_function_mode_stack
+    pop: Any = overrides._pop_mode
+    push: Any = overrides._push_mode
+    old = stack()
+    same = 0
+    while same < min(len(old), len(modes)) and old[same] is modes[same]:
+        same += 1
+    for _ in old[same:]:
+        pop()
+    for mode in modes[same:]:
         push(mode)
-        for other in reversed(above):
-            push(other)
+
+
+def is_backward() -> bool:
+    """Whether the backward pass is running, in which checkpointing runs layers again."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def is_called_by_compiled() -> bool:
+    """Whether compiled code is running, part of which is left to Python."""
+    # What compiled code calls is compiled in turn, and so may this be.
+    return torch.compiler.is_compiling() or callable(
+        torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    )
+
+
+def run_uncompiled(*functions: Any, inside: bool) -> None:
+    """Compile these neither where compiled code calls them; nor what they call, if `inside`.
+
+    The compiler still traces them where it traces a call of them.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    for function in functions:
+        strategy = frames._FrameExecStrategy(skip, skip if inside else default)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+def compile_alike(compiled: Any, function: Any) -> Any:
+    """A function compiled as a module or function was, once for each, with graphs of its own."""
+    if isinstance(compiled, torch.nn.Module):
+        context: Any = compiled.dynamo_ctx
+    else:
+        context = compiled.get_compiler_config.__closure__[0].cell_contents
+    if "_regard_alike" not in vars(context):
+        # Graphs are kept with the code.
+        code, names = function.__code__.replace(), function.__globals__
+        context._regard_alike = context(FunctionType(code, names, function.__name__))
+    return context._regard_alike
+
+
+HOOK_KEY = -1
+"""Of our hooks on all modules; those that others register have keys from 0 on."""
+
+
+def set_module_hooks(enter: Any, leave: Any) -> None:
+    """Call these before and after the forward of every module, also where it fails; or None."""
+    hooks: Any = torch.nn.modules.module
+    given = (
+        (hooks._global_forward_pre_hooks, enter),
+        (hooks._global_forward_hooks, leave),
+        (hooks._global_forward_hooks_always_called, None if leave is None else True),
+    )
+    for held, value in given:
+        if value is None:
+            held.pop(HOOK_KEY, None)
+        else:
+            held[HOOK_KEY] = value
 
 
 def indexing_by_vmap() -> AbstractContextManager[Any]:

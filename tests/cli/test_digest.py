@@ -50,6 +50,14 @@ def test_a_text_longer_than_the_model_was_trained_on_is_told() -> None:
     )
 
 
+def test_what_was_left_out_is_told_with_its_reason() -> None:
+    model = nn.Sequential(Hand(torch.zeros(1, 1, 1)))
+    with watch(model, keep="qk") as record:
+        model(torch.zeros(1))
+    record.notes.append("1 could not be recorded (ValueError: why); the model ran as without")
+    assert digest_of(describe(record, ["one"])).splitlines()[1] == record.notes[0]
+
+
 def test_what_came_after_the_same_token_is_said_from_how_many() -> None:
     digest = digest_of(regard.look("red dogs saw blue cats and " * 6))
     [line] = [line for line in digest.splitlines() if "came after" in line]

@@ -19,8 +19,8 @@ from rich.progress import Progress, TaskID
 
 import regard
 from regard._look import Said, own_subject, see, see_translation
-from regard.cli.digest import DEEP_RGB, draw_bar, write_digest
-from regard.cli.look import see_showing
+from regard.cli.digest import DEEP_RGB, draw_bar, write_digest, write_effect
+from regard.cli.look import find_effect, see_showing
 from regard.cli.progress import showing
 from regard.lens.findings import choose_word
 from regard.lens.record import Record
@@ -414,3 +414,23 @@ def test_the_lengths_of_values_are_kept_where_they_are_asked_for(
     np.testing.assert_array_equal(found, again)
     norms = regard.look("The cat sat.", "embedded:translate", values=True).value_norms(0)
     assert norms is not None and (norms > 0).all()
+
+
+def test_what_heads_are_worth_is_told_under_the_digest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = SENTENCE.removesuffix(" tired.")
+    page = tmp_path / "page.html"
+    code, out, err = run(capsys, "look", text, "--effect", "--html", page)
+    assert code == 0, err
+    found = regard.effect(regard.load("embedded:lm"), text)
+    told = out.split(found.title + "\n")[1].splitlines()
+    layer, head, change = found.top(1)[0]
+    assert told[0] == f"  {f'{layer}.{head}':<8}  {change:+.3f} {'█' * 10}"
+    assert len(told) == 9 and told[-1] == f"  all heads {found.whole:+.3f}"
+    shaded = io.StringIO()
+    write_effect(found, Console(file=shaded, force_terminal=True, color_system="truecolor"))
+    assert f"48;2;{';'.join(map(str, DEEP_RGB))}m {change:+.3f}" in shaded.getvalue()
+    speechless = replace(own_subject(regard.load("embedded:lm"), "reader"), module=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reader is no language model"):
+        find_effect(replace(speechless, tokenizer=None), make_record(), Console())

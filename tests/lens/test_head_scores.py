@@ -185,19 +185,20 @@ def test_spot_weights_are_the_matrix() -> None:
     torch.manual_seed(3)
     call = Call(
         name="",
-        q=torch.randn(1, 6, 7, 5),
-        k=torch.randn(1, 2, 11, 5),
-        mask=Causal() & regard.Window(6, 0),
+        q=torch.randn(3, 6, 7, 5),
+        k=torch.randn(3, 2, 11, 5),
+        mask=Causal() & regard.Window(6, 0) & regard.Lengths(torch.tensor([11, 10, 11])),
         bias=regard.ALiBi(6),
         softcap=1.5,
         sinks=torch.randn(6),
     )
     seen = measure(call, Wants(weights=True, lse=True))
     assert seen.weights is not None and seen.lse is not None
-    t, s = torch.tensor([0, 3, 6, 6, 2]), torch.tensor([4, 0, 10, 5, 9])
-    found = spot_weights(call, seen.lse[0], t, s)
-    assert torch.allclose(found, seen.weights[0][:, t, s], atol=1e-6)
-    assert found[:, 1].max() == 0 and found[:, 4].max() == 0
+    b = torch.tensor([0, 2, 0, 1, 2, 1])
+    t, s = torch.tensor([0, 3, 6, 6, 2, 6]), torch.tensor([4, 0, 10, 5, 9, 10])
+    found = spot_weights(call, seen.lse, b, t, s)
+    assert torch.allclose(found, seen.weights[b, :, t, s].T, atol=1e-6)
+    assert found[:, [1, 4, 5]].max() == 0 and found[:, [0, 2, 3]].min() > 0
 
 
 @pytest.mark.parametrize("n_heads", [1, 3])

@@ -104,6 +104,47 @@ def test_one_row_of_a_batch() -> None:
     assert_said(record, logits[1], ids[1])
 
 
+def test_several_rows_of_a_batch_each_have_their_own() -> None:
+    model, ids = own_model(), torch.cat([draw(9), draw(9).flip(1)])
+    with torch.no_grad(), watch(model, keep=KEEP, row=[0, 1]) as record:
+        logits = model(ids).logits
+    for row in range(2):
+        number = record.find(f"decoder.layers.2.self_attn[{row}]")
+        assert record.ids(number).tolist() == ids[row].tolist()
+        best = logits[row].double().softmax(-1).topk(CANDIDATES).values.numpy()
+        assert record._arrays.get(number, "next_probs") == pytest.approx(best, abs=1e-6)
+
+
+def test_a_row_that_is_written_on_while_others_leave_the_batch() -> None:
+    generator = torch.Generator().manual_seed(4)
+    model, ids = own_model(), torch.randint(5, 37, (3, 7), generator=generator)
+    with watch(model, keep=KEEP, row=2) as record:
+        written = regard.generate_ids(model, ids, max_new_tokens=9)
+    assert written.lengths[1] < written.lengths[2] - 1, "a row was to end before the last"
+    read = torch.cat([ids[2], torch.as_tensor(written.ids)[2, : written.lengths[2] - 1]])
+    with torch.no_grad():
+        logits = model(read[None]).logits[0, 6:]
+    assert not record.notes
+    assert_said(record, logits, read, first=6)
+
+
+@pytest.mark.parametrize("whose", ["ours", "transformers"])
+def test_a_beam_search_has_those_of_the_text_that_won(whose: str) -> None:
+    model: Any = own_model() if whose == "ours" else lens_subjects.SUBJECTS["llama"]()
+    ids, options = draw(7), {"max_new_tokens": 5, "num_beams": 3}
+    with torch.no_grad(), watch(model, keep=KEEP) as record:
+        if whose == "ours":
+            found = torch.as_tensor(regard.generate_ids(model, ids, **options).ids)
+            read = torch.cat([ids[0], found[0]])[:-1]
+        else:
+            read = model.generate(ids, do_sample=False, **options)[0, :-1]
+    with torch.no_grad():
+        logits = model(read[None]).logits[0]
+    # Where ours reads a text, it asks for the last logits alone.
+    first = 10 if whose == "ours" else 0
+    assert_said(record, logits[first:], read, first=first)
+
+
 def test_a_masked_model_says_nothing_of_the_next_token() -> None:
     model: Any = lens_subjects.text_model(
         lens_subjects.hf.BertConfig(**lens_subjects.BERT), lens_subjects.hf.BertForMaskedLM

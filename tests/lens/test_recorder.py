@@ -1,9 +1,12 @@
 """Layers are numbered in the order in which they are called (`lens/recorder.py`)."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from regard.lens.recorder import stack_of
 from regard.lens.watch import watch
@@ -145,3 +148,72 @@ def test_tokens_written_inside_one_call_go_on_in_their_layer(layers: list[int] |
         model(torch.randn(1, 3, 6))
     found = [(place.layer, place.n_queries, place.n_keys) for place in record.places]
     assert found == [(n, 3, 3) for n in layers or (0, 1)]
+
+
+def compiled_ways(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
+    def around(x: Tensor) -> Tensor:
+        out: Tensor = model(x) + 1
+        return out
+
+    def compile_inside(x: Tensor) -> Tensor:
+        model.compile(backend="eager")
+        out: Tensor = model(x)
+        return out
+
+    return {
+        "the model": torch.compile(model, backend="eager"),
+        "a function": torch.compile(around, backend="eager"),
+        "in place": compile_inside,
+    }
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("way", ["the model", "a function", "in place"])
+def test_compiled_code_that_attends_in_its_own_way_is_refused_in_words(
+    way: str, before: bool
+) -> None:
+    """Also where the model was compiled, or run compiled, before the block."""
+    torch._dynamo.reset()
+    model, x = Decoding().eval(), torch.randn(1, 5, 6)
+    run = compiled_ways(model)[way]
+    with torch.no_grad():
+        want = run(x) if before and way != "in place" else None
+        with pytest.raises(ValueError, match="no attention was seen"), watch(model):
+            run(x)
+        assert torch.overrides._get_current_function_mode_stack() == []
+        if want is not None:
+            assert torch.equal(run(x), want)
+    torch._dynamo.reset()
+
+
+def test_code_compiled_around_another_model_is_left_alone() -> None:
+    torch._dynamo.reset()
+    model, other, x = Decoding().eval(), nn.Linear(6, 6), torch.randn(1, 5, 6)
+    run = torch.compile(other.forward, backend="eager", fullgraph=True)
+    with torch.no_grad(), watch(model) as record:
+        out = run(x)
+        model(x)
+    assert torch.equal(out, other(x)) and len(record.places) == 4
+
+
+def checkpointed(reentrant: bool) -> nn.Module:
+    class Checkpointed(Decoding):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)  # type: ignore[assignment]
+            return x
+
+    return Checkpointed()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_checkpointing_runs_again_are_recorded_once(reentrant: bool) -> None:
+    model = checkpointed(reentrant)
+    x = torch.randn(1, 5, 6, requires_grad=True)
+    model(x).square().sum().backward()
+    assert x.grad is not None
+    want, x.grad = x.grad, None
+    with watch(model) as record:
+        model(x).square().sum().backward()
+    assert [place.name for place in record.places] == ["layers.0", "layers.1"]
+    assert torch.equal(x.grad, want)

@@ -259,17 +259,14 @@ def test_observing_a_layer_works_in_a_watched_block() -> None:
         assert_within(each, exact, bound_weights(plain, exact))
 
 
-def test_compiled_models_are_refused_in_words() -> None:
-    model = make("llama")
-    with pytest.raises(ValueError, match="compiled"), watch(torch.compile(model)):
-        pass
+def test_a_forward_that_is_compiled_without_its_module_is_refused_in_words() -> None:
     plain = MultiHeadAttention(12, 2).eval()
     step = torch.compile(plain.forward, backend="eager", fullgraph=True)
     x = torch.randn(1, 5, 12)
     with torch.no_grad():
         want = step(x)
         with (
-            pytest.raises(Exception, match=r"cannot be watched|no attention was seen"),
+            pytest.raises(ValueError, match="no attention was seen"),
             watch(plain),
         ):
             step(x)

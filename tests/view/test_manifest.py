@@ -186,6 +186,12 @@ def test_a_text_too_long_for_its_model_is_noted() -> None:
     assert "12 tokens" in note and "at most 7" in note
 
 
+def test_what_was_left_out_is_noted() -> None:
+    record = view_fakes.decoder()
+    record.notes = ["layer 3 could not be recorded (ValueError: why); the model ran as without"]
+    assert told(record)["notes"] == record.notes
+
+
 def test_a_path_is_no_title_of_a_page() -> None:
     record = view_fakes.decoder(model="/home/someone/models/bert", text="")
     assert page_title(record) == "bert · regard"  # type: ignore[arg-type]

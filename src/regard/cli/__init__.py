@@ -24,6 +24,7 @@ from regard._version import __version__
 from regard.cli.doctor import add_doctor
 from regard.cli.generate import add_generate
 from regard.cli.look import EXAMPLE_TEXT, add_look
+from regard.cli.survey import add_survey
 from regard.cli.train import add_train
 from regard.cli.translate import add_translate
 from regard.cli.view import add_view
@@ -68,7 +69,8 @@ def build_app() -> "typer.Typer":
     ) -> None:
         pass
 
-    for add in (add_look, add_view, add_translate, add_generate, add_train, add_doctor):
+    looking, writing = (add_look, add_survey, add_view), (add_translate, add_generate, add_train)
+    for add in (*looking, *writing, add_doctor):
         add(app)
     return app
 

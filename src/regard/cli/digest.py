@@ -2,8 +2,9 @@
 
 Why: the shortest answer to "what does it look at?" is read before any page opens.
 
-How: what stands out (`lens/findings.py`), a line each. Heads are named layer.head, both counted
-from 0. Weights are shades where the terminal has colours, and bars where not.
+How: what stands out (`lens/findings.py`), a line each, and where it is asked for what heads are
+worth (`lens/effect.py`). Heads are named layer.head, both counted from 0. Weights are shades where
+the terminal has colours, and bars where not.
 
 Left out: what is worth telling; that is the library's.
 """
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from regard.lens.effect import Effect
     from regard.lens.findings import Line
     from regard.lens.record import Record
 
+N_EFFECTS = 8
 BAR_CELLS = 10
 # A full block, then what is left over in eighths of a cell.
 EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
@@ -41,13 +44,32 @@ def write_digest(record: Record, console: Console, word: str | None = None) -> N
         count(n_heads, "head"),
     )
     say(f"{make_printable(short_model_name(record.model), console.encoding)}: {', '.join(said)}")
-    note = length_note(record)
-    if note is not None:
-        say(note)
+    for note in (length_note(record), *record.notes):
+        if note is not None:
+            say(make_printable(note, console.encoding))
     for section in find_sections(record, word):
         say("\n" + make_printable(section.title, console.encoding))
         for line in section.lines:
             say(tell_role(record, line) if line.query is None else draw_line(console, line, record))
+
+
+def write_effect(effect: Effect, console: Console) -> None:
+    """Write which heads change most what is said, as bars or shades of their change."""
+    from rich.text import Text
+
+    write_line(console, "\n" + make_printable(effect.title, console.encoding))
+    blocks = console.encoding.lower().startswith("utf")
+    top = effect.top(N_EFFECTS)
+    for layer, head, change in top:
+        line, number = Text(f"  {f'{layer}.{head}':<8} "), f" {change:+.3f} "
+        share = abs(change) / max(abs(top[0][2]), 1e-9)
+        if console.color_system is not None and not console.no_color:
+            line.append(number, shade(share))
+        else:
+            line.append(number + draw_bar(share, blocks))
+        line.rstrip()
+        write_line(console, line)
+    write_line(console, f"  all heads {effect.whole:+.3f}")
 
 
 def tell_role(record: Record, line: Line) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from regard._look import DEFAULT_MODEL, Fit, Subject, choose_fit, see
-from regard.cli.digest import write_digest
+from regard.cli.digest import write_digest, write_effect
 from regard.cli.loading import few_threads, is_small, load_subject
 from regard.cli.outputs import check_outputs, own_page
 from regard.cli.printing import make_printable, read_utf8, refusing, write_line, write_or_drop
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
+    from regard.lens.effect import Effect
     from regard.lens.record import Record
     from regard.lens.recorder import Progress
     from regard.view.server import Server
@@ -60,7 +61,8 @@ The page opens: every head as a map, to the single weight. A digest is written h
 do, which words they link, and what one word looks at (--token). Heads are named layer.head; layers
 are counted from 0 in the order in which they are called. --html writes the page to a file, --png
 draws a picture, --values keeps how long values are, for value-weighted attention on the page,
---serve answers a browser until Ctrl-C, --save keeps the record, which `regard view` opens again
+--effect switches off each head and tells how much less likely the next token becomes, --serve
+answers a browser until Ctrl-C, --save keeps the record, which `regard view` opens again
 without the model. Of a text that is longer than the model was made for, --truncate reads the
 beginning, --window all of it, in windows that overlap.
 """
@@ -168,16 +170,37 @@ def show_page(
     return None
 
 
-def tell(record: "Record", server: "Server | None", token: str | None = None) -> None:
-    """Write the digest, when pages and files are there, and answer the browser to the end."""
+def tell(
+    record: "Record",
+    server: "Server | None",
+    token: str | None = None,
+    worth: "Effect | None" = None,
+) -> None:
+    """Write the digest, when pages and files are there, and answer the browser to the end.
+
+    worth: what each head is worth to the next token, where that was asked for.
+    """
     from rich.console import Console
 
     console = Console()
     with console.capture() as caught:
         write_digest(record, console, token)
+        if worth is not None:
+            write_effect(worth, console)
     write_or_drop(caught.get())
     if server is not None:
         server.wait()
+
+
+def find_effect(subject: Subject, record: "Record", notes: "Console") -> "Effect":
+    """What each head is worth to the token after the text, or to a masked word in it."""
+    from regard.lens.effect import effect
+
+    if subject.tokenizer is None and getattr(subject.module, "tokenizer", None) is None:
+        what = f"{subject.name} is no language model, so there is no next token"
+        raise ValueError(f"{what}: leave --effect out")
+    with working(notes, "switching off heads"):
+        return effect(subject.module, record.text, tokenizer=subject.tokenizer)
 
 
 def check_layer(subject: Subject, layer: int | None, head: int | None) -> None:
@@ -227,6 +250,9 @@ def add_look(app: "typer.Typer") -> None:
         values: Annotated[
             bool, Option("--values", help="Keep how long values are, for value-weighted attention.")
         ] = False,
+        effect: Annotated[
+            bool, Option("--effect", help="Switch off each head: what changes in the next token.")
+        ] = False,
         device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
@@ -246,4 +272,5 @@ def add_look(app: "typer.Typer") -> None:
             server = show_page(
                 record, notes, html=html, png=png, serve=serve, place=place, head=head
             )
-            tell(record, server, token)
+            worth = find_effect(subject, record, notes) if effect else None
+            tell(record, server, token, worth)

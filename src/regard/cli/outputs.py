@@ -23,6 +23,7 @@ ENDINGS = {
     "--html": (".html", ".htm"),
     "--png": (".png", ".svg", ".pdf"),
     "--save": (".regard",),
+    "--out": (".parquet", ".csv", ".json"),
 }
 
 
@@ -49,9 +50,9 @@ def _check_path(option: str, path: Path) -> None:
         raise ValueError(f"{option} is {str(path)!r}, but there is no folder {str(folder)!r}")
     if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise ValueError(f"{option} is {str(path)!r}, where nothing may be written")
-    if option == "--png" and ending not in known:
+    if option in ("--png", "--out") and ending not in known:
         raise ValueError(
-            f"--png ends in {ending!r}; expected {', '.join(known[:-1])} or {known[-1]}"
+            f"{option} ends in {ending!r}; expected {', '.join(known[:-1])} or {known[-1]}"
         )
     if path.exists() and ending not in known:
         raise ValueError(

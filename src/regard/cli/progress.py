@@ -3,14 +3,14 @@
 Why: a long text is read for minutes, and silence looks like a fault.
 
 How: in a block of `showing` a model reads, as `see` of `_look.py` has it; it gives the function
-that `watch(progress=...)` calls with each place and its number. `working` says what is done, where
-there are no steps to count. Both are on standard error and go away when the work is done. Nothing
-is to be printed meanwhile.
+that `watch(progress=...)` calls with each place and its number. `counting` is the bar itself.
+`working` says what is done, where there are no steps to count. All are on standard error and go
+away when the work is done. Nothing is to be printed meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,13 @@ def showing(
         write_line(notes, f"{doing} ...")
         yield None
         return
+    with counting(notes, doing, n_places) as count:
+        yield lambda place, done: count(done)
+
+
+@contextmanager
+def counting(notes: Console, doing: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, that is told how much of the total is done; elsewhere nothing."""
     from rich import progress
 
     columns = (
@@ -47,14 +54,15 @@ def showing(
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(
-        *columns, console=notes, transient=True, redirect_stdout=False, redirect_stderr=False
+        *columns,
+        console=notes,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not notes.is_terminal,
     ) as bar:
-        task = bar.add_task(doing, total=n_places)
-
-        def tell(place: str, done: int) -> None:
-            bar.update(task, completed=done)
-
-        yield tell
+        task = bar.add_task(doing, total=total)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def working(notes: Console, doing: str) -> AbstractContextManager[object]:

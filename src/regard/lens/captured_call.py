@@ -24,6 +24,10 @@ from regard.ops.shape import Shape
 from regard.ops.term import Cut, Keys
 
 
+class Refused(ValueError):
+    """What the arguments of `watch` cannot mean for this model; it ends the call that shows it."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
     """q, k and the rule of one call; `is_row`: the hook took the recorded row out already.
@@ -46,6 +50,11 @@ class Call:
     @functools.cached_property
     def shape(self) -> Shape:
         return Shape(self.q.shape[0], self.q.shape[1], self.q.shape[2], self.k.shape[2])
+
+    @property
+    def is_step(self) -> bool:
+        """Whether some of its keys are of calls before it."""
+        return not self.cross and self.shape.S > self.shape.T
 
     @functools.cached_property
     def rule(self) -> Rule:

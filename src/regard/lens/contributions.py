@@ -29,7 +29,7 @@ OUTPUT = re.compile(r"^(o|out|output|wo|w_o|proj|dense)$|^(o|out|c|output)_(proj
 
 def find_projection(model: nn.Module, name: str, width: int) -> nn.Module | None:
     """The layer that reads the numbers of all heads, in the module of this name or beside it."""
-    modules: dict[str, nn.Module] = dict(model.named_modules())
+    modules = {plain_name(path): module for path, module in model.named_modules()}
     beside = ".".join([*name.split(".")[:-1], "output"])  # where BERT and its like have theirs
     # A model that attends itself is called by its class.
     for home in (modules.get(name, model), modules.get(beside)):
@@ -38,6 +38,11 @@ def find_projection(model: nn.Module, name: str, width: int) -> nn.Module | None
             if OUTPUT.match(path.rpartition(".")[2]) and _width(module) == width:
                 return module
     return None
+
+
+def plain_name(name: str) -> str:
+    """The name of a module as it was before a module around it was compiled."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _width(module: nn.Module) -> int | None:

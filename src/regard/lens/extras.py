@@ -9,7 +9,7 @@ Left out: gradients of a text that is read in several calls, which have no sum o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,14 +30,14 @@ class Extras:
     def __init__(
         self,
         model: nn.Module,
-        asked: Sequence[str],
+        asked: Collection[str],
         heads: Sequence[int] | None,
         vocab_sizes: Collection[int],
     ) -> None:
         self.model, self.asked, self.heads = model, frozenset(asked), heads
         self.vocab_sizes = set(vocab_sizes)
         self.wants_logits = "predictions" in self.asked
-        self.predictions = Predictions()
+        self.predictions: dict[int, Predictions] = {}
         self._projections: dict[str, nn.Module | None] = {}
         self._readers: dict[int, Callable[[Tensor], None]] = {}
         self._logits_blv: Tensor | None = None
@@ -53,8 +53,13 @@ class Extras:
         if read is not None and args:
             read(args[0])
 
-    def end(self, output: Any, outermost: bool, ids_bt: Tensor | None, row: int) -> None:
-        """A module has ended. The last logits before the outermost one did are the model's."""
+    def end(
+        self, output: Any, outermost: bool, ids_bt: Tensor | None, rows: Mapping[int, int]
+    ) -> None:
+        """A module has ended. The last logits before the outermost one did are the model's.
+
+        rows: for each row of the record where it is in the batch.
+        """
         found = logits_of(output, self.vocab_sizes)
         self._logits_blv = self._logits_blv if found is None else found
         logits_blv = self._logits_blv
@@ -63,8 +68,10 @@ class Extras:
         self._logits_blv = None
         fits = ids_bt is not None and len(ids_bt) in (1, len(logits_blv))
         if fits and ids_bt is not None and logits_blv.shape[1] <= ids_bt.shape[1]:
-            ids_t = ids_bt[row if len(ids_bt) > 1 else 0]
-            self.predictions.add(ids_t, logits_blv[row].detach())
+            for row, now in rows.items():
+                ids_t = ids_bt[now if len(ids_bt) > 1 else 0]
+                said = self.predictions.setdefault(row, Predictions())
+                said.add(ids_t, logits_blv[now].detach())
 
     def prepare(self, take: Take, whole: Call) -> None:
         """A place is opened by a call of all rows and heads."""
@@ -104,14 +111,19 @@ class Extras:
 
     def finish(self, places: Sequence[Place], arrays: dict[str, Array]) -> dict[str, Array]:
         """The arrays of predictions, at the last place that read these very tokens one by one."""
-        ids = self.predictions.ids_t.tolist()
-        for number in range(len(places) - 1, -1, -1):
-            read = arrays.get(f"{number}.ids")
-            causal = places[number].causal and read is not None and len(read) > 1
-            if ids and causal and read is not None and read.tolist() == ids:
-                found = self.predictions.finish()
-                return {f"{number}.{name}": array for name, array in found.items()}
-        return {}
+        reading = [
+            number
+            for number, place in enumerate(places)
+            if place.causal and len(arrays.get(f"{number}.ids", ())) > 1
+        ]
+        found: dict[str, Array] = {}
+        for said in self.predictions.values():
+            ids = said.ids_t.tolist()
+            alike = [n for n in reading if arrays[f"{n}.ids"].tolist() == ids]
+            if alike:
+                reading.remove(alike[-1])
+                found |= {f"{alike[-1]}.{name}": array for name, array in said.finish().items()}
+        return found
 
     def check(self, arrays: dict[str, Array]) -> None:
         """Say where something was asked for, and nothing of it was seen."""
@@ -124,5 +136,6 @@ class Extras:
 WHY_NOT = {
     "values": "attention hands no values to where they can be watched, or no layer of the model "
     "reads what its heads give",
-    "gradients": "call backward() inside the block, on a text read in one call, with gradients on",
+    "gradients": "call backward() inside the block, on a text read in one call, with gradients on, "
+    "of a model that is not compiled",
 }

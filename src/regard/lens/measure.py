@@ -30,7 +30,7 @@ from regard.ops.shape import Shape, Tile
 from regard.ops.weight_stats import visible
 
 PIECE = 1 << 24
-"""Entries of a mask that are looked at together."""
+"""Entries of a mask, or numbers of queries and keys, that are looked at together."""
 MOST_RUNS = 1 << 23
 
 
@@ -52,24 +52,25 @@ def reach(call: Call, seen: Observation) -> Tensor:
     return 2 * left.distance * share - seen.distance
 
 
-def spot_weights(call: Call, lse_ht: Tensor, t_p: Tensor, s_p: Tensor) -> Tensor:
-    """The weights of query t_p[p] on key s_p[p], (H, P); rows count from 0, not by position."""
+def spot_weights(call: Call, lse_bht: Tensor, b_p: Tensor, t_p: Tensor, s_p: Tensor) -> Tensor:
+    """The weights of query t_p[p] on key s_p[p] in text b_p[p], (H, P); rows count from 0."""
     rule, shape = call.rule, call.shape
     dtype = score_dtype(call.q.dtype)
     h_h1 = torch.arange(shape.H, device=call.q.device)[:, None]
     group = shape.H // call.k.shape[1]
-    q_hpd = call.q[0][:, t_p].to(dtype) * rule.factor(call.q.shape[3])
-    k_hpd = call.k[0][:, s_p].to(dtype)
+    q_hpd = call.q[b_p, :, t_p].movedim(1, 0).to(dtype) * rule.factor(call.q.shape[3])
+    k_hpd = call.k[b_p, :, s_p].movedim(1, 0).to(dtype)
     k_hpd = k_hpd.repeat_interleave(group, 0) if group > 1 else k_hpd
     scores_hp = (q_hpd * k_hpd).sum(-1)
     if rule.softcap is not None:
         scores_hp = rule.softcap * torch.tanh(scores_hp / rule.softcap)
-    b, i_1p, j_1p = torch.zeros_like(t_p[:1]), (t_p + shape.offset)[None], s_p[None]
+    b_1p, i_1p, j_1p = b_p[None], (t_p + shape.offset)[None], s_p[None]
     if rule.bias is not None:
-        scores_hp = scores_hp + rule.bias.add(b, h_h1, i_1p, j_1p, shape, dtype)
+        scores_hp = scores_hp + rule.bias.add(b_1p, h_h1, i_1p, j_1p, shape, dtype)
     if rule.mask is not None:
-        scores_hp = scores_hp.masked_fill(~rule.mask.allows(b, h_h1, i_1p, j_1p, shape), -math.inf)
-    sums_hp = lse_ht[:, t_p]
+        hidden = ~rule.mask.allows(b_1p, h_h1, i_1p, j_1p, shape)
+        scores_hp = scores_hp.masked_fill(hidden, -math.inf)
+    sums_hp = lse_bht[b_p, :, t_p].T
     empty = sums_hp == -math.inf
     return (scores_hp - sums_hp.masked_fill(empty, 0.0)).exp().masked_fill(empty, 0.0)
 
@@ -101,14 +102,17 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
     if not refused:
         keys_nt = named.on(call.q.device)
         return row_stats.sum_singles(call.q, call.k, rule, lse_ht[None], keys_nt)[:, 0]
-    shape = (len(named.keys_nt), call.shape.H)
-    sums_nh = torch.zeros(shape, dtype=torch.float64, device=call.q.device)
-    for n, keys_t in enumerate(named.keys_nt):
-        rows_p = (keys_t >= 0).nonzero()[:, 0]
-        if len(rows_p):
-            places = rows_p.to(call.q.device), keys_t[rows_p].to(call.q.device)
-            sums_nh[n] = spot_weights(call, lse_ht, *places).sum(-1, dtype=torch.float64)
-    return sums_nh
+    # Many pairs at once: a step costs about the same for a few of them.
+    n_p, t_p = (named.keys_nt >= 0).nonzero(as_tuple=True)
+    n_pairs = max(PIECE // (call.shape.H * max(call.q.shape[3], 1)), 1)
+    ends = t_p.to(call.q.device), named.keys_nt[n_p, t_p].to(call.q.device)
+    pairs = (torch.split(x, n_pairs) for x in ends)
+    found = [
+        spot_weights(call, lse_ht[None], torch.zeros_like(t), t, s).double()
+        for t, s in zip(*pairs, strict=True)
+    ]
+    parts = torch.split(torch.cat(found, 1), named.counts.tolist(), 1)
+    return torch.stack([part.sum(-1) for part in parts])
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,9 @@ The format, version 1. A file is a safetensors file (see `format.py`) whose meta
 description: version, model, created, kept ("statistics" or "qk"), text, tokens (the labels), spans
 (characters of each token), source_text and source_tokens (what cross-attention looks at);
 trained_len (tokens the model was made for), window (tokens it read at a time, where a text was read
-in overlapping windows) and vocabulary (names of token ids that may come next), left out where not
-known; and places in the order in which they were called: name, layer, kind, sizes, heads, causal,
-exact_zoom, and a rule: scale, softcap, key heads, biases, the cell of `base`.
+in overlapping windows), vocabulary (names of token ids that may come next), notes (what was not
+recorded), each only where known; and places in the order in which they were called: name, layer,
+kind, sizes, heads, causal, exact_zoom, a rule: scale, softcap, key heads, biases, the cell of base.
 Arrays of place p are named `p.<name>`. By head and query: entropy, peak, peak_key, distance, reach
 (the mean of |i - j|, where that is not the distance), mass, top_weights, top_keys; by head and key:
 received, seen_by; by score and head: spots, counts (see `head_scores.py`); by query: ids, real (0
@@ -83,6 +83,7 @@ class Record:
     window: int | None = _described("window")
     vocabulary: dict[int, str] | None = _described("vocabulary")
     places: list[Place] = _described("places")
+    notes: list[str] = _described("notes")  # what could not be recorded, and why
 
     def __init__(self, about: Description, arrays: Mapping[str, Array]) -> None:
         self._about = about
@@ -129,7 +130,7 @@ class Record:
         about = self._about
         about.places, about.rules, about.kept = seen.places, seen.rules, seen.kept
         about.model, about.created = about.model or seen.model, seen.created
-        about.trained_len = seen.trained_len
+        about.trained_len, about.notes = seen.trained_len, list(map(clean_label, seen.notes))
         longest = max(place.n_queries for place in seen.places)
         about.tokens = about.tokens or seen.tokens or [str(n) for n in range(longest)]
         self._checked = CheckedArrays(about, arrays)

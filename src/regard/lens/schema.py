@@ -28,7 +28,7 @@ MAX_HEADS = 4096
 FLOATS = ("F32", "F64")
 SPOTS = ("previous", "next", "same", "induction", "first")
 """The scores that are sums over single pairs, in the order of the rows of `spots`."""
-LATER = ("trained_len", "window", "vocabulary")
+LATER = ("trained_len", "window", "vocabulary", "notes")
 """What earlier records do not say, and others only where there is something to say."""
 
 
@@ -73,13 +73,14 @@ class Description:
     trained_len: int | None = None
     window: int | None = None
     vocabulary: dict[int, str] | None = None
+    notes: list[str] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     rules: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: value for name, value in vars(self).items() if name != "rules"}
         for name in LATER:
-            if plain[name] is None:
+            if plain[name] is None or plain[name] == []:
                 del plain[name]
         if self.vocabulary is not None:
             plain["vocabulary"] = [[number, name] for number, name in self.vocabulary.items()]
@@ -158,6 +159,7 @@ DESCRIPTION = {
     "trained_len": whole(1, 1 << 40).or_none(),
     "window": whole(1, MAX_TOKENS).or_none(),
     "vocabulary": listed(Is(is_named, "an id and its name"), 0, MAX_TOKENS).or_none(),
+    "notes": listed(text(MAX_LABEL), 0, MAX_PLACES).or_none(),
     "places": listed(ANY, 1, MAX_PLACES),
 }
 PLACE = {
@@ -195,7 +197,8 @@ def read_description(about: dict[str, Any]) -> Description:
     pairs = [read_place(entry, f"place {n}") for n, entry in enumerate(about["places"])]
     found = {"places": [place for place, _ in pairs], "rules": [rule for _, rule in pairs]}
     names = None if about["vocabulary"] is None else dict(about["vocabulary"])
-    return Description(**{**about, **found, "spans": spans, "vocabulary": names})
+    notes = about["notes"] or []
+    return Description(**{**about, **found, "spans": spans, "vocabulary": names, "notes": notes})
 
 
 def read_place(entry: Any, what: str) -> tuple[Place, dict[str, Any]]:

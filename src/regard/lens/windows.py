@@ -108,6 +108,7 @@ def join_windows(records: Sequence[Record], layout: Layout) -> Record:
     labels = [str(number) for number in range(n_tokens)]
     seen = Description(kept="qk", window=window, tokens=labels, places=places, rules=rules)
     seen.model, seen.created = about.model, about.created
+    seen.notes = list(dict.fromkeys(note for record in records for note in record.notes))
     return Record(seen, arrays)
 
 

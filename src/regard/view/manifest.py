@@ -53,14 +53,14 @@ def make_manifest(records: Sequence[Record], host: str) -> dict[str, Any]:
 def _tell_record(record: Record) -> dict[str, Any]:
     if not record.places:
         raise BadView("the record has 0 places, so there is nothing to show")
-    note = length_note(record)
+    too_long = length_note(record)
     tokens, source = _both_sides(record)
     return {
         "model": cut(short_model_name(record.model), NAME_LENGTH),
         "created": cut(record.created, NAME_LENGTH),
         **tokens,
         **{f"source_{name}": value for name, value in source.items()},
-        "notes": [] if note is None else [note],
+        "notes": [note for note in (too_long, *record.notes) if note is not None],
         **_tell_findings(record),
         "places": [
             {**_tell_place(record, number), "label": cut(label, NAME_LENGTH)}

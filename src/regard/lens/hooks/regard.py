@@ -1,4 +1,8 @@
-"""The hook on our own attention: every call of `regard.attention` in the model's modules."""
+"""The hook on our own attention: every call of `regard.attention` in the model's modules.
+
+Whoever makes the call: our layers, a module of anyone's, or a model of `transformers` with
+attn_implementation="regard". What is wanted is asked of the very call that the operation checked.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
-
 from regard.lens.captured_call import Call
-from regard.ops import call
+from regard.lens.hooks.transformers import is_cross
+from regard.ops import Causal, call
 from regard.ops.call_hook import hooked
 
 if TYPE_CHECKING:
@@ -18,17 +21,21 @@ if TYPE_CHECKING:
 
 @contextmanager
 def hook_regard(recorder: Recorder) -> Iterator[None]:
+    def read(recorder: Recorder, seen: call.Call) -> Call:
+        rule = {word: getattr(seen.rule, word) for word in ("mask", "bias", "scale", "softcap")}
+        cross = is_cross(recorder, recorder.stack[-1], seen.q, seen.k)
+        name, mask, k, v = recorder.name_of() or "", seen.rule.mask, seen.k, seen.v
+        T, S = seen.q.shape[2], k.shape[2]
+        if isinstance(mask, Causal) and mask.align == "start" and S > T and seen.rule.bias is None:
+            k, v = k[:, :, :T], v[:, :, :T]  # the rest is slots of a fixed cache, which nobody sees
+        return Call(name=name, q=seen.q, k=k, v=v, sinks=seen.sinks, cross=cross, **rule)
+
     def record(seen: call.Call) -> None:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(
-                "a compiled graph cannot be watched: its steps are recorded once and run unseen; "
-                "watch the model that is not compiled, and leave compiled=False in generate"
-            )
-        name = recorder.name_of()
-        if name is not None and not recorder.busy:
-            rule = {word: getattr(seen.rule, word) for word in ("mask", "bias", "scale", "softcap")}
-            found = Call(name=name, q=seen.q, k=seen.k, v=seen.v, sinks=seen.sinks, **rule)
-            recorder.take(found)
+        if recorder.handling:
+            return
+        with recorder.running(seen.caller):
+            if recorder.stack:
+                recorder.record(lambda each: read(each, seen))
 
     with hooked(record):
         yield

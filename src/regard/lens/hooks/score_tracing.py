@@ -1,9 +1,10 @@
 """Following scores from a product of queries and keys to a softmax, through code of any kind.
 
 Each step that scores go through is known by its function: products, scaling by numbers, additions,
-fillings, and changes of type or shape. Whatever else happens to them ends the trace, and nothing
-is recorded. At the softmax a few rows are made again from the trace and compared with what is
-there; where they do not agree, the scores themselves are recorded.
+fillings, and changes of type or shape. At the softmax a few rows are made again from the trace and
+compared with what is there. Where they do not agree, or something else happened to the numbers on
+the way, the scores themselves are recorded. What moves scores to other places, as sliding windows
+in pieces do (Longformer), ends the trace: a softmax of that is left out, and the record says so.
 
 Letters: B batch, T queries, S keys, H heads, D head width.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.lens.captured_call import Call, whole_scores
+from regard.lens.tensor_origins import PROJECTING, TensorOrigins
 from regard.ops import Dense, DenseBias
 from regard.ops.call import score_dtype
 
@@ -36,6 +38,12 @@ PLUS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Ten
 FILL = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
 SAME = {Tensor.to, Tensor.float, Tensor.half, Tensor.type, Tensor.type_as, Tensor.contiguous}
 SAME |= {Tensor.double, Tensor.bfloat16, torch.clone, Tensor.clone, Tensor.detach}
+MINUS = {torch.sub, Tensor.sub, Tensor.__sub__, Tensor.sub_, Tensor.__isub__}
+MOVING = {torch.transpose, Tensor.transpose, torch.permute, Tensor.permute, torch.flip, Tensor.flip}
+MOVING |= {torch.roll, Tensor.roll, torch.gather, Tensor.gather, torch.sort, Tensor.sort}
+MOVING |= {Tensor.mT.__get__, Tensor.T.__get__, Tensor.swapaxes, Tensor.index_select}  # type: ignore[attr-defined]
+AXES = (3, 4, 5)
+"""How many axes scores may have; the last two are queries and keys."""
 SHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten}
 HIDDEN = -1e4
 """What is filled in with this or less is meant to be hidden."""
@@ -43,29 +51,39 @@ HIDDEN = -1e4
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Scores on their way: scale · q kᵀ + added, some hidden; q (..., T, D), k (..., S, D)."""
+    """Scores on their way: scale · q kᵀ + added, some hidden; q (..., T, D), k (..., S, D).
+
+    `given` are queries and keys as the model has them, by which their origin is known. `opaque`:
+    something else has happened to the numbers too.
+    """
 
     q: Tensor
     k: Tensor
+    given: tuple[Tensor, Tensor]
     scale: float = 1.0
     added: tuple[Tensor, ...] = ()
     hidden: tuple[Tensor, ...] = ()
+    opaque: bool = False
 
 
 class ScoreTrace:
-    def __init__(self) -> None:
-        self.steps: MutableMapping[Tensor, Step] = WeakIdKeyDictionary()
+    def __init__(self, origins: TensorOrigins) -> None:
+        self.steps = WeakIdKeyDictionary()
+        self._get: Any = self.steps.get
+        self.origins = origins
+
+    def concerns(self, func: Any) -> bool:
+        """Whether a function can begin a trace, or continue one; most often not."""
+        return func in BEGINNINGS or bool(self.steps.data) or bool(self.origins.moved.known)
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Remember what a function did, where it made scores or changed them."""
-        begins = func in BEGINNINGS
-        if not begins and not len(self.steps):
+        if func not in BEGINNINGS:
+            self._follow_change(func, args, kwargs, result)
             return
-        if not isinstance(result, Tensor) or result.dim() not in (3, 4) or not args:
+        if not isinstance(result, Tensor) or result.dim() not in AXES:
             return
-        if not begins:
-            step = self._changed(func, args, kwargs, result)
-        elif func in MATMUL:
+        if func in MATMUL:
             step = product(args[0], args[1] if len(args) > 1 else kwargs.get("mat2"), result)
         elif func in BADDBMM:
             step = added_product(args, kwargs, result)
@@ -73,6 +91,38 @@ class ScoreTrace:
             step = summed_product(args, result)
         if step is not None:
             self.steps[result] = step
+
+    def _follow_change(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        if not args or func in PROJECTING or func in SOFTMAX:
+            return
+        moved, scores = self.origins.moved, self._operand(args) if self.steps.data else None
+        if scores is None:
+            if moved.known:
+                self._follow_moved(args, result)
+        elif isinstance(result, Tensor) and result.is_floating_point():
+            step = self._changed(func, args, kwargs, result)
+            if step is None and result.shape == scores.shape and func not in MOVING:
+                step = replace(self._known(scores), opaque=True)  # type: ignore[type-var]
+            if step is not None and result.dim() in AXES:
+                self.steps[result] = step
+            else:
+                moved.put(result, getattr(func, "__name__", str(func)))
+
+    def _operand(self, args: Any) -> Tensor | None:
+        """The scores among the arguments."""
+        known = (x for x in args[:2] if isinstance(x, Tensor) and self._get(x) is not None)
+        return next(known, None)
+
+    def _follow_moved(self, args: Any, result: Any) -> None:
+        """Scores that were moved stay so, also when they are written into other tensors."""
+        moved, by = self.origins.moved, None
+        for given in args:
+            for x in given if isinstance(given, (tuple, list)) else (given,):
+                by = by or moved.get(x)
+        if by is not None:
+            changed = args[0] if result is None else result
+            if isinstance(changed, Tensor) and changed.is_floating_point():
+                moved.put(changed, by)
 
     def _changed(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Step | None:
         if func is torch.where and len(args) == 3:
@@ -93,40 +143,58 @@ class ScoreTrace:
             factor = factor if func in TIMES else 1.0 / factor
             added = tuple(x * factor for x in step.added)
             return replace(step, scale=step.scale * factor, added=added)
-        if func in PLUS and isinstance(other, Tensor) and kwargs.get("alpha", 1) == 1:
-            return replace(step, added=(*step.added, other))
+        if func in PLUS | MINUS and isinstance(other, Tensor) and kwargs.get("alpha", 1) == 1:
+            return replace(step, added=(*step.added, other if func in PLUS else -other))
         value = args[2] if len(args) > 2 else kwargs.get("value")
         if func in FILL and is_low(value) and isinstance(other, Tensor):
             return replace(step, hidden=(*step.hidden, other))
         return None
 
     def _known(self, value: Any) -> Step | None:
-        return self.steps.get(value) if isinstance(value, Tensor) else None
+        found: Step | None = self._get(value) if isinstance(value, Tensor) else None
+        return found
 
-    def end(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Call | None:
-        """The call that a softmax ends, if what it is taken of was followed."""
+    def end(
+        self, name: str, heads: Callable[[int], int], args: Any, kwargs: dict[str, Any]
+    ) -> Call | None:
+        """The call that a softmax ends, if what it is taken of was followed.
+
+        heads: how many there are, where rows and heads have one axis.
+        """
         scores = args[0] if args else kwargs.get("input")
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        step = self._known(scores)
+        step, moved_by = self._known(scores), self.origins.moved.get(scores)
+        if moved_by is not None:
+            raise ValueError(
+                f"between the product of queries and keys and the softmax is {moved_by}, which "
+                "moves scores, so that it is not known which keys they are of"
+            )
         if step is None or not isinstance(scores, Tensor) or dim not in (-1, scores.dim() - 1):
             return None
+        cross = self.origins.relate(*step.given, *scores.shape[-2:])
         scores = scores.detach()
-        if scores.dim() == 3:
-            scores = scores.view(-1, heads_of(module, scores.shape[0]), *scores.shape[1:])
+        if scores.dim() != 4:
+            n_heads = heads(scores.shape[0]) if scores.dim() == 3 else scores.shape[-3]
+            scores = scores.reshape(-1, n_heads, *scores.shape[-2:])
             step = reshaped(step, scores)
-        found = None if step is None else call_of(name, step)
-        return found if found is not None and agrees(found, scores) else whole_scores(name, scores)
+        found = None if step is None or step.opaque else call_of(name, step)
+        if found is None or not agrees(found, scores):
+            found = whole_scores(name, scores)
+        return replace(found, cross=cross)
 
 
 def product(q: Any, k_t: Any, result: Tensor) -> Step | None:
     if not isinstance(q, Tensor) or not isinstance(k_t, Tensor) or q.dim() != k_t.dim():
+        return None
+    if q.shape[-1] == 1 and q.dim() == 3:
+        # Frequencies by positions, as rotary embeddings have them: no heads, and nothing to sum.
         return None
     weights = any(isinstance(x, nn.Parameter) for y in (q, k_t) for x in (y, y._base))
     one_key_head = q.dim() == 4 and k_t.shape[:2] == (q.shape[0], 1)
     if weights or q.dim() != result.dim() or not (q.shape[:-2] == k_t.shape[:-2] or one_key_head):
         return None
     k = k_t.detach().mT
-    return Step(q.detach(), k.expand(*q.shape[:-2], *k.shape[-2:]))
+    return Step(q.detach(), k.expand(*q.shape[:-2], *k.shape[-2:]), (q, k_t))
 
 
 def added_product(args: Any, kwargs: dict[str, Any], result: Tensor) -> Step | None:
@@ -143,21 +211,23 @@ def added_product(args: Any, kwargs: dict[str, Any], result: Tensor) -> Step | N
 
 def summed_product(args: Any, result: Tensor) -> Step | None:
     """An einsum of two activations over one axis, such as "bhtd,bhsd->bhts"."""
-    if len(args) != 3 or not isinstance(args[0], str) or result.dim() != 4:
+    if len(args) == 2 and isinstance(args[1], (tuple, list)):
+        args = (args[0], *args[1])
+    if len(args) != 3 or not isinstance(args[0], str):
         return None
     ins, arrow, out = args[0].replace(" ", "").partition("->")
     letters = ins.split(",")
-    if not arrow or len(letters) != 2 or len(out) != 4:
+    if not arrow or len(letters) != 2 or len(out) != result.dim():
         return None
     inner = [x for x in letters[0] if x in letters[1] and x not in out]
-    wanted = [out[:3] + "".join(inner), out[:2] + out[3] + "".join(inner)]
+    wanted = [out[:-1] + "".join(inner), out[:-2] + out[-1] + "".join(inner)]
     if len(inner) != 1 or any(sorted(a) != sorted(b) for a, b in zip(letters, wanted, strict=True)):
         return None
     q, k = (
         x.detach().permute([have.index(c) for c in want])
         for x, have, want in zip(args[1:], letters, wanted, strict=True)
     )
-    return Step(q, k)
+    return Step(q, k, (args[1], args[2]))
 
 
 def reshaped(step: Step, result: Tensor) -> Step | None:
@@ -223,10 +293,13 @@ def is_low(value: Any) -> bool:
     return found is not None and found <= HIDDEN
 
 
-def heads_of(module: nn.Module, rows: int) -> int:
-    """How many heads a module says it has, where rows are samples and heads together."""
+def heads_of(module: nn.Module, rows: int, n_inputs: int | None) -> int:
+    """How many heads there are where rows are samples and heads together.
+
+    As many as the module says that it has; if it does not say, all rows of one input are heads.
+    """
     for name in ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead"):
         said = getattr(module, name, None)
         if isinstance(said, int) and said > 0 and rows % said == 0:
             return said
-    return 1
+    return rows if n_inputs == 1 else 1

@@ -14,17 +14,19 @@ block, in the modules where the model's classes were written.
 
 torch.nn's fast paths are not taken under a mode, so `torch_nn.py` takes it away there.
 
-Left out: calls inside compiled code, attention over more than four axes.
+Left out: calls inside compiled code, and nested tensors.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,8 @@ from regard.lens.captured_call import Call, whole_scores
 from regard.lens.hooks.flex import flex_rule, flex_scores
 from regard.lens.hooks.score_tracing import SOFTMAX, ScoreTrace, heads_of
 from regard.lens.hooks.torch_nn import read_heads
+from regard.lens.open_recorders import recorders_of, run_recorded
+from regard.lens.shared_patch import patched
 from regard.ops import Causal, Dense, DenseBias, Mask
 
 if TYPE_CHECKING:
@@ -44,13 +48,24 @@ if TYPE_CHECKING:
 
 FLEX = "torch.nn.attention.flex_attention"
 MHA = inspect.signature(F.multi_head_attention_forward)
+SDPA = inspect.Signature(
+    [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    ]
+    + [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+        for name in ("scale", "enable_gqa")
+    ]
+)
 ATTENDING = SOFTMAX | {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 
 
 class AttentionMode(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.recorder, self.trace = recorder, ScoreTrace()
+        self.recorder = recorder
+        self.trace = ScoreTrace(recorder.origins)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -58,36 +73,48 @@ class AttentionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         recorder = self.recorder
         # In this order, and attention last: it is asked about every function of a whole model.
-        if recorder.busy or torch.compiler.is_compiling() or not recorder.stack():
+        if recorder.handling or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        call = self.read(func, args, kwargs) if func in ATTENDING else None
-        if call is None:
+        if func not in ATTENDING or not recorder.record(lambda _: self.read(func, args, kwargs)):
             result = func(*args, **kwargs)
-            self.trace.follow(func, args, kwargs, result)
+            try:
+                recorder.origins.follow(func, args, result)
+                if self.trace.concerns(func):
+                    self.trace.follow(func, args, kwargs, result)
+            except Exception as error:
+                recorder.leave_out(recorder.name_of() or "", error)
             return result
-        return recorder.run(call, func, *args, **kwargs)
+        recorder.handling += 1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            recorder.handling -= 1
 
     def read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
         """The call of attention that a function is, if it is one and not our own."""
-        name, module = self.recorder.name_of() or "", self.recorder.stack()[-1]
+        recorder = self.recorder
+        name, module = recorder.name_of() or "", recorder.stack[-1]
         if func is F.multi_head_attention_forward:
-            return read_heads(name, MHA.bind(*args, **kwargs).arguments)
+            return read_heads(recorder, name, MHA.bind(*args, **kwargs).arguments)
         if from_us():
             return None
-        if func is F.scaled_dot_product_attention:
-            heads = heads_of(module, args[0].shape[0]) if args else 1
-            return read_sdpa(name, heads, *args, **kwargs)
-        return self.trace.end(name, module, args, kwargs)
+        heads = functools.partial(heads_of, module, n_inputs=recorder.inputs.n_inputs)
+        if func is not F.scaled_dot_product_attention:
+            return self.trace.end(name, heads, args, kwargs)
+        given = SDPA.bind(*args, **kwargs).arguments
+        query, key = given["query"], given["key"]
+        call = read_sdpa(name, heads(query.shape[0]), **given)
+        if call is None:
+            return None
+        return replace(call, cross=recorder.origins.relate(query, key, *call.shape[2:]))
 
 
 @contextmanager
 def hook_torch_functions(recorder: Recorder) -> Iterator[None]:
+    """The mode is on while modules of the model run, and so changes nothing for others."""
     recorder.mode = AttentionMode(recorder)
-    try:
-        with hook_flex(recorder), recorder.mode:
-            yield
-    finally:
-        recorder.mode = None
+    with hook_flex(recorder):
+        yield
 
 
 @contextmanager
@@ -97,35 +124,36 @@ def hook_flex(recorder: Recorder) -> Iterator[None]:
     if function is None:
         yield
         return
-    hooked = record_flex(recorder, function)
-    homes = {type(module).__module__ for module in recorder.model.modules()} | {FLEX}
-    changed: list[tuple[Any, str]] = []
-    try:
+    function = getattr(function, "_records", function)
+    homes = {type(module).__module__ for module in recorder.modules} | {FLEX}
+    with ExitStack() as patches:
         for home in filter(None, map(sys.modules.get, homes)):
             for name, value in list(vars(home).items()):
-                if value is function:
-                    setattr(home, name, hooked)
-                    changed.append((home, name))
+                if value is function or getattr(value, "_records", None) is function:
+                    patches.enter_context(patched(home, name, record_flex))
         yield
-    finally:
-        for home, name in changed:
-            setattr(home, name, function)
 
 
-def record_flex(recorder: Recorder, function: Callable[..., Any]) -> Callable[..., Any]:
+def record_flex(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @wraps(function)
     def record(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or recorder.busy or not recorder.stack():
+        recorders = recorders_of()
+        if not recorders:
             return function(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        # Traced by the compiler, and so without our mode.
-        with recorder.alone(), recorder.unseen():
-            call = read_flex(recorder.name_of() or "", given)
-        with recorder.unseen():
-            return recorder.run(call, function, *args, **kwargs)
 
+        def read(recorder: Recorder) -> Call:
+            given = signature.bind(*args, **kwargs).arguments
+            call = read_flex(recorder.name_of() or "", given)
+            cross = recorder.origins.relate(given["query"], given["key"], *call.shape[2:])
+            return replace(call, cross=cross)
+
+        # Traced by the compiler, and so without our mode.
+        with recorders[0].unseen():
+            return run_recorded(recorders, read, function, *args, **kwargs)
+
+    record._records = function  # type: ignore[attr-defined]
     return record
 
 
@@ -149,13 +177,19 @@ def read_sdpa(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
     is_causal: bool = False,
     **more: Any,
 ) -> Call | None:
     """What a call of `scaled_dot_product_attention` means; None where it is none of attention's."""
-    if query.is_nested or min(query.dim(), key.dim()) < 2 or query.dim() > 4:
+    if query.is_nested:
+        raise ValueError("its queries are nested tensors; give it a padded batch")
+    if min(query.dim(), key.dim()) < 2:
         return None
+    if max(query.dim(), key.dim()) > 4:
+        lead = (query[..., 0, 0, 0] + key[..., 0, 0, 0]).shape
+        query, key = (x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in (query, key))
+        if attn_mask is not None and attn_mask.dim() > 4:
+            attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).flatten(0, -4)
     q, k = (x[(None,) * (4 - x.dim())] for x in (query, key))
     if query.dim() == 3 == key.dim():
         # Rows and heads in one axis, of which the module says how many heads it has, or one.

@@ -4,9 +4,10 @@ Why: in evaluation `TransformerEncoderLayer` and `MultiheadAttention` run as one
 torch-function mode, or with a hook on any module inside, they take the slow path, whose last bits
 differ; so seeing them by either would change what they compute.
 
-How: for the time of the block their `forward` is shadowed on the instance. The shadow works out
-the queries and keys from the arguments, beside the call, records them, takes our mode away and
-calls the module's own `forward` as it came. Inside an encoder that turned padding into nested
+How: for the time of the block the `forward` of their classes is replaced, so that instances can be
+pickled and copied as ever. For modules of a watched model the replacement works out the queries and
+keys from the arguments, beside the call, records them, takes our mode away and calls the original
+as it came; for others it calls the original. Inside an encoder that turned padding into nested
 tensors a row has its real tokens only. `read_heads` is what torch's multi-head attention computes
 before its heads attend, from the same arguments.
 
@@ -17,9 +18,10 @@ Letters: B batch, T queries, S keys, H heads, D head width, C model width.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.lens.captured_call import Call
+from regard.lens.captured_call import Call, Refused
+from regard.lens.open_recorders import recorders_of, run_recorded
+from regard.lens.shared_patch import patched
 from regard.ops import Bias, Causal, Dense, DenseBias, Mask
 
 if TYPE_CHECKING:
@@ -44,52 +48,51 @@ Read = Callable[["Recorder", Any, dict[str, Any]], Call | None]
 
 @contextmanager
 def hook_torch_nn(recorder: Recorder) -> Iterator[None]:
-    shadowed: list[nn.Module] = []
-    try:
-        for module in recorder.model.modules():
-            read = reader_of(module)
-            if read is not None and "forward" not in vars(module):
-                module.forward = shadow(recorder, module, read)
-                shadowed.append(module)
+    readers = {
+        nn.MultiheadAttention: read_attention,
+        nn.TransformerEncoderLayer: read_layer,
+        nn.TransformerEncoder: read_stack,
+    }
+    kinds = {kind for kind in readers if any(isinstance(x, kind) for x in recorder.modules)}
+    with ExitStack() as patches:
+        for kind in kinds:
+            wrap = functools.partial(record_forward, readers[kind])
+            patches.enter_context(patched(kind, "forward", wrap))
         yield
-    finally:
-        for module in shadowed:
-            del module.forward
 
 
-def reader_of(module: nn.Module) -> Read | None:
-    """How a module's calls are read; None for modules that are no attention of torch.nn's."""
-    forward = type(module).forward
-    if isinstance(module, nn.MultiheadAttention) and forward is nn.MultiheadAttention.forward:
-        return read_attention
-    if type(module) is nn.TransformerEncoderLayer:
-        return read_layer
-    if type(module) is nn.TransformerEncoder and all(
-        type(layer) is nn.TransformerEncoderLayer for layer in module.layers
-    ):
-        return lambda recorder, module, given: None  # its layers are read
-    return None
-
-
-def shadow(recorder: Recorder, module: nn.Module, read: Read) -> Callable[..., Any]:
+def record_forward(read: Read, forward: Callable[..., Any]) -> Callable[..., Any]:
     """A `forward` that records the call, and then runs the module's own without our mode."""
-    forward = module.forward
     signature = inspect.signature(forward)
 
     @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if recorder.busy:
-            return forward(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        with recorder.unseen():
-            with recorder.alone():
-                call = read(recorder, module, bound.arguments)
-            if call is None:
-                return forward(*args, **kwargs)
-            return recorder.run(call, forward, *args, **kwargs)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorders = recorders_of(module)
+        if not recorders or not is_plain(module):
+            return forward(module, *args, **kwargs)
+
+        def read_call(recorder: Recorder) -> Call | None:
+            bound = signature.bind(module, *args, **kwargs)
+            bound.apply_defaults()
+            return read(recorder, module, bound.arguments)
+
+        with recorders[0].unseen():
+            return run_recorded(recorders, read_call, forward, module, *args, **kwargs)
 
     return run
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module computes what torch.nn's does, and no more."""
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    if type(module) is nn.TransformerEncoder:
+        return all(type(layer) is nn.TransformerEncoderLayer for layer in module.layers)
+    return type(module) is nn.TransformerEncoderLayer
+
+
+def read_stack(recorder: Recorder, module: Any, given: dict[str, Any]) -> None:
+    """No call: the layers of a stack are read."""
 
 
 def read_attention(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call:
@@ -97,15 +100,22 @@ def read_attention(recorder: Recorder, module: Any, given: dict[str, Any]) -> Ca
     if nested:
         query = key = nested_row(recorder, query)
         given = {**given, "value": key, "key_padding_mask": None}
-    call = read_module(recorder, module, query, key, given, cross=key is not query)
-    return replace(call, is_row=nested)
+    axis = 1 if module.batch_first and query.dim() == 3 else 0
+    cross = is_cross(recorder, query, key, axis)
+    return replace(read_module(recorder, module, query, key, given, cross), is_row=nested)
+
+
+def is_cross(recorder: Recorder, query: Tensor, key: Tensor, axis: int = 0) -> bool:
+    """Whether keys are of another text; where their origin does not tell, if they are others."""
+    cross = recorder.origins.relate(query, key, query.shape[axis], key.shape[axis])
+    return key is not query if cross is None else cross
 
 
 def read_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call:
     nested = given["src"].is_nested
     x = nested_row(recorder, given["src"]) if nested else given["src"]
     with torch.no_grad():
-        x = module.norm1(x) if module.norm_first else x
+        x = module.norm1.forward(x) if module.norm_first else x  # and not its hooks
     passed = {
         "attn_mask": given["src_mask"],
         "key_padding_mask": None if nested else given["src_key_padding_mask"],
@@ -125,7 +135,7 @@ def read_module(
     own = {name: getattr(module, name) for name in OWN}
     own["use_separate_proj_weight"] = not module._qkv_same_embed_dim
     name = recorder.name_of(module) or ""
-    call = read_heads(name, {**given, **own, "query": query, "key": key}, cross)
+    call = read_heads(recorder, name, {**given, **own, "query": query, "key": key}, cross)
     if not recorder.extras.wants_values or call.k.shape[2] != value.shape[0]:
         return call
     return replace(call, v=project_values(value, module))
@@ -144,14 +154,16 @@ def project_values(value_sbc: Tensor, module: Any) -> Tensor:
 
 
 def nested_row(recorder: Recorder, x: Tensor) -> Tensor:
-    rows = x.unbind()
-    if recorder.row is None and len(rows) > 1:
-        what = f"the batch has {len(rows)} rows, and a record is of one"
-        raise ValueError(f"{what}: name it, watch(model, row=0)")
-    return rows[recorder.row or 0][None]
+    rows, asked = x.unbind(), recorder.takes.rows or (0,)
+    if len(asked) > 1 or (recorder.takes.rows is None and len(rows) > 1):
+        what = f"the batch has {len(rows)} rows without their padding, and is recorded row by row"
+        raise Refused(f"{what}: name one, watch(model, row=0)")
+    return rows[asked[0]][None]
 
 
-def read_heads(name: str, given: dict[str, Any], cross: bool | None = None) -> Call:
+def read_heads(
+    recorder: Recorder, name: str, given: dict[str, Any], cross: bool | None = None
+) -> Call:
     """A call of `multi_head_attention_forward`, its arguments by name, as ours."""
     query, key = given["query"].detach(), given["key"].detach()
     if query.dim() == 2:
@@ -162,7 +174,7 @@ def read_heads(name: str, given: dict[str, Any], cross: bool | None = None) -> C
         k = extend(k, given)
     mask, bias = read_masks(given, k.shape[2], n_heads)
     if cross is None:
-        cross = given["key"] is not given["query"]
+        cross = is_cross(recorder, given["query"], given["key"])
     return Call(name=name, q=q, k=k, mask=mask, bias=bias, cross=cross)
 
 

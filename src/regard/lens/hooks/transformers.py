@@ -24,16 +24,21 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from regard.lens.call_edits import edited_mask
 from regard.lens.captured_call import Call
 from regard.lens.hooks.flex import flex_rule
-from regard.ops import Bias, Causal, Dense, DenseBias, Mask, Window
+from regard.lens.module_hooks import trace_unseen
+from regard.lens.open_recorders import recorders_of, run_recorded
+from regard.lens.shared_patch import patched
+from regard.ops import Bias, Causal, Dense, DenseBias, Mask, Window, call_hook
+from regard.ops.call import make_call
 
 if TYPE_CHECKING:
     from regard.lens.recorder import Recorder
@@ -51,72 +56,114 @@ def hook_transformers(recorder: Recorder) -> Iterator[None]:
     if interface is None:
         yield
         return
-    methods = {
-        name: getattr(interface, name)
-        for name in ("get_interface", "__getitem__")
-        if hasattr(interface, name)
-    }
-    # The class's own entries are put back as they were, whether it had them or inherited them.
-    own = {name: interface.__dict__[name] for name in methods if name in interface.__dict__}
-
-    def hook(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def hand_out(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return recording(recorder, method(self, *args, **kwargs))
-
-        return hand_out
-
-    for name, method in methods.items():
-        setattr(interface, name, hook(method))
-    try:
+    with ExitStack() as patches:
+        for name in ("get_interface", "__getitem__"):
+            if hasattr(interface, name):
+                patches.enter_context(patched(interface, name, record_handed_out))
         yield
-    finally:
-        for name in methods:
-            if name in own:
-                setattr(interface, name, own[name])
-            else:
-                delattr(interface, name)
 
 
-def recording(recorder: Recorder, function: Any) -> Any:
-    if not callable(function) or getattr(function, "_recorder", None) is recorder:
-        return function
+@functools.cache  # one for all blocks: compiled graphs are guarded by it
+def record_handed_out(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def hand_out(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function = method(self, *args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return traced(function) if call_hook.listening else function
+        if not callable(function) or hasattr(function, "_records") or not recorders_of():
+            return function
+        if implementation(function) == "regard":  # heard where our own operation is
+            return function
+        return recording(function)
 
+    return hand_out
+
+
+def traced(function: Attend) -> Attend:
+    """A function that has a compiled graph tell of its calls."""
+    kind = implementation(function)
+
+    def attend_traced(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if kind in ("flex", "paged") or kwargs.get("cu_seq_lens_q") is not None:
+            trace_unseen(module)
+            return function(module, query, key, value, *args, **kwargs)
+        given = {"query": query, "key": key, **kwargs}
+        if args:
+            given["attention_mask"] = args[0]
+        mask, bias, k = read_rule(module, kind, given)
+        sinks, scale = given.get("s_aux"), given.get("scaling")
+        call = make_call(
+            query,
+            k,
+            value[:, :, : k.shape[2]],
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            softcap=given.get("softcap"),
+            sinks=None if sinks is None else sinks.reshape(-1),
+        )
+        call_hook.trace_call(call)
+        return function(module, query, key, value, *args, **kwargs)
+
+    # One of the two methods that hand out functions calls the other.
+    twice = getattr(function, "__name__", "") == "attend_traced"
+    return function if twice or kind == "regard" else attend_traced
+
+
+def recording(function: Attend) -> Attend:
     @wraps(function)
     def record(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        name = recorder.name_of(module)
-        if name is None or recorder.busy:
+        recorders = recorders_of(module)
+        if not recorders:
             return function(module, *args, **kwargs)
-        bound = signature_of(function).bind(module, *args, **kwargs)
-        # Those that the function takes as further ones too.
-        call = read_call(name, module, function, {**bound.arguments, **bound.kwargs})
-        return recorder.run(call, function, module, *args, **kwargs)
 
-    record._recorder = recorder  # type: ignore[attr-defined]
+        def read(recorder: Recorder) -> Call:
+            bound = signature_of(function).bind(module, *args, **kwargs)
+            # Those that the function takes as further ones too.
+            given = {**bound.arguments, **bound.kwargs}
+            return read_call(recorder, module, function, given)
+
+        return run_recorded(recorders, read, function, module, *args, **kwargs)
+
+    record._records = function  # type: ignore[attr-defined]
     return record
 
 
-def read_call(name: str, module: nn.Module, function: Attend, given: dict[str, Any]) -> Call:
+def read_call(
+    recorder: Recorder, module: nn.Module, function: Attend, given: dict[str, Any]
+) -> Call:
+    name, query, key = recorder.name_of(module) or "", given["query"], given["key"]
     if given.get("cu_seq_lens_q") is not None or given.get("cache") is not None:
         raise ValueError(
             f"{name} attends over texts packed without padding or over a paged cache, which cannot "
             "be watched yet; give it a padded batch"
         )
     mask, bias, k = read_rule(module, implementation(function), given)
+    mask = edited_mask(module, given["query"], k, mask, bias)
     scale, sinks = given.get("scaling"), given.get("s_aux")
-    cross = getattr(module, "is_cross_attention", None)
+    cross = is_cross(recorder, module, query, key)
     return Call(
         name=name,
-        q=given["query"],
+        q=query,
         k=k,
         v=given["value"] if given["key"] is k else given["value"][:, :, : k.shape[2]],
         mask=mask,
         bias=bias,
-        scale=given["query"].shape[-1] ** -0.5 if scale is None else float(scale),
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         softcap=given.get("softcap"),
         sinks=sinks.reshape(-1) if isinstance(sinks, Tensor) else None,
-        cross=cross if isinstance(cross, bool) else None,
+        cross=cross,
     )
+
+
+def is_cross(recorder: Recorder, module: nn.Module, query: Tensor, key: Tensor) -> bool | None:
+    """Whether a module looks at another text: as it says itself, else as tensors were made."""
+    said = getattr(module, "is_cross_attention", None)
+    if isinstance(said, bool):
+        return said
+    return recorder.origins.relate(query, key, query.shape[2], key.shape[2])
 
 
 def implementation(function: Attend) -> str:
@@ -139,13 +186,11 @@ def read_rule(
         mask = flash_mask(seen, bool(causal), given.get("sliding_window"), T, S)
     elif kind == "flex" and seen is not None and not isinstance(seen, Tensor):
         mask = flex_rule(seen.mask_mod, q, k)
-    elif seen is not None and hasattr(seen, "rule"):  # a mask of `regard.hf`
-        mask = seen.rule
     elif isinstance(seen, Tensor):
         # Longer masks than keys are cut, as all of these functions do.
         seen = seen[..., :S]
         mask, bias = (Dense(seen), None) if seen.dtype == torch.bool else (None, DenseBias(seen))
-    elif kind in ("sdpa", "regard") and causal and T > 1:
+    elif kind == "sdpa" and causal and T > 1:
         k = k[:, :, :T] if S > T else k
         mask = Causal(align="start")
     more = given.get("position_bias")

@@ -1,0 +1,233 @@
+"""What is recorded of which rows: a call goes to the take of its place and row that it continues.
+
+How: each place has one list of takes for each row that is recorded. A call goes to the take whose
+keys it has, or opens a new one (`stitch_calls.py`). Texts that have ended may leave a batch while
+it is written; the row of the record is then found again by its keys. Rows that change places, as
+beams do, are no text, and refused.
+
+Letters: B batch, T queries, S keys, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from regard.lens.captured_call import Call, Refused
+from regard.lens.device_to_host import HostCopier
+from regard.lens.extras import Extras
+from regard.lens.measure import FoundRuns, find_runs
+from regard.lens.stitch_calls import Take
+from regard.ops import Wants
+from regard.ops.call import Rule
+from regard.ops.pack import pack
+
+MOST_TAKES = 256
+"""Places that one module may become; a training loop is not to be watched."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """The name of the place that a call is of, and its layer."""
+
+    name: str
+    layer: int
+
+
+@dataclass(eq=False)
+class Inputs:
+    """What a model has been given in one call: how many inputs, and the last ids it looked up."""
+
+    n_inputs: int | None = None
+    ids_bt: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is recorded of each place."""
+
+    wants: Wants
+    keep: str
+    rows: tuple[int, ...] | None
+    heads: tuple[int, ...] | None
+    extras: frozenset[str] = frozenset()
+
+
+class RowTakes:
+    """The takes of all places, by name and row, and in the order in which they were begun."""
+
+    def __init__(self, chosen: Chosen, copier: HostCopier, extras: Extras) -> None:
+        self.chosen, self.copier, self.extras = chosen, copier, extras
+        self.rows, self.heads = chosen.rows, chosen.heads
+        self.takes: dict[str, list[Take]] = {}
+        self.order: list[Take] = []
+        self.remarks: dict[str, None] = {}
+        self._read = Inputs()
+        # Where each row of the record is now, if rows have left the batch; none if it has too.
+        self._moved: dict[int, tuple[int, ...]] = {}
+        self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
+
+    def knows(self, call: Call) -> bool:
+        """Whether the place of a call has been recorded before."""
+        return any(self.takes.get(self._key(call, row)) for row in self.rows or (0,))
+
+    def take(self, call: Call, found: Located | None, read: Inputs) -> bool:
+        """Record a call, and say whether it was: one that is not `found` only continues others."""
+        if not call.shape.T or not call.shape.S:
+            return False
+        if self._read is not read:
+            self._read = read
+            self._moved.clear()
+        return any([self._take_row(call, found, row) for row in self._rows_of(call)])
+
+    def drop(self, name: str) -> None:
+        """Forget all that was recorded of a module."""
+        for key in [key for key in self.takes if key == name or key.startswith(f"{name}[")]:
+            for take in self.takes.pop(key):
+                self.order.remove(take)
+
+    def rows_now(self) -> dict[int, int]:
+        """The rows of the record, and where each is in the batch now."""
+        rows = self.rows or (0,)
+        return {row: now for row in rows for now in self._moved.get(row, (row,))}
+
+    def _rows_of(self, call: Call) -> tuple[int, ...]:
+        """The rows of a call that are recorded."""
+        B = call.shape.B
+        if call.is_row or (self.rows is None and B == 1):
+            return (0,)
+        if self.rows is not None:
+            return self.rows
+        if self._read.n_inputs == 1 and call.shape.T > 1:
+            self.remarks[
+                f"{call.name} sees its input in {B} windows, and the record has the first; "
+                "watch(model, row=...) names others"
+            ] = None
+            return (0,)
+        what = f"{call.name} attends in a batch of {B} rows, and a record is of those named"
+        raise Refused(f"{what}: watch(model, row=0), or several, row=[0, 1]")
+
+    def _key(self, call: Call, row: int) -> str:
+        return call.name if self.rows is None or len(self.rows) == 1 else f"{call.name}[{row}]"
+
+    def _take_row(self, call: Call, found: Located | None, row: int) -> bool:
+        B, takes = call.shape.B, self.takes.setdefault(self._key(call, row), [])
+        if self._has_left(call, takes, row):
+            return self._follow_row(call, takes, row)
+        if not -B <= row < B:
+            raise Refused(f"row is {row}, and the batch has {B} rows")
+        if self.heads is not None and not all(0 <= h < call.shape.H for h in self.heads):
+            raise Refused(f"heads are {self.heads}, and {call.name} has {call.shape.H}")
+        ids, suffix = self._ids(B, row % B, call.shape.T), self._key(call, row)[len(call.name) :]
+        whole = call if self.extras.wants_values else replace(call, v=None)
+        call = whole.of(row % B, self.heads)
+        for take in takes:
+            if self._continue(take, call, ids):
+                return True
+            if take.grows(call, ids):
+                # The same text, read anew and farther: generation without a cache.
+                fresh = replace(take)
+                fresh.reads = take.reads
+                takes[takes.index(take)] = self.order[self.order.index(take)] = fresh
+                break
+        else:
+            if found is None:
+                return False
+            if B > 1 and call.is_step and takes:
+                raise ValueError(
+                    f"row {row} of the batch is no longer the text that it was, as in a search "
+                    "whose beams change places; watch the model read what was written"
+                )
+            fresh = self._make_take(call, takes, found, suffix)
+            self.extras.prepare(fresh, whole)
+        fresh.n_rows = B
+        fit = fresh.fit(call, self.runs_of(call))
+        assert fit is not None, "the first call of a take always fits"
+        fresh.add(fit, ids)
+        self.extras.follow(fresh, whole, row % B)
+        return True
+
+    def _continue(self, take: Take, call: Call, ids: Tensor | None) -> bool:
+        """Put a call behind those of a take, where it continues them."""
+        fit = take.fit(call, self.runs_of(call))
+        if fit is None:
+            moved = take.fit_slots(call)
+            fit = None if moved is None else take.fit(moved, self.runs_of(moved))
+        if fit is not None:
+            take.add(fit, ids)
+        return fit is not None
+
+    def _has_left(self, call: Call, takes: list[Take], row: int) -> bool:
+        """Whether rows have left the batch since the text of the record was begun."""
+        if call.cross:
+            return row in self._moved
+        return call.is_step and any(take.n_rows > call.shape.B for take in takes)
+
+    def _follow_row(self, call: Call, takes: list[Take], row: int) -> bool:
+        """Find a row of the record again, by its keys; it may have left too."""
+        B = call.shape.B
+        for now in self._moved[row] if call.cross else range(B):
+            one, ids = call.of(now, self.heads), self._ids(B, now, call.shape.T)
+            if any(self._continue(take, one, ids) for take in takes):
+                self._moved[row] = (now,)
+                return True
+        self._moved[row] = ()
+        return False
+
+    def _make_take(self, call: Call, takes: list[Take], found: Located, suffix: str) -> Take:
+        if len(takes) >= MOST_TAKES:
+            raise ValueError(
+                f"{call.name} was called {MOST_TAKES} times for texts that do not continue each "
+                "other; a block records one text, and what is written after it"
+            )
+        base, *again = found.name.rsplit("@", 1)
+        name, number = "@".join([base + suffix, *again]), len(takes)
+        known = {take.name for take in takes}
+        while name in known:  # another text
+            number += 1
+            name = name_place(call.name + suffix, number)
+        cross, heads = bool(call.cross), self.heads or ()
+        wants, keep = self.chosen.wants, self.chosen.keep
+        take = Take(name, found.layer, wants, keep, self.copier, cross, heads)
+        takes.append(take)
+        self.order.append(take)
+        return take
+
+    def _ids(self, B: int, row: int, T: int) -> Tensor | None:
+        """The tokens of the queries, where as many were read last as there are queries."""
+        ids = self._read.ids_bt
+        if ids is None or ids.shape[1] != T or ids.shape[0] not in (1, B):
+            return None
+        return ids[row if ids.shape[0] > 1 else 0]
+
+    def runs_of(self, call: Call) -> FoundRuns | None:
+        """The runs of a call; layers share masks, so each is looked at once."""
+        rule = call.rule
+        key = _rule_key(rule)
+        if key not in self._runs:
+            if len(self._runs) > 16:
+                self._runs.pop(next(iter(self._runs)))
+            # Held with its tensors, so that no other tensor can have their addresses.
+            self._runs[key] = (rule, find_runs(rule))
+        return self._runs[key][1]
+
+
+def name_place(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}@{number}"
+
+
+def _rule_key(rule: Rule) -> Any:
+    """What tells two rules apart, without reading large tensors."""
+    packed = pack(rule)
+    tensors = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, _age(t)) for t in packed.tensors)
+    return packed.form, tensors, tuple(packed.ints), tuple(packed.floats), rule.shape
+
+
+def _age(tensor: Tensor) -> Any:
+    """What changes when a tensor is written to in place, as the positions in a cache are."""
+    if not tensor.is_inference():
+        return tensor._version
+    # In inference mode torch does not count; small tensors are read, large masks are made anew.
+    return tuple(tensor.flatten().tolist()) if tensor.numel() <= 1 << 16 else 0

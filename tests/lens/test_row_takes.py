@@ -1,0 +1,131 @@
+"""Which rows of a batch are recorded: one, several, or the windows and heads of one input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from lens_subjects import SUBJECTS, draw, judge, text_model
+from rounding import assert_within, bound_weights
+from torch import Tensor, nn
+
+from regard.lens.record import Record
+from regard.lens.watch import watch
+
+
+def test_several_rows_of_a_batch_in_one_record(tmp_path: Any) -> None:
+    model, ids = SUBJECTS["llama"](), draw(3, 11)
+    judged = judge(model, {"input_ids": ids})
+    with torch.no_grad(), watch(model, keep="qk", row=[2, 0]) as record:
+        model(input_ids=ids, use_cache=False)
+    names = [place.name for place in record.places]
+    assert names[:2] == ["model.layers.0.self_attn[2]", "model.layers.0.self_attn[0]"]
+    assert len(names) == 2 * len(judged) == len(set(names))
+    assert [place.layer for place in record.places] == [n // 2 for n in range(len(names))]
+    for number in range(len(names)):
+        row = (2, 0)[number % 2]
+        plain, exact = (maps[row] for maps in judged[number // 2])
+        found = np.stack([record.map(number, head) for head in range(len(plain))])
+        assert_within(found, exact, bound_weights(plain, exact))
+        assert record.ids(number).tolist() == ids[row].tolist()
+    record.save(tmp_path / "x.regard")
+    assert [place.name for place in Record.open(tmp_path / "x.regard").places] == names
+
+
+def test_several_rows_are_written_on_each_in_its_own_place() -> None:
+    model, ids = SUBJECTS["gpt2"](), draw(3, 7)
+    with torch.no_grad(), watch(model, keep="qk", row=range(3)) as record:
+        given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 5}
+        written = model.generate(ids, **given)
+    judged = judge(model, {"input_ids": written[:, :-1], "use_cache": False})
+    assert len(record.places) == 3 * len(judged)
+    for number in range(len(record.places)):
+        plain, exact = (maps[number % 3] for maps in judged[number // 3])
+        found = np.stack([record.map(number, head) for head in range(len(plain))])
+        assert_within(found, exact, bound_weights(plain, exact))
+
+
+def test_rollout_of_several_rows_is_of_one_of_them() -> None:
+    sizes = {"embedding_size": 12, "hidden_size": 36, "num_hidden_layers": 3, "vocab_size": 83}
+    config = hf.AlbertConfig(**sizes, num_attention_heads=4, intermediate_size=52)
+    model, ids = text_model(config, hf.AlbertModel), draw(2, 11)
+    with torch.no_grad():
+        with watch(model, keep="qk", row=[0, 1]) as both:
+            model(ids)
+        with watch(model, keep="qk", row=1) as last:
+            model(ids)
+    assert np.array_equal(both.rollout(), last.rollout())
+    assert both.places[3].name == f"{last.places[0].name}[1]@2"
+
+
+def test_rows_that_mean_nothing_are_refused() -> None:
+    model = SUBJECTS["bert"]()
+    for wrong in ([], [0, 0], ["a"]):
+        with pytest.raises(ValueError, match="row must be"), watch(model, row=wrong):
+            pass
+    with pytest.raises(ValueError, match="batch of 3 rows"), torch.no_grad(), watch(model):
+        model(draw(3, 11))
+    with pytest.raises(ValueError, match="row is 5"), torch.no_grad(), watch(model, row=[0, 5]):
+        model(draw(3, 11))
+
+
+@pytest.mark.parametrize("name", ["Swin", "Swinv2"])
+def test_windows_of_one_image_need_no_row(name: str) -> None:
+    sizes = {"image_size": 32, "patch_size": 2, "embed_dim": 12, "depths": [2, 2]}
+    config = getattr(hf, f"{name}Config")(**sizes, num_heads=[2, 3], window_size=4)
+    model, image = getattr(hf, f"{name}Model")(config).eval(), torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        with watch(model, keep="qk", row=0) as first:
+            model(image)
+        for call in (lambda: model(image), lambda: model(pixel_values=image)):
+            with watch(model, keep="qk") as record:
+                call()
+            assert [place.name for place in record.places] == [p.name for p in first.places]
+            for number in range(4):
+                assert np.array_equal(record.map(number, 1), first.map(number, 1))
+            assert "16 windows, and the record has the first" in record.notes[0]
+        assert not first.notes
+        with watch(model, layers=[0], row=range(16)) as every:
+            model(image)
+        assert len(every.places) == 16 and not every.notes
+        with pytest.raises(ValueError, match="batch of 32 rows"), watch(model):
+            model(torch.cat([image, image]))
+
+
+class Merged(nn.Module):
+    """Heads in the axis of the batch, and no word of how many."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.qkv, self.how = nn.Linear(12, 36), how
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        B, T, _ = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, 3, 4).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        return q, k, v
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        if self.how == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v)
+        return torch.bmm(q, k.mT).mul(0.5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("how", ["sdpa", "written out"])
+def test_heads_in_the_axis_of_the_batch(how: str) -> None:
+    model, x = Merged(how), torch.randn(1, 7, 12)
+    with torch.no_grad(), watch(model, keep="qk") as record:
+        model(x)
+    assert [(place.n_heads, place.n_queries) for place in record.places] == [(3, 7)]
+    with torch.no_grad():
+        q, k, _ = model.split(x)
+        plain = (q @ k.mT / 2).softmax(-1)
+        exact = (q.double() @ k.double().mT / 2).softmax(-1)
+    found = np.stack([record.map(0, head) for head in range(3)])
+    assert_within(found, exact, bound_weights(plain, exact))
+    with pytest.raises(ValueError, match="batch of 6 rows"), torch.no_grad(), watch(model):
+        model(torch.randn(2, 7, 12))

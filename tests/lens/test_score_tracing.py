@@ -1,0 +1,171 @@
+"""Models that write attention out in unusual ways: every weight theirs, or left out in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from lens_subjects import draw, text_model
+from rounding import assert_within
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from regard.lens.watch import watch
+
+SMALL: dict[str, Any] = {"vocab_size": 83}
+BERT = {**SMALL, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
+BERT |= {"intermediate_size": 20}
+SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 12, "depths": [2, 2], "num_heads": [2, 3]}
+SWIN |= {"window_size": 4}
+WINDOW = {**BERT, "attention_window": 4, "max_position_embeddings": 60, "pad_token_id": 1}
+
+
+def image_model(model: Any) -> Any:
+    """One of which no weight is left at zero."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(torch.randn_like(tensor), alpha=0.05)
+    return model.eval()
+
+
+MODELS: dict[str, Any] = {
+    "xlnet": lambda: text_model(
+        hf.XLNetConfig(**SMALL, d_model=24, n_layer=2, n_head=3, d_inner=20), hf.XLNetModel
+    ),
+    "funnel": lambda: text_model(
+        hf.FunnelConfig(
+            **SMALL, block_sizes=[1, 1], num_decoder_layers=1, d_model=24, n_head=3, d_head=8
+        ),
+        hf.FunnelModel,
+    ),
+    "deberta-v2": lambda: text_model(
+        hf.DebertaV2Config(**BERT, relative_attention=True, pos_att_type=["c2p", "p2c"]),
+        hf.DebertaV2Model,
+    ),
+    "swin": lambda: image_model(hf.SwinModel(hf.SwinConfig(**SWIN, initializer_range=0.3))),
+    "swinv2": lambda: image_model(hf.Swinv2Model(hf.Swinv2Config(**SWIN, initializer_range=0.3))),
+}
+
+
+class Softmaxes(TorchFunctionMode):
+    """Keeps what every softmax gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (F.softmax, torch.softmax, Tensor.softmax):
+            self.found.append(out)
+        return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_weight_is_the_models_own(name: str) -> None:
+    model = MODELS[name]()
+    windows = name.startswith("swin")
+    torch.manual_seed(2)
+    given = {"pixel_values": torch.randn(1, 3, 32, 32)} if windows else {"input_ids": draw(1, 16)}
+    if name == "swin":
+        model.set_attn_implementation("eager")
+    with torch.no_grad():
+        with Softmaxes() as softmaxes:
+            model(**given)
+        want = softmaxes.found
+        before = model(**given).last_hidden_state
+        for keep in ("qk", "statistics"):
+            with watch(model, keep=keep, row=0) as record:
+                after = model(**given).last_hidden_state
+            assert torch.equal(before, after) and not record.notes
+            assert len(record.places) == len(want)
+            for number, maps in enumerate(want):
+                found = np.stack([record.map(number, head) for head in range(maps.shape[1])])
+                # Scores of about 10 are off by a few roundings, and weights by as much of 1.
+                assert_within(found, maps[0], 64 * torch.finfo(torch.float32).eps, name)
+
+
+@pytest.mark.parametrize("name", ["longformer", "led"])
+def test_windows_in_pieces_are_left_out_in_words(name: str) -> None:
+    if name == "longformer":
+        model = text_model(hf.LongformerConfig(**WINDOW), hf.LongformerModel)
+        with (
+            pytest.raises(ValueError, match="is pad, which moves scores"),
+            torch.no_grad(),
+            watch(model),
+        ):
+            model(input_ids=draw(1, 16))
+        return
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 3}
+    sizes |= {"decoder_attention_heads": 3, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20}
+    model = text_model(hf.LEDConfig(**SMALL, **sizes, d_model=24, attention_window=4), hf.LEDModel)
+    with (
+        pytest.warns(RuntimeWarning, match=r"encoder\.layers\.0.*moves scores"),
+        torch.no_grad(),
+        watch(model) as record,
+    ):
+        model(input_ids=draw(1, 16))
+    assert len(record.places) == 4 and len(record.notes) == 1
+
+
+class FiveAxes(nn.Module):
+    """Windows in an axis of their own, as torchvision's MaxViT has them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.qkv, self.how = nn.Linear(12, 36), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, G, T, _ = x.shape
+        q, k, v = self.qkv(x).view(B, G, T, 3, 3, 4).permute(3, 0, 1, 4, 2, 5)
+        if self.how == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v)
+        if self.how == "einsum":
+            scores = torch.einsum("B G H I D, B G H J D -> B G H I J", q, k) * 0.5
+        else:
+            scores = torch.matmul(q, k.mT).mul(0.5)
+        return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("how", ["sdpa", "einsum", "matmul"])
+def test_attention_over_five_axes(how: str) -> None:
+    model, x = FiveAxes(how), torch.randn(1, 6, 5, 12)
+    with torch.no_grad():
+        before = model(x)
+        with watch(model, keep="qk", row=4) as record:
+            assert torch.equal(model(x), before)
+        q, k, _ = model.qkv(x).view(1, 6, 5, 3, 3, 4).permute(3, 0, 1, 4, 2, 5)
+        want = (q @ k.mT * 0.5).softmax(-1)[0, 4]
+    found = np.stack([record.map(0, head) for head in range(3)])
+    assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+def test_scores_changed_by_any_function_of_numbers_are_kept_as_they_are() -> None:
+    class Squashed(FiveAxes):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x)[0].view(6, 5, 3, 3, 4).permute(2, 0, 3, 1, 4)
+            return torch.clamp(torch.sinh(q @ k.mT), -2, 2).softmax(-1) @ v
+
+    model, x = Squashed(""), torch.randn(1, 6, 5, 12)
+    with torch.no_grad(), watch(model, row=2) as record:
+        model(x)
+        q, k, _ = model.qkv(x)[0].view(6, 5, 3, 3, 4).permute(2, 0, 3, 1, 4)
+        want = torch.clamp(torch.sinh(q @ k.mT), -2, 2).softmax(-1)[2]
+    found = np.stack([record.map(0, head) for head in range(3)])
+    assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+def test_scores_turned_over_are_left_out() -> None:
+    class Turned(FiveAxes):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x)[0].view(6, 5, 3, 3, 4).permute(2, 0, 3, 1, 4)
+            return (q @ k.mT).transpose(-1, -2).softmax(-1) @ v
+
+    model = Turned("")
+    with pytest.raises(ValueError, match="is transpose, which moves"), watch(model, row=0):
+        model(torch.randn(1, 6, 5, 12))
