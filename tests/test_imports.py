@@ -40,7 +40,7 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "_look": ("generation", "lens"),
     "training": ("generation",),
     "labs": ("generation", "training", "view", "regard"),
-    "cli": ("generation", "training", "view", "regard"),
+    "cli": ("labs",),
     "regard": ("generation", "training", "_look", "view"),
     "__main__": ("cli",),
 }

@@ -136,7 +136,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
-    if name in ("nn", "layers", "positions", "models", "generation", "tokens", "lens", "view"):
+    rooms = "nn layers positions models generation tokens lens view labs"
+    if name in rooms.split():
         return importlib.import_module(f"regard.{name}")
     raise AttributeError(f"module 'regard' has no attribute {name!r}")
 

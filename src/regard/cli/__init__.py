@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 from regard._version import __version__
 from regard.cli.doctor import add_doctor
 from regard.cli.generate import add_generate
+from regard.cli.lab import add_lab
 from regard.cli.look import EXAMPLE_TEXT, add_look
 from regard.cli.survey import add_survey
 from regard.cli.train import add_train
@@ -70,7 +71,7 @@ def build_app() -> "typer.Typer":
         pass
 
     looking, writing = (add_look, add_survey, add_view), (add_translate, add_generate, add_train)
-    for add in (*looking, *writing, add_doctor):
+    for add in (*looking, *writing, add_lab, add_doctor):
         add(app)
     return app
 

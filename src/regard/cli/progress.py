@@ -42,8 +42,9 @@ def showing(
 
 
 @contextmanager
-def counting(notes: Console, doing: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, that is told how much of the total is done; elsewhere nothing."""
+def counting(notes: Console, doing: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """A bar on a terminal, that is told how much of the total is done, and, by their names, another
+    `total` or `description`; elsewhere nothing."""
     from rich import progress
 
     columns = (
@@ -62,7 +63,7 @@ def counting(notes: Console, doing: str, total: int | None) -> Iterator[Callable
         disable=not notes.is_terminal,
     ) as bar:
         task = bar.add_task(doing, total=total)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda done, **other: bar.update(task, completed=done, **other)
 
 
 def working(notes: Console, doing: str) -> AbstractContextManager[object]:

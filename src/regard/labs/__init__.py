@@ -1,0 +1,42 @@
+"""Labs: claims of lectures on attention, each run for real.
+
+Why: predict, run, see the true number.
+
+How: one file per question, each with a `LAB` (`lab.py`): what is asked, what one would predict,
+how it is measured, the findings as sentences made of the measured numbers, and the figure.
+`run_lab` (`run.py`) runs one and goes on where it was stopped; `report.py` writes JSON, PNG and one
+page. What full runs gave is kept in docs/labs.
+
+Left out: anything that the library needs; labs use it, never the other way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regard.labs.lab import Lab
+    from regard.labs.run import run_lab
+
+__all__ = ["NAMES", "find_lab", "run_lab"]
+
+NAMES = ("scaling",)
+
+_HOME = {
+    "run_lab": "regard.labs.run",
+}
+
+
+def find_lab(name: str) -> Lab:
+    """The lab of that name."""
+    if name not in NAMES:
+        raise ValueError(f"no lab is named {name!r}; there are {', '.join(NAMES)}")
+    lab: Lab = importlib.import_module(f"regard.labs.{name}").LAB
+    return lab
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'regard.labs' has no attribute {name!r}")

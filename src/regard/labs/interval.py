@@ -1,0 +1,55 @@
+"""Means with their 95% intervals, over seeds or samples.
+
+How: Student's t for a mean; its quantile is found by bisection on the integral of its density, so
+that no table and no further package is needed. Wilson's interval for a share of trials.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+
+def mean_interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean, and low and high of its 95% interval, of independent values; at least two."""
+    if len(values) < 2:
+        raise ValueError(f"an interval needs at least two values, and {len(values)} came")
+    numbers = np.asarray(values, dtype=np.float64)
+    mean = float(numbers.mean())
+    half = t_quantile(len(values) - 1) * float(numbers.std(ddof=1)) / math.sqrt(len(values))
+    return {"mean": mean, "low": mean - half, "high": mean + half, "n": len(values)}
+
+
+def share_interval(right: int, trials: int) -> dict[str, float]:
+    """The share of trials that were right, with Wilson's 95% interval."""
+    if not 0 <= right <= trials or trials < 1:
+        raise ValueError(f"{right} of {trials} is no share; expected 0 <= right <= trials, above 0")
+    z, share = 1.959964, right / trials
+    middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    spread = math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    half = z * spread / (1 + z * z / trials)
+    return {"mean": share, "low": middle - half, "high": middle + half, "n": trials}
+
+
+@cache
+def t_quantile(freedom: int) -> float:
+    """The 97.5% quantile of Student's t with so many degrees of freedom."""
+    log_c = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
+    scale = math.exp(log_c) / math.sqrt(freedom * math.pi)
+    low, high = 0.0, 16.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        x = np.linspace(0.0, middle, 4001)
+        density = scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
+        below = 0.5 + float(np.trapezoid(density, x))
+        low, high = (middle, high) if below < 0.975 else (low, middle)
+    return (low + high) / 2
+
+
+def spell_interval(found: dict[str, float], form: str = ".3g") -> str:
+    """A mean with its interval as a sentence has it: 1.23 (95% interval 1.20 to 1.26)."""
+    mean, low, high = (format(found[name], form) for name in ("mean", "low", "high"))
+    return f"{mean} (95% interval {low} to {high})"

@@ -1,0 +1,32 @@
+"""What a lab is: a question, a prediction, a method, and three functions.
+
+How: `measure` is given a `Run` and returns plain numbers (dicts, lists, numbers, words: what JSON
+holds). `find` makes sentences of these and nothing else, so that every number in a text is one that
+was measured; `draw` makes the figure of them. All three are functions of the lab's own file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from regard.labs.run import Run
+
+Results = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """One question. `prediction` is what a reader of the textbook would say before the run."""
+
+    name: str
+    question: str
+    prediction: str
+    method: str
+    measure: Callable[[Run], dict[str, Any]]
+    find: Callable[[Results], list[str]]
+    draw: Callable[[Results, Figure], None]
