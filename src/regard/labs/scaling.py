@@ -3,7 +3,8 @@
 The derivation: for independent entries of mean 0 and variance 1, q · k is a sum of d products of
 mean 0 and variance 1, so its standard deviation is √d. Softmax of scores that are √d apart comes
 near to one weight of 1, and there its gradient goes to 0: for weights p the derivative is
-diag(p) - p pᵀ, whose squared norm is Σ pᵢ² (1 - 2 pᵢ + Σ pⱼ²), 0 where one weight is 1.
+diag(p) - p pᵀ, whose squared norm is Σ pᵢ² (1 - 2 pᵢ + Σ pⱼ²), 0 where one weight is 1 (and small
+where there are many equal ones).
 """
 
 from __future__ import annotations
@@ -64,19 +65,32 @@ def measure(run: Run) -> dict[str, Any]:
 
 def find(results: Results) -> list[str]:
     first, last = results["widths"][0], results["widths"][-1]
-    d = last["d"]
-    fall = last["plain gradient"]["mean"] / first["plain gradient"]["mean"]
-    return [
-        f"At d = {d} scores without the division spread by {spell_interval(last['plain spread'])}, "
-        f"where √d is {d**0.5:.3g}; divided by √d by {spell_interval(last['scaled spread'])}.",
+    d, most = last["d"], max(results["widths"], key=lambda row: row["plain gradient"]["mean"])
+    sentences = [
+        f"At d = {d:,} scores without the division spread by "
+        f"{spell_interval(last['plain spread'])}, where √d is {d**0.5:.3g}; divided by √d by "
+        f"{spell_interval(last['scaled spread'])}.",
         f"The largest of {results['keys']} weights is then "
         f"{spell_interval(last['plain largest'])} on average, and "
         f"{spell_interval(last['scaled largest'])} with the division.",
-        f"From d = {first['d']} to d = {d} the norm of the softmax's gradient falls to "
-        f"{fall:.2g} of what it was without the division, from "
-        f"{spell_interval(first['plain gradient'])} to {spell_interval(last['plain gradient'])}; "
-        f"with it, it is {spell_interval(last['scaled gradient'])}.",
+        f"The norm of the softmax's gradient is {spell_interval(last['plain gradient'])} there, "
+        f"and {spell_interval(last['scaled gradient'])} with the division, whatever d is "
+        f"({spell_interval(first['scaled gradient'])} at d = {first['d']}).",
     ]
+    above = [row["d"] for row in results["widths"] if has_more(row)]
+    if above:
+        sentences.append(
+            f"Against the prediction, undivided scores let more gradient through at d = "
+            f"{', '.join(map(str, above))}, most at d = {most['d']} "
+            f"({spell_interval(most['plain gradient'])}): weights that are nearly equal have "
+            "little of it too, and it falls only where one of them takes nearly all."
+        )
+    return sentences
+
+
+def has_more(row: Results) -> bool:
+    """Whether undivided scores let clearly more gradient through at this width."""
+    return bool(row["plain gradient"]["low"] > row["scaled gradient"]["high"])
 
 
 def draw(results: Results, figure: Figure) -> None:
