@@ -1,6 +1,6 @@
 """Train a small encoder on masked words, with the attention of a larger one as its teacher.
 
-    python train.py prose.txt --valid held_out.txt --teacher all-MiniLM-L6-v2 --out run
+    python distill.py prose.txt --valid held_out.txt --teacher all-MiniLM-L6-v2 --out run
 
 `embedded:encoder` was trained this way. The run's folder holds the model as `regard.load` and
 `transformers` open it, and report.json with its scores: masked words that are right, how often
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from antecedent_score import antecedent_score, read_twins
+from antecedent_score import CHOOSING, antecedent_score, read_twins
 from distilled_attention import DistilledTask, heads_agree
 from sentence_rows import make_rows
 from student_vocabulary import make_vocabulary
@@ -111,8 +111,8 @@ def score(model: Transformer, task: DistilledTask) -> dict[str, Any]:
         "heads_agree": heads_agree(model, task, task.valid[:256]),
         "antecedents": asdict(antecedent_score(model, sentences)),
         "antecedents_of_teacher": asdict(antecedent_score(task.teacher, sentences)),
-        "first_noun": float(np.mean([s.means == 0 for s in sentences[100:]])),
-        "nearest_noun": float(np.mean([s.means == 1 for s in sentences[100:]])),
+        "first_noun": float(np.mean([s.means == 0 for s in sentences[CHOOSING:]])),
+        "nearest_noun": float(np.mean([s.means == 1 for s in sentences[CHOOSING:]])),
     }
 
 
