@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from regard.lens.head_effects import Effect
 from regard.lens.next_tokens import NextTokens
 from regard.lens.record import Place
 
@@ -58,6 +59,7 @@ class FakeRecord:
     ends: list[int] | None = None
     norms: list[np.ndarray] | None = None
     sums: list[tuple[np.ndarray, np.ndarray]] | None = None
+    worth: list[Effect] = field(default_factory=list)
 
     def scores(self, place: int, head: int, t: np.ndarray, s: np.ndarray) -> np.ndarray:
         here = self.places[place]
@@ -147,6 +149,9 @@ class FakeRecord:
 
     def gradients(self, place: int) -> tuple[np.ndarray, np.ndarray] | None:
         return None if self.sums is None else self.sums[place]
+
+    def effects(self) -> list[Effect]:
+        return self.worth
 
     def rollout_places(self) -> list[int]:
         own = [n for n, place in enumerate(self.places) if place.kind == "self"]

@@ -4,6 +4,7 @@ import { BareSource } from "./bare";
 import { h, message, clear, strip } from "./dom";
 import { opening, shorten } from "./words";
 import { words, type Context, type Page } from "./context";
+import { MATTERS } from "./effects";
 import { measureOf } from "./measures";
 import type { Manifest } from "./manifest";
 import { start } from "./pages/start";
@@ -187,7 +188,8 @@ export class App implements Context {
     const [from, to] = [this.manifest.records[state.record]!.places[state.place]!, places[place]!];
     const head = typeof state.head === "number" ? Math.min(state.head, to.n_heads - 1) : state.head;
     const same = from.n_queries === to.n_queries && from.n_keys === to.n_keys;
-    this.go({ record, place, head, ...(!same && { token: -1, at: null }) });
+    const sort = state.sort === MATTERS && !this.manifest.records[record]!.effects.length ? "" : state.sort;
+    this.go({ record, place, head, sort, effect: 0, ...(!same && { token: -1, at: null }) });
   }
 
   private open(page: PageName): void {
