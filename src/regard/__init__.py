@@ -154,4 +154,4 @@ def _view(name: str) -> Any:
     )
 
 
-VIEWERS.update({name: _view(name) for name in ("plot", "write_page", "make_widget")})
+VIEWERS.update({name: _view(name) for name in ("plot", "write_page", "make_widget", "write_heads")})

@@ -152,14 +152,15 @@ def survey(
     block: int = 256,
     resume: bool = False,
 ) -> HeadTable:
-    """What every head of a model does over many texts: the scores of `Record.heads` as means.
+    """What every head of a model does over many texts: the scores of `Record.heads` as means, and
+    how much it links words.
 
     model: as in `look`, one that reads alone. texts: any number of them, or a file: .jsonl with a
     text under `key` in each line, else a text in each line. Each counts once; of one that is longer
     than the model takes, the beginning is read; an empty one is only counted. Their number costs no
-    memory. out: where the table goes, a .csv, .json or .parquet file, and while it is made its
-    state, beside, from which resume=True goes on. limit: so many texts at most. batch: texts of the
-    same number of tokens that are read together. block: texts that are summed up together.
+    memory. out: where the table goes, a .csv, .json, .parquet or .regard file, and while it is made
+    its state, beside, from which resume=True goes on. limit: so many texts at most. batch: texts of
+    the same number of tokens that are read together. block: texts that are summed up together.
 
     Under torchrun the processes share the work; the result does not depend on their number.
 
@@ -187,6 +188,7 @@ def survey_subject(
     from regard.lens.corpus import read_texts
     from regard.lens.head_table import check_table_path
     from regard.lens.survey import Reader, Tokens, is_main, survey_texts
+    from regard.lens.word_links import find_words
 
     path = None if out is None else Path(out)
     if path is not None:
@@ -197,7 +199,8 @@ def survey_subject(
         said = subject.encode(text) if text.strip() else Said([], [], None)
         truncated = most is not None and len(said.ids) > most
         said = said.first(most) if truncated and most is not None else said
-        return Tokens(said.ids, said.labels, truncated)
+        words = [] if said.spans is None else find_words(text, said.labels, said.spans)
+        return Tokens(said.ids, said.labels, truncated, words)
 
     reader = Reader(subject.name, subject.module, encode, subject.run)
     several = read_texts(Path(texts), key) if isinstance(texts, str | os.PathLike) else texts

@@ -41,12 +41,12 @@ def test_the_means_are_those_of_each_text_read_alone() -> None:
         tokens = reader.encode(text)
         if tokens.ids:
             ids = torch.tensor([tokens.ids])
-            found = score_batch(reader.module, reader.run, ids, [tokens.labels])
+            found = score_batch(reader.module, reader.run, ids, [tokens.labels], [tokens.words])
             each.append(np.concatenate([scores[0] for scores in found.values()]))
     values = np.stack(each)
     table = run(texts)
     assert np.array_equal(table.counts, (~np.isnan(values)).sum(0))
-    assert 0 < table.counts.min() < table.counts.max() == len(values)  # no sign, no repetition
+    assert 0 < table.counts.min() < table.counts.max() == len(values)  # no sign, no words
     np.testing.assert_allclose(table.means, np.nanmean(values, 0), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(table.stds, np.nanstd(values, 0, ddof=1), rtol=1e-4, atol=1e-6)
     assert (table.n_texts, table.n_empty, table.n_truncated) == (60, 2, 2)

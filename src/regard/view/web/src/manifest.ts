@@ -85,15 +85,15 @@ export interface Manifest {
 
 export class BadManifest extends Error {}
 
-function need(fine: boolean, words: string): asserts fine {
+export function need(fine: boolean, words: string): asserts fine {
   if (!fine) throw new BadManifest(words);
 }
 
-function isObject(value: unknown): value is Record<string, unknown> {
+export function isObject(value: unknown): value is Record<string, unknown> {
   return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
-function count(value: unknown, what: string, low: number, high: number): number {
+export function count(value: unknown, what: string, low: number, high: number): number {
   need(
     typeof value === "number" && Number.isInteger(value) && value >= low && value <= high,
     `${what} should be a whole number from ${low} to ${high}`,
@@ -101,7 +101,7 @@ function count(value: unknown, what: string, low: number, high: number): number 
   return value;
 }
 
-function text(value: unknown, what: string): string {
+export function text(value: unknown, what: string): string {
   need(typeof value === "string", `${what} should be text`);
   return value.slice(0, 400);
 }
@@ -168,7 +168,7 @@ function place(value: unknown, at: number): Place {
   };
 }
 
-function finite(value: unknown): number | null {
+export function finite(value: unknown): number | null {
   return typeof value === "number" && Number.isFinite(value) ? value : null;
 }
 
@@ -203,7 +203,7 @@ function effect(value: unknown, places: Place[], tokens: number): Effect {
   };
 }
 
-function scoreWords(value: unknown): Manifest["words"] {
+export function scoreWords(value: unknown): Manifest["words"] {
   need(isObject(value), "the words for scores should be an object");
   const out: Manifest["words"] = Object.create(null);
   for (const [name, said] of Object.entries(value)) {

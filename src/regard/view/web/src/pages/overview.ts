@@ -9,6 +9,7 @@ import { MATTERS, changeOf, chip, largestChange, shownEffect } from "../effects"
 import { headTitle, isExact, placeLabel } from "../manifest";
 import { Matters } from "../matters";
 import { role, score, spell, spellScore, strength, threshold, told } from "../roles";
+import { rove } from "../rove";
 import { Thumbs } from "../thumbs";
 import { direction, opening, shorten } from "../words";
 
@@ -70,7 +71,7 @@ export function overview(context: Context): Page {
     grid.style.removeProperty("--heads");
     if (context.state.sort) fillSorted(context, grid, painter, found, matters);
     else fillModel(context, grid, painter, found, matters, curve === "chance" ? " Times chance: 1 is what each key would get if a query looked at all it may see alike." : "");
-    rove(grid);
+    rove(grid, [".card", "a.change-cell"]);
   };
   fill();
   if (beside) matters.follow(grid);
@@ -212,42 +213,4 @@ function repaintChip(context: Context, card: HTMLElement): void {
   if (!effect || !context.state.sort) return;
   card.querySelector(".chip")?.remove();
   card.querySelector(".caption")!.append(chip(context, effect, changeOf(effect, Number(card.dataset.place), Number(card.dataset.head))));
-}
-
-/** One stop for the tab key in each heat; arrows move between the heads. */
-function rove(grid: HTMLElement): void {
-  const heats = [".card", "a.change-cell"].map((one) => [...grid.querySelectorAll<HTMLElement>(one)]);
-  for (const cards of heats) cards.forEach((card, at) => card.setAttribute("tabindex", at ? "-1" : "0"));
-  grid.onkeydown = (event) => {
-    const active = (grid.getRootNode() as Document | ShadowRoot).activeElement as HTMLElement;
-    const cards = heats.find((one) => one.includes(active));
-    if (!cards) return;
-    const here = cards.indexOf(active);
-    const next = neighbour(cards, here, event.key);
-    if (next === null) return;
-    event.preventDefault();
-    event.stopPropagation();
-    cards[here]!.setAttribute("tabindex", "-1");
-    cards[next]!.setAttribute("tabindex", "0");
-    cards[next]!.focus();
-  };
-}
-
-function neighbour(cards: HTMLElement[], at: number, key: string): number | null {
-  if (key === "ArrowRight") return Math.min(cards.length - 1, at + 1);
-  if (key === "ArrowLeft") return Math.max(0, at - 1);
-  if (key === "Home") return 0;
-  if (key === "End") return cards.length - 1;
-  if (key !== "ArrowDown" && key !== "ArrowUp") return null;
-  const from = cards[at]!.getBoundingClientRect();
-  const down = key === "ArrowDown";
-  let [best, distance] = [at, Infinity];
-  cards.forEach((card, index) => {
-    const to = card.getBoundingClientRect();
-    const along = down ? to.top - from.top : from.top - to.top;
-    if (along < from.height / 2) return;
-    const far = along * 4 + Math.abs(to.left - from.left);
-    if (far < distance) [best, distance] = [index, far];
-  });
-  return best;
 }
