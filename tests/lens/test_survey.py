@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,26 @@ def test_a_limit_and_a_stream_read_no_more_than_they_must() -> None:
     chosen = survey.Plan(block=BLOCK, batch=5, limit=37)
     assert_same(survey.survey_texts(make_reader(), drawn, chosen), run(texts[:37]))
     assert next(drawn) == texts[37]
+
+
+class Text(str):
+    """A text of which it can be known whether anyone still holds it."""
+
+
+def test_texts_are_let_go_block_by_block() -> None:
+    held: list[weakref.ref[Text]] = []
+    most = 0
+
+    def stream() -> Iterator[str]:
+        nonlocal most
+        for text in make_texts(12 * BLOCK):
+            own = Text(text)
+            held.append(weakref.ref(own))
+            most = max(most, sum(each() is not None for each in held))
+            yield own
+
+    table = survey.survey_texts(make_reader(), stream(), survey.Plan(block=BLOCK, batch=5))
+    assert table.n_texts == 12 * BLOCK and BLOCK <= most <= 2 * BLOCK + 1
 
 
 def test_a_survey_that_was_killed_goes_on_to_the_same_result(tmp_path: Path) -> None:
