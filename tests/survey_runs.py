@@ -16,6 +16,7 @@ from tiny_checkpoints import make_model
 
 from regard.lens import survey
 from regard.lens.head_table import HeadTable
+from regard.lens.word_links import find_words
 
 BLOCK = 16
 
@@ -23,7 +24,7 @@ BLOCK = 16
 def make_texts(n: int) -> list[str]:
     """Words of few letters; some texts are empty, some longer than the model takes."""
     drawn = random.Random(5)
-    texts = ["".join(drawn.choices("abcd,", k=drawn.randint(1, 9))) for _ in range(n)]
+    texts = ["".join(drawn.choices("abcd,,", k=drawn.randint(1, 9))) for _ in range(n)]
     texts[3::50] = ["" for _ in texts[3::50]]
     texts[7::50] = ["ab" * 20 for _ in texts[7::50]]
     return texts
@@ -35,8 +36,10 @@ def make_reader(name: str = "tiny", sleep_s: float = 0.0) -> survey.Reader:
 
     def encode(text: str) -> survey.Tokens:
         time.sleep(sleep_s)
-        ids = [5 + ord(letter) % 23 for letter in text[:13]]
-        return survey.Tokens(ids, list(text[:13]), len(text) > 13)
+        letters = list(text[:13])
+        ids = [5 + ord(letter) % 23 for letter in letters]
+        words = find_words(text, letters, [(n, n + 1) for n in range(len(letters))])
+        return survey.Tokens(ids, letters, len(text) > 13, words)
 
     return survey.Reader(name, model, encode, model.run)
 

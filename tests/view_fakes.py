@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from regard.lens.head_effects import Effect
+from regard.lens.head_table import SURVEYED, Head, HeadTable, Moments
 from regard.lens.next_tokens import NextTokens
 from regard.lens.record import Place
 
@@ -58,6 +60,7 @@ class FakeRecord:
     ends: list[int] | None = None
     norms: list[np.ndarray] | None = None
     sums: list[tuple[np.ndarray, np.ndarray]] | None = None
+    worth: list[Effect] = field(default_factory=list)
 
     def scores(self, place: int, head: int, t: np.ndarray, s: np.ndarray) -> np.ndarray:
         here = self.places[place]
@@ -147,6 +150,9 @@ class FakeRecord:
 
     def gradients(self, place: int) -> tuple[np.ndarray, np.ndarray] | None:
         return None if self.sums is None else self.sums[place]
+
+    def effects(self) -> list[Effect]:
+        return self.worth
 
     def rollout_places(self) -> list[int]:
         own = [n for n, place in enumerate(self.places) if place.kind == "self"]
@@ -293,3 +299,11 @@ def ramp(n: int) -> Ramp:
     """A long record that answers at once."""
     plain = decoder([f"w{i}" for i in range(n)], layers=2, n_heads=2)
     return Ramp(**vars(plain))
+
+
+def surveyed(layers: int = 2, n_heads: int = 3, model: str = "fake:lm") -> HeadTable:
+    """What a survey of 11 texts found; of head 1 none had the score of induction."""
+    values = np.random.default_rng(3).uniform(0, 1, (11, layers * n_heads, len(SURVEYED)))
+    values[:, 1, 3] = np.nan
+    heads = [Head(f"layers.{n}.attn", n, head) for n in range(layers) for head in range(n_heads)]
+    return HeadTable(model, heads, Moments.of(values), 12, 1, 2)

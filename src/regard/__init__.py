@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from regard.lens import Record
     from regard.lens.edit.edit import edit, head_outputs
     from regard.lens.edit.values import Ablate, Block, HeadOutputs, Patch
-    from regard.lens.effect import Effect, effect
+    from regard.lens.effect import effect
+    from regard.lens.head_effects import Effect
     from regard.lens.watch import watch
     from regard.models import Transformer, count_parameters, load, save
     from regard.nn import convert
@@ -65,7 +66,8 @@ _HOMES = {
     "regard.lens": "Record",
     "regard.lens.edit.edit": "edit head_outputs",
     "regard.lens.edit.values": "Ablate Block HeadOutputs Patch",
-    "regard.lens.effect": "Effect effect",
+    "regard.lens.effect": "effect",
+    "regard.lens.head_effects": "Effect",
     "regard.lens.watch": "watch",
     "regard._look": "look survey",
     "regard.nn": "convert",
@@ -153,4 +155,4 @@ def _view(name: str) -> Any:
     )
 
 
-VIEWERS.update({name: _view(name) for name in ("plot", "write_page", "make_widget")})
+VIEWERS.update({name: _view(name) for name in ("plot", "write_page", "make_widget", "write_heads")})

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from regard.lens.edit.values import Where
     from regard.lens.head_table import HeadTable
     from regard.lens.record import Record
     from regard.lens.recorder import Progress
@@ -52,6 +53,8 @@ def look(
     truncate: bool = False,
     window: bool = False,
     values: bool = False,
+    effect: bool = False,
+    edges: tuple[Where, Where] | None = None,
 ) -> Record:
     """What every head of a model does with a text; `.show()` is the picture, in a notebook.
 
@@ -61,7 +64,9 @@ def look(
     the language, for one that knows several. A text longer than the model was made for is read as
     it is, or refused where the model cannot; truncate: its beginning is read; window: all of it, in
     windows that overlap by half, in each of which tokens see each other. values: keep how long
-    values are too, for value-weighted attention; not in windows.
+    values are too, for value-weighted attention; not in windows. effect: switch off each head, and
+    keep how the log-probability of the next token changes; edges: (query, key), the same with this
+    look forbidden in each head (`regard.effect`).
 
         regard.look("The animal didn't cross the street because it was too tired.").show()
     """
@@ -74,15 +79,51 @@ def look(
     if loaded.config.encoder and loaded.config.decoder:
         from regard.generation import translate
 
-        if truncate or window:
-            what = "truncate" if truncate else "window"
+        alone = {"truncate": truncate, "window": window, "effect": effect, "edges": edges}
+        for what in (option for option, asked in alone.items() if asked):
             raise ValueError(f"{what} is for a model that reads alone, and {name} translates")
         translation = translate(loaded, text, to)
         return see_translation(loaded, name, text, translation, to, keep=keep)
     if to is not None:
         raise ValueError(f"to is {to!r}, but {name} reads a text and translates none")
     subject = replace(own_subject(loaded, name), keep=keep)
-    return see(subject, text, fit=choose_fit(truncate, window))
+    fit = choose_fit(truncate, window)
+    if effect or edges is not None:
+        check_effect(subject, text, fit, edges)
+    return add_effects(subject, see(subject, text, fit=fit), effect, edges)
+
+
+def check_effect(subject: Subject, text: str, fit: Fit, edges: tuple[Where, Where] | None) -> None:
+    """Refuse what could not be measured, before the model reads."""
+    from regard.lens.edit.positions import with_numbers
+    from regard.lens.effect import make_block
+    from regard.lens.word_links import find_words
+
+    if subject.tokenizer is None and getattr(subject.module, "tokenizer", None) is None:
+        raise ValueError(
+            f"{subject.name} is no language model, so there is no next token: leave effect out"
+        )
+    if fit == "window":
+        raise ValueError("an effect is of a text that is read at once; leave effect or window out")
+    if edges is not None:
+        said = subject.read(text, fit)
+        words = find_words(text, said.labels, said.spans or [(0, 0)] * len(said.ids))
+        with_numbers(make_block(edges), words)
+
+
+def add_effects(
+    subject: Subject, record: Record, heads: bool, edges: tuple[Where, Where] | None
+) -> Record:
+    """Keep in a record what its heads are worth to the next token, or to a masked word in it.
+
+    heads: with each of them switched off; edges: with this look forbidden in each.
+    """
+    from regard.lens.effect import effect
+
+    for asked in (*((None,) if heads else ()), *((edges,) if edges is not None else ())):
+        found = effect(subject.module, record.text, edges=asked, tokenizer=subject.tokenizer)
+        record.add_effect(found)
+    return record
 
 
 def _load(model: str | os.PathLike[str] | Transformer) -> tuple[Transformer, str]:
@@ -111,14 +152,15 @@ def survey(
     block: int = 256,
     resume: bool = False,
 ) -> HeadTable:
-    """What every head of a model does over many texts: the scores of `Record.heads` as means.
+    """What every head of a model does over many texts: the scores of `Record.heads` as means, and
+    how much it links words.
 
     model: as in `look`, one that reads alone. texts: any number of them, or a file: .jsonl with a
     text under `key` in each line, else a text in each line. Each counts once; of one that is longer
     than the model takes, the beginning is read; an empty one is only counted. Their number costs no
-    memory. out: where the table goes, a .csv, .json or .parquet file, and while it is made its
-    state, beside, from which resume=True goes on. limit: so many texts at most. batch: texts of the
-    same number of tokens that are read together. block: texts that are summed up together.
+    memory. out: where the table goes, a .csv, .json, .parquet or .regard file, and while it is made
+    its state, beside, from which resume=True goes on. limit: so many texts at most. batch: texts of
+    the same number of tokens that are read together. block: texts that are summed up together.
 
     Under torchrun the processes share the work; the result does not depend on their number.
 
@@ -146,6 +188,7 @@ def survey_subject(
     from regard.lens.corpus import read_texts
     from regard.lens.head_table import check_table_path
     from regard.lens.survey import Reader, Tokens, is_main, survey_texts
+    from regard.lens.word_links import find_words
 
     path = None if out is None else Path(out)
     if path is not None:
@@ -156,7 +199,8 @@ def survey_subject(
         said = subject.encode(text) if text.strip() else Said([], [], None)
         truncated = most is not None and len(said.ids) > most
         said = said.first(most) if truncated and most is not None else said
-        return Tokens(said.ids, said.labels, truncated)
+        words = [] if said.spans is None else find_words(text, said.labels, said.spans)
+        return Tokens(said.ids, said.labels, truncated, words)
 
     reader = Reader(subject.name, subject.module, encode, subject.run)
     several = read_texts(Path(texts), key) if isinstance(texts, str | os.PathLike) else texts

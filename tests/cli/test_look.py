@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 import regard
-from regard._look import Said, own_subject, see, see_translation
+from regard._look import Said, check_effect, own_subject, see, see_translation
 from regard.cli.digest import DEEP_RGB, draw_bar, write_digest, write_effect
-from regard.cli.look import find_effect, see_showing
+from regard.cli.look import see_showing
 from regard.cli.progress import showing
 from regard.lens.findings import choose_word
 from regard.lens.record import Record
@@ -420,10 +420,20 @@ def test_what_heads_are_worth_is_told_under_the_digest(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     text = SENTENCE.removesuffix(" tired.")
-    page = tmp_path / "page.html"
-    code, out, err = run(capsys, "look", text, "--effect", "--html", page)
+    page, saved = tmp_path / "page.html", tmp_path / "x.regard"
+    options = ["--effect", "--edge", "it", "animal", "--html", page, "--save", saved]
+    code, out, err = run(capsys, "look", text, *options)
     assert code == 0, err
-    found = regard.effect(regard.load("embedded:lm"), text)
+    model = regard.load("embedded:lm")
+    found, look = regard.effect(model, text), regard.effect(model, text, edges=("it", "animal"))
+    kept = [effect.whole for effect in Record.open(saved).effects()]
+    assert kept == pytest.approx([found.whole, look.whole])
+    assert '"edit":"forbidding it \\u2192 animal in a head"' in page.read_text()
+    again = run(capsys, "view", saved, "--html", page)
+    assert again[0] == 0 and again[1] == out and look.title in out
+    told = out.split(look.title)[0]
+    assert told.rstrip().endswith(f"all heads {found.whole:+.3f}")
+    out = told.rstrip() + "\n"
     told = out.split(found.title + "\n")[1].splitlines()
     layer, head, change = found.top(1)[0]
     assert told[0] == f"  {f'{layer}.{head}':<8}  {change:+.3f} {'█' * 10}"
@@ -433,4 +443,6 @@ def test_what_heads_are_worth_is_told_under_the_digest(
     assert f"48;2;{';'.join(map(str, DEEP_RGB))}m {change:+.3f}" in shaded.getvalue()
     speechless = replace(own_subject(regard.load("embedded:lm"), "reader"), module=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="reader is no language model"):
-        find_effect(replace(speechless, tokenizer=None), make_record(), Console())
+        check_effect(replace(speechless, tokenizer=None), text, "refuse", None)
+    code, _, err = run(capsys, "look", text, "--edge", "it", "dog", "--html", page)
+    assert code == 2 and "no word of the text is 'dog'" in err

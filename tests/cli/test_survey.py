@@ -43,11 +43,26 @@ def test_a_file_of_texts_becomes_a_table_and_the_heads_that_stand_out_are_named(
     assert not list(jsonl.parent.glob("*.state"))
 
 
+def test_a_table_is_kept_and_opened_again_as_a_page_with_the_same_digest(
+    capsys: pytest.CaptureFixture[str], jsonl: Path
+) -> None:
+    out, page, again = (jsonl.with_name(name) for name in ("h.regard", "h.html", "again.html"))
+    code, said, notes = run(capsys, "survey", jsonl, "--key", "said", "--out", out, "--html", page)
+    assert code == 0 and f"page: {page}" in notes
+    code, told, notes = run(capsys, "view", out, "--html", again)
+    assert (code, notes) == (0, f"page: {again}\n")
+    assert told == said and again.read_bytes() == page.read_bytes()
+    assert "words, beyond habit" in said
+    for extra in ([out], ["--token", "it"]):
+        code, _, notes = run(capsys, "view", out, *extra, "--html", again)
+        assert code == 2 and "expected it alone, without another file or a word" in notes
+
+
 def test_what_cannot_be_done_is_said_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str], jsonl: Path
 ) -> None:
     for options, said in (
-        (["--out", jsonl.with_name("heads.xlsx")], "expected .parquet, .csv or .json"),
+        (["--out", jsonl.with_name("heads.xlsx")], "expected .parquet, .csv, .json or .regard"),
         (["--resume"], "give --out too"),
         (["--limit", "0"], "limit"),
     ):

@@ -5,15 +5,27 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from record_files import join, parts
 
-from regard.lens.head_table import Head, HeadTable, Moments, check_table_path
-from regard.lens.record import SCORES
+from regard.lens.head_table import (
+    SURVEYED,
+    Head,
+    HeadTable,
+    Moments,
+    check_table_path,
+    is_table,
+    label_layers,
+)
+from regard.lens.lazy_weights import BadRecord
+from regard.lens.record import Record
 
-K = len(SCORES)
+K = len(SURVEYED)
 
 
 def make_values() -> np.ndarray:
@@ -54,7 +66,7 @@ def test_the_top_heads_have_most_of_a_score_and_of_distance_least() -> None:
     table = make_table()
     means = table.means
     for score, sign in (("previous", -1), ("local", 1)):
-        k = SCORES.index(score)
+        k = SURVEYED.index(score)
         order = np.argsort(sign * means[:, k])
         assert [row.head for row in table.top(score)] == order.tolist()
         assert [row.head for row in table.top(score, 1)] == order[:1].tolist()
@@ -91,6 +103,57 @@ def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
     for name in rows[0]:
         np.testing.assert_array_equal(found[name].to_pylist(), [row[name] for row in rows])
     assert json.loads(found.schema.metadata[b"regard"])["texts"] == 12
+
+
+def test_a_regard_file_opens_again_with_every_bit(tmp_path: Path) -> None:
+    table, path = make_table(), tmp_path / "heads.regard"
+    table.save(path)
+    again = HeadTable.open(path)
+    for name in ("count", "mean", "squares"):
+        one, other = getattr(table.moments, name), getattr(again.moments, name)
+        assert one.dtype == other.dtype and np.array_equal(one, other)
+    for name in ("model", "heads", "n_texts", "n_empty", "n_truncated"):
+        assert getattr(table, name) == getattr(again, name)
+    assert is_table(path)
+    with pytest.raises(BadRecord, match="lacks something, or has more"):
+        Record.open(path)
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another version": lambda told: told.update(table=2),
+    "other scores": lambda told: told.update(scores=["gaze"]),
+    "no heads": lambda told: told.update(heads=[]),
+    "a head twice": lambda told: told["heads"].__setitem__(1, told["heads"][0]),
+    "more heads": lambda told: told["heads"].append(["x", 1, 1]),
+    "a head that is none": lambda told: told["heads"].__setitem__(1, ["x", 0]),
+    "a head below 0": lambda told: told["heads"].__setitem__(1, ["x", 0, -1]),
+    "texts that are none": lambda told: told.update(texts="many"),
+    "more than belongs there": lambda told: told.update(more=1),
+}
+NUMBERS = {"mean": np.nan, "squares": -1.0, "count": -1}
+
+
+@pytest.mark.parametrize("name", [*WRONG, *NUMBERS])
+def test_a_strangers_table_is_not_believed(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "heads.regard"
+    make_table().save(path)
+    header, told, arrays = parts(path.read_bytes())
+    if name in WRONG:
+        WRONG[name](told)
+    else:
+        first, _ = header[name]["data_offsets"]
+        kind = np.int64 if name == "count" else np.float64
+        arrays = arrays[:first] + np.array(NUMBERS[name], kind).tobytes() + arrays[first + 8 :]
+    path.write_bytes(join(header, told, arrays))
+    with pytest.raises(BadRecord):
+        HeadTable.open(path)
+
+
+def test_layers_are_numbers_where_no_two_are_alike() -> None:
+    heads = [Head("encoder.0", 0, 0), Head("encoder.1", 1, 0)]
+    assert label_layers(heads) == ["0", "1"]
+    alike = [*heads, Head("decoder.0", 0, 0)]
+    assert label_layers(alike) == ["encoder.0", "encoder.1", "decoder.0"]
 
 
 def test_what_could_not_be_written_is_refused_before_any_work(

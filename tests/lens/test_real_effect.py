@@ -80,3 +80,15 @@ def test_one_look_of_one_head_brings_paris() -> None:
     look = regard.effect(model, CAPITAL, edges=("is", "France"))
     assert look.top(1)[0][:2] == (23, 4) and look.heads[23, 4] == pytest.approx(-1.66, abs=0.02)
     assert look.whole == pytest.approx(-5.91, abs=0.03)
+
+
+def test_a_look_at_the_animal_matters_to_tired_and_not_to_far() -> None:
+    """The other finding of the README, in the digest's own words."""
+    model, edges = find_model(), ("it", "animal")
+    far = regard.effect(model, TEXT, edges=edges)
+    assert far.token == " far" and far.whole == pytest.approx(-0.019, abs=1e-3)
+    tired = regard.effect(model, TEXT, "tired", edges=edges)
+    assert tired.token == " tired" and tired.whole == pytest.approx(-1.149, abs=0.01)
+    assert f"all heads    {far.whole:+.3f}" in str(far) and "it → animal" in far.title
+    record, [queries, keys] = regard.look(TEXT, model), far.edge or ()
+    assert record.weight(13, 8, queries[0], keys[0]) == pytest.approx(0.75, abs=0.005)

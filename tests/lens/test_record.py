@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.lens import bias_forms, stitch_calls
+from regard.lens.head_effects import Effect
 from regard.lens.record import Record
 from regard.lens.schema import Description, Place
 from regard.lens.token_labels import label
@@ -354,8 +355,17 @@ def test_the_format_is_pinned_by_bytes(tmp_path: Path) -> None:
     assert opened.map(0, 0).tolist() == [[1.0, 0.0], [pytest.approx(0.5), pytest.approx(0.5)]]
     assert (opened.text, opened.tokens, opened.spans) == ("a b", ["a", "b"], [(0, 1), (2, 3)])
     assert (opened.model, opened.version, opened.kept) == ("hand", 1, "qk")
+    assert opened.effects() == []
+    heads, edge = np.array([[-0.5]]), ((1,), (0,))
+    found = Effect(heads, heads[0], -2.0, -0.25, " c", "forbidding b → a in a head", "a b", edge)
+    handmade().add_effect(found).save(path)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == PINNED_EFFECT
+    [again] = Record.open(path).effects()
+    assert (again.heads.tolist(), again.layers.tolist(), again.whole) == ([[-0.5]], [-0.5], -2.0)
+    assert again.edge == edge
 
 
+PINNED_EFFECT = "c4e9a2006da39cf4b532a82c1bea6e09400ffd9d1bdb8859c03fdf826cd57d5d"
 PINNED = "c765a302250ff5042ea775e39d4ee0543ed5bbbe5adc6aa4eb71d15e2a069330"
 
 

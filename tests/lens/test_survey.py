@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -41,12 +43,12 @@ def test_the_means_are_those_of_each_text_read_alone() -> None:
         tokens = reader.encode(text)
         if tokens.ids:
             ids = torch.tensor([tokens.ids])
-            found = score_batch(reader.module, reader.run, ids, [tokens.labels])
+            found = score_batch(reader.module, reader.run, ids, [tokens.labels], [tokens.words])
             each.append(np.concatenate([scores[0] for scores in found.values()]))
     values = np.stack(each)
     table = run(texts)
     assert np.array_equal(table.counts, (~np.isnan(values)).sum(0))
-    assert 0 < table.counts.min() < table.counts.max() == len(values)  # no sign, no repetition
+    assert 0 < table.counts.min() < table.counts.max() == len(values)  # no sign, no words
     np.testing.assert_allclose(table.means, np.nanmean(values, 0), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(table.stds, np.nanstd(values, 0, ddof=1), rtol=1e-4, atol=1e-6)
     assert (table.n_texts, table.n_empty, table.n_truncated) == (60, 2, 2)
@@ -58,6 +60,26 @@ def test_a_limit_and_a_stream_read_no_more_than_they_must() -> None:
     chosen = survey.Plan(block=BLOCK, batch=5, limit=37)
     assert_same(survey.survey_texts(make_reader(), drawn, chosen), run(texts[:37]))
     assert next(drawn) == texts[37]
+
+
+class Text(str):
+    """A text of which it can be known whether anyone still holds it."""
+
+
+def test_texts_are_let_go_block_by_block() -> None:
+    held: list[weakref.ref[Text]] = []
+    most = 0
+
+    def stream() -> Iterator[str]:
+        nonlocal most
+        for text in make_texts(12 * BLOCK):
+            own = Text(text)
+            held.append(weakref.ref(own))
+            most = max(most, sum(each() is not None for each in held))
+            yield own
+
+    table = survey.survey_texts(make_reader(), stream(), survey.Plan(block=BLOCK, batch=5))
+    assert table.n_texts == 12 * BLOCK and BLOCK <= most <= 2 * BLOCK + 1
 
 
 def test_a_survey_that_was_killed_goes_on_to_the_same_result(tmp_path: Path) -> None:

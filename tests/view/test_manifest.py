@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import view_fakes
 
+from regard.lens.head_effects import Effect
 from regard.lens.next_tokens import NextTokens
 from regard.view.assets import inline_json
 from regard.view.manifest import LABEL_LENGTH, BadView, make_manifest
@@ -81,6 +82,23 @@ def test_what_was_recorded_beside_weights_is_told_by_place_and_record() -> None:
     names = full["next"]["vocabulary"]
     assert full["next"]["k"] == 2 and set(names) == {str(number) for number in range(n)}
     assert (names["0"], names["1"], names["2"]) == ("x" * 79 + "…", "one", "2")
+
+
+def test_what_heads_are_worth_is_told_by_place_and_among_what_stands_out() -> None:
+    record = view_fakes.decoder(layers=2, n_heads=3)
+    assert make_manifest([record], "static")["records"][0]["effects"] == []
+    heads = np.array([[0.1, -0.2, 0.3], [np.nan, -1.5, 0.5]])
+    record.worth = [
+        Effect(heads, heads[:, 1], -4.0, -0.5, " x" * 99, "doing so", edge=((3,), (1,)))
+    ]
+    told = make_manifest([record], "static")["records"][0]
+    [found] = told["effects"]
+    assert found["heads"] == [[0.1, -0.2, 0.3], [None, -1.5, 0.5]]
+    assert (found["layers"], found["whole"], found["log_prob"]) == ([-0.2, -1.5], -4.0, -0.5)
+    assert (found["query"], found["key"], found["edit"]) == ([3], [1], "doing so")
+    assert len(found["token"]) == LABEL_LENGTH
+    assert told["findings"][-1]["signed"] and not told["findings"][0]["signed"]
+    assert told["findings"][-1]["lines"][0]["heads"][:2] == [[1, 1, -1.5], [1, 2, 0.5]]
 
 
 def test_steps_and_predictions_of_other_tokens_than_the_labels_are_left_out() -> None:

@@ -2,9 +2,9 @@
 
 Why: the shortest answer to "what does it look at?" is read before any page opens.
 
-How: what stands out (`lens/findings.py`), a line each, and where it is asked for what heads are
-worth (`lens/effect.py`). Heads are named layer.head, both counted from 0. Weights are shades where
-the terminal has colours, and bars where not.
+How: what stands out (`lens/findings.py`), a line each, and where the record has it what heads are
+worth (`lens/head_effects.py`). Heads are named layer.head, both counted from 0. Weights are shades
+where the terminal has colours, and bars where not.
 
 Left out: what is worth telling; that is the library's.
 """
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from regard.lens.effect import Effect
     from regard.lens.findings import Line
+    from regard.lens.head_effects import Effect
     from regard.lens.record import Record
 
 N_EFFECTS = 8
@@ -51,6 +51,8 @@ def write_digest(record: Record, console: Console, word: str | None = None) -> N
         say("\n" + make_printable(section.title, console.encoding))
         for line in section.lines:
             say(tell_role(record, line) if line.query is None else draw_line(console, line, record))
+    for effect in record.effects():
+        write_effect(effect, console)
 
 
 def write_effect(effect: Effect, console: Console) -> None:

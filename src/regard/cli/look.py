@@ -19,8 +19,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from regard._look import DEFAULT_MODEL, Fit, Subject, choose_fit, see
-from regard.cli.digest import write_digest, write_effect
+from regard._look import (
+    DEFAULT_MODEL,
+    Fit,
+    Subject,
+    add_effects,
+    check_effect,
+    choose_fit,
+    see,
+)
+from regard.cli.digest import write_digest
 from regard.cli.loading import few_threads, is_small, load_subject
 from regard.cli.outputs import check_outputs, own_page
 from regard.cli.printing import make_printable, read_utf8, refusing, write_line, write_or_drop
@@ -30,7 +38,6 @@ if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
-    from regard.lens.effect import Effect
     from regard.lens.record import Record
     from regard.lens.recorder import Progress
     from regard.view.server import Server
@@ -61,10 +68,10 @@ The page opens: every head as a map, to the single weight. A digest is written h
 do, which words they link, and what one word looks at (--token). Heads are named layer.head; layers
 are counted from 0 in the order in which they are called. --html writes the page to a file, --png
 draws a picture, --values keeps how long values are, for value-weighted attention on the page,
---effect switches off each head and tells how much less likely the next token becomes, --serve
-answers a browser until Ctrl-C, --save keeps the record, which `regard view` opens again
-without the model. Of a text that is longer than the model was made for, --truncate reads the
-beginning, --window all of it, in windows that overlap.
+--effect switches off each head and tells how much less likely the next token becomes, --edge IT
+ANIMAL forbids one look in each, --serve answers a browser until Ctrl-C, --save keeps the record,
+which `regard view` opens again without the model. Of a text that is longer than the model was made
+for, --truncate reads the beginning, --window all of it, in windows that overlap.
 """
 
 
@@ -170,37 +177,16 @@ def show_page(
     return None
 
 
-def tell(
-    record: "Record",
-    server: "Server | None",
-    token: str | None = None,
-    worth: "Effect | None" = None,
-) -> None:
-    """Write the digest, when pages and files are there, and answer the browser to the end.
-
-    worth: what each head is worth to the next token, where that was asked for.
-    """
+def tell(record: "Record", server: "Server | None", token: str | None = None) -> None:
+    """Write the digest, when pages and files are there, and answer the browser to the end."""
     from rich.console import Console
 
     console = Console()
     with console.capture() as caught:
         write_digest(record, console, token)
-        if worth is not None:
-            write_effect(worth, console)
     write_or_drop(caught.get())
     if server is not None:
         server.wait()
-
-
-def find_effect(subject: Subject, record: "Record", notes: "Console") -> "Effect":
-    """What each head is worth to the token after the text, or to a masked word in it."""
-    from regard.lens.effect import effect
-
-    if subject.tokenizer is None and getattr(subject.module, "tokenizer", None) is None:
-        what = f"{subject.name} is no language model, so there is no next token"
-        raise ValueError(f"{what}: leave --effect out")
-    with working(notes, "switching off heads"):
-        return effect(subject.module, record.text, tokenizer=subject.tokenizer)
 
 
 def check_layer(subject: Subject, layer: int | None, head: int | None) -> None:
@@ -253,6 +239,10 @@ def add_look(app: "typer.Typer") -> None:
         effect: Annotated[
             bool, Option("--effect", help="Switch off each head: what changes in the next token.")
         ] = False,
+        edge: Annotated[
+            tuple[str, str] | None,
+            Option(help="Two words: forbid this look in each head, as --effect does heads."),
+        ] = None,
         device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         notes = Console(stderr=True)
@@ -263,8 +253,13 @@ def add_look(app: "typer.Typer") -> None:
             subject = load_subject(model, notes, device=device)
             check_layer(subject, layer, head)
             subject = replace(subject, keep=(*subject.keep, "values")) if values else subject
+            if effect or edge is not None:
+                check_effect(subject, whole, fit, edge)
             record = see_showing(subject, whole, notes, token, fit)
             place = find_place(record, layer, head)
+            if effect or edge is not None:
+                with working(notes, "switching off heads"):
+                    add_effects(subject, record, effect, edge)
             if save is not None:
                 with working(notes, "saving the record"):
                     record.save(save)
@@ -272,5 +267,4 @@ def add_look(app: "typer.Typer") -> None:
             server = show_page(
                 record, notes, html=html, png=png, serve=serve, place=place, head=head
             )
-            worth = find_effect(subject, record, notes) if effect else None
-            tell(record, server, token, worth)
+            tell(record, server, token)

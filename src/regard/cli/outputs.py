@@ -23,7 +23,7 @@ ENDINGS = {
     "--html": (".html", ".htm"),
     "--png": (".png", ".svg", ".pdf"),
     "--save": (".regard",),
-    "--out": (".parquet", ".csv", ".json"),
+    "--out": (".parquet", ".csv", ".json", ".regard"),
 }
 
 

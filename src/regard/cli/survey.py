@@ -3,10 +3,10 @@
 Why: one text shows what a head can do; many show what it does.
 
 How: the texts are streamed through the model (`_look.survey_subject`), and the table of means goes
-to a file; the heads that stand out, to the terminal. Processes that torchrun started share the
-work; only the first of them speaks, but each says what it cannot do.
+to a file, and to a page; the heads that stand out, to the terminal. Processes that torchrun started
+share the work; only the first of them speaks and writes, but each says what it cannot do.
 
-Left out: pages; `regard look` shows a text in which a head does what it does.
+Left out: texts; `regard look` shows one in which a head does what it does.
 """
 
 # No `from __future__ import annotations` here: see `cli/__init__.py`.
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
     from regard.lens.head_table import HeadTable, Row
 
+N_HEADS = 5
 LEAST = 0.005  # a score that no head has more of is not told: it would read 0.00
 SURVEY_HELP = """Say what every head of a model does, over many texts.
 
 Examples:
 
-  regard survey texts.txt --out heads.csv
+  regard survey texts.txt --out heads.csv --html heads.html
 
   regard survey reviews.jsonl --key review --model ./bert-base-uncased --out heads.parquet
 
@@ -48,10 +49,12 @@ model takes is read as far as it goes. MODEL is what `regard look` takes.
 For each head and each score there comes out the mean over the texts, its standard deviation, and
 how many texts had it. The scores: previous, next, same and first, the mean weight on the token
 before, after, itself, and on the first; induction, on what came after the same token; separator, on
-signs and ends; local, the distance in tokens; broad, the entropy in nats. Each text counts once.
+signs and ends; local, the distance in tokens; broad, the entropy in nats; links, what is telling of
+the most telling look of each word, beyond the head's habits. Each text counts once.
 
-The table goes to --out: .csv and .json always, .parquet where pyarrow is installed. Meanwhile the
-state lies beside it; a survey that was stopped, by kill -9 too, goes on with --resume. Under
+The table goes to --out: .csv and .json always, .parquet where pyarrow is installed, .regard, which
+`regard view` opens again; --html writes a page with all heads by score. Meanwhile the state lies
+beside the table; a survey that was stopped, by kill -9 too, goes on with --resume. Under
 torchrun several processes share the texts; their number does not change the result.
 """
 
@@ -72,6 +75,7 @@ def reading(path: Path, limit: int | None, notes: "Console") -> "Iterator[Callab
 def write_table(table: "HeadTable", top: int, console: "Console") -> None:
     """The heads that have most of each score, a line a score."""
     from regard.lens.head_names import SCORE_WORDS
+    from regard.lens.head_table import Head, label_layers
 
     said = [count(table.n_texts, "text"), count(len(table.heads), "head")]
     if table.n_truncated:
@@ -80,21 +84,20 @@ def write_table(table: "HeadTable", top: int, console: "Console") -> None:
         said.append(f"{table.n_empty:,} empty ones left out")
     write_line(console, f"{make_printable(table.model, console.encoding)}: {', '.join(said)}")
     write_line(console, "\nWhat heads do most (layer.head, mean ± standard deviation over texts)")
-    layers = {(head.place, head.layer) for head in table.heads}
-    plain = len({layer for _, layer in layers}) == len(layers)
+    labels = dict(zip(table.heads, label_layers(table.heads), strict=True))
     for score in table.scores:
         rows = table.top(score, top)
         if not rows or rows[0].mean < LEAST:
             continue
-        best = "   ".join(tell_head(row, plain) for row in rows)
+        best = "   ".join(tell_head(row, labels[Head(*row[:3])]) for row in rows)
         what = SCORE_WORDS[score].what + (", least" if score == "local" else "")
         write_line(console, f"  {what:<31} {make_printable(best, console.encoding)}".rstrip())
 
 
-def tell_head(row: "Row", plain: bool) -> str:
-    """A head as layer.head; with the name of its place where layers have the same numbers."""
+def tell_head(row: "Row", layer: str) -> str:
+    """A head as layer.head, and its mean and spread."""
     spread = "" if row.texts < 2 else f" ±{row.std:.2f}"
-    return f"{row.layer if plain else row.place}.{row.head} {row.mean:.2f}{spread}"
+    return f"{layer}.{row.head} {row.mean:.2f}{spread}"
 
 
 def own_device(asked: str | None) -> str | None:
@@ -117,14 +120,17 @@ def add_survey(app: "typer.Typer") -> None:
         model: Annotated[
             str, Option("--model", "-m", help="Folder, GGUF file or hub name.")
         ] = DEFAULT_MODEL,
-        out: Annotated[Path | None, Option(help="Write the table (.parquet, .csv, .json).")] = None,
+        out: Annotated[
+            Path | None, Option(help="Write the table (.parquet, .csv, .json, .regard).")
+        ] = None,
+        html: Annotated[Path | None, Option(help="Write a page with all heads by score.")] = None,
         key: Annotated[str, Option(help="Of .jsonl: where the text is.")] = "text",
         limit: Annotated[int | None, Option(help="Read so many texts at most.")] = None,
         batch: Annotated[int, Option(help="Texts of one length read together.")] = 32,
         resume: Annotated[
             bool, Option("--resume", help="Go on with a survey that was stopped.")
         ] = False,
-        top: Annotated[int, Option(help="Heads to name for each score.")] = 5,
+        top: Annotated[int, Option(help="Heads to name for each score.")] = N_HEADS,
         device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
     ) -> None:
         from regard.lens.survey import Plan, is_main
@@ -132,7 +138,7 @@ def add_survey(app: "typer.Typer") -> None:
         console, notes = Console(quiet=not is_main()), Console(stderr=True, quiet=not is_main())
         with refusing(Console(stderr=True)):
             plan = Plan(limit=limit, batch=batch, resume=resume)
-            check_outputs({"--out": out}, [texts, model])
+            check_outputs({"--out": out, "--html": html}, [texts, model])
             if resume and out is None:
                 raise ValueError("--resume goes on with the state beside --out: give --out too")
             if out is not None:
@@ -144,6 +150,9 @@ def add_survey(app: "typer.Typer") -> None:
                 table = survey_subject(subject, texts, plan, key=key, out=out, progress=tell)
             if out is not None:
                 write_line(notes, f"table: {make_printable(str(out), notes.encoding)}")
+            if html is not None and is_main():
+                table.html(html)
+                write_line(notes, f"page: {make_printable(str(html), notes.encoding)}")
             with console.capture() as caught:
                 write_table(table, top, console)
             write_or_drop(caught.get())

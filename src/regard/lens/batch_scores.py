@@ -1,4 +1,5 @@
-"""What every head does in each text of a batch: the scores of `head_scores.py`, without a record.
+"""What every head does in each text of a batch: the scores of `head_scores.py`, and how much it
+links words (`link_scores.py`), without a record.
 
 Why: a corpus has too many texts for a record of each, and a batch is read in the time of a few.
 
@@ -22,14 +23,16 @@ from torch import Tensor, nn
 
 from regard.lens.captured_call import Call
 from regard.lens.head_scores import spot_keys
+from regard.lens.head_table import SURVEYED
 from regard.lens.lazy_weights import Array
+from regard.lens.link_scores import WordGroups, score_links
 from regard.lens.measure import measure, reach, spot_weights
-from regard.lens.record import SCORES
 from regard.lens.recorder import Recorder
 from regard.lens.row_takes import Chosen, Located
 from regard.lens.schema import SPOTS
 from regard.lens.token_labels import is_separator
 from regard.lens.watch import hooks_to
+from regard.lens.word_links import Word
 from regard.ops import Wants
 
 WANTS = Wants(lse=True, entropy=True, distance=True, received=True)
@@ -40,12 +43,14 @@ def score_batch(
     run: Callable[[Tensor], object],
     ids_bt: Tensor,
     labels: Sequence[Sequence[str]],
+    words: Sequence[Sequence[Word]] = (),
 ) -> dict[Located, Array]:
-    """Place -> (B, H, K), the scores in the order of `SCORES`; NaN where a text has no such score.
+    """Place -> (B, H, K), scores in the order of `SURVEYED`; NaN where a text has no such score.
 
-    run: what has the model read `ids_bt`; labels: of the tokens of each text.
+    run: what has the model read `ids_bt`; labels: of the tokens of each text; words: of each text,
+    where they are known.
     """
-    texts = _Texts(ids_bt, labels)
+    texts = _Texts(ids_bt, labels, words)
     found: dict[Located, Tensor] = {}
     chosen = Chosen(WANTS, "statistics", None, None, frozenset())
     recorder = Recorder(module, chosen, None, None)
@@ -67,7 +72,9 @@ def score_batch(
 class _Texts:
     """What is asked of every layer alike: the keys of each score, and which tokens are marks."""
 
-    def __init__(self, ids_bt: Tensor, labels: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self, ids_bt: Tensor, labels: Sequence[Sequence[str]], words: Sequence[Sequence[Word]]
+    ) -> None:
         T = ids_bt.shape[1]
         every = np.ones(T, np.bool_).tobytes()
         ids = ids_bt.cpu().numpy().astype(np.int64)
@@ -75,6 +82,7 @@ class _Texts:
         self.keys_nbt = torch.stack(keys, 1).long().to(ids_bt.device)
         marks = [[is_separator(label) for label in row] for row in labels]
         self.marks_bt = torch.tensor(marks, dtype=torch.float64, device=ids_bt.device)
+        self.groups = WordGroups(words, T, ids_bt.device)
 
 
 def _score(call: Call, texts: _Texts, recorder: Recorder) -> Tensor:
@@ -90,16 +98,19 @@ def _score(call: Call, texts: _Texts, recorder: Recorder) -> Tensor:
     assert seen.lse is not None and seen.entropy is not None and seen.distance is not None
     assert seen.received is not None
     runs = recorder.takes.runs_of(call.of(0, None))
-    far = reach(call, seen) if runs is None or runs.ahead > 0 else seen.distance
-    scores_bhk = seen.lse.new_full((B, H, len(SCORES)), torch.nan, dtype=torch.float64)
+    causal = runs is not None and runs.ahead <= 0
+    far = seen.distance if causal else reach(call, seen)
+    scores_bhk = seen.lse.new_full((B, H, len(SURVEYED)), torch.nan, dtype=torch.float64)
     for n, keys_bt in enumerate(texts.keys_nbt):
-        scores_bhk[:, :, SCORES.index(SPOTS[n])] = _mean_spot(call, seen.lse, keys_bt)
+        scores_bhk[:, :, SURVEYED.index(SPOTS[n])] = _mean_spot(call, seen.lse, keys_bt)
     received_bhs, marks_b1s = seen.received.total.double(), texts.marks_bt[:, None]
     n_marks_b1 = marks_b1s.sum(-1)
     given_bh = (received_bhs * marks_b1s).sum(-1) / T
-    scores_bhk[:, :, SCORES.index("separator")] = given_bh.masked_fill(n_marks_b1 == 0, torch.nan)
-    scores_bhk[:, :, SCORES.index("local")] = far.double().mean(-1)
-    scores_bhk[:, :, SCORES.index("broad")] = seen.entropy.double().mean(-1)
+    scores_bhk[:, :, SURVEYED.index("separator")] = given_bh.masked_fill(n_marks_b1 == 0, torch.nan)
+    scores_bhk[:, :, SURVEYED.index("local")] = far.double().mean(-1)
+    scores_bhk[:, :, SURVEYED.index("broad")] = seen.entropy.double().mean(-1)
+    if texts.groups:
+        scores_bhk[:, :, SURVEYED.index("links")] = score_links(call, texts.groups, causal)
     return scores_bhk
 
 

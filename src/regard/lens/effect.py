@@ -18,10 +18,8 @@ Letters: L layers, H heads, T tokens, V vocabulary.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,49 +28,14 @@ from torch import Tensor, nn
 
 from regard.lens.edit.edit import check_model, editing_model
 from regard.lens.edit.editor import Bound, Layer
-from regard.lens.edit.positions import read_text, with_numbers, words_in
+from regard.lens.edit.positions import find_spans, holds, read_text, with_numbers, words_in
 from regard.lens.edit.values import Ablate, Block, Edit, Where
-from regard.lens.lazy_weights import Array
+from regard.lens.head_effects import Effect
 from regard.lens.token_labels import name_ids
 
 BATCH_TOKENS = {"cpu": 512, "cuda": 16384}
 """Tokens that are read at a time, in as many variants: on a CPU few, so that many layers are read
 once for all of them."""
-
-
-@dataclass(frozen=True, eq=False)
-class Effect:
-    """Changes of a log-probability, in nats; below 0 where an edit makes what is said less likely.
-
-    `heads` (L, H): each head edited alone, NaN for heads that a layer does not have; `layers` (L,):
-    all heads of a layer; `whole`: all heads of all layers. `log_prob` is as the model is, of
-    `token`; `edit` says what was done.
-    """
-
-    heads: Array
-    layers: Array
-    whole: float
-    log_prob: float
-    token: str
-    edit: str
-
-    def top(self, n: int = 5) -> list[tuple[int, int, float]]:
-        """The heads that change most: layer, head, change."""
-        # NaN, of a head that is not there, is sorted last.
-        order = np.argsort(-np.abs(self.heads), axis=None, kind="stable")
-        order = order[: min(n, np.count_nonzero(~np.isnan(self.heads)))]
-        numbers = zip(*np.unravel_index(order, self.heads.shape), strict=True)
-        return [(int(at[0]), int(at[1]), float(self.heads[at])) for at in numbers]
-
-    @property
-    def title(self) -> str:
-        likely = f"log-probability {self.log_prob:.3f}, {math.exp(self.log_prob):.1%}"
-        return f"What {self.edit} does to {self.token!r} ({likely})"
-
-    def __str__(self) -> str:
-        lines = [f"  {f'{layer}.{head}':<12} {change:+.3f}" for layer, head, change in self.top(8)]
-        lines.append(f"  all heads    {self.whole:+.3f}")
-        return "\n".join([f"{self.title}, by layer.head", *lines])
 
 
 class Asked(NamedTuple):
@@ -116,15 +79,15 @@ def effect(
             f"{type(model).__name__} reads two texts, and an effect is of one that a language "
             "model or an encoder reads; `regard.edit` takes models of both"
         )
-    if edges is not None and (isinstance(edges, str) or len(edges) != 2):
-        raise ValueError(f'edges must be a query and a key, ("it", "animal"), got {edges!r}')
+    block = None if edges is None else make_block(edges)
     asked = find_asked(model, text, on, tokenizer)
     sample: Block | Ablate = Ablate(to=to)
-    done = "switching off a head" if to == "zero" else "a head that gives its mean"
-    if edges is not None:
+    done, ends = "switching off a head" if to == "zero" else "setting a head to its mean", None
+    if block is not None:
         words = words_in(text, read_text(tokenizer, text))
-        sample = with_numbers(Block(*edges), words)
-        done = f"forbidding {edges[0]} → {edges[1]} in a head"
+        sample = with_numbers(block, words)
+        done = f"forbidding {block.queries} → {block.keys} in a head"
+        ends = find_tokens(sample.queries, asked), find_tokens(sample.keys, asked)
     with editing_model(model, []) as editor:
         base = read_log_probs(model, [asked.ids], asked)
     layers = list(editor.layers.values())
@@ -140,7 +103,20 @@ def effect(
     for (layer, head), change in zip(variants, changes, strict=True):
         table[layer.number, 0 if head is None else 1 + head] = change
     said = "".join(name_ids(tokenizer, asked.targets)[n] for n in asked.targets)
-    return Effect(table[:, 1:], table[:, 0], whole, float(base[0]), said, done)
+    return Effect(table[:, 1:], table[:, 0], whole, float(base[0]), said, done, text, ends)
+
+
+def make_block(edges: tuple[Where, Where]) -> Block:
+    if isinstance(edges, str) or len(edges) != 2:
+        raise ValueError(f'edges must be a query and a key, ("it", "animal"), got {edges!r}')
+    return Block(*edges)
+
+
+def find_tokens(where: Where, asked: Asked) -> tuple[int, ...]:
+    """The tokens that are meant of those that are read."""
+    n = len(asked.ids)
+    inside = holds(find_spans(where, np.full((1, 1), n)), np.arange(n)[None])[0]
+    return tuple(np.flatnonzero(inside).tolist())
 
 
 def check_layers(model: nn.Module, layers: Sequence[Layer]) -> None:

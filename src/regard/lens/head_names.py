@@ -45,6 +45,7 @@ SCORE_WORDS = {
     "separator": _looks_at("signs and ends"),
     "local": ScoreWords("distance in tokens", "stays near"),  # the smaller, the more
     "broad": ScoreWords("entropy in nats", "spreads wide"),
+    "links": ScoreWords("words, beyond habit", "links words"),  # of surveys
 }
 LEAST_EVIDENCE = 5
 """Queries with an earlier token of their own kind, before heads are said to look behind it."""

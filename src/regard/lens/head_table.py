@@ -4,9 +4,12 @@ How: `Moments` are the count, the mean and the sum of squared deviations of each
 two of them are merged by Chan's formulas, so that texts can be added block by block, in any number
 of processes, without any being kept. Each text counts once, whatever its length; where it has no
 such score (NaN), it does not count. A `HeadTable` is what comes out: a row for each head and score,
-written as .csv, .json or .parquet.
+written as .csv, .json or .parquet, which every program for tables reads; or as .regard, which opens
+here again, and as a page.
 
-Left out: reading the files again; they are what every program for tables reads.
+A .regard file of a table is laid out as that of a record (`format.py`). Its description: table (the
+version, 1), model, texts, empty, truncated, scores, and heads, each the name of its place, its
+layer and its number. Its arrays, (N, K): count, mean and squares.
 
 Letters: N heads of all places, K scores.
 """
@@ -20,7 +23,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -28,10 +31,19 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from regard._files import replace_file
+from regard.lens import format as files
 from regard.lens.lazy_weights import Array
 from regard.lens.record import SCORES
+from regard.lens.schema import MAX_LABEL, MAX_PLACES, Is, check, listed, one_of, refuse, text, whole
+from regard.lens.token_labels import clean_label
+from regard.lens.viewers import VIEWERS
 
-ENDINGS = (".parquet", ".csv", ".json")
+ENDINGS = (".parquet", ".csv", ".json", ".regard")
+SURVEYED = (*SCORES, "links")
+"""The scores of a survey: those of `Record.heads`, and how much a head links words."""
+VERSION = 1
+MOST_TEXTS = 1 << 53
+MOST_HEADS = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +72,25 @@ class Moments:
         squares = self.squares + other.squares + gap**2 * (self.count * other.count / n)
         return Moments(count, mean, squares)
 
+    def to_arrays(self) -> dict[str, Array]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    @staticmethod
+    def from_arrays(arrays: Mapping[str, Array], shape: tuple[int, int]) -> Moments:
+        """Those of a file, of which nothing is believed."""
+        if set(arrays) != {"count", "mean", "squares"}:
+            refuse("it holds other arrays than count, mean and squares")
+        count, mean, squares = (np.array(arrays[name]) for name in ("count", "mean", "squares"))
+        if not count.shape == mean.shape == squares.shape == shape:
+            refuse(f"its arrays must have the shape {shape}, a row a head and a column a score")
+        if count.dtype != np.int64 or mean.dtype != np.float64 or squares.dtype != np.float64:
+            refuse("counts must be whole numbers, and the others of double precision")
+        if not (np.isfinite(mean).all() and np.isfinite(squares).all()):
+            refuse("its numbers are not finite")
+        if count.min() < 0 or count.max() > MOST_TEXTS or squares.min() < 0:
+            refuse("counts and squares cannot be below 0")
+        return Moments(count, mean, squares)
+
     @property
     def spread(self) -> Array:
         """The standard deviation over texts; NaN of fewer than two."""
@@ -73,6 +104,13 @@ class Head(NamedTuple):
     place: str
     layer: int
     head: int
+
+
+def label_layers(heads: Sequence[Head]) -> list[str]:
+    """What the layer of each head is called: by the name of its place where numbers are alike."""
+    layers = {(head.place, head.layer) for head in heads}
+    plain = len({layer for _, layer in layers}) == len(layers)
+    return [str(head.layer) if plain else head.place for head in heads]
 
 
 class Row(NamedTuple):
@@ -99,7 +137,21 @@ class HeadTable:
     n_empty: int
     n_truncated: int
 
-    scores = SCORES
+    scores = SURVEYED
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> HeadTable:
+        """Read a .regard file; `BadRecord` says what is wrong with it."""
+        about, arrays = files.read(path)
+        check(about, "the description", ABOUT)
+        if tuple(about["scores"]) != SURVEYED:
+            refuse(f"its scores are {about['scores']}; expected {list(SURVEYED)}")
+        heads = [Head(*head) for head in about["heads"]]
+        if len(set(heads)) < len(heads):
+            refuse("it names a head twice")
+        moments = Moments.from_arrays(arrays, (len(heads), len(SURVEYED)))
+        counts = about["texts"], about["empty"], about["truncated"]
+        return HeadTable(about["model"], heads, moments, *counts)
 
     @property
     def means(self) -> Array:
@@ -116,8 +168,8 @@ class HeadTable:
 
     def top(self, score: str, n: int = 5) -> list[Row]:
         """The n heads with most of a score, the most first; of "local" those that stay nearest."""
-        if score not in SCORES:
-            raise ValueError(f"score is {score!r}; expected one of {', '.join(SCORES)}")
+        if score not in SURVEYED:
+            raise ValueError(f"score is {score!r}; expected one of {', '.join(SURVEYED)}")
         rows = [row for row in self.rows() if row.score == score and row.texts]
         rows.sort(key=lambda row: row.mean if score == "local" else -row.mean)
         return rows[:n]
@@ -127,17 +179,29 @@ class HeadTable:
         return [
             Row(*head, score, float(means[n, k]), float(stds[n, k]), int(counts[n, k]))
             for n, head in enumerate(self.heads)
-            for k, score in enumerate(SCORES)
+            for k, score in enumerate(SURVEYED)
         ]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one file, whole or not at all, in the form that its ending names."""
         path = Path(path)
         check_table_path(path)
+        if path.suffix.lower() == ".regard":
+            return self._regard(path)
         write = {".csv": self._csv, ".json": self._json, ".parquet": self._parquet}
         data = write[path.suffix.lower()]()
         with replace_file(path) as file:
             file.write(data)
+
+    def html(self, path: str | os.PathLike[str]) -> Any:
+        """Write a page that opens offline, by `regard.view.write_heads`."""
+        return VIEWERS["write_heads"](path, self)
+
+    def _regard(self, path: Path) -> None:
+        heads = [[clean_label(head.place), head.layer, head.head] for head in self.heads]
+        said = {"model": clean_label(self.model), "scores": list(SURVEYED), "heads": heads}
+        about = {"table": VERSION, **self._about(), **said}
+        files.write(path, about, self.moments.to_arrays())
 
     def _about(self) -> dict[str, Any]:
         counts = {"texts": self.n_texts, "empty": self.n_empty, "truncated": self.n_truncated}
@@ -167,6 +231,29 @@ class HeadTable:
         parquet: Any = importlib.import_module("pyarrow.parquet")
         parquet.write_table(table.replace_schema_metadata(about), sink)
         return sink.getvalue()
+
+
+def is_head(x: Any) -> bool:
+    kinds = text(MAX_LABEL), whole(0, MAX_PLACES), whole(0, MAX_PLACES)
+    return (
+        isinstance(x, list)
+        and len(x) == 3
+        and all(kind.fits(part) for kind, part in zip(kinds, x, strict=True))
+    )
+
+
+ABOUT = {
+    "table": one_of(VERSION),
+    "model": text(MAX_LABEL),
+    **{name: whole(0, MOST_TEXTS) for name in ("texts", "empty", "truncated")},
+    "scores": listed(text(MAX_LABEL), 1, 99),
+    "heads": listed(Is(is_head, "a place, its layer and a number"), 1, MOST_HEADS),
+}
+
+
+def is_table(path: str | os.PathLike[str]) -> bool:
+    """Whether a .regard file is of a table; one that is no such file at all, is said to be bad."""
+    return "table" in files.read(path)[0]
 
 
 def _is_nan(value: object) -> bool:

@@ -16,7 +16,10 @@ bits), lse, the runs of keys that rows see (first, pairs), biasN.*, and where ma
 exact means of square cells. Only where asked for: value_norms (H,S), lengths of values after the
 output projection; next_probs and next_ids (T,K), what may come next, and given (T,), how probable
 the token read there was (-1: unknown); gradient_rows (H,T) and gradient_columns (H,S), the sums of
-attention × gradient.
+attention × gradient; effect (N,H) and effect_layer (N,), how a log-probability changes with each
+head edited alone and with the whole layer, by the number in the description's effects: what was
+done (edit) to what is said (token, log_prob), whole, with all heads, and of a look the tokens of
+query and key.
 
 Any part of a map is made when asked for, exactly (`lazy_weights.py` says how), with numpy alone. A
 record of statistics has its map at one resolution only, and says so when more is asked.
@@ -34,11 +37,12 @@ from typing import Any, final
 import numpy as np
 
 from regard.lens import format as files
+from regard.lens import rollout as rolling
 from regard.lens.comparison import Comparison, compare
+from regard.lens.head_effects import Effect, put_effect, read_effects
 from regard.lens.head_means import mean_scores
 from regard.lens.lazy_weights import Array, BadRecord, Kept, Window, shares
 from regard.lens.next_tokens import NextTokens, read_next_tokens
-from regard.lens.rollout import Strip, roll_all, roll_columns, roll_rows, token_numbers
 from regard.lens.schema import (
     SPOTS,
     STATISTICS,
@@ -101,6 +105,7 @@ class Record:
         self._arrays.all()
         self.next_tokens()
         self.steps()
+        self.effects()
         for number, place in enumerate(self.places):
             if place.exact_zoom:
                 self.weight(number, 0, 0, 0)
@@ -247,6 +252,15 @@ class Record:
         if place is None:
             return None
         return find_ends(self._arrays.get(place, "steps"), self.places[place].n_queries)
+
+    def effects(self) -> list[Effect]:
+        """What heads are worth, or one look in each: what `add_effect` was given."""
+        return read_effects(self._about, self._arrays)
+
+    def add_effect(self, effect: Effect) -> Record:
+        """Keep what `regard.effect` found of this model and text: for the file and the page."""
+        put_effect(effect, self._about, self._arrays)
+        return self
 
     def _last_with(self, name: str) -> int | None:
         own = (n for n, place in enumerate(self.places) if place.kind == "self")
@@ -399,16 +413,16 @@ class Record:
         """
         n, layers = self._rollout_layers()
         if tokens is None:
-            return roll_all(n, layers)
-        found = roll_rows(token_numbers(tokens, n), n, layers)
+            return rolling.roll_all(n, layers)
+        found = rolling.roll_rows(rolling.token_numbers(tokens, n), n, layers)
         return found if np.ndim(tokens) else np.asarray(found[0])
 
     def drawn_on(self, token: int) -> Array:
         """The rollout the other way: how much each last state draws on one token, (N,)."""
         n, layers = self._rollout_layers()
-        return np.asarray(roll_columns(token_numbers(token, n), n, layers)[:, 0])
+        return np.asarray(rolling.roll_columns(rolling.token_numbers(token, n), n, layers)[:, 0])
 
-    def _rollout_layers(self) -> tuple[int, list[Strip]]:
+    def _rollout_layers(self) -> tuple[int, list[rolling.Strip]]:
         stack = self.rollout_places()
         if not stack:
             raise ValueError("rollout needs self-attention with as many queries as keys throughout")
@@ -416,12 +430,9 @@ class Record:
 
     def rollout_places(self) -> list[int]:
         """The places that rollout goes through: self-attention of the last stack, if all fit."""
-        own = [(n, place) for n, place in enumerate(self.places) if place.kind == "self"]
-        stack = [n for n, place in own if _stem(place.name) == _stem(own[-1][1].name)]
-        sizes = {size for n in stack for size in (self.places[n].n_queries, self.places[n].n_keys)}
-        return stack if len(sizes) == 1 else []
+        return rolling.find_stack(self.places)
 
-    def _strip_of(self, place: int) -> Strip:
+    def _strip_of(self, place: int) -> rolling.Strip:
         """Rows of a place's weights, the mean of its heads, made when they are asked for."""
         heads, n = range(self.places[place].n_heads), self.places[place].n_keys
         if not self.has_weights(place):  # a picture that is finer than the weights tells them too
@@ -429,14 +440,7 @@ class Record:
             whole = np.asarray(sum(maps)) / len(heads)
             return lambda a, z: whole[a:z]
         self._all_of(place, 0, (0, 1, 0, 1))  # what is wrong with a place is told before anything
-
-        def strip(a: int, z: int) -> Array:
-            total = np.zeros((z - a, n))
-            for head in heads:
-                total += self._all_of(place, head, (a, z, 0, n))
-            return total / len(heads)
-
-        return strip
+        return rolling.mean_strip(len(heads), n, partial(self._all_of, place))
 
     def compare(self, other: Record) -> Comparison:
         """The other record less this one, head by head; both must have the same places."""
@@ -493,8 +497,3 @@ class Record:
 def check_index(what: str, value: int, count: int) -> None:
     if not 0 <= value < count:
         raise IndexError(f"{what} {value} is out of range; there are {count}")
-
-
-def _stem(name: str) -> str:
-    """A place's name without its numbers: the same for all layers of a stack."""
-    return ".".join(part for part in name.split(".") if not part.isdecimal()).partition("@")[0]

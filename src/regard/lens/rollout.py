@@ -17,14 +17,43 @@ from typing import TypeAlias
 import numpy as np
 
 from regard.lens.lazy_weights import Array
+from regard.lens.schema import Place
 
 Strip: TypeAlias = Callable[[int, int], Array]
 """The mean weights of a layer's heads in some rows, first and past the last: (n, N) float64."""
+
+Part: TypeAlias = Callable[[int, tuple[int, int, int, int]], Array]
+"""The weights of a head in a window: first and past the last query, and key."""
 
 BLOCK = 1 << 25
 """Numbers that a block of rows holds: while it is rolled there are two such blocks."""
 STRIP = 1 << 22
 """Numbers of a layer made at once."""
+
+
+def find_stack(places: Sequence[Place]) -> list[int]:
+    """The places that rollout goes through: self-attention of the last stack, if all fit."""
+    own = [(n, place) for n, place in enumerate(places) if place.kind == "self"]
+    stack = [n for n, place in own if _stem(place.name) == _stem(own[-1][1].name)]
+    sizes = {size for n in stack for size in (places[n].n_queries, places[n].n_keys)}
+    return stack if len(sizes) == 1 else []
+
+
+def _stem(name: str) -> str:
+    """A place's name without its numbers: the same for all layers of a stack."""
+    return ".".join(part for part in name.split(".") if not part.isdecimal()).partition("@")[0]
+
+
+def mean_strip(n_heads: int, n_keys: int, part: Part) -> Strip:
+    """The mean of heads, made when its rows are asked for."""
+
+    def strip(a: int, z: int) -> Array:
+        total = np.zeros((z - a, n_keys))
+        for head in range(n_heads):
+            total += part(head, (a, z, 0, n_keys))
+        return total / n_heads
+
+    return strip
 
 
 def token_numbers(tokens: int | Sequence[int], n_tokens: int) -> Array:

@@ -25,10 +25,11 @@ MAX_TEXT = 1 << 26
 MAX_LABEL = 4096
 MAX_PLACES = 4096
 MAX_HEADS = 4096
+MOST_EFFECTS = 16
 FLOATS = ("F32", "F64")
 SPOTS = ("previous", "next", "same", "induction", "first")
 """The scores that are sums over single pairs, in the order of the rows of `spots`."""
-LATER = ("trained_len", "window", "vocabulary", "notes")
+LATER = ("trained_len", "window", "vocabulary", "notes", "effects")
 """What earlier records do not say, and others only where there is something to say."""
 
 
@@ -74,6 +75,7 @@ class Description:
     window: int | None = None
     vocabulary: dict[int, str] | None = None
     notes: list[str] = field(default_factory=list)
+    effects: list[dict[str, Any]] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     rules: list[dict[str, Any]] = field(default_factory=list)
 
@@ -160,6 +162,7 @@ DESCRIPTION = {
     "window": whole(1, MAX_TOKENS).or_none(),
     "vocabulary": listed(Is(is_named, "an id and its name"), 0, MAX_TOKENS).or_none(),
     "notes": listed(text(MAX_LABEL), 0, MAX_PLACES).or_none(),
+    "effects": listed(ANY, 0, MOST_EFFECTS).or_none(),
     "places": listed(ANY, 1, MAX_PLACES),
 }
 PLACE = {
@@ -181,6 +184,15 @@ RULE = {
     "cell": whole(0, MAX_TOKENS),
     "biases": listed(ANY, 0, 8),
 }
+TOKENS = listed(whole(0, MAX_TOKENS), 1, MAX_TOKENS)
+EFFECT = {
+    "token": text(MAX_LABEL),
+    "edit": text(MAX_LABEL),
+    "log_prob": Is(lambda x: type(x) in (int, float) and -1e30 < x <= 0, "a number up to 0"),
+    "whole": number(-1e30),
+    "query": TOKENS.or_none(),
+    "key": TOKENS.or_none(),
+}
 BIAS = {"kind": one_of("relative", "column", "whole"), "lowest": whole(-MAX_TOKENS, MAX_TOKENS)}
 
 
@@ -194,11 +206,19 @@ def read_description(about: dict[str, Any]) -> Description:
         if not all(first <= last <= n_characters for first, last in spans):
             refuse("a span lies outside the text")
         spans = [(first, last) for first, last in spans]
+    for entry in about["effects"] or []:
+        check(entry, "an effect", EFFECT)
+        ends = [entry[side] for side in ("query", "key") if entry[side] is not None]
+        if len(ends) == 1 or any(max(end) >= len(about["tokens"]) for end in ends):
+            refuse("the look that an effect is of has tokens that are not there")
     pairs = [read_place(entry, f"place {n}") for n, entry in enumerate(about["places"])]
-    found = {"places": [place for place, _ in pairs], "rules": [rule for _, rule in pairs]}
+    found: dict[str, list[Any]] = {
+        "places": [place for place, _ in pairs],
+        "rules": [rule for _, rule in pairs],
+    }
     names = None if about["vocabulary"] is None else dict(about["vocabulary"])
-    notes = about["notes"] or []
-    return Description(**{**about, **found, "spans": spans, "vocabulary": names, "notes": notes})
+    found |= {name: about[name] or [] for name in ("notes", "effects")}
+    return Description(**{**about, **found, "spans": spans, "vocabulary": names})
 
 
 def read_place(entry: Any, what: str) -> tuple[Place, dict[str, Any]]:
@@ -226,22 +246,31 @@ class CheckedArrays:
             self._check_form(full, int(number), name)
 
     def has(self, place: int, name: str) -> bool:
-        return f"{place}.{name}" in self._arrays
+        return f"{place}.{name}" in self._good or f"{place}.{name}" in self._arrays
+
+    def put(self, place: int, name: str, array: Array) -> None:
+        """Add an array, or have another in its place."""
+        self._check(array, place, name)
+        self._good[f"{place}.{name}"] = array
 
     def get(self, place: int, name: str) -> Array:
         full = f"{place}.{name}"
         if full not in self._good:
             if full not in self._arrays:
                 refuse(f"place {place} has no {name}")
-            array, here = self._arrays[full], self._about.places[place]
-            why = FORMS[_plain(name)].fault(array, here.n_queries, here.n_keys)
-            if why is not None:
-                refuse(f"{name} of place {place} {why}")
+            array = self._arrays[full]
+            self._check(array, place, name)
             self._good[full] = array
         return self._good[full]
 
+    def _check(self, array: Array, place: int, name: str) -> None:
+        here = self._about.places[place]
+        why = FORMS[_plain(name)].fault(array, here.n_queries, here.n_keys)
+        if why is not None:
+            refuse(f"{name} of place {place} {why}")
+
     def all(self) -> dict[str, Array]:
-        parts = {full: full.split(".", 1) for full in self._arrays}
+        parts = {full: full.split(".", 1) for full in (*self._arrays, *self._good)}
         return {full: self.get(int(place), name) for full, (place, name) in parts.items()}
 
     def _check_form(self, full: str, number: int, name: str) -> None:
@@ -338,6 +367,8 @@ FORMS = {
     "gradient_rows": Form(("F32",), "H T"),
     "gradient_columns": Form(("F32",), "H S"),
     "steps": Form(("I32",), "*", 1, "T"),
+    "effect": Form(("F64",), "* H"),
+    "effect_layer": Form(("F64",), "*"),
 }
 
 

@@ -34,11 +34,11 @@ from regard._check import check_count
 from regard.lens import format as files
 from regard.lens.batch_scores import score_batch
 from regard.lens.corpus import Hashed
-from regard.lens.head_table import Head, HeadTable, Moments
+from regard.lens.head_table import SURVEYED, Head, HeadTable, Moments
 from regard.lens.lazy_weights import Array
-from regard.lens.record import SCORES
+from regard.lens.word_links import Word
 
-VERSION = 1
+VERSION = 2
 SAMPLES = 256
 """Numbers of each weight by which a model is known again."""
 EVERY_S = 10.0
@@ -49,11 +49,15 @@ Progress: TypeAlias = Callable[[int], None]
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A text as the model reads it; `truncated`: it was longer than the model takes."""
+    """A text as the model reads it; `truncated`: it was longer than the model takes.
+
+    `words` are those that its tokens make, for how heads link them; none where that is not known.
+    """
 
     ids: list[int]
     labels: list[str]
     truncated: bool = False
+    words: Sequence[Word] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,14 +172,15 @@ def read_block(reader: Reader, texts: Sequence[str], batch: int, progress: Progr
             now = numbers[first : first + batch]
             ids_bt = torch.tensor([read[number].ids for number in now], device=device)
             labels = [read[number].labels for number in now]
-            scores = score_batch(reader.module, reader.run, ids_bt, labels)
+            words = [read[number].words for number in now]
+            scores = score_batch(reader.module, reader.run, ids_bt, labels, words)
             own = [
                 Head(place.name, place.layer, head)
                 for place, scores_bhk in scores.items()
                 for head in range(scores_bhk.shape[1])
             ]
             if values_xnk is None:
-                heads, values_xnk = own, np.full((len(texts), len(own), len(SCORES)), np.nan)
+                heads, values_xnk = own, np.full((len(texts), len(own), len(SURVEYED)), np.nan)
             _check_heads(heads, own)
             values_xnk[now] = np.concatenate(list(scores.values()), 1)
             done += len(now)
@@ -216,9 +221,10 @@ class State:
                     f"{self._path} is of another survey: {_differ(name, about, value)}"
                 )
         self._digest = about["texts"]
-        moments = Moments(*(np.array(arrays[name]) for name in ("count", "mean", "squares")))
+        heads = [Head(*head) for head in about["heads"]]
+        moments = Moments.from_arrays(arrays, (len(heads), len(SURVEYED)))
         counts = {name: about[name] for name in ("n_texts", "n_empty", "n_truncated")}
-        return Found([Head(*head) for head in about["heads"]], moments, **counts)
+        return Found(heads, moments, **counts)
 
     def check(self, found: Found, digest: str) -> None:
         """Refuse to go on with other texts than those that were read."""
@@ -237,9 +243,7 @@ class State:
         counts = {name: getattr(found, name) for name in ("n_texts", "n_empty", "n_truncated")}
         heads = [list(head) for head in found.heads]
         about = {**self._about, **counts, "texts": digest, "heads": heads}
-        moments = found.moments
-        arrays = {"count": moments.count, "mean": moments.mean, "squares": moments.squares}
-        files.write(self._path, about, arrays)
+        files.write(self._path, about, found.moments.to_arrays())
         self._written = time.monotonic()
 
 

@@ -1,8 +1,9 @@
 """Looking at records: a page that opens offline, a local server, a notebook widget, plain pictures.
 
 `make_page` and `write_page` give one HTML file, `Server` and `serve` answer a browser on this
-machine, `make_widget` is for notebooks, `plot` draws PNG, SVG and PDF. All of them know records,
-not models, and none needs torch. Each name is loaded when it is first used.
+machine, `make_widget` is for notebooks, `plot` draws PNG, SVG and PDF; `make_heads` and
+`write_heads` give the page of a survey. All of them know records and tables, not models, and none
+needs torch. Each name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from regard.view.heads_page import make_heads as make_heads
+    from regard.view.heads_page import write_heads as write_heads
     from regard.view.page import BUDGET as BUDGET
     from regard.view.page import make_page as make_page
     from regard.view.page import write_page as write_page
@@ -26,10 +29,12 @@ _HOMES = {
     "BadView": "queries",
     "PlotOptions": "plot_options",
     "Server": "server",
+    "make_heads": "heads_page",
     "make_page": "page",
     "make_widget": "widget",
     "plot": "plots",
     "serve": "server",
+    "write_heads": "heads_page",
     "write_page": "page",
 }
 __all__ = list(_HOMES)

@@ -33,6 +33,7 @@ FORMAT = 1
 MAX_TOKENS = 4_000_000
 SMALL_CELLS = 200  # on a side of the overview's maps, at most: at least 100 where there are as many
 NAME_LENGTH = 200
+N_WORTH = 8  # heads named that change most what is said
 MOST_ALIGNED = 30_000_000  # weights of all cross-attention heads, to choose the first view by
 
 
@@ -73,11 +74,47 @@ def _tell_record(record: Record) -> dict[str, Any]:
             ]
             for name, values in known_scores(record).items()
         },
+        "effects": _tell_effects(record),
         "alignment": _alignment(record),
         "rollout": rollout_places(record),
         **_tell_next(record),
         **_tell_steps(record),
     }
+
+
+def _tell_effects(record: Record) -> list[dict[str, Any]]:
+    """How what the model says changes with each head edited: by place, as far as recorded."""
+    return [
+        {
+            "edit": cut(found.edit, NAME_LENGTH),
+            "token": cut(found.token, LABEL_LENGTH),
+            "log_prob": finite(found.log_prob),
+            "whole": finite(found.whole),
+            "query": None if found.edge is None else list(found.edge[0]),
+            "key": None if found.edge is None else list(found.edge[1]),
+            "layers": [finite(found.layers[place.layer]) for place in record.places],
+            "heads": [
+                [finite(found.heads[place.layer, head]) for head in place.heads]
+                for place in record.places
+            ],
+        }
+        for found in record.effects()
+    ]
+
+
+def _tell_worth(record: Record) -> list[dict[str, Any]]:
+    """The heads that change most what is said, as a terminal's digest has them."""
+    at = {
+        (place.layer, head): (number, n)
+        for number, place in enumerate(record.places)
+        for n, head in enumerate(place.heads)
+    }
+    sections = []
+    for found in record.effects():
+        best = [[*at[layer, head], finite(change)] for layer, head, change in found.top(N_WORTH)]
+        line = {"text": "changes most", "heads": best, "query": None, "key": None, "note": ""}
+        sections.append({"title": cut(found.title, NAME_LENGTH), "lines": [line], "signed": True})
+    return sections
 
 
 def rollout_places(record: Record) -> list[int]:
@@ -115,6 +152,7 @@ def _tell_findings(record: Record) -> dict[str, Any]:
     sections = [
         {
             "title": cut(section.title, NAME_LENGTH),
+            "signed": False,
             "lines": [
                 {
                     "text": cut(line.text, NAME_LENGTH),
@@ -129,7 +167,7 @@ def _tell_findings(record: Record) -> dict[str, Any]:
         for section in find_sections(record)
     ]
     return {
-        "findings": sections,
+        "findings": [*sections, *_tell_worth(record)],
         "groups": [len(word.tokens) for word in own] if in_order else None,
         "asked": None if chosen is None else own[chosen].tokens[0],
     }

@@ -1,9 +1,10 @@
 // The frame around the pages: names, tabs, theme, keys, and the one place where trouble is shown.
 
 import { BareSource } from "./bare";
-import { h, message, clear, strip } from "./dom";
+import { brand, clear, h, message, strip, tool } from "./dom";
 import { opening, shorten } from "./words";
 import { words, type Context, type Page } from "./context";
+import { MATTERS } from "./effects";
 import { measureOf } from "./measures";
 import type { Manifest } from "./manifest";
 import { start } from "./pages/start";
@@ -14,6 +15,7 @@ import { align } from "./pages/align";
 import { compare } from "./pages/compare";
 import type { Source } from "./source";
 import { ValuedSource } from "./valued";
+import { Theme } from "./theme";
 import { PAGES, readState, writeState, type PageName, type State } from "./state";
 
 /** Where the line that restores a view is kept: the address of the page, or the notebook. */
@@ -43,6 +45,7 @@ const KEYS: [string, string][] = [
 export class App implements Context {
   state: State;
   private page: Page | null = null;
+  readonly theme: Theme;
   private readonly bare: Source;
   private readonly main = h("main", { class: "main", tabindex: -1 });
   private readonly live = h("div", { class: "unseen", "aria-live": "polite" });
@@ -61,17 +64,13 @@ export class App implements Context {
     this.bare = new BareSource(manifest, plain);
     this.state = readState(line.read(), manifest);
     this.help = this.makeHelp();
-    root.classList.add("regard");
-    this.theme(recall());
+    this.theme = new Theme(root, () => this.page?.restyle?.());
     root.replaceChildren(this.bar(), this.main, this.live, this.help);
     const press = (event: Event) => this.key(event as KeyboardEvent);
     keys.addEventListener("keydown", press);
-    const scheme = matchMedia("(prefers-color-scheme: dark)");
-    const turned = () => this.page?.restyle?.();
-    scheme.addEventListener("change", turned);
     this.endings.push(
       () => keys.removeEventListener("keydown", press),
-      () => scheme.removeEventListener("change", turned),
+      this.theme.follow(),
       line.changed(() => this.follow()),
     );
     this.show();
@@ -88,8 +87,7 @@ export class App implements Context {
   }
 
   dark(): boolean {
-    const said = this.root.dataset.theme;
-    return said ? said === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    return this.theme.dark();
   }
 
   go(change: Partial<State>, quietly = false): void {
@@ -159,14 +157,12 @@ export class App implements Context {
       this.tabs.set(name, tab);
       nav.append(tab);
     }
-    const tool = (sign: string, words: string, act: () => void) =>
-      h("button", { type: "button", class: "tool", text: sign, "aria-label": words, title: words, on: { click: act } });
     return h(
       "header", { class: "top" },
-      h("span", { class: "brand" }, h("span", { class: "eye", "aria-hidden": "true" }), "regard"),
+      brand(),
       nav,
       this.which,
-      h("div", { class: "tools" }, tool("◐", "Light or dark  t", () => this.toggleTheme()), tool("?", "Keys  ?", () => this.help.showModal())),
+      h("div", { class: "tools" }, tool("◐", "Light or dark  t", () => this.theme.toggle()), tool("?", "Keys  ?", () => this.help.showModal())),
     );
   }
 
@@ -187,7 +183,8 @@ export class App implements Context {
     const [from, to] = [this.manifest.records[state.record]!.places[state.place]!, places[place]!];
     const head = typeof state.head === "number" ? Math.min(state.head, to.n_heads - 1) : state.head;
     const same = from.n_queries === to.n_queries && from.n_keys === to.n_keys;
-    this.go({ record, place, head, ...(!same && { token: -1, at: null }) });
+    const sort = state.sort === MATTERS && !this.manifest.records[record]!.effects.length ? "" : state.sort;
+    this.go({ record, place, head, sort, effect: 0, ...(!same && { token: -1, at: null }) });
   }
 
   private open(page: PageName): void {
@@ -211,29 +208,10 @@ export class App implements Context {
     const page = /^[1-6]$/.test(event.key) ? PAGES[Number(event.key) - 1] : undefined;
     if (this.page?.key?.(event)) event.preventDefault();
     else if (page && this.tabs.has(page)) this.open(page);
-    else if (event.key === "t") this.toggleTheme();
+    else if (event.key === "t") this.theme.toggle();
     else if (event.key === "?") this.help.showModal();
     else return;
     event.preventDefault();
-  }
-
-  private theme(name: string | null): void {
-    if (name === "light" || name === "dark") this.root.dataset.theme = name;
-    else delete this.root.dataset.theme;
-  }
-
-  /** The theme of a notebook, unless one was chosen here. */
-  followHost(name: "light" | "dark" | null): void {
-    if (recall() !== null) return;
-    this.theme(name);
-    this.page?.restyle?.();
-  }
-
-  private toggleTheme(): void {
-    const name = this.dark() ? "light" : "dark";
-    this.theme(name);
-    remember(name);
-    this.page?.restyle?.();
   }
 
   private makeHelp(): HTMLDialogElement {
@@ -241,22 +219,5 @@ export class App implements Context {
     for (const [key, words] of KEYS) list.append(h("dt", {}, h("kbd", { text: key })), h("dd", { text: words }));
     const shut = h("button", { type: "button", text: "Close", on: { click: () => this.help.close() } });
     return h("dialog", { class: "help", "aria-label": "Keys" }, h("h2", { text: "Keys" }), list, shut);
-  }
-}
-
-// Some browsers refuse storage to files; the theme is then forgotten with the page.
-function recall(): string | null {
-  try {
-    return localStorage.getItem("regard-theme");
-  } catch {
-    return null;
-  }
-}
-
-function remember(name: string): void {
-  try {
-    localStorage.setItem("regard-theme", name);
-  } catch {
-    return;
   }
 }

@@ -45,6 +45,16 @@ export function clear(element: Element): void {
   element.replaceChildren();
 }
 
+/** The sign at the top of every page. */
+export function brand(): HTMLElement {
+  return h("span", { class: "brand" }, h("span", { class: "eye", "aria-hidden": "true" }), "regard");
+}
+
+/** A button of one sign. */
+export function tool(sign: string, words: string, act: () => void): HTMLElement {
+  return h("button", { type: "button", class: "tool", text: sign, "aria-label": words, title: words, on: { click: act } });
+}
+
 /** A labelled choice of one among a few: radio buttons that look like one strip. */
 export function strip<T extends string>(
   label: string,

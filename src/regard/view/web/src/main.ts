@@ -4,6 +4,9 @@ import { App, type Line } from "./app";
 import { h, message } from "./dom";
 import { words } from "./context";
 import { readManifest } from "./manifest";
+import type { Theme } from "./theme";
+import { SurveyPage } from "./pages/survey";
+import { isTable, readTable } from "./headtable";
 import { InlineSource, LayeredSource, RemoteSource, askServer } from "./source";
 
 class AddressLine implements Line {
@@ -46,8 +49,12 @@ async function start(root: HTMLElement): Promise<void> {
       new App(root, manifest, new RemoteSource(manifest, askServer), new AddressLine(), document);
       return;
     }
-    const data = document.getElementById("regard-data")?.textContent ?? "";
-    const manifest = readManifest(JSON.parse(data));
+    const data: unknown = JSON.parse(document.getElementById("regard-data")?.textContent ?? "");
+    if (isTable(data)) {
+      new SurveyPage(root, readTable(data), new AddressLine());
+      return;
+    }
+    const manifest = readManifest(data);
     new App(root, manifest, new InlineSource(manifest), new AddressLine(), document);
   } catch (problem) {
     trouble(root, problem);
@@ -108,10 +115,10 @@ function askKernel(model: Model): { ask: (question: string) => Promise<Uint8Arra
 }
 
 /** JupyterLab says in an attribute of the body whether its theme is light; it may change. */
-function followTheme(app: App): () => void {
+function followTheme(theme: Theme): () => void {
   const follow = () => {
     const said = document.body.dataset.jpThemeLight;
-    app.followHost(said === undefined ? null : said === "false" ? "dark" : "light");
+    theme.followHost(said === undefined ? null : said === "false" ? "dark" : "light");
   };
   follow();
   const watcher = new MutationObserver(follow);
@@ -130,7 +137,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
     const manifest = readManifest(JSON.parse(String(model.get("manifest"))));
     const source = new LayeredSource(new InlineSource(manifest), new RemoteSource(manifest, kernel.ask));
     const app = new App(root, manifest, source, new WidgetLine(model), root);
-    const unfollow = followTheme(app);
+    const unfollow = followTheme(app.theme);
     return () => {
       unfollow();
       app.close();

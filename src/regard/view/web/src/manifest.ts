@@ -36,10 +36,21 @@ export interface Recorded {
   source_joined: Set<number>;
   places: Place[];
   scores: Record<string, (number | null)[][]>;
+  effects: Effect[]; // what heads are worth to what the model says
   rollout: number[]; // the places that attention rollout goes through
   next: Next | null; // what the model said would come next
   steps: number[] | null; // of a generation: the last token of each call of the model
   alignment: [number, number] | null; // the place and head that align target and source best
+}
+export interface Effect {
+  edit: string; // what was done to a head
+  token: string; // what is said
+  log_prob: number;
+  whole: number; // the change with all heads edited
+  query: number[] | null; // of a look that was forbidden: the tokens that look, and those looked at
+  key: number[] | null;
+  layers: (number | null)[]; // the change with all heads of a place
+  heads: (number | null)[][];
 }
 export interface Next {
   k: number; // candidates after each token
@@ -54,6 +65,7 @@ export interface Finding {
 }
 export interface Section {
   title: string;
+  signed: boolean; // whether its numbers are changes
   lines: Finding[];
 }
 export interface ScoreWords {
@@ -73,15 +85,15 @@ export interface Manifest {
 
 export class BadManifest extends Error {}
 
-function need(fine: boolean, words: string): asserts fine {
+export function need(fine: boolean, words: string): asserts fine {
   if (!fine) throw new BadManifest(words);
 }
 
-function isObject(value: unknown): value is Record<string, unknown> {
+export function isObject(value: unknown): value is Record<string, unknown> {
   return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
-function count(value: unknown, what: string, low: number, high: number): number {
+export function count(value: unknown, what: string, low: number, high: number): number {
   need(
     typeof value === "number" && Number.isInteger(value) && value >= low && value <= high,
     `${what} should be a whole number from ${low} to ${high}`,
@@ -89,7 +101,7 @@ function count(value: unknown, what: string, low: number, high: number): number 
   return value;
 }
 
-function text(value: unknown, what: string): string {
+export function text(value: unknown, what: string): string {
   need(typeof value === "string", `${what} should be text`);
   return value.slice(0, 400);
 }
@@ -156,20 +168,42 @@ function place(value: unknown, at: number): Place {
   };
 }
 
+export function finite(value: unknown): number | null {
+  return typeof value === "number" && Number.isFinite(value) ? value : null;
+}
+
+/** A number, or none, for each head of each place. */
+function ofHeads(rows: unknown, places: Place[], what: string): (number | null)[][] {
+  need(Array.isArray(rows) && rows.length === places.length, `${what} has the wrong shape`);
+  return rows.map((row, at) => {
+    need(Array.isArray(row) && row.length === places[at]!.n_heads, `${what} has the wrong shape`);
+    return row.map(finite);
+  });
+}
+
 function scores(value: unknown, places: Place[]): Recorded["scores"] {
   need(isObject(value), "scores should be an object");
   const out: Recorded["scores"] = Object.create(null);
-  for (const [name, rows] of Object.entries(value)) {
-    need(Array.isArray(rows) && rows.length === places.length, `score ${name.slice(0, 40)} has the wrong shape`);
-    out[name.slice(0, 40)] = rows.map((row, at) => {
-      need(Array.isArray(row) && row.length === places[at]!.n_heads, `score ${name.slice(0, 40)} has the wrong shape`);
-      return row.map((one) => (typeof one === "number" && Number.isFinite(one) ? one : null));
-    });
-  }
+  for (const [name, rows] of Object.entries(value)) out[name.slice(0, 40)] = ofHeads(rows, places, `score ${name.slice(0, 40)}`);
   return out;
 }
 
-function scoreWords(value: unknown): Manifest["words"] {
+function effect(value: unknown, places: Place[], tokens: number): Effect {
+  need(isObject(value) && Array.isArray(value.layers) && value.layers.length === places.length, "an effect has the wrong shape");
+  const side = (all: unknown) => (Array.isArray(all) ? all.map((at) => count(at, "a token of a look", 0, tokens - 1)) : null);
+  return {
+    edit: text(value.edit, "what was done"),
+    token: text(value.token, "what is said"),
+    log_prob: finite(value.log_prob) ?? 0,
+    whole: finite(value.whole) ?? 0,
+    query: side(value.query),
+    key: side(value.key),
+    layers: value.layers.map(finite),
+    heads: ofHeads(value.heads, places, "an effect"),
+  };
+}
+
+export function scoreWords(value: unknown): Manifest["words"] {
   need(isObject(value), "the words for scores should be an object");
   const out: Manifest["words"] = Object.create(null);
   for (const [name, said] of Object.entries(value)) {
@@ -192,7 +226,7 @@ function findings(value: unknown, places: Place[]): Section[] {
       });
       return { text: text(line.text, "a line"), heads, query: token(line.query), key: token(line.key), note: text(line.note, "a note") };
     });
-    return { title: text(section.title, "a title"), lines };
+    return { title: text(section.title, "a title"), signed: section.signed === true, lines };
   });
 }
 
@@ -250,6 +284,7 @@ function record(value: unknown): Recorded {
     source_joined: joined(value.source_joined, source?.length ?? 0),
     places,
     scores: scores(value.scores, places),
+    effects: (Array.isArray(value.effects) ? value.effects : []).map((one) => effect(one, places, tokens.length)),
     rollout: rising(value.rollout, "places of the rollout", places.length - 1),
     next: next(value.next),
     steps: Array.isArray(value.steps) && value.steps.length ? rising(value.steps, "steps", tokens.length - 1) : null,

@@ -2,6 +2,7 @@
 // widget. Whatever that line says, a state that fits the manifest comes out.
 
 import { CURVES, PALETTES, type Curve, type PaletteName } from "./colour";
+import { MATTERS } from "./effects";
 import { haveOneShape, type Manifest, type Recorded } from "./manifest";
 import { MEASURES, type Measure } from "./measures";
 import type { HeadChoice } from "./source";
@@ -31,6 +32,7 @@ export interface State {
   by: Measure; // what words and cells are shaded by, where it was recorded
   step: number; // of a generation, the one shown; -1: all of it
   own: boolean; // whether each map of the overview has a scale of its own
+  effect: number; // of several that were measured, the one whose changes the overview shows
 }
 
 /** The head a record opens on: that of its alignment, or the first one of cross-attention, or of all. */
@@ -62,6 +64,7 @@ export function firstState(manifest: Manifest, record = 0): State {
     by: "weights",
     step: -1,
     own: false,
+    effect: 0,
   };
 }
 
@@ -88,7 +91,9 @@ export function readState(line: string, manifest: Manifest): State {
   state.also = [...new Set(also)].filter((each) => each >= 0 && each !== state.head).slice(0, MOST_HEADS - 1);
   state.split = said.get("tokens") === "1";
   const sort = said.get("sort") ?? "";
-  state.sort = Object.hasOwn(manifest.records[state.record]!.scores, sort) ? sort : "";
+  const { scores, effects } = manifest.records[state.record]!;
+  state.sort = Object.hasOwn(scores, sort) || (sort === MATTERS && effects.length) ? sort : "";
+  state.effect = whole(said.get("effect"), 0, Math.max(0, effects.length - 1), 0);
   state.least = whole(said.get("least"), 0, 100, 0) / 100;
   const at = (said.get("at") ?? "").split(",").map(Number);
   if (at.length === 3 && at.every((n) => Number.isFinite(n) && n >= 0)) state.at = at as [number, number, number];
@@ -149,6 +154,7 @@ export function writeState(state: State): string {
   if (state.by !== "weights" && ["head", "text"].includes(state.page)) said.set("by", state.by);
   if (state.step >= 0 && state.page === "text") said.set("step", String(state.step));
   if (state.own && state.page === "overview") said.set("own", "1");
+  if (state.effect && state.page === "overview") said.set("effect", String(state.effect));
   const query = said.toString().replaceAll("%2C", ",");
   return query ? `${state.page}?${query}` : state.page;
 }

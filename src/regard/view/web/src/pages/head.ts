@@ -4,6 +4,7 @@ import { colours, current, mapCurve, question, words, type Context, type Page } 
 import { Legend, colourPicker, headPicker, measurePicker, notes, savers, scoreBars, sinkPicker, stepHead, stepLayer } from "../controls";
 import { visibleTo } from "../chance";
 import { exact, h, many, message } from "../dom";
+import { hasLooks, tellLook, worthOf } from "../effects";
 import { Heatmap, type Cell } from "../heatmap";
 import { amount, measureOf } from "../measures";
 import { cellStarts, headTitle, isExact, keyTokens, mapPlace, queryTokens, type Place } from "../manifest";
@@ -54,7 +55,7 @@ export function head(context: Context): Page {
     ...notes(context), headPicker(context, true), ...measurePicker(context),
     readout.element,
     coarse ? message(place.grid ? `This record kept a picture of ${place.grid[0]} × ${place.grid[1]} cells here, not single weights.` : "This record kept no map here.") : null,
-    scoreBars(context),
+    ...worthOf(context), scoreBars(context),
     legend.element,
     drawn.causal ? h("p", { class: "hint", text: "Hatched: keys that come later, which a query may not look at." }) : null,
     coarse ? null : sinkPicker(context),
@@ -105,6 +106,7 @@ class Readout {
   private readonly value: HTMLElement;
   private readonly times = h("p", { class: "times" });
   private readonly note: HTMLElement;
+  private readonly look: HTMLElement | null; // what the look is worth, where some were measured
   private shown: Cell | null = null;
   private kept = false;
   private timer = 0;
@@ -113,7 +115,8 @@ class Readout {
     this.pair = h("p", { class: "pair" });
     this.value = h("p", { class: "weight" });
     this.note = h("p", { class: "hint" });
-    this.element = h("div", { class: "readout" }, this.pair, this.value, this.times, this.note);
+    this.look = hasLooks(current(context).record) ? h("p", { class: "look" }) : null;
+    this.element = h("div", { class: this.look ? "readout looks" : "readout" }, this.pair, this.value, this.times, this.note, this.look);
     this.show(null, false);
   }
 
@@ -126,6 +129,7 @@ class Readout {
     this.shown = cell;
     this.kept = kept;
     this.times.textContent = "";
+    if (this.look) this.look.textContent = cell && isExact(this.place) ? tellLook(this.context, cell.t, cell.s) : "";
     if (!cell) {
       this.pair.replaceChildren("Point at a cell, or use the arrow keys.");
       this.value.textContent = "";

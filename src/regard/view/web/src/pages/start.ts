@@ -8,6 +8,7 @@ import { inkOn } from "../colour";
 import { current, wordCurve, type Context, type Page } from "../context";
 import { Legend, notes, savers, shade, sinkPicker } from "../controls";
 import { h, hundredth, many, message, select } from "../dom";
+import { signed } from "../effects";
 import { allLayers, headTitle, placeLabel, type Finding, type Recorded } from "../manifest";
 import { headline } from "./overview";
 import { WordSearch } from "../search";
@@ -350,15 +351,15 @@ class StartView {
 
   /** The digest of the terminal, with links. */
   private findings(): HTMLElement {
-    const sections = this.record.findings.map(({ title, lines }) =>
-      h("section", { class: "finding" }, h("h3", {}, h("bdi", { dir: "auto", text: title })), h("ul", {}, ...lines.map((line) => this.line(line)))),
+    const sections = this.record.findings.map(({ title, signed: changes, lines }) =>
+      h("section", { class: "finding" }, h("h3", {}, h("bdi", { dir: "auto", text: title })), h("ul", {}, ...lines.map((line) => this.line(line, changes ? signed : hundredth)))),
     );
     return h("section", { class: "findings", "aria-label": "What stands out" }, h("h2", { text: "What stands out" }), h("div", { class: "columns" }, ...sections));
   }
 
-  private line({ text, heads, query, key, note }: Finding): HTMLElement {
+  private line({ text, heads, query, key, note }: Finding, spellOut: (value: number) => string): HTMLElement {
     const links = heads.map(([place, head, value]) =>
-      h("a", { ...toHead(this.context, place, head, query ?? -1, key ?? -1), title: headTitle(this.record, place, head) }, this.headName(place, head), " ", h("span", { class: "value", text: value === null ? "–" : hundredth(value) })),
+      h("a", { ...toHead(this.context, place, head, query ?? -1, key ?? -1), title: headTitle(this.record, place, head) }, this.headName(place, head), " ", h("span", { class: "value", text: value === null ? "–" : spellOut(value) })),
     );
     return h("li", {}, h("bdi", { dir: "auto", text: label(text, 60) }), h("span", { class: "links" }, ...links, note ? h("span", { class: "hint", text: note }) : null));
   }

@@ -8,6 +8,7 @@ import { onScale, differenceRamp, largest } from "../colour";
 import { current, question, wordCurve, words, type Context, type Page } from "../context";
 import { Legend, colourPicker, headPicker, measurePicker, notes, savers, shade, sinkPicker } from "../controls";
 import { h, many, message, percent, strip } from "../dom";
+import { worthOf } from "../effects";
 import { amount, measureOf, type Measure } from "../measures";
 import type { Place, Recorded } from "../manifest";
 import { Player } from "../player";
@@ -87,7 +88,7 @@ class TextView {
     const turns = measure === "gradient" || (!two && measure !== "probability");
     const aside = h(
       "aside", { class: "panel" },
-      h("h1", { text: "Text" }), ...notes(context), headPicker(context, true), ...measurePicker(context), ...this.searches(two), turns ? towards : null, this.splitter(),
+      h("h1", { text: "Text" }), ...notes(context), headPicker(context, true), ...worthOf(context), ...measurePicker(context), ...this.searches(two), turns ? towards : null, this.splitter(),
       this.sentence, this.ranking, this.candidates, this.legend.element, measure === "weights" || measure === "values" ? sinkPicker(context) : null, colourPicker(context, wordCurve(context), false),
     );
     const stage = h("div", { class: "stage" }, this.trouble, ...this.flows.map((flow) => flow.element));
