@@ -13,7 +13,7 @@ from regard.lens.viewers import VIEWERS
 
 if TYPE_CHECKING:
     from regard import nn
-    from regard._look import look, survey
+    from regard._look import fill, look, survey
     from regard._version import __version__
     from regard.generation import (
         GenerationConfig,
@@ -67,7 +67,7 @@ _HOMES = {
     "regard.lens.edit.values": "Ablate Block HeadOutputs Patch",
     "regard.lens.effect": "Effect effect",
     "regard.lens.watch": "watch",
-    "regard._look": "look survey",
+    "regard._look": "fill look survey",
     "regard.nn": "convert",
     "regard.models": "Transformer count_parameters load save",
     "regard.generation": "GenerationConfig evict generate generate_batch generate_ids score stream "
@@ -113,6 +113,7 @@ __all__ = [
     "effect",
     "evict",
     "explain",
+    "fill",
     "generate",
     "generate_batch",
     "generate_ids",

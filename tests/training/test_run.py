@@ -237,12 +237,13 @@ def test_gaps_are_scored_as_gaps(text: Path, tmp_path: Path) -> None:
         "max_position_embeddings": 16,
         "type_vocab_size": 2,
     }
-    recipe = replace(LM, task="masked", documents=False, model=words)
+    recipe = replace(LM, task="masked", model=words)
     tests = run_module.Tests(files=[text])
     report = run(Files(data=text, valid=text), recipe, tmp_path / "run", tests=tests)
     figures = report["tests"]["text.txt"]
     # The same text, hidden in the same way, as the evaluation of the best weights.
     assert figures["loss"] == pytest.approx(report["best"]["loss"], rel=1e-5)
+    assert figures["unigram"] == pytest.approx(report["best"]["unigram"], rel=1e-12)
     assert "bits_per_byte" not in figures
 
 
@@ -335,7 +336,7 @@ def test_two_processes_write_one_folder_with_the_same_losses(text: Path, tmp_pat
     assert many.stdout.count("step 2  eval loss") == 1  # one process speaks for all
     from regard.cli.train import TextOptions, launch
 
-    launch(TextOptions(data=text, out=tmp_path / "one", settings=settings, device="cpu"))
+    launch("lm", TextOptions(data=text, out=tmp_path / "one", settings=settings, device="cpu"))
     logs = [read_log(tmp_path / name / "training") for name in ("one", "two")]
     assert [s.step for s in logs[1].steps] == [1, 2, 3, 4]
     losses = [[s.loss for s in log.steps] for log in logs]
