@@ -11,7 +11,7 @@ import transformers as hf
 from masked_models import FAMILIES, make_folder, make_tokenizer
 
 import regard
-from regard.lens.fill import find_mask, use_own_mask
+from regard.lens.fill import Candidate, find_mask, use_own_mask
 from regard.models import Transformer
 from regard.tokens import Tokenizer
 
@@ -93,6 +93,11 @@ def test_it_reads_as_text_and_says_that_gaps_are_filled_alone(bert: Transformer)
     assert str(one).splitlines()[:2] == [GAPS[0], f"  {best.probability:.3f} {best.token}"]
     assert len(str(one).splitlines()) == 3 and one.notes == ()
     assert "need not go together" in str(many) and "gap 3" in str(many)
+
+
+def test_a_candidate_of_spaces_is_shown_as_such() -> None:
+    shown = {Candidate(token, 0.5, 7).label for token in (" cat", "##s", " ", "\n")}
+    assert shown == {"cat", "##s", "' '", "'\\n'"}
 
 
 def test_a_tokenizer_can_be_given(bert: Transformer, folders: dict[str, Path]) -> None:

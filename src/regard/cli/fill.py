@@ -53,15 +53,15 @@ def write_filled(filled: "Filled", console: "Console") -> None:
     for note in filled.notes:
         write_line(console, note)
     blocks = console.encoding.lower().startswith("utf")
-    words = [one.token.strip() for gap in filled.gaps for one in gap.candidates]
-    shown = [make_printable(word, console.encoding) for word in words]
+    labels = [one.label for gap in filled.gaps for one in gap.candidates]
+    shown = [make_printable(label, console.encoding) for label in labels]
     width = max(map(len, shown))
-    lines = iter(shown)
+    words = iter(shown)
     for number, gap in enumerate(filled.gaps, start=1):
         write_line(console, f"\ngap {number}" if len(filled.gaps) > 1 else "")
         for one in gap.candidates:
             bar = draw_bar(one.probability, blocks)
-            line = f"  {next(lines):<{width}}  {one.probability:.3f} {bar}"
+            line = f"  {next(words):<{width}}  {one.probability:.3f} {bar}"
             write_line(console, line.rstrip())
 
 

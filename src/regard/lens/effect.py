@@ -178,7 +178,7 @@ def find_asked(model: nn.Module, text: str, on: str | None, tokenizer: Any) -> A
 
 def find_masked(model: nn.Module, text: str, on: str | None, tokenizer: Any, mask: int) -> Asked:
     ids, positions = find_gaps(tokenizer, text)
-    word = name_ids(tokenizer, [mask])[mask]
+    word = name_ids(tokenizer, [mask])[mask].strip()
     if len(positions) != 1:
         raise ValueError(
             f"the text has {len(positions)} masked words; expected one: put {word} where the "

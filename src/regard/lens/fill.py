@@ -35,6 +35,11 @@ class Candidate:
     probability: float
     id: int
 
+    @property
+    def label(self) -> str:
+        """The token to be shown: without spaces around it; of spaces alone, as Python writes it."""
+        return self.token.strip() or repr(self.token)
+
 
 @dataclass(frozen=True)
 class Gap:
@@ -62,7 +67,7 @@ class Filled:
         lines = [self.text, *self.notes]
         for number, gap in enumerate(self.gaps, start=1):
             lines += [f"gap {number}"] if len(self.gaps) > 1 else []
-            lines += [f"  {one.probability:.3f} {one.token.strip()}" for one in gap.candidates]
+            lines += [f"  {one.probability:.3f} {one.label}" for one in gap.candidates]
         return "\n".join(lines)
 
 

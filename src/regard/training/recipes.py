@@ -183,8 +183,8 @@ def small_masked() -> Recipe:
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
-    settings = "steps=1000 lr=1e-3 warmup=100 eval_every=250 save_every=250 vocab_size=4096"
-    return make("masked", model, f"{settings} cutting=wordpiece context=128 rows=16")
+    settings = "steps=2000 lr=1e-3 warmup=100 eval_every=500 save_every=500 vocab_size=4096"
+    return make("masked", model, f"{settings} cutting=wordpiece context=128 rows=8")
 
 
 def small_translation() -> Recipe:

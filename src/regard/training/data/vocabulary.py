@@ -95,7 +95,7 @@ def train_tokenizer(
         raise BadData("a vocabulary was asked for, but the texts are empty; give some text")
     make: dict[str, Any] = {"characters": _characters, "scripts": _by_script, "bpe": _by_byte}
     make["words"] = partial(_by_byte, words=_WORDS)
-    make["wordpiece"] = partial(_word_pieces, unk=roles.get("unk"))
+    make["wordpiece"] = partial(_word_pieces, unk=roles.get("unk") or "")
     plan = make[kind](kept, vocab_size, special)
     cls, sep, mask = (roles.get(role) for role in ("cls", "sep", "mask"))
     if cls is not None and sep is not None:
@@ -217,7 +217,7 @@ def _by_byte(
         backend.pre_tokenizer = before.Sequence([cut, backend.pre_tokenizer])
         backend.decoder = after.Sequence([backend.decoder, after.Strip(" ", 1, 0)])
     alphabet = sorted(before.ByteLevel.alphabet())
-    how = {"special_tokens": list(special), "initial_alphabet": alphabet}
+    how: dict[str, Any] = {"special_tokens": list(special), "initial_alphabet": alphabet}
     return _train(backend, texts, vocab_size=vocab_size, **how)
 
 
@@ -233,7 +233,7 @@ def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dic
     backend.normalizer = hf.normalizers.Replace(hf.Regex(_STARTS), " ")
     backend.pre_tokenizer = before.Split(hf.Regex(_SCRIPTS), "isolated")
     backend.decoder = after.Sequence([after.ByteFallback(), after.Fuse(), after.Strip(" ", 1, 0)])
-    how = {"initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}
+    how: dict[str, Any] = {"initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}
     plan = _train(backend, texts, vocab_size=n_free, **how)
     model = plan["model"]
     learned = sorted(model["vocab"], key=model["vocab"].__getitem__)
@@ -261,8 +261,8 @@ def _word_pieces(
     counts = Counter(letter for letter in chain.from_iterable(plain) if not letter.isspace())
     letters = _alphabet(counts, (vocab_size - len(special)) // 4)
     within = [f"##{letter}" for letter in letters if len(cut(normalise(f"a{letter}"))) == 1]
-    how = {"special_tokens": [*special, *letters, *within], "initial_alphabet": letters}
-    how["limit_alphabet"] = len(letters)
+    how: dict[str, Any] = {"initial_alphabet": letters, "limit_alphabet": len(letters)}
+    how["special_tokens"] = [*special, *letters, *within]
     plan = _train(backend, plain, "WordPieceTrainer", vocab_size=vocab_size, **how)
     plan["added_tokens"] = _added(special)
     return plan
