@@ -191,6 +191,7 @@ class AlignedTask:
 
     targets = TranslationTask.targets
     one_size = TranslationTask.one_size
+    unigram = TranslationTask.unigram
 
     def __init__(self, task: TranslationTask, guide: Guide) -> None:
         self.task, self.guide = task, guide

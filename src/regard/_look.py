@@ -10,7 +10,8 @@ what it said would come next, unless a text is so long that its logits would be 
 encoder–decoder first writes what it makes of the text, and `see_translation` then watches it read
 the one and write the other. `look` is these, from a name or a model; commands put their bars around
 the reading. `survey` has a model read many texts, of which only the means of all heads' scores are
-kept (`lens/survey.py`).
+kept (`lens/survey.py`). `fill` has a masked one say what stands in the gaps of a text
+(`lens/fill.py`).
 
 Left out: models that are not regard's, which `regard.watch` watches where they are.
 """
@@ -28,11 +29,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from regard.lens.edit.values import Where
+    from regard.lens.fill import Filled
     from regard.lens.head_table import HeadTable
     from regard.lens.record import Record
     from regard.lens.recorder import Progress
     from regard.lens.survey import Plan
     from regard.models import Transformer
+    from regard.tokens import Tokenizer
 
 DEFAULT_MODEL = "embedded:lm"
 Fit: TypeAlias = Literal["refuse", "truncate", "window"]
@@ -126,8 +129,61 @@ def add_effects(
     return record
 
 
-def _load(model: str | os.PathLike[str] | Transformer) -> tuple[Transformer, str]:
-    """A model and what it is called."""
+def fill(
+    model: str | os.PathLike[str] | Transformer,
+    text: str,
+    top: int = 5,
+    *,
+    tokenizer: Tokenizer | None = None,
+) -> Filled:
+    """What a masked model puts into the gaps of a text: the likeliest tokens for each [MASK].
+
+    model: as in `look`, a masked language model (BERT, RoBERTa, what `regard train mlm` trained).
+    text: [MASK] stands for a gap, whatever the model's own mask token is called. Each gap is filled
+    by itself, with the others left open. tokenizer: instead of the model's own.
+
+        filled = regard.fill("run", "The [MASK] sat on the mat.")
+        filled.gaps[0].candidates[0].token, filled.gaps[0].candidates[0].probability
+    """
+    from regard._check import check_count
+    from regard.lens.fill import check_eval, fill_gaps
+
+    if not isinstance(text, str):
+        raise TypeError(f"text is a {type(text).__name__}; expected str")
+    if not text.strip():
+        raise ValueError("the text is empty; give one with a gap: The [MASK] sat on the mat.")
+    check_count("top", top)
+    loaded, name = _load(model, "of `transformers`, save it in a folder and give that")
+    check_masked(loaded, name)
+    check_eval(loaded)
+    reader = loaded.tokenizer if tokenizer is None else tokenizer
+    if reader is None or reader.special.mask is None:
+        lack = "no tokenizer beside its weights" if reader is None else "a tokenizer without a mask"
+        raise ValueError(f"{name} has {lack}, so it cannot read a gap; give tokenizer=")
+    return fill_gaps(loaded, text, reader, top=top, max_len=loaded.config.max_len)
+
+
+def check_masked(model: Transformer, name: str) -> None:
+    """Refuse a model that fills no gaps, with what it does instead."""
+    config = model.config
+    if config.head.kind == "masked":
+        return
+    is_a = "reads texts and has no layer that says words"
+    todo = "give one that was saved with it, such as BertForMaskedLM"
+    if config.decoder and config.encoder:
+        is_a, todo = "translates", "`regard translate` is for it"
+    elif config.decoder:
+        is_a = "is a causal language model, which sees no word behind a gap"
+        todo = "`regard generate` is for it"
+    what = f"{name} ({config.family}) {is_a}, so it fills no gaps"
+    raise ValueError(f"{what}: {todo}; `regard train mlm` trains one that does")
+
+
+def _load(
+    model: str | os.PathLike[str] | Transformer,
+    others: str = "others are watched where they are: with regard.watch(model) as record: ...",
+) -> tuple[Transformer, str]:
+    """A model and what it is called; `others` says what to do with one that is not ours."""
     from regard.lens.head_names import name_model
     from regard.models import Transformer, load
 
@@ -137,7 +193,7 @@ def _load(model: str | os.PathLike[str] | Transformer) -> tuple[Transformer, str
         return load(model), name_model(os.fsdecode(model))
     raise TypeError(
         f"model is a {type(model).__name__}; expected a name, a path, or what regard.load "
-        "gives; others are watched where they are: with regard.watch(model) as record: ..."
+        f"gives; {others}"
     )
 
 

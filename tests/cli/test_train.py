@@ -16,12 +16,13 @@ import pytest
 import torch
 from commands import run_command as run
 from safetensors.torch import load_file
-from tiny_runs import fill_disk
+from tiny_runs import differing, fill_disk
 
 import regard
 from regard import cli
 from regard.training import run as run_module
 from regard.training.loop import Result
+from regard.training.runlog import read_log
 from regard.training.snapshot import list_snapshots, load_latest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ TINY = {
         "max_tokens": 256,
     },
 }
-TINY["masked"] = {k: v for k, v in TINY["lm"].items() if "key_value" not in k}
+TINY["mlm"] = {k: v for k, v in TINY["lm"].items() if "key_value" not in k}
 STEPS = {"steps": 3, "eval_every": 2, "save_every": 2}
 
 
@@ -114,22 +115,39 @@ def test_a_language_model_opens_with_regard_and_transformers(
     assert written == cli.printing.make_printable(made, "utf-8", kept="\n\t") + "\n"
 
 
-def test_a_masked_model_opens_with_transformers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("cutting", ["wordpiece", "bpe"])
+def test_a_masked_model_opens_with_regard_and_transformers_and_fills_gaps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cutting: str
 ) -> None:
-    from transformers import AutoModelForMaskedLM, AutoTokenizer
+    from transformers import AutoModelForMaskedLM, AutoTokenizer, BertForMaskedLM
 
     out = tmp_path / "run"
-    text = write_text(tmp_path)
-    code, _, _ = run(capsys, "train", "lm", "--masked", text, "-o", out, *words("masked"))
-    assert code == 0
-    ours, theirs = regard.load(out), AutoModelForMaskedLM.from_pretrained(out).eval()
+    settings = words("mlm", cutting=cutting)
+    code, said, _ = run(capsys, "train", "mlm", write_text(tmp_path), "-o", out, *settings)
+    assert code == 0 and "step 2  eval loss" in said and "  unigram " in said
+    (last,) = (line for line in said.splitlines() if f"the model is in {out}" in line)
+    assert ", loss " in last and ", unigram " in last
+    ours = regard.load(out)
+    theirs, loaded = AutoModelForMaskedLM.from_pretrained(out, output_loading_info=True)
+    assert type(theirs) is BertForMaskedLM
+    assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
     tokenizer = AutoTokenizer.from_pretrained(out)
-    ids = tokenizer("abc def a feed cab", return_tensors="pt")["input_ids"]
+    text = "ab [MASK] Fed, x!"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    assert ours.tokenizer is not None and ours.tokenizer.encode(text).ids == ids[0].tolist()
+    assert (ids == tokenizer.mask_token_id).sum() == 1
     with torch.no_grad():
         logits = ours(ids).logits
         assert logits is not None
-        torch.testing.assert_close(logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+        judge = theirs.eval()(**tokenizer(text, return_tensors="pt")).logits
+        torch.testing.assert_close(logits, judge, rtol=1e-5, atol=1e-5)
+    code, written, _ = run(capsys, "fill", "--model", out, "--top", "1", text)
+    best = regard.fill(out, text, 1).gaps[0].candidates[0]
+    assert code == 0 and f"{best.probability:.3f}" in written
+    best_judge = judge[0, ids[0] == tokenizer.mask_token_id].softmax(-1).max()
+    assert best.probability == pytest.approx(float(best_judge), abs=1e-5)
+    code, _, err = run(capsys, "generate", "abc", "--model", out)
+    assert code == 2 and "bert" in err
 
 
 def test_a_translator_opens_with_regard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,6 +236,22 @@ def test_ctrl_c_saves_and_the_same_command_with_resume_goes_on(
     assert same(out, whole)
 
 
+def test_a_masked_run_that_goes_on_is_the_run_that_did_not_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out, whole = write_text(tmp_path), tmp_path / "run", tmp_path / "whole"
+    more = {"schedule": "constant", "model.hidden_dropout_prob": 0.1, "eval_every": 100}
+    assert run(capsys, "train", "mlm", text, "-o", whole, *words("mlm", **more, steps=5))[0] == 0
+    assert run(capsys, "train", "mlm", text, "-o", out, *words("mlm", **more, steps=2))[0] == 0
+    code, said, _ = run(capsys, "train", "mlm", text, "-o", out, "--resume", "--set", "steps=5")
+    assert code == 0 and "going on after 2 steps" in said
+    one, other = (load_latest(folder / "training" / "snapshots") for folder in (whole, out))
+    assert one is not None and other is not None and one.step == other.step == 5
+    assert differing(one.tensors, other.tensors) == []
+    logs = [read_log(folder / "training") for folder in (whole, out)]
+    assert [s.loss for s in logs[0].steps] == [s.loss for s in logs[1].steps]
+
+
 def test_settings_given_on_the_way_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,13 +278,13 @@ def test_a_folder_with_a_run_is_refused_and_left_alone(
     assert before == {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("kind", ["lm", "translate"])
+@pytest.mark.parametrize("kind", ["lm", "mlm", "translate"])
 def test_a_run_goes_on_with_its_own_text_only_and_keeps_what_it_prepared(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, folder = tmp_path / "run", tmp_path / "other"
     folder.mkdir()
-    text = write_text(tmp_path) if kind == "lm" else write_pairs(tmp_path)
+    text = write_pairs(tmp_path) if kind == "translate" else write_text(tmp_path)
     assert run(capsys, "train", kind, text, "-o", out, *words(kind))[0] == 0
     before = {p: p.read_bytes() for p in (out / "training").glob("*.tokens")}
     assert before
@@ -347,7 +381,9 @@ def test_a_full_disk_is_one_line_and_the_old_snapshot_stays(
         (["--recipe", "none-such"], ["no recipe is named 'none-such'", "lm-small", "shakespeare"]),
         (["--size", "none-such"], ["no size is named 'none-such'", "gpt2-medium"]),
         (["--recipe", "multi30k"], ["'multi30k' is for `regard train translate`"]),
-        (["--recipe", "masked-small"], ["is for `regard train lm --masked`"]),
+        (["--recipe", "mlm-small"], ["is for `regard train mlm`"]),
+        (["--size", "bert-mini"], ["'bert' is trained by `regard train mlm`, not by"]),
+        (["--set", "cutting=wordpiece"], ["cutting is 'wordpiece'; expected one of"]),
         (["--device", "abacus"], ["device is 'abacus'"]),
         (["--device", "meta"], ["device is 'meta'"]),
         (["--data-parallel", "2"], ["torchrun --nproc-per-node 2"]),
@@ -363,6 +399,34 @@ def test_what_cannot_be_meant_is_refused_in_one_line(
     told = run(capsys, "train", "lm", write_text(tmp_path), "-o", out, *arguments)
     assert refused(told, *parts)
     assert not (out / "training" / "snapshots").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--recipe", "lm-small"], ["'lm-small' is for `regard train lm`"]),
+        (["--size", "gpt2"], ["'gpt2' is trained by `regard train lm`, not by `regard train mlm`"]),
+        (["--set", "cutting=scripts"], ["cutting is 'scripts'; expected one of 'bpe', 'char"]),
+        (["--set", "model.is_decoder=true"], ["is_decoder"]),
+        (["--set", "context=2"], ["windows of 3 or more"]),
+        (["--set", "vocab_size=8"], ["5 tokens are special; that leaves no room"]),
+    ],
+)
+def test_what_a_masked_run_cannot_mean_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
+) -> None:
+    out = tmp_path / "run"
+    told = run(capsys, "train", "mlm", write_text(tmp_path), "-o", out, *arguments)
+    assert refused(told, *parts)
+    assert not (out / "training" / "snapshots").exists()
+
+
+def test_help_tells_what_a_masked_model_is(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, _ = run(capsys, "train", "mlm", "--help")
+    assert code == 0
+    for word in ("15%", "80%", "[MASK]", "regard fill", "unigram", "--resume", "mlm-small"):
+        assert word in said
+    assert "regard train mlm" in run(capsys, "train", "--help")[1]
 
 
 def test_languages_are_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

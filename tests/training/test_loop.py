@@ -8,13 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rounding import assert_within, bound_sum
 from tiny_runs import (
+    BERT,
+    BOS,
+    EOS,
     GPT2,
     LLAMA,
+    MASK,
     ORIGINAL,
+    PAD,
     PLAIN,
     VOCAB,
     Ear,
@@ -30,6 +36,8 @@ from torch._dynamo.testing import CompileCounter
 
 from regard.models import Transformer
 from regard.ops import backends
+from regard.training.data.packing import MaskedTokens, PackedText
+from regard.training.data.store import write_tokens
 from regard.training.loop import Diverged, Run, mix, train
 from regard.training.optim import rate_share
 from regard.training.parallel import Mesh
@@ -105,7 +113,7 @@ def test_the_loss_told_is_the_mean_over_the_tokens_asked_for(tmp_path: Path) -> 
     run = Outcome("lm", tmp_path, PLAIN, model=model, task=task)
     first = run.ear.steps[0]
     assert first.loss == pytest.approx(float(mean.detach()), rel=bound_tokens(run))
-    assert first.tokens == int((batch["targets"] != -100).sum())
+    assert first.tokens == batch["ids"].numel()
     assert first.lr == PLAIN.lr * rate_share(PLAIN, 0)
 
 
@@ -127,6 +135,26 @@ def test_a_model_learns(tmp_path: Path) -> None:
     losses = Outcome("lm", tmp_path, config, model=make_model(LLAMA)).ear.losses
     assert losses[0] == pytest.approx(math.log(VOCAB), abs=0.1)
     assert sum(losses[-5:]) / 5 < losses[0] - 1.0
+
+
+def test_a_masked_model_learns_to_read_what_is_around_a_gap(tmp_path: Path) -> None:
+    """Each document has one word alone, so whoever reads it knows what is hidden."""
+    draw = np.random.default_rng(7)
+
+    def pack(name: str, count: int) -> PackedText:
+        rows = [[int(draw.integers(4, VOCAB))] * 11 for _ in range(count)]
+        tokens = write_tokens(tmp_path / name, rows, vocab_size=VOCAB, fingerprint=name)
+        return PackedText(tokens, context=16, rows=8, seed=3, shifted=False)
+
+    hide = MaskedTokens(MASK, VOCAB, (PAD, BOS, EOS, MASK), 3)
+    task = LanguageTask(pack("train", 97), pack("valid", 23), hide)
+    config = replace(PLAIN, steps=200, lr=1e-2, warmup=10)
+    words = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    run = Outcome("masked", tmp_path, config, model=make_model(BERT, **words), task=task)
+    assert run.ear.losses[0] == pytest.approx(math.log(VOCAB), abs=0.2)
+    last = run.ear.evaluations[-1]
+    assert last.step == 200 and last.unigram is not None and last.unigram == task.unigram
+    assert last.unigram > math.log(VOCAB - 4) and last.loss < last.unigram - 1.0
 
 
 def test_blocks_computed_twice_give_the_same_run(tmp_path: Path) -> None:
@@ -204,7 +232,7 @@ def test_one_graph_is_compiled_for_pairs_of_all_lengths(
 class Nudged:
     """A task with an auxiliary loss: the weight of the output table, three times, each step."""
 
-    targets, one_size = "targets", True
+    targets, one_size, unigram = "targets", True, None
 
     def __init__(self, task: LanguageTask) -> None:
         self.task, self.entered = task, 0
@@ -385,7 +413,7 @@ class Poisoned:
     """A task whose batches break the model from a step on."""
 
     targets = "targets"
-    one_size = True
+    one_size, unigram = True, None
 
     def __init__(self, task: LanguageTask, model: Transformer, at: int) -> None:
         self.task, self.model, self.at = task, model, at

@@ -143,7 +143,8 @@ def test_the_heads_are_those_that_matter() -> None:
     assert embed.head.weight is not embed.decoder_embed.tokens.weight
 
 
-def test_parts_are_really_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def spy_on_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many tokens logits are made, each time that some are."""
     sizes: list[int] = []
     real = module.logits_to_gradient
 
@@ -152,9 +153,44 @@ def test_parts_are_really_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(scores, *given)
 
     monkeypatch.setattr(module, "logits_to_gradient", spy)
+    return sizes
+
+
+def test_parts_are_really_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = spy_on_sizes(monkeypatch)
     monkeypatch.setattr(module, "CPU_LOGITS", 5 * VOCAB + 3)
     summed_loss(make_head("tied"), *make_batch())
     assert sizes == [5, 5, 5, 5, 1]
+
+
+@pytest.mark.parametrize("name", ["masked, with a bias", "softcapped"])
+def test_where_few_tokens_are_asked_for_the_loss_is_the_plain_one(name: str) -> None:
+    head = make_head(name)
+    x, targets = make_batch()
+    few = torch.full_like(targets, NOTHING)
+    few[0, 1], few[1, 4], few[2, 0] = 3, 0, VOCAB - 1
+    expected, found = plain_loss(head(x), few, 0.3), summed_loss(head, x, few, 0.3)
+    wide_head, wide_x = copy.deepcopy(head).double(), x.detach().double().requires_grad_()
+    exact = sum_exactly(wide_head(wide_x), few, 0.3)
+    assert_within(found, exact, bound_error(expected, exact, n_terms=few.numel()))
+    by_plain, by_ours = gradients(head, x, expected), gradients(head, x, found)
+    for part, gradient in gradients(wide_head, wide_x, exact).items():
+        n_terms = VOCAB if part == "x" else few.numel()
+        assert_within(by_ours[part], gradient, bound_error(by_plain[part], gradient, n_terms), part)
+    assert by_ours["x"][0, 1].any() and not by_ours["x"][0, 0].any()
+
+
+def test_where_few_tokens_are_asked_for_no_other_gets_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = spy_on_sizes(monkeypatch)
+    x, targets = make_batch()
+    few = torch.full_like(targets, NOTHING)
+    few[0, 1], few[2, 0] = 3, 5
+    summed_loss(make_head("tied"), x, few)
+    summed_loss(make_head("tied"), x, targets)
+    summed_loss(make_head("tied"), x, torch.full_like(targets, NOTHING))
+    assert sizes == [2, 21, 21]
 
 
 @pytest.mark.parametrize("at_once", [5, 21])

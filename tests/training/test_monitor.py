@@ -103,6 +103,24 @@ def test_a_loss_that_is_no_number_stays_strict_json(tmp_path: Path) -> None:
     assert math.isnan(log.evaluations[0].scores["bleu"]) and log.damaged == 0
 
 
+def test_the_unigram_loss_stands_beside_the_loss_where_it_is_told(tmp_path: Path) -> None:
+    console = quiet()
+    seen = [replace(evaluation(3), unigram=6.625), evaluation(6)]
+    with Monitor(tmp_path, total=9, console=console) as monitor:
+        for one in seen:
+            monitor.evaluated(one)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 3  eval loss 2.7500  unigram 6.62  perplexity 15.64  (best" in shown
+    assert "step 6  eval loss 2.7500  perplexity 15.64\n" in shown
+    log = read_log(tmp_path)
+    assert log.evaluations == seen and log.damaged == 0
+    assert [line.get("unigram") for line in lines_of(tmp_path)] == [6.625, None]
+    # Resumed, an evaluation that the log has is not told twice.
+    with Monitor(tmp_path, total=9, start=6, console=quiet()) as monitor:
+        monitor.evaluated(seen[1])
+    assert read_log(tmp_path).evaluations == seen
+
+
 def test_each_line_is_there_at_once(tmp_path: Path) -> None:
     """A kill would end the process here."""
     monitor = Monitor(tmp_path, total=9, console=quiet())

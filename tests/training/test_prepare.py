@@ -16,6 +16,7 @@ from regard.tokens import Tokenizer
 from regard.training.config import TrainConfig
 from regard.training.data.reading import BadData
 from regard.training.data.store import TokenFile
+from regard.training.data.vocabulary import train_tokenizer
 from regard.training.init import start
 from regard.training.prepare import (
     Files,
@@ -33,7 +34,7 @@ LM = Recipe(task="lm", model=llama(12, 1, 3, 1, 17), train=TRAIN, vocab_size=300
 MASKED = replace(
     LM,
     task="masked",
-    documents=False,
+    cutting="wordpiece",
     model={
         "model_type": "bert",
         "architectures": ["BertForMaskedLM"],
@@ -41,7 +42,6 @@ MASKED = replace(
         "num_hidden_layers": 1,
         "num_attention_heads": 3,
         "intermediate_size": 17,
-        "max_position_embeddings": 16,
         "type_vocab_size": 2,
     },
 )
@@ -185,21 +185,66 @@ def test_faults_of_the_data_are_told_with_their_count(tmp_path: Path) -> None:
     assert any(line.startswith("2 documents were there before") for line in said)
 
 
-def test_gaps_have_their_tokens(tmp_path: Path) -> None:
-    made, _ = prepare_quietly(Files(data=write_documents(tmp_path)), MASKED, tmp_path / "run")
+@pytest.mark.parametrize("cutting", ["wordpiece", "bpe", "characters"])
+def test_gaps_have_berts_tokens_and_texts_lie_between_two_of_them(
+    tmp_path: Path, cutting: Any
+) -> None:
+    files, recipe = Files(data=write_documents(tmp_path)), replace(MASKED, cutting=cutting)
+    made, _ = prepare_quietly(files, recipe, tmp_path / "run")
     task, tokenizer = made.task, made.tokenizer
-    assert isinstance(task, LanguageTask) and task.masked is not None
-    assert task.masked.mask_id == tokenizer.id("<mask>")
-    assert set(task.masked.special) >= {tokenizer.id(t) for t in ("<mask>", "<pad>")}
-    assert made.model.config.tokens.pad == tokenizer.id("<pad>")
-    assert not task.text.shifted
-    assert (task.batch(0)["ids"] == task.masked.mask_id).any()
+    names = [tokenizer.token(number) for number in range(5)]
+    assert names == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    special = tokenizer.special
+    assert (special.pad, special.unk, special.cls, special.sep, special.mask) == (0, 1, 2, 3, 4)
+    assert isinstance(task, LanguageTask) and task.masked is not None and task.valid is not None
+    assert (task.masked.mask_id, set(task.masked.special)) == (4, {0, 1, 2, 3, 4})
+    assert task.masked.share == 0.15
+    for row in rows_of(task.text.tokens):
+        assert (row[0], row[-1]) == (2, 3) and not set(row[1:-1]) & {0, 2, 3, 4}
+    for batch in (task.batch(0), *task.held_out()):
+        assert (batch["ids"][:, 0] == 2).all() and (batch["ids"][:, -1] == 3).all()
+    assert (task.batch(0)["ids"] == 4).any() and not task.text.shifted
+    # What the model reads later is framed alike.
+    assert tokenizer.encode(DOCUMENTS[0]).ids == rows_of(task.text.tokens)[0]
 
 
-def test_texts_longer_than_the_model_takes_are_refused(tmp_path: Path) -> None:
+def test_a_masked_model_has_positions_for_its_context_and_no_pooler(tmp_path: Path) -> None:
     files = Files(data=write_documents(tmp_path))
-    with pytest.raises(ValueError, match="texts have up to 17 tokens, but the model takes 16"):
-        prepare_quietly(files, replace(MASKED, context=17), tmp_path / "run")
+    made, _ = prepare_quietly(files, replace(MASKED, context=11), tmp_path / "run")
+    config = made.model.config
+    assert (config.max_len, config.tokens.pad, config.head.kind) == (11, 0, "masked")
+    assert made.model.pooler is None
+    more = {**MASKED.model, "max_position_embeddings": 23}
+    made, _ = prepare_quietly(files, replace(MASKED, context=11, model=more), tmp_path / "run")
+    assert made.model.config.max_len == 23
+    with pytest.raises(ValueError, match="texts have up to 24 tokens, but the model takes 23"):
+        prepare_quietly(files, replace(MASKED, context=24, model=more), tmp_path / "run")
+
+
+def test_a_short_held_out_part_has_gaps_too(tmp_path: Path) -> None:
+    valid = write(tmp_path / "valid.txt", "cats")
+    files = Files(data=write_documents(tmp_path), valid=valid)
+    made, _ = prepare_quietly(files, MASKED, tmp_path / "run")
+    (batch,) = made.task.held_out()
+    assert (batch["targets"] != -100).any() and made.task.unigram is not None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "said"),
+    [
+        (LM, MASKED, "'bert' is trained by `regard train mlm`, not by `regard train lm`"),
+        (MASKED, LM, "'llama' is trained by `regard train lm`, not by `regard train mlm`"),
+        (LM, PAIRS, "'original' is trained by `regard train translate`, not by"),
+    ],
+    ids=["bert", "llama", "original"],
+)
+def test_a_model_that_learns_from_other_data_is_refused(
+    tmp_path: Path, recipe: Recipe, model: Recipe, said: str
+) -> None:
+    """An encoder that goes on with a text would see the next token."""
+    files = Files(data=write_documents(tmp_path))
+    with pytest.raises(ValueError, match=said):
+        prepare_quietly(files, replace(recipe, model=model.model), tmp_path / "run")
 
 
 # ---- Tokenizers
@@ -221,8 +266,25 @@ def test_a_tokenizer_that_is_given_is_taken(tmp_path: Path) -> None:
     files = Files(data=write_documents(tmp_path), tokenizer=tmp_path / "given")
     made, _ = prepare_quietly(files, LM, tmp_path / "run")
     assert made.tokenizer.texts == given.tokenizer.texts
-    with pytest.raises(ValueError, match="has no token '<mask>', which training needs"):
+    with pytest.raises(ValueError, match="the tokenizer names no mask token, which filling gaps"):
         prepare_quietly(files, MASKED, tmp_path / "masked")
+
+
+def test_a_given_tokenizer_frames_texts_with_its_own_tokens(tmp_path: Path) -> None:
+    data = write_documents(tmp_path)
+    words = ["<s>", "<pad>", "</s>", "<mask>"]
+    roles = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "mask": "<mask>"}
+    bare = train_tokenizer(DOCUMENTS, 300, special=words, **roles)
+    bare.save(tmp_path / "bare")
+    with pytest.raises(ValueError, match="puts 0 tokens around a text, not one before it"):
+        prepare_quietly(Files(data=data, tokenizer=tmp_path / "bare"), MASKED, tmp_path / "none")
+    roberta = train_tokenizer(DOCUMENTS, 300, special=words, **roles, cls="<s>", sep="</s>")
+    roberta.save(tmp_path / "given")
+    files = Files(data=data, tokenizer=tmp_path / "given")
+    made, _ = prepare_quietly(files, MASKED, tmp_path / "run")
+    assert isinstance(made.task, LanguageTask) and made.task.masked is not None
+    assert made.task.masked.mask_id == 3 and made.model.config.tokens.pad == 1
+    assert (made.task.batch(0)["ids"][:, 0] == 0).all()
 
 
 def test_a_tokenizer_that_was_saved_by_halves_does_not_count(

@@ -92,6 +92,7 @@ def test_settings_go_to_the_run_the_recipe_or_the_model() -> None:
         ("model.hidden_size", "wide", "hidden_size is 'wide'; expected a whole number"),
         ("model.num_attention_heads", "7", "config.json makes no llama model"),
         ("model.model_type", "rnn", "rnn"),
+        ("cutting", "wordpiece", "cutting is 'wordpiece'; expected one of 'bpe', 'scripts'"),
     ],
 )
 def test_a_setting_that_means_nothing_is_refused(name: str, word: str, said: str) -> None:
@@ -116,6 +117,21 @@ def test_unknown_names_list_the_known_ones() -> None:
         named_recipe("x")
     with pytest.raises(ValueError, match=r"no size is named 'x'; there are .*gpt2-medium.*"):
         sized(named_recipe("lm-small"), "x")
+
+
+def test_masked_models_take_the_kinds_of_tokens_in_which_a_gap_is_a_gap() -> None:
+    recipe = named_recipe("mlm-small")
+    assert recipe.cutting == "wordpiece"
+    assert [recipe.changed({"cutting": kind}).cutting for kind in ("bpe", "characters")]
+    with pytest.raises(ValueError, match="cutting is 'words'; expected one of 'bpe', 'char"):
+        recipe.changed({"cutting": "words"})
+
+
+def test_a_bert_of_a_named_size_learns_gaps_alone() -> None:
+    made = sized(named_recipe("mlm-small"), "bert-mini").model
+    assert made == {**FAMILIES["bert"].sizes["bert-mini"], "architectures": ["BertForMaskedLM"]}
+    other = sized(named_recipe("mlm-small"), "roberta-base").model
+    assert other == FAMILIES["roberta"].sizes["roberta-base"]
 
 
 def test_every_named_size_can_be_asked_for() -> None:

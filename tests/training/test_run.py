@@ -237,12 +237,17 @@ def test_gaps_are_scored_as_gaps(text: Path, tmp_path: Path) -> None:
         "max_position_embeddings": 16,
         "type_vocab_size": 2,
     }
-    recipe = replace(LM, task="masked", documents=False, model=words)
-    tests = run_module.Tests(files=[text])
+    recipe = replace(LM, task="masked", model=words)
+    other = tmp_path / "other.txt"
+    other.write_text("zz " * 40)
+    tests = run_module.Tests(files=[text, other])
     report = run(Files(data=text, valid=text), recipe, tmp_path / "run", tests=tests)
+    # Of one word that the texts never had; frequencies are theirs, not those of what is scored.
+    assert report["tests"]["other.txt"]["unigram"] > 6.0
     figures = report["tests"]["text.txt"]
     # The same text, hidden in the same way, as the evaluation of the best weights.
     assert figures["loss"] == pytest.approx(report["best"]["loss"], rel=1e-5)
+    assert figures["unigram"] == pytest.approx(report["best"]["unigram"], rel=1e-12)
     assert "bits_per_byte" not in figures
 
 
@@ -315,14 +320,17 @@ def test_a_second_process_is_refused_at_once_and_touches_nothing(
     assert run(Files(data=text), recipe, out, resume=True)["steps"] == 50
 
 
-def test_two_processes_write_one_folder_with_the_same_losses(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lm", pytest.param("mlm", marks=pytest.mark.slow)])
+def test_two_processes_write_one_folder_with_the_same_losses(
+    text: Path, tmp_path: Path, kind: str
+) -> None:
     settings = ["steps=4", "eval_every=2", "vocab_size=300", "context=16", "rows=4"]
     shape = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3}
-    shape |= {"num_key_value_heads": 1, "intermediate_size": 17}
+    shape |= {"intermediate_size": 17} | ({"num_key_value_heads": 1} if kind == "lm" else {})
     settings += [f"model.{word}={value}" for word, value in shape.items()]
     given = [word for setting in settings for word in ("--set", setting)]
     ranks = ["--nproc-per-node", "2"]
-    command = ["regard", "train", "lm", str(text), "--out", str(tmp_path / "two"), *given]
+    command = ["regard", "train", kind, str(text), "--out", str(tmp_path / "two"), *given]
     command += ["--device", "cpu", "--data-parallel", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     many = subprocess.run(
@@ -335,7 +343,8 @@ def test_two_processes_write_one_folder_with_the_same_losses(text: Path, tmp_pat
     assert many.stdout.count("step 2  eval loss") == 1  # one process speaks for all
     from regard.cli.train import TextOptions, launch
 
-    launch(TextOptions(data=text, out=tmp_path / "one", settings=settings, device="cpu"))
+    options = TextOptions(data=text, out=tmp_path / "one", settings=settings, device="cpu")
+    launch("lm" if kind == "lm" else "masked", options)
     logs = [read_log(tmp_path / name / "training") for name in ("one", "two")]
     assert [s.step for s in logs[1].steps] == [1, 2, 3, 4]
     losses = [[s.loss for s in log.steps] for log in logs]

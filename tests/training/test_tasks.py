@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ from tiny_runs import (
 from torch import Tensor
 
 from regard.models import Transformer
-from regard.training.tasks import LanguageTask, TranslationTask
+from regard.training import tasks
+from regard.training.data.packing import MaskedTokens, PackedText
+from regard.training.data.store import write_tokens
+from regard.training.tasks import LanguageTask, TranslationTask, unigram_loss
 
 KINDS = ("lm", "masked", "translate")
 
@@ -139,6 +144,50 @@ def test_gaps_are_asked_for_and_nothing_else(tmp_path: Path) -> None:
     for held in task.held_out():
         asked = held["targets"] != -100
         assert 0 < asked.float().mean() < 0.6 and (held["ids"][asked] == MASK).any()
+
+
+def test_the_same_text_has_other_gaps_in_each_epoch(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "t", [range(4, 49)], vocab_size=VOCAB, fingerprint="")
+    text = PackedText(tokens, context=45, rows=1, seed=3, shifted=False)
+    task = LanguageTask(text, None, MaskedTokens(MASK, VOCAB, (PAD, BOS, EOS, MASK), 3))
+    assert text.n_windows == 1  # so each batch is an epoch, wherever it begins
+    gaps = [
+        frozenset(batch["targets"][batch["targets"] != -100].tolist())
+        for batch in map(task.batch, range(12))
+    ]
+    assert len(set(gaps)) > 10
+
+
+def test_held_out_gaps_are_the_same_whatever_the_seed_and_the_rows(tmp_path: Path) -> None:
+    def gaps(seed: int, rows: int) -> list[int]:
+        task = text_task(tmp_path, seed=seed, rows=rows, masked=True)
+        return [i for batch in task.held_out() for i in batch["targets"].flatten().tolist()]
+
+    assert gaps(3, 4) == gaps(4, 4) == gaps(3, 3)
+    assert any(i != -100 for i in gaps(3, 4))
+
+
+def test_the_unigram_loss_by_hand(tmp_path: Path) -> None:
+    """Tokens 4, 5 and 6 are text; each was seen once more than it is there."""
+    tokens = write_tokens(tmp_path / "t", [[0, 4, 4, 4, 5, 0]], vocab_size=7, fingerprint="")
+    targets = [torch.tensor([[4, -100], [5, 6]]), torch.tensor([[-100, -100]])]
+    want = -(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3
+    assert unigram_loss(tokens, (0, 1, 2, 3), targets) == pytest.approx(want, rel=1e-12)
+    assert unigram_loss(tokens, (0, 1, 2, 3), targets[1:]) is None
+
+
+def test_the_unigram_loss_is_of_the_gaps_that_are_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "COUNTED", 29)  # so that there are several parts to count
+    task = text_task(tmp_path, masked=True)
+    special = (PAD, BOS, EOS, MASK)
+    counts = Counter(int(i) for i in task.text.tokens.ids if i not in special)
+    total = sum(counts.values()) + VOCAB - len(special)
+    asked = [i for b in task.held_out() for i in b["targets"].flatten().tolist() if i != -100]
+    want = -sum(math.log((counts[i] + 1) / total) for i in asked) / len(asked)
+    assert task.unigram == pytest.approx(want, rel=1e-12)
+    assert text_task(tmp_path).unigram is None and pair_task(tmp_path).unigram is None
 
 
 # ---- Pairs

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from regard._version import __version__
 from regard.cli.doctor import add_doctor
+from regard.cli.fill import add_fill
 from regard.cli.generate import add_generate
 from regard.cli.lab import add_lab
 from regard.cli.look import EXAMPLE_TEXT, add_look
@@ -70,8 +71,8 @@ def build_app() -> "typer.Typer":
     ) -> None:
         pass
 
-    looking, writing = (add_look, add_survey, add_view), (add_translate, add_generate, add_train)
-    for add in (*looking, *writing, add_lab, add_doctor):
+    looking, writing = (add_look, add_survey, add_view), (add_translate, add_generate, add_fill)
+    for add in (*looking, *writing, add_train, add_lab, add_doctor):
         add(app)
     return app
 

@@ -15,9 +15,13 @@ from regard.cli.printing import refusing, write_line
 if TYPE_CHECKING:
     import typer
 
+    from regard.training.recipes import TaskKind
+
 TRAIN_HELP = """Train a model; the folder that comes of it opens with regard and transformers.
 
 regard train lm book.txt --out run          a language model of a text
+
+regard train mlm book.txt --out run         a masked language model, as BERT is; fills gaps
 
 regard train translate pairs.tsv --out run  a translator; a source, a tab and its target a line
 
@@ -35,17 +39,35 @@ regard train lm book.txt --out run --set steps=2000 --set lr=0.001
 
 regard train lm input.txt --out run --recipe shakespeare --device cuda
 """
+MLM_HELP = """Train a masked language model, as BERT is, on a text file, a folder of them, or JSONL.
+
+It learns to fill gaps: of every text 15% of the tokens are chosen, and it is asked what they were.
+Of these 80% are hidden behind [MASK], 10% are another token, 10% stay; in each epoch they are
+others. So it knows a word from both sides; it writes no text (regard train lm does).
+
+regard train mlm book.txt --out run --set steps=2000
+
+regard fill --model run "The [MASK] sat on the mat."
+
+Without --recipe it is mlm-small, a BERT of 4 layers and width 256 with a WordPiece vocabulary in
+lower case: minutes on two cores for a few megabytes. --set cutting=bpe keeps upper case, --size
+takes a larger one, such as bert-base-uncased, --set context=256 longer texts.
+
+The loss is the mean over gaps of held-out text, which are the same at each evaluation. Beside it
+stands what a guess by frequency alone would have, "unigram": the loss soon comes down to it, and
+falls below it as the model learns to read what is around a gap.
+
+Documents are separated by a line <|endoftext|>, or are the lines of a .jsonl file (field "text").
+Without --valid the end of the text is held out. Files may be packed (.gz, .xz).
+"""
 TRANSLATE_HELP = """Train a translator on sentence pairs: a .tsv or .jsonl file, or two files.
 
 regard train translate pairs.tsv --out run --valid held_out.tsv
 
 regard train translate train.en --target train.de --out run --recipe multi30k --device cuda
 """
-COMMANDS = {
-    "lm": "`regard train lm`",
-    "masked": "`regard train lm --masked`",
-    "translate": "`regard train translate`",
-}
+DEFAULTS = {"lm": "lm-small", "masked": "mlm-small", "translate": "translate-small"}
+"""The recipe of each kind of run, unless another is named."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +80,7 @@ class Named:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What both commands take."""
+    """What all commands take."""
 
     data: Annotated[Path, Named("The file, or the folder of files, to learn from.")]
     out: Annotated[Path, Named("The folder for the run and the model.", ("--out", "-o"))]
@@ -81,7 +103,6 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions(Options):
-    masked: Annotated[bool, Named("Fill gaps, as BERT does.", ("--masked",))] = False
     context_parallel: Annotated[int, Named("Processes that share each text.")] = 1
 
 
@@ -100,16 +121,17 @@ def add_train(app: "typer.Typer") -> None:
 
     trainer = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     app.add_typer(trainer, name="train", help=TRAIN_HELP)
-    trainer.command("lm", help=LM_HELP)(make_command(TextOptions))
-    trainer.command("translate", help=TRANSLATE_HELP)(make_command(PairOptions))
+    trainer.command("lm", help=LM_HELP)(make_command("lm", TextOptions))
+    trainer.command("mlm", help=MLM_HELP)(make_command("masked", TextOptions))
+    trainer.command("translate", help=TRANSLATE_HELP)(make_command("translate", PairOptions))
 
 
-def make_command(kind: type[Options]) -> Callable[..., None]:
+def make_command(task: "TaskKind", kind: type[Options]) -> Callable[..., None]:
     """A function that typer takes for one with the fields as its parameters."""
     import typer
 
     def command(**given: Any) -> None:
-        start(kind(**given))
+        start(task, kind(**given))
 
     parameters = []
     for one in fields(kind):
@@ -126,29 +148,28 @@ def make_command(kind: type[Options]) -> Callable[..., None]:
     return command
 
 
-def start(options: Options) -> None:
+def start(task: "TaskKind", options: Options) -> None:
     import typer
     from rich.console import Console
 
     notes = Console(stderr=True)
     with refusing(notes):
-        report = launch(options)
+        report = launch(task, options)
     if report["ended"] == "interrupted":
         write_line(notes, f"go on with: the same command and --resume (--out {options.out})")
         raise typer.Exit(code=130)
 
 
-def launch(options: Options) -> dict[str, Any]:
+def launch(task: "TaskKind", options: Options) -> dict[str, Any]:
     import torch
 
     from regard.models.weights import find_device
     from regard.training.config import split_settings
     from regard.training.parallel import Layout, Mesh
     from regard.training.prepare import Files
-    from regard.training.recipes import named_recipe, sized
+    from regard.training.recipes import COMMANDS, named_recipe, sized
     from regard.training.run import Tests, old_recipe, run
 
-    kind, default = "translate", "translate-small"
     paths: dict[str, Any] = {"data": options.data, "valid": options.valid}
     wanted = Layout(data=options.data_parallel, tensor=options.tensor_parallel)
     target = None
@@ -157,15 +178,13 @@ def launch(options: Options) -> dict[str, Any]:
         paths["languages"] = split_languages(options.languages)
         target = options.test_target
     elif isinstance(options, TextOptions):
-        kind = "masked" if options.masked else "lm"
-        default = f"{kind}-small"
         wanted = replace(wanted, context=options.context_parallel)
     # A run goes on as it was told; what this command changes is changed in that.
     old = old_recipe(options.out) if options.resume else None
     if options.resume and old is None:
         raise ValueError(f"there is no run in {options.out} to go on with; leave --resume out")
-    recipe = old or named_recipe(options.recipe or default)
-    if recipe.task != kind:
+    recipe = old or named_recipe(options.recipe or DEFAULTS[task])
+    if recipe.task != task:
         what = f"the run in {options.out}" if old else f"the recipe {options.recipe!r}"
         raise ValueError(f"{what} is for {COMMANDS[recipe.task]}")
     if options.size is not None:

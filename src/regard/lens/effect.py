@@ -17,7 +17,6 @@ Letters: L layers, H heads, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from regard.lens.edit.edit import check_model, editing_model
 from regard.lens.edit.editor import Bound, Layer
 from regard.lens.edit.positions import find_spans, holds, read_text, with_numbers, words_in
 from regard.lens.edit.values import Ablate, Block, Edit, Where
+from regard.lens.fill import check_eval, find_gaps, find_mask, read_logits, use_own_mask
 from regard.lens.head_effects import Effect
 from regard.lens.token_labels import name_ids
 
@@ -60,19 +60,16 @@ def effect(
     """How a log-probability changes with each head switched off, or with a look forbidden in each.
 
     on: what comes after the text, of which all tokens count; a space is put between two words.
-    Unless given it is the model's likeliest next token. Of a text with one masked word it is what
-    stands there. edges: (query, key), words or positions as in `Block`: instead of switching heads
-    off, this look is forbidden. to: as in `Ablate`. tokenizer: unless the model has its own.
+    Unless given it is the model's likeliest next token. Of a text with one masked word ([MASK],
+    whatever the model's own token is called) it is what stands there. edges: (query, key), words or
+    positions as in `Block`: instead of switching heads off, this look is forbidden. to: as in
+    `Ablate`. tokenizer: unless the model has its own.
 
         print(regard.effect(model, "The animal didn't cross the street because it was too"))
     """
     check_model(model)
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
-    if model.training:
-        raise ValueError(
-            "the model is in training mode, in which it may drop what it is given: "
-            "model.eval() first"
-        )
+    check_eval(model)
     stacks = [getattr(model, name, None) for name in ("encoder", "decoder")]
     if None not in stacks or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
@@ -80,6 +77,7 @@ def effect(
             "model or an encoder reads; `regard.edit` takes models of both"
         )
     block = None if edges is None else make_block(edges)
+    given, text = text, use_own_mask(tokenizer, text)
     asked = find_asked(model, text, on, tokenizer)
     sample: Block | Ablate = Ablate(to=to)
     done, ends = "switching off a head" if to == "zero" else "setting a head to its mean", None
@@ -103,7 +101,7 @@ def effect(
     for (layer, head), change in zip(variants, changes, strict=True):
         table[layer.number, 0 if head is None else 1 + head] = change
     said = "".join(name_ids(tokenizer, asked.targets)[n] for n in asked.targets)
-    return Effect(table[:, 1:], table[:, 0], whole, float(base[0]), said, done, text, ends)
+    return Effect(table[:, 1:], table[:, 0], whole, float(base[0]), said, done, given, ends)
 
 
 def make_block(edges: tuple[Where, Where]) -> Block:
@@ -138,10 +136,7 @@ def with_heads(sample: Block | Ablate, layer: int, head: int | None) -> Edit:
 
 def find_asked(model: nn.Module, text: str, on: str | None, tokenizer: Any) -> Asked:
     """What is read, and which log-probabilities count."""
-    ids = read_text(tokenizer, text).ids
-    mask = getattr(tokenizer, "mask_token_id", None)
-    if hasattr(tokenizer, "special"):
-        mask = tokenizer.special.mask
+    ids, mask = read_text(tokenizer, text).ids, find_mask(tokenizer)
     if mask is not None:
         return find_masked(model, text, on, tokenizer, mask)
     if not ids:
@@ -158,13 +153,14 @@ def find_asked(model: nn.Module, text: str, on: str | None, tokenizer: Any) -> A
 
 
 def find_masked(model: nn.Module, text: str, on: str | None, tokenizer: Any, mask: int) -> Asked:
-    ids, word = read_text(tokenizer, text).ids, name_ids(tokenizer, [mask])[mask]
-    if ids.count(mask) != 1:
+    ids, positions = find_gaps(tokenizer, text)
+    word = name_ids(tokenizer, [mask])[mask].strip()
+    if len(positions) != 1:
         raise ValueError(
-            f"the text has {ids.count(mask)} masked words; expected one: put {word} where the "
+            f"the text has {len(positions)} masked words; expected one: put {word} where the "
             "word is asked for"
         )
-    at = ids.index(mask)
+    (at,) = positions
     if on is None:
         return Asked(ids, [at], [int(read_logits(model, [ids], [at])[0].argmax())])
     filled = read_text(tokenizer, text.replace(word, on.strip())).ids
@@ -220,19 +216,3 @@ def read_log_probs(model: nn.Module, rows: list[list[int]], asked: Asked) -> Ten
     return log_probs_bnv.gather(2, targets[None, :, None].expand(len(logits_bnv), -1, 1)).sum(
         (1, 2)
     )
-
-
-def read_logits(model: nn.Module, rows: list[list[int]], positions: list[int]) -> Tensor:
-    """Logits (B, positions, V), computed there alone where the model can be asked so."""
-    ids_bt = torch.tensor(rows, device=next(model.parameters()).device)
-    head, run = getattr(model, "head", None), getattr(model, "run", None)
-    if isinstance(head, nn.Module) and run is not None:
-        logits: Tensor = head(run(ids_bt)[:, positions])
-        return logits
-    known = inspect.signature(model.forward).parameters
-    first = min(positions) if "logits_to_keep" in known else 0
-    more = {"logits_to_keep": ids_bt.shape[1] - first} if first else {}
-    found = getattr(model(ids_bt, **more), "logits", None)
-    if not isinstance(found, Tensor) or found.dim() != 3:
-        raise ValueError(f"{type(model).__name__} gives no logits of words, so nothing is said")
-    return found[:, [position - first for position in positions]]

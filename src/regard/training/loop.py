@@ -73,10 +73,14 @@ class Result:
 
 
 class StepBatches(NamedTuple):
-    """The batches of one step, and how many tokens of all ranks they ask for."""
+    """The batches of one step; how many tokens of all ranks they ask for, and how many are read.
+
+    Of a text that is masked most are read and not asked for; of pairs, targets count.
+    """
 
     batches: list[dict[str, Tensor]]
     n_tokens: int
+    n_read: int
 
 
 @final
@@ -88,7 +92,7 @@ class Progress:
     best: EvalReport | None = None
     waited: int = 0
     owed: bool = False  # whether a stop came before the evaluation that was due
-    # Steps whose loss and norm of the gradient were not read from the device yet; their tokens.
+    # Steps whose loss and norm of the gradient were not told yet; how many tokens they read.
     pending: list[tuple[int, Tensor, Tensor, int]] = field(default_factory=list)
 
 
@@ -206,7 +210,7 @@ class Run:
             optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.follow(self.model, step)
-        self.progress.pending.append((step + 1, self.mesh.total(total), norm, ready.n_tokens))
+        self.progress.pending.append((step + 1, self.mesh.total(total), norm, ready.n_read))
 
     def on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         device = self.mesh.device
@@ -279,7 +283,8 @@ class Run:
             scores = {} if self.judge is None else dict(self.judge(self.model))
         loss = total / n_tokens
         perplexity = math.exp(min(loss, 700.0))
-        report = EvalReport(step=progress.step, loss=loss, perplexity=perplexity, scores=scores)
+        figures: dict[str, Any] = {"loss": loss, "perplexity": perplexity, "scores": scores}
+        report = EvalReport(step=progress.step, **figures, unigram=self.task.unigram)
         self.listener.evaluated(report)
         if not math.isfinite(loss):
             raise self.divergence(progress.step, f"the held-out loss is {loss}")
@@ -387,7 +392,8 @@ class Run:
         n_tokens = sum(int((batch[self.task.targets] != NOTHING).sum()) for batch in batches)
         if self.mesh.device.type == "cuda":
             batches = [{n: x.pin_memory() for n, x in batch.items()} for batch in batches]
-        return StepBatches(batches, max(n_tokens, 1))
+        n_read = sum(batch["ids"].numel() for batch in batches if "ids" in batch)
+        return StepBatches(batches, max(n_tokens, 1), n_read or n_tokens)
 
     @contextmanager
     def interruptible(self) -> Iterator[Callable[[], bool]]:

@@ -11,7 +11,9 @@ The loss of a token with target y, smoothing e and V logits s is
 
     logsumexp(s) - (1 - e) · s[y] - e · mean(s)
 
-and that of a batch the sum over its tokens; tokens with the target -100 are left out.
+and that of a batch the sum over its tokens; tokens with the target -100 are left out. Where most
+are, as in masked language modelling, they never reach the output layer on a CPU; a GPU would have
+to be waited for to know how many are left.
 
 Left out: second derivatives; a softcap of the logits, for which `plain_loss` is there.
 
@@ -34,6 +36,7 @@ from regard.training.data.packing import NOTHING
 EVEN = 128  # half-precision matrix units want a vocabulary of a multiple of this
 CPU_LOGITS = 2**24  # computed at a time: enough for matrix products, too few to fill memory
 GPU_LOGITS = 2**31  # and on a GPU, where only memory sets a bound
+FEW = 0.5  # the share of tokens with targets below which the others are left out before all else
 
 
 def plain_loss(logits_btv: Tensor, targets_bt: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -52,7 +55,8 @@ def summed_loss(head: Head, x_btc: Tensor, targets_bt: Tensor, smoothing: float 
     check_shapes({"x": (x_btc, "B T C"), "targets": (targets_bt, "B T")})
     if head.softcap is not None:
         return plain_loss(head(x_btc), targets_bt, smoothing)
-    x_nc = head.ready(x_btc).flatten(0, 1)
+    x_nc, targets_n = keep_asked(x_btc.flatten(0, 1), targets_bt.flatten())
+    x_nc = head.ready(x_nc)
     weight: Tensor = head.weight
     bias: Tensor | None = head.bias
     if torch.is_autocast_enabled(x_nc.device.type):
@@ -69,9 +73,20 @@ def summed_loss(head: Head, x_btc: Tensor, targets_bt: Tensor, smoothing: float 
         given = [x for x in (x_nc, weight, bias) if x is not None]
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         total: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
-            x_nc, weight, bias, targets_bt.flatten(), smoothing, n_real, learns
+            x_nc, weight, bias, targets_n, smoothing, n_real, learns
         )
     return total
+
+
+def keep_asked(x_nc: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+    """The vectors that have a target, where they are few and it costs no waiting to know."""
+    if x_nc.is_cuda:
+        return x_nc, targets_n
+    asked_n = targets_n != NOTHING
+    n_asked = int(asked_n.sum())
+    if not 0 < n_asked < FEW * len(targets_n):
+        return x_nc, targets_n
+    return x_nc[asked_n], targets_n[asked_n]
 
 
 class _SummedLoss(torch.autograd.Function):

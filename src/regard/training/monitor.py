@@ -171,7 +171,8 @@ class Figures:
         best = "  (best so far)" if report.loss < self.best_eval else ""
         self.last_eval = report
         self.best_eval = report.loss if best else self.best_eval
-        figures = {"perplexity": report.perplexity, **report.scores}
+        unigram = {} if report.unigram is None else {"unigram": report.unigram}
+        figures = {**unigram, "perplexity": report.perplexity, **report.scores}
         words = "  ".join(f"{name} {value:.2f}" for name, value in figures.items())
         return f"step {report.step:,}  eval loss {report.loss:.4f}  {words}{best}"
 
@@ -316,6 +317,7 @@ class Board:
 
     def evaluated(self, report: EvalReport) -> None:
         scalars = {"loss": report.loss, "perplexity": report.perplexity, **report.scores}
+        scalars |= {} if report.unigram is None else {"unigram": report.unigram}
         self._add("eval", report.step, scalars)
 
     def _add(self, group: str, step: int, scalars: Mapping[str, float | None]) -> None:

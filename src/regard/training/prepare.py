@@ -6,18 +6,22 @@ texts stay the same. The model is the recipe's, with the vocabulary's size and s
 
 What is held out is a file of its own, or the end of the text (the last tenth of one long document,
 else the last twentieth of all documents or pairs), never a part that is trained on.
+
+A masked model gets BERT's special tokens and reads each document between [CLS] and [SEP], or what
+a tokenizer that is given puts around a text; it has as many positions as the context is long,
+unless the recipe says otherwise, since others would never be trained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from regard._files import replace_folder
-from regard.models import Transformer
+from regard.models import ModelConfig, Transformer
 from regard.models.families import config_of
 from regard.tokens import Tokenizer
 from regard.training.data.packing import MaskedTokens, PackedText
@@ -26,10 +30,11 @@ from regard.training.data.reading import BadData, Notice, read_documents, read_p
 from regard.training.data.store import TokenFile, encode_texts, reuse_tokens, write_tokens
 from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
 from regard.training.init import start
-from regard.training.recipes import Recipe
+from regard.training.recipes import COMMANDS, Recipe, TaskKind
 from regard.training.tasks import LanguageTask, Task, TranslationTask
 
-END, PAD, START, MASK = "<|endoftext|>", "<pad>", "<s>", "<mask>"
+END, PAD, START = "<|endoftext|>", "<pad>", "<s>"
+GAPS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 HELD_OUT = 0.05
 LONG_DOCUMENT = 0.1
 Say = Callable[[str], None]
@@ -73,37 +78,63 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bo
     else:
         texts, held = hold_out_text(texts)
     masked = recipe.task == "masked"
+    words: dict[str, Any] = {"special": (END,), "eos": END}
+    if masked:
+        words = {"special": tuple(GAPS.values()), "eos": None, **GAPS}
     # Characters that only the held-out part has must still have ids.
     corpus = texts if recipe.cutting != "characters" else [*texts, *held]
-    words = {"special": (END, PAD, MASK), "pad": PAD} if masked else {"special": (END,)}
     tokenizer = find_tokenizer(files, recipe, folder, corpus, words, say)
-    eos = tokenizer.special.eos
-    after = end_of_text(tokenizer, single=len(texts) == 1 and len(held) <= 1)
-    tokens = encode_texts(texts, tokenizer, folder / "train.tokens", after=after, fixed=fixed)
+    ends = find_ends(tokenizer, recipe, single=len(texts) == 1 and len(held) <= 1)
+    how = {**ends._asdict(), "fixed": fixed}
+    tokens = encode_texts(texts, tokenizer, folder / "train.tokens", **how)
     say(f"{tokens.n_tokens:,} tokens in {tokens.n_documents:,} documents")
-    ids, hide = {"eos_token_id": eos, "bos_token_id": eos}, None
+    special, hide = tokenizer.special, None
+    ids = {"eos_token_id": special.eos, "bos_token_id": special.eos}
     if masked:
-        ids = {"pad_token_id": tokenizer.special.pad}
-        size, special = tokenizer.vocab_size, tokenizer.special.all
-        hide = MaskedTokens(one_id(tokenizer, MASK), size, special, recipe.train.seed)
+        assert special.mask is not None
+        ids = {"pad_token_id": special.pad}
+        hide = MaskedTokens(special.mask, tokenizer.vocab_size, special.all, recipe.train.seed)
     model = build(recipe, tokenizer, ids)
-    text, valid = pack(tokens, recipe), None
+    text, valid = pack(tokens, recipe, ends), None
     if held:
-        path = folder / "valid.tokens"
-        held_tokens = encode_texts(held, tokenizer, path, after=after, fixed=fixed)
-        valid = pack(held_tokens, recipe, shorten=True)
+        held_tokens = encode_texts(held, tokenizer, folder / "valid.tokens", **how)
+        valid = pack(held_tokens, recipe, ends, shorten=True)
     return Prepared(model, LanguageTask(text, valid, hide), tokenizer)
 
 
-def pack(tokens: TokenFile, recipe: Recipe, *, shorten: bool = False) -> PackedText:
+class Ends(NamedTuple):
+    """What stands before each document, and behind it."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def find_ends(tokenizer: Tokenizer, recipe: Recipe, *, single: bool) -> Ends:
+    """A masked model's [CLS] and [SEP]; else the end of a text, where it is not the only one."""
+    if recipe.task != "masked":
+        eos = tokenizer.special.eos
+        return Ends((), () if single or eos is None else (eos,))
+    around = tokenizer.encode("").ids
+    if tokenizer.special.mask is None or len(around) != 2:
+        has = "names no mask token" if tokenizer.special.mask is None else ""
+        has = has or f"puts {len(around)} tokens around a text, not one before it and one behind it"
+        todo = "let one be trained, or give one such as BERT's or RoBERTa's"
+        raise ValueError(f"the tokenizer {has}, which filling gaps needs: {todo}")
+    return Ends((around[0],), (around[1],))
+
+
+def pack(tokens: TokenFile, recipe: Recipe, ends: Ends, *, shorten: bool = False) -> PackedText:
     """Windows as the recipe has them; with `shorten`, no longer than a short text."""
+    masked = recipe.task == "masked"
+    most = tokens.n_tokens - (0 if masked else 1)
     return PackedText(
         tokens,
-        context=min(recipe.context, tokens.n_tokens - 1) if shorten else recipe.context,
+        context=min(recipe.context, most) if shorten else recipe.context,
         rows=recipe.rows,
         seed=recipe.train.seed,
         documents=recipe.documents,
-        shifted=recipe.task != "masked",
+        shifted=not masked,
+        frame=(ends.before[0], ends.after[0]) if masked else None,
     )
 
 
@@ -114,7 +145,7 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: b
     else:
         sides, held = hold_out_pairs(sides)
     names = [f"<2{name}>" for name in files.languages] if recipe.both_ways else []
-    words = {"special": (PAD, START, END, *names), "pad": PAD, "bos": START}
+    words = {"special": (PAD, START, END, *names), "pad": PAD, "bos": START, "eos": END}
     texts = [*sides.sources, *sides.targets]
     tokenizer = find_tokenizer(files, recipe, folder, texts, words, say)
     prefixes = [one_id(tokenizer, name) for name in names]
@@ -143,7 +174,12 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: b
 
 def build(recipe: Recipe, tokenizer: Tokenizer, extra: dict[str, Any]) -> Transformer:
     words = {**recipe.model, **extra, "vocab_size": tokenizer.vocab_size}
-    model = Transformer(config_of(words))
+    if recipe.task == "masked":
+        words = {"max_position_embeddings": recipe.context, **words}
+    config = config_of(words)
+    check_kind(config, recipe)
+    # Nothing that is learned here teaches a pooler.
+    model = Transformer(replace(config, head=replace(config.head, pooler=False)))
     model.tokenizer = tokenizer
     limit = model.config.max_len
     longest = recipe.max_len if recipe.task == "translate" else recipe.context
@@ -151,6 +187,15 @@ def build(recipe: Recipe, tokenizer: Tokenizer, extra: dict[str, Any]) -> Transf
         what = f"texts have up to {longest} tokens, but the model takes {limit}"
         raise ValueError(f"{what}: lower context or max_len, or choose a model that takes more")
     return model
+
+
+def check_kind(config: ModelConfig, recipe: Recipe) -> None:
+    """Refuse a model that does not learn from such data: one that sees the next token, say."""
+    kind: TaskKind = "lm" if config.decoder else "masked"
+    kind = "translate" if config.decoder and config.encoder else kind
+    if kind != recipe.task:
+        what = f"a model of the kind {config.family!r} is trained by {COMMANDS[kind]}"
+        raise ValueError(f"{what}, not by {COMMANDS[recipe.task]}; choose another one")
 
 
 class Sides(NamedTuple):
@@ -207,19 +252,13 @@ def find_tokenizer(
     if (kept / "tokenizer.json").is_file():
         return Tokenizer.load(kept)
     say(f"training a vocabulary of {recipe.vocab_size:,} tokens")
-    tokenizer = train_tokenizer(texts, recipe.vocab_size, kind=recipe.cutting, eos=END, **words)
+    tokenizer = train_tokenizer(texts, recipe.vocab_size, kind=recipe.cutting, **words)
     if recipe.cutting != "characters":
         say_notices(vocabulary_notices(tokenizer, recipe.vocab_size), say)
     # Several files, of which a kill must not leave some: they appear together.
     with replace_folder(kept) as beside:
         tokenizer.save(beside)
     return tokenizer
-
-
-def end_of_text(tokenizer: Tokenizer, *, single: bool) -> tuple[int, ...]:
-    """What stands behind each document; nothing, if there is a single one."""
-    eos = tokenizer.special.eos
-    return () if single or eos is None else (eos,)
 
 
 def one_id(tokenizer: Tokenizer, token: str) -> int:

@@ -36,7 +36,7 @@ from regard.training.loss import summed_loss
 from regard.training.monitor import Monitor
 from regard.training.parallel import Mesh
 from regard.training.plotting import plot_losses
-from regard.training.prepare import END, Files, Prepared, Say, end_of_text, one_id, pack, prepare
+from regard.training.prepare import END, Files, Prepared, Say, find_ends, one_id, pack, prepare
 from regard.training.recipes import Recipe
 from regard.training.snapshot import list_snapshots, load_latest
 from regard.training.tasks import LanguageTask
@@ -121,10 +121,12 @@ def tell_weights(result: Result, scores: Mapping[str, Any]) -> str:
     tested = f": {json.dumps(scores)}" if scores else ""
     if result.best is None:
         return f"with the weights of the last step, {result.steps:,}{tested}"
-    said = [f"{name} {value:.4g}" for name, value in result.best.scores.items()]
-    found = ", ".join([*said[:1], f"loss {result.best.loss:.4f}"])
+    said = [f"{name} {value:.4g}" for name, value in result.best.scores.items()][:1]
+    said.append(f"loss {result.best.loss:.4f}")
+    if result.best.unigram is not None:
+        said.append(f"unigram {result.best.unigram:.4f}")
     step = f"with the weights of step {result.best.step:,}"
-    return f"{step}, the best of its evaluations, {found}{tested}"
+    return f"{step}, the best of its evaluations, {', '.join(said)}{tested}"
 
 
 def open_folder(folder: Path, recipe: Recipe, resume: bool) -> None:
@@ -253,16 +255,19 @@ def score_text(
     assert isinstance(task, LanguageTask) and model.head is not None
     texts = read_documents(path, separator=files.separator).texts
     n_bytes = sum(len(text.encode()) for text in texts)
-    after = end_of_text(prepared.tokenizer, single=len(texts) == 1)
-    tokens = encode_texts(texts, prepared.tokenizer, folder / f"{path.name}.tokens", after=after)
-    packed = pack(tokens, recipe, shorten=True)
+    ends = find_ends(prepared.tokenizer, recipe, single=len(texts) == 1)
+    where = folder / f"{path.name}.tokens"
+    tokens = encode_texts(texts, prepared.tokenizer, where, **ends._asdict())
+    tested = LanguageTask(task.text, pack(tokens, recipe, ends, shorten=True), task.masked)
     device = next(model.parameters()).device
     total, n_tokens = 0.0, 0
-    for batch in LanguageTask(packed, packed, task.masked).held_out():
+    for batch in tested.held_out():
         own = {name: x.to(device) for name, x in batch.items()}
         total += float(summed_loss(model.head, task.vectors(model, own), own["targets"]))
         n_tokens += int((batch["targets"] != NOTHING).sum())
     figures = {"loss": total / n_tokens, "perplexity": math.exp(total / n_tokens)}
-    if task.masked is None:
+    if tested.unigram is None:
         figures["bits_per_byte"] = total / math.log(2.0) / n_bytes
+    else:
+        figures["unigram"] = tested.unigram
     return figures | {"tokens": n_tokens, "bytes": n_bytes}

@@ -36,7 +36,8 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 class StepReport:
     """One step of training; `step` counts finished steps, so that the first is 1.
 
-    `tokens` and `seconds` are this step's own, `mfu` is a share (0.34 for 34%), `memory` in bytes.
+    `tokens` (that were read) and `seconds` are this step's own, `mfu` is a share (0.34 for 34%),
+    `memory` in bytes.
     """
 
     step: int
@@ -52,12 +53,16 @@ class StepReport:
 @final
 @dataclass(frozen=True, kw_only=True)
 class EvalReport:
-    """One evaluation, after `step` finished steps; `scores` by name, such as {"bleu": 41.0}."""
+    """One evaluation, after `step` finished steps; `scores` by name, such as {"bleu": 41.0}.
+
+    `unigram` is the loss of knowing how frequent tokens are and nothing else, where it is told.
+    """
 
     step: int
     loss: float
     perplexity: float
     scores: Mapping[str, float] = field(default_factory=dict)
+    unigram: float | None = None
 
 
 @final
@@ -92,8 +97,9 @@ class RunLog:
 
     def evaluated(self, report: EvalReport) -> None:
         """Log an evaluation, but for one that the log had already when the run resumed."""
-        if _strict(asdict(report)) != self._last_eval:
-            self._put("eval", asdict(report))
+        fields = {name: x for name, x in asdict(report).items() if x is not None}
+        if _strict(fields) != self._last_eval:
+            self._put("eval", fields)
 
     def note(self, step: int, text: str) -> None:
         self._put("note", {"step": step, "text": text})

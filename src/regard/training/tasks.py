@@ -11,18 +11,24 @@ Letters: B rows, T tokens, S tokens of the source, C model width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol, final
 
+import numpy as np
 from torch import Tensor
 
 from regard.models import Transformer
 from regard.ops import Documents
-from regard.training.data.packing import MaskedTokens, PackedText, TextBatch, mask_tokens
+from regard.training.data.packing import NOTHING, MaskedTokens, PackedText, TextBatch, mask_tokens
 from regard.training.data.pairs import PairBatch, PairedText
+from regard.training.data.store import TokenFile
 
 Batch = Mapping[str, Tensor]
+HELD_OUT_SEED = 15  # gaps of held-out text are the same in every run, whatever its seed
+COUNTED = 1 << 22  # tokens that are counted at a time
 
 
 class AuxiliaryLoss(AbstractContextManager[Any], Protocol):
@@ -46,6 +52,10 @@ class Task(Protocol):
     @property
     def one_size(self) -> bool:
         """Whether all batches have one size; if not, a compiled graph leaves the sizes open."""
+
+    @property
+    def unigram(self) -> float | None:
+        """The held-out loss of knowing how frequent tokens are and nothing else; None: not told."""
 
     def batch(self, number: int) -> dict[str, Tensor]:
         """The batch of that number, on the CPU."""
@@ -77,12 +87,26 @@ class LanguageTask:
         return self.text.tokens.fingerprint
 
     def batch(self, number: int) -> dict[str, Tensor]:
-        return text_dict(self._hide(self.text.batch(number), number))
+        batch = self.text.batch(number)
+        if self.masked is not None:
+            batch = mask_tokens(batch, self.masked, number * self.text.rows)
+        return text_dict(batch)
 
     def held_out(self) -> Iterator[dict[str, Tensor]]:
-        if self.valid is not None:
-            for number, batch in enumerate(self.valid.in_order()):
-                yield text_dict(self._hide(batch, number))
+        if self.valid is None:
+            return
+        fixed = None if self.masked is None else replace(self.masked, seed=HELD_OUT_SEED)
+        first = 0
+        for batch in self.valid.in_order():
+            yield text_dict(batch if fixed is None else mask_tokens(batch, fixed, first))
+            first += len(batch.ids)
+
+    @cached_property
+    def unigram(self) -> float | None:
+        if self.masked is None:
+            return None
+        targets = (batch["targets"] for batch in self.held_out())
+        return unigram_loss(self.text.tokens, self.masked.special, targets)
 
     def vectors(self, model: Transformer, batch: Batch) -> Tensor:
         mask = Documents(batch["documents"]) if "documents" in batch else None
@@ -91,9 +115,6 @@ class LanguageTask:
     def auxiliary_loss(self, model: Transformer, batch: Batch) -> None:
         return None
 
-    def _hide(self, batch: TextBatch, number: int) -> TextBatch:
-        return batch if self.masked is None else mask_tokens(batch, self.masked, number)
-
 
 @final
 class TranslationTask:
@@ -101,6 +122,7 @@ class TranslationTask:
 
     targets = "target_out"
     one_size = False
+    unigram = None
 
     def __init__(self, pairs: PairedText, valid: PairedText | None) -> None:
         self.pairs, self.valid = pairs, valid
@@ -123,6 +145,28 @@ class TranslationTask:
 
     def auxiliary_loss(self, model: Transformer, batch: Batch) -> None:
         return None
+
+
+def unigram_loss(
+    tokens: TokenFile, special: Collection[int], targets: Iterable[Tensor]
+) -> float | None:
+    """The mean of -log p over the targets, p from how often tokens come, each counted once more.
+
+    Special tokens are never asked for, so they count for nothing. None: nothing is asked for.
+    """
+    counts = np.zeros(tokens.vocab_size, np.int64)
+    for start in range(0, tokens.n_tokens, COUNTED):
+        counts += np.bincount(tokens.ids[start : start + COUNTED], minlength=tokens.vocab_size)
+    counts += 1
+    counts[list(special)] = 0
+    with np.errstate(divide="ignore"):
+        losses = np.log(counts.sum()) - np.log(counts)
+    total, n_asked = 0.0, 0
+    for one in targets:
+        asked = one[one != NOTHING].numpy()
+        total += float(losses[asked].sum())
+        n_asked += len(asked)
+    return total / n_asked if n_asked else None
 
 
 def text_dict(batch: TextBatch) -> dict[str, Tensor]:

@@ -301,6 +301,17 @@ def test_masking_follows_from_seed_and_step_alone_and_leaves_the_batch() -> None
     assert torch.equal(batch.ids, before) and torch.equal(batch.targets, before)
 
 
+def test_a_rows_gaps_do_not_hang_on_how_many_rows_make_a_batch() -> None:
+    batch = plain_batch(5, 31)
+    whole = mask_tokens(batch, MaskedTokens(**MASKING), 10)
+    parts = [
+        mask_tokens(TextBatch(batch.ids[r:z], batch.targets[r:z]), MaskedTokens(**MASKING), 10 + r)
+        for r, z in ((0, 2), (2, 5))
+    ]
+    assert torch.equal(whole.ids, torch.cat([part.ids for part in parts]))
+    assert torch.equal(whole.targets, torch.cat([part.targets for part in parts]))
+
+
 def test_masking_keeps_documents_and_asks_for_something_where_it_can() -> None:
     ids = torch.tensor([[0, 7, 1]])
     batch = TextBatch(ids, ids.clone(), torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 0]]))
@@ -318,3 +329,74 @@ def test_masking_keeps_documents_and_asks_for_something_where_it_can() -> None:
 def test_masking_refuses_what_makes_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         mask_tokens(plain_batch(1, 3), MaskedTokens(**{**MASKING, **wrong}), 0)
+
+
+# ---- Windows between two tokens
+
+FRAME = (N, N + 1)  # ids that no text has
+
+
+def framed(folder: Path, rows: int = 1, **how: Any) -> PackedText:
+    """Documents of numbered ids, each between the frame's tokens."""
+    edges = np.cumsum([0, *LENGTHS]).tolist()
+    documents = [[FRAME[0], *range(start, end), FRAME[1]] for start, end in pairwise(edges)]
+    tokens = write_tokens(folder / "f", documents, vocab_size=N + 2, fingerprint="")
+    return PackedText(tokens, context=T, rows=rows, seed=5, shifted=False, frame=FRAME, **how)
+
+
+def test_framed_windows_begin_and_end_with_the_frame_and_ask_for_every_token(
+    tmp_path: Path,
+) -> None:
+    packed = framed(tmp_path)
+    for epoch in range(9):
+        steps = range(epoch * packed.n_windows, (epoch + 1) * packed.n_windows)
+        batches = [packed.batch(step) for step in steps]
+        for batch in batches:
+            assert (int(batch.ids[0, 0]), int(batch.ids[0, -1])) == FRAME
+            asked = batch.targets != NOTHING
+            assert torch.equal(batch.targets[asked], batch.ids[asked])
+        seen = Counter(i for batch in batches for i in batch.targets.flatten().tolist() if i < N)
+        seen.pop(NOTHING)
+        # Each once, but for the seam of the ring.
+        assert set(seen.values()) == {1} and len(seen) > N - T
+
+
+def test_framed_text_in_order_asks_for_every_token_once(tmp_path: Path) -> None:
+    packed = framed(tmp_path, rows=4)
+    asked = [i for batch in packed.in_order() for i in batch.targets.flatten().tolist()]
+    assert sorted(i for i in asked if 0 <= i < N) == list(range(N))
+    short = write_tokens(tmp_path / "s", [[N, 7, N + 1]], vocab_size=N + 2, fingerprint="")
+    one = PackedText(short, context=3, rows=2, seed=5, shifted=False, frame=FRAME)
+    (batch,) = one.in_order()
+    assert batch.ids.tolist() == [[N, 7, N + 1]]
+    assert batch.targets.tolist() == [[NOTHING, 7, NOTHING]]
+
+
+def test_parts_of_documents_in_a_framed_window_lie_apart_each_from_its_own_start(
+    tmp_path: Path,
+) -> None:
+    packed, n_parts = framed(tmp_path, rows=2), 0
+    for step in range(20):
+        batch = packed.batch(step)
+        if batch.documents is None or batch.positions is None:
+            continue
+        for ids, documents, positions in zip(
+            batch.ids.tolist(), batch.documents.tolist(), batch.positions.tolist(), strict=True
+        ):
+            for number in set(documents):
+                part = [at for at in range(T) if documents[at] == number]
+                assert [positions[at] for at in part] == list(range(len(part)))
+                text = [ids[at] for at in part if ids[at] < N]
+                assert len({owner(token) for token in text}) <= 1
+                if text:  # else an end of a document that the window's edge cut off
+                    n_parts += 1
+                    assert ids[part[0]] == FRAME[0] and ids[part[-1]] == FRAME[1]
+    assert n_parts > 40
+
+
+def test_a_frame_is_for_masked_models_and_leaves_room(tmp_path: Path) -> None:
+    tokens = numbered(tmp_path)
+    with pytest.raises(ValueError, match="not for shifted targets"):
+        PackedText(tokens, context=T, rows=1, seed=0, frame=FRAME)
+    with pytest.raises(ValueError, match="not for windows of 2"):
+        PackedText(tokens, context=2, rows=1, seed=0, shifted=False, frame=FRAME)

@@ -184,14 +184,14 @@ def test_a_file_that_is_not_ours_is_never_overwritten(tmp_path: Path, tokenizer:
     assert path.read_text() == "Dear diary"
 
 
-@pytest.mark.parametrize("kind", ["bpe", "characters", "words"])
+@pytest.mark.parametrize("kind", ["bpe", "characters", "words", "wordpiece"])
 def test_a_long_text_is_encoded_in_pieces_with_the_same_ids(
     tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(5)
     signs = ["a", "b", "'s", " ", " ", "\n", ".", "猫", "7", "  ", "\u3000", "don't", "\t"]
     texts = ["".join(rng.choice(signs, size)) for size in (0, 1, 1999, 3, 997)]
-    tokenizer = train_tokenizer(texts, 300, kind=kind)
+    tokenizer = train_tokenizer(texts, 300, kind=kind, unk="<|endoftext|>")
     monkeypatch.setattr(store, "CHUNK", 37)
     sizes: list[int] = []
     encode = store._encode_chunk

@@ -17,7 +17,7 @@ from tokenmakers import TEXTS
 import regard
 from regard.tokens import Tokenizer
 from regard.training.data.reading import BadData
-from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
+from regard.training.data.vocabulary import Kind, train_tokenizer, vocabulary_notices
 
 PAIRS = [
     "Tom has helped me many times. I don't know what's going on, Tom.",
@@ -31,6 +31,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "scripts": {"kind": "scripts"},
     "words": {"kind": "words"},
 }
+
+
+GAPS: dict[str, Any] = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]"}
+GAPS |= {"mask": "[MASK]"}
+GAPS |= {"special": tuple(GAPS.values()), "eos": None}
+
+
+def make_masked(kind: Kind = "wordpiece", size: int = 400) -> Tokenizer:
+    return train_tokenizer(PAIRS, size, kind=kind, **GAPS)
 
 
 def make(kind: str, size: int = 400) -> Tokenizer:
@@ -146,14 +155,15 @@ def test_transformers_opens_what_is_saved_and_agrees(kind: str, tmp_path: Path) 
 
 TRAIN_AGAIN = """
 import sys
-from test_vocabulary import KINDS, make
-for kind in KINDS:
-    sys.stdout.write(make(kind).texts["tokenizer.json"])
+from test_vocabulary import KINDS, make, make_masked
+for made in (*map(make, KINDS), make_masked()):
+    sys.stdout.write(made.texts["tokenizer.json"])
 """
 
 
 def test_the_same_texts_give_the_same_vocabulary_in_another_process() -> None:
-    here = "".join(make(kind).texts["tokenizer.json"] for kind in KINDS)
+    made = (*map(make, KINDS), make_masked())
+    here = "".join(tokenizer.texts["tokenizer.json"] for tokenizer in made)
     tests = Path(__file__).parent
     paths = [tests, tests.parent.parent, Path(regard.__file__).parents[1]]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
@@ -165,6 +175,65 @@ def test_the_same_texts_give_the_same_vocabulary_in_another_process() -> None:
     assert done.stdout == here
 
 
+# ---- WordPiece, and texts with gaps
+
+
+def test_word_pieces_are_berts(tmp_path: Path) -> None:
+    """Beside what `transformers` makes of the same vocabulary."""
+    from transformers import BertTokenizer
+
+    made = make_masked()
+    vocabulary = {made.token(number): number for number in range(made.vocab_size)}
+    theirs = BertTokenizer(vocab=vocabulary, do_lower_case=True, strip_accents=False)
+    for text in (*PAIRS[:4], "Tomcat sat, UNHELPED!", "The [MASK] sat.", "  \n", "zebra 龘"):
+        assert made.encode(text).ids == theirs(text)["input_ids"], text
+    assert made.encode("The Cat sat.").tokens == ["[CLS]", "the", "cat", "sat", ".", "[SEP]"]
+    assert made.encode("cats").tokens == ["[CLS]", "cat", "##s", "[SEP]"]
+    assert made.decode(made.encode("The cats sat.").ids) == "the cats sat."
+    # A word with a letter that the texts lack is unknown; others are not touched by it.
+    assert made.encode("tom zap").tokens == ["[CLS]", "tom", "[UNK]", "[SEP]"]
+    assert made.encode("猫だ").tokens[1:3] == ["猫", "だ"]  # without its accent it would be た
+
+
+def test_word_pieces_have_letters_first_and_none_that_no_word_can_use() -> None:
+    made = make_masked()
+    tokens = [made.token(number) for number in range(made.vocab_size)]
+    assert tokens[:5] == list(GAPS["special"]) and len(tokens) == len(set(tokens)) <= 400
+    letters = [token for token in tokens[5:] if len(token) == 1]
+    within = [token for token in tokens[5:] if len(token) == 3 and token.startswith("##")]
+    assert tokens[5 : 5 + len(letters)] == sorted(letters)
+    singles = {token[2:] for token in within}
+    assert {"a", "の", "0"} <= singles <= set(letters)
+    # Signs and Chinese characters are words of their own, so nothing is ever behind their ##.
+    assert not {".", "'", "。", "猫"} & singles and {".", "猫"} <= set(letters)
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "characters"])
+def test_a_text_with_gaps_opens_in_transformers_with_the_same_ids(
+    kind: Kind, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    ours = make_masked(kind)
+    ours.save(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert (theirs.mask_token, theirs.mask_token_id, theirs.cls_token_id) == ("[MASK]", 4, 2)
+    for text in ("Tom sat on the [MASK].", "[MASK] sat", *PAIRS[:2]):
+        ids = theirs(text)["input_ids"]
+        assert ids == ours.encode(text).ids and (ids[0], ids[-1]) == (2, 3)
+    two = theirs("Tom", "sat")
+    assert two["input_ids"].count(2) == 1 and two["input_ids"].count(3) == 2
+
+
+def test_a_gap_takes_the_space_before_it_where_words_have_theirs() -> None:
+    """As in training, where a hidden token is hidden with its space."""
+    bpe, letters = make_masked("bpe"), make_masked("characters")
+    found = [bpe.token(number) for number in bpe.encode("The [MASK] sat").ids]
+    assert found == ["[CLS]", "The", "[MASK]", "Ġsat", "[SEP]"]
+    found = [letters.token(number) for number in letters.encode("a [MASK] t").ids]
+    assert found == ["[CLS]", "a", " ", "[MASK]", " ", "t", "[SEP]"]
+
+
 def test_a_vocabulary_too_small_for_its_alphabet_is_refused() -> None:
     with pytest.raises(BadData, match="256 bytes and 1 special tokens need 257 already"):
         train_tokenizer(PAIRS, 256)
@@ -172,6 +241,9 @@ def test_a_vocabulary_too_small_for_its_alphabet_is_refused() -> None:
         train_tokenizer(PAIRS, 258, kind="scripts")
     with pytest.raises(BadData, match=r"vocab_size is 3, but the texts have 3 .*ask for 4"):
         train_tokenizer(["abc"], 3, kind="characters")
+    with pytest.raises(BadData, match="vocab_size is 8, of which 5 tokens are special; that"):
+        make_masked(size=8)
+    assert make_masked(size=9).vocab_size == 7
     assert train_tokenizer(PAIRS, 257).vocab_size == 257
 
 
@@ -199,6 +271,8 @@ def test_texts_without_text_are_refused() -> None:
         ({"special": ()}, "eos is '<|endoftext|>', which is not among"),
         ({"special": ("a", "a"), "eos": "a"}, "distinct"),
         ({"pad": "<pad>"}, "pad is '<pad>', which is not among"),
+        ({"end": "<pad>"}, "the role of a token is 'end'; expected one of 'bos'"),
+        ({"kind": "wordpiece"}, "needs a token for unknown words; name it by unk="),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], fault: str) -> None:

@@ -10,6 +10,10 @@ documents are numbered 0, 1, 2, ... and positions restart at 0 in each: with the
 `Causal() & Documents(batch.documents)` each answers as if it were alone. A document's last token,
 the end token, has no target. With `documents=False` the text is one stream, as in nanoGPT.
 
+A masked model reads each text between two tokens, BERT's [CLS] and [SEP]. Documents lie between
+them in the file; with `frame` they also stand first and last in each window, in the place of two
+tokens of the text, which are asked for in the windows before and after: these overlap by two.
+
 Letters: B rows, T tokens of a window.
 """
 
@@ -53,7 +57,10 @@ class TextBatch:
 
 @final
 class PackedText:
-    """Batches of windows. `shifted=False` (for masked models) makes the ids their own targets."""
+    """Batches of windows. `shifted=False` (for masked models) makes the ids their own targets.
+
+    frame: the tokens that stand first and last in each window, for masked models alone.
+    """
 
     def __init__(
         self,
@@ -64,17 +71,22 @@ class PackedText:
         seed: int,
         documents: bool = True,
         shifted: bool = True,
+        frame: tuple[int, int] | None = None,
     ) -> None:
         check_count("context", context)
         check_count("rows", rows)
         check_seed(seed)
+        if frame is not None and (shifted or context < 3):
+            what = "shifted targets" if shifted else f"windows of {context}"
+            raise ValueError(f"frame is for masked models and windows of 3 or more, not for {what}")
         if tokens.n_tokens < context + int(shifted):
             what = f"{tokens.path}: has {tokens.n_tokens:,} tokens, fewer than one window"
             after = " and the token after it" if shifted else ""
             raise BadData(f"{what} of {context:,}{after}; give more text, or a smaller context")
         self.tokens, self.context, self.rows, self.seed = tokens, context, rows, seed
-        self.documents, self.shifted = documents, shifted
-        self.n_windows = tokens.n_tokens // context  # of an epoch
+        self.documents, self.shifted, self.frame = documents, shifted, frame
+        self.stride = context if frame is None else context - 2  # tokens that are a window's own
+        self.n_windows = tokens.n_tokens // self.stride  # of an epoch
         # Where something new begins on the ring, laid out twice so that a window may run over.
         n_tokens = tokens.n_tokens
         starts = np.asarray(tokens.bounds[:-1]) if documents else np.zeros(1, np.int64)
@@ -96,9 +108,9 @@ class PackedText:
         """All of the text once, from its start, for evaluation; no target is asked for twice."""
         rows = self.rows if rows is None else rows
         check_count("rows", rows)
-        asked = self.tokens.n_tokens - int(self.shifted)
-        firsts = np.arange(0, asked, self.context)
-        starts = np.minimum(firsts, asked - self.context)
+        asked = self.tokens.n_tokens - (int(self.shifted) if self.frame is None else 2)
+        firsts = np.arange(0, asked, self.stride)
+        starts = np.minimum(firsts, asked - self.stride)
         for at in range(0, len(firsts), rows):
             some = slice(at, at + rows)
             yield self._cut(starts[some], firsts[some] - starts[some])
@@ -107,9 +119,9 @@ class PackedText:
         last, starts = self._epoch
         if last == epoch:
             return starts
-        phase = int(draw_words(1, self.seed, _PHASE, epoch)[0]) % self.context
+        phase = int(draw_words(1, self.seed, _PHASE, epoch)[0]) % self.stride
         order = draw_order(self.n_windows, self.seed, _WINDOWS, epoch)
-        starts = phase + order * self.context
+        starts = phase + order * self.stride
         # One assignment: another thread sees the old pair or the new one.
         self._epoch = epoch, starts
         return starts
@@ -121,6 +133,10 @@ class PackedText:
         found = self.tokens.ids[places % self.tokens.n_tokens].astype(np.int64)
         ids = found[:, :-1]
         targets = np.where(new[:, 1:], NOTHING, found[:, 1:]) if self.shifted else ids.copy()
+        if self.frame is not None:
+            ids[:, 0], ids[:, -1] = self.frame
+            targets[:, [0, -1]] = NOTHING
+            skip = skip + 1
         if skip.any():
             targets[np.arange(self.context) < skip[:, None]] = NOTHING
         documents = positions = None
@@ -166,19 +182,24 @@ class MaskedTokens:
             raise ValueError(f"mask_id is {self.mask_id}, expected 0 to {self.vocab_size - 1}")
 
 
-def mask_tokens(batch: TextBatch, how: MaskedTokens, step: int) -> TextBatch:
+def mask_tokens(batch: TextBatch, how: MaskedTokens, first: int) -> TextBatch:
     """A batch for a masked model: some tokens are hidden, and only these are asked for.
 
     Each token that is not special is chosen with probability `share`, at least one in all. Of these
     80% become `mask_id`, 10% any token that is not special. The batch comes with `shifted=False`.
+    first: the number of its first row among all rows; what is drawn in a row follows from the seed
+    and the row's number alone, however many rows make a batch.
     """
-    check_step(step)
+    check_step(first)
     held = np.array(sorted({int(number) for number in how.special} | {int(how.mask_id)}), np.int64)
     plain = np.setdiff1d(np.arange(how.vocab_size), held)
     if not len(plain):
         raise ValueError(f"all {how.vocab_size} tokens are special; there is nothing to mask")
     ids, targets = batch.ids.numpy(), batch.targets.numpy()
-    draws = draw_shares(3 * ids.size, how.seed, _MASKED, int(step)).reshape(3, *ids.shape)
+    n_rows, width = ids.shape
+    numbers = range(int(first), int(first) + n_rows)
+    drawn = [draw_shares(3 * width, how.seed, _MASKED, number) for number in numbers]
+    draws = np.reshape(drawn, (n_rows, 3, width)).swapaxes(0, 1)
     allowed = (targets != NOTHING) & ~np.isin(ids, held)
     chosen = allowed & (draws[0] < how.share)
     if not chosen.any() and allowed.any():

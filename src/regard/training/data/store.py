@@ -291,6 +291,8 @@ def _may_cut(tokenizer_json: str) -> bool:
     """Whether a text may be cut at a space between words without changing its ids."""
     plan = json.loads(tokenizer_json)
     rule = plan.get("pre_tokenizer") or {}
+    if rule.get("type") == "BertPreTokenizer":  # it cuts there itself, and sees no further
+        return (plan.get("normalizer") or {}).get("type") in ("BertNormalizer", None)
     may_cut = rule.get("type") == "ByteLevel" and not rule.get("add_prefix_space", True)
     may_cut = may_cut and rule.get("use_regex", True)
     if plan["model"].get("type") == "WordLevel":

@@ -1,4 +1,4 @@
-r"""A vocabulary made from texts: byte pairs, byte pairs within scripts, words, or characters.
+r"""A vocabulary made from texts: byte pairs, within scripts or words, characters, or WordPiece.
 
 Why: a model of one's own text wants a tokenizer of that text, in the files of every other model.
 
@@ -13,9 +13,16 @@ that `decode(encode(text))` is the text, whatever it holds:
   gets a space in front, as above.
 - "characters": one id for each. A character that was not in the texts is refused, not dropped.
 
-The same texts give the same vocabulary: ties are broken by the characters themselves.
+One kind gives the text up for BERT's way to read it:
 
-Left out: Unicode normalisation (it would change the text), tokens around a text, unigram models.
+- "wordpiece": lower case, cut at spaces and punctuation, and within a word into its longest known
+  pieces, of which all but the first begin with ##. A word with a character that is not known is one
+  unknown token. Accents stay, since to strip them would make other letters of Japanese ones.
+
+The same texts give the same vocabulary: ties are broken by the characters themselves. Where there
+is a `cls` and a `sep` token, every text is put between them.
+
+Left out: Unicode normalisation elsewhere (it would change the text), unigram models.
 """
 
 from __future__ import annotations
@@ -32,9 +39,10 @@ from typing import Any, Literal, get_args
 
 from regard._check import check_choice
 from regard.tokens import Tokenizer
+from regard.tokens.files import ROLES
 from regard.training.data.reading import BadData, Notice
 
-Kind = Literal["bpe", "scripts", "words", "characters"]
+Kind = Literal["bpe", "scripts", "words", "characters", "wordpiece"]
 
 N_BYTES = 256
 # Characters without white space that the trainer sees as one: each merge walks through them all, so
@@ -70,16 +78,15 @@ def train_tokenizer(
     *,
     kind: Kind = "bpe",
     special: Sequence[str] = ("<|endoftext|>",),
-    bos: str | None = None,
     eos: str | None = "<|endoftext|>",
-    pad: str | None = None,
+    **roles: str | None,
 ) -> Tokenizer:
     """A tokenizer with at most `vocab_size` tokens, `special` ones first, made from the texts.
 
-    `bos`, `eos` and `pad` name some of `special`. Texts may hold too little for so many tokens: see
-    `vocabulary_notices`.
+    `eos` and `roles` (bos, pad, unk, sep, cls, mask) name some of `special`. Texts may hold too
+    little for so many tokens: see `vocabulary_notices`.
     """
-    roles = {"bos": bos, "eos": eos, "pad": pad}
+    roles = {"eos": eos, **roles}
     _check(vocab_size, kind, special, roles)
     if isinstance(texts, str):
         raise TypeError("texts is one text, expected a list of them")
@@ -88,7 +95,15 @@ def train_tokenizer(
         raise BadData("a vocabulary was asked for, but the texts are empty; give some text")
     make: dict[str, Any] = {"characters": _characters, "scripts": _by_script, "bpe": _by_byte}
     make["words"] = partial(_by_byte, words=_WORDS)
+    make["wordpiece"] = partial(_word_pieces, unk=roles.get("unk") or "")
     plan = make[kind](kept, vocab_size, special)
+    cls, sep, mask = (roles.get(role) for role in ("cls", "sep", "mask"))
+    if cls is not None and sep is not None:
+        ends = {role: [name, special.index(name)] for role, name in (("cls", cls), ("sep", sep))}
+        plan["post_processor"] = {"type": "BertProcessing", **ends}
+    for entry in plan["added_tokens"]:
+        # A gap stands for a word and the space before it, where words are merged with theirs.
+        entry["lstrip"] = kind == "bpe" and entry["content"] == mask
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     config["clean_up_tokenization_spaces"] = False
     config |= {f"{role}_token": token for role, token in roles.items() if token is not None}
@@ -138,12 +153,21 @@ def _check(
     if type(vocab_size) is not int or vocab_size < 1:
         raise ValueError(f"vocab_size is {vocab_size!r}, expected a whole number of tokens")
     check_choice("kind", kind, get_args(Kind))
+    for role in roles:
+        check_choice("the role of a token", role, ROLES)
     if len(set(special)) != len(special) or not all(special):
         raise ValueError(f"special tokens are {list(special)}; expected distinct, non-empty texts")
     for role, token in roles.items():
         if token is not None and token not in special:
             what = f"{role} is {token!r}, which is not among the special tokens {list(special)}"
             raise ValueError(f"{what}; add it there, or pass {role}=None")
+    if kind == "wordpiece":
+        if roles.get("unk") is None:
+            raise ValueError("kind='wordpiece' needs a token for unknown words; name it by unk=")
+        if vocab_size < len(special) + 4:
+            what = f"vocab_size is {vocab_size}, of which {len(special)} tokens are special"
+            raise BadData(f"{what}; that leaves no room for characters; ask for more")
+        return
     n_fixed = N_BYTES + len(special)
     what = f"vocab_size is {vocab_size}, but {N_BYTES} bytes and {len(special)} special tokens"
     if kind != "characters" and vocab_size < n_fixed:
@@ -167,8 +191,11 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
 # ---- The kinds
 
 
-def _train(backend: Any, texts: Iterable[str], **how: Any) -> dict[str, Any]:
-    trainer = backend_module().trainers.BpeTrainer(show_progress=False, min_frequency=2, **how)
+def _train(
+    backend: Any, texts: Iterable[str], kind: str = "BpeTrainer", **how: Any
+) -> dict[str, Any]:
+    make = getattr(backend_module().trainers, kind)
+    trainer = make(show_progress=False, min_frequency=2, **how)
     with one_thread():
         backend.train_from_iterator(_pieces(texts), trainer)
     plan: dict[str, Any] = json.loads(backend.to_str())
@@ -190,7 +217,7 @@ def _by_byte(
         backend.pre_tokenizer = before.Sequence([cut, backend.pre_tokenizer])
         backend.decoder = after.Sequence([backend.decoder, after.Strip(" ", 1, 0)])
     alphabet = sorted(before.ByteLevel.alphabet())
-    how = {"special_tokens": list(special), "initial_alphabet": alphabet}
+    how: dict[str, Any] = {"special_tokens": list(special), "initial_alphabet": alphabet}
     return _train(backend, texts, vocab_size=vocab_size, **how)
 
 
@@ -199,12 +226,14 @@ def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dic
     hf = backend_module()
     before, after = hf.pre_tokenizers, hf.decoders
     n_free = vocab_size - N_BYTES - len(special)
-    alphabet = _alphabet(texts, n_free // 2)
+    counts = Counter(chain.from_iterable(texts))
+    counts[" "] += RARE  # it may stand in front of every text
+    alphabet = _alphabet(counts, n_free // 2)
     backend = hf.Tokenizer(hf.models.BPE())
     backend.normalizer = hf.normalizers.Replace(hf.Regex(_STARTS), " ")
     backend.pre_tokenizer = before.Split(hf.Regex(_SCRIPTS), "isolated")
     backend.decoder = after.Sequence([after.ByteFallback(), after.Fuse(), after.Strip(" ", 1, 0)])
-    how = {"initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}
+    how: dict[str, Any] = {"initial_alphabet": alphabet, "limit_alphabet": len(alphabet)}
     plan = _train(backend, texts, vocab_size=n_free, **how)
     model = plan["model"]
     learned = sorted(model["vocab"], key=model["vocab"].__getitem__)
@@ -217,10 +246,30 @@ def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dic
     return plan
 
 
-def _alphabet(texts: list[str], limit: int) -> list[str]:
+def _word_pieces(
+    texts: list[str], vocab_size: int, special: Sequence[str], unk: str
+) -> dict[str, Any]:
+    """BERT's rule. The trainer would number letters within words as it meets them in a hash table,
+    and break ties by these numbers; so it is given all letters in order, as if special."""
+    hf = backend_module()
+    backend = hf.Tokenizer(hf.models.WordPiece(unk_token=unk))
+    backend.normalizer = hf.normalizers.BertNormalizer(lowercase=True, strip_accents=False)
+    backend.pre_tokenizer = hf.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = hf.decoders.WordPiece()
+    normalise, cut = backend.normalizer.normalize_str, backend.pre_tokenizer.pre_tokenize_str
+    plain = [normalise(text) for text in texts]
+    counts = Counter(letter for letter in chain.from_iterable(plain) if not letter.isspace())
+    letters = _alphabet(counts, (vocab_size - len(special)) // 4)
+    within = [f"##{letter}" for letter in letters if len(cut(normalise(f"a{letter}"))) == 1]
+    how: dict[str, Any] = {"initial_alphabet": letters, "limit_alphabet": len(letters)}
+    how["special_tokens"] = [*special, *letters, *within]
+    plan = _train(backend, plain, "WordPieceTrainer", vocab_size=vocab_size, **how)
+    plan["added_tokens"] = _added(special)
+    return plan
+
+
+def _alphabet(counts: Counter[str], limit: int) -> list[str]:
     """The characters with a token of their own: the most frequent, but none that is rare."""
-    counts = Counter(chain.from_iterable(texts))
-    counts[" "] += RARE  # it may stand in front of every text
     often = [letter for letter, count in counts.items() if count >= RARE]
     often.sort(key=lambda letter: (-counts[letter], letter))
     return sorted(often[:limit])
