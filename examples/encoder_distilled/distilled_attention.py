@@ -98,6 +98,7 @@ class DistilledTask:
 
     targets = "targets"
     one_size = True
+    unigram = None
 
     def __init__(
         self,
