@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from regard import Transformer, count_parameters, generate_ids
-from regard.labs.interval import median_interval, spell_interval
+from regard.labs.interval import median_interval, side_of, spell_interval
 from regard.labs.lab import Lab, Results
 from regard.labs.run import Run
 from regard.labs.small_training import generator_of
@@ -263,7 +263,6 @@ def measure(run: Run) -> dict[str, Any]:
     dtype = torch.bfloat16 if run.device.type == "cuda" else torch.float32
     model = make_model(size, N_HEADS, run.device, dtype)
     lengths = run.map("lengths", lambda n: measure_length(n, size, model), size.lengths)
-    del model
     writing = run.map("writing", lambda n: measure_writing(size, run.device), [size.n_written])
     batches = [(size.batch, size.batch_len)]
     groups = run.map("grouped heads", lambda _: measure_groups(size, run.device, dtype), batches)
@@ -290,16 +289,12 @@ def spell_ms(found: dict[str, float]) -> str:
     return spell_interval({name: 1e3 * found[name] for name in ("median", "low", "high")}) + " ms"
 
 
-def compare(found: dict[str, float], above: str, below: str) -> str:
-    """A ratio against 1, in words; its interval decides."""
-    if found["low"] <= 1 <= found["high"]:
-        return "no clear difference"
-    return above if found["low"] > 1 else below
+SPEED = {1: "faster", 0: "no clear difference", -1: "slower"}
 
 
 def find_crossing(lengths: list[dict[str, Any]]) -> str:
     """From which length on the cache wins, at it and at all longer ones."""
-    wins = [row["ratio"]["low"] > 1 for row in lengths]
+    wins = [side_of(row["ratio"], 1) > 0 for row in lengths]
     first = len(wins)
     while first and wins[first - 1]:
         first -= 1
@@ -309,11 +304,10 @@ def find_crossing(lengths: list[dict[str, Any]]) -> str:
     n = f"{lengths[first]['n']:,}"
     if first == 0:
         return f"A token is written faster with the cache from the shortest length on, {n} tokens."
-    before = lengths[first - 1]
-    said = compare(before["ratio"], "faster", "slower")
+    before, ratio = lengths[first - 1]["n"], lengths[first - 1]["ratio"]
     return (
-        f"A token is written faster with the cache from {n} tokens on; at {before['n']:,} the time "
-        f"without it is {spell_interval(before['ratio'])} of that with it: {said}."
+        f"A token is written faster with the cache from {n} tokens on; at {before:,} the time "
+        f"without it is {spell_interval(ratio)} of that with it: {SPEED[side_of(ratio, 1)]}."
     )
 
 
@@ -324,7 +318,7 @@ def find(results: Results) -> list[str]:
     if last["ratio"]["median"] >= arithmetic:
         why = "the time tells no less"
     one = groups[-1]
-    said = compare(one["share"], "slower", "faster")
+    said = SPEED[-side_of(one["share"], 1)]
     spare = last["held"] / last["bytes"]
     return [
         find_crossing(results["lengths"]),
@@ -413,10 +407,10 @@ LAB = Lab(
     "layers · kv_heads · head_dim · tokens · bytes of memory. One key head for eight query heads "
     "makes the cache eight times smaller, and a step that waits for the cache as much faster.",
     method="A decoder of 8 heads with random weights, float32 on a CPU, bfloat16 on a GPU. At each "
-    "length n the next token is chosen by a pass over all n tokens, and by one token beside a cache "
-    "of n - 1, in turns; medians over repeats, with intervals by order statistics. One text is "
-    "written from its first token on, both ways, in float32. Then a batch with 8, 4, 2 and 1 key "
-    "heads: the time of a step, and the bytes that its cache holds.",
+    "length n the next token is chosen by a pass over all n tokens, and by one token beside a "
+    "cache of n - 1, in turns; medians over repeats, with intervals by order statistics. One text "
+    "is written from its first token on, both ways, in float32. Then a batch with 8, 4, 2 and 1 "
+    "key heads: the time of a step, and the bytes that its cache holds.",
     measure=measure,
     find=find,
     draw=draw,

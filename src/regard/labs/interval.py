@@ -1,9 +1,8 @@
 """Means with their 95% intervals, over seeds or samples.
 
 How: Student's t for a mean; its quantile is found by bisection on the integral of its density, so
-that no table and no further package is needed. Wilson's interval for a share of trials. Of a median,
-as timings have it, the interval ends at two of the values themselves, by the binomial distribution,
-whatever the values' own.
+that no table and no further package is needed. Wilson's interval for a share of trials. That of a
+median ends at two of the values, by the binomial distribution, whatever the values' own is.
 """
 
 from __future__ import annotations
@@ -66,7 +65,12 @@ def t_quantile(freedom: int) -> float:
 
 
 def spell_interval(found: dict[str, float], form: str = ".3g") -> str:
-    """A mean or median with its interval, as a sentence has it: 1.23 (95% interval 1.20 to 1.26)."""
+    """A mean or median as a sentence has it: 1.23 (95% interval 1.20 to 1.26)."""
     middle = "mean" if "mean" in found else "median"
     value, low, high = (format(found[name], form) for name in (middle, "low", "high"))
     return f"{value} (95% interval {low} to {high})"
+
+
+def side_of(found: dict[str, float], value: float = 0.0) -> int:
+    """1 where all of an interval lies above a value, -1 where below, 0 where it holds the value."""
+    return int(found["low"] > value) - int(found["high"] < value)
