@@ -207,3 +207,14 @@ def test_a_model_without_words_is_said_to_have_no_log_probability(
     assert said[1].startswith("embedded:lm says no words: it has no log-probability")
     assert said[-1] == "The short run leaves out c and d."
     lab.draw(results, make_figure())
+
+
+@pytest.mark.weights
+def test_a_head_of_a_real_bert_finds_antecedents_more_often_than_the_first_noun() -> None:
+    place = next(model for model in lab.MODELS if model.name == "all-MiniLM-L6-v2").find()
+    assert place is not None
+    model, sentences = load(place, dtype=torch.float32).eval(), RELATIONS["pronoun"]
+    values = np.stack([lab.look(model, one, "pronoun").roles["pronoun"] for one in sentences])
+    found = lab.pick_best(values, sentences, "pronoun")
+    assert (found["layer"], found["head"]) == (1, 3) and found["found"]["low"] > 0.6
+    assert found["over first"]["low"] > 0
