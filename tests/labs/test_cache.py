@@ -120,5 +120,15 @@ def test_sentences_turn_with_the_numbers(monkeypatch: pytest.MonkeyPatch, tmp_pa
         found["lengths"][-1]["ratio"] = {**ends, "median": 0.5 if found is results else 99.0}
     assert cache.find(results)[-1].endswith("ms: faster.")
     assert cache.find(other)[-1].endswith("ms: slower.")
-    assert "the time tells less, since" in cache.find(results)[1]
-    assert "the time tells no less." in cache.find(other)[1]
+    assert "the time tells less, as" in cache.find(results)[1]
+    assert "the time tells no less, as" in cache.find(other)[1]
+
+
+def test_rates_are_told_in_the_unit_that_suits_them() -> None:
+    assert cache.spell_flops(2.5e9) == "2.5 GFLOP/s"
+    assert cache.spell_flops(3.14e14) == "314 TFLOP/s"
+    assert [cache.spell_bytes(n) for n in (512, 1536, 3 * 2**30)] == [
+        "512 bytes",
+        "1.5 KiB",
+        "3 GiB",
+    ]

@@ -285,6 +285,10 @@ def spell_bytes(n: float) -> str:
     return f"{n:,.3g} GiB"
 
 
+def spell_flops(rate: float) -> str:
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
+
+
 def spell_ms(found: dict[str, float]) -> str:
     return spell_interval({name: 1e3 * found[name] for name in ("median", "low", "high")}) + " ms"
 
@@ -314,9 +318,8 @@ def find_crossing(lengths: list[dict[str, Any]]) -> str:
 def find(results: Results) -> list[str]:
     last, writing, groups = results["lengths"][-1], results["writing"], results["groups"]
     n, arithmetic = last["n"], last["flops plain"] / last["flops cached"]
-    why = "the time tells less, since a step with one token waits for weights and calls, not FLOPs"
-    if last["ratio"]["median"] >= arithmetic:
-        why = "the time tells no less"
+    rates = [last[f"flops {way}"] / last[way]["median"] for way in ("plain", "cached")]
+    less = "less" if last["ratio"]["median"] < arithmetic else "no less"
     one = groups[-1]
     said = SPEED[-side_of(one["share"], 1)]
     spare = last["held"] / last["bytes"]
@@ -324,7 +327,8 @@ def find(results: Results) -> list[str]:
         find_crossing(results["lengths"]),
         f"At {n:,} tokens the next one takes {spell_ms(last['plain'])} without the cache and "
         f"{spell_ms(last['cached'])} with it: {spell_interval(last['ratio'])} times as long. By "
-        f"FLOPs it would be {arithmetic:,.0f} times: {why}.",
+        f"FLOPs it would be {arithmetic:,.0f} times: the time tells {less}, as the pass over all "
+        f"does {spell_flops(rates[0])} and the step beside the cache {spell_flops(rates[1])}.",
         f"The cache of one text of {n:,} tokens is {spell_bytes(last['bytes'])} by the formula; "
         f"the one that grew while it was filled holds {spell_bytes(last['held'])}, "
         f"{spare:.2f} times that, with room for tokens to come.",
@@ -359,6 +363,7 @@ def draw_times(results: Results, axes: Any) -> None:
     axes.plot(lengths, flops, "k:", label="by FLOPs, all read again")
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", title="time of the n-th token", xlabel="tokens n", ylabel="ms")
+    axes.set_ylim(top=1e4 * max(row["plain"]["high"] for row in rows))  # for the legend
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
 

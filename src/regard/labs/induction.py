@@ -450,7 +450,7 @@ def draw(results: Results, figure: Figure) -> None:
             sharp.plot(each["steps"], each["score"], ":", color="C2", label=label)
     sharp.set(title="accuracy on repeated tokens", xlabel="step", ylim=(-0.02, 1.02))
     smooth.set(title="their log-probability", xlabel="step", ylabel="nats")
-    sharp.legend(frameon=False)
+    sharp.legend(frameon=False, fontsize=8, handlelength=1.2, borderaxespad=0)
     draw_ablations(results, bars)
     for axes in (sharp, smooth, bars):
         axes.grid(alpha=0.3)
