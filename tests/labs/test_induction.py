@@ -151,9 +151,9 @@ def learned(results: dict[str, Any], turned: bool) -> dict[str, Any]:
     found = copy.deepcopy(results)
     for seed, one in enumerate(found["runs"]):
         one["steps"] = [0, 10, 20, 30, 40]
-        sharp, smooth = [0, 0, 0, 0.9, 1], [-4, -3, -2, -1, 0]
+        sharp, smooth = [0.0, 0.0, 0.0, 0.9, 1.0], [-4.0, -3.0, -2.0, -1.0, 0.0]
         if turned:
-            sharp, smooth = [0, 0.25, 0.5, 0.75, 1], [-4, -4, -4, -0.1, 0]
+            sharp, smooth = [0.0, 0.25, 0.5, 0.75, 1.0], [-4.0, -4.0, -4.0, -0.1, 0.0]
         ok = one["n_layers"] == 2 or turned
         one["accuracy"] = [x + seed / 1000 for x in sharp] if ok else [0, 0.1, 0.1, 0.1, 0.1]
         one["log_prob"], one["score"] = smooth, [0, 0, 0, 0.5, 0.9] if turned else [0, 0, 1, 1, 1]

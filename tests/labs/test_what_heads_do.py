@@ -38,7 +38,7 @@ def translator() -> Transformer:
 @pytest.fixture(scope="module")
 def encoder() -> Transformer:
     """A random BERT that fills in masked words."""
-    model = make_model("bert")
+    model: Transformer = make_model("bert")
     model.__dict__["tokenizer"] = Tokenizer.from_parts(
         word_pieces(), {"mask_token": "[MASK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     )
