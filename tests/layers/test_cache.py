@@ -534,3 +534,19 @@ def test_a_growing_cache_in_a_compiled_layer_takes_one_graph_for_all_later_steps
     out = run_in_chunks(compiled, x, KVCache.growing(), (5,) + (1,) * 8)
     assert_same(out, run_uncached(layer, x))
     assert len(graphs) <= 3  # the prompt, the first step, and one whose length is left open
+
+
+def test_bytes_are_those_of_keys_and_values_with_what_is_kept_free() -> None:
+    layer = make(n_kv_heads=1)
+    growing, fixed, empty = KVCache.growing(), KVCache.fixed(17), KVCache.growing()
+    for cache in (growing, fixed):
+        layer(draw(B, T, C), cache=cache)
+    each = 2 * B * 1 * D * 4  # keys and values of one token, in float32
+    assert (growing.nbytes, fixed.nbytes, empty.nbytes) == (T * each, 17 * each, 0)
+    layer(draw(B, 1, C), cache=growing)
+    assert growing.nbytes == (T + 1 + 64) * each  # grown by half, and by 64 at least
+    cross = CrossCache()
+    assert cross.nbytes == 0
+    cross.fill(draw(B, 1, 7, D), draw(B, 1, 7, D))
+    stack = DecoderCache([BlockCache(growing, cross), BlockCache(fixed)])
+    assert stack.nbytes == (T + 1 + 64 + 7 + 17) * each

@@ -1,11 +1,13 @@
 """Means with their 95% intervals, over seeds or samples.
 
 How: Student's t for a mean; its quantile is found by bisection on the integral of its density, so
-that no table and no further package is needed. Wilson's interval for a share of trials.
+that no table and no further package is needed. Wilson's interval for a share of trials. That of a
+median ends at two of the values, by the binomial distribution, whatever the values' own is.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -34,6 +36,19 @@ def share_interval(right: int, trials: int) -> dict[str, float]:
     return {"mean": share, "low": middle - half, "high": middle + half, "n": trials}
 
 
+def median_interval(values: Sequence[float]) -> dict[str, float]:
+    """Median, and low and high of its 95% interval, of independent values; at least six."""
+    n = len(values)
+    if n < 6:
+        raise ValueError(f"an interval of a median needs at least six values, and {n} came")
+    # The median lies below the k-th smallest value with P(Binomial(n, 1/2) < k), at most 2.5%.
+    tails = itertools.accumulate(math.comb(n, k) / 2**n for k in range(n))
+    k = sum(tail <= 0.025 for tail in tails)
+    ordered = sorted(float(value) for value in values)
+    middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+    return {"median": middle, "low": ordered[k - 1], "high": ordered[n - k], "n": n}
+
+
 @cache
 def t_quantile(freedom: int) -> float:
     """The 97.5% quantile of Student's t with so many degrees of freedom."""
@@ -50,6 +65,12 @@ def t_quantile(freedom: int) -> float:
 
 
 def spell_interval(found: dict[str, float], form: str = ".3g") -> str:
-    """A mean with its interval as a sentence has it: 1.23 (95% interval 1.20 to 1.26)."""
-    mean, low, high = (format(found[name], form) for name in ("mean", "low", "high"))
-    return f"{mean} (95% interval {low} to {high})"
+    """A mean or median as a sentence has it: 1.23 (95% interval 1.20 to 1.26)."""
+    middle = "mean" if "mean" in found else "median"
+    value, low, high = (format(found[name], form) for name in (middle, "low", "high"))
+    return f"{value} (95% interval {low} to {high})"
+
+
+def side_of(found: dict[str, float], value: float = 0.0) -> int:
+    """1 where all of an interval lies above a value, -1 where below, 0 where it holds the value."""
+    return int(found["low"] > value) - int(found["high"] < value)

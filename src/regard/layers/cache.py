@@ -89,6 +89,11 @@ class KVCache:
         """How long each row's text is, its next position: (N,); None before the first call."""
         return self.slots.length
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values, with what is allocated for those to come."""
+        return count_bytes(self._kept if self._buffers is None else self._buffers)
+
     def update(self, k: Tensor, v: Tensor, positions: Tensor | Step | None = None) -> Kept:
         """Keep k (B, G, T, D) and v (B, G, T, E), and give what these tokens may attend to.
 
@@ -216,6 +221,10 @@ class CrossCache:
     def filled(self) -> bool:
         return self.k is not None
 
+    @property
+    def nbytes(self) -> int:
+        return count_bytes((self.k, self.v) if self.k is not None and self.v is not None else None)
+
     def reset(self) -> None:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
@@ -253,6 +262,12 @@ class DecoderCache:
         """How long each row's text is so far, (N,); None before the first call."""
         return self.slots[0].length if self.slots else None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values, of the memory too, with what is allocated for more."""
+        kept = [cache for block in self.blocks for cache in (block.self_attn, block.cross_attn)]
+        return sum(cache.nbytes for cache in kept if cache is not None)
+
     def next_positions(self, n: int, device: torch.device) -> Tensor:
         """Positions (N, n) of the next n tokens of each row."""
         return self.slots[0].next_positions(n, device)
@@ -274,6 +289,10 @@ class DecoderCache:
             block.self_attn.reset(slots=False)
             if block.cross_attn is not None:
                 block.cross_attn.reset()
+
+
+def count_bytes(pair: tuple[Tensor, Tensor] | None) -> int:
+    return 0 if pair is None else sum(x.nbytes for x in pair)
 
 
 def pick_keys(x_bgsd: Tensor, index_bgk: Tensor) -> Tensor:
