@@ -30,7 +30,7 @@ def test_new_files_and_earlier_ones_of_the_same_kind_are_fine(tmp_path: Path) ->
         ("--html", "notes.txt", "does not end in .html: it is not replaced"),
         ("--save", "notes.txt", "does not end in .regard: it is not replaced"),
         ("--png", "x.gif", "--png ends in '.gif'; expected .png, .svg or .pdf"),
-        ("--out", "x.xlsx", "--out ends in '.xlsx'; expected .parquet, .csv or .json"),
+        ("--out", "x.xlsx", "--out ends in '.xlsx'; expected .parquet, .csv, .json or .regard"),
         ("--html", "read.html", "which is read"),
     ],
 )

@@ -21,15 +21,16 @@ from regard.lens.head_names import (
     name_model,
     short_model_name,
 )
-from regard.lens.record import SCORES, Record
+from regard.lens.head_table import SURVEYED
+from regard.lens.record import Record
 from regard.lens.watch import watch
 from regard.ops import Causal, attention
 
 
 def test_every_score_has_words_and_no_two_the_same() -> None:
-    assert set(SCORE_WORDS) == set(SCORES)
-    assert len({each.what for each in SCORE_WORDS.values()}) == len(SCORES)
-    assert len({each.does for each in SCORE_WORDS.values()}) == len(SCORES)
+    assert set(SCORE_WORDS) == set(SURVEYED)
+    assert len({each.what for each in SCORE_WORDS.values()}) == len(SURVEYED)
+    assert len({each.does for each in SCORE_WORDS.values()}) == len(SURVEYED)
 
 
 def test_layers_are_told_with_their_stack_where_there_are_several() -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from regard._files import replace_file
-from regard.lens.head_names import SCORE_WORDS, short_model_name
+from regard.lens.head_names import short_model_name
 from regard.lens.head_table import HeadTable, label_layers
 from regard.view.assets import whole_page
-from regard.view.manifest import FORMAT, NAME_LENGTH, finite
+from regard.view.manifest import FORMAT, NAME_LENGTH, finite, tell_words
 from regard.view.pieces import cut
 from regard.view.queries import BadView
 
@@ -49,10 +49,7 @@ def _tell(table: HeadTable) -> dict[str, Any]:
         "empty": table.n_empty,
         "truncated": table.n_truncated,
         "scores": list(table.scores),
-        "words": {
-            name: {"what": SCORE_WORDS[name].what, "does": SCORE_WORDS[name].does}
-            for name in table.scores
-        },
+        "words": tell_words(table.scores),
         "heads": [
             {
                 "layer": cut(labels[n], NAME_LENGTH),

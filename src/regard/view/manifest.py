@@ -10,7 +10,8 @@ Left out: weights. Those are asked for piece by piece (see queries.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from regard.lens.head_names import (
     length_note,
     short_model_name,
 )
-from regard.lens.record import Record
+from regard.lens.record import SCORES, Record
 from regard.lens.word_links import find_alignment, reads_source, words_of
 from regard.view.distances import rank_distances
 from regard.view.pieces import LABEL_LENGTH, cut, find_spans, make_pieces
@@ -40,15 +41,19 @@ MOST_ALIGNED = 30_000_000  # weights of all cross-attention heads, to choose the
 def make_manifest(records: Sequence[Record], host: str) -> dict[str, Any]:
     if not 1 <= len(records) <= 2:
         raise BadView(f"a page shows one record or compares two; {len(records)} were given")
-    words = {name: {"what": each.what, "does": each.does} for name, each in SCORE_WORDS.items()}
     return {
         "format": FORMAT,
         "host": host,
-        "words": words,
+        "words": tell_words(SCORES),
         "records": [_tell_record(each) for each in records],
         "differences": rank_distances(*records) if len(records) == 2 else None,
         "small": SMALL_CELLS,
     }
+
+
+def tell_words(scores: Iterable[str]) -> dict[str, dict[str, str]]:
+    """What each score is about, and what a head with much of it does."""
+    return {name: asdict(SCORE_WORDS[name]) for name in scores}
 
 
 def _tell_record(record: Record) -> dict[str, Any]:
