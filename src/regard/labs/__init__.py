@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "find_lab", "run_lab"]
 
-NAMES = ("scaling",)
+NAMES = (
+    "scaling",
+    "heads",
+    "norm",
+    "activations",
+)
 
 _HOME = {
     "run_lab": "regard.labs.run",
