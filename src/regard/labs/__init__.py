@@ -26,6 +26,9 @@ NAMES = (
     "cache",
     "induction",
     "what_heads_do",
+    "heads",
+    "norm",
+    "activations",
 )
 
 _HOME = {

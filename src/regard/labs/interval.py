@@ -25,6 +25,11 @@ def mean_interval(values: Sequence[float]) -> dict[str, float]:
     return {"mean": mean, "low": mean - half, "high": mean + half, "n": len(values)}
 
 
+def paired_difference(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
+    """Mean of second - first with its interval, both of the same seeds in the same order."""
+    return mean_interval([b - a for a, b in zip(first, second, strict=True)])
+
+
 def share_interval(right: int, trials: int) -> dict[str, float]:
     """The share of trials that were right, with Wilson's 95% interval."""
     if not 0 <= right <= trials or trials < 1:
@@ -69,6 +74,9 @@ def spell_interval(found: dict[str, float], form: str = ".3g") -> str:
     middle = "mean" if "mean" in found else "median"
     value, low, high = (format(found[name], form) for name in (middle, "low", "high"))
     return f"{value} (95% interval {low} to {high})"
+    """A mean with its interval as a sentence has it: 1.23 (95% interval 1.20 to 1.26)."""
+    mean, low, high = (format(found[name], form) for name in ("mean", "low", "high"))
+    return f"{mean} (95% interval {low} to {high})"
 
 
 def side_of(found: dict[str, float], value: float = 0.0) -> int:

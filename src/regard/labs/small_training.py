@@ -20,6 +20,7 @@ from regard.training.config import TrainConfig
 from regard.training.optim import rate_share
 
 Batch = TypeVar("Batch")
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def train(
@@ -61,3 +62,10 @@ def generator_of(*numbers: int, device: torch.device | str = "cpu") -> torch.Gen
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % (1 << 62)
     return torch.Generator(device).manual_seed(seed)
+
+
+def build_seeded(make: Callable[[], Model], *numbers: int) -> Model:
+    """What `make` builds, with first weights that are a function of these numbers alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator_of(*numbers).initial_seed())
+        return make()
