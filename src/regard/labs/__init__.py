@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from regard.labs.lab import Lab
     from regard.labs.run import run_lab
+    from regard.labs.scaling_fits import fit_chinchilla, fit_kaplan
 
-__all__ = ["NAMES", "find_lab", "run_lab"]
+__all__ = ["NAMES", "find_lab", "fit_chinchilla", "fit_kaplan", "run_lab"]
 
 NAMES = (
     "scaling",
@@ -29,9 +30,13 @@ NAMES = (
     "heads",
     "norm",
     "activations",
+    "scaling_laws",
+    "in_context",
 )
 
 _HOME = {
+    "fit_chinchilla": "regard.labs.scaling_fits",
+    "fit_kaplan": "regard.labs.scaling_fits",
     "run_lab": "regard.labs.run",
 }
 

@@ -1,0 +1,131 @@
+"""IsoFLOP curves: the loss of models of many sizes, all trained with one budget, and its minimum.
+
+Why: they tell the best size for a budget without any law: a check of one that was fitted.
+
+How: a budget of C FLOPs gives a model of N parameters C / 6N tokens. Its loss there is read between
+its two runs on either side, on a line in log D and log L; a model whose runs do not reach so far is
+left out. A parabola in log N through the models' losses has its minimum at the best size, which
+counts where it lies between the smallest and the largest of them. Over budgets the minima grow as
+C^a: a is the slope of a line in logarithms. Intervals draw the models anew, with replacement.
+
+Left out: any extrapolation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regard.labs.scaling_fits import FLOPS_PER_PARAMETER, quantiles
+
+Floats = NDArray[np.float64]
+
+
+def isoflop(
+    n_params: Floats,
+    n_tokens: Floats,
+    losses: Floats,
+    *,
+    least_models: int = 5,
+    n_budgets: int = 5,
+    bootstraps: int = 200,
+) -> dict[str, Any]:
+    """Curves of budgets that so many models reach, their minima, and how these grow, as JSON."""
+    log_n = np.log(n_params)
+    curves = choose_curves(log_n, np.log(n_tokens), np.log(losses), least_models, n_budgets)
+    sizes = np.unique(log_n)
+    minima = find_minima(curves, sizes, np.ones(len(sizes)))
+    drawn = np.random.default_rng(0).multinomial(
+        len(sizes), [1 / len(sizes)] * len(sizes), bootstraps
+    )
+    again = [find_minima(curves, sizes, counts.astype(np.float64)) for counts in drawn]
+    found = []
+    for (budget, each_n, log_loss), minimum, others in zip(
+        curves, minima, zip(*again, strict=True), strict=True
+    ):
+        interval = [x for x in others if x is not None]
+        found.append(
+            {
+                "compute": float(np.exp(budget)),
+                "n_params": np.exp(each_n).tolist(),
+                "losses": np.exp(log_loss).tolist(),
+                "minimum": spread(minimum, interval, bootstraps, exponentiate=True),
+            }
+        )
+    budgets = [budget for budget, _, _ in curves]
+    slopes = [slope for each in again if (slope := slope_of(budgets, each)) is not None]
+    return {"curves": found, "exponent": spread(slope_of(budgets, minima), slopes, bootstraps)}
+
+
+def choose_curves(
+    log_n: Floats, log_d: Floats, log_loss: Floats, least_models: int, n_budgets: int
+) -> list[tuple[float, Floats, Floats]]:
+    """Of the budgets that enough models reach, some evenly spread: log C, log N, log L."""
+    spent = log_n + log_d + np.log(FLOPS_PER_PARAMETER)
+    curves = []
+    for budget in np.linspace(spent.min(), spent.max(), 200):
+        sizes, read = read_curve(log_n, log_d, log_loss, float(budget))
+        if len(sizes) >= least_models:
+            curves.append((float(budget), sizes, read))
+    if len(curves) <= n_budgets:
+        return curves
+    return [curves[at] for at in np.linspace(0, len(curves) - 1, n_budgets).round().astype(int)]
+
+
+def read_curve(
+    log_n: Floats, log_d: Floats, log_loss: Floats, budget: float
+) -> tuple[Floats, Floats]:
+    """The sizes that have runs on both sides of the budget, and their losses between these."""
+    sizes, read = [], []
+    for size in np.unique(log_n):
+        own = np.flatnonzero(log_n == size)
+        own = own[np.argsort(log_d[own])]
+        wanted = budget - np.log(FLOPS_PER_PARAMETER) - size
+        if log_d[own[0]] <= wanted <= log_d[own[-1]]:
+            sizes.append(size)
+            read.append(np.interp(wanted, log_d[own], log_loss[own]))
+    return np.asarray(sizes), np.asarray(read)
+
+
+def find_minima(
+    curves: Sequence[tuple[float, Floats, Floats]], sizes: Floats, counts: Floats
+) -> list[float | None]:
+    """log N of each curve's minimum, with each model counted so often; None where it has none."""
+    minima = []
+    for _, log_n, log_loss in curves:
+        weights = counts[np.searchsorted(sizes, log_n)]
+        minima.append(parabola_minimum(log_n[weights > 0], log_loss[weights > 0], weights))
+    return minima
+
+
+def parabola_minimum(x: Floats, y: Floats, weights: Floats) -> float | None:
+    if len(x) < 4:
+        return None  # three points have a parabola always: it says nothing
+    middle = x.mean()
+    bend, slope, _ = np.polyfit(x - middle, y, 2, w=np.sqrt(weights[weights > 0]))
+    if bend <= 0:
+        return None
+    lowest = float(middle - slope / (2 * bend))
+    return lowest if x.min() < lowest < x.max() else None
+
+
+def slope_of(budgets: Sequence[float], minima: Sequence[float | None]) -> float | None:
+    known = [(c, n) for c, n in zip(budgets, minima, strict=True) if n is not None]
+    if len(known) < 3:
+        return None
+    c, n = np.array(known).T
+    return float(np.polyfit(c - c.mean(), n, 1)[0])
+
+
+def spread(
+    value: float | None, others: Sequence[float], bootstraps: int, exponentiate: bool = False
+) -> dict[str, float] | None:
+    """A number with the interval of its bootstrap; None where it, or most of these, are none."""
+    if value is None or 2 * len(others) < bootstraps:
+        return None
+    found = (value, *quantiles(others))
+    mean, low, high = (float(np.exp(x)) if exponentiate else x for x in found)
+    return {"mean": mean, "low": low, "high": high, "n": len(others)}
