@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "find_lab", "run_lab"]
 
-NAMES = ("scaling",)
+NAMES = (
+    "scaling",
+    "positions",
+    "fossils",
+)
 
 _HOME = {
     "run_lab": "regard.labs.run",
