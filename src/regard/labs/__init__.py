@@ -25,6 +25,7 @@ NAMES = (
     "scaling",
     "positions",
     "fossils",
+    "flash",
 )
 
 _HOME = {

@@ -23,11 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard import Transformer
-from regard.labs.interval import list_intervals, mean_interval, mean_share
+from regard.labs.interval import mean_interval
 from regard.labs.lab import Lab, Results
 from regard.labs.run import Run
+from regard.labs.sentences import list_intervals, mean_share
 from regard.labs.small_training import generator_of, train
-from regard.labs.timing import median_interval, resample, time_calls
+from regard.labs.timing import median_time, resample, time_calls
 from regard.layers import BlockConfig, make_norm
 from regard.models.config import ModelConfig
 from regard.training.config import TrainConfig
@@ -67,12 +68,12 @@ TINY = Size(
     widths=(40, 30, 32),
     reach=128,
     batch=16,
-    steps=(60, 60),
+    steps=(50, 60),
     lr=1e-2,
     seeds=3,
     texts=128,
-    distances=(10, 60),
-    timed=(64, 128, 256, 512, 1024),
+    distances=(10, 50),
+    timed=(64, 128, 256, 512),
     repeats=5,
 )
 FULL = Size(
@@ -99,9 +100,9 @@ class LSTM(nn.Module):
         self.lstm = nn.LSTM(width, width, batch_first=True)
         self.head = nn.Linear(width, letters)
         with torch.no_grad():
-            self.lstm.bias_hh_l0.zero_()
-            self.lstm.bias_ih_l0.zero_()
-            self.lstm.bias_ih_l0[width : 2 * width] = 1.0
+            given = dict(self.lstm.named_parameters())
+            given["bias_hh_l0"].zero_()
+            given["bias_ih_l0"].zero_()[width : 2 * width] = 1.0
 
     def forward(self, ids_bt: Tensor) -> Tensor:
         logits_btl: Tensor = self.head(self.lstm(self.embed(ids_bt))[0])
@@ -229,7 +230,7 @@ def learn_recall(
     drawn = generator_of(seed, steps + 1, device=device)
     texts = draw_texts(size.texts, asked[-1] + PLACES, size.letters, drawn)
     with torch.no_grad():
-        answers = torch.cat([model(ids).argmax(-1) for ids in texts.ids.split(64)])
+        answers = torch.cat([model(ids).argmax(-1) for ids in torch.split(texts.ids, 64)])
     right = (answers == texts.answers).double()
     return [float(right.gather(1, texts.places + d).mean()) for d in asked]
 
@@ -336,8 +337,7 @@ def find(results: Results) -> list[str]:
     held = ", ".join(f"{kind} {spell_reach(results, kind)}" for kind in KINDS)
     ways = ", ".join(f"{kind} {spell_path(kinds[kind]['path'][-1])}" for kind in KINDS)
     seconds = {
-        kind: median_interval([1000 * each for each in kinds[kind]["seconds"][-1]])
-        for kind in KINDS
+        kind: median_time([1000 * each for each in kinds[kind]["seconds"][-1]]) for kind in KINDS
     }
     crossings = " and ".join(spell_crossing(results, other) for other in KINDS[:-1])
     return [
@@ -403,8 +403,10 @@ def draw(results: Results, figure: Figure) -> None:
     recall.set(title="recalled (share)", xlabel="distance (tokens)", ylim=(-0.03, 1.03))
     paths.set(title="steps on the way", xlabel="distance (tokens)", yscale="log")
     times.set(title="a training step (ms)", xlabel="length of the text (tokens)", yscale="log")
-    for axes in (recall, paths, times):
+    for axes, ticks in ((recall, distances), (paths, distances), (times, lengths[::2])):
         axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axes.grid(alpha=0.3)
     lines, names = recall.get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=4, frameon=False)

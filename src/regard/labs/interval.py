@@ -7,7 +7,7 @@ that no table and no further package is needed. Wilson's interval for a share of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -34,12 +34,6 @@ def share_interval(right: int, trials: int) -> dict[str, float]:
     return {"mean": share, "low": middle - half, "high": middle + half, "n": trials}
 
 
-def mean_share(shares: Sequence[float]) -> dict[str, float]:
-    """Mean and interval of shares, one of each seed; no share is below 0 or above 1."""
-    found = mean_interval(shares)
-    return found | {"low": max(0.0, found["low"]), "high": min(1.0, found["high"])}
-
-
 @cache
 def t_quantile(freedom: int) -> float:
     """The 97.5% quantile of Student's t with so many degrees of freedom."""
@@ -59,24 +53,3 @@ def spell_interval(found: dict[str, float], form: str = ".3g") -> str:
     """A mean with its interval as a sentence has it: 1.23 (95% interval 1.20 to 1.26)."""
     mean, low, high = (format(found[name], form) for name in ("mean", "low", "high"))
     return f"{mean} (95% interval {low} to {high})"
-
-
-def list_intervals(found: Mapping[str, dict[str, float]], form: str = ".3g") -> str:
-    """Several means for one sentence, which says itself that these are 95% intervals."""
-    spelled = []
-    for name, each in found.items():
-        mean, low, high = (format(each[part], form) for part in ("mean", "low", "high"))
-        spelled.append(f"{name} {mean} ({low} to {high})")
-    return ", ".join(spelled)
-
-
-def spell_change(found: dict[str, float], form: str = ".3g") -> str:
-    """A difference as a verb: rises or falls by so much, or what cannot be told from none."""
-    mean, low, high = found["mean"], found["low"], found["high"]
-    if low > 0:
-        return f"rises by {spell_interval(found, form)}"
-    if high < 0:
-        turned = {"mean": -mean, "low": -high, "high": -low}
-        return f"falls by {spell_interval(turned, form)}"
-    ends = f"{format(low, form)} to {format(high, form)}"
-    return f"does not clearly change ({format(mean, '+' + form)}, 95% interval {ends})"

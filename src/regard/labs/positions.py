@@ -19,16 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard import Transformer
-from regard.labs.interval import (
-    list_intervals,
-    mean_interval,
-    mean_share,
-    share_interval,
-    spell_change,
-    spell_interval,
-)
+from regard.labs.interval import mean_interval, share_interval, spell_interval
 from regard.labs.lab import Lab, Results
 from regard.labs.run import Run
+from regard.labs.sentences import list_intervals, mean_share, spell_change
 from regard.labs.small_training import generator_of, train
 from regard.layers import BlockConfig, RelativeConfig
 from regard.models.config import EmbedConfig, ModelConfig
@@ -60,20 +54,12 @@ class Size:
     batch: int
     steps: int
     lr: float
-    seeds: int
     texts: int
+    seeds: int = 3
 
 
 TINY = Size(
-    length=24,
-    multiples=(1, 3, TIMES),
-    symbols=8,
-    dim=32,
-    batch=16,
-    steps=80,
-    lr=2e-2,
-    seeds=3,
-    texts=64,
+    length=24, multiples=(1, 3, TIMES), symbols=8, dim=32, batch=16, steps=70, lr=2e-2, texts=64
 )
 FULL = Size(
     length=128,
@@ -83,7 +69,6 @@ FULL = Size(
     batch=128,
     steps=500,
     lr=8e-3,
-    seeds=3,
     texts=256,
 )
 
@@ -221,7 +206,7 @@ def ask_texts(model: nn.Module, seed: int, length: int, size: Size) -> Answers:
     device = next(model.parameters()).device
     drawn = generator_of(seed, length, size.steps + 1, device=device)
     texts = draw_texts(size.texts, length, size.symbols, drawn)
-    logits = torch.cat([model(ids).logits for ids in texts.ids.split(64)])
+    logits = torch.cat([model(ids).logits for ids in torch.split(texts.ids, 64)])
     losses = F.cross_entropy(logits.mT, texts.answers, reduction="none")
     is_letter = (texts.answers != NOTHING) & (texts.answers < size.symbols)
     right = logits[:, -1].argmax(-1) == texts.answers[:, -1]
@@ -234,11 +219,10 @@ def by_distance(answers: Answers, length: int) -> list[list[int]]:
     return [[int(answers.right[bins == n].sum()), int((bins == n).sum())] for n in range(BINS)]
 
 
-def test_model(model: Transformer, seed: int, size: Size, scaling: str | None) -> dict[str, Any]:
+def examine_model(model: Transformer, seed: int, size: Size, scaling: str | None) -> dict[str, Any]:
     """Losses and retrieval at the trained length and beyond; None where there is no position."""
     found: dict[str, Any] = {"retrieval": [], "far": None, "by distance": None}
-    width = max(1, size.length // 2)
-    max_len = model.config.max_len
+    width, max_len = size.length // 2, model.config.max_len
     for times in size.multiples:
         length = times * size.length
         if max_len is not None and length > max_len:
@@ -315,10 +299,10 @@ def measure(run: Run) -> dict[str, Any]:
     def one(item: tuple[str, int]) -> dict[str, Any]:
         kind, seed = item
         model = train_model(kind, seed, size, run.device)
-        found = {kind: test_model(model, seed, size, None)}
+        found = {kind: examine_model(model, seed, size, None)}
         if kind == "rotary":
             for scaling in SCALINGS:
-                found[f"rotary, {scaling}"] = test_model(model, seed, size, scaling)
+                found[f"rotary, {scaling}"] = examine_model(model, seed, size, scaling)
         probe = probe_positions(model, seed, size) if kind == "no positions" else None
         return {"tests": found, "probe": probe}
 
@@ -359,11 +343,7 @@ def differences(results: Results, name: str, what: str, other: str, base: str) -
 
 
 def find(results: Results) -> list[str]:
-    return [
-        *find_order(results),
-        *find_lengths(results),
-        *find_scalings(results),
-    ]
+    return [*find_order(results), *find_lengths(results), *find_scalings(results)]
 
 
 def find_order(results: Results) -> list[str]:
@@ -414,7 +394,8 @@ def find_lengths(results: Results) -> list[str]:
         f"At the trained length of {length} tokens a letter costs, in nats, with 95% intervals "
         f"over {results['seeds']} seeds: {list_intervals(trained)}.",
         f"In the last {length} of {longest:,} tokens the loss of {changes}. "
-        f'{" and ".join(ended).capitalize()} has no position there ("{results["refusal"]}").',
+        f"{' and '.join(ended).capitalize()} has no position there ({results['refusal']}). "
+        f"Without a clear rise: {', '.join(going_on) or 'not one of them'}{against}.",
         f"A number somewhere in {longest:,} tokens is told right at a share of: {right}; "
         f"guessing gives {1 / results['symbols']:.2g}.",
     ]

@@ -32,8 +32,8 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median_interval(values: Sequence[float]) -> dict[str, float]:
-    """The median, and its 95% interval by bootstrap; of equal values always the same."""
+def median_time(values: Sequence[float]) -> dict[str, float]:
+    """The median as a `mean`, and its 95% interval by bootstrap, always by the same draws."""
     numbers = np.asarray(values, dtype=np.float64)
     low, high = np.quantile(np.median(resample(numbers), -1), (0.025, 0.975))
     found = {"mean": np.median(numbers), "low": low, "high": high}
