@@ -116,8 +116,8 @@ def test_where_times_cross_by_hand() -> None:
     assert fossils.find_crossing(lengths, np.array([1.0, 4.0, 9.0]), theirs) == pytest.approx(200)
     assert fossils.find_crossing(lengths, np.array([1.0, 1.0, 1.9]), theirs) == math.inf
     assert fossils.find_crossing(lengths, np.array([3.0, 4.0, 9.0]), theirs) == 0
-    twice = fossils.find_crossing(lengths, np.array([3.0, 1.0, 4.0]), theirs)
-    assert twice == pytest.approx(800), "the last one counts"
+    twice = fossils.find_crossing([*lengths, 6400], np.array([1.0, 4.0, 1.0, 4.0]), np.full(4, 2.0))
+    assert twice == pytest.approx(3200), "the last one counts"
 
 
 def test_the_whole_run_gives_numbers_that_json_holds(

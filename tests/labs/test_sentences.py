@@ -13,6 +13,7 @@ def test_a_change_is_named_only_where_its_interval_leaves_out_none() -> None:
     assert spell_change({"mean": 0.5, "low": -1.0, "high": 2.0}) == (
         "does not clearly change (+0.5, 95% interval -1 to 2)"
     )
+    assert "does not clearly change (-0.5," in spell_change({"mean": -0.5, "low": -2, "high": 1})
 
 
 def test_shares_end_at_nothing_and_at_all() -> None:
