@@ -75,6 +75,13 @@ def test_a_stack_with_t5s_table_adds_it_in_every_layer_and_with_a_cache() -> Non
             torch.testing.assert_close(torch.cat(steps, 1), stack(x))
 
 
+def test_buckets_that_a_decoder_cannot_have_are_refused_when_it_is_made() -> None:
+    relative = RelativeConfig(n_buckets=32, max_distance=16)  # enough for both directions
+    Encoder(CONFIG, 1, relative=relative)
+    with pytest.raises(ValueError, match="max_distance above 16"):
+        Decoder(CONFIG, 1, relative=relative)
+
+
 def test_a_stack_hands_out_what_enters_each_block_and_what_leaves_it() -> None:
     stack, x = stir(Encoder(CONFIG, 2, dtype=torch.float64)), draw()
     states: list[Tensor] = []

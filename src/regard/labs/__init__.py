@@ -32,6 +32,9 @@ NAMES = (
     "activations",
     "scaling_laws",
     "in_context",
+    "positions",
+    "fossils",
+    "flash",
 )
 
 _HOME = {

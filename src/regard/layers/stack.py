@@ -68,6 +68,7 @@ class Stack(nn.Module):
         self.relative = relative
         self.relative_table: nn.Parameter | None = None
         if relative is not None:
+            check_buckets(relative.n_buckets, not self.block.causal, relative.max_distance)
             table = torch.empty(relative.n_buckets, self.config.n_heads, **where)
             self.relative_table = nn.Parameter(nn.init.normal_(table, std=0.02))
         post = self.config.order == "post"
