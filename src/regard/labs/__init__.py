@@ -24,16 +24,16 @@ __all__ = ["NAMES", "find_lab", "fit_chinchilla", "fit_kaplan", "run_lab"]
 
 NAMES = (
     "scaling",
-    "cache",
-    "induction",
-    "what_heads_do",
     "heads",
+    "positions",
     "norm",
+    "fossils",
     "activations",
+    "cache",
     "scaling_laws",
     "in_context",
-    "positions",
-    "fossils",
+    "induction",
+    "what_heads_do",
     "flash",
 )
 
