@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from regard import Transformer
 from regard.labs import cache
+from regard.labs.parts import Run
 from regard.labs.report import make_figure
-from regard.labs.run import Run
 
 CPU = torch.device("cpu")
 SMALL = cache.Size(

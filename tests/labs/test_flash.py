@@ -11,9 +11,9 @@ import torch
 
 from regard.labs import flash
 from regard.labs.flash import EAGER, LAB, OURS, TRITON, WAYS
+from regard.labs.parts import Run
 from regard.labs.peak_memory import measure_peak
 from regard.labs.report import make_figure
-from regard.labs.run import Run
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from regard.labs import fossils
 from regard.labs.fossils import FULL, KINDS, LAB, NOTHING, TINY
+from regard.labs.parts import Run
 from regard.labs.report import make_figure
-from regard.labs.run import Run
 from regard.labs.small_training import generator_of
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from regard import edit
 from regard.labs import induction
+from regard.labs.parts import Run
 from regard.labs.report import make_figure
-from regard.labs.run import Run
 
 CPU = torch.device("cpu")
 SMALL = replace(

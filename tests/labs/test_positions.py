@@ -11,9 +11,9 @@ import torch
 
 from regard import Transformer
 from regard.labs import positions
+from regard.labs.parts import Run
 from regard.labs.positions import KINDS, LAB, NOTHING, SCALINGS, TINY
 from regard.labs.report import make_figure
-from regard.labs.run import Run
 from regard.labs.small_training import generator_of
 from regard.training.init import start
 

@@ -15,8 +15,8 @@ from tokenmakers import word_pieces
 
 from regard import Ablate, Transformer, load
 from regard.labs import what_heads_do as lab
+from regard.labs.parts import Run
 from regard.labs.report import make_figure
-from regard.labs.run import Run
 from regard.labs.word_pairs import RELATIONS, read_sentence
 from regard.lens.word_links import Word
 from regard.tokens import Tokenizer

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from regard import Transformer
 from regard.labs.interval import mean_interval, paired_difference, side_of, spell_interval
 from regard.labs.lab import Lab, Results
-from regard.labs.run import Run
+from regard.labs.parts import Run
 from regard.labs.small_training import build_seeded, generator_of, train
 from regard.layers import BlockConfig
 from regard.layers.feedforward import ActivationWord

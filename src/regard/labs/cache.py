@@ -19,7 +19,7 @@ from torch import Tensor
 from regard import Transformer, count_parameters, generate_ids
 from regard.labs.interval import median_interval, side_of, spell_interval
 from regard.labs.lab import Lab, Results
-from regard.labs.run import Run
+from regard.labs.parts import Run
 from regard.labs.small_training import generator_of
 from regard.layers import BlockConfig, DecoderCache
 from regard.models import ModelConfig

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from regard import Causal, attention, explain
 from regard.labs.lab import Lab, Results
+from regard.labs.parts import Run
 from regard.labs.peak_memory import measure_peak
-from regard.labs.run import Run
 from regard.labs.sentences import list_intervals
 from regard.labs.small_training import generator_of
 from regard.labs.timing import median_time, time_calls

@@ -30,7 +30,7 @@ from regard.labs.interval import (
     spell_interval,
 )
 from regard.labs.lab import Lab, Results
-from regard.labs.run import Run
+from regard.labs.parts import Run
 from regard.labs.small_training import build_seeded, generator_of, train
 from regard.training.config import TrainConfig
 

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from regard import attention
 from regard.labs.interval import mean_interval, spell_interval
 from regard.labs.lab import Lab, Results
-from regard.labs.run import Run
+from regard.labs.parts import Run
 from regard.labs.small_training import generator_of, train
 from regard.layers import BlockConfig, Decoder
 from regard.training.config import TrainConfig

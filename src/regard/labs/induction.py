@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from regard import Ablate, Block, MultiHeadAttention, edit, load
 from regard.labs.interval import mean_interval, side_of, spell_interval
 from regard.labs.lab import Lab, Results
-from regard.labs.run import Run
+from regard.labs.parts import Run
 from regard.labs.small_training import generator_of, train
 from regard.layers import make_norm
 from regard.lens.batch_scores import score_batch

@@ -74,9 +74,6 @@ def spell_interval(found: dict[str, float], form: str = ".3g") -> str:
     middle = "mean" if "mean" in found else "median"
     value, low, high = (format(found[name], form) for name in (middle, "low", "high"))
     return f"{value} (95% interval {low} to {high})"
-    """A mean with its interval as a sentence has it: 1.23 (95% interval 1.20 to 1.26)."""
-    mean, low, high = (format(found[name], form) for name in ("mean", "low", "high"))
-    return f"{mean} (95% interval {low} to {high})"
 
 
 def side_of(found: dict[str, float], value: float = 0.0) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from regard.labs.run import Run
+    from regard.labs.parts import Run
 
 Results = Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from regard import Transformer
 from regard.labs.interval import mean_interval, share_interval, spell_interval
 from regard.labs.lab import Lab, Results
-from regard.labs.run import Run
+from regard.labs.parts import Run
 from regard.labs.sentences import list_intervals, mean_share, spell_change
 from regard.labs.small_training import generator_of, train
 from regard.layers import BlockConfig, RelativeConfig

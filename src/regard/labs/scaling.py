@@ -16,7 +16,7 @@ import torch
 from regard import Wants, observe
 from regard.labs.interval import mean_interval, spell_interval
 from regard.labs.lab import Lab, Results
-from regard.labs.run import Run
+from regard.labs.parts import Run
 from regard.labs.small_training import generator_of
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from regard.labs.interval import spell_interval
 from regard.labs.isoflop import isoflop
 from regard.labs.lab import Lab, Results
-from regard.labs.run import Run
+from regard.labs.parts import Run
 from regard.labs.scaling_fits import (
     FLOPS_PER_PARAMETER,
     ChinchillaFit,

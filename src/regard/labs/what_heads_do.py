@@ -25,7 +25,7 @@ from regard import Ablate, Transformer, Wants, edit, generate_ids, load, observi
 from regard.generation.translation import Reader
 from regard.labs.interval import mean_interval, share_interval, side_of, spell_interval
 from regard.labs.lab import Lab, Results
-from regard.labs.run import Run
+from regard.labs.parts import Run
 from regard.labs.word_pairs import RELATIONS, Sentence, Span
 from regard.lens.batch_scores import score_batch
 from regard.lens.lazy_weights import Array

@@ -1,0 +1,93 @@
+"""The parts of a run, each kept as it comes, so that a lab that was stopped goes on.
+
+How: a lab measures by `Run.map`, one part for each item (a width, a seed, a model). Each result is
+appended to a file as it comes; a run that starts again reads what is there and measures the rest.
+Parts that were measured with other settings are not taken.
+
+Left out: going on in the middle of a part. Parts are minutes at most.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import torch
+
+from regard._files import replace_file
+
+Item = TypeVar("Item")
+Progress = Callable[[str, int, int], None]
+
+
+@final
+class Run:
+    """One run of a lab: its size, its device, and the parts that it has so far."""
+
+    def __init__(
+        self, path: Path, about: dict[str, Any], device: torch.device, progress: Progress | None
+    ) -> None:
+        self.path, self.about, self.device = path, about, device
+        self.progress = progress or (lambda doing, done, total: None)
+        self.kept = read_parts(path, about)
+        self.begun = False  # whether the file of parts is this run's
+        # What earlier runs took is in the parts, so that the time told is that of the whole.
+        self.seconds = sum(part["seconds"] for part in self.kept.values())
+
+    @property
+    def tiny(self) -> bool:
+        """Whether this is the run of a minute on a CPU."""
+        return bool(self.about["tiny"])
+
+    def map(self, name: str, measure: Callable[[Item], Any], items: Sequence[Item]) -> list[Any]:
+        """`measure` of each item, as JSON holds it; those that a stopped run has are not repeated.
+
+        `name` and an item's repr tell a part from all others of the lab.
+        """
+        results = []
+        for done, item in enumerate(items):
+            self.progress(name, done, len(items))
+            key = f"{name}: {item!r}"
+            if key not in self.kept:
+                begun = time.perf_counter()
+                value = json.loads(json.dumps(measure(item), allow_nan=False))
+                self._keep({"key": key, "seconds": time.perf_counter() - begun, "value": value})
+            results.append(self.kept[key]["value"])
+        self.progress(name, len(items), len(items))
+        return results
+
+    def _keep(self, part: dict[str, Any]) -> None:
+        if not self.begun:
+            # Parts that are not taken, and a line that a kill tore, go away with the old file.
+            write_lines(self.path, [self.about, *self.kept.values()])
+            self.begun = True
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(part) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.kept[part["key"]] = part
+        self.seconds += part["seconds"]
+
+
+def read_parts(path: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What an earlier run with the same settings has measured; a torn last line is left out."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return {}
+    parts = []
+    for line in lines:
+        try:
+            parts.append(json.loads(line))
+        except ValueError:
+            break  # the run was killed while it wrote this line
+    return {part["key"]: part for part in parts[1:]} if parts and parts[0] == about else {}
+
+
+def write_lines(path: Path, values: Sequence[dict[str, Any]]) -> None:
+    with replace_file(path) as file:
+        file.write("".join(json.dumps(value) + "\n" for value in values).encode())
