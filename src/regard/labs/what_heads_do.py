@@ -410,7 +410,7 @@ def draw(results: Results, figure: Figure) -> None:
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3, axis="y")
     handles, labels = asked.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     draw_losses(models, off)
 
 
