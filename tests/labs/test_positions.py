@@ -139,15 +139,20 @@ def invent(far: dict[str, float], moved: float, known: float) -> dict[str, Any]:
 def test_the_sentences_turn_with_the_numbers() -> None:
     broken = {"no positions": 2.0, "sinusoidal": 3.0, "rotary": 4.0, "rotary, linear": 9.0}
     said = " ".join(LAB.find(invent(broken, moved=1e-16, known=0.5)))
-    assert "So blind to order (below 1e-6) is no positions." in said
+    assert "Blind to order, that is below 1e-6: no positions." in said
     assert "so the causal mask alone tells it something" in said
     assert "rotary rises by 3" in said
+    assert "Clearly less than at the trained length: no positions, sinusoidal, rotary, AL" in said
     assert "Without a clear rise: ALiBi, T5." in said
     assert "Learned has no position there (position 239 is outside)." in said
     assert "With linear scaling at 240 tokens the loss of rotary rises by 5" in said
     assert "With YaRN scaling at 240 tokens the loss of rotary falls by 3" in said
 
     said = " ".join(LAB.find(invent(broken | {"T5": 2.0}, moved=0.1, known=0.0)))
-    assert "is nothing, against the prediction." in said
+    assert "below 1e-6: not one of them, against the prediction." in said
     assert "that it knows where a token stands is not clear" in said
     assert "Without a clear rise: ALiBi, which is not as predicted." in said
+    every = dict.fromkeys(KINDS, 10.0)
+    said = " ".join(LAB.find(invent(every, moved=0.1, known=0.0)))
+    assert "Without a clear rise: not one of them, which is not as predicted." in said
+    assert "Clearly less than at the trained length: not one of them." in said

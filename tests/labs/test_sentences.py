@@ -24,4 +24,6 @@ def test_shares_end_at_nothing_and_at_all() -> None:
 
 def test_several_means_stand_in_one_list() -> None:
     one, other = {"mean": 1.0, "low": 0.5, "high": 1.5}, {"mean": 2.0, "low": 2.0, "high": 2.0}
+    long = {"mean": 27604.4, "low": 999.4, "high": 0.01234}
+    assert list_intervals({"c": long}) == "c 27,604 (999 to 0.0123)"
     assert list_intervals({"a": one, "b": other}, ".1f") == "a 1.0 (0.5 to 1.5), b 2.0 (2.0 to 2.0)"

@@ -363,8 +363,8 @@ def find_order(results: Results) -> list[str]:
         verdict = "so that it knows where a token stands is not clear"
     return [
         f"When a layer's tokens are permuted, its outputs miss moving with them by, in parts of "
-        f"the largest output: {told}. So blind to order (below 1e-6) is {' and '.join(blind)}"
-        f"{'' if blind else 'nothing'}{against}.",
+        f"the largest output: {told}. Blind to order, that is below 1e-6: "
+        f"{', '.join(blind) or 'not one of them'}{against}.",
         f"A causal model without positions loses {spell_interval(lost)} nats a letter at the "
         f"trained length, where {floor:.3g} is the least possible and {uniform:.3g} is knowing "
         f"nothing; the position as a linear function of its last vectors has an R² of "
@@ -386,18 +386,19 @@ def find_lengths(results: Results) -> list[str]:
     going_on = [kind for kind, each in far.items() if each["low"] <= 0]
     against = "" if going_on == ["ALiBi", "T5"] else ", which is not as predicted"
     ended = [kind for kind in KINDS if kind not in far]
-    shares = {}
-    for kind in far:
-        shares[kind] = mean_share([each[-1] for each in each_seed(results, kind, "retrieval")])
-    right = list_intervals(shares, ".2f")
+    told = {kind: each_seed(results, kind, "retrieval") for kind in far}
+    shares = {kind: mean_share([seed[-1] for seed in seeds]) for kind, seeds in told.items()}
+    gains = {kind: mean_interval([n[-1] - n[0] for n in seeds]) for kind, seeds in told.items()}
+    worse = [kind for kind, gain in gains.items() if gain["high"] < 0]
     return [
         f"At the trained length of {length} tokens a letter costs, in nats, with 95% intervals "
         f"over {results['seeds']} seeds: {list_intervals(trained)}.",
         f"In the last {length} of {longest:,} tokens the loss of {changes}. "
         f"{' and '.join(ended).capitalize()} has no position there ({results['refusal']}). "
         f"Without a clear rise: {', '.join(going_on) or 'not one of them'}{against}.",
-        f"A number somewhere in {longest:,} tokens is told right at a share of: {right}; "
-        f"guessing gives {1 / results['symbols']:.2g}.",
+        f"A number somewhere in {longest:,} tokens is told right at a share of: "
+        f"{list_intervals(shares, '.2f')}; guessing gives {1 / results['symbols']:.2g}. Clearly "
+        f"less than at the trained length: {', '.join(worse) or 'not one of them'}.",
     ]
 
 

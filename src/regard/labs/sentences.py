@@ -17,13 +17,19 @@ def mean_share(shares: Sequence[float]) -> dict[str, float]:
     return found | {"low": max(0.0, found["low"]), "high": min(1.0, found["high"])}
 
 
-def list_intervals(found: Mapping[str, dict[str, float]], form: str = ".3g") -> str:
+def list_intervals(found: Mapping[str, dict[str, float]], form: str | None = None) -> str:
     """Names with their means, in a sentence which says itself that these are 95% intervals."""
     spelled = []
     for name, each in found.items():
-        mean, low, high = (format(each[part], form) for part in ("mean", "low", "high"))
+        numbers = (each[part] for part in ("mean", "low", "high"))
+        mean, low, high = (format(x, form) if form else spell_number(x) for x in numbers)
         spelled.append(f"{name} {mean} ({low} to {high})")
     return ", ".join(spelled)
+
+
+def spell_number(number: float) -> str:
+    """Three digits, or all before the point where there are more."""
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
 def spell_change(found: dict[str, float], form: str = ".3g") -> str:
