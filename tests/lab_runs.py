@@ -10,7 +10,7 @@ import torch
 
 from regard.labs.lab import Lab
 from regard.labs.report import make_figure
-from regard.labs.run import Run
+from regard.labs.parts import Run
 
 
 def measure_lab(lab: Lab, folder: Path, *, tiny: bool) -> dict[str, Any]:
