@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from regard.labs.lab import Lab
-from regard.labs.report import make_figure
 from regard.labs.parts import Run
+from regard.labs.report import make_figure
 
 
 def measure_lab(lab: Lab, folder: Path, *, tiny: bool) -> dict[str, Any]:
