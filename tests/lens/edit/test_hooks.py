@@ -17,7 +17,7 @@ from transformers import AttentionInterface, masking_utils
 import regard
 import regard.hf
 from regard import Ablate, Block, Patch
-from regard.lens.edit import hooks
+from regard.lens import shared_patch
 
 NAMES = ("gpt2", "llama", "qwen3-window", "gemma2", "gpt_neox", "gpt_oss", "bert")
 Hidden = Callable[[int, int, Tensor, Tensor], Tensor]
@@ -243,7 +243,7 @@ def test_nothing_is_left_in_place_when_blocks_end_in_any_order() -> None:
         assert torch.equal(model(**given).logits, before)
     assert len({float(x.abs().sum()) for x in (before, first, both, second)}) == 4
     assert AttentionInterface.__dict__.get("get_interface") is interface
-    assert nn.functional.scaled_dot_product_attention is sdpa and not hooks._patches
+    assert nn.functional.scaled_dot_product_attention is sdpa and not shared_patch._patches
     assert nn.MultiheadAttention.forward is forward
 
 

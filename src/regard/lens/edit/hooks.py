@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -35,53 +34,13 @@ from torch.overrides import TorchFunctionMode
 from regard.lens.call_edits import caller_of
 from regard.lens.edit.editor import Editor
 from regard.lens.edit.positions import Standing
+from regard.lens.hooks.torch_nn import FORWARDS, patched_forwards
 from regard.lens.hooks.transformers import implementation, read_rule, signature_of
+from regard.lens.shared_patch import patched
 from regard.ops import Causal, DenseBias, Wants
 from regard.ops.call import Call, make_call
 from regard.ops.edit_hook import Caller, Edited, edit_call, open_editors
 from regard.ops.op import observe_call
-
-FAST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-"""torch.nn's classes with a fused path."""
-
-
-@dataclass(eq=False)
-class Patched:
-    """An attribute that is replaced now, and by how many blocks; `own`: not inherited."""
-
-    original: Any
-    replacement: Any
-    own: bool
-    n_blocks: int = 0
-
-
-_patches: dict[tuple[Any, str], Patched] = {}
-_lock = threading.Lock()
-
-
-@contextmanager
-def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """While a block is open, `owner.name` is wrap(what it was)."""
-    with _lock:
-        if (owner, name) not in _patches:
-            original = getattr(owner, name)
-            _patches[owner, name] = Patched(original, wrap(original), name in vars(owner))
-            setattr(owner, name, _patches[owner, name].replacement)
-        patch = _patches[owner, name]
-        patch.n_blocks += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            patch.n_blocks -= 1
-            if not patch.n_blocks:
-                del _patches[owner, name]
-                # Whoever has replaced it since calls ours, which does nothing.
-                if vars(owner).get(name) is patch.replacement:
-                    if patch.own:
-                        setattr(owner, name, patch.original)
-                    else:
-                        delattr(owner, name)
 
 
 @contextmanager
@@ -93,11 +52,10 @@ def hook_models(model: nn.Module) -> Iterator[None]:
         if interface is not None:
             for name in ("get_interface", "__getitem__"):
                 patches.enter_context(patched(interface, name, hand_out_edited))
-        kinds = [kind for kind in FAST if any(isinstance(x, kind) for x in model.modules())]
-        for kind in kinds:
-            wrap = attend_edited if kind is nn.MultiheadAttention else run_plainly
-            patches.enter_context(patched(kind, "forward", wrap))
-        if kinds:
+        modules = list(model.modules())
+        wrappers = dict.fromkeys(FORWARDS, run_plainly) | {nn.MultiheadAttention: attend_edited}
+        patches.enter_context(patched_forwards(modules, wrappers))
+        if any(isinstance(module, tuple(FORWARDS)) for module in modules):
             patches.enter_context(patched(F, "scaled_dot_product_attention", edit_sdpa))
         yield
 
