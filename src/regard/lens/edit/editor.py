@@ -107,6 +107,11 @@ class Editor:
         named = list(model.named_modules())
         self.names = {id(module): name for name, module in named}
         self.modules = [module for _, module in named]
+        # Those that are called attention, and which of them have run.
+        self._attentions = {
+            id(x): name for name, x in named if "attention" in type(x).__name__.lower()
+        }
+        self._ran: set[str] = set()
         self.running: list[nn.Module] = []
         self.entered: Counter[int] = Counter()
         self.layers: dict[tuple[str, int], Layer] = {}
@@ -146,6 +151,8 @@ class Editor:
             self._before, self._padding = None, {}
         self.running.append(module)
         self.entered[id(module)] += 1
+        if id(module) in self._attentions:
+            self._ran.add(self._attentions[id(module)])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) not in self.names or not self._is_here():
@@ -295,6 +302,34 @@ class Editor:
                 raise ValueError(
                     f"no text of the block had tokens where {each.edit} has its {missing[0]}"
                 )
+            unedited = [name for name in self._unreached() if whole and speaks_of(each, name)]
+            if unedited:
+                raise ValueError(
+                    f"{each.edit} speaks of {unedited[0]} too, which attends in its own code and "
+                    "was not edited; name the layers that are meant by their modules, of "
+                    f"{', '.join(layer.name for layer in self.layers.values())}"
+                )
+
+    def _unreached(self) -> list[str]:
+        """Innermost modules that are called attention and have run, of which no call was seen."""
+        seen = {layer.name for layer in self.layers.values()}
+        return [
+            name
+            for name in sorted(self._ran)
+            if not any(is_around(name, other) or is_around(other, name) for other in seen)
+            and not any(name != other and is_around(name, other) for other in self._ran)
+        ]
+
+
+def speaks_of(bound: Bound, name: str) -> bool:
+    """Whether a module is among the layers that an edit names, or would count among them."""
+    asked = as_tuple(bound.edit.layers)
+    if isinstance(bound.edit, Capture):
+        return False  # What it keeps has names.
+    if asked is None:
+        return True
+    counts = bound.stack is not None and bound.stack[0] == stack_of(name)
+    return any(is_around(outer, name) if isinstance(outer, str) else counts for outer in asked)
 
 
 def check_layer(bound: Bound, layer: Layer) -> None:

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.lens.call_edits import edited_mask, is_edited, torchs_caller
 from regard.lens.captured_call import Call
 from regard.lens.open_recorders import recorders_of, run_recorded
 from regard.lens.shared_patch import StandIn, original_of, patched
@@ -161,7 +162,9 @@ def is_cross(recorder: Recorder, query: Tensor, key: Tensor, axis: int = 0) -> b
     return key is not query if cross is None else cross
 
 
-def read_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call:
+def read_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call | None:
+    if is_edited(module):
+        return None  # It runs in pieces, and its attention is read where it is called.
     nested = given["src"].is_nested
     x = nested_row(recorder, given["src"]) if nested else given["src"]
     with torch.no_grad():
@@ -186,6 +189,8 @@ def read_module(
     own["use_separate_proj_weight"] = not module._qkv_same_embed_dim
     name = recorder.name_of(module) or ""
     call = read_heads(recorder, name, {**given, **own, "query": query, "key": key}, cross)
+    caller = torchs_caller(module, cross, call.q, call.k, key.shape[0])
+    call = replace(call, mask=edited_mask(caller, call.q, call.k, call.mask, call.bias))
     if not recorder.extras.wants_values or call.k.shape[2] != value.shape[0]:
         return call
     return replace(call, v=project_values(value, module))
