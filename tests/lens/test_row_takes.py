@@ -166,10 +166,14 @@ def test_a_row_or_a_head_that_one_place_lacks_ends_no_forward(asked: Any, why: s
 class TwoStreams(nn.Module):
     """A second stream of queries looks at the keys of the first and its own, as ProphetNet's."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+
     def forward(self, x: Tensor) -> Tensor:
         heads = x[:, None]
         both = torch.cat([heads, heads + 1], 2)
-        one = F.scaled_dot_product_attention(heads, heads, heads)
+        one: Tensor = self.out(F.scaled_dot_product_attention(heads, heads, heads))
         return one + F.scaled_dot_product_attention(heads + 1, both, both)
 
 

@@ -84,6 +84,7 @@ class Recorder:
         self.entered: Counter[int] = Counter()
         self.attended: Counter[str] = Counter()
         self.handling = self.paused = self.n_entered = 0
+        self.turns: list[int] = []  # of each module that runs: which number it had as it began
         # Modules that may run fused behind a `forward` into which nobody sees.
         self.hidden: set[int] = set()
         self.origins = TensorOrigins()
@@ -132,6 +133,7 @@ class Recorder:
         self.stack.append(module)
         self.entered[id(module)] += 1
         self.n_entered += 1
+        self.turns.append(self.n_entered)
         if outermost and not compiled:
             self.attempt(name, self._count_inputs, args)
         if args and (self.inputs.n_inputs is None or id(module) in self._words):
@@ -144,6 +146,7 @@ class Recorder:
             return
         while stack.pop() is not module:
             pass
+        del self.turns[len(stack) :]
         if self._without_mode is module and self.mode is not None:
             self._without_mode = None
             push_mode(self.mode)
@@ -183,6 +186,7 @@ class Recorder:
 
     def _end(self) -> None:
         self.stack.clear()
+        self.turns.clear()
         self._without_mode = None
         self.origins.clear()
         if self.mode is not None:
@@ -276,6 +280,7 @@ class Recorder:
             self.is_open = False
             self.left_out.add(f"the rest of {type(self.model).__name__}", error)
             self.stack.clear()
+            self.turns.clear()
             if self.mode is not None:
                 remove_mode(self.mode)
 
@@ -305,7 +310,7 @@ class Recorder:
             if self.on_call is not None:
                 self.on_call(call, located)
                 return True
-            return self.takes.take(call, found, self.inputs, self.n_entered)
+            return self.takes.take(call, found, self.inputs, self.turns[-1] if self.turns else 0)
 
     def finish(self) -> tuple[Description, dict[str, Array]]:
         kind = type(self.model).__name__

@@ -129,9 +129,9 @@ class RowTakes:
         ids, suffix = self._ids(B, row % B, call.shape.T), self._key(call, row)[len(call.name) :]
         whole = call if self.extras.wants_values else replace(call, v=None)
         call = whole.of(row % B, self.heads)
-        for take in takes:
-            if take.turn == self._turn and call.shape.T > 1:
-                continue  # A second stream over the same keys, as ProphetNet's, is no later text.
+        # A second stream over the same keys in one run of a module is no later text (ProphetNet).
+        earlier = [take for take in takes if take.turn != self._turn or call.shape.T == 1]
+        for take in earlier:
             if self._continue(take, call, ids):
                 return True
             if take.grows(call, ids):
@@ -143,7 +143,7 @@ class RowTakes:
         else:
             if found is None:
                 return False
-            if B > 1 and call.is_step and takes:
+            if B > 1 and call.is_step and earlier:
                 raise ValueError(
                     f"row {row} of the batch is no longer the text that it was, as in a search "
                     "whose beams change places; watch the model read what was written"
