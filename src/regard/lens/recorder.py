@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -34,10 +35,19 @@ from regard.lens.contributions import plain_name
 from regard.lens.device_to_host import HostCopier
 from regard.lens.extras import Extras
 from regard.lens.head_names import name_model
+from regard.lens.head_shards import (
+    Finished,
+    HeadShard,
+    choose_heads,
+    gather,
+    is_sharded,
+    shard_of,
+    take_local,
+)
 from regard.lens.lazy_weights import Array
 from regard.lens.left_out import LeftOut
 from regard.lens.row_takes import Chosen, Inputs, Located, RowTakes, name_place
-from regard.lens.schema import FORMS, STATISTICS, Description, Place
+from regard.lens.schema import FORMS, STATISTICS, Description
 from regard.lens.stitch_calls import Take
 from regard.lens.tensor_origins import TensorOrigins
 from regard.ops.call import under_autocast
@@ -65,12 +75,18 @@ class Recorder:
         layers: Collection[int | str] | None,
         progress: Progress | None,
     ) -> None:
+        # Where weights are spread over ranks, all heads are recorded, and chosen at the end.
+        self._spread = any(map(is_sharded, model.parameters()))
+        self._late_heads = chosen.heads if self._spread else None
+        chosen = replace(chosen, heads=None) if self._spread else chosen
+        self.shards: dict[str, HeadShard] = {}
         self.model, self.progress = model, progress
         self.layers = None if layers is None else tuple(layers)
         kind = type(model).__name__
         named = [(plain_name(name), module) for name, module in model.named_modules()]
         self.names = {id(module): name or kind for name, module in named}
         self.modules = [module for _, module in named]
+        self.modules_by_name = {name or kind: module for name, module in named}
         self.by_id = {id(module): module for module in self.modules}  # so no other has these ids
         self._words = _word_tables(model)
         sizes = {table.num_embeddings for table in self._words.values()}
@@ -297,6 +313,9 @@ class Recorder:
     @torch.no_grad()
     def take(self, call: Call) -> bool:
         """Record a call where it is wanted, and say whether it was."""
+        call, shard = self._find_shard(call)
+        if shard is not None:
+            self.shards[call.name] = shard
         call = replace(call, cross=self.is_cross(call))
         located = self.locate(call)
         found = located if self.wanted(call, located) else None
@@ -312,11 +331,33 @@ class Recorder:
                 return True
             return self.takes.take(call, found, self.inputs, self.turns[-1] if self.turns else 0)
 
-    def finish(self) -> tuple[Description, dict[str, Array]]:
-        kind = type(self.model).__name__
-        finished = []
+    def _find_shard(self, call: Call) -> tuple[Call, HeadShard | None]:
+        """The call with the heads that are here, and where the others are."""
+        call, shard = take_local(call)
+        if shard is not None or call.name in self.shards or not self._spread:
+            return call, shard
+        # A module without weights is given its queries by one around it.
+        around = [self.modules_by_name[call.name], *reversed(self.stack)]
+        home = next((module for module in around if any(True for _ in module.parameters())), None)
+        return call, None if home is None else shard_of(home, call.q, call.k)
+
+    def _finish_takes(self) -> list[Finished]:
+        """What was seen of each place, of all ranks that share its heads."""
+        finished: list[Finished] = []
         for take in list(self.takes.order):
             self.attempt(take.name, lambda one: finished.append(finish_take(one)), take)
+        if self.shards:
+            gather(finished, self.shards, self.left_out)
+        if self._late_heads is None:
+            return finished
+        chosen: list[Finished] = []
+        for one in finished:
+            name, choose = one[0].name, partial(choose_heads, one, self._late_heads)
+            self.attempt(name, lambda make: chosen.append(make()), choose)
+        return chosen
+
+    def finish(self) -> tuple[Description, dict[str, Array]]:
+        kind, finished = type(self.model).__name__, self._finish_takes()
         if not finished and self.left_out:
             raise ValueError(
                 f"nothing of {kind} could be recorded: {'; '.join(self.left_out.notes())}"
@@ -347,7 +388,7 @@ class Recorder:
         return seen, arrays | self.extras.finish(seen.places, arrays)
 
 
-def finish_take(take: Take) -> tuple[Place, dict[str, Any], dict[str, Array]]:
+def finish_take(take: Take) -> Finished:
     """What was seen of a place, whose numbers must be those of attention."""
     place, rule, arrays = take.finish()
     for name in (*STATISTICS, "lse"):

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard._torch import on_this_rank
+
 ELEMENTWISE = {
     *(torch.add, torch.sub, torch.mul, torch.div, torch.where, torch.true_divide),
     *(Tensor.add, Tensor.sub, Tensor.mul, Tensor.div, Tensor.where, Tensor.true_divide),
@@ -69,18 +71,23 @@ class Moved(NamedTuple):
 
 
 class TensorTable(Generic[Value]):
-    """Something about each tensor, as long as it lives; quicker than a dictionary of weak keys."""
+    """Something about each tensor, as long as it lives; quicker than a dictionary of weak keys.
+
+    One that is spread over ranks is known by what is here, which it was made from and gives back.
+    """
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
 
     def get(self, tensor: Any) -> Value | None:
+        tensor = tensor if type(tensor) is Tensor else on_this_rank(tensor)
         found = self.known.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
     def put(self, tensor: Tensor, value: Value) -> None:
         if len(self.known) >= MOST:
             self.known.clear()
+        tensor = tensor if type(tensor) is Tensor else on_this_rank(tensor)
         self.known[id(tensor)] = weakref.ref(tensor), value
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from regard.lens.edit import change
 from regard.lens.edit.positions import Span, Standing, across, find_spans, holds, in_line
 from regard.lens.edit.values import Block, Edit, HeadOutputs, Patch, as_tuple
+from regard.lens.head_shards import HeadShard, is_sharded, shard_of
 from regard.lens.lazy_weights import Array
 from regard.lens.recorder import CROSS, stack_of
 from regard.ops.call import Call
@@ -46,7 +47,8 @@ def is_around(outer: str, name: str) -> bool:
 class Layer:
     """One layer's attention: the module's name, its number in its stack, and its heads.
 
-    `key` tells layers apart that share a module: name, name@2, ... as `watch` names them.
+    `key` tells layers apart that share a module: name, name@2, ... as `watch` names them. `shard`:
+    where ranks share its heads, those that are here.
     """
 
     name: str
@@ -54,6 +56,12 @@ class Layer:
     stack: tuple[str, bool]
     n_heads: int
     key: str
+    shard: HeadShard | None = None
+
+    def heads_here(self, bound: Bound, n_here: int) -> Sequence[int] | None:
+        """The heads that an edit speaks of, as they are numbered here; None for all of them."""
+        heads = bound.heads()
+        return heads if self.shard is None else self.shard.local(heads, n_here)
 
     def is_in(self, asked: Sequence[int | str] | None) -> bool:
         if asked is None or self.number in asked:
@@ -112,6 +120,7 @@ class Editor:
             id(x): name for name, x in named if "attention" in type(x).__name__.lower()
         }
         self._ran: set[str] = set()
+        self._spread = any(map(is_sharded, model.parameters()))
         self.running: list[nn.Module] = []
         self.entered: Counter[int] = Counter()
         self.layers: dict[tuple[str, int], Layer] = {}
@@ -200,7 +209,9 @@ class Editor:
             cross = CROSS.search(name) is not None and "self" not in last
             stack = stack_of(name), cross if caller.cross is None else caller.cross
             key = f"{name}@{turn}" if turn > 1 else name
-            self.layers[at] = Layer(name, self._numbers[stack], stack, call.rule.shape.H, key)
+            shard = shard_of(caller.module, call.q, call.k) if self._spread else None
+            n_heads = call.rule.shape.H if shard is None else shard.total
+            self.layers[at] = Layer(name, self._numbers[stack], stack, n_heads, key, shard)
             self._numbers[stack] += 1
         return self.layers[at]
 
@@ -236,8 +247,8 @@ class Editor:
             if isinstance(each.edit, Block):
                 looking = each.find("queries", standing, "query")
                 hidden = each.find("keys", standing, "key")
-                if looking.any() and hidden.any():
-                    rows, heads = each.rows, each.heads()
+                rows, heads = each.rows, layer.heads_here(each, call.rule.shape.H)
+                if looking.any() and hidden.any() and heads != []:
                     masks.append(change.make_blocked(looking, hidden, rows, heads, call))
         blocked = change.block_call(call, masks) if masks else call
 
@@ -261,7 +272,8 @@ class Editor:
             change.keep_outputs(edit.outputs, layer.key, standing, output_bhte)
             return
         B, H, _, _ = output_bhte.shape
-        b, h = change.pick(bound.rows, B)[:, None], change.pick(bound.heads(), H)[None]
+        heads = layer.heads_here(bound, H)
+        b, h = change.pick(bound.rows, B)[:, None], change.pick(heads, H)[None]
         if isinstance(edit, Patch):
             chosen = None
             if edit.positions is not None:
