@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -252,7 +253,7 @@ def run_all(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def be_rank(rank: int, size: int, port: int, folder: Path) -> None:
+def be_rank(rank: int, size: int, port: int, folder: Path, run: Callable[[Path], None]) -> None:
     """One process, as torchrun would start it."""
     log = os.open(folder / f"rank{rank}of{size}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
@@ -261,7 +262,7 @@ def be_rank(rank: int, size: int, port: int, folder: Path) -> None:
     os.environ.update({name: str(value) for name, value in told.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     try:
-        run_all(folder)
+        run(folder)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -269,14 +270,16 @@ def be_rank(rank: int, size: int, port: int, folder: Path) -> None:
         os._exit(1)
 
 
-def start(size: int, folder: Path) -> bool:
+def start(size: int, folder: Path, run: Callable[[Path], None] = run_all) -> bool:
     """Run all cases of that many processes; whether all came through."""
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
         port = opened.getsockname()[1]
     # Forked, so that torch is loaded once for all.
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=be_rank, args=(rank, size, port, folder)) for rank in range(size)]
+    ranks = [
+        fork.Process(target=be_rank, args=(rank, size, port, folder, run)) for rank in range(size)
+    ]
     for rank in ranks:
         rank.start()
     deadline = time.monotonic() + 300

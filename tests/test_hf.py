@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers as hf
 from lens_subjects import ENCODERS, SUBJECTS, TWO_SIDED, draw, judge, question
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import masking_utils
 
 import regard
 import regard.hf
-from regard.hf import RuleMask, regard_mask
+from regard.hf import RuleMask, regard_mask, takes_bools
 from regard.lens import stitch_calls
 from regard.lens.hooks import transformers as hooks_of_transformers
 from regard.ops import Causal, Dense, Lengths, Window
@@ -69,9 +70,10 @@ def test_every_architecture_says_what_it_says_on_eager_attention(
     assert masks and all(mask is None or isinstance(mask, RuleMask) for mask in masks)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "bert", "t5", "gpt_oss", "mistral"])
-def test_gradients_are_those_of_eager_attention(name: str) -> None:
-    asked = question(name, "right")
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_eager_attention(name: str, side: str) -> None:
+    asked = question(name, side)
     grads = []
     for model in pair(name):
         answer(model, asked.given)[asked.real].square().mean().backward()
@@ -84,24 +86,55 @@ def test_gradients_are_those_of_eager_attention(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3-window", "gpt_oss", "gpt2"])
+WRITING = [
+    *((name, "dynamic") for name in NAMES if name not in ENCODERS),
+    *((name, "static") for name in ("llama", "gemma2", "qwen3-window", "gpt_oss", "gpt2")),
+]
+
+
+@pytest.mark.parametrize(("name", "cache"), WRITING)
 def test_texts_are_written_as_on_eager_attention(name: str, cache: str) -> None:
-    """Left-padded rows, greedy, from a cache that grows and from one of a fixed size."""
-    asked = question(name, "left").given
-    how = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": cache}
-    how["disable_compile"] = True
+    """Padded rows, greedy, from a cache that grows and from one of a fixed size.
+
+    What goes on from a text is padded on the left; what is written for a source, on the right.
+    """
+    two_sided = name in TWO_SIDED
+    asked = question(name, "right" if two_sided else "left").given
+    how = {"max_new_tokens": 7, "do_sample": False, "cache_implementation": cache}
+    how |= {"disable_compile": True, "return_dict_in_generate": True, "output_logits": True}
     given = {key: asked[key] for key in ("input_ids", "attention_mask")}
     one, two = (model.generate(**given, **how) for model in pair(name))
-    assert one.tolist() == two.tolist()
+    compare(torch.stack(one.logits[:1], 1), torch.stack(two.logits[:1], 1))
+    assert one.sequences.tolist() == two.sequences.tolist()
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
-def test_encoder_decoders_write_as_on_eager_attention(name: str) -> None:
-    asked = question(name, "right").given
-    given = {key: asked[key] for key in ("input_ids", "attention_mask")}
-    one, two = (m.generate(**given, max_new_tokens=7, do_sample=False) for m in pair(name))
-    assert one.tolist() == two.tolist()
+class AddsItsMask(nn.Module):
+    """Attention that computes with its mask, as that of a model does which knows no booleans."""
+
+    is_causal = True
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        more = x.new_zeros(*mask.shape[:-1], 2).to(mask.dtype)  # two keys that all may see
+        k = torch.cat([x, x[:, :, :2]], 2)
+        return regard.hf.regard_attention(self, x, k, k, torch.cat([mask, more], -1))[0]
+
+
+def test_models_that_take_no_booleans_get_numbers_to_add() -> None:
+    """DeepSeek-V4 puts columns of numbers beside its mask: 0 for what may be seen."""
+    config = hf.DeepseekV4Config()
+    assert not takes_bools(type(config)) and takes_bools(hf.LlamaConfig)
+    assert not takes_bools(hf.BigBirdPegasusConfig) and not takes_bools(int)
+    real = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    x = torch.randn(2, 1, 5, 4)
+    rules = {"mask_function": masking_utils.causal_mask_function, "attention_mask": real.bool()}
+    mask = regard_mask(2, 5, 5, **rules, config=config, dtype=torch.float32)
+    assert isinstance(mask, RuleMask) and mask.dtype == torch.float32
+    seen = (torch.ones(5, 5).tril() * real[:, None, None]).bool()
+    assert torch.equal(mask + 0 > -1, seen)
+    got = AddsItsMask()(x, mask)
+    k = torch.cat([x, x[:, :, :2]], 2)
+    want = F.scaled_dot_product_attention(x, k, k, attn_mask=F.pad(seen, (0, 2), value=True))
+    torch.testing.assert_close(got.transpose(1, 2), want)
 
 
 def test_packed_texts_are_told_by_their_positions(masks: list[Any]) -> None:

@@ -23,10 +23,14 @@ Seen in torch 2.11 and 2.13:
 - `torch.nn.modules.module._global_forward_hooks` and their like: hooks on all modules, under one
   key for good, as compiled graphs are guarded by keys.
 - `torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex`: indices under vmap.
+- `DTensor._local_tensor`: what a rank has of it; `to_local` gives a view, another tensor.
+- `kwargs` in the frame of `torch.nn.modules.module` that calls a hook on all modules, which is not
+  given what the module was given by name.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
@@ -203,6 +207,23 @@ def set_module_hooks(enter: Any, leave: Any) -> None:
             held.pop(HOOK_KEY, None)
         else:
             held[HOOK_KEY] = value
+
+
+def given_by_name() -> dict[str, Any]:
+    """What the module is given by name, in a hook on all modules; nothing where it is not known."""
+    frame, home = sys._getframe(1).f_back, torch.nn.modules.module.__file__
+    for _ in range(16):
+        if frame is None:
+            break
+        if frame.f_code.co_filename == home and "kwargs" in frame.f_locals:
+            return dict(frame.f_locals["kwargs"])
+        frame = frame.f_back
+    return {}
+
+
+def on_this_rank(x: Any) -> Any:
+    """What this rank has of a tensor that is spread over several; anything else as it is."""
+    return getattr(x, "_local_tensor", x)
 
 
 def indexing_by_vmap() -> AbstractContextManager[Any]:

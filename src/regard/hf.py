@@ -14,7 +14,8 @@ positions; those that the library itself makes (causal, window, packed texts, pa
 name, and become our masks. A rule with any other function in it is made as a matrix by the
 library's own function for SDPA, and taken as it is. So is a mask that a caller made. A model that
 computes with its mask, instead of handing it on, gets the matrix too: `RuleMask` is a tensor that
-has none until someone asks for it.
+has none until someone asks for it. A model that does not take SDPA's masks, which are booleans,
+gets those of eager attention, which are numbers to add.
 
 Left out: attention weights as outputs, which `regard.watch` shows; padding as lengths under
 `torch.compile`, where the mask is a matrix, as its numbers cannot be read.
@@ -36,11 +37,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 try:
-    from transformers import AttentionInterface, masking_utils
+    from transformers import MODEL_MAPPING, AttentionInterface, masking_utils
 except ImportError as missing:
     raise ImportError(
-        "regard.hf is for models of the package transformers (5.0 or later), which is not "
-        "installed: pip install transformers"
+        "regard.hf is for models of the package transformers (5.0 or later), which could not be "
+        f"imported ({missing}): pip install transformers"
     ) from missing
 
 from regard.ops import Bias, Causal, Dense, DenseBias, Documents, Lengths, Mask, Window, attention
@@ -50,17 +51,25 @@ Rule = Callable[..., Any]
 
 
 class RuleMask(Tensor):
-    """A mask (B, 1, T, S) of which only the rule is kept; computing with it makes the matrix."""
+    """A mask (B, 1, T, S) of which only the rule is kept; computing with it makes the matrix.
+
+    dtype: bool where it says what may be seen, else of numbers to add to scores.
+    """
 
     rule: Mask | None
     make: Callable[[], Tensor]
 
     @staticmethod
     def __new__(
-        cls, rule: Mask | None, shape: tuple[int, ...], device: Any, make: Callable[[], Tensor]
+        cls,
+        rule: Mask | None,
+        shape: tuple[int, ...],
+        device: Any,
+        dtype: torch.dtype,
+        make: Callable[[], Tensor],
     ) -> RuleMask:
         wrap: Any = Tensor._make_wrapper_subclass
-        found: RuleMask = wrap(cls, shape, dtype=torch.bool, device=device)
+        found: RuleMask = wrap(cls, shape, dtype=dtype, device=device)
         found.rule, found.make = rule, make
         return found
 
@@ -146,9 +155,11 @@ def regard_mask(
     **more: Any,
 ) -> Tensor | None:
     """The mask of a forward pass: its rule where that is known, else the matrix."""
+    config = more.get("config")
+    bools = config is None or takes_bools(type(config))
 
     def make() -> Tensor:
-        whole = masking_utils.sdpa_mask(
+        whole = (masking_utils.sdpa_mask if bools else masking_utils.eager_mask)(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
@@ -174,7 +185,21 @@ def regard_mask(
     if attention_mask is not None:
         rules += placed.read_padding(attention_mask)
     rule = functools.reduce(operator.and_, rules) if rules else None
-    return RuleMask(rule, (batch_size, 1, q_length, kv_length), device, make)
+    dtype = torch.bool if bools else more.get("dtype", torch.float32)
+    return RuleMask(rule, (batch_size, 1, q_length, kv_length), device, dtype, make)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def takes_bools(config_class: Any) -> bool:
+    """Whether models of a config take masks of booleans, as SDPA does; not where it is unknown."""
+    return _takes_bools(config_class)
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_bools(config_class: Any) -> bool:
+    found = MODEL_MAPPING.get(config_class, None)
+    models = found if isinstance(found, tuple) else (found,)
+    return all(getattr(model, "_supports_sdpa", False) is True for model in models)
 
 
 def leaves_of(rule: Rule) -> list[Rule]:

@@ -65,6 +65,27 @@ def test_a_winner_that_ends_early_and_several_that_are_returned(name: str) -> No
     assert_weights(record, judge(model, {**asked, "use_cache": False}))
 
 
+@pytest.mark.filterwarnings("ignore:Passing `generation_config` together with")
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_drafts_of_an_assistant_that_were_taken_back_are_in_no_record(name: str) -> None:
+    model, ids = SUBJECTS[name](), draw(1, 11)
+    assistant = copy.deepcopy(model)
+    calls: list[int] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        for tensor in assistant.parameters():
+            tensor.add_(torch.randn_like(tensor), alpha=0.02)
+        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
+        plain = model.generate(ids, do_sample=False, assistant_model=assistant, **given)
+        assert 3 < len(calls) < 12  # drafts were taken, and taken back
+        with watch(model, keep="qk") as record:
+            written = model.generate(ids, do_sample=False, assistant_model=assistant, **given)
+    assert torch.equal(plain, written) and not record.notes
+    own = {"input_ids": ids, "decoder_input_ids": written[:, :-1]}
+    asked = own if name in TWO_SIDED else {"input_ids": written[:, :-1]}
+    assert_weights(record, judge(model, {**asked, "use_cache": False}))
+
+
 @pytest.mark.parametrize("row", [0, 1])
 def test_a_row_is_a_prompt_of_the_search(row: int) -> None:
     model, ids = SUBJECTS["llama"](), draw(2, 11)

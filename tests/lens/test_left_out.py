@@ -6,6 +6,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,17 +25,17 @@ from regard.lens.watch import watch
 from regard.models import Transformer, config_of
 
 HOME = str(Path(regard.lens.__file__).parent)
-GUARDS = {"Recorder.record", "Recorder.attempt"}
+GUARDS = {"Recorder.record", "Recorder.attempt", "Recorder.safely"}
 """Functions of the recorder in which an error is caught."""
-BESIDE = {"name_of", "leave_out", "_tell", "__contains__"}
+BESIDE = {"name_of", "leave_out", "_tell", "__contains__", "add", "drop"}
 """What they call before and after."""
 OUTSIDE = {
-    # What runs in the model's forward and is not guarded: it looks things up, and calls the model.
-    *("enter", "leave", "record", "attempt", "leave_out", "_tell", "name_of", "recorders_of"),
-    *("recorders_around", "__init__", "__contains__", "add", "drop"),
-    *("_begin", "_end", "tell_enter", "tell_leave", "is_here", "clear", "run_recorded"),
-    *("<listcomp>", "implementation", "running"),
-    *("__torch_function__", "hand_out", "recording", "run", "is_plain", "<genexpr>", "unseen"),
+    # What runs in the model's forward and is not guarded: the guards themselves and what they call
+    # before and after; who hears a call; and the wrappers, which call the model.
+    *("record", "attempt", "safely", *BESIDE, "running"),
+    *("enter", "leave", "tell_enter", "tell_leave", "recorders_of", "recorders_around"),
+    *("__torch_function__", "hand_out", "recording", "implementation", "run", "run_recorded"),
+    *("is_plain", "unseen", "<listcomp>", "<genexpr>"),
 }
 
 
@@ -62,6 +63,15 @@ def subjects() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
     for name in ("llama", "bert", "gemma2"):
         found[f"our {name}"] = (lambda n=name: transformer(n), lambda model: model(draw(1, 7) % 37))
     found["torch.nn"] = (lambda: Encoder().eval(), lambda model: model(torch.ones(1, 7, 20)))
+    how = {"do_sample": False, "max_new_tokens": 3}
+    for name, beams in (("llama", 1), ("gpt2", 1), ("t5", 2)):
+        found[f"{name} writing"] = (SUBJECTS[name], partial(write, num_beams=beams, **how))
+    return found
+
+
+def write(model: Any, **how: Any) -> Tensor:
+    ids = draw(1, 6)
+    found: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     return found
 
 
@@ -99,8 +109,8 @@ class Fault:
         while outer is not None:
             called = inner.f_code.co_name
             if outer.f_code.co_filename.startswith(HOME):
-                if outer.f_code.co_qualname in GUARDS:
-                    return called not in BESIDE
+                if outer.f_code.co_qualname in GUARDS and called not in BESIDE:
+                    return True
                 if outer.f_code.co_name == "__torch_function__":
                     return called in ("follow", "concerns")
             inner, outer = outer, outer.f_back
@@ -128,6 +138,10 @@ def run(model: Any, call: Callable[[Any], Any], at: int | None) -> tuple[list[Te
     return floats(out), fault, record
 
 
+def sizes(place: Any) -> tuple[Any, ...]:
+    return place.name, place.kind, place.n_heads, place.n_queries, place.n_keys
+
+
 @pytest.mark.parametrize("name", subjects())
 def test_a_fault_anywhere_changes_no_output_and_ends_no_forward(name: str) -> None:
     make, call = subjects()[name]
@@ -141,13 +155,15 @@ def test_a_fault_anywhere_changes_no_output_and_ends_no_forward(name: str) -> No
     assert all(torch.equal(a, b) for a, b in zip(out, want, strict=True))
     names = [place.name for place in whole.places]
     draws = random.Random(name)
-    for at in (0, *(draws.randrange(count.n) for _ in range(4))):
+    for at in (0, *(draws.randrange(count.n) for _ in range(5))):
         torch.manual_seed(1)
         out, _, record = run(model, call, at)
         assert all(torch.equal(a, b) for a, b in zip(out, want, strict=True))
         if record is not None:
             kept = [place.name for place in record.places]
             assert kept == [each for each in names if each in kept]
+            ended = any("the rest of" in note for note in record.notes)
+            assert ended or {*map(sizes, record.places)} <= {*map(sizes, whole.places)}
             assert any("Injected" in note for note in record.notes) or kept == names
     assert torch.overrides._get_current_function_mode_stack() == []
 
@@ -253,3 +269,13 @@ def test_ids_that_cannot_be_read_are_left_out(monkeypatch: pytest.MonkeyPatch) -
     ):
         model(draw(1, 5))
     assert record.ids(0) is None and record.places
+
+
+def test_a_layer_that_gives_nan_is_left_out_and_the_record_can_be_kept(tmp_path: Path) -> None:
+    model = SUBJECTS["bert"]()
+    with torch.no_grad():
+        model.encoder.layer[1].attention.self.query.weight.fill_(torch.nan)
+        with pytest.warns(RuntimeWarning, match=r"layer\.1.*NaN"), watch(model, row=0) as record:
+            model(draw(1, 5))
+    assert record.places[0].name.startswith("encoder.layer.0")
+    record.check().save(tmp_path / "x.regard")

@@ -13,6 +13,7 @@ from lens_subjects import SUBJECTS, draw, judge, text_model
 from rounding import assert_within, bound_weights
 from torch import Tensor, nn
 
+from regard.layers import MultiHeadAttention
 from regard.lens.record import Record
 from regard.lens.watch import watch
 
@@ -94,6 +95,93 @@ def test_windows_of_one_image_need_no_row(name: str) -> None:
         assert len(every.places) == 16 and not every.notes
         with pytest.raises(ValueError, match="batch of 32 rows"), watch(model):
             model(torch.cat([image, image]))
+
+
+class Positions(nn.Module):
+    """Reads positions before it reads its input, which it is given by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos, self.qkv = nn.Embedding(20, 12), nn.Linear(12, 36)
+
+    def forward(self, *, x: Tensor) -> Tensor:
+        B, T, _ = x.shape
+        x = x + self.pos(torch.arange(T)[None])
+        q, k, v = self.qkv(x).view(B, T, 3, 3, 4).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_rows_of_a_batch_are_no_windows_whatever_is_read_first() -> None:
+    """One row of positions made a batch one input in three windows."""
+    model = Positions()
+    with pytest.raises(ValueError, match="batch of 3 rows"), torch.no_grad(), watch(model):
+        model(x=torch.randn(3, 7, 12))
+    outer = nn.ModuleDict({"inner": model})
+    outer.forward = lambda batch: model(x=batch["x"])  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="batch of 3 rows"), torch.no_grad(), watch(outer):
+        outer({"x": torch.randn(3, 7, 12)})
+    with torch.no_grad(), watch(outer) as record:
+        outer({"x": torch.randn(1, 7, 12)})
+    assert not record.notes
+
+
+def test_windows_of_one_token_need_no_row() -> None:
+    class Windows(Positions):
+        def forward(self, *, x: Tensor) -> Tensor:
+            return super().forward(x=x.view(4, 1, 12))
+
+    with torch.no_grad(), watch(model := Windows()) as record:
+        model(x=torch.randn(1, 4, 12))
+    assert "4 windows" in record.notes[0] and record.places[0].n_queries == 1
+
+
+class Towers(nn.Module):
+    """Two texts, each by a tower of its own: of other rows and heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = MultiHeadAttention(12, 3), MultiHeadAttention(12, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([self.one(x), self.two(y)])
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"row": 1}, "one could not be recorded .*row is 1, and the batch has 1 rows"),
+        ({"row": 0, "heads": (2, 5)}, "one could not be recorded .*heads are .2, 5., and there"),
+        ({}, "two could not be recorded .*batch of 2 rows"),
+    ],
+)
+def test_a_row_or_a_head_that_one_place_lacks_ends_no_forward(asked: Any, why: str) -> None:
+    model, x, y = Towers(), torch.randn(1, 5, 12), torch.randn(2, 5, 12)
+    with torch.no_grad():
+        plain = model(x, y)
+        with pytest.warns(RuntimeWarning, match=why) as told, watch(model, **asked) as record:
+            assert torch.equal(model(x, y), plain)
+    assert len(told) == 1 and len(record.places) == 1 == len(record.notes)
+
+
+class TwoStreams(nn.Module):
+    """A second stream of queries looks at the keys of the first and its own, as ProphetNet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x[:, None]
+        both = torch.cat([heads, heads + 1], 2)
+        one: Tensor = self.out(F.scaled_dot_product_attention(heads, heads, heads))
+        return one + F.scaled_dot_product_attention(heads + 1, both, both)
+
+
+def test_a_second_stream_of_queries_is_no_later_text() -> None:
+    with torch.no_grad(), watch(model := nn.Sequential(TwoStreams())) as record:
+        model(torch.randn(1, 5, 6))
+    found = [(place.name, place.n_queries, place.n_keys) for place in record.places]
+    assert found == [("0", 5, 5), ("0@2", 5, 10)]
 
 
 class Merged(nn.Module):

@@ -114,22 +114,29 @@ def test_windows_in_pieces_are_left_out_in_words(name: str) -> None:
 
 
 class FiveAxes(nn.Module):
-    """Windows in an axis of their own, as torchvision's MaxViT has them."""
+    """Windows in an axis of their own, as torchvision's MaxViT has them, or behind the heads'."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, order: tuple[int, ...] = (3, 0, 1, 4, 2, 5)) -> None:
         super().__init__()
-        self.qkv, self.how = nn.Linear(12, 36), how
+        self.qkv, self.how, self.order = nn.Linear(12, 36), how, order
+        self.num_heads: int | None = None
+        self.bias = nn.Parameter(torch.randn(6, 5, 5))  # of windows, where they are next to last
+
+    def split(self, x: Tensor) -> Tensor:
+        B, G, T, _ = x.shape
+        found: Tensor = self.qkv(x).view(B, G, T, 3, 3, 4).permute(*self.order)
+        return found
 
     def forward(self, x: Tensor) -> Tensor:
-        B, G, T, _ = x.shape
-        q, k, v = self.qkv(x).view(B, G, T, 3, 3, 4).permute(3, 0, 1, 4, 2, 5)
+        q, k, v = self.split(x)
+        bias = self.bias if self.order[2] == 4 else torch.zeros(())
         if self.how == "sdpa":
-            return F.scaled_dot_product_attention(q, k, v)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias if bias.dim() else None)
         if self.how == "einsum":
             scores = torch.einsum("B G H I D, B G H J D -> B G H I J", q, k) * 0.5
         else:
             scores = torch.matmul(q, k.mT).mul(0.5)
-        return scores.softmax(-1) @ v
+        return (scores + bias).softmax(-1) @ v
 
 
 @pytest.mark.parametrize("how", ["sdpa", "einsum", "matmul"])
@@ -139,10 +146,95 @@ def test_attention_over_five_axes(how: str) -> None:
         before = model(x)
         with watch(model, keep="qk", row=4) as record:
             assert torch.equal(model(x), before)
-        q, k, _ = model.qkv(x).view(1, 6, 5, 3, 3, 4).permute(3, 0, 1, 4, 2, 5)
+        q, k, _ = model.split(x)
         want = (q @ k.mT * 0.5).softmax(-1)[0, 4]
     found = np.stack([record.map(0, head) for head in range(3)])
     assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("how", ["sdpa", "einsum", "matmul"])
+def test_heads_may_lie_before_windows_where_a_module_says_how_many(how: str) -> None:
+    """As in Hiera and NesT: windows were taken for heads, and heads for windows."""
+    model, x = FiveAxes(how, (3, 0, 4, 1, 2, 5)), torch.randn(1, 6, 5, 12)
+    model.num_heads = 3
+    with torch.no_grad():
+        before = model(x)
+        with watch(model, keep="qk", row=4) as record:
+            assert torch.equal(model(x), before)
+        q, k, _ = model.split(x)
+        want = (q @ k.mT * 0.5 + model.bias).softmax(-1)[0, :, 4]
+    assert record.places[0].n_heads == 3 and not record.notes
+    found = np.stack([record.map(0, head) for head in range(3)])
+    assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize(("said", "known"), [(None, False), (7, False), (3, True), (6, True)])
+def test_axes_of_which_nobody_says_what_they_are_are_noted(said: int | None, known: bool) -> None:
+    model = FiveAxes("sdpa")
+    model.num_heads = said
+    with torch.no_grad(), watch(model, row=0) as record:
+        model(torch.randn(1, 6, 5, 12))
+    assert any("axes of 6 and 3" in note for note in record.notes) != known
+
+
+class TalkingHeads(FiveAxes):
+    """Scores of heads are mixed before the softmax: as they lie, or with heads last, as in CaiT."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.mix = nn.Conv2d(3, 3, 1) if how == "conv" else nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)[:, 0]
+        return self.mixed(q @ k.mT).softmax(-1) @ v
+
+    def mixed(self, scores: Tensor) -> Tensor:
+        if self.how == "einsum":
+            return torch.einsum("bhts,gh->bgts", scores, self.mix.weight)
+        moves = self.how == "linear"
+        found: Tensor = self.mix(scores.permute(0, 2, 3, 1) if moves else scores)
+        return found.permute(0, 3, 1, 2) if moves else found
+
+
+@pytest.mark.parametrize("how", ["conv", "einsum"])
+def test_talking_heads_are_recorded_where_their_scores_stay(how: str) -> None:
+    model, x = TalkingHeads(how), torch.randn(1, 6, 5, 12)
+    with torch.no_grad():
+        before = model(x)
+        with watch(model, row=2) as record:
+            assert torch.equal(model(x), before)
+        q, k, _ = model.split(x)[:, 0]
+        want = model.mixed(q @ k.mT).softmax(-1)[2]
+    found = np.stack([record.map(0, head) for head in range(3)])
+    assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+def test_talking_heads_that_move_are_left_out_in_words() -> None:
+    """Their scores were lost, and with them the layer, without a word."""
+    model, x = TalkingHeads("linear"), torch.randn(1, 6, 5, 12)
+    why = "TalkingHeads could not be recorded .*is linear, which moves scores"
+    with pytest.raises(ValueError, match=why), torch.no_grad(), watch(model, row=0):
+        model(x)
+
+
+def test_what_attention_gives_is_no_score_however_it_is_mixed() -> None:
+    class Gated(FiveAxes):
+        """What attention gives goes through a matrix, and then through a softmax as a gate."""
+
+        def __init__(self) -> None:
+            super().__init__("")
+            self.out = nn.Linear(12, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.split(x)[:, 0]
+            heads = (q @ k.mT).softmax(-1) @ v
+            out: Tensor = self.out(heads.transpose(1, 2).flatten(2))
+            return out * out.softmax(-1)
+
+    model = Gated()
+    with torch.no_grad(), watch(model, row=0) as record:
+        model(torch.randn(1, 6, 5, 12))
+    assert len(record.places) == 1 and not record.notes
 
 
 def test_scores_changed_by_any_function_of_numbers_are_kept_as_they_are() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.lens.record import Record
+from regard.lens.tensor_origins import TensorOrigins
 from regard.lens.watch import watch
 from regard.ops import Causal
 
@@ -159,6 +160,23 @@ def test_a_query_that_is_no_token_stands_on_no_key(learned: bool) -> None:
     assert see(Pool(learned).eval(), torch.randn(1, 7, C)).places[0].kind == "cross"
 
 
+class ClassToken(Attention):
+    """A learned token is put before the others, and alone looks at all of them, as in CaiT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, C))
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        every = torch.cat([self.token, x], 1)
+        q, k = self.split(self.to_q(every[:, :1])), self.split(self.to_k(every))
+        return F.scaled_dot_product_attention(q, k, self.split(self.to_v(every)))
+
+
+def test_a_token_taken_out_of_its_text_does_not_stand_at_the_end_of_it() -> None:
+    assert see(ClassToken().eval(), torch.randn(1, 7, C)).places[0].kind == "cross"
+
+
 class Cached(Attention):
     """Keys of earlier calls in front, joined or written into a buffer."""
 
@@ -183,6 +201,18 @@ def test_keys_of_a_cache_are_the_texts_own(static: bool) -> None:
     model = Cached(static).eval()
     with torch.no_grad(), watch(model) as record:
         for n in (5, 1, 1):
+            model(torch.randn(1, n, C))
+    assert [(p.kind, p.n_queries, p.n_keys) for p in record.places] == [("self", 7, 7)]
+
+
+def test_keys_of_a_cache_are_the_texts_own_also_where_the_text_was_joined() -> None:
+    class Joined(Cached):
+        def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+            return super().forward(torch.cat([x[:, :1], x], 1))
+
+    model = Joined(False).eval()
+    with torch.no_grad(), watch(model) as record:
+        for n in (4, 1):
             model(torch.randn(1, n, C))
     assert [(p.kind, p.n_queries, p.n_keys) for p in record.places] == [("self", 7, 7)]
 
@@ -235,3 +265,27 @@ def test_causal_attention_of_ours_over_more_keys_is_its_own() -> None:
 
     record = see(Given(), torch.randn(1, 2, 3, 5), torch.randn(1, 2, 7, 5))
     assert record.places[0].kind == "self"  # nothing tells where they come from
+
+
+@pytest.mark.parametrize("lost", range(1, 9))
+def test_where_following_fails_once_nothing_is_told_by_halves(
+    lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of which the origin was lost made the text that they are of another one."""
+    follow, calls = TensorOrigins.follow, []
+
+    def fails(self: TensorOrigins, func: Any, args: Any, result: Any) -> None:
+        calls.append(func)
+        if len(calls) == lost:
+            raise IndexError("of no use")
+        follow(self, func, args, result)
+
+    monkeypatch.setattr(TensorOrigins, "follow", fails)
+    model, x = Blocks("regard").eval(), torch.randn(1, 7, C)
+    with (
+        pytest.warns(RuntimeWarning, match="of no use"),
+        torch.no_grad(),
+        watch(model) as record,
+    ):
+        model(x, x)
+    assert {place.kind for place in record.places} <= {"self"}

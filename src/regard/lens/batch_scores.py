@@ -64,6 +64,8 @@ def score_batch(
     left_out = recorder.left_out.notes()
     if left_out:
         raise ValueError("; ".join(left_out))
+    if recorder.shards:
+        raise ValueError("heads are shared among ranks (tensor parallel): survey on one device")
     if not found:
         recorder.finish()  # says why nothing was seen
     return {place: scores_bhk.cpu().numpy() for place, scores_bhk in found.items()}

@@ -24,10 +24,6 @@ from regard.ops.shape import Shape
 from regard.ops.term import Cut, Keys
 
 
-class Refused(ValueError):
-    """What the arguments of `watch` cannot mean for this model; it ends the call that shows it."""
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
     """q, k and the rule of one call; `is_row`: the hook took the recorded row out already.

@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from regard.lens.head_shards import local_part
+
 OUTPUT = re.compile(r"^(o|out|output|wo|w_o|proj|dense)$|^(o|out|c|output)_(proj|lin)|^to_out$|^0$")
 """How layers that read what the heads give are called."""
 
@@ -50,7 +52,7 @@ def _width(module: nn.Module) -> int | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
         return None
-    return weight.shape[0 if is_transposed(module) else 1]
+    return local_part(weight).shape[0 if is_transposed(module) else 1]
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -62,7 +64,8 @@ def head_matrices(module: nn.Module, n_heads: int, heads: Sequence[int] | None) 
     """What the projection does to the value of each head, (H, C, E)."""
     weight = module.weight
     assert isinstance(weight, Tensor)
-    weight_co = (weight.T if is_transposed(module) else weight).detach()
+    here = local_part(weight.detach())
+    weight_co = here.T if is_transposed(module) else here
     weight_hce = weight_co.reshape(len(weight_co), n_heads, -1).transpose(0, 1)
     return weight_hce if heads is None else weight_hce[list(heads)]
 

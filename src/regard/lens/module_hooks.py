@@ -65,12 +65,12 @@ def leave(module: nn.Module, args: Any, output: Any) -> None:
 
 def tell_enter(module: nn.Module, args: Any, compiled: bool) -> None:
     for recorder in recorders_around(module):
-        recorder.enter(module, args, compiled)
+        recorder.safely(recorder.enter, module, args, compiled)
 
 
 def tell_leave(module: nn.Module, output: Any) -> None:
     for recorder in recorders_around(module):
-        recorder.leave(module, output)
+        recorder.safely(recorder.leave, module, output)
 
 
 def trace_enter(module: nn.Module, args: Any) -> None:
@@ -99,7 +99,7 @@ def trace_leave(module: nn.Module, output: Any) -> None:
 def _enter(effect: Tensor, module: int) -> None:
     for recorder in recorders_around():
         if module in recorder.by_id:
-            recorder.enter(recorder.by_id[module], (), True)
+            recorder.safely(recorder.enter, recorder.by_id[module], (), True)
 
 
 def _read(effect: Tensor, module: int, ids: Tensor) -> None:
@@ -117,7 +117,7 @@ def _unseen(effect: Tensor, module: int) -> None:
 def _leave(effect: Tensor, module: int, logits: Tensor | None) -> None:
     for recorder in recorders_around():
         if module in recorder.by_id:
-            recorder.leave(recorder.by_id[module], logits)
+            recorder.safely(recorder.leave, recorder.by_id[module], logits)
 
 
 _enter_op, _read_op, _unseen_op, _leave_op = (

@@ -2,7 +2,8 @@
 
 How: it knows the modules of the model and which of them is running, by hooks that belong to no
 module. Calls go on to the takes of their place (`row_takes.py`). An error in any of this leaves out
-the place, and is told when the block ends; it never ends the model's own call. Layers are numbered
+the place, and is told when the block ends; it never ends the model's own call. One in following the
+modules themselves ends the recording, with a note. Layers are numbered
 in the order in which they are called, each stack and each kind from 0 on (`stack_of`): a module
 that shares its weights among twelve layers is twelve layers, and what a list holds beside attention
 is none. Layers that are not wanted count too. Where `on_call` is set, it is given each call, all
@@ -18,25 +19,36 @@ import itertools
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from regard._torch import is_backward, push_mode, remove_mode, without_modes
-from regard.lens.captured_call import Call, Refused
+from regard._torch import given_by_name, is_backward, push_mode, remove_mode, without_modes
+from regard.lens.captured_call import Call
 from regard.lens.contributions import plain_name
 from regard.lens.device_to_host import HostCopier
 from regard.lens.extras import Extras
 from regard.lens.head_names import name_model
+from regard.lens.head_shards import (
+    Finished,
+    HeadShard,
+    choose_heads,
+    gather,
+    is_sharded,
+    shard_of,
+    take_local,
+)
 from regard.lens.lazy_weights import Array
 from regard.lens.left_out import LeftOut
 from regard.lens.row_takes import Chosen, Inputs, Located, RowTakes, name_place
-from regard.lens.schema import Description
+from regard.lens.schema import FORMS, STATISTICS, Description
+from regard.lens.stitch_calls import Take
 from regard.lens.tensor_origins import TensorOrigins
 from regard.ops.call import under_autocast
 from regard.ops.call_hook import own_blocks
@@ -45,6 +57,10 @@ CROSS = re.compile(r"cross|encoder_attn|EncDec|enc_dec|multihead_attn|encoder_de
 NO_WORDS = re.compile(r"pos|type|seg|rel|bias|wpe|dist|time|layer_norm", re.I)
 LENGTHS = ("trained_len", "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Under which names configs say how long a text may be, the most telling first."""
+HIDDEN = (
+    "its forward was replaced, by a function that does not keep torch.nn's own as an attribute of "
+    "the module: the fused path behind it cannot be seen"
+)
 Progress: TypeAlias = Callable[[str, int], None]
 """Called with the place that was just recorded, and how many calls have been so far."""
 
@@ -59,12 +75,18 @@ class Recorder:
         layers: Collection[int | str] | None,
         progress: Progress | None,
     ) -> None:
+        # Where weights are spread over ranks, all heads are recorded, and chosen at the end.
+        self._spread = any(map(is_sharded, model.parameters()))
+        self._late_heads = chosen.heads if self._spread else None
+        chosen = replace(chosen, heads=None) if self._spread else chosen
+        self.shards: dict[str, HeadShard] = {}
         self.model, self.progress = model, progress
         self.layers = None if layers is None else tuple(layers)
         kind = type(model).__name__
         named = [(plain_name(name), module) for name, module in model.named_modules()]
         self.names = {id(module): name or kind for name, module in named}
         self.modules = [module for _, module in named]
+        self.modules_by_name = {name or kind: module for name, module in named}
         self.by_id = {id(module): module for module in self.modules}  # so no other has these ids
         self._words = _word_tables(model)
         sizes = {table.num_embeddings for table in self._words.values()}
@@ -77,7 +99,10 @@ class Recorder:
         self.stack: list[nn.Module] = []
         self.entered: Counter[int] = Counter()
         self.attended: Counter[str] = Counter()
-        self.handling = self.paused = 0
+        self.handling = self.paused = self.n_entered = 0
+        self.turns: list[int] = []  # of each module that runs: which number it had as it began
+        # Modules that may run fused behind a `forward` into which nobody sees.
+        self.hidden: set[int] = set()
         self.origins = TensorOrigins()
         self.left_out = LeftOut()
         self.inputs = Inputs()
@@ -113,14 +138,22 @@ class Recorder:
 
     def enter(self, module: nn.Module, args: Any, compiled: bool = False) -> None:
         """A module of the model begins; `compiled`: in code that must not see our mode."""
-        if (not self.stack or module is self.model) and not self._begin(compiled):
+        name, outermost = self.names[id(module)], not self.stack or module is self.model
+        if outermost and not self._begin(compiled):
             return
-        if compiled and self.mode is not None and remove_mode(self.mode):
+        hidden = id(module) in self.hidden and not module.training
+        if (compiled or hidden) and self.mode is not None and remove_mode(self.mode):
             self._without_mode = module
+        if hidden:
+            self.leave_out(name, ValueError(HIDDEN))
         self.stack.append(module)
         self.entered[id(module)] += 1
+        self.n_entered += 1
+        self.turns.append(self.n_entered)
+        if outermost and not compiled:
+            self.attempt(name, self._count_inputs, args)
         if args and (self.inputs.n_inputs is None or id(module) in self._words):
-            self.attempt(self.names[id(module)], self._read_inputs, module, args)
+            self.attempt(name, self._read_inputs, module, args)
         self.attempt("gradients", self.extras.begin, module, args)
 
     def leave(self, module: nn.Module, output: Any) -> None:
@@ -129,6 +162,7 @@ class Recorder:
             return
         while stack.pop() is not module:
             pass
+        del self.turns[len(stack) :]
         if self._without_mode is module and self.mode is not None:
             self._without_mode = None
             push_mode(self.mode)
@@ -143,12 +177,12 @@ class Recorder:
         """In which the module of this id runs, where a compiled graph says so."""
         found = None if module is None else self.by_id.get(module)
         if found is not None:
-            self.enter(found, (), compiled=True)
+            self.safely(self.enter, found, (), True)
         try:
             yield
         finally:
             if found is not None:
-                self.leave(found, None)
+                self.safely(self.leave, found, None)
 
     def read_ids(self, module: nn.Module, ids: Tensor) -> None:
         """The tokens that a compiled graph looks up."""
@@ -168,15 +202,23 @@ class Recorder:
 
     def _end(self) -> None:
         self.stack.clear()
+        self.turns.clear()
         self._without_mode = None
         self.origins.clear()
         if self.mode is not None:
             remove_mode(self.mode)
 
+    def _count_inputs(self, args: Any) -> None:
+        """How many inputs the model itself is given, by the tensor that has most."""
+        found = batch_sizes((*args, *given_by_name().values()))
+        self.inputs.n_inputs = max(found, default=None)
+
     def _read_inputs(self, module: nn.Module, args: Any) -> None:
-        if self.inputs.n_inputs is None:
-            self.inputs.n_inputs = count_inputs(args)
         ids = args[0] if id(module) in self._words else None
+        if self.inputs.n_inputs is None:
+            # What is no floating number is positions, where it is not words.
+            given = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+            self.inputs.n_inputs = next(iter(batch_sizes(given if ids is None else [ids])), None)
         if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
             # Once for all layers, and before any of them keeps the device busy.
             self.inputs.ids_bt = ids.detach().cpu()
@@ -232,8 +274,6 @@ class Recorder:
                     return name in self.left_out
                 name = call.name
                 recorded = name not in self.left_out and self.take(call)
-        except Refused:
-            raise
         except Exception as error:
             self.leave_out(name, error)
             return True
@@ -245,10 +285,20 @@ class Recorder:
         """Do something for the record; what fails in this is noted, and the place left out."""
         try:
             step(*args)
-        except Refused:
-            raise
         except Exception as error:
             self.leave_out(name, error)
+
+    def safely(self, step: Callable[..., None], *args: Any) -> None:
+        """Follow which module runs; where that fails, nothing more is recorded in the block."""
+        try:
+            step(*args)
+        except Exception as error:
+            self.is_open = False
+            self.left_out.add(f"the rest of {type(self.model).__name__}", error)
+            self.stack.clear()
+            self.turns.clear()
+            if self.mode is not None:
+                remove_mode(self.mode)
 
     def leave_out(self, name: str, error: Exception) -> None:
         self.left_out.add(name, error)
@@ -263,6 +313,9 @@ class Recorder:
     @torch.no_grad()
     def take(self, call: Call) -> bool:
         """Record a call where it is wanted, and say whether it was."""
+        call, shard = self._find_shard(call)
+        if shard is not None:
+            self.shards[call.name] = shard
         call = replace(call, cross=self.is_cross(call))
         located = self.locate(call)
         found = located if self.wanted(call, located) else None
@@ -276,13 +329,35 @@ class Recorder:
             if self.on_call is not None:
                 self.on_call(call, located)
                 return True
-            return self.takes.take(call, found, self.inputs)
+            return self.takes.take(call, found, self.inputs, self.turns[-1] if self.turns else 0)
+
+    def _find_shard(self, call: Call) -> tuple[Call, HeadShard | None]:
+        """The call with the heads that are here, and where the others are."""
+        call, shard = take_local(call)
+        if shard is not None or call.name in self.shards or not self._spread:
+            return call, shard
+        # A module without weights is given its queries by one around it.
+        around = [self.modules_by_name[call.name], *reversed(self.stack)]
+        home = next((module for module in around if any(True for _ in module.parameters())), None)
+        return call, None if home is None else shard_of(home, call.q, call.k)
+
+    def _finish_takes(self) -> list[Finished]:
+        """What was seen of each place, of all ranks that share its heads."""
+        finished: list[Finished] = []
+        for take in list(self.takes.order):
+            self.attempt(take.name, lambda one: finished.append(finish_take(one)), take)
+        if self.shards:
+            gather(finished, self.shards, self.left_out)
+        if self._late_heads is None:
+            return finished
+        chosen: list[Finished] = []
+        for one in finished:
+            name, choose = one[0].name, partial(choose_heads, one, self._late_heads)
+            self.attempt(name, lambda make: chosen.append(make()), choose)
+        return chosen
 
     def finish(self) -> tuple[Description, dict[str, Array]]:
-        kind = type(self.model).__name__
-        finished = []
-        for take in list(self.takes.order):
-            self.attempt(take.name, lambda one: finished.append(one.finish()), take)
+        kind, finished = type(self.model).__name__, self._finish_takes()
         if not finished and self.left_out:
             raise ValueError(
                 f"nothing of {kind} could be recorded: {'; '.join(self.left_out.notes())}"
@@ -313,6 +388,17 @@ class Recorder:
         return seen, arrays | self.extras.finish(seen.places, arrays)
 
 
+def finish_take(take: Take) -> Finished:
+    """What was seen of a place, whose numbers must be those of attention."""
+    place, rule, arrays = take.finish()
+    for name in (*STATISTICS, "lse"):
+        form, array = FORMS[name], arrays.get(name)
+        fault = None if array is None else form.fault(array, place.n_queries, place.n_keys)
+        if fault is not None:
+            raise ValueError(f"its {name} {fault}, as where a model gives NaN")
+    return place, rule, arrays
+
+
 def stack_of(name: str) -> str:
     """The stack of a module: what comes before the last number of its name, without numbers."""
     parts = name.split(".")
@@ -331,11 +417,14 @@ def find_trained_len(config: Any) -> int | None:
     return next((size for size in sizes if type(size) is int and size > 0), None)
 
 
-def count_inputs(args: Any) -> int | None:
-    """How many inputs a model is given, by the first tensor that a module of it is called with."""
-    tensors = (x for x in args if isinstance(x, Tensor) and not x.is_nested)
-    given = (x.shape[0] for x in tensors if x.dim() > 1)
-    return next(given, None)
+def batch_sizes(given: Iterable[Any]) -> list[int]:
+    """How many rows each tensor has of what a module is given; those in a dictionary count too."""
+    found = []
+    for value in given:
+        for x in value.values() if isinstance(value, Mapping) else (value,):
+            if isinstance(x, Tensor) and not x.is_nested and x.dim() > 1:
+                found.append(x.shape[0])
+    return found
 
 
 def _word_tables(model: nn.Module) -> dict[int, nn.Embedding]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.lens.captured_call import Call, Refused
+from regard.lens.captured_call import Call
 from regard.lens.device_to_host import HostCopier
 from regard.lens.extras import Extras
 from regard.lens.measure import FoundRuns, find_runs
@@ -64,7 +64,7 @@ class RowTakes:
         self.takes: dict[str, list[Take]] = {}
         self.order: list[Take] = []
         self.remarks: dict[str, None] = {}
-        self._read = Inputs()
+        self._read, self._turn = Inputs(), 0
         # Where each row of the record is now, if rows have left the batch; none if it has too.
         self._moved: dict[int, tuple[int, ...]] = {}
         self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
@@ -73,13 +73,17 @@ class RowTakes:
         """Whether the place of a call has been recorded before."""
         return any(self.takes.get(self._key(call, row)) for row in self.rows or (0,))
 
-    def take(self, call: Call, found: Located | None, read: Inputs) -> bool:
-        """Record a call, and say whether it was: one that is not `found` only continues others."""
+    def take(self, call: Call, found: Located | None, read: Inputs, turn: int) -> bool:
+        """Record a call, and say whether it was: one that is not `found` only continues others.
+
+        turn: which entry of a module it belongs to.
+        """
         if not call.shape.T or not call.shape.S:
             return False
         if self._read is not read:
             self._read = read
             self._moved.clear()
+        self._turn = turn
         return any([self._take_row(call, found, row) for row in self._rows_of(call)])
 
     def drop(self, name: str) -> None:
@@ -100,14 +104,16 @@ class RowTakes:
             return (0,)
         if self.rows is not None:
             return self.rows
-        if self._read.n_inputs == 1 and call.shape.T > 1:
+        if self._read.n_inputs == 1:
             self.remarks[
                 f"{call.name} sees its input in {B} windows, and the record has the first; "
                 "watch(model, row=...) names others"
             ] = None
             return (0,)
-        what = f"{call.name} attends in a batch of {B} rows, and a record is of those named"
-        raise Refused(f"{what}: watch(model, row=0), or several, row=[0, 1]")
+        raise ValueError(
+            f"attends in a batch of {B} rows, and a record is of those named: watch(model, row=0), "
+            "or several, row=[0, 1]"
+        )
 
     def _key(self, call: Call, row: int) -> str:
         return call.name if self.rows is None or len(self.rows) == 1 else f"{call.name}[{row}]"
@@ -117,13 +123,15 @@ class RowTakes:
         if self._has_left(call, takes, row):
             return self._follow_row(call, takes, row)
         if not -B <= row < B:
-            raise Refused(f"row is {row}, and the batch has {B} rows")
+            raise ValueError(f"row is {row}, and the batch has {B} rows")
         if self.heads is not None and not all(0 <= h < call.shape.H for h in self.heads):
-            raise Refused(f"heads are {self.heads}, and {call.name} has {call.shape.H}")
+            raise ValueError(f"heads are {self.heads}, and there are {call.shape.H}")
         ids, suffix = self._ids(B, row % B, call.shape.T), self._key(call, row)[len(call.name) :]
         whole = call if self.extras.wants_values else replace(call, v=None)
         call = whole.of(row % B, self.heads)
-        for take in takes:
+        # A second stream over the same keys in one run of a module is no later text (ProphetNet).
+        earlier = [take for take in takes if take.turn != self._turn or call.shape.T == 1]
+        for take in earlier:
             if self._continue(take, call, ids):
                 return True
             if take.grows(call, ids):
@@ -135,14 +143,14 @@ class RowTakes:
         else:
             if found is None:
                 return False
-            if B > 1 and call.is_step and takes:
+            if B > 1 and call.is_step and earlier:
                 raise ValueError(
                     f"row {row} of the batch is no longer the text that it was, as in a search "
                     "whose beams change places; watch the model read what was written"
                 )
             fresh = self._make_take(call, takes, found, suffix)
             self.extras.prepare(fresh, whole)
-        fresh.n_rows = B
+        fresh.n_rows, fresh.turn = B, self._turn
         fit = fresh.fit(call, self.runs_of(call))
         assert fit is not None, "the first call of a take always fits"
         fresh.add(fit, ids)
@@ -157,6 +165,7 @@ class RowTakes:
             fit = None if moved is None else take.fit(moved, self.runs_of(moved))
         if fit is not None:
             take.add(fit, ids)
+            take.turn = self._turn
         return fit is not None
 
     def _has_left(self, call: Call, takes: list[Take], row: int) -> bool:

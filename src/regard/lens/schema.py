@@ -241,7 +241,7 @@ class CheckedArrays:
         for full in arrays:
             number, _, name = full.partition(".")
             belongs = number.isdecimal() and number.isascii() and int(number) < len(about.places)
-            if not belongs or _plain(name) not in FORMS:
+            if not belongs or plain_form(name) not in FORMS:
                 refuse(f"it holds {full[:80]!r}, which belongs nowhere")
             self._check_form(full, int(number), name)
 
@@ -265,7 +265,7 @@ class CheckedArrays:
 
     def _check(self, array: Array, place: int, name: str) -> None:
         here = self._about.places[place]
-        why = FORMS[_plain(name)].fault(array, here.n_queries, here.n_keys)
+        why = FORMS[plain_form(name)].fault(array, here.n_queries, here.n_keys)
         if why is not None:
             refuse(f"{name} of place {place} {why}")
 
@@ -279,14 +279,14 @@ class CheckedArrays:
         else:
             array = self._arrays[full]
             kind, shape = NAMES[array.dtype.newbyteorder("<")], array.shape
-        here, form = self._about.places[number], FORMS[_plain(name)]
+        here, form = self._about.places[number], FORMS[plain_form(name)]
         if kind not in form.types:
             refuse(f"{name} of place {number} is {kind}; expected {' or '.join(form.types)}")
         if not form.fits(shape, here):
             refuse(f"{name} of place {number} has the shape {shape}; expected {form.axes}")
 
 
-def _plain(name: str) -> str:
+def plain_form(name: str) -> str:
     """`bias3.table` as `bias.table`."""
     head, dot, tail = name.partition(".")
     return f"bias.{tail}" if dot and head[:4] == "bias" and head[4:].isdecimal() else name

@@ -1,21 +1,27 @@
 """Attributes that several blocks replace at once: replaced by the first, put back by the last.
 
-Why: some models can only be seen by replacing a function of torch or of `transformers`. Blocks open
-and close in several threads and in any order; if each put back what it found, one would take away
-the other's replacement, or leave its own behind.
+Why: some models can only be seen or edited by replacing a function of torch or of `transformers`.
+Blocks open and close in several threads and in any order; if each put back what it found, one would
+take away the other's replacement, or leave its own behind.
 
-How: replacements are counted, under a lock. What is put in place belongs to no block: it asks which
-recorders are open where it is called (`open_recorders.py`), and outside of blocks does nothing.
+How: an attribute has a list of wrappers, each counted, under a lock; what is in place is the
+original with all of them around it, and is made anew when one comes or goes. A wrapper belongs to
+no block: it asks which recorders or editors are open where it is called, and outside of blocks does
+nothing. A function that an instance holds is replaced by a `StandIn`, which is copied and pickled
+as what it stands for.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+Wrap = Callable[[Any], Any]
 
 _lock = threading.Lock()
 
@@ -27,17 +33,61 @@ class Patch:
     owner: Any
     name: str
     original: Any
-    replacement: Any
     own: bool
-    n_blocks: int = 0
+    current: Any
+    wraps: list[Wrap] = field(default_factory=list)
+    counts: Counter[Any] = field(default_factory=Counter)
 
-    def put_back(self) -> None:
-        if vars(self.owner).get(self.name) is not self.replacement:
+    def add(self, wrap: Wrap) -> None:
+        self.counts[kind_of(wrap)] += 1
+        if self.counts[kind_of(wrap)] == 1:
+            self.wraps.append(wrap)
+            self.put_in_place()
+
+    def remove(self, wrap: Wrap) -> None:
+        kind = kind_of(wrap)
+        self.counts[kind] -= 1
+        if not self.counts[kind]:
+            self.wraps = [other for other in self.wraps if kind_of(other) != kind]
+            self.put_in_place()
+
+    def put_in_place(self) -> None:
+        if vars(self.owner).get(self.name, self.original) is not self.current:
             return  # Someone else has replaced it since, and calls ours, which does nothing.
-        if self.own:
-            setattr(self.owner, self.name, self.original)
+        self.current = self.original
+        for wrap in self.wraps:
+            self.current = wrap(self.current)
+        if self.wraps or self.own:
+            setattr(self.owner, self.name, self.current)
         else:
             delattr(self.owner, self.name)
+
+
+class StandIn:
+    """A function in the place of one that an instance holds; copies are of that one."""
+
+    def __init__(self, original: Any, function: Callable[..., Any]) -> None:
+        self.original, self.function = original, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return give_back, (self.original,)
+
+
+def give_back(original: Any) -> Any:
+    return original
+
+
+def original_of(value: Any) -> Any:
+    """What a function stands for, or the function itself."""
+    return value.original if isinstance(value, StandIn) else value
+
+
+def kind_of(wrap: Wrap) -> Any:
+    """What tells wrappers apart: a function, with what it was made for."""
+    return (wrap.func, wrap.args) if isinstance(wrap, functools.partial) else wrap
 
 
 _patches: dict[tuple[int, str], Patch] = {}
@@ -61,22 +111,20 @@ def counted(name: str, set_up: Callable[[], None], take_down: Callable[[], None]
 
 
 @contextmanager
-def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+def patched(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
     """While a block is open, `owner.name` is wrap(what it was)."""
     key = id(owner), name
     with _lock:
         if key not in _patches:
             own = name in vars(owner)
             original = vars(owner)[name] if own else getattr(owner, name)
-            _patches[key] = Patch(owner, name, original, wrap(original), own)
-            setattr(owner, name, _patches[key].replacement)
+            _patches[key] = Patch(owner, name, original, own, original)
         patch = _patches[key]
-        patch.n_blocks += 1
+        patch.add(wrap)
     try:
         yield
     finally:
         with _lock:
-            patch.n_blocks -= 1
-            if not patch.n_blocks:
-                del _patches[key]
-                patch.put_back()
+            patch.remove(wrap)
+            if not patch.wraps:
+                _patches.pop(key, None)

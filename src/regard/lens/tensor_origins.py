@@ -8,7 +8,8 @@ first activation among the arguments, or the largest in sums and products number
 others are factors and positions. So projections, norms, rotations and changes of shape keep the
 origin, and what was made before the model ran, or by looking words up, is one of its own. Queries
 and keys of one origin are a text that looks at itself; more keys than queries are its own where
-something was put before them, as a cache does.
+something was put before them, as a cache does, and not before the queries too: one token that was
+taken out of a text does not stand at its end.
 
 Left out: what is computed by code that torch's functions are not part of; it has no origin, and
 others say what it is.
@@ -23,6 +24,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from regard._torch import on_this_rank
 
 ELEMENTWISE = {
     *(torch.add, torch.sub, torch.mul, torch.div, torch.where, torch.true_divide),
@@ -52,39 +55,54 @@ Value = TypeVar("Value")
 class Origin(NamedTuple):
     """Which source a tensor comes from, and what happened on the way.
 
-    `joined`: something was put beside it; `projected`: it was multiplied by weights.
+    `joined`: how often something was put beside it; `projected`: it was multiplied by weights.
     """
 
     source: int
-    joined: bool = False
+    joined: int = 0
     projected: bool = False
 
 
+class Moved(NamedTuple):
+    """Scores that were put in other places: by which function, and their shape before."""
+
+    by: str
+    shape: tuple[int, ...]
+
+
 class TensorTable(Generic[Value]):
-    """Something about each tensor, as long as it lives; quicker than a dictionary of weak keys."""
+    """Something about each tensor, as long as it lives; quicker than a dictionary of weak keys.
+
+    One that is spread over ranks is known by what is here, which it was made from and gives back.
+    """
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
 
     def get(self, tensor: Any) -> Value | None:
+        tensor = tensor if type(tensor) is Tensor else on_this_rank(tensor)
         found = self.known.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
     def put(self, tensor: Tensor, value: Value) -> None:
         if len(self.known) >= MOST:
             self.known.clear()
+        tensor = tensor if type(tensor) is Tensor else on_this_rank(tensor)
         self.known[id(tensor)] = weakref.ref(tensor), value
 
 
 class TensorOrigins:
-    """Also `moved`: scores that were put in other places on their way, and by which function."""
+    """Also `moved`: scores that were put in other places on their way."""
 
     def __init__(self) -> None:
-        self.moved: TensorTable[str] = TensorTable()
+        self.moved: TensorTable[Moved] = TensorTable()
         self._origins: TensorTable[Origin] = TensorTable()
         self._numbers = itertools.count()
+        self.is_whole = True
+        """Whether all was followed; else nothing is known of what comes from what."""
 
     def clear(self) -> None:
+        self.is_whole = True
         self.moved.known.clear()
         self._origins.known.clear()
 
@@ -92,6 +110,8 @@ class TensorOrigins:
         """Whether keys come from elsewhere than queries; None where it is not known."""
         if q is k:
             return False
+        if not self.is_whole:
+            return None
         of_q, of_k = self._origins.get(q), self._origins.get(k)
         if of_q is None or of_k is None:
             # One was made here and the other was there before: keys of another text, or learned
@@ -101,7 +121,7 @@ class TensorOrigins:
             return True if made_here and (of_q is None or n_keys <= n_queries) else None
         if of_q.source != of_k.source:
             return True
-        return n_keys != n_queries and not of_k.joined
+        return n_keys != n_queries and of_k.joined <= of_q.joined
 
     def follow(self, func: Any, args: Any, result: Any) -> None:
         """Remember where the result of a function comes from."""
@@ -134,7 +154,7 @@ class TensorOrigins:
         if known is None:
             known = Origin(next(self._numbers))
             self._origins.put(tensor, known)
-        return Origin(known.source, joined or known.joined, projected or known.projected)
+        return Origin(known.source, known.joined + joined, projected or known.projected)
 
     def _write(self, args: Any, result: Any) -> None:
         """What is written into comes from what was written, with the rest beside it."""

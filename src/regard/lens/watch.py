@@ -17,8 +17,8 @@ layer of several rows is `name[row]`. Whether keys are of another text is known 
 tensors come from (`tensor_origins.py`). A beam search is recorded as the text that wins.
 
 Nothing that fails in recording ends the model's own call: the place is left out, told in a warning
-when the block ends, and named in the record's `notes`. What cannot be meant is refused: a row or a
-head that is not there. Layers that checkpointing runs again in the backward pass are recorded once.
+when the block ends, and named in the record's `notes`; so is a place that has no such row or head
+as was asked for. Layers that checkpointing runs again in the backward pass are recorded once.
 
 Compiled models are recorded where they attend by `regard.attention` or by the attention interface
 of `transformers`: in a block they run by graphs of their own (`hooks/compiled.py`).

@@ -17,14 +17,21 @@ from transformers import AttentionInterface, masking_utils
 import regard
 import regard.hf
 from regard import Ablate, Block, Patch
-from regard.lens.edit import hooks
+from regard.lens import shared_patch
 
 NAMES = ("gpt2", "llama", "qwen3-window", "gemma2", "gpt_neox", "gpt_oss", "bert")
+WRITERS = NAMES[:-1]
+NO_SDPA = ("gemma2", "gpt_oss")
 Hidden = Callable[[int, int, Tensor, Tensor], Tensor]
 
 
-def judge(model: Any, hides: Hidden, off: tuple[int, int] | None = None) -> Any:
-    """A copy that attends by the plain formula, with some looks hidden and one head off."""
+def judge(
+    model: Any,
+    hides: Hidden,
+    off: tuple[int, int] | None = None,
+    swap: dict[tuple[int, int], Tensor] | None = None,
+) -> Any:
+    """A copy that attends by the plain formula: some looks hidden, a head off, heads replaced."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
@@ -39,6 +46,9 @@ def judge(model: Any, hides: Hidden, off: tuple[int, int] | None = None) -> Any:
         output, _ = plain(query, key, value, seen, None, scale, given.get("softcap"), sinks)
         if off is not None and layer == off[0]:
             output[:, off[1]] = 0.0
+        for (at, head), source in (swap or {}).items():
+            if at == layer:
+                output[:, head] = source
         return output.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("judge", attend)
@@ -74,7 +84,7 @@ EDITS = (
 @pytest.mark.parametrize("name", NAMES)
 def test_edits_are_the_formulas_in_every_implementation(name: str) -> None:
     model, given = SUBJECTS[name](), question(name).given
-    kinds = ("eager", "regard") if name in ("gemma2", "gpt_oss") else ("eager", "sdpa", "regard")
+    kinds = ("eager", "regard") if name in NO_SDPA else ("eager", "sdpa", "regard")
     with torch.no_grad():
         want = answer(judge(model, hides, (0, 1))(**given))
         for kind in kinds:
@@ -89,9 +99,32 @@ def test_edits_are_the_formulas_in_every_implementation(name: str) -> None:
             assert torch.equal(answer(model(**given)), before)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-window"])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("kind", ["sdpa", "regard"])
+@pytest.mark.parametrize("name", NAMES)
+def test_heads_are_given_what_they_gave_for_another_text(name: str) -> None:
+    model, given = SUBJECTS[name](), question(name).given
+    other = {**given, "input_ids": draw(1, 19, 23)}
+    kinds = ("eager", "regard") if name in NO_SDPA else ("eager", "sdpa", "regard")
+    with torch.no_grad():
+        for kind in kinds:
+            model.set_attn_implementation(kind)
+            with regard.head_outputs(model) as source:
+                model(**other)
+            second = list(source)[1]
+            swap = {(1, head): source[second][:, head] for head in (0, 2)}
+            want = answer(judge(model, lambda layer, head, i, j: i < j - 99, None, swap)(**given))
+            with regard.edit(model, Patch(1, (0, 2), source=source)):
+                got = answer(model(**given))
+            assert torch.allclose(got, want, atol=3e-5 * float(want.abs().max()))
+            assert not torch.allclose(answer(model(**given)), want, atol=1e-3)
+
+
+WAYS = [
+    *((name, "static", "regard") for name in WRITERS),
+    *((name, "dynamic", "eager" if name in NO_SDPA else "sdpa") for name in WRITERS),
+]
+
+
+@pytest.mark.parametrize(("name", "cache", "kind"), WAYS)
 def test_generation_is_edited_at_absolute_positions(name: str, cache: str, kind: str) -> None:
     model = SUBJECTS[name]()
     model.set_attn_implementation(kind)
@@ -104,11 +137,29 @@ def test_generation_is_edited_at_absolute_positions(name: str, cache: str, kind:
 
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True}
     options |= {"return_dict_in_generate": True, "cache_implementation": cache}
-    with torch.no_grad(), regard.edit(model, *edits):
-        written = model.generate(ids, **options)
-        want = judge(model, hides)(written.sequences).logits[:, 10:-1]
+    options |= {"attention_mask": torch.ones_like(ids), "disable_compile": True}
+    with torch.no_grad():
+        before = torch.stack(model.generate(ids, **options).logits, 1)
+        with regard.edit(model, *edits, Ablate(0, 1)):
+            written = model.generate(ids, **options)
+        want = judge(model, hides, (0, 1))(written.sequences).logits[:, 10:-1]
+        again = torch.stack(model.generate(ids, **options).logits, 1)
     got = torch.stack(written.logits, 1)
     assert torch.allclose(got, want, atol=3e-5 * float(want.abs().max()))
+    assert torch.equal(again, before) and not torch.allclose(got[:, 0], before[:, 0], atol=1e-3)
+
+
+def test_an_encoder_decoder_writes_edited() -> None:
+    model, ids = SUBJECTS["bart"](), draw(2, 11)
+    name = "model.decoder.layers.1.encoder_attn"
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        with regard.edit(model, Block(slice(2, None), slice(4, None), layers=name)):
+            written = model.generate(ids, **options)
+            whole = model(input_ids=ids, decoder_input_ids=written[:, :-1]).logits
+        plainly = model.generate(ids, **options)
+    assert torch.equal(whole.argmax(-1), written[:, 1:])
+    assert plainly.tolist() != written.tolist()
 
 
 def test_a_cache_that_is_given_tells_positions() -> None:
@@ -243,7 +294,7 @@ def test_nothing_is_left_in_place_when_blocks_end_in_any_order() -> None:
         assert torch.equal(model(**given).logits, before)
     assert len({float(x.abs().sum()) for x in (before, first, both, second)}) == 4
     assert AttentionInterface.__dict__.get("get_interface") is interface
-    assert nn.functional.scaled_dot_product_attention is sdpa and not hooks._patches
+    assert nn.functional.scaled_dot_product_attention is sdpa and not shared_patch._patches
     assert nn.MultiheadAttention.forward is forward
 
 
@@ -323,3 +374,59 @@ def test_torchs_transformer_is_edited_by_the_names_of_its_layers() -> None:
         want = judge(source, target)
         with regard.edit(model, Block(4, 6, layers="decoder.layers.1.multihead_attn")):
             assert torch.allclose(model(source, target), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("edit_first", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_watched_record_of_torchs_modules_is_of_the_edited_heads(
+    whole: bool, edit_first: bool
+) -> None:
+    torch.manual_seed(3)
+    layer = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(1, 7, 12)
+    inner = nn.MultiheadAttention(12, 3, batch_first=True, add_bias_kv=True).eval()
+    subject: nn.Module = model if whole else inner
+    given = (x,) if whole else (x, x, x)
+    blocks = regard.edit(subject, Block(5, -3, layers=0, heads=1)), regard.watch(subject, keep="qk")
+    one, two = blocks if edit_first else blocks[::-1]
+    with torch.no_grad(), one as first, two as second:
+        subject(*given)
+    record: Any = second if edit_first else first
+    assert len(record.places) == (2 if whole else 1)
+    assert record.map(0, 1)[5, 4] == 0.0 and record.map(0, 0)[5, 4] > 0.0
+    assert abs(record.map(0, 1)[5].sum() - 1.0) < 1e-5
+
+
+class OwnAttention(nn.Module):
+    """Attention written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (
+            regard.MultiHeadAttention(12, 3),
+            OwnAttention(),
+            regard.MultiHeadAttention(12, 3),
+        )
+        self.layers, self.tail = nn.ModuleList(layers), regard.MultiHeadAttention(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.tail):
+            x = layer(x)
+        return x
+
+
+def test_what_is_reached_in_part_is_refused_where_an_edit_speaks_of_all() -> None:
+    model, x = Mixed(), torch.randn(1, 5, 12)
+    for layers in (None, 1, "layers", "layers.1"):
+        why = "has no layer" if layers == "layers.1" else r"speaks of layers\.1 too|several stacks"
+        with pytest.raises(ValueError, match=why), regard.edit(model, Ablate(layers, 1)):
+            model(x)
+    for layers in (("layers.0", "layers.2"), "tail"):
+        with regard.edit(model, Ablate(layers, 1)):
+            model(x)

@@ -12,9 +12,11 @@ path is left, which may change last bits.
 
 A block edits what is called in its own thread and context (`contextvars`); blocks may lie in each
 other, and the inner one has the last word. A record that is made in a block (`regard.watch`) is of
-the edited heads; of torch.nn's modules alone its weights are those before the edit.
+the edited heads.
 
-Left out: compiled models, which run unseen, and attention that a model writes out itself.
+Left out: compiled models, which run unseen, and attention that a model writes out itself. A module
+that is called attention, runs, and is not reached is refused where an edit speaks of it. Where
+layers are checkpointed, the backward pass runs them again as they are then: call it in the block.
 """
 
 from __future__ import annotations

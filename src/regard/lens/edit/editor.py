@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from regard.lens.edit import change
 from regard.lens.edit.positions import Span, Standing, across, find_spans, holds, in_line
 from regard.lens.edit.values import Block, Edit, HeadOutputs, Patch, as_tuple
+from regard.lens.head_shards import HeadShard, is_sharded, shard_of
 from regard.lens.lazy_weights import Array
 from regard.lens.recorder import CROSS, stack_of
 from regard.ops.call import Call
@@ -46,7 +47,8 @@ def is_around(outer: str, name: str) -> bool:
 class Layer:
     """One layer's attention: the module's name, its number in its stack, and its heads.
 
-    `key` tells layers apart that share a module: name, name@2, ... as `watch` names them.
+    `key` tells layers apart that share a module: name, name@2, ... as `watch` names them. `shard`:
+    where ranks share its heads, those that are here.
     """
 
     name: str
@@ -54,6 +56,12 @@ class Layer:
     stack: tuple[str, bool]
     n_heads: int
     key: str
+    shard: HeadShard | None = None
+
+    def heads_here(self, bound: Bound, n_here: int) -> Sequence[int] | None:
+        """The heads that an edit speaks of, as they are numbered here; None for all of them."""
+        heads = bound.heads()
+        return heads if self.shard is None else self.shard.local(heads, n_here)
 
     def is_in(self, asked: Sequence[int | str] | None) -> bool:
         if asked is None or self.number in asked:
@@ -107,6 +115,12 @@ class Editor:
         named = list(model.named_modules())
         self.names = {id(module): name for name, module in named}
         self.modules = [module for _, module in named]
+        # Those that are called attention, and which of them have run.
+        self._attentions = {
+            id(x): name for name, x in named if "attention" in type(x).__name__.lower()
+        }
+        self._ran: set[str] = set()
+        self._spread = any(map(is_sharded, model.parameters()))
         self.running: list[nn.Module] = []
         self.entered: Counter[int] = Counter()
         self.layers: dict[tuple[str, int], Layer] = {}
@@ -146,6 +160,8 @@ class Editor:
             self._before, self._padding = None, {}
         self.running.append(module)
         self.entered[id(module)] += 1
+        if id(module) in self._attentions:
+            self._ran.add(self._attentions[id(module)])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) not in self.names or not self._is_here():
@@ -193,7 +209,9 @@ class Editor:
             cross = CROSS.search(name) is not None and "self" not in last
             stack = stack_of(name), cross if caller.cross is None else caller.cross
             key = f"{name}@{turn}" if turn > 1 else name
-            self.layers[at] = Layer(name, self._numbers[stack], stack, call.rule.shape.H, key)
+            shard = shard_of(caller.module, call.q, call.k) if self._spread else None
+            n_heads = call.rule.shape.H if shard is None else shard.total
+            self.layers[at] = Layer(name, self._numbers[stack], stack, n_heads, key, shard)
             self._numbers[stack] += 1
         return self.layers[at]
 
@@ -229,8 +247,8 @@ class Editor:
             if isinstance(each.edit, Block):
                 looking = each.find("queries", standing, "query")
                 hidden = each.find("keys", standing, "key")
-                if looking.any() and hidden.any():
-                    rows, heads = each.rows, each.heads()
+                rows, heads = each.rows, layer.heads_here(each, call.rule.shape.H)
+                if looking.any() and hidden.any() and heads != []:
                     masks.append(change.make_blocked(looking, hidden, rows, heads, call))
         blocked = change.block_call(call, masks) if masks else call
 
@@ -254,7 +272,8 @@ class Editor:
             change.keep_outputs(edit.outputs, layer.key, standing, output_bhte)
             return
         B, H, _, _ = output_bhte.shape
-        b, h = change.pick(bound.rows, B)[:, None], change.pick(bound.heads(), H)[None]
+        heads = layer.heads_here(bound, H)
+        b, h = change.pick(bound.rows, B)[:, None], change.pick(heads, H)[None]
         if isinstance(edit, Patch):
             chosen = None
             if edit.positions is not None:
@@ -295,6 +314,34 @@ class Editor:
                 raise ValueError(
                     f"no text of the block had tokens where {each.edit} has its {missing[0]}"
                 )
+            unedited = [name for name in self._unreached() if whole and speaks_of(each, name)]
+            if unedited:
+                raise ValueError(
+                    f"{each.edit} speaks of {unedited[0]} too, which attends in its own code and "
+                    "was not edited; name the layers that are meant by their modules, of "
+                    f"{', '.join(layer.name for layer in self.layers.values())}"
+                )
+
+    def _unreached(self) -> list[str]:
+        """Innermost modules that are called attention and have run, of which no call was seen."""
+        seen = {layer.name for layer in self.layers.values()}
+        return [
+            name
+            for name in sorted(self._ran)
+            if not any(is_around(name, other) or is_around(other, name) for other in seen)
+            and not any(name != other and is_around(name, other) for other in self._ran)
+        ]
+
+
+def speaks_of(bound: Bound, name: str) -> bool:
+    """Whether a module is among the layers that an edit names, or would count among them."""
+    asked = as_tuple(bound.edit.layers)
+    if isinstance(bound.edit, Capture):
+        return False  # What it keeps has names.
+    if asked is None:
+        return True
+    counts = bound.stack is not None and bound.stack[0] == stack_of(name)
+    return any(is_around(outer, name) if isinstance(outer, str) else counts for outer in asked)
 
 
 def check_layer(bound: Bound, layer: Layer) -> None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -27,61 +26,18 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from regard.lens.call_edits import caller_of
-from regard.lens.edit.editor import Editor
-from regard.lens.edit.positions import Standing
+from regard.lens.call_edits import caller_of, is_edited, torchs_caller
+from regard.lens.hooks.torch_nn import FORWARDS, patched_forwards
 from regard.lens.hooks.transformers import implementation, read_rule, signature_of
+from regard.lens.shared_patch import patched
 from regard.ops import Causal, DenseBias, Wants
 from regard.ops.call import Call, make_call
-from regard.ops.edit_hook import Caller, Edited, edit_call, open_editors
+from regard.ops.edit_hook import Edited, edit_call, open_editors
 from regard.ops.op import observe_call
-
-FAST = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-"""torch.nn's classes with a fused path."""
-
-
-@dataclass(eq=False)
-class Patched:
-    """An attribute that is replaced now, and by how many blocks; `own`: not inherited."""
-
-    original: Any
-    replacement: Any
-    own: bool
-    n_blocks: int = 0
-
-
-_patches: dict[tuple[Any, str], Patched] = {}
-_lock = threading.Lock()
-
-
-@contextmanager
-def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """While a block is open, `owner.name` is wrap(what it was)."""
-    with _lock:
-        if (owner, name) not in _patches:
-            original = getattr(owner, name)
-            _patches[owner, name] = Patched(original, wrap(original), name in vars(owner))
-            setattr(owner, name, _patches[owner, name].replacement)
-        patch = _patches[owner, name]
-        patch.n_blocks += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            patch.n_blocks -= 1
-            if not patch.n_blocks:
-                del _patches[owner, name]
-                # Whoever has replaced it since calls ours, which does nothing.
-                if vars(owner).get(name) is patch.replacement:
-                    if patch.own:
-                        setattr(owner, name, patch.original)
-                    else:
-                        delattr(owner, name)
 
 
 @contextmanager
@@ -93,19 +49,12 @@ def hook_models(model: nn.Module) -> Iterator[None]:
         if interface is not None:
             for name in ("get_interface", "__getitem__"):
                 patches.enter_context(patched(interface, name, hand_out_edited))
-        kinds = [kind for kind in FAST if any(isinstance(x, kind) for x in model.modules())]
-        for kind in kinds:
-            wrap = attend_edited if kind is nn.MultiheadAttention else run_plainly
-            patches.enter_context(patched(kind, "forward", wrap))
-        if kinds:
+        modules = list(model.modules())
+        wrappers = dict.fromkeys(FORWARDS, run_plainly) | {nn.MultiheadAttention: attend_edited}
+        patches.enter_context(patched_forwards(modules, wrappers))
+        if any(isinstance(module, tuple(FORWARDS)) for module in modules):
             patches.enter_context(patched(F, "scaled_dot_product_attention", edit_sdpa))
         yield
-
-
-def knows(module: nn.Module) -> bool:
-    """Whether a module is of a model that is edited here."""
-    editors = (editor for editor in open_editors() if isinstance(editor, Editor))
-    return any(id(module) in editor.names for editor in editors)
 
 
 def weights_of(call: Call) -> Tensor:
@@ -133,7 +82,7 @@ def edit_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not knows(module):
+        if not is_edited(module):
             return function(module, *args, **kwargs)
         bound = signature_of(function).bind(module, *args, **kwargs)
         call = read_function(module, function, {**bound.arguments, **bound.kwargs})
@@ -183,7 +132,7 @@ class PlainPath(TorchFunctionMode):
 def run_plainly(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not knows(module):
+        if not is_edited(module):
             return forward(module, *args, **kwargs)
         with PlainPath():
             return forward(module, *args, **kwargs)
@@ -195,7 +144,8 @@ def run_plainly(forward: Callable[..., Any]) -> Callable[..., Any]:
 class Attending:
     """A module of torch.nn's that attends, the keys that it was given, and its call as edited."""
 
-    caller: Caller
+    module: nn.Module
+    cross: bool
     n_keys: int
     call: Call | None = None
 
@@ -209,7 +159,7 @@ def attend_edited(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def run(module: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
-        if not knows(module):
+        if not is_edited(module):
             return forward(module, *args, **kwargs)
         bound = signature.bind(module, *args, **kwargs)
         bound.apply_defaults()
@@ -217,8 +167,7 @@ def attend_edited(forward: Callable[..., Any]) -> Callable[..., Any]:
         key, wants_weights = given["key"], given["need_weights"]
         given["need_weights"] = False
         axis = 1 if module.batch_first and key.dim() == 3 else 0
-        cross = key is not given["query"]
-        attending = Attending(Caller(module, cross), key.shape[axis])
+        attending = Attending(module, key is not given["query"], key.shape[axis])
         token = _attending.set(attending)
         try:
             with PlainPath():
@@ -266,9 +215,7 @@ def read_sdpa(
         bias=None if attn_mask is None else DenseBias(attn_mask),
         dropout=dropout_p,
     )
-    T, S = q.shape[2], k.shape[2]
-    keys = np.where(np.arange(S) < attending.n_keys, np.arange(S), -1)[None]
-    lengths = np.full((1, 1), T), np.full((1, 1), attending.n_keys)
-    standing = Standing(np.arange(T)[None], keys, *lengths)
-    edited = edit_call(call, attending.caller._replace(standing=standing))
+    edited = edit_call(
+        call, torchs_caller(attending.module, attending.cross, q, k, attending.n_keys)
+    )
     return call if edited is None else edited.call, edited

@@ -1,7 +1,8 @@
 """The hook on beam search in `transformers`: the record is of the text that wins.
 
 Why: a search runs many texts side by side, in rows that change places and die at every step. No row
-of its steps is a text, and which text wins is known at the end.
+of its steps is a text, and which text wins is known at the end. So it is where an assistant writes
+drafts, of which the model takes back what it does not agree with.
 
 How: while `generate` searches, recorders pause. Then the model reads the best text of each prompt
 once, all of its tokens but the last, as it would have been fed step by step, and that is recorded.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +43,10 @@ STEPWISE = {
 def hook_beam_search(recorder: Recorder) -> Iterator[None]:
     """Hook the search, where the package is loaded at all: a model of it cannot be without."""
     mixin = getattr(sys.modules.get("transformers.generation.utils"), "GenerationMixin", None)
-    if not hasattr(mixin, "_beam_search"):
-        yield
-        return
-    with patched(mixin, "_beam_search", record_best):
+    with ExitStack() as patches:
+        for name in ("_beam_search", "_assisted_decoding"):
+            if hasattr(mixin, name):
+                patches.enter_context(patched(mixin, name, record_best))
         yield
 
 
@@ -78,8 +79,8 @@ def record_best(search: Callable[..., Any]) -> Callable[..., Any]:
 def read_best(model: Any, given: dict[str, Any], found: Any, all_logits: bool) -> None:
     config, prompt = given["generation_config"], given["input_ids"]
     sequences = found if isinstance(found, Tensor) else found.sequences
-    best_bt = sequences[:: config.num_return_sequences]
-    width, rows = prompt.shape[1], slice(None, None, config.num_beams)
+    best_bt = sequences[:: config.num_return_sequences or 1]
+    width, rows = prompt.shape[1], slice(None, None, config.num_beams or 1)
     fed_bt = fed(best_bt, width, config._eos_token_tensor)
     T = int(fed_bt.sum(1).max())
     ids_bt, fed_bt = best_bt[:, :T], fed_bt[:, :T]

@@ -31,7 +31,7 @@ def hook_regard(recorder: Recorder) -> Iterator[None]:
         return Call(name=name, q=seen.q, k=k, v=v, sinks=seen.sinks, cross=cross, **rule)
 
     def record(seen: call.Call) -> None:
-        if recorder.handling:
+        if recorder.handling or not recorder.is_open:
             return
         with recorder.running(seen.caller):
             if recorder.stack:

@@ -4,7 +4,8 @@ Each step that scores go through is known by its function: products, scaling by 
 fillings, and changes of type or shape. At the softmax a few rows are made again from the trace and
 compared with what is there. Where they do not agree, or something else happened to the numbers on
 the way, the scores themselves are recorded. What moves scores to other places, as sliding windows
-in pieces do (Longformer), ends the trace: a softmax of that is left out, and the record says so.
+in pieces do (Longformer), or heads that are mixed where they lie last (talking heads), ends the
+trace: a softmax of that is left out, and the record says so.
 
 Letters: B batch, T queries, S keys, H heads, D head width.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.lens.captured_call import Call, whole_scores
-from regard.lens.tensor_origins import PROJECTING, TensorOrigins
+from regard.lens.tensor_origins import PROJECTING, Moved, TensorOrigins, is_parameter
 from regard.ops import Dense, DenseBias
 from regard.ops.call import score_dtype
 
@@ -89,11 +90,16 @@ class ScoreTrace:
             step = added_product(args, kwargs, result)
         else:
             step = summed_product(args, result)
-        if step is not None:
+        if step is None:
+            self._follow_mixing(func, args, result)
+        else:
             self.steps[result] = step
 
     def _follow_change(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        if not args or func in PROJECTING or func in SOFTMAX:
+        if not args or func in SOFTMAX:
+            return
+        if func in PROJECTING:
+            self._follow_mixing(func, args, result)
             return
         moved, scores = self.origins.moved, self._operand(args) if self.steps.data else None
         if scores is None:
@@ -106,7 +112,21 @@ class ScoreTrace:
             if step is not None and result.dim() in AXES:
                 self.steps[result] = step
             else:
-                moved.put(result, getattr(func, "__name__", str(func)))
+                moved.put(result, Moved(name_of(func), tuple(scores.shape)))
+
+    def _follow_mixing(self, func: Any, args: Any, result: Any) -> None:
+        """Scores of heads that are mixed by weights are scores still, where keys stay last."""
+        operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args
+        if not isinstance(result, Tensor) or not any(map(is_parameter, operands)):
+            return
+        step = next(filter(None, map(self._known, operands)), None)
+        shape = (*step.q.shape[:-1], step.k.shape[-2]) if step is not None else ()
+        if step is not None and func is not F.linear and result.shape == shape:
+            self.steps[result] = replace(step, opaque=True)
+        for x in operands:
+            moved = self.origins.moved.get(x)
+            if moved is not None and sorted(x.shape) == sorted(moved.shape):
+                self.origins.moved.put(result, moved._replace(by=name_of(func)))
 
     def _operand(self, args: Any) -> Tensor | None:
         """The scores among the arguments."""
@@ -115,14 +135,14 @@ class ScoreTrace:
 
     def _follow_moved(self, args: Any, result: Any) -> None:
         """Scores that were moved stay so, also when they are written into other tensors."""
-        moved, by = self.origins.moved, None
+        moved, found = self.origins.moved, None
         for given in args:
             for x in given if isinstance(given, (tuple, list)) else (given,):
-                by = by or moved.get(x)
-        if by is not None:
+                found = found or moved.get(x)
+        if found is not None:
             changed = args[0] if result is None else result
             if isinstance(changed, Tensor) and changed.is_floating_point():
-                moved.put(changed, by)
+                moved.put(changed, found)
 
     def _changed(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Step | None:
         if func is torch.where and len(args) == 3:
@@ -154,27 +174,24 @@ class ScoreTrace:
         found: Step | None = self._get(value) if isinstance(value, Tensor) else None
         return found
 
-    def end(
-        self, name: str, heads: Callable[[int], int], args: Any, kwargs: dict[str, Any]
-    ) -> Call | None:
-        """The call that a softmax ends, if what it is taken of was followed.
-
-        heads: how many there are, where rows and heads have one axis.
-        """
+    def end(self, name: str, heads: Heads, args: Any, kwargs: dict[str, Any]) -> Call | None:
+        """The call that a softmax ends, if what it is taken of was followed."""
         scores = args[0] if args else kwargs.get("input")
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        step, moved_by = self._known(scores), self.origins.moved.get(scores)
-        if moved_by is not None:
+        step, moved = self._known(scores), self.origins.moved.get(scores)
+        if moved is not None:
             raise ValueError(
-                f"between the product of queries and keys and the softmax is {moved_by}, which "
+                f"between the product of queries and keys and the softmax is {moved.by}, which "
                 "moves scores, so that it is not known which keys they are of"
             )
         if step is None or not isinstance(scores, Tensor) or dim not in (-1, scores.dim() - 1):
             return None
         cross = self.origins.relate(*step.given, *scores.shape[-2:])
         scores = scores.detach()
+        if scores.dim() == 5 and heads.come_first(scores.shape):
+            scores, step = scores.transpose(1, 2), turned(step)
         if scores.dim() != 4:
-            n_heads = heads(scores.shape[0]) if scores.dim() == 3 else scores.shape[-3]
+            n_heads = heads.count(scores.shape[0]) if scores.dim() == 3 else scores.shape[-3]
             scores = scores.reshape(-1, n_heads, *scores.shape[-2:])
             step = reshaped(step, scores)
         found = None if step is None or step.opaque else call_of(name, step)
@@ -251,6 +268,21 @@ def reshaped(step: Step, result: Tensor) -> Step | None:
     )
 
 
+def turned(step: Step) -> Step:
+    """The step with the second and third of five axes in the other order."""
+
+    def turn(x: Tensor) -> Tensor:
+        return x if x.dim() < 3 else x[(None,) * (4 - x.dim())].transpose(-4, -3)
+
+    return replace(
+        step,
+        q=turn(step.q),
+        k=turn(step.k),
+        added=tuple(map(turn, step.added)),
+        hidden=tuple(map(turn, step.hidden)),
+    )
+
+
 def call_of(name: str, step: Step) -> Call | None:
     if step.q.dim() != 4 or step.q.shape[:2] != step.k.shape[:2]:
         return None
@@ -293,13 +325,43 @@ def is_low(value: Any) -> bool:
     return found is not None and found <= HIDDEN
 
 
-def heads_of(module: nn.Module, rows: int, n_inputs: int | None) -> int:
-    """How many heads there are where rows are samples and heads together.
+def name_of(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
 
-    As many as the module says that it has; if it does not say, all rows of one input are heads.
-    """
-    for name in ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead"):
-        said = getattr(module, name, None)
-        if isinstance(said, int) and said > 0 and rows % said == 0:
-            return said
-    return rows if n_inputs == 1 else 1
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads a module says that it has, if it does, and how many inputs there are."""
+
+    said: int | None
+    n_inputs: int | None
+
+    @staticmethod
+    def of(module: nn.Module, n_inputs: int | None) -> Heads:
+        names = ("num_heads", "n_heads", "num_attention_heads", "n_head", "heads", "nhead")
+        found = (getattr(module, name, None) for name in names)
+        return Heads(next((n for n in found if isinstance(n, int) and n > 0), None), n_inputs)
+
+    def count(self, rows: int) -> int:
+        """How many there are where rows are samples and heads together.
+
+        As many as the module says that it has; if it does not say, all rows of one input are heads.
+        """
+        if self.said is not None and rows % self.said == 0:
+            return self.said
+        return rows if self.n_inputs == 1 else 1
+
+    def come_first(self, shape: Sequence[int]) -> bool:
+        """Whether of five axes the second is that of heads, and the third of windows."""
+        return shape[-4] == self.said != shape[-3]
+
+    def doubt(self, shape: Sequence[int]) -> str | None:
+        """What is not known of five axes."""
+        if len(shape) != 5 or 1 in shape[-4:-2]:
+            return None
+        if self.said in shape[-4:-2] and shape[-4] != shape[-3]:
+            return None
+        return (
+            f"has axes of {shape[-4]} and {shape[-3]} before its tokens, and does not say which is "
+            "that of heads; the second is taken for it"
+        )

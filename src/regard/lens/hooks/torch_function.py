@@ -21,7 +21,6 @@ Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 from regard.lens.captured_call import Call, whole_scores
 from regard.lens.hooks.flex import flex_rule, flex_scores
-from regard.lens.hooks.score_tracing import SOFTMAX, ScoreTrace, heads_of
+from regard.lens.hooks.score_tracing import SOFTMAX, Heads, ScoreTrace
 from regard.lens.hooks.torch_nn import read_heads
 from regard.lens.open_recorders import recorders_of, run_recorded
 from regard.lens.shared_patch import patched
@@ -73,7 +72,7 @@ class AttentionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         recorder = self.recorder
         # In this order, and attention last: it is asked about every function of a whole model.
-        if recorder.handling or torch.compiler.is_compiling():
+        if recorder.handling or not recorder.is_open or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func not in ATTENDING or not recorder.record(lambda _: self.read(func, args, kwargs)):
             result = func(*args, **kwargs)
@@ -82,6 +81,7 @@ class AttentionMode(TorchFunctionMode):
                 if self.trace.concerns(func):
                     self.trace.follow(func, args, kwargs, result)
             except Exception as error:
+                recorder.origins.is_whole = False
                 recorder.leave_out(recorder.name_of() or "", error)
             return result
         recorder.handling += 1
@@ -98,15 +98,25 @@ class AttentionMode(TorchFunctionMode):
             return read_heads(recorder, name, MHA.bind(*args, **kwargs).arguments)
         if from_us():
             return None
-        heads = functools.partial(heads_of, module, n_inputs=recorder.inputs.n_inputs)
+        heads = Heads.of(module, recorder.inputs.n_inputs)
         if func is not F.scaled_dot_product_attention:
-            return self.trace.end(name, heads, args, kwargs)
+            call = self.trace.end(name, heads, args, kwargs)
+            scores = args[0] if args else kwargs.get("input")
+            return call if call is None else self.with_doubt(call, heads, scores)
         given = SDPA.bind(*args, **kwargs).arguments
         query, key = given["query"], given["key"]
-        call = read_sdpa(name, heads(query.shape[0]), **given)
+        call = read_sdpa(name, heads, **given)
         if call is None:
             return None
-        return replace(call, cross=recorder.origins.relate(query, key, *call.shape[2:]))
+        call = replace(call, cross=recorder.origins.relate(query, key, *call.shape[2:]))
+        return self.with_doubt(call, heads, query)
+
+    def with_doubt(self, call: Call, heads: Heads, like: Any) -> Call:
+        """The call, and a remark where it is not known which of its axes is that of heads."""
+        doubt = heads.doubt(like.shape)
+        if doubt is not None:
+            self.recorder.takes.remarks[f"{call.name} {doubt}"] = None
+        return call
 
 
 @contextmanager
@@ -172,7 +182,7 @@ def read_flex(name: str, given: dict[str, Any]) -> Call:
 
 def read_sdpa(
     name: str,
-    heads: int,
+    heads: Heads,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -185,15 +195,20 @@ def read_sdpa(
         raise ValueError("its queries are nested tensors; give it a padded batch")
     if min(query.dim(), key.dim()) < 2:
         return None
+    if query.dim() == key.dim() == 5 and heads.come_first(query.shape):
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+        if attn_mask is not None and attn_mask.dim() > 2:
+            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())].transpose(-4, -3)
     if max(query.dim(), key.dim()) > 4:
         lead = (query[..., 0, 0, 0] + key[..., 0, 0, 0]).shape
         query, key = (x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in (query, key))
         if attn_mask is not None and attn_mask.dim() > 4:
             attn_mask = attn_mask.expand(*lead, *attn_mask.shape[-3:]).flatten(0, -4)
     q, k = (x[(None,) * (4 - x.dim())] for x in (query, key))
+    n_heads = heads.count(query.shape[0])
     if query.dim() == 3 == key.dim():
         # Rows and heads in one axis, of which the module says how many heads it has, or one.
-        q, k = (x.reshape(-1, heads, *x.shape[1:]) for x in (query, key))
+        q, k = (x.reshape(-1, n_heads, *x.shape[1:]) for x in (query, key))
     rows = max(q.shape[0], k.shape[0])
     q, k = q.expand(rows, *q.shape[1:]), k.expand(rows, *k.shape[1:])
     if not more.get("enable_gqa", False) and k.shape[1] == 1 != q.shape[1]:
@@ -205,7 +220,7 @@ def read_sdpa(
         mask = Causal(align="start" if variant.name == "UPPER_LEFT" else "end")
     elif attn_mask is not None:
         joined = query.dim() == 3 == attn_mask.dim() and attn_mask.shape[0] > 1
-        four = attn_mask.reshape(-1, heads, *attn_mask.shape[1:]) if joined else attn_mask
+        four = attn_mask.reshape(-1, n_heads, *attn_mask.shape[1:]) if joined else attn_mask
         if four.dtype == torch.bool:
             mask = Dense(four) if mask is None else mask & Dense(four)
         else:

@@ -7,9 +7,11 @@ differ; so seeing them by either would change what they compute.
 How: for the time of the block the `forward` of their classes is replaced, so that instances can be
 pickled and copied as ever. For modules of a watched model the replacement works out the queries and
 keys from the arguments, beside the call, records them, takes our mode away and calls the original
-as it came; for others it calls the original. Inside an encoder that turned padding into nested
-tensors a row has its real tokens only. `read_heads` is what torch's multi-head attention computes
-before its heads attend, from the same arguments.
+as it came; for others it calls the original. A module whose `forward` was replaced, as `accelerate`
+does, is seen where it holds the one of its class; where it holds none, and may run fused, it runs
+without our mode, and is left out. Inside an encoder that turned padding into nested tensors a row
+has its real tokens only. `read_heads` is what torch's multi-head attention computes before its
+heads attend, from the same arguments.
 
 Left out: subclasses with a `forward` of their own; what they call is seen by other hooks.
 
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -30,9 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.lens.captured_call import Call, Refused
+from regard.lens.call_edits import edited_mask, is_edited, torchs_caller
+from regard.lens.captured_call import Call
 from regard.lens.open_recorders import recorders_of, run_recorded
-from regard.lens.shared_patch import patched
+from regard.lens.shared_patch import StandIn, original_of, patched
 from regard.ops import Bias, Causal, Dense, DenseBias, Mask
 
 if TYPE_CHECKING:
@@ -44,21 +47,62 @@ OWN = (
 )
 """The arguments of `multi_head_attention_forward` that a module holds itself."""
 Read = Callable[["Recorder", Any, dict[str, Any]], Call | None]
+FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
+    kind: kind.forward
+    for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+}
+"""torch.nn's classes with a fused path, and what they compute."""
 
 
 @contextmanager
 def hook_torch_nn(recorder: Recorder) -> Iterator[None]:
-    readers = {
-        nn.MultiheadAttention: read_attention,
-        nn.TransformerEncoderLayer: read_layer,
-        nn.TransformerEncoder: read_stack,
+    readers: tuple[Read, ...] = (read_attention, read_layer, read_stack)
+    wrappers = {
+        kind: functools.partial(record_forward, read)
+        for kind, read in zip(FORWARDS, readers, strict=True)
     }
-    kinds = {kind for kind in readers if any(isinstance(x, kind) for x in recorder.modules)}
-    with ExitStack() as patches:
-        for kind in kinds:
-            wrap = functools.partial(record_forward, readers[kind])
-            patches.enter_context(patched(kind, "forward", wrap))
+    for module in recorder.modules:
+        kind = next((kind for kind in FORWARDS if isinstance(module, kind)), None)
+        if kind and "forward" in vars(module) and not held_forwards(module, kind):
+            recorder.hidden.add(id(module))
+    with patched_forwards(recorder.modules, wrappers):
         yield
+
+
+@contextmanager
+def patched_forwards(
+    modules: Iterable[nn.Module], wrappers: Mapping[type[nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """Wrap the `forward` of torch.nn's classes, where the modules have some; also a held one."""
+    with ExitStack() as patches:
+        for kind, wrap in wrappers.items():
+            found = [module for module in modules if isinstance(module, kind)]
+            if found:
+                patches.enter_context(patched(kind, "forward", wrap))
+            for module in found:
+                for name in held_forwards(module, kind):
+                    held = functools.partial(stand_in, module, kind, wrap)
+                    patches.enter_context(patched(module, name, held))
+        yield
+
+
+def held_forwards(module: nn.Module, kind: type[nn.Module]) -> list[str]:
+    """The attributes in which a module holds the `forward` of its class, for one of its own."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if getattr(original_of(value), "__func__", None) is FORWARDS[kind]
+    ]
+
+
+def stand_in(
+    module: nn.Module, kind: type[nn.Module], wrap: Callable[..., Any], held: Any
+) -> StandIn:
+    @wraps(FORWARDS[kind])
+    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return held(*args, **kwargs)
+
+    return StandIn(original_of(held), functools.partial(wrap(forward), module))
 
 
 def record_forward(read: Read, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,12 +127,19 @@ def record_forward(read: Read, forward: Callable[..., Any]) -> Callable[..., Any
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module computes what torch.nn's does, and no more."""
+    """Whether a module computes what torch.nn's does, and no more; FSDP2 makes classes of its own.
+
+    A stack of layers that compute something else may not be seen where it is.
+    """
     if isinstance(module, nn.MultiheadAttention):
         return True
-    if type(module) is nn.TransformerEncoder:
-        return all(type(layer) is nn.TransformerEncoderLayer for layer in module.layers)
-    return type(module) is nn.TransformerEncoderLayer
+    if isinstance(module, nn.TransformerEncoder):
+        return all(isinstance(x, nn.TransformerEncoderLayer) for x in module.layers) and all(
+            map(is_plain, module.layers)
+        )
+    kind: Any = type(module)
+    plain: Any = nn.TransformerEncoderLayer
+    return kind.forward is plain.forward and kind._sa_block is plain._sa_block
 
 
 def read_stack(recorder: Recorder, module: Any, given: dict[str, Any]) -> None:
@@ -111,7 +162,9 @@ def is_cross(recorder: Recorder, query: Tensor, key: Tensor, axis: int = 0) -> b
     return key is not query if cross is None else cross
 
 
-def read_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call:
+def read_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call | None:
+    if is_edited(module):
+        return None  # It runs in pieces, and its attention is read where it is called.
     nested = given["src"].is_nested
     x = nested_row(recorder, given["src"]) if nested else given["src"]
     with torch.no_grad():
@@ -136,6 +189,8 @@ def read_module(
     own["use_separate_proj_weight"] = not module._qkv_same_embed_dim
     name = recorder.name_of(module) or ""
     call = read_heads(recorder, name, {**given, **own, "query": query, "key": key}, cross)
+    caller = torchs_caller(module, cross, call.q, call.k, key.shape[0])
+    call = replace(call, mask=edited_mask(caller, call.q, call.k, call.mask, call.bias))
     if not recorder.extras.wants_values or call.k.shape[2] != value.shape[0]:
         return call
     return replace(call, v=project_values(value, module))
@@ -157,7 +212,7 @@ def nested_row(recorder: Recorder, x: Tensor) -> Tensor:
     rows, asked = x.unbind(), recorder.takes.rows or (0,)
     if len(asked) > 1 or (recorder.takes.rows is None and len(rows) > 1):
         what = f"the batch has {len(rows)} rows without their padding, and is recorded row by row"
-        raise Refused(f"{what}: name one, watch(model, row=0)")
+        raise ValueError(f"{what}: name one, watch(model, row=0)")
     return rows[asked[0]][None]
 
 

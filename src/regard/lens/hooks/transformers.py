@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from regard.lens.call_edits import edited_mask
+from regard.lens.call_edits import caller_of, edited_mask
 from regard.lens.captured_call import Call
 from regard.lens.hooks.flex import flex_rule
 from regard.lens.module_hooks import trace_unseen
@@ -141,7 +141,7 @@ def read_call(
             "be watched yet; give it a padded batch"
         )
     mask, bias, k = read_rule(module, implementation(function), given)
-    mask = edited_mask(module, given["query"], k, mask, bias)
+    mask = edited_mask(caller_of(module), given["query"], k, mask, bias)
     scale, sinks = given.get("scaling"), given.get("s_aux")
     cross = is_cross(recorder, module, query, key)
     return Call(
