@@ -23,6 +23,7 @@ Seen in torch 2.11 and 2.13:
 - `torch.nn.modules.module._global_forward_hooks` and their like: hooks on all modules, under one
   key for good, as compiled graphs are guarded by keys.
 - `torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex`: indices under vmap.
+- `torch._C._get_tracing_state`: whether `torch.jit` is tracing.
 - `DTensor._local_tensor`: what a rank has of it; `to_local` gives a view, another tensor.
 - `kwargs` in the frame of `torch.nn.modules.module` that calls a hook on all modules, which is not
   given what the module was given by name.
@@ -155,6 +156,11 @@ def set_modes(modes: list[TorchFunctionMode]) -> None:
 def is_backward() -> bool:
     """Whether the backward pass is running, in which checkpointing runs layers again."""
     return int(torch._C._current_graph_task_id()) != -1
+
+
+def is_traced_by_jit() -> bool:
+    """Whether `torch.jit.trace` is at work, into which all that is called goes."""
+    return torch._C._get_tracing_state() is not None
 
 
 def is_called_by_compiled() -> bool:

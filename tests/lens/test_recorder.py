@@ -1,6 +1,7 @@
 """Layers are numbered in the order in which they are called (`lens/recorder.py`)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from regard.layers import MultiHeadAttention
 from regard.lens.recorder import stack_of
 from regard.lens.watch import watch
 
@@ -217,3 +219,45 @@ def test_layers_that_checkpointing_runs_again_are_recorded_once(reentrant: bool)
         model(x).square().sum().backward()
     assert [place.name for place in record.places] == ["layers.0", "layers.1"]
     assert torch.equal(x.grad, want)
+
+
+class Merged(nn.Module):
+    """Attention by torch's function, by ours, and written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours, self.fused = MultiHeadAttention(12, 3), nn.MultiheadAttention(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(*x.shape[:2], 3, 4).transpose(1, 2)
+        x = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape_as(x)
+        x = (x @ x.mT).softmax(-1) @ x
+        out: Tensor = self.fused(self.ours(x), x, x, need_weights=False)[0]
+        return out
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_what_torch_jit_traces_is_traced_as_without() -> None:
+    """What was recorded was traced, and the two traces that torch compares differed."""
+    model, x = Merged().eval(), torch.randn(1, 5, 12)
+    with torch.no_grad():
+        want = torch.jit.trace(model, x)
+        told = pytest.warns(RuntimeWarning, match="traces could not be recorded")
+        with told, watch(model) as record:
+            traced = torch.jit.trace(model, x)
+            model(x)
+    assert len(list(traced.inlined_graph.nodes())) == len(list(want.inlined_graph.nodes()))
+    assert not len(record.places) % 4  # torch runs it once more, and compares
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("way", [torch.func.vmap, torch.func.grad])
+def test_what_torch_func_transforms_is_left_out_in_words(way: Any) -> None:
+    model, x = Merged().eval(), torch.randn(3, 1, 5, 12)
+    runs = {
+        torch.func.vmap: lambda: torch.func.vmap(model)(x),
+        torch.func.grad: lambda: torch.func.grad(lambda y: model(y).sum())(x[0]),
+    }
+    want = runs[way]()
+    with pytest.raises(ValueError, match=r"runs under torch\.func"), watch(model):
+        assert torch.equal(runs[way](), want)

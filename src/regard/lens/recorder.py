@@ -29,7 +29,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from regard._torch import given_by_name, is_backward, push_mode, remove_mode, without_modes
+from regard._torch import (
+    given_by_name,
+    is_backward,
+    is_traced_by_jit,
+    is_transforming,
+    push_mode,
+    remove_mode,
+    without_modes,
+)
 from regard.lens.captured_call import Call
 from regard.lens.contributions import plain_name
 from regard.lens.device_to_host import HostCopier
@@ -192,6 +200,9 @@ class Recorder:
         """Whether a module that is entered first is recorded, with what it calls."""
         if self.paused or not own_blocks() or is_backward():
             return False
+        if is_traced_by_jit():
+            self.left_out.add("what torch.jit traces", ValueError("recording would be traced too"))
+            return False
         self._end()
         self.entered.clear()
         self.attended.clear()
@@ -313,6 +324,8 @@ class Recorder:
     @torch.no_grad()
     def take(self, call: Call) -> bool:
         """Record a call where it is wanted, and say whether it was."""
+        if is_transforming():
+            raise ValueError("it runs under torch.func (vmap, grad), whose numbers cannot be read")
         call, shard = self._find_shard(call)
         if shard is not None:
             self.shards[call.name] = shard
