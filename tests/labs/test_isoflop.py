@@ -34,7 +34,7 @@ def test_a_curve_has_the_models_that_were_trained_on_both_sides_of_the_budget() 
     d = np.log([5.0, 50.0, 5.0, 20.0, 5.0, 10.0])
     losses = np.log([4.0, 1.0, 3.0, 2.0, 5.0, 4.5])
     sizes, read = read_curve(n, d, losses, float(np.log(6 * 250.0)))
-    # 25, 12.5 and 6.25 tokens lie between runs; of 45, 22.5 and 11.25 the first, of 6, 3 and 1.5 too.
+    # 25, 12.5 and 6.25 tokens lie between runs; of 45, 22.5 and 11.25 only 45, of 6 and 3 only 6.
     np.testing.assert_allclose(np.exp(sizes), [10, 20, 40])
     share = np.log(25 / 5) / np.log(50 / 5)
     assert read[0] == pytest.approx(np.log(4.0) * (1 - share))

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from regard.labs.parts import Run
 from regard.labs.report import make_figure
-from regard.labs.run import Run
 from regard.labs.scaling_laws import (
-    CHOICES,
     FULL,
     GRAIN,
     LAB,
@@ -37,10 +36,8 @@ def chances(plan: Plan, last: list[int]) -> list[float]:
     hashed = 0
     for order, token in zip(plan.orders[1:], last, strict=True):
         hashed = (hashed + token * 7_919 + 104_729) ** 2 % PRIME
-        for n, choice in enumerate(CHOICES):
-            each = (hashed + n * 15_485_863 + 32_452_843) % PRIME
-            each = (each**2 % PRIME + 86_028_121) % PRIME
-            found[zipf[each**2 % PRIME % GRAIN]] += order * choice
+        each = (hashed + 32_452_843) ** 2 % PRIME
+        found[zipf[(each + 86_028_121) ** 2 % PRIME % GRAIN]] += order
     return found
 
 
@@ -70,23 +67,23 @@ def test_tokens_come_as_often_as_their_chance() -> None:
 def test_zipfs_law_gives_rank_r_its_share() -> None:
     counts = torch.bincount(zipf_tokens(64), minlength=64)
     assert counts.sum() == GRAIN
-    assert float(counts[0] / counts[7]) == pytest.approx(8**1.4, rel=1e-3)
+    assert float(counts[0] / counts[7]) == pytest.approx(8**1.2, rel=1e-3)
 
 
 def test_a_hash_tells_contexts_apart_and_knows_no_others() -> None:
     last = torch.tensor([[3, 5, 7], [3, 5, 8], [4, 5, 7]])
     found = hash_contexts(last)
-    assert found.shape == (3, 3, 2)
+    assert found.shape == (3, 3)
     assert bool((found[0, :2] == found[1, :2]).all()), "the last two are the same"
-    assert bool((found[0, 2] != found[1, 2]).all())
+    assert found[0, 2] != found[1, 2]
     assert bool((found[0] != found[2]).all())
 
 
 def test_full_models_have_a_tenth_to_thirty_million_parameters_without_their_table() -> None:
-    sizes = [make_model(FULL, *shape)[1] for shape in zip(FULL.depths, FULL.widths, strict=True)]
+    sizes = [make_model(FULL, dim)[1] for dim in FULL.widths]
     assert len(set(sizes)) >= 14 and sizes == sorted(sizes)
     assert min(sizes) <= 1.0e5 and max(sizes) >= 3.0e7
-    config, n_params = make_model(FULL, 2, 64)
+    config, n_params = make_model(FULL, 64)
     model = Transformer(config)
     table = 512 * 64
     assert n_params == sum(p.numel() for p in model.parameters()) - table
@@ -94,7 +91,7 @@ def test_full_models_have_a_tenth_to_thirty_million_parameters_without_their_tab
 
 def test_the_full_plan_measures_what_json_and_a_figure_hold(tmp_path) -> None:
     plan = replace(
-        FULL, widths=(32, 64, 96), depths=(1, 2, 2), tokens=(128, 256, 512), n_rows=1, n_held_out=8
+        FULL, widths=(32, 64, 96), tokens=(128, 256, 512), n_rows=1, n_held_out=8, least_models=3
     )
     run = Run(tmp_path / "parts", {"tiny": False}, torch.device("cpu"), None)
     results = measure_plan(run, plan)
@@ -104,8 +101,8 @@ def test_the_full_plan_measures_what_json_and_a_figure_hold(tmp_path) -> None:
     assert all(row["loss"] > results["entropy"] for row in results["runs"])
     assert all(sentence.endswith(".") for sentence in find(results))
     LAB.draw(results, make_figure())
-    few = measure_plan(run, replace(plan, max_compute=6 * 25_000 * 512))
-    assert len(few["runs"]) == 6, "what takes more compute is left out"
+    few = measure_plan(run, replace(plan, max_compute=6 * 100_000 * 512))
+    assert len(few["runs"]) == 7, "two of the widest take more compute, and are left out"
 
 
 def number(mean: float, low: float, high: float) -> dict[str, float]:
@@ -113,7 +110,7 @@ def number(mean: float, low: float, high: float) -> dict[str, float]:
 
 
 def made_up(**changed):
-    exponents = {"alpha": number(0.4, 0.3, 0.5), "beta": number(0.3, 0.25, 0.35)}
+    exponents = {"alpha": number(0.2, 0.1, 0.3), "beta": number(0.2, 0.15, 0.25)}
     chinchilla = {"E": number(1.7, 1.6, 1.8), "A": number(9, 8, 10), "B": number(9, 8, 10)}
     kaplan = {name: number(0.1, 0.05, 0.2) for name in ("N_c", "D_c", "alpha_N", "alpha_D")}
     spent = {
@@ -123,7 +120,7 @@ def made_up(**changed):
     }
     results = {
         "entropy": 1.75,
-        "zipf": 1.4,
+        "zipf": 1.2,
         "runs": [
             {"n_params": 98624, "n_tokens": 5e5, "loss": 2.5},
             {"n_params": 3e7, "n_tokens": 1.6e7, "loss": 1.9},
@@ -147,7 +144,7 @@ def made_up(**changed):
 def test_findings_as_predicted() -> None:
     text = " ".join(find(made_up()))
     assert "98.6 thousand to 30 million parameters" in text
-    assert "α = 0.4 (95% interval 0.3 to 0.5), which holds the predicted 0.40" in text
+    assert "α = 0.2 (95% interval 0.1 to 0.3), which holds the predicted 0.20" in text
     assert "its interval holds the language's entropy" in text
     assert "Chinchilla's errs less" in text
     assert "which holds the 0.5" in text and "20 (95% interval 10 to 50) tokens a parameter" in text
@@ -158,13 +155,13 @@ def test_findings_as_predicted() -> None:
 def test_findings_turn_with_the_numbers() -> None:
     fits = made_up()["fits"]
     fits["chinchilla"]["parameters"] |= {
-        "alpha": number(0.2, 0.1, 0.3),
+        "alpha": number(0.4, 0.3, 0.5),
         "E": number(1.9, 1.8, 2.0),
     }
     fits["kaplan"]["error ahead"] = 0.01
     curves = {"curves": [], "exponent": number(0.8, 0.7, 0.9)}
     text = " ".join(find(made_up(fits=fits, growth=number(0.3, 0.2, 0.4), isoflop=curves)))
-    assert "α = 0.2 (95% interval 0.1 to 0.3), against the predicted 0.40" in text
+    assert "α = 0.4 (95% interval 0.3 to 0.5), against the predicted 0.20" in text
     assert "which lies above the language's entropy" in text
     assert "Chinchilla's errs no less" in text
     assert "which does not hold the 0.5" in text

@@ -480,8 +480,8 @@ LAB = Lab(
     method="Text of a language of known entropy: a token is drawn from Zipf's law, or is the "
     "one that a hash of the last one, two or three tokens names. Decoders of two layers and many "
     "widths, rotary positions, N without the table of tokens; for each token count a training of "
-    "its own, AdamW with a quarter of warm-up, then a cosine, rates that fall as 1/width, batches that "
-    "grow as the square root of tokens, no token twice, bfloat16 autocast on a GPU; loss on "
+    "its own, AdamW with a quarter of warm-up, then a cosine, rates that fall as 1/width, batches "
+    "that grow as the square root of tokens, no token twice, bfloat16 autocast on a GPU; loss on "
     "held-out text in float32. Fits: Huber loss of log L (δ = 0.001), many starts, intervals of "
     "200 bootstrap samples of runs. IsoFLOP curves: losses read between runs, a parabola in log N.",
     measure=measure,
