@@ -19,6 +19,7 @@ from regard.labs.heads import (
     Lookup,
     Setting,
     accuracy_by_relation,
+    accuracy_interval,
     draw_batch,
     find,
     look_up,
@@ -28,6 +29,7 @@ from regard.labs.heads import (
     switch_off,
     worst_and_rest,
 )
+from regard.labs.interval import share_interval
 from regard.labs.small_training import generator_of
 
 SMALL = replace(TINY, dim=12, length=3, symbols=3, relations=2)
@@ -142,6 +144,7 @@ def test_the_sentences_turn_with_the_numbers() -> None:
     assert "of 8 heads, 4 wide, is 70.1% (95% interval 68.8% to 71.4%), less than that of 2" in said
     assert "costs the relation that suffers most 20.0 (95% interval 20.0 to 20.0) points" in said
     assert "Of 8 heads 7.0" in said
+    assert "halved: 1 head 50 (95% interval 50 to 50), 2 heads 50" in said
     said = " ".join(find(made_up({1: 0.9, 2: 0.6, 8: 0.95}, half=None)))
     assert (
         "of 2 heads is 60.1% (95% interval 58.8% to 61.4%), less than that of 1 head, aga" in said
@@ -158,6 +161,13 @@ def test_differences_that_seeds_do_not_agree_on_are_not_called_any() -> None:
     results["models"][2]["accuracy"] = 0.3
     said = " ".join(find(results))
     assert "of 2 heads is 40.1% (95% interval 0.0% to 100.0%), not clearly different from" in said
+
+
+def test_seeds_that_are_all_right_still_have_the_interval_of_their_trials() -> None:
+    results = made_up({1: 0.5, 2: 1.0})
+    results["models"][3]["accuracy"] = 1.0
+    found = accuracy_interval(results, 2)
+    assert found["low"] == share_interval(8192, 8192)["low"] < found["high"] == 1
 
 
 def test_parameters_that_differ_are_not_called_equal() -> None:

@@ -49,6 +49,12 @@ def test_texts_are_those_of_their_seed() -> None:
     assert not torch.equal(make_texts(3, 5, 7, CPU), make_texts(3, 5, 11, CPU))
 
 
+def test_all_blocks_have_the_order_that_is_asked_for() -> None:
+    for order in ("pre", "post"):
+        model = make_model(TINY, order, 5)
+        assert [block.order for block in model.config.decoder] == [order] * 5
+
+
 @pytest.mark.parametrize("order", ["pre", "post"])
 def test_a_new_model_starts_at_the_loss_of_knowing_nothing(order: Order) -> None:
     model = build_seeded(lambda: make_model(TINY, order, 5), 0)
