@@ -23,6 +23,10 @@ as was asked for. Layers that checkpointing runs again in the backward pass are 
 Compiled models are recorded where they attend by `regard.attention` or by the attention interface
 of `transformers`: in a block they run by graphs of their own (`hooks/compiled.py`).
 
+Under tensor parallel each rank has its own heads, and the ranks join what they have seen when the
+block ends: every rank gets the same record, of all heads (`head_shards.py`). So all of them must
+watch, as all of them must run the model.
+
 A block records what is called in its own thread and context (`contextvars`): two threads or tasks
 may watch two models, or the same one, and each record is of its own block. A call of a watched
 model from another thread is not recorded, and is not affected.
