@@ -383,7 +383,7 @@ def check_runs(
 
 def log_of(name: str, values: ArrayLike) -> NDArray[np.float64]:
     """The logarithms, of numbers that have one."""
-    numbers = np.array(values, dtype=np.float64)
+    numbers = np.asarray(values, dtype=np.float64)
     wrong = ~(np.isfinite(numbers) & (numbers > 0))
     if wrong.any():
         first = numbers[wrong].flat[0]
