@@ -30,8 +30,8 @@ from regard.labs.in_context import (
     tune_rates,
     update_weights,
 )
+from regard.labs.parts import Run
 from regard.labs.report import make_figure
-from regard.labs.run import Run
 from regard.labs.small_training import generator_of
 
 # Examples (1, 2) and (3, 1), asked for x = 2. One step of rate 1: w = (1·2 + 3·1)/2 = 5/2, so 5.

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from regard.labs.parts import Run
 from regard.labs.report import make_figure
-from regard.labs.run import Run
 from regard.labs.scaling_laws import (
     FULL,
     GRAIN,
