@@ -38,6 +38,7 @@ from regard.ops import (
 from regard.ops.blockwise import NOTHING, Ask
 from regard.ops.call import make_call
 from regard.ops.kernels import decode, flash, flash_backward, flash_hopper
+from regard.ops.kernels.launch import PLANS
 from regard.ops.kernels.rendered import render
 from regard.ops.op import observe_call
 from regard.ops.shape import Shape
@@ -502,9 +503,11 @@ def test_the_forward_for_hopper_tells_what_the_plain_kernel_tells(
         found = {}
         for is_taken in (True, False):
             monkeypatch.setattr(flash_hopper, "takes", lambda *_, yes=is_taken: yes)
+            PLANS.clear()
             output, rows = flash.forward(given, ask, mass)
             found[is_taken] = {"output": output, **rows}
         monkeypatch.undo()
+        PLANS.clear()
         assert flash_hopper.takes(given, ask, mass)
         for what, theirs in found[False].items():
             ours, theirs = found[True][what].double(), theirs.double()

@@ -97,8 +97,11 @@ ORDER = {
 
 def asked_first(call: Call) -> tuple[str, str] | None:
     """The backend that is asked before the device's order, and why."""
-    if call.q.device.type != "cuda":
-        return None
+    return asked_first_on_gpu(call) if call.q.device.type == "cuda" else None
+
+
+def asked_first_on_gpu(call: Call) -> tuple[str, str] | None:
+    """The same for a GPU: where our kernels, or none at all, were measured to be faster."""
     is_little = triton.is_little(call.rule.shape)
     if call.wants is not None and is_little:
         return "blockwise", f"under {triton.LITTLE:,} weights are looked at before kernels compile"
@@ -126,6 +129,9 @@ def order_of(call: Call) -> tuple[str, ...]:
 def choose(call: Call, backend: str) -> Backend:
     """The first in order that does not refuse, or the one named, or an error that says why not."""
     if backend == "auto":
+        first = asked_first(call)
+        if first is not None and BACKENDS[first[0]].refuse(call) is None:
+            return BACKENDS[first[0]]
         for name in order_of(call):
             if BACKENDS[name].refuse(call) is None:
                 return BACKENDS[name]

@@ -140,7 +140,11 @@ class Call:
 
     def needs_grad(self) -> bool:
         """Whether a gradient may be asked of some tensor of the call."""
-        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
+        if not torch.is_grad_enabled():
+            return False
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        return any(t.requires_grad for t in self.tensors())
 
     def is_unreadable(self) -> bool:
         """Whether values cannot be looked at now."""

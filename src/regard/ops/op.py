@@ -20,6 +20,7 @@ from regard.ops.backends import explain as explain_call
 from regard.ops.bias import Bias
 from regard.ops.call import Call, is_autocast, make_call, outside_autocast
 from regard.ops.mask import Mask
+from regard.ops.masks import Causal
 from regard.ops.sdpa import attend_plain
 from regard.ops.wants import Observation, Wants
 
@@ -66,7 +67,8 @@ def attention(
         edited = edit_hook.edit_call(make_call(q, k, v, **rule, dropout=dropout))
     if call_hook.active is not None:
         call_hook.active(make_call(q, k, v, **rule) if edited is None else edited.call)
-    if bias is None and softcap is None and sinks is None and dropout == 0.0 and backend == "auto":
+    is_plain = bias is None and softcap is None and sinks is None and dropout == 0.0
+    if is_plain and backend == "auto" and (mask is None or isinstance(mask, Causal)):
         output = attend_plain(q, k, v, mask, scale)
         if output is not None:
             return output if edited is None else edited.change(output)

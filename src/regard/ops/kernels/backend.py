@@ -43,7 +43,7 @@ def refuse(call: Call) -> str | None:
     reason = flash_op.refuse(call)
     if reason is not None:
         return reason
-    if is_empty(call.q, call.k) or (call.wants is None and is_empty(call.v)):
+    if is_empty(call.q, call.k, *(() if call.wants is not None else (call.v,))):
         return "our kernels are not asked for empty inputs"
     return None
 
