@@ -38,7 +38,7 @@ from regard.ops import backends
 from regard.ops.kernels import backend, flash_hopper, render_cache
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from no_gpu import Driver  # noqa: E402 - the path above leads to it
+from no_gpu import Driver
 
 FORWARD = Sizes(2, 2, 2, 128, 128, 128)
 """The fewest queries that the kernels for Hopper take."""

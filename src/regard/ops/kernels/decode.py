@@ -276,9 +276,8 @@ def _decode(
     """The output (B, T, H, E), and the numbers (n, B, H, T) and keys (B, H, T) asked for."""
     query, keys, counts, added, slopes, mass, sinks, query_ids, key_ids = terms
     lying = [None if x is None else layout_of(x) for x in (q, k, v, *terms)]
-    plan = PLANS.find(
-        ("decode", *lying, *ints, *floats), lambda: make_plan((q, k, v), terms, ints, floats)
-    )
+    form = ("decode", *lying, *ints, *floats)
+    plan = PLANS.find(form, lambda: make_plan((q, k, v), terms, ints, floats))
     if plan is None:
         found = _decode(aligned(q), aligned(k), aligned(v), terms, ints, floats)
         return [found[0][..., : v.shape[3]].contiguous(), *found[1:]]

@@ -65,7 +65,7 @@ class Launch:
             run(*args, *self._constants)
             return
         variant: Any = kernel[(self.n_programs,)](*args, **self.options)
-        if variant.metadata.target.backend == "cuda":
+        if variant is not None and variant.metadata.target.backend == "cuda":
             self._constants = tuple(self.options[name] for name in kernel.arg_names[len(args) :])
             self._variants[device] = variant[(self.n_programs, 1, 1)]
 

@@ -1,7 +1,7 @@
-"""What was rendered of a mask, kept for as long as the mask lives: the layers of a model share one.
+"""What was rendered of a mask, kept while the mask lives: the layers of a model share one.
 
-Why: documents and prefixes become tensors by a dozen small kernels, which take longer to launch than
-a layer's attention takes to run.
+Why: documents and prefixes become tensors by a dozen small kernels, which take longer to launch
+than a layer's attention takes to run.
 
 How: a mask is a value, and what is rendered of it follows from its tensors and the shape. Torch
 counts the writes to a tensor, so what was rendered is given again while the counts are the same. It
@@ -9,8 +9,8 @@ goes with the mask. It was written by a stream, so only that stream is given it.
 
 Left out, and rendered anew each time: calls in graphs that are traced or captured, which must have
 the rendering in them; transforms and modes, whose tensors are not plain; inference tensors, whose
-writes are not counted. Writes that torch does not know of, by a kernel of one's own or the replay of
-a CUDA graph, are not seen here, as autograd does not see them: after one a mask is to be made anew.
+writes are not counted. Writes that torch does not know of, by a kernel of one's own or by replaying
+a CUDA graph, are not seen here, as autograd does not see them: after one, a mask is made anew.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _kept: dict[int, _Kept] = {}
 
 
 def rendered_once(mask: Mask, shape: Shape, device: torch.device, render: Callable[[], T]) -> T:
-    """What `render` gives, or gave for the same mask, shape and device while nothing has changed."""
+    """What `render` gives, or gave for this mask, shape and device, if nothing has changed."""
     state = _state_of(mask, shape, device)
     if state is None:
         return render()
