@@ -114,13 +114,13 @@ def find_frame(terms: list[tuple[Mask | Bias, Any]]) -> Frame:
     """The positions that the first window or ALiBi speaks of; what speaks of others is rendered."""
     for term, known in terms:
         if known is not None:
-            return (term.queries, term.keys) if isinstance(term, At | BiasAt) else (None, None)
+            return (term.queries, term.keys) if isinstance(term, (At, BiasAt)) else (None, None)
     return None, None
 
 
 def stands_in(term: Mask | Bias, frame: Frame) -> bool:
     """Whether a term speaks of the very same positions."""
-    if isinstance(term, At | BiasAt):
+    if isinstance(term, (At, BiasAt)):
         return term.queries is frame[0] and term.keys is frame[1]
     return frame[0] is None and frame[1] is None
 

@@ -44,6 +44,10 @@ LARGE_BIAS = 2**26
 """Numbers of a bias that are more than it is rendered for."""
 
 
+FEW_NUMBERS = (Causal, Window, Lengths, Prefix, Documents)
+"""Masks that are told by no more than a number for each query and each key."""
+
+
 class Rendered(NamedTuple):
     """The tensors of a call, and then its numbers; None for what it does not have."""
 
@@ -274,26 +278,28 @@ def _add_bias(given: Rendered, bias: Bias, shape: Shape, device: torch.device) -
 
 def is_given_whole(rule: Rule) -> bool:
     """Whether a mask or bias is given pair by pair, or would have to be."""
-    biases: list[Bias] = [] if rule.bias is None else rule.bias.leaf_terms()
-    if any(isinstance(leaf, DenseBias) for leaf in biases):
+    biases = [] if rule.bias is None else rule.bias.leaf_terms()
+    if any([isinstance(leaf, DenseBias) for leaf in biases]):
         return True
     masks = [] if rule.mask is None else [rule.mask]
     while masks:
         mask = masks.pop()
-        if isinstance(mask, And | Or):
+        if isinstance(mask, (And, Or)):
             masks += mask.parts()
-        elif not isinstance(mask, Causal | Window | Lengths | Prefix | Documents):
+        elif not isinstance(mask, FEW_NUMBERS):
             return True
     return False
 
 
 def renders_whole(rule: Rule) -> bool:
     """Whether a bias that was not given as a matrix would become one, and a large one."""
+    if rule.bias is None:
+        return False
     whole = (
         not leaf.relative
         and not isinstance(leaf, DenseBias)
         and not (isinstance(leaf, BiasAt) and isinstance(leaf.inner, ALiBi))
-        for leaf in (() if rule.bias is None else rule.bias.leaf_terms())
+        for leaf in rule.bias.leaf_terms()
     )
     return any(whole) and math.prod(rule.shape) > LARGE_BIAS
 
