@@ -156,7 +156,8 @@ def share(x: Tensor, axis: int) -> int:
 
 def form_of(given: Rendered) -> tuple[Any, ...]:
     """All of a call but what its tensors hold, and where."""
-    lying = [None if x is None else layout_of(x) for x in given[:TENSORS]]
+    tensors: Any = given[:TENSORS]
+    lying = [None if x is None else layout_of(x) for x in tensors]
     return given.q.device, *lying, *given[TENSORS:]
 
 

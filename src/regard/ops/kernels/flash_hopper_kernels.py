@@ -356,7 +356,7 @@ def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
 
 
 @final
-class Described(TensorDescriptor):
+class Described(TensorDescriptor):  # type: ignore[misc]
     """A tensor as TMA reads it, without Triton's checks, which `is_read_by_tma` has made."""
 
     def __post_init__(self) -> None:

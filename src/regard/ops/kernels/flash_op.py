@@ -63,7 +63,8 @@ def _attend(call: Call, ask: Ask, mass: Tensor | None) -> Sequence[Tensor]:
     call = call.seeded()
     given = render(call)
     if torch.compiler.is_compiling():
-        return _forward_op(*given, list(ask), mass)
+        traced: list[Tensor] = _forward_op(*given, list(ask), mass)
+        return traced
     # Inside of vmap a tensor does not tell whether it needs a gradient.
     if not call.transformed and not call.needs_grad():
         return _run_forward(*given, ask, mass)

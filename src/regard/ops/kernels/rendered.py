@@ -182,7 +182,8 @@ def _render_mask(mask: Mask, shape: Shape, device: torch.device) -> _Sight | Non
     run = mask.interval(torch.arange(shape.offset, shape.S, device=device)[None], shape)
     if run is None:
         return None
-    lo, hi = torch.broadcast_tensors(*(x.to(device).clamp(0, shape.S) for x in run))
+    ends = (x.to(device).clamp(0, shape.S) for x in run)
+    lo, hi = torch.broadcast_tensors(*ends)  # type: ignore[no-untyped-call]
     return _Sight(rows=(_rows_of(lo), _rows_of(hi)), joined=mask.sees_itself)
 
 
