@@ -344,7 +344,11 @@ def test_layers_heads_and_wants_are_chosen() -> None:
     assert [place.name for place in record.places] == ["model.layers.1.self_attn"]
     with pytest.raises(ValueError, match="none of the places"), watch(model, layers=[7]):
         model(input_ids=ids)
-    with pytest.raises(ValueError, match="has 6"), torch.no_grad(), watch(model, heads=[6]):
+    with (
+        pytest.raises(ValueError, match="and there are 6"),
+        torch.no_grad(),
+        watch(model, heads=[6]),
+    ):
         model(input_ids=ids)
 
 
