@@ -33,6 +33,7 @@ from regard.ops.kernels import (
     row_stats_kernels,
 )
 from regard.ops.kernels.flash_backward import Arriving, Grads, Saved
+from regard.ops.kernels.launch import PLANS
 from regard.ops.kernels.rendered import Rendered, render
 from regard.ops.kernels.row_sums import RowSums
 from regard.ops.kernels.tiles import Tiles
@@ -96,6 +97,7 @@ def set_tiles(tiles: Tiles | None, real: dict[Any, Any]) -> None:
     for module in MODULES:
         real.setdefault(module, module.tiles_of)
         module.tiles_of = real[module] if tiles is None else lambda *_: tiles  # type: ignore[attr-defined]
+    PLANS.clear()
 
 
 def compile_one(what: tuple[str, str, int, Tiles]) -> str | None:

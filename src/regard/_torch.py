@@ -12,6 +12,7 @@ Seen in torch 2.11 and 2.13:
   tensors.
 - `torch.autograd.forward_ad._current_level`: whether forward-mode derivatives are being taken.
 - `torch._subclasses.FakeTensor`: tensors without data, in tracing.
+- `torch._C._len_torch_dispatch_stack`: whether a mode sees every operation, as in tracing.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward: the CPU's kernel,
   with its logsumexp. It takes rows of stride 1 for granted.
 - `torch._fused_sdp_choice`: which of torch's kernels a call of SDPA takes.
@@ -107,6 +108,11 @@ def takes_tangents() -> bool:
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no data, as in tracing."""
     return type(tensor) is not Tensor and isinstance(tensor, FakeTensor)
+
+
+def is_intercepted() -> bool:
+    """Whether a mode sees every operation, and may give tensors that are not plain."""
+    return int(torch._C._len_torch_dispatch_stack()) > 0
 
 
 @contextmanager

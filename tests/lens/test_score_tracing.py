@@ -252,6 +252,27 @@ def test_scores_changed_by_any_function_of_numbers_are_kept_as_they_are() -> Non
     assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
 
 
+def test_scores_are_kept_where_queries_were_written_over_since() -> None:
+    """What was followed no longer gives the scores that are there, and some rows of it tell so."""
+
+    class WrittenOver(FiveAxes):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.split(x)[:, 0]
+            scores = q @ k.mT
+            q.zero_()
+            return scores.softmax(-1) @ v
+
+    model, x = WrittenOver(""), torch.randn(1, 6, 5, 12)
+    with torch.no_grad():
+        before = model(x)
+        with watch(model, keep="qk", row=2) as record:
+            assert torch.equal(model(x), before)
+        q, k, _ = model.split(x)[:, 0]
+        want = (q @ k.mT).softmax(-1)[2]
+    found = np.stack([record.map(0, head) for head in range(3)])
+    assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
 def test_scores_turned_over_are_left_out() -> None:
     class Turned(FiveAxes):
         def forward(self, x: Tensor) -> Tensor:

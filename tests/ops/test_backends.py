@@ -1,9 +1,12 @@
-"""Which backend is asked first on a GPU, told without one."""
+"""Which backend is asked first on a GPU, and the short way there, told without one."""
 
+import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from regard.ops import (
@@ -16,8 +19,13 @@ from regard.ops import (
     Prefix,
     RelativeTable,
     Window,
+    attention,
+    backends,
+    decode,
     explain,
 )
+from regard.ops.call import make_call
+from regard.ops.kernels import backend, flash_op
 
 T = 300
 RULES: dict[str, tuple[dict[str, Any], str]] = {
@@ -55,3 +63,89 @@ def test_little_is_not_worth_a_kernel_that_has_to_be_compiled() -> None:
         assert explain(q, q, q, mask=Window(99, 0)).chosen == "sdpa"
         q = torch.empty(1, 2, 182, 64, dtype=torch.bfloat16, device="cuda")
         assert explain(q, q, q, mask=Window(99, 0)).chosen == "triton"
+
+
+class Ran(Exception):
+    """Our kernels were asked to run."""
+
+
+def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have calls on a CPU go the way of a GPU's, up to our kernels."""
+
+    def run(call: Any) -> None:
+        raise Ran
+
+    monkeypatch.setattr(backend, "refuse_tensors", lambda q, width: None)
+    monkeypatch.setitem(backends.ORDER, "cpu", backends.ORDER["cuda"])
+    monkeypatch.setattr(backends, "asked_first", backends.asked_first_on_gpu)
+    monkeypatch.setattr(decode, "run", run)
+    monkeypatch.setattr(flash_op, "run", run)
+
+
+def is_taken(q: Tensor, k: Tensor, v: Tensor, **rule: Any) -> bool:
+    """Whether the short way to our kernels takes a call."""
+    given: Any = dict.fromkeys(("mask", "bias", "scale", "softcap", "sinks")) | rule
+    try:
+        return backends.attend_by_kernels(q, k, v, given) is not None
+    except Ran:
+        return True
+
+
+SHORT = RULES | {
+    "sinks": ({"mask": Causal(), "sinks": torch.zeros(2)}, ""),
+    "causal, capped": ({"mask": Causal(), "softcap": 3.0, "scale": -0.5}, ""),
+    "left padding": ({"mask": Lengths(torch.tensor([290]), side="left") & Causal()}, ""),
+    "a table, padded": (
+        {"mask": Lengths(torch.tensor([290])), "bias": RelativeTable(torch.zeros(8, 2))},
+        "",
+    ),
+    "a mask that hides nothing": ({"mask": Window(T, T)}, ""),
+    "the same, capped": ({"mask": Window(T, T), "softcap": 3.0}, ""),
+    "a bool tensor": ({"mask": torch.ones(1, T) > 0}, ""),
+    "a float tensor": ({"bias": torch.zeros(1, T)}, ""),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_the_short_way_to_our_kernels_is_taken_where_the_long_one_leads_there(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_a_gpu(monkeypatch)
+    rule, _ = SHORT[name]
+    k = torch.zeros(1, 2, T, 64, dtype=torch.bfloat16)
+    for n in (1, 16, 17, 90, T):
+        if name in ("a matrix", "numbers") and n < T:
+            continue
+        for dtype, learned in itertools.product((torch.bfloat16, torch.float32), (False, True)):
+            q, keys = k[:, :, :n].to(dtype).requires_grad_(learned), k.to(dtype)
+            call = make_call(q, keys, keys, **rule)
+            by_ours = backends.choose(call, "auto").name == "triton"
+            assert is_taken(q, keys, keys, **rule) == by_ours, (n, dtype, learned)
+            with pytest.raises(Ran) if by_ours else nullcontext():
+                attention(q, keys, keys, **rule)
+
+
+def test_the_short_way_leaves_what_it_cannot_know_to_the_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = torch.zeros(1, 2, T, 64, dtype=torch.bfloat16)
+    rule = {"mask": Window(9, 0)}
+    assert not is_taken(q, q, q, **rule), "not on a CPU"
+    pretend_a_gpu(monkeypatch)
+    assert is_taken(q, q, q, **rule)
+    for k in (q.float(), q[..., :7], q[0], q[:, :, :0], q[:, :0], q.to("meta"), None):
+        assert not is_taken(q, k, k, **rule)  # type: ignore[arg-type]
+        assert not is_taken(k, q, q, **rule)  # type: ignore[arg-type]
+    assert not is_taken(q, q, q[..., :3], **rule)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not is_taken(q, q, q, **rule)
+    seen: list[bool] = []
+    torch.func.vmap(lambda x: seen.append(is_taken(x, x, x, **rule)) or x)(q[None])
+    torch.func.jvp(lambda x: seen.append(is_taken(x, x, x, **rule)) or x, (q,), (q,))
+    assert seen == [False, False]
+    for wrong in ({"mask": Lengths(torch.ones(3, dtype=torch.int64))}, {"softcap": -1.0}):
+        with pytest.raises(ValueError) as short:
+            is_taken(q, q, q, **wrong)
+        with pytest.raises(ValueError) as long:
+            make_call(q, q, q, **wrong)
+        assert str(short.value) == str(long.value)

@@ -42,6 +42,7 @@ def run_cases() -> None:
 
     from regard.ops import decode as few
     from regard.ops.kernels import decode
+    from regard.ops.kernels.launch import PLANS
 
     patch_once()
     patch_bfloat16()
@@ -54,14 +55,17 @@ def run_cases() -> None:
     for number, name in enumerate(CASES):
         dtype = (torch.float32, torch.float16, torch.bfloat16)[number % 7 % 3]
         cut |= {"parts": (1, 2, 1, 3)[number % 4], "keys": (32, 16)[number % 2]}
+        PLANS.clear()
         for what, pair in gaps(name, dtype, "cpu", few.observe).items():
             report[f"{name} {dtype}: {what}"] = [*pair]
     for parts, run in enumerate(
         (run_hidden, run_seen, run_unread, run_layouts, run_alone, run_graphs)
     ):
         cut |= {"parts": 1 + parts % 2, "keys": 32}
+        PLANS.clear()
         report |= run()
     decode.tiles = whole
+    PLANS.clear()
     report |= run_real_tiles()
     print(json.dumps(report))
 

@@ -31,6 +31,7 @@ from regard.ops.call import make_call
 from regard.ops.kernels import flash_backward, flash_hopper
 from regard.ops.kernels.arguments import TileLists, rule_of, view
 from regard.ops.kernels.flash_backward import Grads, RowGrads
+from regard.ops.kernels.launch import Plans
 from regard.ops.kernels.rendered import render
 from regard.ops.kernels.tiles import HOPPER, Tiles
 
@@ -41,7 +42,7 @@ def passed(T: int = 300, width: int = 128, **rule: Any) -> flash_backward._Pass:
     q, k = (torch.zeros(1, n, m, width, dtype=torch.bfloat16) for n, m in ((4, T), (2, 300)))
     given = render(make_call(q, k, k, **rule).seeded())
     row = torch.zeros(1, 4, 384)
-    return flash_backward._Pass(given, rule_of(given), q, RowGrads(row, row, None, 384))
+    return flash_backward._Pass(given, rule_of(given), q, RowGrads(row, row, None, 384), Plans())
 
 
 @pytest.fixture

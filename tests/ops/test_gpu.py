@@ -38,6 +38,7 @@ from regard.ops import (
 from regard.ops.blockwise import NOTHING, Ask
 from regard.ops.call import make_call
 from regard.ops.kernels import decode, flash, flash_backward, flash_hopper
+from regard.ops.kernels.launch import PLANS
 from regard.ops.kernels.rendered import render
 from regard.ops.op import observe_call
 from regard.ops.shape import Shape
@@ -308,6 +309,30 @@ def test_few_queries_are_replayed_from_a_cuda_graph_and_compiled() -> None:
         torch.testing.assert_close(compiled().double(), known, atol=1e-5, rtol=0)
 
 
+def test_documents_rendered_before_are_rendered_again_in_a_cuda_graph_and_after_a_write() -> None:
+    """One mask for all: eager calls find what was rendered, and a graph has it in itself."""
+    q, k, v = torch.randn(3, 2, 4, 300, 64, device="cuda", dtype=torch.bfloat16).unbind()
+    ids = torch.arange(300, device="cuda").expand(2, 300) // 70
+    mask = Causal() & Documents(ids.contiguous())
+
+    def step() -> torch.Tensor:
+        return attention(q, k, v, mask=mask, backend="triton")
+
+    first = step()
+    assert torch.equal(step(), first)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for size in (40, 130):
+        mask.other.ids.copy_(torch.arange(300, device="cuda") // size)
+        graph.replay()
+        exact = [x.double() for x in (q, k, v)]
+        known = attention(*exact, mask=mask, backend="reference")
+        for ours in (out, step()):
+            torch.testing.assert_close(ours.double(), known, atol=0.03, rtol=0)
+
+
 def test_what_is_not_finite_in_unseen_slots_of_a_cache_never_leaks() -> None:
     q, k, v = (torch.randn(2, n, s, 128, device="cuda") for n, s in ((8, 5), (2, 3001), (2, 3001)))
     keys = torch.randperm(3001, device="cuda")[None] - 100
@@ -502,9 +527,11 @@ def test_the_forward_for_hopper_tells_what_the_plain_kernel_tells(
         found = {}
         for is_taken in (True, False):
             monkeypatch.setattr(flash_hopper, "takes", lambda *_, yes=is_taken: yes)
+            PLANS.clear()
             output, rows = flash.forward(given, ask, mass)
             found[is_taken] = {"output": output, **rows}
         monkeypatch.undo()
+        PLANS.clear()
         assert flash_hopper.takes(given, ask, mass)
         for what, theirs in found[False].items():
             ours, theirs = found[True][what].double(), theirs.double()

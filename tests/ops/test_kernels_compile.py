@@ -33,6 +33,7 @@ from regard.ops.blockwise import Ask
 from regard.ops.call import Call, make_call
 from regard.ops.kernels import decode, flash, flash_backward, row_stats
 from regard.ops.kernels.flash_backward import Arriving, Grads, Saved
+from regard.ops.kernels.launch import PLANS
 from regard.ops.kernels.rendered import render
 
 triton: Any = importlib.import_module("triton")
@@ -251,6 +252,7 @@ def test_the_kernel_for_few_queries_compiles_as_it_is_launched(
 ) -> None:
     caught = catch(monkeypatch, {"decode_kernels": ("_parts", "_join")})
     monkeypatch.setattr(decode, "TRIM", 1)
+    PLANS.clear()
     T, dtype, rule, wants = FEW[name]
     q, k = torch.zeros(1, 4, T, 64, dtype=dtype), torch.zeros(1, 1, 1024, 64, dtype=dtype)
     for keys in (1024, 300) if name == "plain" else (1024,):

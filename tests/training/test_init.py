@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from tiny_runs import BERT, GPT2, LLAMA, ORIGINAL
+from tiny_runs import BERT, GPT2, LLAMA, ORIGINAL, VOCAB
 
 from regard.models import Transformer, config_of
-from regard.training.init import SPREAD, start
+from regard.positions import Learned
+from regard.training.init import SPREAD, start, start_at_frequencies
 
 WIDE = 96
 
@@ -41,6 +43,33 @@ def test_the_original_has_xaviers_matrices_and_a_table_of_one_over_the_root_of_d
     bound = math.sqrt(6 / (WIDE + 200))
     assert up.abs().max() <= bound and up.abs().max() > 0.99 * bound
     assert float(up.std()) == pytest.approx(bound / math.sqrt(3), rel=0.05)
+
+
+def test_a_masked_model_begins_with_sinusoids_half_as_wide_as_words() -> None:
+    model = make(BERT, hidden_size=WIDE, max_position_embeddings=61)
+    assert model.encoder_embed is not None and isinstance(model.encoder_embed.positions, Learned)
+    table = model.encoder_embed.positions.table.weight.detach()
+    assert float(table.square().mean().sqrt()) == pytest.approx(SPREAD / 2, rel=1e-5)
+    # By hand: the first pair turns by one radian a position.
+    width = math.sqrt(2) * SPREAD / 2
+    for at in (0, 1, 60):
+        pair = torch.tensor([width * math.sin(at), width * math.cos(at)])
+        torch.testing.assert_close(table[at, :2], pair, rtol=1e-4, atol=1e-7)
+    # One that goes on with a text has drawn ones, as GPT-2 has.
+    assert spread(make(GPT2, n_embd=WIDE), "decoder_embed.positions.table.weight") > 0.9 * SPREAD
+
+
+def test_the_output_bias_begins_as_the_logarithm_of_frequencies() -> None:
+    model = make(BERT)
+    assert model.head is not None
+    shares = np.full(VOCAB, 0.5 / (VOCAB - 2))
+    shares[0], shares[7] = 0.0, 0.5
+    start_at_frequencies(model, shares)
+    least = math.log(0.5 / (VOCAB - 2))
+    want = torch.full((VOCAB,), least)
+    want[7] = math.log(0.5)
+    torch.testing.assert_close(model.head.bias.detach(), want)
+    start_at_frequencies(make(LLAMA), shares)  # has no bias to begin with
 
 
 @pytest.mark.parametrize("words", [GPT2, LLAMA, BERT, ORIGINAL])

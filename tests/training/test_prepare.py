@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from regard.training.data.reading import BadData
 from regard.training.data.store import TokenFile
 from regard.training.data.vocabulary import train_tokenizer
 from regard.training.init import start
+from regard.training.loss import summed_loss
 from regard.training.prepare import (
     Files,
     Prepared,
@@ -219,6 +221,20 @@ def test_a_masked_model_has_positions_for_its_context_and_no_pooler(tmp_path: Pa
     assert made.model.config.max_len == 23
     with pytest.raises(ValueError, match="texts have up to 24 tokens, but the model takes 23"):
         prepare_quietly(files, replace(MASKED, context=24, model=more), tmp_path / "run")
+
+
+def test_a_masked_model_begins_at_the_unigram_loss(tmp_path: Path) -> None:
+    made, _ = prepare_quietly(Files(data=write_documents(tmp_path)), MASKED, tmp_path / "run")
+    model, task = made.model.eval(), made.task
+    assert model.head is not None and task.unigram is not None
+    total, n_asked = 0.0, 0
+    for batch in task.held_out():
+        with torch.no_grad():
+            loss = summed_loss(model.head, task.vectors(model, batch), batch["targets"])
+        total += float(loss)
+        n_asked += int((batch["targets"] != -100).sum())
+    assert total / n_asked == pytest.approx(task.unigram, abs=0.3)
+    assert task.unigram < math.log(made.tokenizer.vocab_size) - 0.5
 
 
 def test_a_short_held_out_part_has_gaps_too(tmp_path: Path) -> None:

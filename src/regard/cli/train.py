@@ -54,8 +54,8 @@ lower case: minutes on two cores for a few megabytes. --set cutting=bpe keeps up
 takes a larger one, such as bert-base-uncased, --set context=256 longer texts.
 
 The loss is the mean over gaps of held-out text, which are the same at each evaluation. Beside it
-stands what a guess by frequency alone would have, "unigram": the loss soon comes down to it, and
-falls below it as the model learns to read what is around a gap.
+stands what a guess by frequency alone would have, "unigram": the loss begins there, and falls as
+the model learns to read what is around a gap.
 
 Documents are separated by a line <|endoftext|>, or are the lines of a .jsonl file (field "text").
 Without --valid the end of the text is held out. Files may be packed (.gz, .xz).

@@ -131,8 +131,9 @@ def gather(finished: list[Finished], shards: dict[str, HeadShard], left_out: Lef
                 continue
             try:
                 finished[number] = join([part[place.name] for part in parts])
-            except Exception as error:
-                why = f"{error} of another rank" if isinstance(error, KeyError) else str(error)
+            except (KeyError, ValueError) as error:
+                missing = isinstance(error, KeyError)
+                why = "another rank could not record it" if missing else str(error)
                 left_out.add(place.name, ValueError(f"its heads could not be joined: {why}"))
                 del finished[number]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from regard.ops import blockwise_op, decode, flex, observe, reference, sdpa
-from regard.ops.call import Call
+from regard.ops.call import Call, Given, gather_call, plain_shape
 from regard.ops.kernels import backend as triton
 from regard.ops.kernels.rendered import is_given_whole
 from regard.ops.wants import Observation
@@ -97,8 +97,11 @@ ORDER = {
 
 def asked_first(call: Call) -> tuple[str, str] | None:
     """The backend that is asked before the device's order, and why."""
-    if call.q.device.type != "cuda":
-        return None
+    return asked_first_on_gpu(call) if call.q.device.type == "cuda" else None
+
+
+def asked_first_on_gpu(call: Call) -> tuple[str, str] | None:
+    """The same for a GPU: where our kernels, or none at all, were measured to be faster."""
     is_little = triton.is_little(call.rule.shape)
     if call.wants is not None and is_little:
         return "blockwise", f"under {triton.LITTLE:,} weights are looked at before kernels compile"
@@ -121,6 +124,34 @@ def order_of(call: Call) -> tuple[str, ...]:
     if first is None:
         return order
     return (first[0], *(name for name in order if name != first[0]))
+
+
+def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor | None:
+    """A call with a rule that our kernels run, by a short way; None for any other.
+
+    As `attend_plain` does for the plainest calls, it asks for what the long way would find out:
+    `explain` says triton for every call that this takes.
+    """
+    if type(q) is not Tensor or q.dim() != 4 or triton.refuse_tensors(q, q.shape[3]) is not None:
+        return None
+    shape = plain_shape(q, k, v)
+    if shape is None:
+        return None
+    call = gather_call(q, k, v, shape, given)
+    is_decoding = triton.is_decoding(call)
+    by_torch = not is_decoding and (triton.is_little(shape) or is_slow_by_kernels(call))
+    by_torch = by_torch or sdpa.flags(call.rule) is not None
+    if by_torch and call.rule.softcap is None and call.sinks is None:
+        # Torch's kernels are asked first, and only these two do they surely refuse.
+        return None
+    if is_decoding:
+        return decode.run(call)
+    if triton.refuse_many_queries(call) is not None:
+        return None
+    # As in `triton.refuse`: on a GPU alone.
+    from regard.ops.kernels import flash_op
+
+    return flash_op.run(call)
 
 
 def choose(call: Call, backend: str) -> Backend:

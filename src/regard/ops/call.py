@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from regard._check import check_float, check_probability, check_shapes
+from regard._check import FLOAT_TYPES, check_float, check_probability, check_shapes
 from regard._torch import is_transformed, is_transforming, takes_tangents
 from regard.ops.bias import Bias, DenseBias
 from regard.ops.dropout import as_seed, draw_seed
@@ -140,7 +140,11 @@ class Call:
 
     def needs_grad(self) -> bool:
         """Whether a gradient may be asked of some tensor of the call."""
-        return torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
+        if not torch.is_grad_enabled():
+            return False
+        if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
+            return True
+        return any(t.requires_grad for t in self.tensors())
 
     def is_unreadable(self) -> bool:
         """Whether values cannot be looked at now."""
@@ -161,6 +165,16 @@ class Call:
         )
 
 
+class Given(TypedDict):
+    """What `attention`, `observe` and `explain` are given beside q, k and v."""
+
+    mask: Mask | Tensor | None
+    bias: Bias | Tensor | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
 def make_call(
     q: Tensor,
     k: Tensor,
@@ -176,8 +190,21 @@ def make_call(
 ) -> Call:
     """Check everything and gather it into a call."""
     q, k, v = under_autocast(q, k, v)
-    shape = check_inputs(q, k, v)
-    mask, bias = as_mask(mask), as_bias(bias)
+    rule: Given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
+    call = gather_call(q, k, v, check_inputs(q, k, v), rule)
+    if dropout != 0.0:
+        dropout = check_probability("dropout", dropout)
+        drawn = as_seed(seed, q.device) if dropout > 0.0 and seed is not None else None
+        call = replace(call, dropout=dropout, seed=drawn)
+    if is_transforming() and any(is_transformed(t) for t in call.tensors()):
+        return replace(call, transformed=True)
+    return call
+
+
+def gather_call(q: Tensor, k: Tensor, v: Tensor, shape: Shape, given: Given) -> Call:
+    """Inputs that fit each other and what is asked for, checked, as a call."""
+    mask, bias = as_mask(given["mask"]), as_bias(given["bias"])
+    scale, softcap, sinks = given["scale"], given["softcap"], given["sinks"]
     if mask is not None:
         mask.check(shape)
         # One query on the last key sees all of them: so every step of generation is a plain call.
@@ -195,12 +222,30 @@ def make_call(
     if sinks is not None:
         check_shapes({"q": (q, "B H T D"), "sinks": (sinks, "H")})
         check_float("sinks", sinks)
-    dropout = check_probability("dropout", dropout)
-    drawn = as_seed(seed, q.device) if dropout > 0.0 and seed is not None else None
-    call = Call(q=q, k=k, v=v, rule=rule, sinks=sinks, dropout=dropout, seed=drawn)
-    if is_transforming() and any(is_transformed(t) for t in call.tensors()):
-        return replace(call, transformed=True)
-    return call
+    return Call(q=q, k=k, v=v, rule=rule, sinks=sinks)
+
+
+def plain_shape(q: Tensor, k: Tensor, v: Tensor) -> Shape | None:
+    """The sizes of plain tensors that fit each other, with which nothing else is going on.
+
+    None sends a call the long way: inputs that are empty or do not fit, values of another width,
+    tracing, transforms, forward-mode derivatives, autocast.
+    """
+    if not (type(q) is type(k) is type(v) is Tensor) or torch.compiler.is_compiling():
+        return None
+    size, dtype, device = q.shape, q.dtype, q.device
+    if len(size) != 4 or k.shape != v.shape or len(k.shape) != 4:
+        return None
+    (B, H, T, D), (b, G, S, d) = size, k.shape
+    if b != B or d != D or not (B and H and T and D and G and S) or H % G:
+        return None
+    if dtype not in FLOAT_TYPES or k.dtype != dtype or v.dtype != dtype:
+        return None
+    if k.device != device or v.device != device or not (q.is_cuda or q.is_cpu):
+        return None
+    if is_transforming() or takes_tangents() or torch.is_autocast_enabled(device.type):
+        return None
+    return Shape(B, H, T, S)
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask | None:
@@ -229,14 +274,15 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     (B, H, T, D), (b, G, S, d), of_v = q.shape, k.shape, v.shape
     if b != B or d != D or of_v[0] != B or of_v[1] != G or of_v[2] != S:
         check_shapes({"q": (q, "B H T D"), "k": (k, "B G S D"), "v": (v, "B G S E")})
-    check_float("q", q)
     dtype, device = q.dtype, q.device
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != dtype or x.device != device:
-            raise TypeError(
-                f"q, k and v must have one type and one device: q is {dtype} on {device}, "
-                f"{name} is {x.dtype} on {x.device}"
-            )
+    if dtype not in FLOAT_TYPES:
+        check_float("q", q)
+    if k.dtype != dtype or v.dtype != dtype or k.device != device or v.device != device:
+        name, x = ("k", k) if k.dtype != dtype or k.device != device else ("v", v)
+        raise TypeError(
+            f"q, k and v must have one type and one device: q is {dtype} on {device}, "
+            f"{name} is {x.dtype} on {x.device}"
+        )
     if (G == 0) != (H == 0) or (G and H % G):
         raise ValueError(f"the query heads H={H} must be a multiple of the key heads G={G}")
     return Shape(B, H, T, S)

@@ -72,18 +72,15 @@ def find_rule(rule: Rule, device: torch.device) -> KeyRule:
         return KeyRule()
     masks = [] if rule.mask is None else conjuncts(rule.mask)
     biases: list[Bias] = [] if rule.bias is None else rule.bias.leaf_terms()
-    frames = [*map(frame_of, masks), *map(frame_of, biases)]
-    # The kernel knows one frame; what speaks of another is rendered.
-    frame = next((frame for frame in frames if frame is not None), (None, None))
+    windows, slopes = [window_of(mask) for mask in masks], [slopes_of(bias) for bias in biases]
+    frame = find_frame([*zip(masks, windows, strict=True), *zip(biases, slopes, strict=True)])
     known: dict[str, Any] = {}
     others: list[Mask] = []
-    for mask in masks:
-        if same(frame_of(mask), frame):
-            window = window_of(mask)
-            assert window is not None
-            left, right = (OPEN if side is None else side for side in window)
-            known["left"] = min(left, known.get("left", OPEN))
-            known["right"] = min(right, known.get("right", OPEN))
+    for mask, window in zip(masks, windows, strict=True):
+        if window is not None and stands_in(mask, frame):
+            left, right = window
+            known["left"] = min(OPEN if left is None else left, known.get("left", OPEN))
+            known["right"] = min(OPEN if right is None else right, known.get("right", OPEN))
         elif isinstance(mask, Lengths) and "counts" not in known:
             known |= {"counts": mask.lengths, "side": 1 if mask.side == "right" else 2}
         elif isinstance(mask, Documents) and "key_ids" not in known:
@@ -92,10 +89,9 @@ def find_rule(rule: Rule, device: torch.device) -> KeyRule:
             others.append(mask)
     known["placed"] = "left" in known and frame[1] is not None
     rest: list[Bias] = []
-    for bias in biases:
-        slopes = slopes_of(bias)
-        if slopes is not None and "slopes" not in known and same(frame_of(bias), frame):
-            known["slopes"] = slopes
+    for bias, slope in zip(biases, slopes, strict=True):
+        if slope is not None and "slopes" not in known and stands_in(bias, frame):
+            known["slopes"] = slope
         else:
             rest.append(bias)
     if others or rest:
@@ -114,17 +110,19 @@ def conjuncts(mask: Mask) -> list[Mask]:
     return [mask]
 
 
-def frame_of(term: Mask | Bias) -> Frame | None:
-    """The positions that a window or ALiBi speaks of; None for any other term."""
-    known = window_of(term) if isinstance(term, Mask) else slopes_of(term)
-    if known is None:
-        return None
-    return (term.queries, term.keys) if isinstance(term, At | BiasAt) else (None, None)
+def find_frame(terms: list[tuple[Mask | Bias, Any]]) -> Frame:
+    """The positions that the first window or ALiBi speaks of; what speaks of others is rendered."""
+    for term, known in terms:
+        if known is not None:
+            return (term.queries, term.keys) if isinstance(term, (At, BiasAt)) else (None, None)
+    return None, None
 
 
-def same(one: Frame | None, other: Frame) -> bool:
-    """Whether both are the very same tensors, or none."""
-    return one is not None and one[0] is other[0] and one[1] is other[1]
+def stands_in(term: Mask | Bias, frame: Frame) -> bool:
+    """Whether a term speaks of the very same positions."""
+    if isinstance(term, (At, BiasAt)):
+        return term.queries is frame[0] and term.keys is frame[1]
+    return frame[0] is None and frame[1] is None
 
 
 def window_of(mask: Mask) -> tuple[int | None, int | None] | None:

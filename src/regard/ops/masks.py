@@ -72,7 +72,7 @@ class Causal(Mask):
         return None, -self._shift(shape)
 
     def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(i), i - self._shift(shape) + 1
+        return torch.zeros_like(i), i + (1 - self._shift(shape))
 
     def is_causal_flag(self, shape: Shape) -> bool:
         return shape.T == shape.S or self.align == "start"
@@ -236,9 +236,10 @@ class Prefix(Mask):
         return torch.zeros_like(hi), hi
 
     def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        lo, hi = self.span(shape, i.device)
-        rows = torch.zeros_like(i)
-        return lo[:, None] + rows, hi[:, None] + rows
+        first = torch.zeros_like(i)
+        if isinstance(self.n, int):
+            return first, torch.full_like(i, min(self.n, shape.S))
+        return first, self.span(shape, i.device)[1][:, None] + first
 
 
 @dataclass(frozen=True, eq=False)

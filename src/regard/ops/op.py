@@ -9,29 +9,19 @@ Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TypedDict
 
 from torch import Tensor
 
 from regard._torch import is_transformed
 from regard.ops import call_hook, edit_hook
-from regard.ops.backends import Explanation, choose
+from regard.ops.backends import Explanation, attend_by_kernels, choose
 from regard.ops.backends import explain as explain_call
 from regard.ops.bias import Bias
-from regard.ops.call import Call, is_autocast, make_call, outside_autocast
+from regard.ops.call import Call, Given, is_autocast, make_call, outside_autocast
 from regard.ops.mask import Mask
+from regard.ops.masks import Causal
 from regard.ops.sdpa import attend_plain
 from regard.ops.wants import Observation, Wants
-
-
-class Given(TypedDict):
-    """What `attention`, `observe` and `explain` are given beside q, k and v."""
-
-    mask: Mask | Tensor | None
-    bias: Bias | Tensor | None
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
 
 
 def attention(
@@ -66,8 +56,12 @@ def attention(
         edited = edit_hook.edit_call(make_call(q, k, v, **rule, dropout=dropout))
     if call_hook.active is not None:
         call_hook.active(make_call(q, k, v, **rule) if edited is None else edited.call)
-    if bias is None and softcap is None and sinks is None and dropout == 0.0 and backend == "auto":
-        output = attend_plain(q, k, v, mask, scale)
+    if dropout == 0.0 and backend == "auto":
+        no_more = bias is None and softcap is None and sinks is None
+        if no_more and (mask is None or isinstance(mask, Causal)):
+            output = attend_plain(q, k, v, mask, scale)
+        else:
+            output = attend_by_kernels(q, k, v, rule)
         if output is not None:
             return output if edited is None else edited.change(output)
     call = make_call(q, k, v, **rule, dropout=dropout, seed=seed)

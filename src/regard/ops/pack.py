@@ -22,6 +22,10 @@ Form: TypeAlias = "tuple[Any, ...]"
 """A rule without its tensors and numbers: a mask or bias is (its class, its fields ...)."""
 
 
+Held: TypeAlias = "tuple[list[Any], list[Any], list[Any]]"
+"""The tensors, the ints and the floats of a rule."""
+
+
 class Slot(NamedTuple):
     """What stands in a form for a tensor (kind 0), an int (1) or a float (2): its number there."""
 
@@ -40,9 +44,9 @@ class Packed(NamedTuple):
 
 def pack(rule: Rule) -> Packed:
     """A rule without its shape."""
-    packed = Packed((), [], [], [])
+    held: Held = ([], [], [])
     parts = (rule.scale, rule.mask, rule.bias, rule.softcap)
-    return packed._replace(form=tuple([_take_apart(part, packed) for part in parts]))
+    return Packed(tuple([_take_apart(part, held) for part in parts]), *held)
 
 
 def unpack(packed: Packed, shape: Shape) -> Rule:
@@ -52,21 +56,16 @@ def unpack(packed: Packed, shape: Shape) -> Rule:
     return Rule(shape=shape, scale=scale, mask=mask, bias=bias, softcap=softcap)
 
 
-def _take_apart(part: Any, packed: Packed) -> Any:
+def _take_apart(part: Any, held: Held) -> Any:
     if part is None or isinstance(part, (bool, str)):
         return part
     if isinstance(part, Term):
         names = field_names(part)
-        return (type(part), *[_take_apart(getattr(part, name), packed) for name in names])
-    held: tuple[tuple[type, list[Any]], ...] = (
-        (Tensor, packed.tensors),
-        (int, packed.ints),
-        (float, packed.floats),
-    )
-    for kind, (what, line) in enumerate(held):
+        return (type(part), *[_take_apart(getattr(part, name), held) for name in names])
+    for kind, what in enumerate((Tensor, int, float)):
         if isinstance(part, what):
-            line.append(part)
-            return Slot(kind, len(line) - 1)
+            held[kind].append(part)
+            return Slot(kind, len(held[kind]) - 1)
     raise TypeError(
         "a mask or bias holds tensors, numbers, words, None and other masks or biases; got a "
         f"{type(part).__name__}"

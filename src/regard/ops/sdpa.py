@@ -27,15 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regard._check import FLOAT_TYPES, is_empty, is_one, readable
-from regard._torch import is_transforming, sdp_choice, takes_tangents
+from regard._check import is_empty, is_one, readable
+from regard._torch import sdp_choice
 from regard.ops.bias import Bias
-from regard.ops.call import Call, Rule
+from regard.ops.call import Call, Rule, plain_shape
 from regard.ops.flash_cpu import attend_on_cpu, in_rows
 from regard.ops.mask import Mask
 from regard.ops.masks import Causal
 from regard.ops.reference import repeat_heads, spoil
-from regard.ops.shape import Shape, Tile
+from regard.ops.shape import Tile
 from regard.ops.term import Placed
 from regard.ops.unseen import clear, covers
 
@@ -65,33 +65,20 @@ def attend_plain(
     What it asks for is all that the long way would find out, one step after the other, before it
     came here: `explain` says sdpa for every call that this takes.
     """
-    if not (type(q) is type(k) is type(v) is Tensor) or torch.compiler.is_compiling():
+    shape = plain_shape(q, k, v)
+    if shape is None:
         return None
-    size, dtype, device = q.shape, q.dtype, q.device
-    if len(size) != 4 or k.shape != v.shape or len(k.shape) != 4:
-        return None
-    (B, H, T, D), (b, G, S, d) = size, k.shape
-    if b != B or d != D or not (B and H and T and D and G and S) or H % G:
-        return None
-    causal = mask is not None
+    T, S, causal = shape.T, shape.S, mask is not None
     if mask is not None:
         if not isinstance(mask, Causal) or (T != S and (T != 1 or mask.align != "end")):
             return None
         # One query on the last key sees all of them.
         causal = T != 1 or S == 1
-    if dtype not in FLOAT_TYPES or k.dtype != dtype or v.dtype != dtype:
-        return None
-    if k.device != device or v.device != device or not (q.is_cuda or q.is_cpu):
-        return None
     if scale is not None and not (type(scale) is float and 0.0 < scale < math.inf):
-        return None
-    if is_transforming() or takes_tangents():
-        return None
-    if torch.is_autocast_enabled(device.type):
         return None
     if q.is_cuda:
         return run_sdpa((q, k, v), None, 0.0, causal, scale)
-    rule = Rule(shape=Shape(B, H, T, S), scale=scale, mask=Causal() if causal else None)
+    rule = Rule(shape=shape, scale=scale, mask=Causal() if causal else None)
     return attend_on_cpu(q, k, v, rule, causal)
 
 

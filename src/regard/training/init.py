@@ -6,18 +6,26 @@ layers add to it (GPT-2). Where the table is multiplied by √dim on the way in 
 Transformer), the table is normal with 1/√dim and the matrices are Xavier's: uniform within
 √(6 / (fan in + fan out)). Biases are 0 and norms as they were made. Drawn in the order of names,
 from a seed of their own, on the CPU: so a seed means the same weights everywhere.
+
+A masked model is slow to look past how frequent words are, so two of its parts begin where it would
+get to. Its learned positions are sinusoids, half as wide as its words, from which heads tell a
+neighbour. Its output bias is the logarithm of each token's frequency (`start_at_frequencies`).
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from regard.models import Transformer
+from regard.positions import Learned, sinusoidal
 
 SPREAD = 0.02
+Array = npt.NDArray[np.float64]
 
 
 @torch.no_grad()
@@ -48,3 +56,17 @@ def start(model: Transformer, seed: int) -> None:
             ends = name.endswith(("out_proj.weight", "down_proj.weight"))
             drawn.normal_(std=SPREAD / (deep if ends else 1.0), generator=generator)
         parameter.copy_(drawn)
+    embed = model.encoder_embed
+    if config.head.kind == "masked" and embed is not None and isinstance(embed.positions, Learned):
+        table = embed.positions.table.weight
+        # The mean square of a sinusoid is 1/2.
+        table.copy_(sinusoidal(*table.shape) * math.sqrt(2.0) * SPREAD / 2)
+
+
+@torch.no_grad()
+def start_at_frequencies(model: Transformer, shares: Array) -> None:
+    """Let the output bias say how frequent tokens are, (V,); one that never is, the least."""
+    if model.head is None or model.head.bias is None:
+        return
+    least = shares[shares > 0].min()
+    model.head.bias.copy_(torch.from_numpy(np.log(np.maximum(shares, least))))

@@ -29,9 +29,9 @@ from regard.training.data.pairs import PairedText
 from regard.training.data.reading import BadData, Notice, read_documents, read_pairs
 from regard.training.data.store import TokenFile, encode_texts, reuse_tokens, write_tokens
 from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
-from regard.training.init import start
+from regard.training.init import start, start_at_frequencies
 from regard.training.recipes import COMMANDS, Recipe, TaskKind
-from regard.training.tasks import LanguageTask, Task, TranslationTask
+from regard.training.tasks import LanguageTask, Task, TranslationTask, count_tokens
 
 END, PAD, START = "<|endoftext|>", "<pad>", "<s>"
 GAPS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
@@ -68,6 +68,10 @@ def prepare(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bool = 
     build_task = prepare_pairs if recipe.task == "translate" else prepare_text
     prepared = build_task(files, recipe, folder, say, fixed)
     start(prepared.model, recipe.train.seed)
+    task = prepared.task
+    if isinstance(task, LanguageTask) and task.masked is not None:
+        shares = count_tokens(task.text.tokens, task.masked.special)
+        start_at_frequencies(prepared.model, shares)
     return prepared
 
 

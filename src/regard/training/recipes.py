@@ -183,7 +183,7 @@ def small_masked() -> Recipe:
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
-    settings = "steps=2000 lr=1e-3 warmup=100 eval_every=500 save_every=500 vocab_size=4096"
+    settings = "steps=1800 lr=1e-3 warmup=100 eval_every=300 save_every=300 vocab_size=4096"
     return make("masked", model, f"{settings} cutting=wordpiece context=128 rows=8")
 
 

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any, Protocol, final
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from regard.models import Transformer
@@ -150,23 +151,28 @@ class TranslationTask:
 def unigram_loss(
     tokens: TokenFile, special: Collection[int], targets: Iterable[Tensor]
 ) -> float | None:
-    """The mean of -log p over the targets, p from how often tokens come, each counted once more.
-
-    Special tokens are never asked for, so they count for nothing. None: nothing is asked for.
-    """
-    counts = np.zeros(tokens.vocab_size, np.int64)
-    for start in range(0, tokens.n_tokens, COUNTED):
-        counts += np.bincount(tokens.ids[start : start + COUNTED], minlength=tokens.vocab_size)
-    counts += 1
-    counts[list(special)] = 0
+    """The mean of -log p over the targets, p by `count_tokens`. None: nothing is asked for."""
     with np.errstate(divide="ignore"):
-        losses = np.log(counts.sum()) - np.log(counts)
+        losses = -np.log(count_tokens(tokens, special))
     total, n_asked = 0.0, 0
     for one in targets:
         asked = one[one != NOTHING].numpy()
         total += float(losses[asked].sum())
         n_asked += len(asked)
     return total / n_asked if n_asked else None
+
+
+def count_tokens(tokens: TokenFile, special: Collection[int]) -> npt.NDArray[np.float64]:
+    """The share of each token in a text (V,), each counted once more than it is there.
+
+    Special tokens are never asked for, so they count for nothing.
+    """
+    counts = np.zeros(tokens.vocab_size, np.int64)
+    for start in range(0, tokens.n_tokens, COUNTED):
+        counts += np.bincount(tokens.ids[start : start + COUNTED], minlength=tokens.vocab_size)
+    counts += 1
+    counts[list(special)] = 0
+    return np.asarray(counts / counts.sum())
 
 
 def text_dict(batch: TextBatch) -> dict[str, Tensor]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -276,6 +278,32 @@ def test_what_writes_attention_out_is_refused() -> None:
         model(**question("gptj").given)
 
 
+@pytest.mark.parametrize("kind", ["sdpa", "regard"])
+def test_a_call_of_the_compiled_model_is_refused_at_once(kind: str) -> None:
+    model, given = SUBJECTS["llama"](), question("llama").given
+    model.set_attn_implementation(kind)
+    other = torch.compile(nn.Linear(3, 3), backend="eager")
+    fast = torch.compile(model, backend="eager")
+    with torch.no_grad(), regard.edit(model, Ablate(0, 1)):
+        with pytest.raises(ValueError, match="compiled code cannot be edited"):
+            fast(**given)
+        model(**given)
+        other(torch.ones(3))
+
+
+def test_what_generate_would_compile_is_edited_uncompiled() -> None:
+    model, ids = SUBJECTS["llama"](), draw(1, 7)
+    compiled = hf.CompileConfig(backend="eager", fullgraph=True, mode=None)
+    compiled._compile_all_devices = True
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    options |= {"attention_mask": torch.ones_like(ids), "output_logits": True}
+    options["return_dict_in_generate"] = True
+    with torch.no_grad(), regard.edit(model, Ablate(0, 1), Block(slice(5, None), 2)):
+        want = model.generate(ids, disable_compile=True, **options).logits
+        got = model.generate(ids, compile_config=compiled, **options).logits
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_nothing_is_left_in_place_when_blocks_end_in_any_order() -> None:
     model, given = SUBJECTS["llama"](), question("llama").given
     interface = AttentionInterface.__dict__.get("get_interface")
@@ -296,6 +324,42 @@ def test_nothing_is_left_in_place_when_blocks_end_in_any_order() -> None:
     assert AttentionInterface.__dict__.get("get_interface") is interface
     assert nn.functional.scaled_dot_product_attention is sdpa and not shared_patch._patches
     assert nn.MultiheadAttention.forward is forward
+
+
+def torch_layers() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(12, 4, 16, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+
+THREADED: dict[str, tuple[Callable[[], Any], Callable[[Any], Tensor]]] = {
+    "llama": (SUBJECTS["llama"], lambda model: model(draw(1, 9), use_cache=False).logits),
+    "torch.nn": (torch_layers, lambda model: model(torch.ones(1, 7, 12).cumsum(1))),
+}
+
+
+@pytest.mark.parametrize("kind", THREADED)
+def test_eight_threads_edit_one_model_each_in_its_own_way(kind: str) -> None:
+    make, call = THREADED[kind]
+    torch.manual_seed(5)
+    model = make()
+
+    def run(n: int) -> Tensor:
+        with torch.no_grad(), regard.edit(model, Ablate(n % 2, n // 2), Block(5, n % 5)):
+            together.wait(60)
+            return call(model)
+
+    with torch.no_grad():
+        before = call(model)
+    together = threading.Barrier(1)
+    alone = [run(n) for n in range(8)]
+    together = threading.Barrier(9)
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(run, n) for n in range(8)]
+        together.wait(60)
+        with torch.no_grad():
+            assert torch.equal(call(model), before)
+        assert all(torch.equal(one.result(), two) for one, two in zip(running, alone, strict=True))
+    assert len({float(x.double().sum()) for x in (before, *alone)}) == 9
 
 
 FORBIDDEN = Block((3, 5), 1), Block(4, slice(1, None)), Block(2, 0, heads=1)

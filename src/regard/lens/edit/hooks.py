@@ -49,12 +49,46 @@ def hook_models(model: nn.Module) -> Iterator[None]:
         if interface is not None:
             for name in ("get_interface", "__getitem__"):
                 patches.enter_context(patched(interface, name, hand_out_edited))
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        if dynamo is not None:
+            patches.enter_context(patched(dynamo.OptimizedModule, "__call__", refuse_compiled))
+        pretrained = getattr(loaded, "PreTrainedModel", None)
+        if hasattr(pretrained, "get_compiled_call"):
+            patches.enter_context(patched(pretrained, "get_compiled_call", hand_out_plain))
         modules = list(model.modules())
         wrappers = dict.fromkeys(FORWARDS, run_plainly) | {nn.MultiheadAttention: attend_edited}
         patches.enter_context(patched_forwards(modules, wrappers))
         if any(isinstance(module, tuple(FORWARDS)) for module in modules):
             patches.enter_context(patched(F, "scaled_dot_product_attention", edit_sdpa))
         yield
+
+
+def refuse_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`OptimizedModule.__call__`, which would run a model that is edited here unseen."""
+
+    @wraps(call)
+    def run(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        if not open_editors():
+            return call(compiled, *args, **kwargs)
+        if any(map(is_edited, compiled.modules())):
+            raise ValueError(
+                "compiled code cannot be edited, as it runs unseen: in the block call the model "
+                "that was compiled (model._orig_mod)"
+            )
+        # Not by its own method, which warns of hooks on all modules: ours leave others alone.
+        return nn.Module.__call__(compiled, *args, **kwargs)
+
+    return run
+
+
+def hand_out_plain(get: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_compiled_call`, by which `generate` compiles: a model that is edited runs as it is."""
+
+    @wraps(get)
+    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return model.__call__ if is_edited(model) else get(model, *args, **kwargs)
+
+    return run
 
 
 def weights_of(call: Call) -> Tensor:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.ops.kernels.rendered import Rendered
+from regard.ops.kernels.launch import layout_of
+from regard.ops.kernels.rendered import TENSORS, Rendered
 
 BITS = 1.0 / math.log(2.0)
 """From nats to bits: with scores in bits a weight is a power of two."""
@@ -153,6 +154,13 @@ def share(x: Tensor, axis: int) -> int:
     return 0 if x.shape[axis] == 1 else x.stride(axis)
 
 
+def form_of(given: Rendered) -> tuple[Any, ...]:
+    """All of a call but what its tensors hold, and where."""
+    tensors: Any = given[:TENSORS]
+    lying = [None if x is None else layout_of(x) for x in tensors]
+    return given.q.device, *lying, *given[TENSORS:]
+
+
 def rule_of(given: Rendered) -> Rule:
     """The rule of a call as kernels take it."""
     window = span = interval = ids = words = places = band = dense = dropout = None
@@ -187,6 +195,8 @@ def rule_of(given: Rendered) -> Rule:
 
 def _alike(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor, int]:
     """Two tensors of one shape (B or 1, ...) and of one stride from sample to sample."""
+    if one.shape == other.shape and one.stride() == other.stride():
+        return one, other, share(one, 0)
     samples = max(len(one), len(other))
     one, other = (x.expand(samples, *x.shape[1:]) for x in (one, other))
     if one.stride() != other.stride():

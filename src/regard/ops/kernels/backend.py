@@ -34,7 +34,7 @@ def refuse(call: Call) -> str | None:
     if call.wants is not None and not is_one_pass(call):
         reason = _refuse_looking(call, call.wants)
     elif call.wants is None and not is_decoding(call):
-        reason = _refuse_many_queries(call)
+        reason = refuse_many_queries(call)
     if reason is not None:
         return reason
     # Whoever has no GPU need not wait for its import.
@@ -43,7 +43,7 @@ def refuse(call: Call) -> str | None:
     reason = flash_op.refuse(call)
     if reason is not None:
         return reason
-    if is_empty(call.q, call.k) or (call.wants is None and is_empty(call.v)):
+    if is_empty(call.q, call.k, *(() if call.wants is not None else (call.v,))):
         return "our kernels are not asked for empty inputs"
     return None
 
@@ -86,7 +86,7 @@ def is_decoding(call: Call) -> bool:
     return plain and is_few(call.rule.shape.T) and not call.needs_grad()
 
 
-def _refuse_many_queries(call: Call) -> str | None:
+def refuse_many_queries(call: Call) -> str | None:
     """What the kernels for any number of queries do not do."""
     if call.dropout >= 1.0:
         return "our kernels cannot drop every weight"
@@ -103,7 +103,7 @@ def _refuse_looking(call: Call, wants: Wants) -> str | None:
         return "it is not run inside compiled graphs and torch.func, where blockwise is"
     if wants.second_pass() and call.needs_grad():
         return "its second pass is not run where gradients are needed; blockwise is"
-    return _refuse_many_queries(call)
+    return refuse_many_queries(call)
 
 
 def is_little(shape: Shape) -> bool:

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from regard.ops.kernels import vmap
-from regard.ops.kernels.rendered import aligned
+from regard.ops.kernels.launch import PLANS, Launch, layout_of
+from regard.ops.kernels.rendered import aligned, is_aligned
 
 MOST_QUERIES = 16
 """The most queries a row."""
@@ -159,9 +160,63 @@ class Form(NamedTuple):
         return {name.upper(): 1 + names.index(name) if name in names else 0 for name in STATS}
 
 
-@functools.lru_cache(maxsize=128)
+class Plan(NamedTuple):
+    """How calls of one form run: in how many parts, and by which launches."""
+
+    n_rows: int
+    n_parts: int
+    numbers: tuple[Any, ...]
+    """What the first kernel is given beside tensors."""
+    parts: Launch
+    join: Launch
+    kernels: Any
+    """Their module."""
+
+
+def make_plan(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    terms: list[Tensor | None],
+    ints: list[int],
+    floats: list[float],
+) -> Plan | None:
+    """The plan for a call and all that lie as it does; None where they have to be copied first."""
+    from regard.ops.kernels import decode_kernels
+
+    if not all(map(is_aligned, inputs)):
+        return None
+    q, k, v = inputs
+    query, keys, counts, added, slopes, mass, sinks, query_ids, key_ids = terms
+    left, right, placed, side, asked = ints
+    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
+    windowed = keys is None and (left < OPEN or right < OPEN)
+    # Keys as they lie are read no further than the window reaches.
+    span = min(S, left + right + T) if windowed and (query is None or T == 1) else S
+    cut = tiles(B * G, H // G * T, span, (D, E), q.dtype.itemsize)
+    form = Form(
+        query is not None, keys is not None, bool(placed), windowed, side, added is not None,
+        key_ids is not None, slopes is not None, floats[1] > 0.0, q.dtype == torch.float32,
+        sinks is not None, bool(placed) and span >= TRIM * cut.parts, asked, mass is not None,
+    )  # fmt: skip
+    n_rows = B * H * T
+    strides = (
+        *steps(q, 4), *steps(k, 4), *steps(v, 4), *steps(query, 2), *steps(keys, 2),
+        *steps(counts, 1), *steps(added, 4), *steps(mass, 2), *steps(query_ids, 2),
+        *steps(key_ids, 2),
+    )  # fmt: skip
+    return Plan(
+        n_rows,
+        cut.parts,
+        (*strides, S, cut.parts, n_rows, left, right, *floats),
+        Launch(
+            B * G * cut.parts * -(-H // G * T // cut.rows), options(cut, form, (G, H // G, T, D, E))
+        ),
+        Launch(n_rows, join_options(cut.parts, form, (H, T, E))),
+        decode_kernels,
+    )
+
+
 def options(cut: Tiles, form: Form, sizes: tuple[int, int, int, int, int]) -> dict[str, Any]:
-    """Those of the first kernel, for G, R, T, D, E; kept, since every layer and step asks."""
+    """Those of the first kernel, for G, R, T, D, E."""
     flags = {name.upper(): value for name, value in form._asdict().items() if name != "asked"}
     named = dict(zip("GRTDE", sizes, strict=True))
     widths = {"WIDTH": pad_width(sizes[3]), "VALUES": pad_width(sizes[4])}
@@ -170,12 +225,19 @@ def options(cut: Tiles, form: Form, sizes: tuple[int, int, int, int, int]) -> di
     return {**named, **widths, **shape, **flags, **form.slots(), **launch}
 
 
-@functools.lru_cache(maxsize=128)
 def join_options(n_parts: int, form: Form, sizes: tuple[int, int, int]) -> dict[str, Any]:
     """Those of the second kernel, for H, T, E."""
     tile = {"PARTS": power_of_2(n_parts), "CHUNK": CHUNK, "VALUES": pad_width(sizes[2])}
     named = dict(zip("HTE", sizes, strict=True))
     return {**named, **tile, "SINKS": form.sinks, **form.slots(), "num_warps": 4}
+
+
+def steps(x: Tensor | None, n_axes: int) -> tuple[int, ...]:
+    """Strides over the last axes of a call, 0 along those that are shared or missing."""
+    if x is None:
+        return (0,) * n_axes
+    own = [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
+    return (*(0,) * (n_axes - len(own)), *own)
 
 
 def attend(
@@ -191,13 +253,15 @@ def attend(
     asked: the bits of what is wanted. mass: keys (B or 1, S) whose weight together is wanted. A v
     of width 0 gives no output.
     """
-    terms = (rule.query, rule.keys, rule.counts, rule.added, rule.slopes)
+    # These are read without strides.
+    slopes, sinks = (None if x is None else x.contiguous() for x in (rule.slopes, sinks_h))
+    terms = (rule.query, rule.keys, rule.counts, rule.added, slopes, mass, sinks)
     ints = [rule.left, rule.right, int(rule.placed), rule.side, asked]
     floats = [numbers[0], numbers[1] or 0.0]
     plain = type(inputs[0]) is Tensor and not torch.compiler.is_compiling()
     run: Any = _decode if plain else _decode_op
     ids = (rule.query_ids, rule.key_ids)
-    found = run(*inputs, [*terms, mass, sinks_h, *ids], ints, floats)
+    found = run(*inputs, [*terms, *ids], ints, floats)
     return Answers(found[0].transpose(1, 2), *found[1:])
 
 
@@ -210,43 +274,28 @@ def _decode(
     floats: list[float],
 ) -> list[Tensor]:
     """The output (B, T, H, E), and the numbers (n, B, H, T) and keys (B, H, T) asked for."""
-    from regard.ops.kernels import decode_kernels
-
     query, keys, counts, added, slopes, mass, sinks, query_ids, key_ids = terms
-    left, right, placed, side, asked = ints
-    width, (q, k, v) = v.shape[3], map(aligned, (q, k, v))
-    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
-    windowed = keys is None and (left < OPEN or right < OPEN)
-    # Keys as they lie are read no further than the window reaches.
-    span = min(S, left + right + T) if windowed and (query is None or T == 1) else S
-    cut = tiles(B * G, H // G * T, span, (D, E), q.element_size())
-    form = Form(
-        query is not None, keys is not None, bool(placed), windowed, side, added is not None,
-        key_ids is not None, slopes is not None, floats[1] > 0.0, q.dtype == torch.float32,
-        sinks is not None, bool(placed) and span >= TRIM * cut.parts, asked, mass is not None,
-    )  # fmt: skip
-    outputs, n_rows = _allocate(q, (B, H, T, E), asked, mass is not None), B * H * T
-    size = n_rows * cut.parts * (E + SUMS) if cut.parts > 1 else 0
-    scratch = torch.empty(size, dtype=torch.float32, device=q.device) if size else q
-    slopes = None if slopes is None else slopes.contiguous()
-    sinks = None if sinks is None else sinks.contiguous()
+    lying = [None if x is None else layout_of(x) for x in (q, k, v, *terms)]
+    form = ("decode", *lying, *ints, *floats)
+    plan = PLANS.find(form, lambda: make_plan((q, k, v), terms, ints, floats))
+    if plan is None:
+        found = _decode(aligned(q), aligned(k), aligned(v), terms, ints, floats)
+        return [found[0][..., : v.shape[3]].contiguous(), *found[1:]]
+    B, H, T, _ = q.shape
+    E = v.shape[3]
+    outputs = _allocate(q, (B, H, T, E), ints[4], mass is not None)
+    scratch = q
+    if plan.n_parts > 1:
+        scratch = q.new_empty(plan.n_rows * plan.n_parts * (E + SUMS), dtype=torch.float32)
     # What the kernel will not read or write is stood for by q, which costs nothing.
     read = (query, keys, counts, added, slopes, mass, query_ids, key_ids, sinks)
     given = [q if x is None else x for x in read]
     written = (*outputs, q, q)[:3]
-    decode_kernels.run_parts(
-        B * G * cut.parts * -(-H // G * T // cut.rows),
-        q, k, v, *given, scratch, *written, *steps(q, 4), *steps(k, 4), *steps(v, 4),
-        *steps(query, 2), *steps(keys, 2), *steps(counts, 1), *steps(added, 4), *steps(mass, 2),
-        *steps(query_ids, 2), *steps(key_ids, 2), S, cut.parts, n_rows, left, right, *floats,
-        **options(cut, form, (G, H // G, T, D, E)),
-    )  # fmt: skip
-    if cut.parts > 1:
-        decode_kernels.run_join(
-            n_rows, scratch, given[-1], *written, cut.parts, n_rows,
-            **join_options(cut.parts, form, (H, T, E)),
-        )  # fmt: skip
-    return [outputs[0][..., :width].contiguous(), *outputs[1:]]
+    kernels = plan.kernels
+    plan.parts(kernels._parts, q, k, v, *given, scratch, *written, *plan.numbers)
+    if plan.n_parts > 1:
+        plan.join(kernels._join, scratch, given[-1], *written, plan.n_parts, plan.n_rows)
+    return outputs
 
 
 def _allocate(
@@ -261,14 +310,6 @@ def _allocate(
     if asked & PEAK:
         outputs.append(torch.empty(B, H, T, dtype=torch.int64, device=q.device))
     return outputs
-
-
-def steps(x: Tensor | None, n_axes: int) -> tuple[int, ...]:
-    """Strides over the last axes of a call, 0 along those that are shared or missing."""
-    if x is None:
-        return (0,) * n_axes
-    own = [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
-    return (*(0,) * (n_axes - len(own)), *own)
 
 
 _decode_op = torch.library.custom_op(

@@ -15,8 +15,6 @@ widths, P parts of the keys; r rows of a tile (pairs of a query and a head), s k
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -385,15 +383,3 @@ def _join(
         sinks, out, stats, key, n_rows, H, T,
         E, VALUES, SINKS, LSE, ENTROPY, PEAK, DISTANCE, MASS,
     )  # fmt: skip
-
-
-def run_parts(n_programs: int, *args: Any, **options: Any) -> None:
-    """Every stretch of every key head, each by a program."""
-    launch: Any = _parts[(n_programs,)]
-    launch(*args, **options)
-
-
-def run_join(n_rows: int, *args: Any, **options: Any) -> None:
-    """Every row, each by a program."""
-    launch: Any = _join[(n_rows,)]
-    launch(*args, **options)

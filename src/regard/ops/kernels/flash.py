@@ -9,17 +9,28 @@ Letters: B batch, T queries, S keys, H query heads, E value width.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.ops.blockwise import Ask
 from regard.ops.kernels import flash_hopper
-from regard.ops.kernels.rendered import Rendered, aligned_rows
+from regard.ops.kernels.arguments import form_of
+from regard.ops.kernels.launch import PLANS, layout_of
+from regard.ops.kernels.rendered import Rendered, aligned_rows, is_aligned
 
 ROW_SUMS = ("maxima", "sums")
 """What is kept of rows for whoever makes their weights again."""
+
+
+class Plan(NamedTuple):
+    """How calls of one form run: what is told of rows, in one piece or not, and by which kernel."""
+
+    names: tuple[str, ...]
+    together: bool
+    run: Callable[[Rendered, Tensor, Any, Tensor | None], None]
 
 
 def forward(
@@ -29,27 +40,44 @@ def forward(
 
     with_sums: with `ROW_SUMS`, and in one piece of memory if that can be.
     """
+    from regard.ops.kernels.flash_kernels import Answers
+
+    keys = None if mass is None else mass.contiguous()
+    on_hopper = flash_hopper.runs_on(given.q.device)
+    form = (*form_of(given), ask, None if keys is None else layout_of(keys), with_sums, on_hopper)
+    plan = PLANS.find(form, lambda: make_plan(given, ask, keys, with_sums))
+    if plan is None:
+        out, found = forward(aligned_rows(given), ask, keys, with_sums)
+        return out[..., : given.v.shape[3]].contiguous(), found
+    q, shape = given.q, given.q.shape[:3]
+    out = q.new_empty((*shape, given.v.shape[3]))
+    if plan.together:
+        rows = q.new_empty((len(plan.names), *shape), dtype=torch.float32).unbind()
+        found = dict(zip(plan.names, rows, strict=True))
+    else:
+        found = {name: q.new_empty(shape, dtype=torch.float32) for name in plan.names}
+    if ask.peak:
+        found["key"] = q.new_empty(shape, dtype=torch.int64)
+    plan.run(given, out, Answers(**found), keys)
+    return out, found
+
+
+def make_plan(given: Rendered, ask: Ask, mass: Tensor | None, with_sums: bool) -> Plan | None:
+    """The plan for a call and all that lie as it does; None where they have to be copied first."""
     from regard.ops.kernels import flash_kernels
 
-    E, given = given.v.shape[3], aligned_rows(given)
-    q, shape = given.q, given.q.shape[:3]
+    if not all(map(is_aligned, given[:3])):
+        return None
     names = ["lse", *(name for name in ask._fields if getattr(ask, name))]
     names += ROW_SUMS if with_sums else ()
     names += ["mass"] if mass is not None else []
     names += ["logit"] if ask.peak else []
-    empty = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     # What an operation gives may not share memory; and each begins where kernels are fastest.
-    together = with_sums and shape.numel() % 4 == 0
-    rows = empty((len(names), *shape)).unbind() if together else [empty(shape) for _ in names]
-    found = dict(zip(names, rows, strict=True))
-    if ask.peak:
-        found["key"] = torch.empty(shape, dtype=torch.int64, device=q.device)
-    out = torch.empty((*shape, given.v.shape[3]), dtype=q.dtype, device=q.device)
-    keys = None if mass is None else mass.contiguous()
-    run = flash_kernels.run_forward
-    if flash_hopper.takes(given, ask, keys):
+    together = with_sums and given.q.shape[:3].numel() % 4 == 0
+    asked = any(ask) or mass is not None
+    plan_forward = flash_kernels.plan_forward
+    if flash_hopper.takes(given, ask, mass):
         from regard.ops.kernels import flash_hopper_kernels
 
-        run = flash_hopper_kernels.run_forward
-    run(given, out, flash_kernels.Answers(**found), keys)
-    return out[..., :E].contiguous(), found
+        plan_forward = flash_hopper_kernels.plan_forward
+    return Plan(tuple(names), together, plan_forward(given, asked))

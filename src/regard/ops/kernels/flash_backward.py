@@ -22,10 +22,19 @@ import torch
 from torch import Tensor
 
 from regard.ops.kernels import flash_hopper
-from regard.ops.kernels.arguments import Rule, options_of, rule_of, view, width_of
-from regard.ops.kernels.rendered import Rendered, aligned, aligned_rows
+from regard.ops.kernels.arguments import (
+    Rule,
+    TileLists,
+    form_of,
+    options_of,
+    rule_of,
+    view,
+    width_of,
+)
+from regard.ops.kernels.launch import PLANS, Plans, layout_of
+from regard.ops.kernels.rendered import Rendered, aligned, aligned_rows, is_aligned
 from regard.ops.kernels.tile_lists import list_tiles
-from regard.ops.kernels.tiles import tiles_of
+from regard.ops.kernels.tiles import Tiles, tiles_of
 
 PADDED = 128
 """Rows' numbers are kept for a multiple of this many rows, so that tiles of rows need no mask."""
@@ -88,12 +97,16 @@ class Incoming(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A call, its rule, the gradient of its output if one arrives, and the numbers of its rows."""
+    """A call, its rule, the gradient of its output if one arrives, and the numbers of its rows.
+
+    plan: that of all calls of this form.
+    """
 
     given: Rendered
     rule: Rule
     g: Tensor | None
     rows: RowGrads
+    plan: Plans
 
     def inputs(self) -> tuple[Any, ...]:
         """q, k, v and the gradient as kernels take them."""
@@ -105,11 +118,21 @@ class _Pass(NamedTuple):
         (_, H, T, D), (_, _, S, E) = self.given.q.shape, self.given.v.shape
         return H, T, S, D, E
 
-    def options(self) -> dict[str, Any]:
-        """What every kernel is compiled for."""
+    def options(self, tiles: Tiles, *without: str) -> dict[str, Any]:
+        """What kernels are compiled for; some do without some of it."""
         given = self.given
         more = {"VALUES": width_of(given.v.shape[3]), "COVERED": given.covered}
-        return options_of(given) | more
+        shape = {"ROWS": tiles.rows, "KEYS": tiles.keys}
+        every = options_of(given) | more | shape | tiles.options()
+        return {name: x for name, x in every.items() if name not in without}
+
+    def tiles(self, kernel: str, is_listed: bool) -> Tiles:
+        """The tiles of a kernel for this kind of call."""
+
+        def find() -> Tiles:
+            return tiles_of(f"{kernel} {_kind_of(self.rule, is_listed)}".strip(), self.given)
+
+        return self.plan.find((kernel, "tiles"), find)
 
     def kept_share(self) -> float:
         """What kept weights are multiplied by."""
@@ -118,9 +141,13 @@ class _Pass(NamedTuple):
 
 def backward(given: Rendered, saved: Saved, arriving: Arriving, wanted: Grads) -> Grads:
     """The gradients wanted: shaped, typed and laid out as what they belong to."""
-    g, rows, asked = arriving.output, _find_rows(given, saved, arriving), given
-    given = aligned_rows(given)
-    step = _Pass(given, rule_of(given), None if g is None else aligned(g), rows)
+    lying = [None if x is None else layout_of(x) for x in (*saved, *arriving)]
+    plan = PLANS.find(("backward", *form_of(given), *lying), Plans)
+    g, rows, asked = arriving.output, _find_rows(given, saved, arriving, plan), given
+    held = given[:3] if g is None else (*given[:3], g)
+    if not plan.find("aligned", lambda: all(map(is_aligned, held))):
+        given, g = aligned_rows(given), None if g is None else aligned(g)
+    step = _Pass(given, rule_of(given), g, rows, plan)
     found: dict[str, Tensor] = {}
     if wanted.q or wanted.slopes:
         found["q"] = torch.empty_like(given.q)
@@ -142,7 +169,7 @@ def backward(given: Rendered, saved: Saved, arriving: Arriving, wanted: Grads) -
     return Grads(**found)
 
 
-def _find_rows(given: Rendered, saved: Saved, arriving: Arriving) -> RowGrads:
+def _find_rows(given: Rendered, saved: Saved, arriving: Arriving, plan: Plans) -> RowGrads:
     from regard.ops.kernels import flash_backward_kernels as kernels
 
     (B, H, T, E), g = saved.output.shape, arriving.output
@@ -156,10 +183,10 @@ def _find_rows(given: Rendered, saved: Saved, arriving: Arriving) -> RowGrads:
         _packed(saved.entropy),
         _packed(arriving.entropy),
     )
-    launch: Any = kernels._delta[(B * H * (n // PADDED),)]
-    launch(
+    options = {"ROWS": PADDED, "VALUES": width_of(E), "num_warps": 4, "enable_fp_fusion": True}
+    plan.run(
+        "delta", kernels._delta, lambda: (B * H * (n // PADDED), options),
         view(saved.output), None if g is None else view(g), incoming, rows, H, T, E,
-        ROWS=PADDED, VALUES=width_of(E), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return rows
 
@@ -174,12 +201,13 @@ def _is_fused(step: _Pass, wanted: Grads) -> bool:
         return False
     if torch.are_deterministic_algorithms_enabled():
         return False
-    return flash_hopper.runs_on(step.given.q.device) and _suits_hopper(step)
+    on_hopper = flash_hopper.runs_on(step.given.q.device)
+    return on_hopper and step.plan.find("on Hopper", lambda: _suits_hopper(step))
 
 
 def _suits_hopper(step: _Pass) -> bool:
     """Whether the kernel that is written for Hopper takes a call, and is the fastest for it."""
-    given, rule, g, rows = step
+    given, rule, g, rows = step[:4]
     (_, _, T, D), v, is_listed = given.q.shape, given.v, _is_listed(rule)
     if g is None or T < flash_hopper.FEWEST or v.shape[3] != D or v.dtype.itemsize != 2:
         return False
@@ -216,16 +244,23 @@ def _run_fused(step: _Pass, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     B, H, T, D = given.q.shape
     assert step.g is not None
     is_listed = _is_listed(rule)
-    tiles = tiles_of(f"hopper {_kind_of(rule, is_listed)}".strip(), given)
+    tiles = step.tiles("hopper", is_listed)
     if is_listed:
-        lists = list_tiles(rule, given.shape, tiles[:2], True, given.q.device, in_order=True)
+        lists = _list_tiles(step, tiles, True, in_order=True)
     sums = step.rows.lse.new_zeros((B, H, n, D))
-    hopper.run_fused(given, step.g, rule, lists, step.rows, (dk, dv, sums), tiles)
-    launch: Any = kernels._finish[(B * H * (n // FINISHED),)]
-    launch(
+    hopper.run_fused(step, lists, (dk, dv, sums), tiles)
+    options = {"ROWS": FINISHED, "WIDTH": D, "num_warps": 4, "enable_fp_fusion": True}
+    step.plan.run(
+        "finish", kernels._finish, lambda: (B * H * (n // FINISHED), options),
         sums, view(dq), rule.factor, n, H, T, D,
-        ROWS=FINISHED, WIDTH=D, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
+
+
+def _list_tiles(step: _Pass, tiles: Tiles, by_keys: bool, in_order: bool = False) -> TileLists:
+    given = step.given
+    return list_tiles(
+        step.rule, given.shape, tiles[:2], by_keys, given.q.device, in_order, step.plan
+    )
 
 
 def _run_keys(step: _Pass, dk: Tensor, dv: Tensor) -> None:
@@ -234,14 +269,14 @@ def _run_keys(step: _Pass, dk: Tensor, dv: Tensor) -> None:
 
     given, rule = step.given, step.rule
     is_listed = _is_listed(rule)
-    tiles, lists = tiles_of(f"keys {_kind_of(rule, is_listed)}".strip(), given), None
+    tiles, lists = step.tiles("keys", is_listed), None
     if is_listed:
-        lists = list_tiles(rule, given.shape, tiles[:2], True, given.q.device)
+        lists = _list_tiles(step, tiles, True)
     B, G, S, _ = given.k.shape
-    launch: Any = kernels._keys[(B * G * -(-S // tiles.keys),)]
-    launch(
+    step.plan.run(
+        "keys", kernels._keys, lambda: (B * G * -(-S // tiles.keys), step.options(tiles)),
         *step.inputs(), view(dk), view(dv), rule, lists, step.rows, step.kept_share(),
-        *step.sizes(), **step.options(), ROWS=tiles.rows, KEYS=tiles.keys, **tiles.options(),
+        *step.sizes(),
     )  # fmt: skip
 
 
@@ -251,16 +286,17 @@ def _run_queries(step: _Pass, dq: Tensor, with_slopes: bool) -> Tensor | None:
 
     given, rule = step.given, step.rule
     is_listed = rule.ids is not None or rule.words is not None
-    tiles, lists = tiles_of(f"queries {_kind_of(rule, is_listed)}".strip(), given), None
+    tiles, lists = step.tiles("queries", is_listed), None
     if is_listed:
-        lists = list_tiles(rule, given.shape, tiles[:2], False, given.q.device)
+        lists = _list_tiles(step, tiles, False)
     B, H, T, _ = given.q.shape
     n_bands = -(-T // tiles.rows)
     slopes = step.rows.lse.new_empty((B, H, n_bands)) if with_slopes else None
-    launch: Any = kernels._queries[(B * H * n_bands,)]
-    launch(
+    name = "queries" if slopes is None else "queries and slopes"
+    step.plan.run(
+        name, kernels._queries, lambda: (B * H * n_bands, step.options(tiles)),
         *step.inputs(), view(dq), slopes, rule, lists, step.rows, step.kept_share(),
-        *step.sizes(), **step.options(), ROWS=tiles.rows, KEYS=tiles.keys, **tiles.options(),
+        *step.sizes(),
     )  # fmt: skip
     return None if slopes is None else slopes.sum((0, 2))
 
@@ -275,12 +311,10 @@ def _run_band(step: _Pass) -> Tensor:
     samples = -(-B // min(B, max(PROGRAMS // runs, 1)))
     parts = -(-B // samples)
     sums = given.band.new_empty((parts, H, N))
-    launch: Any = kernels._band[(runs * parts,)]
-    options = step.options()
-    del options["EVEN"]
-    launch(
+    step.plan.run(
+        "band", kernels._band, lambda: (runs * parts, step.options(tiles, "EVEN", "KEYS")),
         *step.inputs(), sums, N, step.rule, step.rows, step.kept_share(), samples, B,
-        *step.sizes(), **options, ROWS=tiles.rows, **tiles.options(),
+        *step.sizes(),
     )  # fmt: skip
     return sums.sum(0)
 
@@ -293,12 +327,11 @@ def _run_dense(step: _Pass) -> Tensor:
     grad = torch.empty_like(given.dense)
     B, H, T, S = given.dense.shape
     ones = {f"ONE_{letter}": size == 1 for letter, size in zip("BHTS", (B, H, T, S), strict=True)}
-    launch: Any = kernels._dense[(B * H * -(-T // tiles.rows) * -(-S // tiles.keys),)]
-    options = step.options()
-    del options["EVEN"]
-    launch(
+    n_programs = B * H * -(-T // tiles.rows) * -(-S // tiles.keys)
+    step.plan.run(
+        "dense", kernels._dense, lambda: (n_programs, step.options(tiles, "EVEN") | ones),
         *step.inputs(), view(grad), step.rule, step.rows, step.kept_share(), given.q.shape[0],
-        *step.sizes(), **ones, **options, ROWS=tiles.rows, KEYS=tiles.keys, **tiles.options(),
+        *step.sizes(),
     )  # fmt: skip
     return grad
 

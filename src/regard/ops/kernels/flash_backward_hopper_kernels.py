@@ -34,10 +34,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from regard.ops.kernels import tile_kernels
-from regard.ops.kernels.arguments import Rule, TileLists, view
+from regard.ops.kernels.arguments import TileLists, view
 from regard.ops.kernels.flash_hopper_kernels import describe
 from regard.ops.kernels.hopper_tile_kernels import async_load, sync_threads
-from regard.ops.kernels.rendered import Rendered
+from regard.ops.kernels.launch import Sized
 from regard.ops.kernels.tile_kernels import BITS, NATS
 from regard.ops.kernels.tiles import Tiles
 
@@ -332,27 +332,34 @@ def _fused(
 
 
 def run_fused(
-    given: Rendered,
-    g: Tensor,
-    rule: Rule,
-    lists: TileLists | None,
-    rows: Any,
-    outputs: tuple[Tensor, ...],
-    tiles: Tiles,
+    step: Any, lists: TileLists | None, outputs: tuple[Tensor, ...], tiles: Tiles
 ) -> None:
     """Write the gradients of keys and values, and add up the sums of that of the queries.
 
     lists: of tiles in order, where a tile of keys is not told by window and span who sees it.
     """
-    dk, dv, sums = outputs
+    (dk, dv, sums), given, rule = outputs, step.given, step.rule
     (_, H, T, D), (B, G, S, _) = given.q.shape, given.k.shape
-    masks = (rule.window, rule.span, lists)
-    hides = any(part is not None for part in masks) or S % tiles.keys > 0
-    launch: Any = _fused[(B * G * -(-S // tiles.keys),)]
-    launch(
+
+    def size() -> Sized:
+        masks = (rule.window, rule.span, lists)
+        hides = any(part is not None for part in masks) or S % tiles.keys > 0
+        return B * G * -(-S // tiles.keys), {
+            "R": H // G,
+            "ROWS": tiles.rows,
+            "KEYS": tiles.keys,
+            "WIDTH": D,
+            "STAGES": tiles.stages,
+            "HIDES": hides,
+            "COVERED": given.covered,
+            "APART": APART[D],
+            "num_warps": tiles.warps,
+            "enable_fp_fusion": True,
+        }
+
+    step.plan.run(
+        "fused", _fused, size,
         describe(given.q, tiles.rows), describe(given.k, tiles.keys),
-        describe(given.v, tiles.keys), describe(g, tiles.rows),
-        view(dk), view(dv), sums, rule, lists, rows, H, T, S,
-        R=H // G, ROWS=tiles.rows, KEYS=tiles.keys, WIDTH=D, STAGES=tiles.stages, HIDES=hides,
-        COVERED=given.covered, APART=APART[D], num_warps=tiles.warps, enable_fp_fusion=True,
+        describe(given.v, tiles.keys), describe(step.g, tiles.rows),
+        view(dk), view(dv), sums, rule, lists, step.rows, H, T, S,
     )  # fmt: skip

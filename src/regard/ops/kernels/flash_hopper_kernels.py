@@ -27,7 +27,8 @@ Letters: B batch, T queries, S keys, H query heads, R query heads a key head, D 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 import triton
@@ -42,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from regard.ops.kernels.arguments import rule_of, view
+from regard.ops.kernels.arguments import BITS, rule_of, share, view
 from regard.ops.kernels.flash_kernels import Answers, KeySet
 from regard.ops.kernels.hopper_tile_kernels import (
     KEYS,
@@ -58,6 +59,7 @@ from regard.ops.kernels.hopper_tile_kernels import (
     weigh,
     write_rows,
 )
+from regard.ops.kernels.launch import Launch
 from regard.ops.kernels.rendered import Rendered
 
 CONSUMER_REGISTERS, LOADER_REGISTERS = 232, 40
@@ -327,32 +329,44 @@ def _shared(
     )  # fmt: skip
 
 
-def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | None) -> None:
-    """Write the output and the answers that are."""
+def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
+    """A function that writes the output and the answers of calls of this form."""
     (B, H, T, D), S, G = given.q.shape, given.k.shape[2], given.k.shape[1]
-    rule = rule_of(given)
-    plain = rule.factor > LEAST_FACTOR and rule.cap is None and rule.slopes is None
-    chosen = None if mass is None else KeySet(mass, 0 if len(mass) == 1 else mass.stride(0))
-    options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
+    plain = given.factor * BITS > LEAST_FACTOR and given.cap is None and given.slopes is None
+    options: dict[str, Any] = {"R": H // G, "WIDTH": D, "COVERED": given.covered, "PLAIN": plain}
+    options |= {"num_warps": 4, "enable_fp_fusion": True}
     kernel, rows = _alone, ROWS.value
     if D > 64:
         kernel, rows = _shared, 2 * ROWS.value
         options |= {"CONSUMER": CONSUMER_REGISTERS, "LOADER": LOADER_REGISTERS}
-    elif rule.ids is not None:
+    elif given.query_ids is not None:
         # What ids are compared with is kept in memory instead, as it is rare that they are.
         options["maxnreg"] = ALONE_REGISTERS
-    launch: Any = kernel[(B * H * triton.cdiv(T, rows),)]
-    launch(
-        describe(given.q, ROWS.value), describe(given.k, KEYS.value), describe(given.v, KEYS.value),
-        view(out), rule, given.sinks, chosen, answers, H, T, S,
-        R=H // G, WIDTH=D, COVERED=given.covered, PLAIN=plain, **options,
-    )  # fmt: skip
+    launch = Launch(B * H * triton.cdiv(T, rows), options)
+
+    def run(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | None) -> None:
+        chosen = None if mass is None else KeySet(mass, share(mass, 0))
+        launch(
+            kernel, describe(given.q, ROWS.value), describe(given.k, KEYS.value),
+            describe(given.v, KEYS.value), view(out), rule_of(given), given.sinks, chosen, answers,
+            H, T, S,
+        )  # fmt: skip
+
+    return run
 
 
-def describe(x: Tensor, rows: int) -> TensorDescriptor:
+@final
+class Described(TensorDescriptor):  # type: ignore[misc]
+    """A tensor as TMA reads it, without Triton's checks, which `is_read_by_tma` has made."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def describe(x: Tensor, rows: int) -> Described:
     """How TMA reads so many rows of a head (B, H, T, D) at a time; beyond the last they are 0."""
-    shape = [1, 1, rows, x.shape[3]]
-    return TensorDescriptor.from_tensor(x, shape, _layout_of(rows, x.shape[3], x.dtype))
+    size, width = x.shape, x.shape[3]
+    return Described(x, size, x.stride(), [1, 1, rows, width], _layout_of(rows, width, x.dtype))
 
 
 @functools.cache

@@ -14,13 +14,15 @@ width, E value width; t, s sizes of a tile.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from regard.ops.kernels.arguments import Rule, TileLists, options_of, rule_of, view, width_of
+from regard.ops.kernels.arguments import options_of, rule_of, share, view, width_of
+from regard.ops.kernels.launch import Launch, Plans
 from regard.ops.kernels.rendered import Rendered
 from regard.ops.kernels.tile_kernels import (
     BITS,
@@ -288,35 +290,42 @@ def _forward(
         tl.store(answers.mass + row_t, mass_t * share_t, mask=real_t)
 
 
-def run_forward(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | None) -> None:
-    """Write the output, where v has width, and the answers that are."""
-    (B, H, T, D), S, E = given.q.shape, given.k.shape[2], out.shape[3]
-    rule = rule_of(given)
-    tiles, options = tiles_of(kind_of(answers, E > 0, rule), given), options_of(given)
-    lists: TileLists | None = None
-    heads = 1
-    if rule.words is not None:
-        lists = list_tiles(rule, given.shape, tiles[:2], False, given.q.device)
-    elif T * options["R"] <= tiles.rows:
+def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
+    """A function that writes the output, where v has width, and answers of calls of this form.
+
+    asked: whether more is asked of rows than their sums.
+    """
+    (B, H, T, D), S, E = given.q.shape, given.k.shape[2], given.v.shape[3]
+    kind = kind_of(asked, E > 0, given.words is not None)
+    tiles, options, heads = tiles_of(kind, given), options_of(given), 1
+    if given.words is None and T * options["R"] <= tiles.rows:
         heads = options["R"]
-    added = (rule.cap, rule.slopes, rule.band, rule.dense)
-    plain = rule.factor > 0.0 and all(part is None for part in added)
-    chosen = None if mass is None else KeySet(mass, 0 if len(mass) == 1 else mass.stride(0))
-    launch: Any = _forward[(B * H // heads * triton.cdiv(T * heads, tiles.rows),)]
-    launch(
-        view(given.q), view(given.k), view(given.v) if E else None, view(out),
-        rule, lists, given.sinks, chosen, answers, 1.0 / (1.0 - given.dropout), H, T, S, D, E,
-        **options, P=heads, ROWS=tiles.rows, KEYS=tiles.keys, VALUES=width_of(E),
-        COVERED=given.covered, PLAIN=plain, **tiles.options(),
-    )  # fmt: skip
+    added = (given.cap, given.slopes, given.band, given.dense)
+    plain = given.factor > 0.0 and all(part is None for part in added)
+    options |= {"P": heads, "ROWS": tiles.rows, "KEYS": tiles.keys, "VALUES": width_of(E)}
+    options |= {"COVERED": given.covered, "PLAIN": plain, **tiles.options()}
+    lists_plan = Plans()
+    launch = Launch(B * H // heads * triton.cdiv(T * heads, tiles.rows), options)
+    numbers = (1.0 / (1.0 - given.dropout), H, T, S, D, E)
+
+    def run(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | None) -> None:
+        rule, lists = rule_of(given), None
+        if rule.words is not None:
+            lists = list_tiles(rule, given.shape, tiles[:2], False, given.q.device, plan=lists_plan)
+        chosen = None if mass is None else KeySet(mass, share(mass, 0))
+        launch(
+            _forward, view(given.q), view(given.k), view(given.v) if E else None, view(out),
+            rule, lists, given.sinks, chosen, answers, *numbers,
+        )  # fmt: skip
+
+    return run
 
 
-def kind_of(answers: Answers, has_values: bool, rule: Rule) -> str:
+def kind_of(asked: bool, has_values: bool, has_words: bool) -> str:
     """The name of the kernel in the table of tiles."""
     if not has_values:
         return "forward blind"
-    asked = (answers.entropy, answers.peak, answers.distance, answers.mass)
-    if any(x is not None for x in asked):
+    if asked:
         return "forward asked"
     # A third stage would leave one program a multiprocessor, beside the mask's words.
-    return "forward" if rule.words is None else "forward listed"
+    return "forward listed" if has_words else "forward"

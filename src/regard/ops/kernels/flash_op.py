@@ -30,13 +30,11 @@ from regard.ops.blockwise import NOTHING, Ask, Rows
 from regard.ops.call import Call
 from regard.ops.kernels import flash, flash_backward, vmap
 from regard.ops.kernels.flash_backward import Arriving, Grads, Saved
-from regard.ops.kernels.rendered import Rendered, render
+from regard.ops.kernels.rendered import TENSORS, Rendered, render
 from regard.ops.observe import key_sets, refusing_gradients, row_answers
 from regard.ops.pack import Packed, pack, unpack
 from regard.ops.wants import Observation
 
-TENSORS = 18
-"""Fields of `Rendered` that are tensors; they come first."""
 LEARNED = tuple(Rendered._fields.index(name) for name in Grads._fields)
 """Those of them that have gradients."""
 
@@ -50,27 +48,31 @@ def refuse(call: Call) -> str | None:
 
 def run(call: Call) -> Tensor:
     """The output alone."""
-    traced = torch.compiler.is_compiling() or call.transformed or is_fake(call.q)
-    if traced or call.needs_grad():
-        return attend(call, NOTHING, None).output
-    return flash.forward(render(call.seeded()), NOTHING, None, with_sums=False)[0]
+    return _attend(call, NOTHING, None)[0]
 
 
 def attend(call: Call, ask: Ask, mass: Tensor | None) -> Rows:
     """Attention by our kernels; `rows.output`, `rows.lse` and `rows.entropy` carry gradients."""
-    call = call.seeded()
-    given = render(call)
-    # Inside of vmap a tensor does not tell whether it needs a gradient.
-    if torch.compiler.is_compiling():
-        found = _forward_op(*given, list(ask), mass)
-    elif not call.transformed and not call.needs_grad():
-        found = _run_forward(*given, list(ask), mass)
-    else:
-        packed = pack(call.rule)
-        fixed = _Fixed(given[TENSORS:], ask, packed._replace(tensors=[]))
-        found = _Flash.apply(fixed, mass, *given[:TENSORS], *packed.tensors)  # type: ignore[no-untyped-call]
+    found = _attend(call, ask, mass)
     none = dict.fromkeys(Rows._fields, found[1].new_empty(0))
     return Rows(**none | dict(zip(_told(ask, mass), found, strict=True)))
+
+
+def _attend(call: Call, ask: Ask, mass: Tensor | None) -> Sequence[Tensor]:
+    """What `_told` names."""
+    call = call.seeded()
+    given = render(call)
+    if torch.compiler.is_compiling():
+        traced: list[Tensor] = _forward_op(*given, list(ask), mass)
+        return traced
+    # Inside of vmap a tensor does not tell whether it needs a gradient.
+    if not call.transformed and not call.needs_grad():
+        return _run_forward(*given, ask, mass)
+    packed = pack(call.rule)
+    fixed = _Fixed(given[TENSORS:], ask, Packed(packed.form, [], packed.ints, packed.floats))
+    apply: Any = (_MappedFlash if call.transformed else _Flash).apply
+    found: tuple[Tensor, ...] = apply(fixed, mass, *given[:TENSORS], *packed.tensors)
+    return found
 
 
 def _told(ask: Ask, mass: Tensor | None) -> list[str]:
@@ -93,17 +95,26 @@ def observe(call: Call) -> Observation:
 
 def _run_forward(*args: Any) -> list[Tensor]:
     """The kernels, or their operation, which knows the shapes, where tensors have no data."""
-    return _forward_op(*args) if is_fake(args[0]) else _forward(*args)
+    if not is_fake(args[0]):
+        return _forward(*args)
+    *given, ask, mass = args
+    found: list[Tensor] = _forward_op(*given, list(ask), mass)
+    return found
 
 
-def _run_backward(*args: Any) -> list[Tensor]:
-    return _backward_op(*args) if is_fake(args[0]) else _backward(*args)
+def _run_backward(*args: Any) -> Sequence[Tensor | None]:
+    if is_fake(args[0]):
+        found: list[Tensor] = _backward_op(*args)
+        return found
+    return _find_gradients(*args)
 
 
 def _forward(*args: Any) -> list[Tensor]:
     *rendered, asked, mass = args
     ask = Ask(*asked)
     output, found = flash.forward(Rendered(*rendered), ask, mass, with_sums=False)
+    if ask == NOTHING and mass is None:
+        return [output, found["lse"]]
     rows = {"output": output, **found}
     if ask.peak:
         rows |= {"peak_key": found["key"], "peak_logit": found["logit"]}
@@ -117,13 +128,17 @@ def _vmap_forward(info: Any, in_dims: Any, *args: Any) -> Any:
     return vmap.unfold(found, info.batch_size)
 
 
-def _backward(*args: Any) -> list[Tensor]:
-    """The gradients wanted, in the order of `Grads`; empty tensors where none is."""
+def _find_gradients(*args: Any) -> Grads:
     *rendered, saved, arriving, wanted = args
     given = Rendered(*rendered)
-    found = flash_backward.backward(given, Saved(*saved), Arriving(*arriving), Grads(*wanted))
+    return flash_backward.backward(given, Saved(*saved), Arriving(*arriving), Grads(*wanted))
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    """The gradients wanted, in the order of `Grads`; empty tensors where none is."""
+    found, wanted, q = _find_gradients(*args), args[-1], args[0]
     none = [x is None or not wants for x, wants in zip(found, wanted, strict=True)]
-    return [given.q.new_empty(0) if no else x for x, no in zip(found, none, strict=True)]
+    return [q.new_empty(0) if no else x for x, no in zip(found, none, strict=True)]
 
 
 _CALL = (
@@ -185,37 +200,54 @@ class _Fixed(NamedTuple):
     packed: Packed | None
 
 
+def _begin(fixed: _Fixed, mass: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(_run_forward(*tensors[:TENSORS], *fixed.numbers, fixed.ask, mass))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """What the backward needs."""
+    ctx.fixed, _, *tensors = inputs
+    n_learned = 2 + ctx.fixed.ask.entropy
+    ctx.mark_non_differentiable(*output[n_learned:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*_saved(output, ctx.fixed.ask), *tensors)
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved, arriving, tensors = _arrive(ctx.saved_tensors, grads)
+    fixed, needed = ctx.fixed, ctx.needs_input_grad[2:]
+    if _is_differentiated(arriving):
+        return None, None, *_by_tiles(fixed, tensors, saved, arriving, needed)
+    given = (*tensors[:TENSORS], *fixed.numbers)
+    return None, None, *_by_kernels(_run_backward, given, saved, arriving, needed)
+
+
 class _Flash(torch.autograd.Function):
     """Our kernels, differentiable in q, k, v, sinks and every rendered bias; see the module."""
 
     @staticmethod
-    def forward(fixed: _Fixed, mass: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        given = (*tensors[:TENSORS], *fixed.numbers)
-        return tuple(_run_forward(*given, list(fixed.ask), mass))
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        output = _begin(*inputs)
+        _keep(ctx, inputs, output)
+        return output
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.fixed, _, *tensors = inputs
-        n_learned = 2 + ctx.fixed.ask.entropy
-        ctx.mark_non_differentiable(*output[n_learned:])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*_saved(output, ctx.fixed.ask), *tensors)
+    backward = staticmethod(_differentiate)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, arriving, tensors = _arrive(ctx.saved_tensors, grads)
-        fixed, needed = ctx.fixed, ctx.needs_input_grad[2:]
-        if _is_differentiated(arriving):
-            return None, None, *_by_tiles(fixed, tensors, saved, arriving, needed)
-        given = (*tensors[:TENSORS], *fixed.numbers)
-        return None, None, *_by_kernels(_run_backward, given, saved, arriving, needed)
+
+class _MappedFlash(torch.autograd.Function):
+    """The same inside vmap, in the form that it asks for, and for which torch takes longer."""
+
+    forward = staticmethod(_begin)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_differentiate)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, fixed: _Fixed, mass: Tensor | None, *tensors: Any) -> Any:
         n, axes = info.batch_size, in_dims[2 : 2 + TENSORS]
         folded, samples = vmap.fold_call(tensors[:TENSORS], axes, n)
         mass = vmap.fold_rule(mass, in_dims[1], n, samples)
-        found, dims = vmap.unfold(_Flash.apply(fixed._replace(packed=None), mass, *folded), n)  # type: ignore[no-untyped-call]
+        run: Any = _MappedFlash.apply
+        found, dims = vmap.unfold(run(fixed._replace(packed=None), mass, *folded), n)
         return tuple(found), tuple(dims)
 
 
@@ -249,7 +281,7 @@ def _arrive(
 
 
 def _by_kernels(
-    run: Callable[..., list[Tensor]],
+    run: Callable[..., Sequence[Tensor | None]],
     given: tuple[Any, ...],
     saved: Saved,
     arriving: Arriving,

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from regard.ops.bias import ALiBi, Bias, BiasAt, DenseBias, lowest_as_inf
 from regard.ops.call import Call, Rule
+from regard.ops.kernels.render_cache import rendered_once
 from regard.ops.mask import And, Mask, Or, nearer
 from regard.ops.masks import Causal, Documents, Lengths, Prefix, Window
 from regard.ops.shape import Shape, Tile, cut
@@ -41,6 +42,10 @@ BAND_ENTRIES = 2**24
 LOWEST_ID = -(2**63)
 LARGE_BIAS = 2**26
 """Numbers of a bias that are more than it is rendered for."""
+
+
+FEW_NUMBERS = (Causal, Window, Lengths, Prefix, Documents)
+"""Masks that are told by no more than a number for each query and each key."""
 
 
 class Rendered(NamedTuple):
@@ -83,6 +88,10 @@ class Rendered(NamedTuple):
         return Shape(B, H, T, self.k.shape[2])
 
 
+TENSORS = 18
+"""Fields of `Rendered` that are tensors; they come first."""
+
+
 class _Sight(NamedTuple):
     """What is rendered of a mask so far."""
 
@@ -96,25 +105,27 @@ class _Sight(NamedTuple):
 
 def render(call: Call) -> Rendered:
     """A call as kernels read it."""
-    return render_rule(call.q, call.k, call.rule)._replace(
-        v=call.v,
+    given = render_rule(call.q, call.k, call.rule, call.v)
+    if call.sinks is None and call.dropout == 0.0:
+        return given
+    return given._replace(
         sinks=None if call.sinks is None else call.sinks.contiguous(),
         seed=call.seed if call.dropout > 0.0 else None,
         dropout=call.dropout,
     )
 
 
-def render_rule(q: Tensor, k: Tensor, rule: Rule) -> Rendered:
-    """Queries, keys and how their scores are made."""
+def render_rule(q: Tensor, k: Tensor, rule: Rule, v: Tensor | None = None) -> Rendered:
+    """Queries, keys and how their scores are made, and values if there are."""
     shape, device = rule.shape, q.device
     sight = _Sight() if rule.mask is None else _see(rule.mask, shape, device, _Sight())
     first, past = sight.span or (None, None)
-    lo, hi = (None, None) if sight.rows is None else map(_rows_of, sight.rows)
+    lo, hi = sight.rows or (None, None)
     query_ids, key_ids, scattered = sight.ids or (None, None, None)
     given = Rendered(
         q,
         k,
-        k[..., :0],
+        k[..., :0] if v is None else v,
         first=first,
         past=past,
         lo=lo,
@@ -136,28 +147,44 @@ def render_rule(q: Tensor, k: Tensor, rule: Rule) -> Rendered:
 
 def _see(mask: Mask, shape: Shape, device: torch.device, sight: _Sight) -> _Sight:
     """A mask joined to what is rendered of others, in the form that costs least."""
-    window, span = mask.window_in(shape), mask.span(shape, device)
-    joined = sight.joined and mask.sees_itself
+    window = mask.window_in(shape)
     if window is not None:
         left, right = map(nearer, sight.window, window)
+        joined = sight.joined and mask.sees_itself
         return sight._replace(window=(left, right), joined=joined)
-    if span is not None:
-        return sight._replace(span=_common(sight.span, span))
-    if isinstance(mask, Documents) and sight.ids is None:
-        lo, hi, scattered = find_documents(mask, shape, device)
-        return sight._replace(
-            rows=_common(sight.rows, (lo, hi)),
-            ids=(*mask.pair_ids(shape, device), scattered),
-            joined=joined and shape.T == shape.S,
-        )
     if isinstance(mask, And):
         return _see(mask.other, shape, device, _see(mask.one, shape, device, sight))
-    i = torch.arange(shape.T, device=device)[None] + shape.offset
-    run = None if isinstance(mask, Documents) else mask.interval(i, shape)
-    if run is None:
+    own = None
+    if sight.ids is None or not isinstance(mask, Documents):
+        own = rendered_once(mask, shape, device, lambda: _render_mask(mask, shape, device))
+    if own is None:
         return sight._replace(rest=mask if sight.rest is None else sight.rest & mask)
-    lo, hi = (x.to(device).clamp(0, shape.S) for x in run)
-    return sight._replace(rows=_common(sight.rows, (lo, hi)), joined=joined)
+    return sight._replace(
+        span=_common(sight.span, own.span),
+        rows=_common(sight.rows, own.rows),
+        ids=own.ids or sight.ids,
+        joined=sight.joined and own.joined,
+    )
+
+
+def _render_mask(mask: Mask, shape: Shape, device: torch.device) -> _Sight | None:
+    """A mask by itself, as keys of samples or of rows; None where these do not tell it."""
+    span = mask.span(shape, device)
+    if span is not None:
+        return _Sight(span=span)
+    if isinstance(mask, Documents):
+        lo, hi, scattered = find_documents(mask, shape, device)
+        return _Sight(
+            rows=(_rows_of(lo), _rows_of(hi)),
+            ids=(*mask.pair_ids(shape, device), scattered),
+            joined=mask.sees_itself and shape.T == shape.S,
+        )
+    run = mask.interval(torch.arange(shape.offset, shape.S, device=device)[None], shape)
+    if run is None:
+        return None
+    ends = (x.to(device).clamp(0, shape.S) for x in run)
+    lo, hi = torch.broadcast_tensors(*ends)  # type: ignore[no-untyped-call]
+    return _Sight(rows=(_rows_of(lo), _rows_of(hi)), joined=mask.sees_itself)
 
 
 def find_documents(
@@ -166,7 +193,7 @@ def find_documents(
     """First and past-the-last key of each query's document, (B or 1, T), without reading back.
 
     Last, (B or 1,): True for samples whose ids do not ascend. These may have documents in several
-    runs, and their queries get all keys, among which ids decide.
+    runs, and their queries get all keys, among which ids decide: as if all were one document.
     """
     queries, keys = mask.pair_ids(shape, device)
     samples = max(len(queries), len(keys))
@@ -174,30 +201,31 @@ def find_documents(
     # In the order that begins with the first id and goes round: padding may have a lower one.
     origin = keys[:, :1] ^ LOWEST_ID
     keys = keys - origin
-    queries = keys[:, shape.offset :] if mask.query_ids is None else queries - origin
     scattered = (keys[:, 1:] < keys[:, :-1]).any(1)
-    queries = queries.contiguous()
+    keys = keys.masked_fill(scattered[:, None], 0)
+    if mask.query_ids is None:
+        queries = keys[:, shape.offset :].contiguous()
+    else:
+        queries = (queries - origin).masked_fill(scattered[:, None], 0)
     lo = torch.searchsorted(keys, queries, out_int32=True)
     hi = torch.searchsorted(keys, queries, right=True, out_int32=True)
-    lo = lo.masked_fill(scattered[:, None], 0)
-    hi = hi.masked_fill(scattered[:, None], shape.S)
     return lo, hi, scattered
 
 
 def _common(
-    one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """What two intervals share."""
-    if one is None:
-        return other
+    one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor] | None:
+    """What two intervals share; None is all."""
+    if one is None or other is None:
+        return other if one is None else one
     return torch.maximum(one[0], other[0]), torch.minimum(one[1], other[1])
 
 
 def _rows_of(values: Tensor) -> Tensor:
     """Whole numbers (B or 1, X) as int32, their rows a multiple of EVEN apart."""
-    values = values if values.dim() == 2 else values[None]
+    values = (values if values.dim() == 2 else values[None]).to(torch.int32)
     lack = even(values.shape[1]) - values.shape[1]
-    return torch.nn.functional.pad(values.to(torch.int32), (0, lack))
+    return torch.nn.functional.pad(values, (0, lack)) if lack else values.contiguous()
 
 
 def even(n: int) -> int:
@@ -251,26 +279,28 @@ def _add_bias(given: Rendered, bias: Bias, shape: Shape, device: torch.device) -
 
 def is_given_whole(rule: Rule) -> bool:
     """Whether a mask or bias is given pair by pair, or would have to be."""
-    biases: list[Bias] = [] if rule.bias is None else rule.bias.leaf_terms()
-    if any(isinstance(leaf, DenseBias) for leaf in biases):
+    biases = [] if rule.bias is None else rule.bias.leaf_terms()
+    if any([isinstance(leaf, DenseBias) for leaf in biases]):
         return True
     masks = [] if rule.mask is None else [rule.mask]
     while masks:
         mask = masks.pop()
-        if isinstance(mask, And | Or):
+        if isinstance(mask, (And, Or)):
             masks += mask.parts()
-        elif not isinstance(mask, Causal | Window | Lengths | Prefix | Documents):
+        elif not isinstance(mask, FEW_NUMBERS):
             return True
     return False
 
 
 def renders_whole(rule: Rule) -> bool:
     """Whether a bias that was not given as a matrix would become one, and a large one."""
+    if rule.bias is None:
+        return False
     whole = (
         not leaf.relative
         and not isinstance(leaf, DenseBias)
         and not (isinstance(leaf, BiasAt) and isinstance(leaf.inner, ALiBi))
-        for leaf in (() if rule.bias is None else rule.bias.leaf_terms())
+        for leaf in rule.bias.leaf_terms()
     )
     return any(whole) and math.prod(rule.shape) > LARGE_BIAS
 
@@ -296,21 +326,27 @@ def aligned_rows(given: Rendered) -> Rendered:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy of it whose rows begin at multiples of 16 numbers, with zeros up to another.
+    """x, or a copy of it whose rows begin at multiples of 16 numbers, with zeros up to another."""
+    if is_aligned(x):
+        return x
+    *lead, width = x.shape
+    wide = x.new_empty((*lead, even(width)))
+    wide[..., :width] = x
+    wide[..., width:] = 0.0
+    return wide
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether tiles are loaded from heads by vectors.
 
     Why: Triton 3.6 compiles products of tiles that it has to load number by number to code that
     reads other addresses. In float32 products are made another way.
     """
-    *lead, width = x.shape
+    width = x.shape[3]
     if x.dtype.itemsize != 2 or width == 0:
-        return x
+        return True
     steps = all(step % EVEN == 0 for step in x.stride()[:3])
-    if width % EVEN == 0 and x.stride(3) == 1 and steps and x.data_ptr() % EVEN == 0:
-        return x
-    wide = x.new_empty((*lead, width + -width % EVEN))
-    wide[..., :width] = x
-    wide[..., width:] = 0.0
-    return wide
+    return width % EVEN == 0 and x.stride(3) == 1 and steps and x.data_ptr() % EVEN == 0
 
 
 def crop(given: Rendered, tile: Tile) -> Rendered:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from regard.ops.kernels.arguments import Rule, TileLists
+from regard.ops.kernels.launch import Plans
 from regard.ops.kernels.rendered import even
 from regard.ops.shape import Shape
 
@@ -27,8 +28,12 @@ def list_tiles(
     by_keys: bool,
     device: torch.device,
     in_order: bool = False,
+    plan: Plans | None = None,
 ) -> TileLists:
-    """The lists of all lines: bands of queries, or of keys with `by_keys`; tile: rows and keys."""
+    """The lists of all lines: bands of queries, or of keys with `by_keys`; tile: rows and keys.
+
+    plan: that of all calls of this form.
+    """
     from regard.ops.kernels import tile_lists_kernels
 
     B, H, T, S = shape
@@ -51,5 +56,6 @@ def list_tiles(
         heads * n_lines if samples > 1 else 0,
         n_lines if heads > 1 else 0,
     )
-    tile_lists_kernels.run_lists(rule, lists, shape, tile, by_keys, in_order)
+    options = {"ROWS": tile[0], "KEYS": tile[1], "BY_KEYS": by_keys, "IN_ORDER": in_order}
+    tile_lists_kernels.run_lists(rule, lists, shape, options, Plans() if plan is None else plan)
     return lists

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from regard.ops.kernels.arguments import Rule, TileLists
+from regard.ops.kernels.launch import Plans, Sized
 from regard.ops.kernels.tile_kernels import bounds_of
 from regard.ops.shape import Shape
 
@@ -111,20 +112,15 @@ def _list(
 
 
 def run_lists(
-    rule: Rule,
-    lists: TileLists,
-    shape: Shape,
-    tile: tuple[int, int],
-    by_keys: bool,
-    in_order: bool,
+    rule: Rule, lists: TileLists, shape: Shape, options: dict[str, Any], plan: Plans
 ) -> None:
-    """Fill the lists."""
+    """Fill the lists; options: rows and keys of a tile, which way, in which order."""
     _, _, T, S = shape
     samples, heads = lists.tiles.shape[:2]
-    n_lines = triton.cdiv(S, tile[1]) if by_keys else triton.cdiv(T, tile[0])
-    launch: Any = _list[(samples * heads * n_lines,)]
-    launch(
-        rule, lists, heads, T, S,
-        ROWS=tile[0], KEYS=tile[1], BY_KEYS=by_keys, IN_ORDER=in_order, N=AT_ONCE,
-        num_warps=4,
-    )  # fmt: skip
+
+    def size() -> Sized:
+        by_keys = options["BY_KEYS"]
+        n_lines = triton.cdiv(S, options["KEYS"]) if by_keys else triton.cdiv(T, options["ROWS"])
+        return samples * heads * n_lines, {**options, "N": AT_ONCE, "num_warps": 4}
+
+    plan.run(("list", *options.values()), _list, size, rule, lists, heads, T, S)

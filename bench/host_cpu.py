@@ -1,0 +1,208 @@
+"""How long the host takes to hand a call of attention to a GPU, measured without one.
+
+    python bench/host_cpu.py [--rounds 300] [--tiny] [--out bench/results/host_cpu.md]
+
+Calls go the way of CUDA tensors and their kernels are compiled for an H100 or H200, but the tensors
+are the CPU's, and what stands for a GPU (tests/no_gpu.py) takes launches and does nothing. So what
+is timed is our Python, torch's dispatch and Triton's, and not the driver. SDPA in its shortest call
+stands beside them as a scale.
+
+Between calls that are timed the rest of a layer runs, so that a call finds the caches of the CPU as
+in a model. Times are of this thread on the CPU, in µs, and of the fastest tenth, as the others were
+slowed down by what else ran. Operations are torch's, without views and allocations: on a GPU each
+launches a kernel. They are counted in the first call with a mask and in the next, which finds what
+was rendered; launches are those of our own kernels.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from attention_peers import Rule, Sizes, masking_rules, scoring_rules
+from decode_gpu import rule_of
+from racing import Bench, name_machine, options_of, write
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import regard
+from regard.ops import backends
+from regard.ops.kernels import backend, flash_hopper, render_cache
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from no_gpu import Driver
+
+FORWARD = Sizes(2, 2, 2, 128, 128, 128)
+"""The fewest queries that the kernels for Hopper take."""
+DECODE = Sizes(1, 32, 8, 1, 1024, 128)
+DECODING = ("a cache's mask", "padded", "window 1,024", "ALiBi")
+
+
+class Counted(NamedTuple):
+    """What a call hands to a GPU: torch's operations that launch a kernel, and our own launches."""
+
+    operations: int
+    launches: int
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of a block that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        allocates = function.name().startswith(("aten::empty", "aten::new_empty"))
+        self.n += not (function.is_view or allocates)
+        return function(*args, **(kwargs or {}))
+
+
+class CountingDriver(Driver):
+    """What stands for a GPU, and counts what it is handed."""
+
+    n = 0
+
+    @staticmethod
+    def launcher_cls(*_: Any) -> Any:
+        def launch(*_: Any) -> None:
+            CountingDriver.n += 1
+
+        return launch
+
+
+def pretend_a_gpu() -> None:
+    """Let calls of CPU tensors go the way of CUDA tensors on an H100 or H200."""
+    driver: Any = triton.runtime.driver
+    driver.set_active(CountingDriver())
+    backend.refuse_tensors = lambda q, width: None  # type: ignore[assignment]
+    backends.ORDER["cpu"] = backends.ORDER["cuda"]
+    backends.asked_first = backends.asked_first_on_gpu
+    flash_hopper.runs_on = lambda device: True  # type: ignore[assignment]
+    # The mode that counts operations is no reason to render anew.
+    render_cache.is_intercepted = lambda: False  # type: ignore[assignment]
+
+
+def count(run: Callable[[], Any]) -> Counted:
+    CountingDriver.n = 0
+    with Operations() as seen:
+        run()
+    return Counted(seen.n, CountingDriver.n)
+
+
+class Clock:
+    """Times single calls, with the rest of a layer in between."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.rest = nn.Sequential(
+            nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+        )
+        self.x = torch.randn(8, 64)
+
+    def time(self, run: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None) -> float:
+        """µs of a run, which is given what was prepared for it, untimed."""
+        times = []
+        for turn in range(-3, self.rounds):
+            given = prepare()
+            with torch.no_grad():
+                self.rest(self.x)
+            began = time.thread_time_ns()
+            found = run(given)
+            if turn >= 0:
+                times.append(time.thread_time_ns() - began)
+            del found
+        return statistics.quantiles(times, n=10)[0] / 1e3
+
+
+def draw(sizes: Sizes, learned: bool) -> list[Tensor]:
+    return [x.requires_grad_(learned) for x in sizes.draw("cpu")]
+
+
+def forward_rules() -> dict[str, Rule]:
+    """By name, with masks that nothing was rendered of yet."""
+    torch.manual_seed(0)
+    rules = masking_rules(FORWARD, "cpu") + scoring_rules(FORWARD, "cpu")
+    return {rule.name: rule for rule in rules}
+
+
+def show_forward(name: str, clock: Clock) -> str:
+    """A row: without gradients, with them, and the backward."""
+    rule, inputs, leaves = forward_rules()[name], draw(FORWARD, False), draw(FORWARD, True)
+    g = torch.randn_like(inputs[0])
+
+    def attend(tensors: list[Tensor]) -> Tensor:
+        return regard.attention(*tensors, **rule.ours)
+
+    def differentiate(output: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(output, leaves, g)
+
+    output = attend(leaves)
+    attend(inputs), differentiate(output)
+    rule = forward_rules()[name]
+    first, following = count(lambda: attend(leaves)), count(lambda: attend(leaves))
+    output = attend(leaves)
+    back = count(lambda: differentiate(output))
+    with torch.no_grad():
+        plain = clock.time(lambda _: attend(inputs))
+    learning = clock.time(lambda _: attend(leaves))
+    backward = clock.time(differentiate, lambda: attend(leaves))
+    return (
+        f"| {name} | {plain:.0f} | {learning:.0f} | {backward:.0f} | {first.operations}, then "
+        f"{following.operations} | {following.launches} | {back.operations} | {back.launches} |"
+    )
+
+
+def show_decode(name: str, clock: Clock) -> str:
+    rule, _ = rule_of(name, DECODE, "cpu")
+    inputs = draw(DECODE, False)
+
+    def attend(_: Any = None) -> Tensor:
+        return regard.attention(*inputs, **rule.ours)
+
+    attend()
+    found = count(attend)
+    return f"| {name} | {clock.time(attend):.0f} | {found.operations} | {found.launches} |"
+
+
+def main() -> None:
+    options = options_of(__doc__).parse_args()
+    options.rounds = options.rounds or (5 if options.tiny else 300)
+    torch.set_num_threads(1)
+    pretend_a_gpu()
+    bench, clock = Bench(device="cpu", options=options), Clock(options.rounds)
+    bench.say("# Time of the host, without a GPU", "")
+    bench.say(f"{datetime.date.today()}, {name_machine(bench)}.", "")
+    inputs = draw(Sizes(1, 1, 1, 1, 1, 8), False)
+    no_grad: AbstractContextManager[Any] = torch.no_grad()
+    with no_grad:
+        scale = clock.time(lambda _: F.scaled_dot_product_attention(*inputs))
+    bench.say(f"`python bench/host_cpu.py`: the fastest tenth of {options.rounds} calls, in µs.")
+    bench.say(f"SDPA on one query and one key of a CPU: {scale:.0f} µs.", "")
+    bench.say(f"## Forward and backward, {FORWARD}", "")
+    columns = ["rule", "forward", "with gradients", "backward", "torch's operations"]
+    columns += ["launches", "in the backward", "launches"]
+    bench.say(f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|")
+    for name in forward_rules():
+        bench.say(show_forward(name, clock))
+    bench.say("", f"## One query over a cache, {DECODE.S:,} keys, 32 over 8 heads of 128", "")
+    bench.say("| rule | µs | torch's operations | launches |", "| --- | --- | --- | --- |")
+    with torch.no_grad():
+        for name in DECODING:
+            bench.say(show_decode(name, clock))
+    write(bench)
+
+
+if __name__ == "__main__":
+    main()

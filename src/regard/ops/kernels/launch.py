@@ -1,0 +1,95 @@
+"""Kernels launched again without working out how: for calls that lie as an earlier one did.
+
+Why: Triton finds the variant of a kernel that was compiled for some arguments by looking at each of
+them, and we find tiles, grids and constants from sizes. A small call would wait for that longer
+than for anything else, and a model makes the same call in every layer.
+
+How: all of it follows from the form of a call: how its tensors lie (`Layout`), which are there, and
+its numbers. So a plan is kept for each form (`PLANS`). In it a `Launch` keeps the variant that
+Triton found for the first call, and gives it the arguments of the next ones as they are. What
+Triton looks at is told by the form: which arguments there are, their types, and which addresses and
+numbers are 1 or multiples of 16. That a variant takes arguments itself is a way of Triton's own,
+shown in its tutorials.
+
+Left out: GPUs for which Triton also looks at how much memory a tensor shares with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+MOST = 1024
+"""Forms of which plans are kept: lengths that change with every call make any number of them."""
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory: all that Triton compiles for, and more."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_even: bool
+    """Whether it begins at a multiple of 16 bytes."""
+
+
+def layout_of(x: Tensor) -> Layout:
+    """How a tensor lies in memory."""
+    return Layout(x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
+
+
+class Launch:
+    """So many programs of a kernel with its constants, for calls of one form."""
+
+    def __init__(self, n_programs: int, options: dict[str, Any]) -> None:
+        from triton.runtime import JITFunction, driver
+
+        self.n_programs, self.options = n_programs, options
+        self._driver, self._compiled_kind = driver, JITFunction
+        self._constants: tuple[Any, ...] = ()
+        self._variants: dict[int, Callable[..., None]] = {}
+
+    def __call__(self, kernel: Any, *args: Any) -> None:
+        """Run the kernel, which is the same in every call."""
+        if not isinstance(kernel, self._compiled_kind):
+            # Triton's interpreter has no variants.
+            kernel[(self.n_programs,)](*args, **self.options)
+            return
+        device = self._driver.active.get_current_device()
+        run = self._variants.get(device)
+        if run is not None:
+            run(*args, *self._constants)
+            return
+        variant: Any = kernel[(self.n_programs,)](*args, **self.options)
+        if variant is not None and variant.metadata.target.backend == "cuda":
+            self._constants = tuple(self.options[name] for name in kernel.arg_names[len(args) :])
+            self._variants[device] = variant[(self.n_programs, 1, 1)]
+
+
+Sized = tuple[int, dict[str, Any]]
+"""How many programs run, and with which options: a kernel's constants, and how it is compiled."""
+
+
+class Plans(dict[Hashable, Any]):
+    """What was worked out for calls, by their form; or for those of one form, by what it is."""
+
+    def find(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What is known by this name; the first who asks has it made."""
+        known: T | None = self.get(name)
+        if known is None:
+            if len(self) >= MOST:
+                self.clear()
+            known = self[name] = make()
+        return known
+
+    def run(self, name: Hashable, kernel: Any, size: Callable[[], Sized], *args: Any) -> None:
+        """Launch a kernel; by a name, the same kernel of the same size."""
+        self.find(name, lambda: Launch(*size()))(kernel, *args)
+
+
+PLANS = Plans()
+"""By form. Whoever changes what plans follow from, such as the tables of tiles, clears it."""
