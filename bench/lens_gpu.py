@@ -25,7 +25,7 @@ width 64.
 - long: watched, with entropy, peak, distance and received attention; then with queries and keys
   too, from which tiles are made: random zooms from the whole map down to single weights, by numpy
   on the CPU, as the viewer asks for them.
-- block: the last query, or the last 1,024, may not look at the first half of the text
+- block: the last query, or the last 512, may not look at the first half of the text
   (`regard.edit`). The last vector must change; in the first 2,048 tokens all vectors must be those
   of an explicit mask, but for bfloat16's rounding.
 
@@ -344,7 +344,7 @@ def see_blocked(options: argparse.Namespace) -> list[str]:
     (model, ids), rounds = make_long(options), options.rounds
     n = ids.shape[1]
     short = min(n // 2, 2048)
-    many = min(1024, short // 4)
+    many = short // 4
     for n_queries in (1, many):
         check_blocked(model, ids[:, :short], n_queries)
     plain = model.run(ids)[:, -1]

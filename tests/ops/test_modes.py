@@ -105,6 +105,25 @@ class TestCompiled:
         known = torch.autograd.grad(run(q, table, sinks).square().sum(), (table, sinks))
         torch.testing.assert_close(found, known)
 
+    def test_compiled_code_takes_heads_that_lie_as_a_projection_left_them(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Generated code checks strides: those of the operators are the ones that were told."""
+        monkeypatch.undo()
+        made = [x.transpose(1, 2).contiguous() for x in small(torch.float32, t=64, s=64)]
+
+        def run(*heads: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in heads)
+            return attention(q, k, v, mask=Causal(), dropout=0.2, seed=3, backend="blockwise")
+
+        one, other = leaves(*made), leaves(*made)
+        ours, known = torch.compile(run, fullgraph=True)(*one), run(*other)
+        torch.testing.assert_close(ours, known)
+        for x in (ours, known):
+            x.square().sum().backward()
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
     def test_compiled_graph_serves_other_lengths(self) -> None:
         run = torch.compile(
             lambda q, k, v: attention(q, k, v, mask=Causal(), softcap=3.0),

@@ -53,13 +53,14 @@ class Flat(NamedTuple):
 
 def _forward(*args: Any) -> list[Tensor]:
     *flat, asked, mass = args
-    return list(first_pass(Flat(*flat).call(), Ask(*asked), mass))
+    # As the fake twin says, whatever way the heads given lie.
+    return [x.contiguous() for x in first_pass(Flat(*flat).call(), Ask(*asked), mass)]
 
 
 def _backward(*args: Any) -> list[Tensor]:
     *flat, rows, given, wants_bias = args
     grads = backward_pass(Flat(*flat).call(), Rows(*rows), Given(*given), wants_bias)
-    return [grads.q, grads.k, grads.v, grads.sinks, *grads.leaves]
+    return [x.contiguous() for x in (grads.q, grads.k, grads.v, grads.sinks, *grads.leaves)]
 
 
 _CALL = (
