@@ -450,7 +450,8 @@ def draw(results: Results, figure: Figure) -> None:
             sharp.plot(each["steps"], each["score"], ":", color="C2", label=label)
     sharp.set(title="accuracy on repeated tokens", xlabel="step", ylim=(-0.02, 1.02))
     smooth.set(title="their log-probability", xlabel="step", ylabel="nats")
-    sharp.legend(frameon=False, fontsize=8, handlelength=1.2, borderaxespad=0)
+    handles, names = sharp.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower left", ncols=3, frameon=False)
     draw_ablations(results, bars)
     for axes in (sharp, smooth, bars):
         axes.grid(alpha=0.3)

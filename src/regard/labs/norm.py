@@ -349,12 +349,12 @@ def draw_losses(rows: Sequence[dict[str, Any]], axes: Axes) -> None:
         axes.plot(there, means, style, color=colour)
     for level, words in ((UNIFORM, "start"), (ENTROPY, "entropy")):
         axes.axhline(level, color="k", ls=":")
-        axes.text(depths[0], level + 0.02, words, va="bottom")
-    axes.set_ylim(ENTROPY - 0.1, UNIFORM + 0.2)
+        axes.text(depths[0], level - 0.02, words, va="top")
+    axes.set_ylim(ENTROPY - 0.25, UNIFORM + 0.1)
     axes.set(title="after training", xlabel="layers", ylabel="loss (nats per letter)")
     for style, words in (("--", "without warm-up"), ("-", "with warm-up")):
         axes.plot([], [], style, color="k", label=words)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 0.93))
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 0.9), fontsize="small")
     scale_depth(axes, depths)
 
 

@@ -1,6 +1,6 @@
 """Running a lab: measure, and write what came of it; one that was stopped goes on.
 
-How: the settings of a run (its size, the device, the lab's source and the versions) are written
+How: the settings of a run (its size, the device, the labs' sources and the versions) are written
 before its parts (`parts.py`), so that those of another are not taken for its own.
 """
 
@@ -64,10 +64,14 @@ def run_lab(
 
 def settings_of(lab: Lab, tiny: bool, device: torch.device) -> dict[str, Any]:
     """What the parts of two runs have in common if one may go on with the other's."""
-    file = importlib.import_module(lab.measure.__module__).__file__
-    source = hashlib.sha256(Path(str(file)).read_bytes()).hexdigest()
+    own = Path(str(importlib.import_module(lab.measure.__module__).__file__))
+    source = hashlib.sha256()
+    # Labs train, time and count by files that they share; the other labs' are among them.
+    for file in sorted({own, *Path(__file__).parent.glob("*.py")}):
+        source.update(file.read_bytes())
     versions = [__version__, str(torch.__version__)]
-    return {"lab": lab.name, "tiny": tiny, "device": str(device), "of": [source, *versions]}
+    of = [source.hexdigest(), *versions]
+    return {"lab": lab.name, "tiny": tiny, "device": str(device), "of": of}
 
 
 def device_name(device: torch.device) -> str:

@@ -436,15 +436,14 @@ def draw_isoflop(results: Results, axes: Axes) -> None:
     for at, curve in enumerate(curves):
         colour = colormaps["plasma"](0.85 * at / max(1, len(curves) - 1))
         sizes = np.array(curve["n_params"])
-        axes.plot(
-            sizes, curve["losses"], "o", color=colour, ms=3.5, label=f"{curve['compute']:.1e}"
-        )
+        axes.plot(sizes, curve["losses"], "o", color=colour, ms=3.5)
+        said: dict[str, Any] = {"fontsize": "x-small", "color": colour, "ha": "right"}
+        end = (sizes[-1], curve["losses"][-1])
+        axes.annotate(f"{curve['compute']:.0e}", end, (-5, 0), textcoords="offset points", **said)
         line = np.geomspace(sizes[0], sizes[-1], 50)
         tokens = curve["compute"] / (FLOPS_PER_PARAMETER * line)
         axes.plot(line, fitted_loss(results, line, tokens), "-", color=colour, lw=1)
-    axes.set(title="IsoFLOP curves", xlabel="parameters", ylabel="loss (nats a token)")
-    if curves:
-        axes.legend(frameon=False, fontsize="small", title="FLOPs", title_fontsize="small")
+    axes.set(title="IsoFLOP curves (FLOPs)", xlabel="parameters", ylabel="loss (nats a token)")
 
 
 def draw_optimal(results: Results, axes: Axes) -> None:

