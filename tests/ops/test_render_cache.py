@@ -32,6 +32,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return plain(mask, *rest)
 
     monkeypatch.setattr(rendered, "_render_mask", count)
+    # Masks of other files may live as long as the tests do.
+    monkeypatch.setattr(render_cache, "_kept", {})
     yield found
     gc.collect()
     assert not render_cache._kept, "something outlived its mask"
