@@ -12,15 +12,9 @@ from translators import make_translator
 import regard
 from regard.models import embedded
 
-FILES = {
-    "config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "README.md",
-}
-MOST_BYTES = 10_000_000
+FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"}
+WRITING = {"generation_config.json"}
+MOST_BYTES = {"encoder": 12_000_000, "lm": 10_000_000, "translate": 10_000_000}
 
 
 def test_the_embedded_models_are_whole_small_and_no_others() -> None:
@@ -29,8 +23,9 @@ def test_the_embedded_models_are_whole_small_and_no_others() -> None:
     assert sorted(path.name for path in root.iterdir()) == sorted(embedded.NAMES)
     for name in embedded.NAMES:
         files = {path.name: path.stat().st_size for path in (root / name).rglob("*")}
-        assert set(files) == FILES, name
-        assert sum(files.values()) <= MOST_BYTES, f"{name} takes {sum(files.values()):,} bytes"
+        assert set(files) == FILES | (set() if name == "encoder" else WRITING), name
+        size = sum(files.values())
+        assert size <= MOST_BYTES[name], f"{name} takes {size:,} bytes"
         told = json.loads((root / name / "config.json").read_text(encoding="utf-8"))
         assert told["quantization_config"]["kind"] == "regard-int8-rows"
 
@@ -56,6 +51,24 @@ def test_the_language_model_finds_english_likelier_than_its_words_shuffled() -> 
     assert straight < 4.5 < 6.0 < shuffled
 
 
+def test_the_encoder_fills_gaps_and_one_of_its_heads_looks_from_it_at_the_animal() -> None:
+    filled = regard.fill("embedded:encoder", "He opened the [MASK] and went out.", 1)
+    assert filled.gaps[0].candidates[0].token == "door"
+    record = regard.look("The animal didn't cross the street because it was too tired.")
+    words = [record.text[start:end] for start, end in record.spans]
+    at = words.index("it")
+    weights = dict(zip(words, record.rows(3, 1, at), strict=True))
+    assert weights["animal"] > 1.2 * weights["street"] > 0.2
+
+
+def test_the_card_of_the_encoder_has_its_size_and_its_tokens() -> None:
+    model = regard.load("embedded:encoder")
+    card = (embedded.ROOT / "encoder" / "README.md").read_text(encoding="utf-8")
+    assert f"{sum(x.numel() for x in model.parameters()):,} parameters" in card
+    assert f"{model.config.vocab_size:,} pieces" in card
+    assert f"up to {model.config.max_len} tokens" in card
+
+
 def test_an_embedded_model_is_loaded_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,12 +86,13 @@ def test_an_embedded_model_is_loaded_by_its_name(
 
 @pytest.mark.parametrize("name", ["embedded:", "embedded:LM", "embedded:../lm", "embedded:x" * 99])
 def test_an_unknown_name_is_refused_with_those_there_are(name: str) -> None:
-    with pytest.raises(ValueError, match=r"embedded:translate \(.*; embedded:lm \(") as refused:
+    known = r"embedded:encoder \(.*; embedded:translate \(.*; embedded:lm \("
+    with pytest.raises(ValueError, match=known) as refused:
         regard.load(name)
     assert len(str(refused.value)) < 400
 
 
-@pytest.mark.parametrize("name", ["translate", "lm"])
+@pytest.mark.parametrize("name", list(embedded.NAMES))
 def test_one_that_is_not_there_is_said_so(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

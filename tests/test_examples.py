@@ -73,11 +73,12 @@ def test_links_of_a_notebook_lead_somewhere(path: Path) -> None:
 def test_look_gives_the_record_of_the_model_inside() -> None:
     text = "Two birds sang to me."
     record = regard.look(text)
-    assert (record.model, record.text, record.kept) == ("embedded:lm", text, "qk")
-    assert "".join(record.tokens) == text and len(record.places) == 8
-    model = regard.load("embedded:lm")
+    assert (record.model, record.text, record.kept) == ("embedded:encoder", text, "qk")
+    words = [text[start:end] for start, end in record.spans if end > start]
+    assert words == ["Two", "birds", "sang", "to", "me", "."] and len(record.places) == 6
+    model = regard.load("embedded:encoder")
     again = regard.look(text, model)
-    assert again.model == "lm"
+    assert again.model == "encoder"
     assert again.rows(3, 5, 2).tolist() == record.rows(3, 5, 2).tolist()
 
 

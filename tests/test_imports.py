@@ -38,10 +38,11 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
     "view": ("lens",),
     "generation": ("nn", "models"),
     "_look": ("generation", "lens"),
+    "_fill": ("_look",),
     "training": ("generation",),
     "labs": ("generation", "training", "view", "regard"),
     "cli": ("labs",),
-    "regard": ("generation", "training", "_look", "view"),
+    "regard": ("generation", "training", "_fill", "view"),
     "__main__": ("cli",),
 }
 

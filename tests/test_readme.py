@@ -98,7 +98,7 @@ def test_the_picture_in_the_readme_is_what_the_command_prints(
     assert len(shown) == 1
     [[command, picture]] = shown
     page = io.StringIO()
-    record = look(cli.EXAMPLE_TEXT, "embedded:lm")
+    record = look(cli.EXAMPLE_TEXT)
     cli.digest.write_digest(record, Console(file=page, width=80))
     assert command == f'{PROMPT}regard look "{cli.EXAMPLE_TEXT}"'
     assert picture == page.getvalue()

@@ -46,7 +46,6 @@ MODEL = {
     "num_hidden_layers": 6,
     "num_attention_heads": 12,
     "intermediate_size": 1152,
-    "max_position_embeddings": 512,
     "type_vocab_size": 2,
     "hidden_act": "gelu",
     "hidden_dropout_prob": 0.0,
@@ -63,7 +62,7 @@ TRAIN = TrainConfig(
     save_every=4_000,
     precision="bfloat16",
 )
-CONFIG = {"tokenizer_class": "BertTokenizerFast", "do_lower_case": True, "model_max_length": 512}
+CONFIG = {"tokenizer_class": "BertTokenizerFast", "do_lower_case": True}
 ROLES = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 
 
@@ -74,10 +73,13 @@ def build_task(given: argparse.Namespace, config: TrainConfig) -> tuple[Transfor
     vocabulary = make_vocabulary(given.teacher / "tokenizer.json", texts, given.vocab_size)
     rows = make_rows(vocabulary.tokenizer, texts, given.width, config.seed)
     valid = make_rows(vocabulary.tokenizer, held, given.width, config.seed)[: given.held_out]
-    named = {**CONFIG, **{f"{role}_token": token for role, token in ROLES.items()}}
+    roles = {f"{role}_token": token for role, token in ROLES.items()}
+    # Positions that no row reaches would not be learned.
+    named = {**CONFIG, "model_max_length": given.width, **roles}
     tokenizer = Tokenizer.from_parts(vocabulary.tokenizer.to_str(), named)
     size = tokenizer.vocab_size
-    model = Transformer(config_of({**MODEL, "vocab_size": size, "pad_token_id": 0}))
+    sizes = {"vocab_size": size, "pad_token_id": 0, "max_position_embeddings": given.width}
+    model = Transformer(config_of({**MODEL, **sizes}))
     model.tokenizer = tokenizer
     start(model, config.seed)
     teacher = regard.load(given.teacher, dtype=torch.float32).to(device).eval()

@@ -13,7 +13,8 @@ from regard.lens.viewers import VIEWERS
 
 if TYPE_CHECKING:
     from regard import nn
-    from regard._look import fill, look, survey
+    from regard._fill import fill
+    from regard._look import look, survey
     from regard._version import __version__
     from regard.generation import (
         GenerationConfig,
@@ -69,7 +70,8 @@ _HOMES = {
     "regard.lens.effect": "effect",
     "regard.lens.head_effects": "Effect",
     "regard.lens.watch": "watch",
-    "regard._look": "fill look survey",
+    "regard._look": "look survey",
+    "regard._fill": "fill",
     "regard.nn": "convert",
     "regard.models": "Transformer count_parameters load save",
     "regard.generation": "GenerationConfig evict generate generate_batch generate_ids score stream "

@@ -10,8 +10,7 @@ what it said would come next, unless a text is so long that its logits would be 
 encoder–decoder first writes what it makes of the text, and `see_translation` then watches it read
 the one and write the other. `look` is these, from a name or a model; commands put their bars around
 the reading. `survey` has a model read many texts, of which only the means of all heads' scores are
-kept (`lens/survey.py`). `fill` has a masked one say what stands in the gaps of a text
-(`lens/fill.py`).
+kept (`lens/survey.py`).
 
 Left out: models that are not regard's, which `regard.watch` watches where they are.
 """
@@ -19,6 +18,7 @@ Left out: models that are not regard's, which `regard.watch` watches where they 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -29,15 +29,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from regard.lens.edit.values import Where
-    from regard.lens.fill import Filled
     from regard.lens.head_table import HeadTable
     from regard.lens.record import Record
     from regard.lens.recorder import Progress
     from regard.lens.survey import Plan
     from regard.models import Transformer
-    from regard.tokens import Tokenizer
 
-DEFAULT_MODEL = "embedded:lm"
 Fit: TypeAlias = Literal["refuse", "truncate", "window"]
 """What is done with a text that is longer than the model takes."""
 KEEP = ("qk", "predictions")
@@ -50,7 +47,7 @@ block to read in, and in it what `watch` takes as its progress."""
 
 def look(
     text: str,
-    model: str | os.PathLike[str] | Transformer = DEFAULT_MODEL,
+    model: str | os.PathLike[str] | Transformer | None = None,
     *,
     to: str | None = None,
     truncate: bool = False,
@@ -62,14 +59,15 @@ def look(
     """What every head of a model does with a text; `.show()` is the picture, in a notebook.
 
     model: one that `regard.load` gave, or what it takes: a folder in Hugging Face's layout, a GGUF
-    file, or a name; unless given the small language model inside the package, which needs no
-    network. An encoder–decoder is watched while it reads the text and writes its translation; to:
-    the language, for one that knows several. A text longer than the model was made for is read as
-    it is, or refused where the model cannot; truncate: its beginning is read; window: all of it, in
-    windows that overlap by half, in each of which tokens see each other. values: keep how long
-    values are too, for value-weighted attention; not in windows. effect: switch off each head, and
-    keep how the log-probability of the next token changes; edges: (query, key), the same with this
-    look forbidden in each head (`regard.effect`).
+    file, or a name; unless given a small one inside the package, which needs no network: the
+    encoder, or where it cannot read the text the language model, with a warning that says why. An
+    encoder–decoder is watched while it reads the text and writes its translation; to: the language,
+    for one that knows several. A text longer than the model was made for is read as it is, or
+    refused where the model cannot; truncate: its beginning is read; window: all of it, in windows
+    that overlap by half, in each of which tokens see each other. values: keep how long values are
+    too, for value-weighted attention; not in windows. effect: switch off each head, and keep how
+    the log-probability of the next token, or of the one masked word, changes; edges: (query, key),
+    the same with this look forbidden in each head (`regard.effect`).
 
         regard.look("The animal didn't cross the street because it was too tired.").show()
     """
@@ -77,7 +75,15 @@ def look(
         raise TypeError(f"text is a {type(text).__name__}; expected str")
     if not text.strip():
         raise ValueError("the text is empty; give the words that the model shall read")
-    loaded, name = _load(model)
+    fit = choose_fit(truncate, window)
+    if model is None:
+        from regard.models.embedded import choose_reader
+
+        asks = effect or edges is not None
+        model, why = choose_reader(text, in_parts=fit != "refuse", asks_next=asks)
+        if why is not None:
+            warnings.warn(why, stacklevel=2)
+    loaded, name = load_named(model)
     keep = (*KEEP, "values") if values else KEEP
     if loaded.config.encoder and loaded.config.decoder:
         from regard.generation import translate
@@ -90,7 +96,9 @@ def look(
     if to is not None:
         raise ValueError(f"to is {to!r}, but {name} reads a text and translates none")
     subject = replace(own_subject(loaded, name), keep=keep)
-    fit = choose_fit(truncate, window)
+    note = subject.note_unknown(subject.read(text, fit))
+    if note is not None:
+        warnings.warn(note, stacklevel=2)
     if effect or edges is not None:
         check_effect(subject, text, fit, edges)
     return add_effects(subject, see(subject, text, fit=fit), effect, edges)
@@ -99,10 +107,11 @@ def look(
 def check_effect(subject: Subject, text: str, fit: Fit, edges: tuple[Where, Where] | None) -> None:
     """Refuse what could not be measured, before the model reads."""
     from regard.lens.edit.positions import with_numbers
-    from regard.lens.effect import make_block
+    from regard.lens.effect import check_gap, make_block
     from regard.lens.word_links import find_words
 
-    if subject.tokenizer is None and getattr(subject.module, "tokenizer", None) is None:
+    tokenizer = subject.tokenizer or getattr(subject.module, "tokenizer", None)
+    if tokenizer is None:
         raise ValueError(
             f"{subject.name} is no language model, so there is no next token: leave effect out"
         )
@@ -112,6 +121,7 @@ def check_effect(subject: Subject, text: str, fit: Fit, edges: tuple[Where, Wher
         said = subject.read(text, fit)
         words = find_words(text, said.labels, said.spans or [(0, 0)] * len(said.ids))
         with_numbers(make_block(edges), words)
+    check_gap(tokenizer, text)
 
 
 def add_effects(
@@ -129,57 +139,7 @@ def add_effects(
     return record
 
 
-def fill(
-    model: str | os.PathLike[str] | Transformer,
-    text: str,
-    top: int = 5,
-    *,
-    tokenizer: Tokenizer | None = None,
-) -> Filled:
-    """What a masked model puts into the gaps of a text: the likeliest tokens for each [MASK].
-
-    model: as in `look`, a masked language model (BERT, RoBERTa, what `regard train mlm` trained).
-    text: [MASK] stands for a gap, whatever the model's own mask token is called. Each gap is filled
-    by itself, with the others left open. tokenizer: instead of the model's own.
-
-        filled = regard.fill("run", "The [MASK] sat on the mat.")
-        filled.gaps[0].candidates[0].token, filled.gaps[0].candidates[0].probability
-    """
-    from regard._check import check_count
-    from regard.lens.fill import check_eval, fill_gaps
-
-    if not isinstance(text, str):
-        raise TypeError(f"text is a {type(text).__name__}; expected str")
-    if not text.strip():
-        raise ValueError("the text is empty; give one with a gap: The [MASK] sat on the mat.")
-    check_count("top", top)
-    loaded, name = _load(model, "of `transformers`, save it in a folder and give that")
-    check_masked(loaded, name)
-    check_eval(loaded)
-    reader = loaded.tokenizer if tokenizer is None else tokenizer
-    if reader is None or reader.special.mask is None:
-        lack = "no tokenizer beside its weights" if reader is None else "a tokenizer without a mask"
-        raise ValueError(f"{name} has {lack}, so it cannot read a gap; give tokenizer=")
-    return fill_gaps(loaded, text, reader, top=top, max_len=loaded.config.max_len)
-
-
-def check_masked(model: Transformer, name: str) -> None:
-    """Refuse a model that fills no gaps, with what it does instead."""
-    config = model.config
-    if config.head.kind == "masked":
-        return
-    is_a = "reads texts and has no layer that says words"
-    todo = "give one that was saved with it, such as BertForMaskedLM"
-    if config.decoder and config.encoder:
-        is_a, todo = "translates", "`regard translate` is for it"
-    elif config.decoder:
-        is_a = "is a causal language model, which sees no word behind a gap"
-        todo = "`regard generate` is for it"
-    what = f"{name} ({config.family}) {is_a}, so it fills no gaps"
-    raise ValueError(f"{what}: {todo}; `regard train mlm` trains one that does")
-
-
-def _load(
+def load_named(
     model: str | os.PathLike[str] | Transformer,
     others: str = "others are watched where they are: with regard.watch(model) as record: ...",
 ) -> tuple[Transformer, str]:
@@ -228,7 +188,7 @@ def survey(
     if resume and out is None:
         raise ValueError("resume=True goes on with the state beside `out`: give out too")
     plan = Plan(limit=limit, batch=batch, block=block, resume=resume)
-    return survey_subject(own_subject(*_load(model)), texts, plan, key=key, out=out)
+    return survey_subject(own_subject(*load_named(model)), texts, plan, key=key, out=out)
 
 
 def survey_subject(
@@ -322,6 +282,8 @@ class Subject:
     vocab_size: int = 0
     tokenizer: Any = None
     keep: tuple[str, ...] = KEEP
+    unknown: int | None = None
+    """The token that stands for every word that the model does not know."""
 
     def limit(self) -> int | None:
         """How many tokens it reads, or was trained on where that is less; None where neither is."""
@@ -346,6 +308,14 @@ class Subject:
             raise ValueError(f"{what}; give a shorter one, {how} (truncate, window)")
         return said
 
+    def note_unknown(self, said: Said) -> str | None:
+        """What to say of words that the model does not know; None where it knows all."""
+        n = 0 if self.unknown is None else said.ids.count(self.unknown)
+        if n == 0:
+            return None
+        counted = f"{n:,} of {len(said.ids):,} tokens"
+        return f"{self.name} does not know {counted}: they are all one to it"
+
 
 def own_subject(model: Transformer, name: str) -> Subject:
     """One of our models; it must have a tokenizer, and one stack."""
@@ -362,7 +332,12 @@ def own_subject(model: Transformer, name: str) -> Subject:
 
     blocks = (*config.encoder, *config.decoder)
     n_heads = max(block.n_heads for block in blocks)
-    subject = Subject(name, model, config.max_len, len(blocks), n_heads, encode, model.run)
+    special = tokenizer.special
+    # Where every text has tokens, the name of the unknown one is that of another.
+    unknown = None if special.unk in (special.bos, special.eos) else special.unk
+    subject = Subject(
+        name, model, config.max_len, len(blocks), n_heads, encode, model.run, unknown=unknown
+    )
     if config.head.kind != "lm" or not config.decoder:
         return subject
     return replace(subject, say=model, vocab_size=config.vocab_size, tokenizer=tokenizer)

@@ -35,7 +35,7 @@ def test_help_teaches_the_first_command(capsys: pytest.CaptureFixture[str]) -> N
         code, out, _ = run(capsys, *arguments)
         assert code == 0
         assert 'regard look "The animal didn' in out
-    assert "without it the small language model inside the package reads" in " ".join(out.split())
+    assert "without it a small one inside the package reads" in " ".join(out.split())
 
 
 def test_version_is_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def test_one_of_a_kind_is_not_plural() -> None:
 
 
 def test_a_text_longer_than_the_model_was_trained_on_is_told() -> None:
-    short, long = (regard.look("hello " * n) for n in (100, 260))
+    short, long = (regard.look("hello " * n, "embedded:lm") for n in (100, 260))
     assert "trained" not in digest_of(short)
     second = digest_of(long).splitlines()[1]
     assert (
@@ -59,10 +59,11 @@ def test_what_was_left_out_is_told_with_its_reason() -> None:
 
 
 def test_what_came_after_the_same_token_is_said_from_how_many() -> None:
-    digest = digest_of(regard.look("red dogs saw blue cats and " * 6))
+    digest = digest_of(regard.look("red dogs saw blue cats and " * 6, "embedded:lm"))
     [line] = [line for line in digest.splitlines() if "came after" in line]
     assert line.endswith("tokens)") and "(seen at 3" in line
-    assert "came after" not in digest_of(regard.look("The dog saw another red dog today"))
+    once = regard.look("The dog saw another red dog today", "embedded:lm")
+    assert "came after" not in digest_of(once)
 
 
 def test_heads_of_an_encoder_and_a_decoder_are_told_apart() -> None:

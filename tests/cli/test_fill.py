@@ -10,7 +10,6 @@ from commands import run_command
 from masked_models import make_folder
 
 import regard
-from regard.cli import fill as command
 
 TEXT = "The [MASK] sat on the mat."
 
@@ -59,14 +58,9 @@ def test_standard_input_is_a_text(
     assert run(capsys, "-m", folder, "-") == said
 
 
-def test_the_default_model_is_one_constant_and_is_asked_for_while_there_is_none(
-    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, out, err = run(capsys, TEXT)
-    assert (code, out) == (2, "") and len(err.splitlines()) == 1
-    assert "add --model" in err and "regard train mlm book.txt --out run" in err
-    monkeypatch.setattr(command, "DEFAULT_MODEL", str(folder))
-    assert run(capsys, TEXT) == run(capsys, "--model", folder, TEXT)
+def test_unasked_the_encoder_inside_fills(capsys: pytest.CaptureFixture[str]) -> None:
+    said = run(capsys, TEXT)
+    assert said[0] == 0 and said == run(capsys, "--model", "embedded:encoder", TEXT)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`regard look`, `regard view`, `regard translate --look`: the digest, the pages, refusals."""
 
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def test_look_reads_a_text_with_the_model_inside_and_writes_what_was_asked(
         capsys, "look", SENTENCE, "--html", str(html), "--png", str(png), "--save", str(kept)
     )
     assert code == 0, err
-    assert out.startswith("embedded:lm: 13 tokens, 8 attention layers, 64 heads\n")
+    assert out.startswith("embedded:encoder: 16 tokens, 6 attention layers, 72 heads\n")
     assert '"it" looks at' in out
     assert "animal" in html.read_text(encoding="utf-8") and png.read_bytes()[1:4] == b"PNG"
     again, said, _ = run(capsys, "view", str(kept), "--html", str(tmp_path / "b.html"))
@@ -142,7 +143,7 @@ def test_unasked_a_page_is_written_and_no_browser_opens_where_nobody_looks(
     [
         ("--layer", "8"),
         ("--layer", "-1"),
-        ("--layer", "1", "--head", "8"),
+        ("--layer", "1", "--head", "12"),
         ("--token", "bye"),
         ("--html", "no/x.html"),
         ("--save", "no/x.regard"),
@@ -237,8 +238,8 @@ def test_look_reads_files_and_standard_input(
         ((" ",), "the text is empty"),
         (("Hello there", "--token", "bye"), "no word of the text is 'bye'"),
         (("Hello there", "--head", "1"), "--head is one of a layer's heads"),
-        (("Hello there", "--layer", "8"), "layers 0 to 7"),
-        (("Hello there", "--layer", "1", "--head", "8"), "heads 0 to 7"),
+        (("Hello there", "--layer", "6"), "layers 0 to 5"),
+        (("Hello there", "--layer", "1", "--head", "12"), "heads 0 to 11"),
         (("Hello there", "--png", "x.gif"), "'.gif'"),
         (("Hello there", "--png", "no/x.png"), "there is no folder 'no'"),
         (("nosuchfile.txt",), "there is no file 'nosuchfile.txt'"),
@@ -264,7 +265,7 @@ def test_a_text_may_be_longer_than_a_file_name(
 ) -> None:
     code, out, err = run(capsys, "look", "it was late " * 30, "--html", str(tmp_path / "x.html"))
     assert "read as the text" not in err
-    assert code == 0 and ": 91 tokens" in out, err
+    assert code == 0 and ": 92 tokens" in out, err
 
 
 def test_a_text_of_no_tokens_or_too_many_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,16 +279,66 @@ def test_a_text_of_no_tokens_or_too_many_is_told(monkeypatch: pytest.MonkeyPatch
         short.read("one two three four five six seven eight")
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("it was late " * 50, (), "the text has 152 tokens, and embedded:encoder takes 128: embed"),
+        (
+            "猫はマットに座った。",
+            (),
+            "embedded:encoder does not know 5 of 7 tokens of the text: embed",
+        ),
+        ("It was", ("--effect",), "no word is masked ([MASK]), and embedded:encoder says no next"),
+    ],
+)
+def test_what_the_encoder_inside_cannot_read_the_language_model_does(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    text: str,
+    options: tuple[str, ...],
+    said: str,
+) -> None:
+    quiet = ("--html", str(tmp_path / "x.html"))
+    code, out, err = run(capsys, "look", text, *quiet, *options)
+    assert code == 0 and err.startswith(said), err
+    assert (0, out) == run(capsys, "look", text, *quiet, *options, "-m", "embedded:lm")[:2]
+    assert out.startswith("embedded:lm: ")
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        assert regard.look(text, effect="--effect" in options).model == "embedded:lm"
+
+
+def test_a_masked_word_and_a_text_to_be_cut_are_the_encoders(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    quiet = ("--html", str(tmp_path / "x.html"))
+    for text, option in (("It was [MASK].", "--effect"), ("it was late " * 50, "--truncate")):
+        code, out, err = run(capsys, "look", text, option, *quiet)
+        assert code == 0 and out.startswith("embedded:encoder: "), err
+
+
+def test_words_that_a_model_does_not_know_are_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    quiet, text = ("--html", str(tmp_path / "x.html")), "Two 猫 sang to me."
+    said = "embedded:encoder does not know 1 of 8 tokens: they are all one to it"
+    code, _, err = run(capsys, "look", text, *quiet)
+    assert code == 0 and err.splitlines()[0] == said
+    with pytest.warns(UserWarning, match=said):
+        regard.look(text)
+    assert "does not know" not in run(capsys, "look", text, *quiet, "--model", "embedded:lm")[2]
+    assert "does not know" not in run(capsys, "look", SENTENCE, *quiet)[2]
+
+
 def test_long_work_is_told_in_one_line_where_nobody_looks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("regard.cli.progress.MANY", 13)
+    monkeypatch.setattr("regard.cli.progress.MANY", 16)
     quiet = ("--html", str(tmp_path / "x.html"))
     code, long, err = run(capsys, "look", SENTENCE, *quiet)
-    assert code == 0 and err.splitlines()[0] == "reading 13 tokens ..." and err.count("\n") == 2
+    assert code == 0 and err.splitlines()[0] == "reading 16 tokens ..." and err.count("\n") == 2
     err = run(capsys, "translate", "--look", "The cat sat on the mat.", *quiet)[2]
     assert "tokens again ...\n" in err
-    monkeypatch.setattr("regard.cli.progress.MANY", 14)
+    monkeypatch.setattr("regard.cli.progress.MANY", 17)
     code, short, err = run(capsys, "look", SENTENCE, *quiet)
     assert (code, short) == (0, long) and "reading" not in err
 
@@ -359,9 +410,9 @@ def test_a_text_that_is_cut_keeps_its_end_signs_and_its_words() -> None:
 
 def test_the_beginning_of_a_long_text_is_what_the_model_reads_of_it_alone() -> None:
     text = "The cat sat on the mat and saw the dog. " * 60
-    record = regard.look(text, truncate=True)
+    record = regard.look(text, "embedded:lm", truncate=True)
     assert len(record.tokens) == 512 == record.trained_len
-    again = regard.look(record.text)
+    again = regard.look(record.text, "embedded:lm")
     assert again.tokens == record.tokens and text.startswith(record.text)
     for place in (0, 7):
         np.testing.assert_array_equal(again.rows(place, 3, 511), record.rows(place, 3, 511))
@@ -422,6 +473,7 @@ def test_what_heads_are_worth_is_told_under_the_digest(
     text = SENTENCE.removesuffix(" tired.")
     page, saved = tmp_path / "page.html", tmp_path / "x.regard"
     options = ["--effect", "--edge", "it", "animal", "--html", page, "--save", saved]
+    options += ["--model", "embedded:lm"]
     code, out, err = run(capsys, "look", text, *options)
     assert code == 0, err
     model = regard.load("embedded:lm")

@@ -125,7 +125,7 @@ def test_a_run_teaches_heads_and_leaves_a_folder_that_opens(
     data.write_text(PROSE)
     settings = ["steps=24", "warmup=3", "eval_every=24", "save_every=24", "average=none", "lr=0.01"]
     words = [str(data), "--valid", str(data), "--teacher", str(teacher), "--out"]
-    words += [str(tmp_path / "run"), "--rows", "12", "--width", "31", "--vocab-size", "80"]
+    words += [str(tmp_path / "run"), "--rows", "12", "--width", "64", "--vocab-size", "80"]
     report = main([*words, "--device", "cpu", *(x for s in settings for x in ("--set", s))])
     assert report["ended"] == "done" and 0 < report["masked"]["share"] <= 1
     assert len(report["heads_agree"]) == 6

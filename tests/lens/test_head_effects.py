@@ -96,9 +96,9 @@ def test_records_of_two_texts_or_of_windows_take_none() -> None:
         with pytest.raises(ValueError, match="is for a model that reads alone"):
             regard.look("The cat.", "embedded:translate", **asked)
     with pytest.raises(ValueError, match="read at once; leave effect or window out"):
-        regard.look(TEXT, effect=True, window=True)
+        regard.look(TEXT, "embedded:lm", effect=True, window=True)
     with pytest.raises(ValueError, match="no word of the text is 'dog'"):
-        regard.look(TEXT, edges=("it", "dog"))
+        regard.look(TEXT, "embedded:lm", edges=("it", "dog"))
     record = make_record()
     record._about.window = 5
     with pytest.raises(ValueError, match="windows of a text"):

@@ -2,9 +2,8 @@
 
 Why: the shortest question to BERT and its like, and the first to one that was just trained.
 
-How: the model reads the text once (`_look.fill`); the candidates of each gap go to standard output,
-a line each, with their probabilities as numbers and bars. `DEFAULT_MODEL` is what reads where
---model is not given; as long as it is None, one must be.
+How: the model reads the text once (`_fill.py`); the candidates of each gap go to standard output, a
+line each, with their probabilities as numbers and bars.
 
 Left out: several texts at once, and words of several tokens.
 """
@@ -12,7 +11,7 @@ Left out: several texts at once, and words of several tokens.
 # No `from __future__ import annotations` here: see `cli/__init__.py`.
 from typing import TYPE_CHECKING, Annotated
 
-from regard._look import fill
+from regard._fill import fill
 from regard.cli.digest import draw_bar
 from regard.cli.loading import few_threads, is_small, load_model
 from regard.cli.printing import make_printable, read_utf8, refusing, write_line, write_or_drop
@@ -23,13 +22,13 @@ if TYPE_CHECKING:
 
     from regard.lens.fill import Filled
 
-DEFAULT_MODEL: str | None = None
+DEFAULT_MODEL = "embedded:encoder"
 EXAMPLE = "The [MASK] sat on the mat."
 FILL_HELP = f"""Fill the gaps of a text with a masked language model, as BERT is.
 
 Examples:
 
-  regard fill --model ./run "{EXAMPLE}"
+  regard fill "{EXAMPLE}"
 
   regard fill --model ./roberta-base --top 10 "The [MASK] sat on the [MASK]."
 
@@ -42,8 +41,9 @@ with the others left open, so that candidates of two gaps need not go together.
 
 MODEL is a folder in Hugging Face's layout (config.json, model.safetensors, tokenizer.json), or a
 name on the Hugging Face hub, of a model that was saved with its masked-word head: BertForMaskedLM,
-RobertaForMaskedLM, or what `regard train mlm book.txt --out run` has trained. Language models that
-go on with a text fill no gaps: `regard generate` is for them.
+RobertaForMaskedLM, or what `regard train mlm book.txt --out run` has trained; without it the small
+encoder inside the package, {DEFAULT_MODEL}, fills them. Language models that go on with a text fill
+no gaps: `regard generate` is for them.
 """
 
 
@@ -73,7 +73,7 @@ def add_fill(app: "typer.Typer") -> None:
     def fill_command(
         text: Annotated[list[str], Argument(help='The text; "-" reads standard input.')],
         model: Annotated[
-            str | None, Option("--model", "-m", help="Folder or hub name of a masked model.")
+            str, Option("--model", "-m", help="Folder or hub name of a masked model.")
         ] = DEFAULT_MODEL,
         top: Annotated[int, Option(help="Candidates for each gap.")] = 5,
         device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
@@ -84,13 +84,7 @@ def add_fill(app: "typer.Typer") -> None:
                 raise ValueError(f"--top is {top}; expected 1 or more candidates for each gap")
             whole = read_utf8(None).rstrip("\n") if text == ["-"] else " ".join(text)
             if not whole.strip():
-                raise ValueError(f'the text is empty; try: regard fill --model run "{EXAMPLE}"')
-            if model is None:
-                raise ValueError(
-                    "no masked model is given, and none is inside the package: add --model with "
-                    "the folder or hub name of one, such as bert-base-uncased, or train one: "
-                    "regard train mlm book.txt --out run"
-                )
+                raise ValueError(f'the text is empty; try: regard fill "{EXAMPLE}"')
             loaded = load_model(model, notes, device=device)
             with few_threads(is_small(loaded)):
                 filled = fill(loaded, whole, top)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from regard._look import (
-    DEFAULT_MODEL,
     Fit,
     Subject,
     add_effects,
@@ -60,9 +59,10 @@ Examples:
   regard look --model smollm2.gguf --layer 13 --head 8 --png head.png "{EXAMPLE_TEXT}"
 
 TEXT is the text itself, a file, or "-" for standard input. MODEL is a folder in Hugging Face's
-layout, a GGUF file, or a name on the Hugging Face hub; without it the small language model inside
-the package reads, embedded:lm, which needs no network. Architectures that regard does not know are
-run by the package transformers, where it is installed.
+layout, a GGUF file, or a name on the Hugging Face hub; without it a small one inside the package
+reads, which needs no network: embedded:encoder, or where it cannot (a long text, other languages,
+--effect without a [MASK]) embedded:lm, and that is said. Architectures that regard does not know
+are run by the package transformers, where it is installed.
 
 The page opens: every head as a map, to the single weight. A digest is written here: what heads
 do, which words they link, and what one word looks at (--token). Heads are named layer.head; layers
@@ -111,16 +111,19 @@ def see_showing(
     fit: Fit = "refuse",
 ) -> "Record":
     """`see`, with the threads that suit the work, and its progress shown where it is long."""
+    said = subject.read(text, fit)
     if fit == "truncate":
-        n_tokens, n_read = len(subject.encode(text).ids), len(subject.read(text, fit).ids)
+        n_tokens, n_read = len(subject.encode(text).ids), len(said.ids)
         if n_read < n_tokens:
             cut = f"the first {n_read:,} of {n_tokens:,} tokens"
             write_line(notes, f"--truncate: {cut} are read, which is what the model was made for")
+    note = subject.note_unknown(said)
+    if note is not None:
+        write_line(notes, note)
     if token is not None:  # before the model reads
         from regard.lens.findings import choose_word
         from regard.lens.word_links import find_words
 
-        said = subject.read(text, fit)
         choose_word(find_words(text, said.labels, said.spans or [(0, 0)] * len(said.ids)), token)
 
     @contextmanager
@@ -218,8 +221,8 @@ def add_look(app: "typer.Typer") -> None:
     def look_command(
         text: Annotated[list[str], Argument(help='The text, a file, or "-".')],
         model: Annotated[
-            str, Option("--model", "-m", help="Folder, GGUF file or hub name.")
-        ] = DEFAULT_MODEL,
+            str | None, Option("--model", "-m", help="Folder, GGUF file or hub name.")
+        ] = None,
         token: Annotated[str | None, Option(help="The word to ask about.")] = None,
         layer: Annotated[int | None, Option(help="For --png: this layer alone.")] = None,
         head: Annotated[int | None, Option(help="For --png: this head of it.")] = None,
@@ -247,9 +250,17 @@ def add_look(app: "typer.Typer") -> None:
     ) -> None:
         notes = Console(stderr=True)
         with refusing(notes):
-            check_outputs({"--html": html, "--png": png, "--save": save}, [*text[:1], model])
+            given = [*text[:1], *([] if model is None else [model])]
+            check_outputs({"--html": html, "--png": png, "--save": save}, given)
             fit = choose_fit(truncate, window)
             whole = read_text(text, notes)
+            if model is None:
+                from regard.models.embedded import choose_reader
+
+                asks = effect or edge is not None
+                model, why = choose_reader(whole, in_parts=fit != "refuse", asks_next=asks)
+                if why is not None:
+                    write_line(notes, why)
             subject = load_subject(model, notes, device=device)
             check_layer(subject, layer, head)
             subject = replace(subject, keep=(*subject.keep, "values")) if values else subject

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from regard._look import DEFAULT_MODEL, survey_subject
+from regard._look import survey_subject
 from regard.cli.loading import few_threads, is_small, load_subject
 from regard.cli.outputs import check_outputs
 from regard.cli.printing import count, make_printable, refusing, write_line, write_or_drop
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from regard.lens.head_table import HeadTable, Row
 
+DEFAULT_MODEL = "embedded:lm"  # a corpus may be of any language
 N_HEADS = 5
 LEAST = 0.005  # a score that no head has more of is not told: it would read 0.00
 SURVEY_HELP = """Say what every head of a model does, over many texts.
@@ -44,7 +45,7 @@ Examples:
 
 TEXTS is a file: .jsonl, with a text under "text" (or --key) in each line, or else a text in each
 line. It is streamed: any number of texts takes the same memory. A text that is longer than the
-model takes is read as far as it goes. MODEL is what `regard look` takes.
+model takes is read as far as it goes. MODEL is what `regard look` takes; without it embedded:lm.
 
 For each head and each score there comes out the mean over the texts, its standard deviation, and
 how many texts had it. The scores: previous, next, same and first, the mean weight on the token

@@ -152,15 +152,24 @@ def find_asked(model: nn.Module, text: str, on: str | None, tokenizer: Any) -> A
     return Asked(whole.ids, [n - 1 for n in counted], [whole.ids[n] for n in counted])
 
 
-def find_masked(model: nn.Module, text: str, on: str | None, tokenizer: Any, mask: int) -> Asked:
-    ids, positions = find_gaps(tokenizer, text)
-    word = name_ids(tokenizer, [mask])[mask].strip()
+def check_gap(tokenizer: Any, text: str) -> None:
+    """Refuse a text in which a tokenizer that knows masked words finds none, or several."""
+    mask = find_mask(tokenizer)
+    if mask is None:
+        return
+    _, positions = find_gaps(tokenizer, use_own_mask(tokenizer, text))
     if len(positions) != 1:
+        word = name_ids(tokenizer, [mask])[mask].strip()
         raise ValueError(
             f"the text has {len(positions)} masked words; expected one: put {word} where the "
-            "word is asked for"
+            "word is asked for, or give a language model, which is asked for the next token"
         )
-    (at,) = positions
+
+
+def find_masked(model: nn.Module, text: str, on: str | None, tokenizer: Any, mask: int) -> Asked:
+    check_gap(tokenizer, text)
+    ids, (at,) = find_gaps(tokenizer, text)
+    word = name_ids(tokenizer, [mask])[mask].strip()
     if on is None:
         return Asked(ids, [at], [int(read_logits(model, [ids], [at])[0].argmax())])
     filled = read_text(tokenizer, text.replace(word, on.strip())).ids

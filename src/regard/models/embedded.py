@@ -1,21 +1,31 @@
-"""The models inside the package: `load("embedded:translate")`, `load("embedded:lm")`.
+"""The models inside the package: `load("embedded:encoder")`, and so translate and lm.
 
 Why: the first command after installing should do something real, without a network.
 
 How: each is a model folder like any other, in `src/regard/embedded/NAME`, with its card README.md;
 its weights are stored as `int8.py` says. The names stand here, once.
 
+Which of them looks at a text, where nobody names one, follows from the text (`choose_reader`): the
+encoder, as its heads do more that can be seen, or the language model, which reads anything.
+
 Left out: fetching them. A copy of the sources from before they were trained has none, and says so.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
+from regard.tokens import Tokenizer
+
 SCHEME = "embedded:"
+ENCODER, LANGUAGE_MODEL = "embedded:encoder", "embedded:lm"
+UNREAD = 0.2
+"""Share of a text's tokens that the encoder does not know, from which on it is not given it."""
 ROOT = Path(__file__).resolve().parent.parent / "embedded"
 NAMES = {
+    "encoder": "English text, an encoder that fills gaps",
     "translate": "English to Japanese and Japanese to English, one encoder–decoder",
     "lm": "English text, a decoder",
 }
@@ -39,3 +49,26 @@ def find_embedded(name: str) -> Path:
             "Until then give another model: a folder, a GGUF file or a hub name"
         )
     return folder
+
+
+def choose_reader(
+    text: str, *, in_parts: bool = False, asks_next: bool = False
+) -> tuple[str, str | None]:
+    """The model inside that is given a text to look at, and why if it is not the encoder.
+
+    in_parts: a text that is too long will be cut. asks_next: the next token will be asked for,
+    unless a word of the text is masked.
+    """
+    folder = find_embedded(ENCODER)
+    tokenizer = Tokenizer.load(folder)
+    ids = tokenizer.encode(text).ids
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    most, unknown = config["max_position_embeddings"], ids.count(tokenizer.id("[UNK]"))
+    why = None
+    if len(ids) > most and not in_parts:
+        why = f"the text has {len(ids):,} tokens, and {ENCODER} takes {most}"
+    elif unknown > UNREAD * len(ids):
+        why = f"{ENCODER} does not know {unknown:,} of {len(ids):,} tokens of the text"
+    elif asks_next and tokenizer.id("[MASK]") not in ids:
+        why = f"no word is masked ([MASK]), and {ENCODER} says no next one"
+    return (ENCODER, None) if why is None else (LANGUAGE_MODEL, f"{why}: {LANGUAGE_MODEL} reads it")

@@ -66,11 +66,11 @@ def load(
 ) -> Transformer:
     """A model from a folder, a GGUF file, or a name on the Hugging Face hub; ready to use.
 
-    "embedded:translate" and "embedded:lm" are the models inside the package. dtype: None is the
-    type that config.json names, else the one the weights are stored in; weights of that type on the
-    CPU stay mapped from their file. device: where they go, with no second copy on the way.
-    revision: the branch, tag or commit of a hub name. A folder of that name goes before the hub;
-    what the hub sends is kept in its own cache.
+    "embedded:encoder", "embedded:lm" and "embedded:translate" are the models inside the package.
+    dtype: None is the type that config.json names, else the one the weights are stored in; weights
+    of that type on the CPU stay mapped from their file. device: where they go, with no second copy
+    on the way. revision: the branch, tag or commit of a hub name. A folder of that name goes before
+    the hub; what the hub sends is kept in its own cache.
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}, as torch types")
