@@ -31,7 +31,7 @@ def fill(
     text: [MASK] stands for a gap, whatever the model's own mask token is called. Each gap is filled
     by itself, with the others left open. tokenizer: instead of the model's own.
 
-        filled = regard.fill("run", "The [MASK] sat on the mat.")
+        filled = regard.fill("embedded:encoder", "The [MASK] sat on the mat.")
         filled.gaps[0].candidates[0].token, filled.gaps[0].candidates[0].probability
     """
     from regard._check import check_count
