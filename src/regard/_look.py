@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -77,12 +78,8 @@ def look(
         raise ValueError("the text is empty; give the words that the model shall read")
     fit = choose_fit(truncate, window)
     if model is None:
-        from regard.models.embedded import choose_reader
-
-        asks = effect or edges is not None
-        model, why = choose_reader(text, in_parts=fit != "refuse", asks_next=asks)
-        if why is not None:
-            warnings.warn(why, stacklevel=2)
+        asks_next = effect or edges is not None
+        model = choose_inside(text, fit, asks_next, partial(warnings.warn, stacklevel=3))
     loaded, name = load_named(model)
     keep = (*KEEP, "values") if values else KEEP
     if loaded.config.encoder and loaded.config.decoder:
@@ -102,6 +99,16 @@ def look(
     if effect or edges is not None:
         check_effect(subject, text, fit, edges)
     return add_effects(subject, see(subject, text, fit=fit), effect, edges)
+
+
+def choose_inside(text: str, fit: Fit, asks_next: bool, say: Callable[[str], None]) -> str:
+    """The model inside the package that shall read a text; why not the encoder is said."""
+    from regard.models.embedded import choose_reader
+
+    name, why = choose_reader(text, in_parts=fit != "refuse", asks_next=asks_next)
+    if why is not None:
+        say(why)
+    return name
 
 
 def check_effect(subject: Subject, text: str, fit: Fit, edges: tuple[Where, Where] | None) -> None:

@@ -16,6 +16,7 @@ import webbrowser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +26,7 @@ from regard._look import (
     add_effects,
     check_effect,
     choose_fit,
+    choose_inside,
     see,
 )
 from regard.cli.digest import write_digest
@@ -254,21 +256,17 @@ def add_look(app: "typer.Typer") -> None:
             check_outputs({"--html": html, "--png": png, "--save": save}, given)
             fit = choose_fit(truncate, window)
             whole = read_text(text, notes)
+            asks_next = effect or edge is not None
             if model is None:
-                from regard.models.embedded import choose_reader
-
-                asks = effect or edge is not None
-                model, why = choose_reader(whole, in_parts=fit != "refuse", asks_next=asks)
-                if why is not None:
-                    write_line(notes, why)
+                model = choose_inside(whole, fit, asks_next, partial(write_line, notes))
             subject = load_subject(model, notes, device=device)
             check_layer(subject, layer, head)
             subject = replace(subject, keep=(*subject.keep, "values")) if values else subject
-            if effect or edge is not None:
+            if asks_next:
                 check_effect(subject, whole, fit, edge)
             record = see_showing(subject, whole, notes, token, fit)
             place = find_place(record, layer, head)
-            if effect or edge is not None:
+            if asks_next:
                 with working(notes, "switching off heads"):
                     add_effects(subject, record, effect, edge)
             if save is not None:
