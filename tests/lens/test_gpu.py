@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ import torch
 from regard.lens import device_to_host
 from regard.lens.record import Record
 from regard.lens.watch import watch
-from regard.ops import Wants
+from regard.ops import ALiBi, Causal, Documents, Lengths, Wants, Window, attention, op
+from regard.ops.blockwise import Ask
+from regard.ops.kernels import flash
+from regard.ops.kernels.rendered import Rendered
 
 pytestmark = pytest.mark.gpu
 
@@ -112,3 +116,70 @@ def test_a_copy_is_what_was_there(backlog: int, monkeypatch: pytest.MonkeyPatch)
         for name, x in copy.result().items():
             assert torch.equal(x, known[name])
     assert all_of_it.result().keys() == known.keys()
+
+
+class Attending(torch.nn.Module):
+    """Nothing but one call of attention."""
+
+    def __init__(self, **rule: Any) -> None:
+        super().__init__()
+        self.rule = rule
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, k, **self.rule)
+
+
+LONG_TEXT = 4099
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": Causal()},
+    "window": {"mask": Window(300, 70)},
+    "padding": {"mask": Causal() & Lengths(torch.tensor([3001]), side="left")},
+    "documents": {"mask": Causal() & Documents(torch.arange(LONG_TEXT) // 700)},
+    "softcap": {"mask": Causal(), "softcap": 3.0},
+    "slopes": {"mask": Causal(), "bias": ALiBi(4)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", RULES)
+def test_rows_are_told_by_the_pass_that_gives_the_output(
+    name: str, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then the output has the bits that it has unwatched, and the record the same numbers."""
+    model = Attending(**RULES[name])
+    q = torch.randn(1, 4, LONG_TEXT, width, device="cuda", dtype=dtype)
+    k = torch.randn(1, 2, LONG_TEXT, width, device="cuda", dtype=dtype)
+    run, passes = flash.forward, []
+
+    def forward(given: Rendered, ask: Ask, *more: Any, **named: Any) -> Any:
+        passes.append((given.v.shape[3] > 0, any(ask)))
+        return run(given, ask, *more, **named)
+
+    monkeypatch.setattr(flash, "forward", forward)
+    wants = replace(WANTS, map=(37, 41))
+    with torch.no_grad():
+        unseen = model(q, k)
+        passes.clear()
+        with watch(model, wants) as one:
+            seen = model(q, k)
+        assert torch.equal(seen, unseen)
+        shares = not (name == "slopes" and width == 64)  # whose kernels differ
+        # How far rows look to the left takes a look of its own, where they look to the right too.
+        both_sides = [(False, True)] * (name in ("plain", "window"))
+        if shares:
+            assert passes == [(True, True), *both_sides]
+        monkeypatch.setattr(op, "attend_and_tell", lambda call: None)
+        with watch(model, wants) as other:
+            model(q, k)
+    ours, theirs = one.statistics(0), other.statistics(0)
+    assert ours.keys() == theirs.keys()
+    for what in ours:
+        if "key" in what:
+            assert (ours[what] != theirs[what]).mean() < 1e-3, what
+        else:
+            scale = LONG_TEXT if what in ("distance", "reach") else 1
+            np.testing.assert_allclose(
+                ours[what] / scale, theirs[what] / scale, rtol=1e-4, atol=2e-5, err_msg=what
+            )

@@ -124,3 +124,24 @@ def test_only_a_triton_that_was_tried_is_used(
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     assert flash_hopper.has_gluon.__wrapped__() == known
+
+
+def test_long_calls_without_gradients_are_those_that_ours_is_faster_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flash_hopper, "runs_on", lambda device: True)
+    monkeypatch.setattr(flash_hopper, "LONG", 96)
+
+    def draw(T: int = 96, width: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(1, 2, T, width, dtype=dtype)
+
+    q = draw()
+    assert flash_hopper.is_long(q, q, q)
+    others = [draw(T=95), draw(width=80), draw(dtype=torch.float32), draw(width=128)[..., ::2]]
+    for other in others:
+        assert not flash_hopper.is_long(other, other, other)
+    assert not flash_hopper.is_long(q, draw(T=97), draw(T=97))
+    learned = draw().requires_grad_()
+    assert not flash_hopper.is_long(q, q, learned)
+    with torch.no_grad():
+        assert flash_hopper.is_long(q, q, learned)

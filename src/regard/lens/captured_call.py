@@ -28,7 +28,8 @@ from regard.ops.term import Cut, Keys
 class Call:
     """q, k and the rule of one call; `is_row`: the hook took the recorded row out already.
 
-    `v` is there where the hook sees it, for those who record what keys add.
+    `v` is there where the hook sees it, for those who record what keys add; `rows` where the pass
+    that gave the output told of rows (`ops.call.Call`): of these queries, keys and rule alone.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Call:
     sinks: Tensor | None = None
     cross: bool | None = None
     is_row: bool = False
+    rows: dict[str, Tensor] | None = None
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -74,12 +76,17 @@ class Call:
             v = None if v is None else v[:, picked // group]
             sinks = None if sinks is None else sinks[picked.to(sinks.device)]
         sinks = None if sinks is None else sinks.detach()
-        return self._cut(Cut(row=row, heads=picked), q=q, k=k, v=v, sinks=sinks)
+        rows = self.rows
+        if rows is not None:
+            rows = {name: x[row : row + 1] for name, x in rows.items()}
+            if picked is not None:
+                rows = {name: x[:, picked] for name, x in rows.items()}
+        return self._cut(Cut(row=row, heads=picked), q=q, k=k, v=v, sinks=sinks, rows=rows)
 
     def with_keys(self, keys: Keys) -> Call:
         """The same with some of the keys, or with all in another order."""
         v = None if self.v is None else self.v[:, :, keys]
-        return self._cut(Cut(keys=keys), k=self.k[:, :, keys], v=v)
+        return self._cut(Cut(keys=keys), k=self.k[:, :, keys], v=v, rows=None)
 
     def _cut(self, cut: Cut, **tensors: Any) -> Call:
         mask = None if self.mask is None else self.mask.cut(cut)

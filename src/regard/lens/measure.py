@@ -20,12 +20,13 @@ from torch import Tensor
 
 from regard.lens.captured_call import Call
 from regard.lens.lazy_weights import Array
-from regard.ops import Causal, Observation, Wants, observe
+from regard.ops import Causal, Observation, Wants
 from regard.ops.bias import Bias, BiasAt
-from regard.ops.call import Rule, score_dtype
+from regard.ops.call import Rule, make_call, score_dtype
 from regard.ops.kernels import row_stats
 from regard.ops.kernels.backend import is_little, refuse_tensors
 from regard.ops.kernels.rendered import renders_whole
+from regard.ops.op import observe_call
 from regard.ops.shape import Shape, Tile
 from regard.ops.weight_stats import visible
 
@@ -36,7 +37,9 @@ MOST_RUNS = 1 << 23
 
 def measure(call: Call, wants: Wants) -> Observation:
     rule = {name: getattr(call, name) for name in ("mask", "bias", "scale", "softcap", "sinks")}
-    return observe(call.q, call.k, None, wants=wants, **rule)
+    asked = make_call(call.q, call.k, call.k[..., :0], **rule)
+    seen = observe_call(replace(asked, rows=call.rows), wants)
+    return replace(seen, output=None)
 
 
 def reach(call: Call, seen: Observation) -> Tensor:
@@ -46,7 +49,7 @@ def reach(call: Call, seen: Observation) -> Tensor:
     """
     assert seen.lse is not None and seen.distance is not None
     mask = Causal() if call.mask is None else call.mask & Causal()
-    left = measure(replace(call, mask=mask), Wants(lse=True, distance=True))
+    left = measure(replace(call, mask=mask, rows=None), Wants(lse=True, distance=True))
     assert left.lse is not None and left.distance is not None
     share = (left.lse - seen.lse).exp().masked_fill(left.lse == -math.inf, 0.0)
     return 2 * left.distance * share - seen.distance

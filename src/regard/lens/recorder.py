@@ -328,7 +328,7 @@ class Recorder:
             raise ValueError("it runs under torch.func (vmap, grad), whose numbers cannot be read")
         call, shard = self._find_shard(call)
         if shard is not None:
-            self.shards[call.name] = shard
+            self.shards[call.name], call = shard, replace(call, rows=None)
         call = replace(call, cross=self.is_cross(call))
         located = self.locate(call)
         found = located if self.wanted(call, located) else None
@@ -337,7 +337,8 @@ class Recorder:
             return False
         q, k, _ = under_autocast(call.q, call.k, call.k)
         dtype = torch.promote_types(q.dtype, k.dtype)
-        call = replace(call, q=q.to(dtype), k=k.to(dtype))
+        rows = call.rows if q.dtype == dtype == call.q.dtype and k.dtype == call.k.dtype else None
+        call = replace(call, q=q.to(dtype), k=k.to(dtype), rows=rows)
         with torch.autocast(call.q.device.type, enabled=False):
             if self.on_call is not None:
                 self.on_call(call, located)

@@ -9,15 +9,17 @@ option is dropped on the way: a backend honours all of a call or refuses it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from regard.ops import blockwise_op, decode, flex, observe, reference, sdpa
-from regard.ops.call import Call, Given, gather_call, plain_shape
+from regard.ops import blockwise_op, call_hook, decode, flex, observe, reference, sdpa
+from regard.ops.blockwise import NOTHING
+from regard.ops.call import Call, Given, gather_call, outside_autocast, plain_shape
 from regard.ops.kernels import backend as triton
-from regard.ops.kernels.rendered import is_given_whole
+from regard.ops.kernels import flash_hopper
+from regard.ops.kernels.rendered import is_given_whole, render
 from regard.ops.wants import Observation
 
 
@@ -106,6 +108,8 @@ def asked_first_on_gpu(call: Call) -> tuple[str, str] | None:
     if call.wants is not None and is_little:
         return "blockwise", f"under {triton.LITTLE:,} weights are looked at before kernels compile"
     if sdpa.flags(call.rule) is not None:
+        if call.dropout == 0.0 and flash_hopper.is_long(call.q, call.k, call.v):
+            return "triton", f"without gradients, from {flash_hopper.LONG:,} tokens on it is faster"
         return None
     if triton.is_decoding(call) or not (is_little or is_slow_by_kernels(call)):
         return "triton", "torch's kernels have to be given this mask or bias whole"
@@ -152,6 +156,28 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
     from regard.ops.kernels import flash_op
 
     return flash_op.run(call)
+
+
+def attend_and_tell(call: Call) -> Tensor | None:
+    """The output of a call that hooks hear, and to them what the same pass tells of its rows.
+
+    None where none asks, or another kernel would run unheard, whose output has other bits.
+    """
+    ask = call_hook.asked_of_rows(call)
+    if ask is None or call.transformed or call.needs_grad():
+        return None
+    if triton.is_decoding(call) or choose(call, "auto") is not BACKENDS["triton"]:
+        return None
+    given = render(call)
+    if not all(flash_hopper.takes(given, each, None) for each in (NOTHING, ask)):
+        return None
+    # As in `triton.refuse`: on a GPU alone.
+    from regard.ops.kernels import flash
+
+    with outside_autocast(call.q.device.type):
+        output, rows = flash.forward(given, ask, None)
+    call_hook.tell(replace(call, rows=rows))
+    return output
 
 
 def choose(call: Call, backend: str) -> Backend:

@@ -126,6 +126,8 @@ class Call:
     """Whether a tensor of the call is being carried through a `torch.func` transform."""
     caller: int | None = None
     """The id of the module that made it, where a compiled graph tells."""
+    rows: dict[str, Tensor] | None = None
+    """What the pass that gave the output told of rows, where a hook asked for it (`flash.py`)."""
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the call."""

@@ -11,6 +11,9 @@ hears the calls of all threads, and is traced along in compiled graphs, which kn
 the others a graph that is traced while a block is open has an operation, `regard::hear`, which
 gives them each call when it runs. It says that it writes to `effect`, so that it is not removed.
 
+A hook may say beforehand what it will ask about rows. Where the kernel that runs can tell that
+beside the output, which must not change by a bit, it is told with the call, after it ran.
+
 Left out: who called. A hook keeps track of modules itself; in compiled graphs by `tracing`.
 """
 
@@ -26,11 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.ops.blockwise import Ask
 from regard.ops.call import Call
 from regard.ops.pack import Packed, pack, spell, unpack
 from regard.ops.shape import Shape
 
 Hook = Callable[[Call], None]
+AskRows = Callable[[Call], Ask | None]
 
 
 @dataclass(eq=False)
@@ -39,6 +44,7 @@ class Block:
 
     hook: Hook
     shared: bool
+    asks: AskRows | None = None
     thread: int = field(default_factory=threading.get_ident)
     is_open: bool = True
 
@@ -66,6 +72,15 @@ def tell(call: Call) -> None:
     elif not torch.compiler.is_compiling():
         for block in own_blocks():
             block.hook(call)
+
+
+def asked_of_rows(call: Call) -> Ask | None:
+    """What the hooks that hear a call here will ask about its rows; None where none says so."""
+    if torch.compiler.is_compiling():
+        return None
+    asks = [block.asks(call) for block in own_blocks() if block.asks is not None]
+    wanted = [ask for ask in asks if ask is not None]
+    return Ask(*map(any, zip(*wanted, strict=True))) if wanted else None
 
 
 def trace_call(call: Call) -> None:
@@ -120,9 +135,12 @@ def is_hooked() -> bool:
 
 
 @contextmanager
-def hooked(hook: Hook, *, shared: bool = False) -> Iterator[None]:
-    """Give the hook the calls of attention in this block; those of outer blocks get them too."""
-    block = Block(hook, shared)
+def hooked(hook: Hook, *, shared: bool = False, asks: AskRows | None = None) -> Iterator[None]:
+    """Give the hook the calls of attention in this block; those of outer blocks get them too.
+
+    asks: what it will ask about the rows of a call; only hooks that are not shared say so.
+    """
+    block = Block(hook, shared, asks)
     _change(_open.append, block)
     if not shared:
         _own.set((*own_blocks(), block))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard._torch import is_transformed
 from regard.ops import call_hook, edit_hook
-from regard.ops.backends import Explanation, attend_by_kernels, choose
+from regard.ops.backends import Explanation, attend_and_tell, attend_by_kernels, choose
 from regard.ops.backends import explain as explain_call
 from regard.ops.bias import Bias
 from regard.ops.call import Call, Given, is_autocast, make_call, outside_autocast
@@ -55,7 +55,11 @@ def attention(
     if edit_hook.n_open:
         edited = edit_hook.edit_call(make_call(q, k, v, **rule, dropout=dropout))
     if call_hook.active is not None:
-        call_hook.active(make_call(q, k, v, **rule) if edited is None else edited.call)
+        heard = make_call(q, k, v, **rule) if edited is None else edited.call
+        output = attend_and_tell(heard) if dropout == 0.0 and backend == "auto" else None
+        if output is not None:
+            return output if edited is None else edited.change(output)
+        call_hook.active(heard)
     if dropout == 0.0 and backend == "auto":
         no_more = bias is None and softcap is None and sinks is None
         if no_more and (mask is None or isinstance(mask, Causal)):

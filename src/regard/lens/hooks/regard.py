@@ -1,7 +1,8 @@
 """The hook on our own attention: every call of `regard.attention` in the model's modules.
 
 Whoever makes the call: our layers, a module of anyone's, or a model of `transformers` with
-attn_implementation="regard". What is wanted is asked of the very call that the operation checked.
+attn_implementation="regard". What is wanted is asked of the very call that the operation checked;
+and what is wanted of rows, of the pass that gives the output, where its kernel can tell it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from regard.lens.captured_call import Call
 from regard.lens.hooks.transformers import is_cross
 from regard.ops import Causal, call
+from regard.ops.blockwise import Ask
 from regard.ops.call_hook import hooked
 
 if TYPE_CHECKING:
@@ -25,10 +27,23 @@ def hook_regard(recorder: Recorder) -> Iterator[None]:
         rule = {word: getattr(seen.rule, word) for word in ("mask", "bias", "scale", "softcap")}
         cross = is_cross(recorder, recorder.stack[-1], seen.q, seen.k)
         name, mask, k, v = recorder.name_of() or "", seen.rule.mask, seen.k, seen.v
+        rows = seen.rows
         T, S = seen.q.shape[2], k.shape[2]
         if isinstance(mask, Causal) and mask.align == "start" and S > T and seen.rule.bias is None:
-            k, v = k[:, :, :T], v[:, :, :T]  # the rest is slots of a fixed cache, which nobody sees
-        return Call(name=name, q=seen.q, k=k, v=v, sinks=seen.sinks, cross=cross, **rule)
+            # The rest is slots of a fixed cache, which nobody sees.
+            k, v, rows = k[:, :, :T], v[:, :, :T], None
+        return Call(name=name, q=seen.q, k=k, v=v, sinks=seen.sinks, cross=cross, rows=rows, **rule)
+
+    def asks(seen: call.Call) -> Ask | None:
+        """What is recorded of rows, where nearly all that it is told of them will be."""
+        takes, wants = recorder.takes, recorder.takes.chosen.wants
+        if recorder.handling or not recorder.is_open or not recorder.stack:
+            return None
+        if recorder.layers is not None or recorder.on_call is not None or wants.mass is not None:
+            return None
+        if 2 * len(takes.rows or (0,)) < seen.q.shape[0]:
+            return None
+        return Ask(wants.entropy, wants.peak, wants.distance)
 
     def record(seen: call.Call) -> None:
         if recorder.handling or not recorder.is_open:
@@ -37,5 +52,5 @@ def hook_regard(recorder: Recorder) -> Iterator[None]:
             if recorder.stack:
                 recorder.record(lambda each: read(each, seen))
 
-    with hooked(record):
+    with hooked(record, asks=asks):
         yield

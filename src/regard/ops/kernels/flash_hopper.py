@@ -14,6 +14,7 @@ import re
 import torch
 from torch import Tensor
 
+from regard._torch import is_fake
 from regard.ops.blockwise import Ask
 from regard.ops.kernels.rendered import Rendered
 from regard.ops.kernels.tiles import capability_of
@@ -24,6 +25,9 @@ VERSIONS = ((3, 6), (3, 9))
 WIDTHS = (64, 128)
 FEWEST = 128
 """Queries from which on the tiles are filled."""
+LONG = 4096
+"""Queries from which on ours was measured faster than torch's kernels where nothing is hidden or
+all that comes later: bench/results/attention_gpu.md."""
 FARTHEST = 2**23
 """Positions below this are told exactly by the bits that ALiBi is reckoned with."""
 
@@ -31,6 +35,24 @@ FARTHEST = 2**23
 def takes(given: Rendered, ask: Ask, mass: Tensor | None) -> bool:
     """Whether the kernels for Hopper take a call, and are the faster ones for it."""
     return runs_on(given.q.device) and suits(given, ask, mass)
+
+
+def is_long(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the forward for Hopper is faster than torch's kernels for a plain or causal call.
+
+    Without gradients, as cuDNN's backward belongs to its own forward; and not in compiled graphs,
+    which would be tied to the length that is asked about.
+    """
+    D = q.shape[3]
+    if torch.compiler.is_compiling() or is_fake(q):
+        return False
+    if q.shape[2] < LONG or q.shape[2] != k.shape[2]:
+        return False
+    if q.dtype.itemsize != 2 or D not in WIDTHS or v.shape[3] != D or not runs_on(q.device):
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    return all(map(is_read_by_tma, (q, k, v)))
 
 
 def runs_on(device: torch.device) -> bool:
