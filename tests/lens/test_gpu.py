@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lens_subjects import SUBJECTS, question
 
 from regard.lens import device_to_host
 from regard.lens.record import Record
@@ -183,3 +184,33 @@ def test_rows_are_told_by_the_pass_that_gives_the_output(
             np.testing.assert_allclose(
                 ours[what] / scale, theirs[what] / scale, rtol=1e-4, atol=2e-5, err_msg=what
             )
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("llama", "sdpa"), ("gemma2", "regard"), ("bert", "sdpa"), ("t5", "regard")],
+)
+def test_a_compiled_model_is_seen_as_the_model_is(name: str, implementation: str) -> None:
+    """By one graph, as `fullgraph` holds; its logits stay what they are, but for rounding."""
+    import regard.hf  # noqa: F401 - it gives models the implementation
+
+    torch._dynamo.reset()
+    model = SUBJECTS[name]().cuda()
+    model.set_attn_implementation(implementation)
+    given = {key: x.cuda() for key, x in question(name, "right").given.items()}
+    fast = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        with watch(model, WANTS, row=1) as want:
+            model(**given)
+        plain = fast(**given)[0]
+        with watch(model, WANTS, row=1) as found:
+            out = fast(**given)[0]
+    torch.testing.assert_close(out, plain, rtol=2e-5, atol=2e-5)
+    assert not found.notes and found.places == want.places
+    for place in range(len(want.places)):
+        one, two = found.statistics(place), want.statistics(place)
+        assert one.keys() == two.keys()
+        for what in two:
+            if "key" not in what:
+                scale = max(float(np.abs(two[what]).max()), 1.0)
+                np.testing.assert_allclose(one[what], two[what], atol=4e-5 * scale, err_msg=what)
