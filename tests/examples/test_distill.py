@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import card_scores
 import numpy as np
 import pytest
 import torch
@@ -136,6 +137,13 @@ def test_a_run_teaches_heads_and_leaves_a_folder_that_opens(
     assert losses[-1] < losses[0]
     model = regard.load(tmp_path / "run")
     assert model.tokenizer is not None and model.head is not None
+    monkeypatch.setattr(card_scores, "BATCH", 12)
+    monkeypatch.setattr(card_scores, "read_twins", lambda path: read_twins(path)[:12])
+    found = card_scores.main([str(tmp_path / "run"), str(data), "--teacher", str(teacher)])
+    assert found["prose.txt"]["n"] == report["masked"]["total"]
+    assert found["prose.txt"]["right"] == report["masked"]["share"]
+    assert found["antecedents"] == report["antecedents"]
+    assert found["antecedents_of_teacher"] == report["antecedents_of_teacher"]
 
 
 def test_half_of_a_batch_has_gaps_and_the_other_is_whole(teacher: Path) -> None:
