@@ -29,6 +29,7 @@ from regard.ops.kernels import (
     flash_backward,
     flash_hopper,
     flash_kernels,
+    largest_kernels,
     pooling,
     row_stats_kernels,
 )
@@ -53,7 +54,7 @@ CANDIDATES = [
 ]
 CELL = 32
 """Rows and keys of a cell of the map that is pooled."""
-MODULES = (flash_kernels, flash_backward, pooling, row_stats_kernels)
+MODULES = (flash_kernels, flash_backward, largest_kernels, pooling, row_stats_kernels)
 
 
 def make(rule: str, width: int, T: int, H: int) -> Rendered:
@@ -87,7 +88,7 @@ def kernels_of(given: Rendered) -> dict[str, Callable[[], torch.Tensor]]:
         "keys": lambda: backward(Grads(k=True, v=True)).k,
         "queries": lambda: backward(Grads(q=True)).q,
         "pool": lambda: pooling.pool(given, sums, size)[1],
-        "search": lambda: row_stats_kernels.run_largest(given, sums, 8)[0],
+        "search": lambda: largest_kernels.run_largest(given, sums, 8)[0],
         "above": lambda: row_stats_kernels.run_above(given, sums, 0.05)[0],
     }
 
@@ -103,7 +104,7 @@ def set_tiles(tiles: Tiles | None, real: dict[Any, Any]) -> None:
 def compile_one(what: tuple[str, str, int, Tiles]) -> str | None:
     """Compile for a candidate; the reason where that fails."""
     kernel, rule, width, tiles = what
-    flash_hopper.takes = lambda *_: False
+    flash_hopper.runs_on = lambda *_: False
     real: dict[Any, Any] = {}
     try:
         run = kernels_of(make(rule, width, 1024, 16))[kernel]
@@ -144,7 +145,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
         failed = dict(zip(todo, pool.map(compile_one, todo, chunksize=1), strict=True))
     print(f"compiled {len(todo)} in {time.perf_counter() - began:.0f} s", flush=True)
-    flash_hopper.takes = lambda *_: False
+    flash_hopper.runs_on = lambda *_: False
     real: dict[Any, Any] = {}
     for rule, width in itertools.product(options.rule, options.width):
         runs = kernels_of(make(rule, width, options.tokens, 2048 // width))

@@ -34,9 +34,20 @@ class Value:
         self.of = np.asarray(of)
         self.shape = self.of.shape
         self.dtype = "any"
+        self.type = SimpleNamespace(layout=None)
 
-    def to(self, dtype: str | None) -> Value:
-        return Value(self.of.astype(BITS[dtype])) if dtype in BITS else self
+    def to(self, dtype: str | None, bitcast: bool = False) -> Value:
+        if bitcast:
+            return Value(self.of.astype(np.int32).view(BITS[str(dtype)]))
+        if dtype in BITS:
+            return Value(self.of.astype(BITS[dtype]))
+        return Value(self.of * 1) if self.of.dtype == bool else self
+
+    def reshape(self, shape: Any) -> Value:
+        return Value(self.of.reshape([int(raw(size)) for size in shape]))
+
+    def permute(self, axes: Any) -> Value:
+        return Value(self.of.transpose(axes))
 
     def __index__(self) -> int:
         return int(self.of)
@@ -57,7 +68,7 @@ def _calculate(name: str, turned: bool) -> Callable[[Value, Any], Any]:
     return run
 
 
-for _name in ("add", "sub", "mul", "mod", "floordiv", "and_", "rshift"):
+for _name in ("add", "sub", "mul", "mod", "floordiv", "truediv", "and_", "rshift", "lshift"):
     setattr(Value, f"__{_name.strip('_')}__", _calculate(_name, False))
     setattr(Value, f"__r{_name.strip('_')}__", _calculate(_name, True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -170,10 +181,14 @@ class Clock:
             cell["under way"].pop(0)()
         assert cell["phases"] > 0 and (cell["phases"] - 1) % 2 == raw(phase), "waits for ever"
 
-    def multiply(self, a: Any, b: Shared, acc: Value, *, use_acc: bool = True, **_: Any) -> Product:
+    def multiply(
+        self, a: Any, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool = False
+    ) -> Any:
         def run() -> Any:
             return a.of.astype(np.float64) @ b.of + (acc.of if use_acc else 0.0)
 
+        if not is_async:
+            return Value(run().astype(np.float32))
         self.products.append(Product(run))
         if not self.is_late:
             self.products[-1].finish()
@@ -190,12 +205,14 @@ class Clock:
         return found if len(found) > 1 else found[0]
 
 
-def _load(at: Pointer) -> Value:
+def _load(at: Pointer, mask: Any = True, other: Any = 0) -> Value:
+    real = np.broadcast_to(raw(mask), np.shape(at.at))
+    at = Pointer(at.flat, np.where(real, at.at, 0))
     assert np.min(at.at) >= 0 and np.max(at.at) < at.flat.size, "reads beyond a tensor"
-    return Value(at.flat[at.at])
+    return Value(np.where(real, at.flat[at.at], other))
 
 
-def _store(at: Pointer, x: Value, mask: Any) -> None:
+def _store(at: Pointer, x: Value, mask: Any = True) -> None:
     places, numbers, real = np.broadcast_arrays(at.at, x.of, raw(mask))
     at.flat[places[real]] = numbers[real]
 
@@ -238,8 +255,14 @@ def language(program: int, warps: int) -> SimpleNamespace:
         where=_on_raw(np.where),
         exp2=_on_raw(np.exp2),
         expand_dims=_on_raw(np.expand_dims),
+        abs=_on_raw(np.abs),
+        max=_on_raw(np.max),
+        min=_on_raw(np.min),
+        sum=_on_raw(np.sum),
         arange=lambda first, past, layout=None: Value(np.arange(raw(first), raw(past))),
-        full=lambda shape, x, _, layout=None: Value(np.full(list(map(raw, shape)), x, np.float32)),
+        full=lambda shape, x, dtype, layout=None: Value(
+            np.full(list(map(raw, shape)), x, BITS.get(dtype, np.int64))
+        ),
         convert_layout=lambda x, _: x,
         static_range=lambda n: range(int(raw(n))),
         load=_load,
@@ -268,14 +291,17 @@ def bind(module: Any, name: str, program: int, warps: int, is_late: bool) -> Cal
         "warpgroup_mma": clock.multiply,
         "warpgroup_mma_wait": clock.wait_products,
     }
-    for each, value in vars(module).items():
-        if each in known:
-            continue
-        if hasattr(value, "fn"):
-            code = value.fn
-            known[each] = FunctionType(code.__code__, known, each, code.__defaults__)
-        else:
-            known[each] = raw(value)
+    modules = [vars(module)]
+    while modules:
+        for each, value in modules.pop().items():
+            if each in known:
+                continue
+            if hasattr(value, "fn"):
+                code = value.fn
+                known[each] = FunctionType(code.__code__, known, each, code.__defaults__)
+                modules.append(code.__globals__)
+            else:
+                known[each] = raw(value)
     return known[name]
 
 

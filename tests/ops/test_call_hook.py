@@ -23,7 +23,9 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What happens, in order, where a kernel tells of rows beside the output."""
     order: list[Any] = []
 
-    def forward(given: Rendered, ask: Ask, mass: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        given: Rendered, ask: Ask, mass: Tensor | None, **more: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         order.append(ask)
         return given.v + 1.0, {"lse": torch.full((2, 3, 37), 4.0)}
 
@@ -34,7 +36,7 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_hook_is_told_of_rows_by_the_pass_that_gives_the_output(happened: list[Any]) -> None:
-    with hooked(happened.append, asks=lambda call: Ask(entropy=True)):
+    with hooked(happened.append, asks=lambda call: Wants(entropy=True)):
         output = attention(Q, Q, Q, mask=Causal())
     assert torch.equal(output, Q + 1.0)
     ask, heard = happened
@@ -43,7 +45,7 @@ def test_a_hook_is_told_of_rows_by_the_pass_that_gives_the_output(happened: list
 
 
 def test_what_hooks_ask_about_rows_is_asked_at_once(happened: list[Any]) -> None:
-    asks = [Ask(entropy=True), None, Ask(distance=True)]
+    asks = [Wants(entropy=True, top=3), None, Wants(distance=True, top=5)]
     calls: list[Call] = []
     with (
         hooked(calls.append, asks=lambda call: asks[0]),
@@ -68,7 +70,7 @@ def test_a_hook_hears_the_call_first_where_the_pass_does_not_tell(
     asks = {"nothing asked": lambda call: None, "no hook asks": None}
     q = Q.clone().requires_grad_(case == "gradient")
     call = make_call(q, Q, Q)
-    with hooked(happened.append, asks=asks.get(case, lambda call: Ask(entropy=True))):
+    with hooked(happened.append, asks=asks.get(case, lambda call: Wants(entropy=True))):
         assert backends.attend_and_tell(call) is None
     assert happened == []
 

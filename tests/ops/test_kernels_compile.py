@@ -2,7 +2,7 @@
 
 Their launches are caught instead of run, so that the very arguments of the host's side are what
 they are compiled for. What they compute is judged in `test_row_stats_kernels.py`,
-`test_flash_kernels.py`, `test_decode_kernel.py` and `test_gpu.py`.
+`test_largest_kernels.py`, `test_flash_kernels.py`, `test_decode_kernel.py` and `test_gpu.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ TYPES = {
 KERNELS = {
     "flash_kernels": ("_forward",),
     "tile_lists_kernels": ("_list",),
-    "row_stats_kernels": ("_largest", "_above", "_rows", "_singles"),
+    "largest_kernels": ("_largest",),
+    "row_stats_kernels": ("_above", "_rows", "_singles"),
     "pooling_kernels": ("_by_keys", "_count", "_bands", "_cells"),
 }
 CASES: dict[str, tuple[torch.dtype, int, dict[str, Any]]] = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from regard.ops import blockwise_op, call_hook, decode, flex, observe, reference, sdpa
-from regard.ops.blockwise import NOTHING
+from regard.ops.blockwise import NOTHING, Ask
 from regard.ops.call import Call, Given, gather_call, outside_autocast, plain_shape
 from regard.ops.kernels import backend as triton
 from regard.ops.kernels import flash_hopper
@@ -163,19 +163,19 @@ def attend_and_tell(call: Call) -> Tensor | None:
 
     None where none asks, or another kernel would run unheard, whose output has other bits.
     """
-    ask = call_hook.asked_of_rows(call)
-    if ask is None or call.transformed or call.needs_grad():
+    wants = call_hook.asked_of_rows(call)
+    if wants is None or call.transformed or call.needs_grad():
         return None
     if triton.is_decoding(call) or choose(call, "auto") is not BACKENDS["triton"]:
         return None
-    given = render(call)
+    given, ask = render(call), Ask(wants.entropy, wants.peak, wants.distance)
     if not all(flash_hopper.takes(given, each, None) for each in (NOTHING, ask)):
         return None
     # As in `triton.refuse`: on a GPU alone.
-    from regard.ops.kernels import flash
+    from regard.ops.kernels import row_stats
 
     with outside_autocast(call.q.device.type):
-        output, rows = flash.forward(given, ask, None)
+        output, rows = row_stats.first_pass(given, wants)
     call_hook.tell(replace(call, rows=rows))
     return output
 

@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.ops.blockwise import Ask
 from regard.ops.call import Call
 from regard.ops.pack import Packed, pack, spell, unpack
 from regard.ops.shape import Shape
+from regard.ops.wants import Wants
 
 Hook = Callable[[Call], None]
-AskRows = Callable[[Call], Ask | None]
+AskRows = Callable[[Call], Wants | None]
 
 
 @dataclass(eq=False)
@@ -74,13 +74,20 @@ def tell(call: Call) -> None:
             block.hook(call)
 
 
-def asked_of_rows(call: Call) -> Ask | None:
+def asked_of_rows(call: Call) -> Wants | None:
     """What the hooks that hear a call here will ask about its rows; None where none says so."""
     if torch.compiler.is_compiling():
         return None
     asks = [block.asks(call) for block in own_blocks() if block.asks is not None]
     wanted = [ask for ask in asks if ask is not None]
-    return Ask(*map(any, zip(*wanted, strict=True))) if wanted else None
+    if not wanted:
+        return None
+    return Wants(
+        entropy=any(ask.entropy for ask in wanted),
+        peak=any(ask.peak for ask in wanted),
+        distance=any(ask.distance for ask in wanted),
+        top=max((ask.top for ask in wanted if ask.top is not None), default=None),
+    )
 
 
 def trace_call(call: Call) -> None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from regard.lens.captured_call import Call
 from regard.lens.hooks.transformers import is_cross
-from regard.ops import Causal, call
-from regard.ops.blockwise import Ask
+from regard.ops import Causal, Wants, call
 from regard.ops.call_hook import hooked
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def hook_regard(recorder: Recorder) -> Iterator[None]:
             k, v, rows = k[:, :, :T], v[:, :, :T], None
         return Call(name=name, q=seen.q, k=k, v=v, sinks=seen.sinks, cross=cross, rows=rows, **rule)
 
-    def asks(seen: call.Call) -> Ask | None:
+    def asks(seen: call.Call) -> Wants | None:
         """What is recorded of rows, where nearly all that it is told of them will be."""
         takes, wants = recorder.takes, recorder.takes.chosen.wants
         if recorder.handling or not recorder.is_open or not recorder.stack:
@@ -43,7 +42,7 @@ def hook_regard(recorder: Recorder) -> Iterator[None]:
             return None
         if 2 * len(takes.rows or (0,)) < seen.q.shape[0]:
             return None
-        return Ask(wants.entropy, wants.peak, wants.distance)
+        return wants
 
     def record(seen: call.Call) -> None:
         if recorder.handling or not recorder.is_open:

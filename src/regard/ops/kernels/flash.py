@@ -23,6 +23,8 @@ from regard.ops.kernels.rendered import Rendered, aligned_rows, is_aligned
 
 ROW_SUMS = ("maxima", "sums")
 """What is kept of rows for whoever makes their weights again."""
+BANDED = 128
+"""Rows of a program are a part of so many, or these."""
 
 
 class Plan(NamedTuple):
@@ -34,20 +36,26 @@ class Plan(NamedTuple):
 
 
 def forward(
-    given: Rendered, ask: Ask, mass: Tensor | None, with_sums: bool = True
+    given: Rendered,
+    ask: Ask,
+    mass: Tensor | None,
+    with_sums: bool = True,
+    with_crests: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output (B, H, T, E), and by name what is asked about rows, (B, H, T).
 
-    with_sums: with `ROW_SUMS`, and in one piece of memory if that can be.
+    with_sums: with `ROW_SUMS`, and in one piece of memory if that can be. with_crests: with the
+    maxima of parts of rows, as `Crests` has them.
     """
-    from regard.ops.kernels.flash_kernels import Answers
+    from regard.ops.kernels.flash_kernels import SLOTS, Answers, Crests
 
     keys = None if mass is None else mass.contiguous()
     on_hopper = flash_hopper.runs_on(given.q.device)
     form = (*form_of(given), ask, None if keys is None else layout_of(keys), with_sums, on_hopper)
+    form += (with_crests,)
     plan = PLANS.find(form, lambda: make_plan(given, ask, keys, with_sums))
     if plan is None:
-        out, found = forward(aligned_rows(given), ask, keys, with_sums)
+        out, found = forward(aligned_rows(given), ask, keys, with_sums, with_crests)
         return out[..., : given.v.shape[3]].contiguous(), found
     q, shape = given.q, given.q.shape[:3]
     out = q.new_empty((*shape, given.v.shape[3]))
@@ -58,7 +66,12 @@ def forward(
         found = {name: q.new_empty(shape, dtype=torch.float32) for name in plan.names}
     if ask.peak:
         found["key"] = q.new_empty(shape, dtype=torch.int64)
-    plan.run(given, out, Answers(**found), keys)
+    answers: Any = Answers(**found)  # type: ignore[arg-type]
+    if with_crests:
+        size = (*shape[:2], SLOTS.value, -(-shape[2] // BANDED) * BANDED)
+        found["crests"] = q.new_full(size, -torch.inf, dtype=torch.float32)
+        answers = answers._replace(crests=Crests(found["crests"], 0, 0, 0, 0))
+    plan.run(given, out, answers, keys)
     return out, found
 
 

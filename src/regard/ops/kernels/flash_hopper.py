@@ -62,19 +62,26 @@ def runs_on(device: torch.device) -> bool:
 
 def suits(given: Rendered, ask: Ask, mass: Tensor | None) -> bool:
     """The same, by the call alone."""
-    q, k, v = given.q, given.k, given.v
-    D, T = q.shape[3], q.shape[2]
-    if q.dtype.itemsize != 2 or D not in WIDTHS or v.shape[3] != D or T < FEWEST:
-        return False
-    other = (given.words, given.band, given.dense, given.seed)
-    if any(x is not None for x in other) or not (given.covered or given.joined):
+    D = given.q.shape[3]
+    if given.v.shape[3] != D or given.seed is not None or not (given.covered or given.joined):
         return False
     asked = any(ask) or mass is not None
     if D == 64 and given.slopes is not None and not asked:
         return False
-    if given.slopes is not None and max(T, k.shape[2]) >= FARTHEST:
+    return suits_scores(given) and is_read_by_tma(given.v)
+
+
+def suits_scores(given: Rendered) -> bool:
+    """Whether kernels for Hopper take the queries and keys of a call, and its rule."""
+    q, k = given.q, given.k
+    T, S = q.shape[2], k.shape[2]
+    if q.dtype.itemsize != 2 or q.shape[3] not in WIDTHS or T < FEWEST:
         return False
-    return all(map(is_read_by_tma, (q, k, v)))
+    if any(x is not None for x in (given.words, given.band, given.dense)):
+        return False
+    if given.slopes is not None and max(T, S) >= FARTHEST:
+        return False
+    return is_read_by_tma(q) and is_read_by_tma(k)
 
 
 def is_read_by_tma(x: Tensor) -> bool:

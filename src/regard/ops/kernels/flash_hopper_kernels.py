@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from regard.ops.kernels.arguments import BITS, rule_of, share, view
-from regard.ops.kernels.flash_kernels import Answers, KeySet
+from regard.ops.kernels.flash_kernels import Answers, KeySet, with_crests
 from regard.ops.kernels.hopper_tile_kernels import (
     KEYS,
     ROWS,
@@ -68,6 +68,8 @@ LEAST_FACTOR = 1e-30
 """Of scores, from which on they can be multiplied by it last."""
 ALONE_REGISTERS = 168
 """Of a thread, where three programs of one warpgroup share a multiprocessor."""
+ASKED_REGISTERS: int | None = ALONE_REGISTERS
+"""The same where something is asked of rows, for which the compiler would take more."""
 
 
 @gluon.jit(do_not_specialize=["H", "T", "S"])
@@ -114,8 +116,8 @@ def _alone(
         k_ds = k_buffer.index(0).reshape([KEYS, WIDTH]).permute((1, 0))
         x_ts = warpgroup_mma(q_td, k_ds, zero_ts, use_acc=False)
         w_ts, fade_t, state = weigh(
-            x_ts, state, first_key(0, run), n_full == 0, rule, chosen, answers, row, (T, S),
-            PLAIN, S_LAYOUT,
+            x_ts, state, 0, first_key(0, run), n_full == 0, rule, chosen, answers, row,
+            (T, S), PLAIN, S_LAYOUT,
         )  # fmt: skip
         p_ts = gl.convert_layout(w_ts.to(dtype), P_LAYOUT)
         sync_threads()
@@ -137,8 +139,8 @@ def _alone(
             next_te = warpgroup_mma(p_ts, v_se, out_te, is_async=True)
             x_ts = warpgroup_mma_wait(1, deps=[next_ts])
             w_ts, fade_t, state = weigh(
-                x_ts, state, first_key(n, run), n >= n_full, rule, chosen, answers, row, (T, S),
-                PLAIN, S_LAYOUT,
+                x_ts, state, n, first_key(n, run), n >= n_full, rule, chosen, answers, row,
+                (T, S), PLAIN, S_LAYOUT,
             )  # fmt: skip
             out_te, p_ts = warpgroup_mma_wait(0, deps=[next_te, p_ts])
             p_ts = gl.convert_layout(w_ts.to(dtype), P_LAYOUT)
@@ -237,8 +239,8 @@ def _consume(
         x_ts = warpgroup_mma_wait(0, deps=[next_ts])
         _release(k_empty.index(0))
         w_ts, fade_t, state = weigh(
-            x_ts, state, first_key(0, run), n_full == 0, rule, chosen, answers, row, (T, S),
-            PLAIN, S_LAYOUT,
+            x_ts, state, 0, first_key(0, run), n_full == 0, rule, chosen, answers, row,
+            (T, S), PLAIN, S_LAYOUT,
         )  # fmt: skip
         p_ts = gl.convert_layout(w_ts.to(dtype), P_LAYOUT)
         for n in range(1, n_tiles):
@@ -261,8 +263,8 @@ def _consume(
             x_ts = warpgroup_mma_wait(1, deps=[next_ts])
             _release(k_empty.index(slot))
             w_ts, fade_t, state = weigh(
-                x_ts, state, first_key(n, run), n >= n_full, rule, chosen, answers, row, (T, S),
-                PLAIN, S_LAYOUT,
+                x_ts, state, n, first_key(n, run), n >= n_full, rule, chosen, answers, row,
+                (T, S), PLAIN, S_LAYOUT,
             )  # fmt: skip
             # Long since true. Its branch keeps the assembler from waiting before the softmax.
             mbarrier.wait(q_full.index(C), 0)
@@ -329,10 +331,15 @@ def _shared(
     )  # fmt: skip
 
 
+def is_plain(given: Rendered) -> bool:
+    """Whether scores are products times a factor, and nothing else."""
+    return given.factor * BITS > LEAST_FACTOR and given.cap is None and given.slopes is None
+
+
 def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
     """A function that writes the output and the answers of calls of this form."""
     (B, H, T, D), S, G = given.q.shape, given.k.shape[2], given.k.shape[1]
-    plain = given.factor * BITS > LEAST_FACTOR and given.cap is None and given.slopes is None
+    plain = is_plain(given)
     options: dict[str, Any] = {"R": H // G, "WIDTH": D, "COVERED": given.covered, "PLAIN": plain}
     options |= {"num_warps": 4, "enable_fp_fusion": True}
     kernel, rows = _alone, ROWS.value
@@ -342,11 +349,16 @@ def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
     elif given.query_ids is not None:
         # What ids are compared with is kept in memory instead, as it is rare that they are.
         options["maxnreg"] = ALONE_REGISTERS
-    launch = Launch(B * H * triton.cdiv(T, rows), options)
+    n_programs = B * H * triton.cdiv(T, rows)
+    launch = loose = Launch(n_programs, options)
+    if D <= 64 and asked and given.slopes is None:
+        # Whatever is asked fits, but for mass.
+        launch = Launch(n_programs, options | {"maxnreg": ASKED_REGISTERS})
 
     def run(given: Rendered, out: Tensor, answers: Answers, mass: Tensor | None) -> None:
         chosen = None if mass is None else KeySet(mass, share(mass, 0))
-        launch(
+        answers = with_crests(answers, S, KEYS.value)
+        (launch if mass is None else loose)(
             kernel, describe(given.q, ROWS.value), describe(given.k, KEYS.value),
             describe(given.v, KEYS.value), view(out), rule_of(given), given.sinks, chosen, answers,
             H, T, S,

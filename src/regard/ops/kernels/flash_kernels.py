@@ -42,6 +42,23 @@ from regard.ops.kernels.tile_kernels import (
 from regard.ops.kernels.tile_lists import list_tiles
 from regard.ops.kernels.tiles import tiles_of
 
+SLOTS = tl.constexpr(64)
+"""Runs of tiles of whose maxima one is told for each row."""
+
+
+class Crests(NamedTuple):
+    """The maximum score of each row in each run of tiles that it walks, in bits, (B, H, SLOTS, T').
+
+    -inf or less than LOWEST where nothing was seen. T': T and some rows that are none. b, h, run:
+    strides. keys: of a run. No number is 1, which Triton 3.6 loses inside a tuple in a tuple.
+    """
+
+    at: Tensor
+    b: int
+    h: int
+    run: int
+    keys: int
+
 
 class Answers(NamedTuple):
     """Where the numbers of rows go, (B, H, T) each and without gaps; None is not asked for."""
@@ -55,6 +72,7 @@ class Answers(NamedTuple):
     logit: Tensor | None = None
     distance: Tensor | None = None
     mass: Tensor | None = None
+    crests: Crests | None = None
 
 
 class KeySet(NamedTuple):
@@ -66,14 +84,14 @@ class KeySet(NamedTuple):
 
 @triton.jit
 def _fold(
-    state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
+    state, q_td, k_at, v_at, n, start, rule, chosen, answers, row, sizes,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     MASKED: tl.constexpr, COVERED: tl.constexpr, PLAIN: tl.constexpr, EVEN: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of keys into the running numbers of its rows."""
-    max_t, sum_t, out_te, heat_t, far_t, mass_t, key_t = state
-    b, h_t, t, word_t, slope_t, place_t, lo_t, hi_t = row
+    """Fold the n-th tile of keys into the running numbers of its rows."""
+    max_t, sum_t, out_te, heat_t, far_t, mass_t, key_t, crest_t = state
+    b, h_t, t, word_t, slope_t, place_t, lo_t, hi_t, row_t = row
     T, S, D, E, k_s, v_s = sizes
     s = start + tl.arange(0, KEYS)
     d = tl.arange(0, WIDTH)
@@ -121,6 +139,11 @@ def _fold(
     if PLAIN:
         # The factor is above 0, so that it may be applied to the maximum, and in one step below.
         top_t *= rule.factor
+    if answers.crests is not None:
+        key = n * KEYS
+        crest_t = tl.where(key % answers.crests.keys == 0, top_t, tl.maximum(crest_t, top_t))
+        at_t = answers.crests.at + b * answers.crests.b + h_t * answers.crests.h + row_t
+        tl.store(at_t + key // answers.crests.keys * answers.crests.run, crest_t)
     highest_t = tl.maximum(max_t, top_t)
     if answers.key is not None:
         better_t = (top_t > max_t) | ((top_t == max_t) & (found_t < key_t))
@@ -147,7 +170,7 @@ def _fold(
         if rule.dropout is not None:
             w_ts = tl.where(kept(rule, word_t[:, None], s[None, :]), w_ts, 0.0)
         out_te = out_te * fade_t[:, None] + product(w_ts.to(v_se.dtype), v_se, EXACT)
-    return highest_t, sum_t, out_te, heat_t, far_t, mass_t, key_t
+    return highest_t, sum_t, out_te, heat_t, far_t, mass_t, key_t, crest_t
 
 
 @triton.jit
@@ -166,6 +189,7 @@ def _walk(
         tl.zeros((ROWS,), tl.float32),
         tl.zeros((ROWS,), tl.float32),
         tl.full((ROWS,), -1, tl.int32),
+        tl.full((ROWS,), LOWEST, tl.float32),
     )
     if lists is None:
         first, whole, ends, n_full, n_before, n_mixed = find_runs(
@@ -173,13 +197,13 @@ def _walk(
         )
         for n in range(0, n_full):
             state = _fold(
-                state, q_td, k_at, v_at, whole + n * KEYS, rule, chosen, answers, row, sizes,
+                state, q_td, k_at, v_at, n, whole + n * KEYS, rule, chosen, answers, row, sizes,
                 KEYS, WIDTH, VALUES, False, COVERED, PLAIN, EVEN, EXACT,
             )  # fmt: skip
         for n in range(0, n_mixed):
             start = tl.where(n < n_before, first + n * KEYS, ends + (n - n_before) * KEYS)
             state = _fold(
-                state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
+                state, q_td, k_at, v_at, n_full + n, start, rule, chosen, answers, row, sizes,
                 KEYS, WIDTH, VALUES, True, COVERED, PLAIN, EVEN, EXACT,
             )  # fmt: skip
     else:
@@ -190,13 +214,13 @@ def _walk(
             run = lists.tiles + line + 2 * r
             for tile in range(tl.load(run), tl.load(run + 1)):
                 state = _fold(
-                    state, q_td, k_at, v_at, tile * KEYS, rule, chosen, answers, row, sizes,
+                    state, q_td, k_at, v_at, tile, tile * KEYS, rule, chosen, answers, row, sizes,
                     KEYS, WIDTH, VALUES, False, COVERED, PLAIN, EVEN, EXACT,
                 )  # fmt: skip
         for n in range(0, n_mixed):
             start = tl.load(lists.tiles + line + lists.n - 1 - n) * KEYS
             state = _fold(
-                state, q_td, k_at, v_at, start, rule, chosen, answers, row, sizes,
+                state, q_td, k_at, v_at, n, start, rule, chosen, answers, row, sizes,
                 KEYS, WIDTH, VALUES, True, COVERED, PLAIN, EVEN, EXACT,
             )  # fmt: skip
     return state
@@ -233,7 +257,7 @@ def _forward(
         v_s = v.t
     lo_t, hi_t = bounds_of(rule, b, t, T, S)
     word_t, place_t = row_word(rule, head_t, t), query_places(rule, b, t, T, S)
-    row = (b, h_t, t, word_t, slope_of(rule, h_t), place_t, lo_t, hi_t)
+    row = (b, h_t, t, word_t, slope_of(rule, h_t), place_t, lo_t, hi_t, n // P)
     sizes = (T, S, D, E, k.t, v_s)
     own = (b, h, band, real_t)
     state = _walk(
@@ -248,7 +272,7 @@ def _forward(
                 q_td, k_at, v_at, rule, lists, chosen, answers, row, own, sizes,
                 ROWS, KEYS, WIDTH, VALUES, False, PLAIN, EVEN, EXACT,
             )  # fmt: skip
-    max_t, sum_t, out_te, heat_t, far_t, mass_t, key_t = state
+    max_t, sum_t, out_te, heat_t, far_t, mass_t, key_t, _crest_t = state
     highest_t = max_t
     total_t = sum_t
     if sinks is not None:
@@ -313,12 +337,23 @@ def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
         if rule.words is not None:
             lists = list_tiles(rule, given.shape, tiles[:2], False, given.q.device, plan=lists_plan)
         chosen = None if mass is None else KeySet(mass, share(mass, 0))
+        answers = with_crests(answers, S, tiles.keys)
         launch(
             _forward, view(given.q), view(given.k), view(given.v) if E else None, view(out),
             rule, lists, given.sinks, chosen, answers, *numbers,
         )  # fmt: skip
 
     return run
+
+
+def with_crests(answers: Answers, S: int, keys: int) -> Answers:
+    """The same with what a kernel needs to know of the crests; keys: of a tile."""
+    if answers.crests is None:
+        return answers
+    at = answers.crests.at
+    b, h, run, _ = at.stride()
+    crests = Crests(at, b, h, run, triton.cdiv(S, keys * SLOTS.value) * keys)
+    return answers._replace(crests=crests)
 
 
 def kind_of(asked: bool, has_values: bool, has_words: bool) -> str:

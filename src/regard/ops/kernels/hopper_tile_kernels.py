@@ -128,17 +128,11 @@ def hide_other_documents(x_ts, hidden, rule, b, t, s, S):
 
 
 @gluon.jit
-def weigh(
-    x_ts, state, start, is_mixed, rule, chosen, answers, row, sizes,
-    PLAIN: gl.constexpr, LAYOUT: gl.constexpr,
+def score(
+    x_ts, hidden, start, is_mixed, rule, row, sizes, PLAIN: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """The weights of a tile, what older sums fade by, and the running numbers of its rows.
-
-    For an entropy, in which 0 · inf is NaN, what is hidden gets a finite score, twice the maximum
-    that rows begin with. PLAIN: scores are multiplied by the factor late.
-    """
-    max_t, sum_t, heat_t, far_t, mass_t, key_t = state
-    b, h, t, slope_t, place_t, lo_t, hi_t = row
+    """The scores of products, `hidden` where nothing is seen. PLAIN: still without the factor."""
+    b, h, t, slope_t, place_t, lo_t, hi_t, _row_t = row
     T, S = sizes
     s = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     if not PLAIN:
@@ -157,20 +151,47 @@ def weigh(
     if is_mixed:
         after_ts = gl.expand_dims(s, 0) >= gl.expand_dims(lo_t, 1)
         seen_ts = after_ts & (gl.expand_dims(s, 0) < gl.expand_dims(hi_t, 1))
-        hidden = float("-inf")
-        if answers.entropy is not None:
-            hidden = 2.0 * LOWEST
-            if PLAIN:
-                hidden = 2.0 * LOWEST / gl.maximum(rule.factor, 1.0)
         x_ts = gl.where(seen_ts, x_ts, hidden)
         if rule.ids is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
             if is_scattered(rule, b):
                 x_ts = hide_other_documents(x_ts, hidden, rule, b, t, s, S)
+    return x_ts
+
+
+@gluon.jit
+def weigh(
+    x_ts, state, n, start, is_mixed, rule, chosen, answers, row, sizes,
+    PLAIN: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The weights of the n-th tile, what older sums fade by, and the running numbers of its rows.
+
+    For an entropy, in which 0 · inf is NaN, what is hidden gets a finite score, twice the maximum
+    that rows begin with. PLAIN: scores are multiplied by the factor late.
+    """
+    max_t, sum_t, heat_t, far_t, mass_t, key_t, crest_t = state
+    b, h, t, _slope_t, _place_t, _lo_t, _hi_t, row_t = row
+    T, S = sizes
+    s = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
+    hidden = float("-inf")
+    if answers.entropy is not None:
+        hidden = 2.0 * LOWEST
+        if PLAIN:
+            hidden = 2.0 * LOWEST / gl.maximum(rule.factor, 1.0)
+    x_ts = score(x_ts, hidden, start, is_mixed, rule, row, sizes, PLAIN, LAYOUT)
     top_t = gl.max(x_ts, 1)
     if answers.key is not None:
         found_t = first_highest(x_ts, top_t, start, S, LAYOUT)
     if PLAIN:
         top_t = top_t * rule.factor
+    if answers.crests is not None:
+        key = n * KEYS
+        crest_t = gl.where(key % answers.crests.keys == 0, top_t, gl.maximum(crest_t, top_t))
+        at = (
+            answers.crests.at
+            + b.to(gl.int64) * answers.crests.b
+            + h.to(gl.int64) * answers.crests.h
+        )
+        gl.store(at + key // answers.crests.keys * answers.crests.run + row_t, crest_t)
     highest_t = gl.maximum(max_t, top_t)
     if answers.key is not None:
         better_t = (top_t > max_t) | ((top_t == max_t) & (found_t < key_t))
@@ -194,7 +215,7 @@ def weigh(
         of_s = gl.load(chosen.at + b * chosen.b + s, mask=s < S, other=0).to(gl.float32)
         mass_t = fade_t * mass_t + gl.sum(w_ts * gl.expand_dims(of_s, 0), 1)
     sum_t = fade_t * sum_t + part_t
-    return w_ts, fade_t, (highest_t, sum_t, heat_t, far_t, mass_t, key_t)
+    return w_ts, fade_t, (highest_t, sum_t, heat_t, far_t, mass_t, key_t, crest_t)
 
 
 @gluon.jit
@@ -220,18 +241,26 @@ def clear_unseen(buffer, start, low, past, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def know_rows(rule, b, h, start, T, S, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """What is known of N rows from `start` on: the last repeated, their numbers go on beyond it."""
+    row_t = start + gl.arange(0, N, layout=gl.SliceLayout(1, LAYOUT))
+    t = gl.minimum(row_t, T - 1)
+    lo_t, hi_t = bounds_of(rule, b, t, T, S)
+    slope_t, place_t = slope_of(rule, t * 0 + h), query_places(rule, b, t, T, S)
+    return b, h, t, slope_t, place_t, lo_t, hi_t, row_t
+
+
+@gluon.jit
 def open_rows(rule, b, h, start, T, S, PLAIN: gl.constexpr, LAYOUT: gl.constexpr):
     """What a warpgroup knows of its rows, and where its running numbers begin."""
     T_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    t = gl.minimum(start + gl.arange(0, ROWS, layout=T_LAYOUT), T - 1)
-    lo_t, hi_t = bounds_of(rule, b, t, T, S)
-    row = (b, h, t, slope_of(rule, t * 0 + h), query_places(rule, b, t, T, S), lo_t, hi_t)
+    row = know_rows(rule, b, h, start, T, S, ROWS, LAYOUT)
     zero_t = gl.full([ROWS], 0.0, gl.float32, layout=T_LAYOUT)
     lowest_t = zero_t + LOWEST
     if PLAIN:
         lowest_t = zero_t + LOWEST * gl.minimum(rule.factor, 1.0)
     none_t = gl.full([ROWS], -1, gl.int32, layout=T_LAYOUT)
-    return row, (lowest_t, zero_t, zero_t, zero_t, zero_t, none_t)
+    return row, (lowest_t, zero_t, zero_t, zero_t, zero_t, none_t, lowest_t)
 
 
 @gluon.jit
@@ -249,7 +278,7 @@ def write_rows(
     head, b, h = own
     t = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     real_t = t < T
-    max_t, sum_t, heat_t, far_t, mass_t, key_t = state
+    max_t, sum_t, heat_t, far_t, mass_t, key_t, _crest_t = state
     max_t = gl.where(sum_t == 0.0, LOWEST, max_t)
     highest_t = max_t
     total_t = sum_t

@@ -4,24 +4,35 @@ How: a program takes some keys and walks the queries that see them, so what a ke
 registers until the end. Where the cells of a map and the tiles of the walk divide evenly, as they
 do in a text of 8,192 tokens and a map of 256 × 256, each tile sums its cells beside. Otherwise
 bands of rows are walked along the keys, and what each has in each cell is written down key by key:
-the sum of that is what a key receives, and the means over the keys are the cells.
+the sum of that is what a key receives, and the means over the keys are the cells. On a Hopper GPU
+the plainest calls are pooled by a kernel of their own (`pooling_hopper_kernels.py`).
 
 Letters: B batch, T queries, S keys, H query heads; X, Y cells of a map down and across.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from regard.ops.kernels import flash_hopper
 from regard.ops.kernels.arguments import rule_of
 from regard.ops.kernels.rendered import Rendered, crop
 from regard.ops.kernels.row_sums import RowSums, crop_both, order_tiles
 from regard.ops.kernels.tiles import Tiles, tiles_of
 from regard.ops.shape import Tile
 
+if TYPE_CHECKING:
+    from regard.ops.kernels.pooling_kernels import Cells
+
 SCRATCH = 2**26
 """Numbers held between the bands of rows and the cells of a map."""
+HOPPER = (128, 16)
+"""Rows and keys in which the kernel for Hopper adds up cells."""
+SMALLEST = 8
+"""Rows and keys of its cells, at least."""
 
 
 def receive(
@@ -35,7 +46,29 @@ def receive(
 
     given, sums = crop_both(given, sums, Tile(*queries, 0, given.shape.S))
     rows = None if rows is None else rows[..., slice(*queries)]
+    if rows is None and by != "max" and suits_hopper(given):
+        return _receive_on_hopper(given, sums, None)
     return pooling_kernels.run_by_keys(given, sums, tiles_of("pool", given), rows, by == "max")
+
+
+def suits_hopper(given: Rendered) -> bool:
+    """Whether the kernel for Hopper takes a call: products alone, and no rows of their own."""
+    if not flash_hopper.runs_on(given.q.device) or not flash_hopper.suits_scores(given):
+        return False
+    other = (given.cap, given.slopes, given.lo, given.query_ids)
+    return all(part is None for part in other)
+
+
+def _receive_on_hopper(
+    given: Rendered, sums: RowSums, cells: tuple[Cells, int, int] | None
+) -> Tensor:
+    """The sum over queries of the weights, (B, H, S); cells: filled, rows and keys of one."""
+    from regard.ops.kernels import pooling_hopper_kernels
+
+    (B, H, _, S), device = given.shape, given.q.device
+    received = torch.empty(B, H, S, dtype=torch.float32, device=device)
+    pooling_hopper_kernels.run_received(given, sums, received, cells)
+    return received
 
 
 def count_queries(
@@ -96,6 +129,9 @@ def _count_between(given: Rendered, T: int, S: int) -> Tensor:
 def pool(given: Rendered, sums: RowSums, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """A map of X × Y cells, (B, H, X, Y), and what its keys receive in all, (B, H, S)."""
     (_, _, T, S), (X, Y) = given.shape, size
+    tall, wide = whole_part(T, X, HOPPER[0]), whole_part(S, Y, HOPPER[1])
+    if min(tall, wide) >= SMALLEST and suits_hopper(given):
+        return _pool_evenly(given, sums, size, None, (tall, wide))
     tiles = tiles_of("pool", given)
     tall, wide = whole_part(T, X, tiles.rows), whole_part(S, Y, tiles.keys)
     if tall and wide:
@@ -107,17 +143,20 @@ def _pool_evenly(
     given: Rendered,
     sums: RowSums,
     size: tuple[int, int],
-    tiles: Tiles,
+    tiles: Tiles | None,
     cell: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Both, where a tile holds whole cells, or a cell whole tiles."""
+    """Both, where a tile holds whole cells, or a cell whole tiles; tiles: None for Hopper's."""
     from regard.ops.kernels import pooling_kernels
 
     (B, H, T, S), (X, Y) = given.shape, size
     height, width = T // cell[0], S // cell[1]
     cells = torch.zeros(B, H, height, width, dtype=torch.float32, device=given.q.device)
     to = pooling_kernels.Cells(cells, height, width, X * Y / (T * S))
-    total = pooling_kernels.run_by_keys(given, sums, tiles, cells=(to, *cell))
+    if tiles is None:
+        total = _receive_on_hopper(given, sums, (to, *cell))
+    else:
+        total = pooling_kernels.run_by_keys(given, sums, tiles, cells=(to, *cell))
     if (height, width) != size:
         cells = cells.view(B, H, X, height // X, Y, width // Y).sum((3, 5))
     return cells, total

@@ -6,8 +6,8 @@ that costs many times what attention itself costs.
 How: the first pass is the forward of `flash.py`, which keeps each row's maximum and sum and, beside
 these, whatever is asked about rows. The second knows them, and so every weight alone. Maps and
 received attention come of a walk along the queries of each key (`pooling.py`); the largest weights
-and those above a threshold of walks along the keys of each query, as a search in rows wants its
-tiles the other way round.
+(`largest_kernels.py`) and those above a threshold of walks along the keys of each query, as a
+search in rows wants its tiles the other way round.
 
 Left out: gradients.
 
@@ -46,11 +46,12 @@ def by_kernels(call: Call, output: Tensor | None = None) -> Observation:
     if call.rows is not None and not given.v.shape[3] and _tells(call.rows, wants):
         own, found = call.q.new_empty((*call.q.shape[:3], 0)), call.rows
     else:
-        own, found = _first_pass(given, wants)
+        own, found = first_pass(given, wants)
     answers: dict[str, Any] = {name: found.get(name) for name in ("entropy", "distance", "mass")}
     answers["lse"] = found["lse"] if wants.lse else None
     answers["peak"] = Peak(found["peak"], found["key"], found["logit"]) if wants.peak else None
-    answers |= second_pass(given, RowSums(found["maxima"], found["sums"]), wants, call.rule)
+    sums = RowSums(found["maxima"], found["sums"])
+    answers |= second_pass(given, sums, wants, call.rule, found.get(_bounds_of(wants)))
     seen = Observation(own if output is None else output, **answers)
     return refusing_gradients(seen, found["lse"], wants)
 
@@ -61,21 +62,39 @@ def _tells(rows: dict[str, Tensor], wants: Wants) -> bool:
     return wants.mass is None and all(name in rows for name, asked in wanted.items() if asked)
 
 
-def _first_pass(given: Rendered, wants: Wants) -> tuple[Tensor, dict[str, Tensor]]:
+def _bounds_of(wants: Wants) -> str:
+    """The name of what bounds so many of a row's largest scores from below."""
+    return f"bounds of {wants.top}"
+
+
+def first_pass(given: Rendered, wants: Wants) -> tuple[Tensor, dict[str, Tensor]]:
     """The output and what is asked about rows; of rows that nothing needs, there are zeros."""
+    from regard.ops.kernels import largest_kernels as largest
+
     masses = key_sets(wants)
+    masses = None if masses is None else masses.to(given.q.device)
     ask = Ask(wants.entropy, wants.peak, wants.distance)
+    if wants.top is not None and largest.takes_lists(given, wants.top):
+        out, found = flash.forward(given, ask, masses, with_crests=True)
+        crests = found.pop("crests")
+        found[_bounds_of(wants)] = largest.find_bounds(crests, given.shape.T, wants.top)
+        return out, found
     if wants.first_pass() or given.v.shape[3] or not wants.second_pass():
-        return flash.forward(given, ask, None if masses is None else masses.to(given.q.device))
+        return flash.forward(given, ask, masses)
     t0, t1 = wants.span(given.shape)
     out, found = flash.forward(crop(given, Tile(t0, t1, 0, given.shape.S)), ask, None)
     around = (t0, given.shape.T - t1)
     return out, {name: torch.nn.functional.pad(x, around) for name, x in found.items()}
 
 
-def second_pass(given: Rendered, sums: RowSums, wants: Wants, rule: Rule) -> dict[str, Any]:
-    """What needs the row sums first, by the names in `Observation`."""
-    from regard.ops.kernels import row_stats_kernels
+def second_pass(
+    given: Rendered, sums: RowSums, wants: Wants, rule: Rule, bounds: Tensor | None
+) -> dict[str, Any]:
+    """What needs the row sums first, by the names in `Observation`.
+
+    bounds: of the smallest of a row's largest scores, if known.
+    """
+    from regard.ops.kernels import largest_kernels, row_stats_kernels
 
     asked, given = given, aligned_rows(given)
     found = _pooled(given, sums, wants)
@@ -86,7 +105,7 @@ def second_pass(given: Rendered, sums: RowSums, wants: Wants, rule: Rule) -> dic
         wanted = torch.tensor(list(wants.rows), dtype=torch.int32, device=given.q.device)
         found["rows"] = row_stats_kernels.run_rows(given, sums, wanted)
     if wants.top is not None and wants.top <= MOST_TOP:
-        found["top"] = Top(*row_stats_kernels.run_largest(given, sums, wants.top))
+        found["top"] = Top(*largest_kernels.run_largest(given, sums, wants.top, bounds))
     elif wants.top is not None:
         weights_of = Weights(asked.q, asked.k, rule, sums.maxima / BITS, sums.sums)
         found |= weights_of.answer(Wants(top=wants.top))

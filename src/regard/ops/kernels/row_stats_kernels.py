@@ -23,6 +23,7 @@ from regard.ops.kernels.tile_kernels import (
     BITS,
     load_sums,
     load_tile,
+    own_band,
     product,
     scored,
     shown,
@@ -32,96 +33,8 @@ from regard.ops.kernels.tile_kernels import (
 )
 from regard.ops.kernels.tiles import tiles_of
 
-UNROLLED = tl.constexpr(8)
-"""Slots up to which no loop goes through them."""
 GROUP = 8
 """Tiles of one walk that share a flag, which says whether a weight of theirs is above."""
-
-
-@triton.jit
-def _own_band(H, T, ROWS: tl.constexpr):
-    """The band of rows of this program, and its head. Under a causal mask long rows begin first."""
-    n_bands = tl.cdiv(T, ROWS)
-    n_heads = tl.num_programs(0) // n_bands
-    band = n_bands - 1 - tl.program_id(0) // n_heads
-    head = (tl.program_id(0) % n_heads).to(tl.int64)
-    return band, head, head // H, head % H
-
-
-@triton.jit
-def _keep(best_tn, key_tn, low_t, x_ts, high_t, s, S, SLOTS: tl.constexpr):
-    """The highest scores of rows in place of the lowest that they keep, where these are lower.
-
-    Last comes whether any row has another.
-    """
-    slot = tl.arange(0, SLOTS)[None, :]
-    found_t = tl.min(tl.where(x_ts == high_t[:, None], s[None, :], S), 1)
-    goes_t = tl.max(tl.where(best_tn == low_t[:, None], slot, -1), 1)
-    goes_tn = (slot == goes_t[:, None]) & (high_t > low_t)[:, None]
-    best_tn = tl.where(goes_tn, high_t[:, None], best_tn)
-    key_tn = tl.where(goes_tn, found_t[:, None], key_tn)
-    x_ts = tl.where(s[None, :] == found_t[:, None], float("-inf"), x_ts)
-    low_t = tl.min(best_tn, 1)
-    high_t = tl.max(x_ts, 1)
-    return best_tn, key_tn, low_t, x_ts, high_t, tl.max((high_t > low_t).to(tl.int32), 0)
-
-
-@triton.jit(do_not_specialize=["H", "T", "S", "n_top"])
-def _largest(
-    q, k, rule, lists, sums, weights, keys, H, T, S, D, n_top,
-    R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
-    SLOTS: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """The largest weights of some queries of one head, and their keys, largest first.
-
-    Each row has a slot for each score it keeps. As long as a tile has one that is above the lowest
-    of its row's, it replaces that one: at most as often as there are slots, and in most tiles once,
-    as some row has one. Few slots are gone through without a loop, beside which the compiler would
-    not load the next tiles ahead.
-    """
-    band, head, b, h = _own_band(H, T, ROWS)
-    t = band * ROWS + tl.arange(0, ROWS)
-    q_td = load_tile(q, b, h, t, T, D, WIDTH, EVEN)
-    slot = tl.arange(0, SLOTS)[None, :]
-    none = float("-inf")
-    # Slots beyond those asked for are never the lowest.
-    best_tn = tl.zeros((ROWS, SLOTS), tl.float32) + tl.where(slot < n_top, none, float("inf"))
-    key_tn = tl.full((ROWS, SLOTS), -1, tl.int32)
-    low_t = tl.min(best_tn, 1)
-    run, count = walk(rule, lists, b, h, band, t, T, S, KEYS)
-    for n in range(0, count):
-        start, edged = step(lists, run, n, KEYS)
-        s = start + tl.arange(0, KEYS)
-        k_sd = load_tile(k, b, h // R, s, S, D, WIDTH, EVEN)
-        x_ts = product(q_td, tl.trans(k_sd), EXACT)
-        x_ts = scored(x_ts, rule, b, h, t[:, None], s[None, :], T, S)
-        if edged:
-            x_ts = tl.where(shown(rule, b, h, t[:, None], s[None, :], T, S), x_ts, none)
-        high_t = tl.max(x_ts, 1)
-        left = tl.max((high_t > low_t).to(tl.int32), 0)
-        if SLOTS <= UNROLLED:
-            for _ in tl.static_range(SLOTS):
-                if left > 0:
-                    best_tn, key_tn, low_t, x_ts, high_t, left = _keep(
-                        best_tn, key_tn, low_t, x_ts, high_t, s, S, SLOTS
-                    )
-        else:
-            while left > 0:
-                best_tn, key_tn, low_t, x_ts, high_t, left = _keep(
-                    best_tn, key_tn, low_t, x_ts, high_t, s, S, SLOTS
-                )
-    row_t = head * T + t
-    max_t, scale_t = load_sums(sums, row_t, t < T)
-    best_tn = tl.where(slot < n_top, best_tn, none)
-    for n in range(0, n_top):
-        high_t = tl.max(best_tn, 1)
-        found_t = tl.min(tl.where(best_tn == high_t[:, None], key_tn, S), 1)
-        best_tn = tl.where(key_tn == found_t[:, None], none, best_tn)
-        # Empty slots have no key, and stay until the last: rows that see fewer end with these.
-        w_t = tl.exp2(high_t - max_t) * scale_t
-        found_t = tl.where(scale_t == scale_t, found_t, -1)
-        tl.store(weights + row_t * n_top + n, w_t, mask=t < T)
-        tl.store(keys + row_t * n_top + n, found_t.to(tl.int64), mask=t < T)
 
 
 @triton.jit
@@ -154,7 +67,7 @@ def _above(
     Both are one kernel, so that what is counted and what is written are the same numbers. Who
     counts raises flags, and who writes visits only the tiles whose flag is up.
     """
-    band, head, b, h = _own_band(H, T, ROWS)
+    band, head, b, h = own_band(H, T, ROWS)
     t = band * ROWS + tl.arange(0, ROWS)
     row_t = head * T + t
     q_td = load_tile(q, b, h, t, T, D, WIDTH, EVEN)
@@ -246,22 +159,6 @@ def _singles(
         x_t = scored(tl.sum(q_td * k_td.to(tl.float32), 1), rule, b, h, t, s_t, T, S)
         w_t = tl.where(seen_t & (x_t != float("-inf")), tl.exp2(x_t - lse_t), 0.0)
         tl.store(out + (n * tl.num_programs(0)) + tl.program_id(0), tl.sum(w_t, 0))
-
-
-def run_largest(given: Rendered, sums: RowSums, n_top: int) -> tuple[Tensor, Tensor]:
-    """The largest weights of each row and their keys, (B, H, T, n_top)."""
-    (B, H, T, D), S = given.q.shape, given.k.shape[2]
-    rule, tiles = rule_of(given), tiles_of("search", given)
-    weights = torch.empty(B, H, T, n_top, dtype=torch.float32, device=given.q.device)
-    keys = torch.empty(B, H, T, n_top, dtype=torch.int64, device=given.q.device)
-    launch: Any = _largest[(B * H * triton.cdiv(T, tiles.rows),)]
-    launch(
-        view(given.q), view(given.k), rule, order_tiles(given, rule, tiles), sums, weights, keys,
-        H, T, S, D, n_top,
-        **options_of(given), ROWS=tiles.rows, KEYS=tiles.keys, SLOTS=triton.next_power_of_2(n_top),
-        **tiles.options(),
-    )  # fmt: skip
-    return weights, keys
 
 
 def run_above(given: Rendered, sums: RowSums, threshold: float) -> tuple[Tensor, Tensor, Tensor]:

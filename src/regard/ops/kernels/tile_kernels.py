@@ -231,6 +231,16 @@ def kept(rule, word, s):
 
 
 @triton.jit
+def own_band(H, T, ROWS: tl.constexpr):
+    """The band of rows of this program, and its head. Under a causal mask long rows begin first."""
+    n_bands = tl.cdiv(T, ROWS)
+    n_heads = tl.num_programs(0) // n_bands
+    band = n_bands - 1 - tl.program_id(0) // n_heads
+    head = (tl.program_id(0) % n_heads).to(tl.int64)
+    return band, head, head // H, head % H
+
+
+@triton.jit
 def walk(rule, lists, b, h, line, t, T, S, KEYS: tl.constexpr):
     """The tiles of keys that the rows t see, in order: where they lie, and how many there are."""
     if lists is None:
