@@ -253,16 +253,38 @@ def attend(
     asked: the bits of what is wanted. mass: keys (B or 1, S) whose weight together is wanted. A v
     of width 0 gives no output.
     """
-    # These are read without strides.
-    slopes, sinks = (None if x is None else x.contiguous() for x in (rule.slopes, sinks_h))
-    terms = (rule.query, rule.keys, rule.counts, rule.added, slopes, mass, sinks)
-    ints = [rule.left, rule.right, int(rule.placed), rule.side, asked]
-    floats = [numbers[0], numbers[1] or 0.0]
+    terms, ints, floats = told(rule, numbers, sinks_h, asked, mass)
     plain = type(inputs[0]) is Tensor and not torch.compiler.is_compiling()
     run: Any = _decode if plain else _decode_op
-    ids = (rule.query_ids, rule.key_ids)
-    found = run(*inputs, [*terms, *ids], ints, floats)
+    found = run(*inputs, terms, ints, floats)
     return Answers(found[0].transpose(1, 2), *found[1:])
+
+
+def told(
+    rule: KeyRule,
+    numbers: tuple[float, float | None],
+    sinks_h: Tensor | None,
+    asked: int = 0,
+    mass: Tensor | None = None,
+) -> tuple[list[Tensor | None], list[int], list[float]]:
+    """What the operation is given beside q, k and v: tensors as in `TERMS`, ints and floats."""
+    # These are read without strides.
+    slopes, sinks = (None if x is None else x.contiguous() for x in (rule.slopes, sinks_h))
+    terms = [rule.query, rule.keys, rule.counts, rule.added, slopes, mass, sinks]
+    ints = [rule.left, rule.right, int(rule.placed), rule.side, asked]
+    return [*terms, rule.query_ids, rule.key_ids], ints, [numbers[0], numbers[1] or 0.0]
+
+
+def find_plan(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    terms: list[Tensor | None],
+    ints: list[int],
+    floats: list[float],
+) -> Plan | None:
+    """The plan for a call, made when none lay as it does; None where it has to be copied first."""
+    lying = [None if x is None else layout_of(x) for x in (*inputs, *terms)]
+    form = ("decode", *lying, *ints, *floats)
+    return PLANS.find(form, lambda: make_plan(inputs, terms, ints, floats))
 
 
 def _decode(
@@ -275,9 +297,7 @@ def _decode(
 ) -> list[Tensor]:
     """The output (B, T, H, E), and the numbers (n, B, H, T) and keys (B, H, T) asked for."""
     query, keys, counts, added, slopes, mass, sinks, query_ids, key_ids = terms
-    lying = [None if x is None else layout_of(x) for x in (q, k, v, *terms)]
-    form = ("decode", *lying, *ints, *floats)
-    plan = PLANS.find(form, lambda: make_plan((q, k, v), terms, ints, floats))
+    plan = find_plan((q, k, v), terms, ints, floats)
     if plan is None:
         found = _decode(aligned(q), aligned(k), aligned(v), terms, ints, floats)
         return [found[0][..., : v.shape[3]].contiguous(), *found[1:]]
