@@ -53,8 +53,8 @@ SCRATCH = 160 * 1024
 """Bytes of keys and values that a program holds at once."""
 TRIM = 1024
 """Keys of a stretch from which on it pays to see first which of them stand in the window."""
-CHUNK = 16
-"""Parts that are joined at a time."""
+CHUNK = 64
+"""The most parts that are joined at a time, which are loaded at once."""
 
 
 class KeyRule(NamedTuple):
@@ -116,6 +116,9 @@ def tiles(n_heads: int, n_rows: int, n_keys: int, widths: tuple[int, int], item:
         parts = max(1, min(-(-n_keys // STRETCH), -(-wanted // programs)))
     while keys > 16 and stages * keys * each > SCRATCH:
         keys //= 2
+    # A part is of whole tiles, so that fewer parts may do.
+    stretch = -(-n_keys // parts // keys) * keys
+    parts = -(-n_keys // stretch)
     return Tiles(rows, keys, stages, 8 if rows * width > 64 * 256 else 4, parts)
 
 
@@ -227,7 +230,8 @@ def options(cut: Tiles, form: Form, sizes: tuple[int, int, int, int, int]) -> di
 
 def join_options(n_parts: int, form: Form, sizes: tuple[int, int, int]) -> dict[str, Any]:
     """Those of the second kernel, for H, T, E."""
-    tile = {"PARTS": power_of_2(n_parts), "CHUNK": CHUNK, "VALUES": pad_width(sizes[2])}
+    most = power_of_2(n_parts)
+    tile = {"PARTS": most, "CHUNK": min(most, CHUNK), "VALUES": pad_width(sizes[2])}
     named = dict(zip("HTE", sizes, strict=True))
     return {**named, **tile, "SINKS": form.sinks, **form.slots(), "num_warps": 4}
 
