@@ -373,6 +373,15 @@ def _join(
     sums = scratch + n_rows.to(tl.int64) * n_parts * E + row * n_parts * SLOTS
     p = tl.arange(0, PARTS)
     there_p = p < n_parts
+    if E > 0:
+        e = tl.arange(0, VALUES)
+        if PARTS == CHUNK:
+            # Asked for first, as nothing of it waits for the sums.
+            part_pe = tl.load(
+                scratch + (row * n_parts + p)[:, None] * E + e[None, :],
+                mask=there_p[:, None] & (e < E)[None, :],
+                other=0.0,
+            )
     max_p = tl.load(sums + p * SLOTS, mask=there_p, other=LOWEST)
     sum_p = tl.load(sums + p * SLOTS + 1, mask=there_p, other=0.0)
     top = tl.max(max_p, 0)
@@ -395,8 +404,9 @@ def _join(
         key_p = tl.load(sums + p * SLOTS + 5, mask=there_p, other=0.0).to(tl.int32, bitcast=True)
         key_r += tl.max(tl.where(there_p & (max_p == top), key_p + 1, 0), 0)
     out_e = tl.zeros((VALUES,), tl.float32)
-    if E > 0:
-        e = tl.arange(0, VALUES)
+    if E > 0 and PARTS == CHUNK:
+        out_e = tl.sum(part_pe * fade_p[:, None], 0)
+    elif E > 0:
         for start in range(0, n_parts, CHUNK):
             c = start + tl.arange(0, CHUNK)
             max_c = tl.load(sums + c * SLOTS, mask=c < n_parts, other=LOWEST)
