@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
-from regard.ops import backends
+from regard.ops import backends, decode_relaunch
 from regard.ops.kernels import backend, flash_hopper, render_cache
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -87,6 +87,7 @@ def pretend_a_gpu() -> None:
     driver: Any = triton.runtime.driver
     driver.set_active(CountingDriver())
     backend.refuse_tensors = lambda q, width: None  # type: ignore[assignment]
+    decode_relaunch.DEVICE = "cpu"
     backends.ORDER["cpu"] = backends.ORDER["cuda"]
     backends.asked_first = backends.asked_first_on_gpu
     flash_hopper.runs_on = lambda device: True  # type: ignore[assignment]

@@ -55,6 +55,8 @@ def run_cases() -> None:
     for number, name in enumerate(CASES):
         dtype = (torch.float32, torch.float16, torch.bfloat16)[number % 7 % 3]
         cut |= {"parts": (1, 2, 1, 3)[number % 4], "keys": (32, 16)[number % 2]}
+        # All parts at once, or a few of them.
+        decode.CHUNK = (64, 2)[number % 8 > 3]
         PLANS.clear()
         for what, pair in gaps(name, dtype, "cpu", few.observe).items():
             report[f"{name} {dtype}: {what}"] = [*pair]

@@ -256,6 +256,37 @@ def test_what_is_handed_over_is_what_triton_hands_over(monkeypatch: pytest.Monke
         )
 
 
+def test_hooks_hear_of_launches_like_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+
+    class Calling(Driver):
+        @staticmethod
+        def launcher_cls(*_: Any) -> Any:
+            def launch(*args: Any) -> None:
+                about, *hooks = args[6:9]
+                for hook in hooks:
+                    if hook is not None:
+                        hook(about)
+
+            return launch
+
+        def get_current_device(self) -> int:
+            return 97
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", Calling())
+    run = Launch(7, {"SIZE": 16, "TWICE": True, "num_warps": 1, "enable_fp_fusion": True})
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        chain = getattr(triton.knobs.runtime, name)
+        for added in (False, True, False):
+            heard.clear()
+            if added:
+                chain.add(tell := lambda about: heard.append(about.get()["name"]))
+            run(_add, torch.zeros(16), Rest(torch.zeros(16), 2), 5)
+            if added:
+                chain.remove(tell)
+            assert heard == (["_add"] if added else [])
+
+
 def test_variants_of_other_gpus_are_found_by_triton_each_time() -> None:
     asked: list[int] = []
     target = SimpleNamespace(backend="hip")

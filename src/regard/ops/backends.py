@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from regard.ops import blockwise_op, call_hook, decode, flex, observe, reference, sdpa
+from regard.ops import (
+    blockwise_op,
+    call_hook,
+    decode,
+    decode_relaunch,
+    flex,
+    observe,
+    reference,
+    sdpa,
+)
 from regard.ops.blockwise import NOTHING, Ask
 from regard.ops.call import Call, Given, gather_call, outside_autocast, plain_shape
 from regard.ops.kernels import backend as triton
@@ -136,7 +145,13 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
     As `attend_plain` does for the plainest calls, it asks for what the long way would find out:
     `explain` says triton for every call that this takes.
     """
-    if type(q) is not Tensor or q.dim() != 4 or triton.refuse_tensors(q, q.shape[3]) is not None:
+    if type(q) is not Tensor or q.dim() != 4:
+        return None
+    form = decode_relaunch.form_of(q, k, v, given)
+    output = None if form is None else decode_relaunch.attend_again(form)
+    if output is not None:
+        return output
+    if triton.refuse_tensors(q, q.shape[3]) is not None:
         return None
     shape = plain_shape(q, k, v)
     if shape is None:
@@ -147,9 +162,11 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
     by_torch = by_torch or sdpa.flags(call.rule) is not None
     if by_torch and call.rule.softcap is None and call.sinks is None:
         # Torch's kernels are asked first, and only these two do they surely refuse.
+        if form is not None and call.rule.mask is None and call.rule.bias is None:
+            decode_relaunch.keep_plain(form)
         return None
     if is_decoding:
-        return decode.run(call)
+        return decode.run(call) if form is None else decode_relaunch.attend_first(call, form)
     if triton.refuse_many_queries(call) is not None:
         return None
     # As in `triton.refuse`: on a GPU alone.

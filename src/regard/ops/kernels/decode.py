@@ -53,8 +53,8 @@ SCRATCH = 160 * 1024
 """Bytes of keys and values that a program holds at once."""
 TRIM = 1024
 """Keys of a stretch from which on it pays to see first which of them stand in the window."""
-CHUNK = 16
-"""Parts that are joined at a time."""
+CHUNK = 64
+"""The most parts that are joined at a time, which are loaded at once."""
 
 
 class KeyRule(NamedTuple):
@@ -116,6 +116,9 @@ def tiles(n_heads: int, n_rows: int, n_keys: int, widths: tuple[int, int], item:
         parts = max(1, min(-(-n_keys // STRETCH), -(-wanted // programs)))
     while keys > 16 and stages * keys * each > SCRATCH:
         keys //= 2
+    # A part is of whole tiles, so that fewer parts may do.
+    stretch = -(-n_keys // parts // keys) * keys
+    parts = -(-n_keys // stretch)
     return Tiles(rows, keys, stages, 8 if rows * width > 64 * 256 else 4, parts)
 
 
@@ -227,7 +230,8 @@ def options(cut: Tiles, form: Form, sizes: tuple[int, int, int, int, int]) -> di
 
 def join_options(n_parts: int, form: Form, sizes: tuple[int, int, int]) -> dict[str, Any]:
     """Those of the second kernel, for H, T, E."""
-    tile = {"PARTS": power_of_2(n_parts), "CHUNK": CHUNK, "VALUES": pad_width(sizes[2])}
+    most = power_of_2(n_parts)
+    tile = {"PARTS": most, "CHUNK": min(most, CHUNK), "VALUES": pad_width(sizes[2])}
     named = dict(zip("HTE", sizes, strict=True))
     return {**named, **tile, "SINKS": form.sinks, **form.slots(), "num_warps": 4}
 
@@ -253,16 +257,38 @@ def attend(
     asked: the bits of what is wanted. mass: keys (B or 1, S) whose weight together is wanted. A v
     of width 0 gives no output.
     """
-    # These are read without strides.
-    slopes, sinks = (None if x is None else x.contiguous() for x in (rule.slopes, sinks_h))
-    terms = (rule.query, rule.keys, rule.counts, rule.added, slopes, mass, sinks)
-    ints = [rule.left, rule.right, int(rule.placed), rule.side, asked]
-    floats = [numbers[0], numbers[1] or 0.0]
+    terms, ints, floats = told(rule, numbers, sinks_h, asked, mass)
     plain = type(inputs[0]) is Tensor and not torch.compiler.is_compiling()
     run: Any = _decode if plain else _decode_op
-    ids = (rule.query_ids, rule.key_ids)
-    found = run(*inputs, [*terms, *ids], ints, floats)
+    found = run(*inputs, terms, ints, floats)
     return Answers(found[0].transpose(1, 2), *found[1:])
+
+
+def told(
+    rule: KeyRule,
+    numbers: tuple[float, float | None],
+    sinks_h: Tensor | None,
+    asked: int = 0,
+    mass: Tensor | None = None,
+) -> tuple[list[Tensor | None], list[int], list[float]]:
+    """What the operation is given beside q, k and v: tensors as in `TERMS`, ints and floats."""
+    # These are read without strides.
+    slopes, sinks = (None if x is None else x.contiguous() for x in (rule.slopes, sinks_h))
+    terms = [rule.query, rule.keys, rule.counts, rule.added, slopes, mass, sinks]
+    ints = [rule.left, rule.right, int(rule.placed), rule.side, asked]
+    return [*terms, rule.query_ids, rule.key_ids], ints, [numbers[0], numbers[1] or 0.0]
+
+
+def find_plan(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    terms: list[Tensor | None],
+    ints: list[int],
+    floats: list[float],
+) -> Plan | None:
+    """The plan for a call, made when none lay as it does; None where it has to be copied first."""
+    lying = [None if x is None else layout_of(x) for x in (*inputs, *terms)]
+    form = ("decode", *lying, *ints, *floats)
+    return PLANS.find(form, lambda: make_plan(inputs, terms, ints, floats))
 
 
 def _decode(
@@ -275,9 +301,7 @@ def _decode(
 ) -> list[Tensor]:
     """The output (B, T, H, E), and the numbers (n, B, H, T) and keys (B, H, T) asked for."""
     query, keys, counts, added, slopes, mass, sinks, query_ids, key_ids = terms
-    lying = [None if x is None else layout_of(x) for x in (q, k, v, *terms)]
-    form = ("decode", *lying, *ints, *floats)
-    plan = PLANS.find(form, lambda: make_plan((q, k, v), terms, ints, floats))
+    plan = find_plan((q, k, v), terms, ints, floats)
     if plan is None:
         found = _decode(aligned(q), aligned(k), aligned(v), terms, ints, floats)
         return [found[0][..., : v.shape[3]].contiguous(), *found[1:]]

@@ -5,9 +5,13 @@ any size do. All programs are numbered along one axis of the grid, the only one 
 Scores and sums are float32, in nats.
 
 No load waits for another: which keys are read follows from where the stretch begins and ends, and
-what is hidden in between gets the weight 0. A hidden value that is not finite would make NaN of
-that 0. So a stretch whose output is not finite is walked once more, with only finite values added
-up, and rows that do see another marked; nobody else pays for it.
+what is hidden in between gets the weight 0. Positions of keys are loaded a tile ahead, as nothing
+else would hide how long they take; keys and values are by Triton. With one query what is seen of a
+tile is the same for all heads, and is found once a key instead of once a pair.
+
+A hidden value that is not finite would make NaN of that 0. So a stretch whose output is not finite
+is walked once more, with only finite values added up, and rows that do see another marked; nobody
+else pays for it.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, R query heads a key head, D and E
 widths, P parts of the keys; r rows of a tile (pairs of a query and a head), s keys of a tile.
@@ -29,28 +33,36 @@ SCAN = tl.constexpr(1024)
 @triton.jit
 def _fold(
     max_r, sum_r, out_re, moment_r, away_r, mass_r, key_r, spoilt_r,
-    start, stop, lo_r, hi_r, at_r, i_r, slope_r, of_r, q_rd,
-    k_head, v_head, keys_b, added_r, mass_b, ids_b,
-    k_s, k_d, v_s, v_e, keys_s, added_s, mass_s, ids_s, left, right, scale, softcap,
+    start, stop, at_s, lo_r, hi_r, at_r, i_r, slope_r, of_r, q_rd,
+    k_head, v_head, added_r, mass_b, ids_b,
+    k_s, k_d, v_s, v_e, added_s, mass_s, ids_s, left, right, scale, softcap,
     D: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    STAGGERED: tl.constexpr, PLACED: tl.constexpr, SEEN: tl.constexpr, ADDED: tl.constexpr,
+    WIDTH: tl.constexpr, VALUES: tl.constexpr, ONE: tl.constexpr,
+    STAGGERED: tl.constexpr, SEEN: tl.constexpr, ADDED: tl.constexpr,
     DOCUMENTS: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
     ENTROPY: tl.constexpr, PEAK: tl.constexpr, DISTANCE: tl.constexpr, MASS: tl.constexpr,
     FINITE: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of keys into the running numbers of its rows.
+    """Fold one tile of keys, which stand at at_s, into the running numbers of its rows.
 
-    FINITE: only finite values are added up, and rows that see another are counted in spoilt_r.
+    ONE: there is one query, so that all rows stand at one position and in one document. FINITE:
+    only finite values are added up, and rows that see another are counted in spoilt_r.
     """
     s = start + tl.arange(0, KEYS)
     j_s = s.to(tl.int64)
     d = tl.arange(0, WIDTH).to(tl.int64)
     e = tl.arange(0, VALUES).to(tl.int64)
     inside_s = s < stop
-    at_s = j_s
-    if PLACED:
-        at_s = tl.load(keys_b + j_s * keys_s, mask=inside_s, other=-1).to(tl.int64)
+    seen_s = inside_s
+    if SEEN:
+        seen_s = seen_s & (at_s >= 0)
+    if ONE:
+        at = tl.max(at_r, 0)
+        if SEEN:
+            seen_s = seen_s & (at - at_s <= left) & (at_s - at <= right)
+        if DOCUMENTS:
+            of_s = tl.load(ids_b + j_s * ids_s, mask=inside_s, other=0)
+            seen_s = seen_s & (tl.max(of_r, 0) == of_s)
     k_sd = tl.load(
         k_head + j_s[:, None] * k_s + d[None, :] * k_d,
         mask=inside_s[:, None] & (d < D)[None, :],
@@ -65,18 +77,21 @@ def _fold(
     if CAPPED:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which neither overflows nor cancels badly here.
         x_rs = softcap * (1.0 - 2.0 / (tl.exp(2.0 * x_rs / softcap) + 1.0))
-    if ALIBI:
-        x_rs -= slope_r[:, None] * tl.abs(at_r[:, None] - at_s[None, :]).to(tl.float32)
-    seen_rs = inside_s[None, :]
-    if STAGGERED:
-        seen_rs = seen_rs & (s[None, :] >= lo_r[:, None]) & (s[None, :] < hi_r[:, None])
-    if SEEN:
-        seen_rs = seen_rs & (at_s >= 0)[None, :]
-        seen_rs = seen_rs & (at_r[:, None] - at_s[None, :] <= left)
-        seen_rs = seen_rs & (at_s[None, :] - at_r[:, None] <= right)
-    if DOCUMENTS:
-        of_s = tl.load(ids_b + j_s * ids_s, mask=inside_s, other=0)
-        seen_rs = seen_rs & (of_r[:, None] == of_s[None, :])
+    seen_rs = seen_s[None, :]
+    if ONE:
+        if ALIBI:
+            x_rs -= slope_r[:, None] * tl.abs(at - at_s).to(tl.float32)[None, :]
+    else:
+        if ALIBI:
+            x_rs -= slope_r[:, None] * tl.abs(at_r[:, None] - at_s[None, :]).to(tl.float32)
+        if STAGGERED:
+            seen_rs = seen_rs & (s[None, :] >= lo_r[:, None]) & (s[None, :] < hi_r[:, None])
+        if SEEN:
+            seen_rs = seen_rs & (at_r[:, None] - at_s[None, :] <= left)
+            seen_rs = seen_rs & (at_s[None, :] - at_r[:, None] <= right)
+        if DOCUMENTS:
+            of_s = tl.load(ids_b + j_s * ids_s, mask=inside_s, other=0)
+            seen_rs = seen_rs & (of_r[:, None] == of_s[None, :])
     if ADDED:
         added_rs = tl.load(
             added_r[:, None] + j_s[None, :] * added_s,
@@ -177,17 +192,27 @@ def _finish(
 
 
 @triton.jit
+def _stand(start, stop, keys_b, keys_s, KEYS: tl.constexpr, PLACED: tl.constexpr):
+    """Where the keys of a tile stand: as they lie, or as is given, -1 beyond the last."""
+    s = start + tl.arange(0, KEYS)
+    at_s = s.to(tl.int64)
+    if PLACED:
+        at_s = tl.load(keys_b + at_s * keys_s, mask=s < stop, other=-1).to(tl.int64)
+    return at_s
+
+
+@triton.jit
 def _find_seen(first, last, low, high, keys_b, keys_s, left, right):
     """The keys first .. last, cut to where one begins and ends that stands in low .. high."""
-    begin = last
-    end = first
+    begin_s = tl.zeros((SCAN,), tl.int32) + last
+    end_s = tl.zeros((SCAN,), tl.int32) + first
     for start in range(first, last, SCAN):
         s = start + tl.arange(0, SCAN)
-        at_s = tl.load(keys_b + s.to(tl.int64) * keys_s, mask=s < last, other=-1).to(tl.int64)
+        at_s = _stand(start, last, keys_b, keys_s, SCAN, True)
         seen_s = (at_s >= 0) & (low - at_s <= left) & (at_s - high <= right)
-        begin = tl.minimum(begin, tl.min(tl.where(seen_s, s, last), 0))
-        end = tl.maximum(end, tl.max(tl.where(seen_s, s + 1, first), 0))
-    return begin, end
+        begin_s = tl.minimum(begin_s, tl.where(seen_s, s, last))
+        end_s = tl.maximum(end_s, tl.where(seen_s, s + 1, first))
+    return tl.min(begin_s, 0), tl.max(end_s, 0)
 
 
 @triton.jit(do_not_specialize=["S", "n_parts", "n_rows", "left", "right"])
@@ -278,13 +303,16 @@ def _parts(
     out_re = tl.zeros((ROWS, VALUES), tl.float32)
     key_r = tl.full((ROWS,), -1, tl.int32)
     spoilt_r = tl.zeros((ROWS,), tl.int32)
+    next_s = _stand(start, stop, keys_row, keys_s, KEYS, PLACED)
     for tile in range(start, stop, KEYS):
+        at_s = next_s
+        next_s = _stand(tile + KEYS, stop, keys_row, keys_s, KEYS, PLACED)
         max_r, sum_r, out_re, moment_r, away_r, mass_r, key_r, spoilt_r = _fold(
             max_r, sum_r, out_re, moment_r, away_r, mass_r, key_r, spoilt_r,
-            tile, stop, lo_r, hi_r, at_r, i_r, slope_r, of_r, q_rd,
-            k_head, v_head, keys_row, added_r, mass_row, ids_row,
-            k_s, k_d, v_s, v_e, keys_s, added_s, mass_s, key_ids_s, left, right, scale, softcap,
-            D, E, KEYS, WIDTH, VALUES, STAGGERED, PLACED, SEEN, ADDED, DOCUMENTS, ALIBI, CAPPED,
+            tile, stop, at_s, lo_r, hi_r, at_r, i_r, slope_r, of_r, q_rd,
+            k_head, v_head, added_r, mass_row, ids_row,
+            k_s, k_d, v_s, v_e, added_s, mass_s, key_ids_s, left, right, scale, softcap,
+            D, E, KEYS, WIDTH, VALUES, T == 1, STAGGERED, SEEN, ADDED, DOCUMENTS, ALIBI, CAPPED,
             EXACT, ENTROPY, PEAK, DISTANCE, MASS, False,
         )  # fmt: skip
     if E > 0 and (STAGGERED or SEEN or ADDED or DOCUMENTS):
@@ -295,13 +323,14 @@ def _parts(
             out_re = tl.zeros((ROWS, VALUES), tl.float32)
             key_r = tl.full((ROWS,), -1, tl.int32)
             for tile in tl.range(start, stop, KEYS, num_stages=1):
+                at_s = _stand(tile, stop, keys_row, keys_s, KEYS, PLACED)
                 max_r, sum_r, out_re, moment_r, away_r, mass_r, key_r, spoilt_r = _fold(
                     max_r, sum_r, out_re, moment_r, away_r, mass_r, key_r, spoilt_r,
-                    tile, stop, lo_r, hi_r, at_r, i_r, slope_r, of_r, q_rd,
-                    k_head, v_head, keys_row, added_r, mass_row, ids_row,
-                    k_s, k_d, v_s, v_e, keys_s, added_s, mass_s, key_ids_s, left, right, scale,
-                    softcap, D, E, KEYS, WIDTH, VALUES, STAGGERED, PLACED, SEEN, ADDED,
-                    DOCUMENTS, ALIBI, CAPPED, EXACT, ENTROPY, PEAK, DISTANCE, MASS, True,
+                    tile, stop, at_s, lo_r, hi_r, at_r, i_r, slope_r, of_r, q_rd,
+                    k_head, v_head, added_r, mass_row, ids_row,
+                    k_s, k_d, v_s, v_e, added_s, mass_s, key_ids_s, left, right, scale, softcap,
+                    D, E, KEYS, WIDTH, VALUES, T == 1, STAGGERED, SEEN, ADDED, DOCUMENTS, ALIBI,
+                    CAPPED, EXACT, ENTROPY, PEAK, DISTANCE, MASS, True,
                 )  # fmt: skip
             out_re = tl.where((spoilt_r > 0)[:, None], float("nan"), out_re)
     row_r = (b * (G * R) + h_r) * T + t_r
@@ -344,6 +373,15 @@ def _join(
     sums = scratch + n_rows.to(tl.int64) * n_parts * E + row * n_parts * SLOTS
     p = tl.arange(0, PARTS)
     there_p = p < n_parts
+    if E > 0:
+        e = tl.arange(0, VALUES)
+        if PARTS == CHUNK:
+            # Asked for first, as nothing of it waits for the sums.
+            part_pe = tl.load(
+                scratch + (row * n_parts + p)[:, None] * E + e[None, :],
+                mask=there_p[:, None] & (e < E)[None, :],
+                other=0.0,
+            )
     max_p = tl.load(sums + p * SLOTS, mask=there_p, other=LOWEST)
     sum_p = tl.load(sums + p * SLOTS + 1, mask=there_p, other=0.0)
     top = tl.max(max_p, 0)
@@ -366,8 +404,9 @@ def _join(
         key_p = tl.load(sums + p * SLOTS + 5, mask=there_p, other=0.0).to(tl.int32, bitcast=True)
         key_r += tl.max(tl.where(there_p & (max_p == top), key_p + 1, 0), 0)
     out_e = tl.zeros((VALUES,), tl.float32)
-    if E > 0:
-        e = tl.arange(0, VALUES)
+    if E > 0 and PARTS == CHUNK:
+        out_e = tl.sum(part_pe * fade_p[:, None], 0)
+    elif E > 0:
         for start in range(0, n_parts, CHUNK):
             c = start + tl.arange(0, CHUNK)
             max_c = tl.load(sums + c * SLOTS, mask=c < n_parts, other=LOWEST)

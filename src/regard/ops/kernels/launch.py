@@ -8,8 +8,9 @@ How: all of it follows from the form of a call: how its tensors lie (`Layout`), 
 its numbers. So a plan is kept for each form (`PLANS`). In it a `Launch` keeps the variant that
 Triton found for the first call, and gives it the arguments of the next ones as they are. What
 Triton looks at is told by the form: which arguments there are, their types, and which addresses and
-numbers are 1 or multiples of 16. That a variant takes arguments itself is a way of Triton's own,
-shown in its tutorials.
+numbers are 1 or multiples of 16. A variant takes arguments itself, as in Triton's tutorials. Its
+way there calls hooks, of which there are none unless someone profiles, and asks the driver about
+each tensor's address: both are left out where nothing needs them (`hand_over`).
 
 Left out: GPUs for which Triton also looks at how much memory a tensor shares with others.
 """
@@ -50,7 +51,6 @@ class Launch:
 
         self.n_programs, self.options = n_programs, options
         self._driver, self._compiled_kind = driver, JITFunction
-        self._constants: tuple[Any, ...] = ()
         self._variants: dict[int, Callable[..., None]] = {}
 
     def __call__(self, kernel: Any, *args: Any) -> None:
@@ -59,15 +59,43 @@ class Launch:
             # Triton's interpreter has no variants.
             kernel[(self.n_programs,)](*args, **self.options)
             return
-        device = self._driver.active.get_current_device()
-        run = self._variants.get(device)
+        run = self.variant()
         if run is not None:
-            run(*args, *self._constants)
+            run(*args)
             return
         variant: Any = kernel[(self.n_programs,)](*args, **self.options)
         if variant is not None and variant.metadata.target.backend == "cuda":
-            self._constants = tuple(self.options[name] for name in kernel.arg_names[len(args) :])
-            self._variants[device] = variant[(self.n_programs, 1, 1)]
+            device = self._driver.active.get_current_device()
+            constants = tuple(self.options[name] for name in kernel.arg_names[len(args) :])
+            self._variants[device] = hand_over(variant, self.n_programs, device, constants)
+
+    def variant(self) -> Callable[..., None] | None:
+        """What takes the next arguments, tensors or their addresses; None before the first."""
+        known = self._variants
+        return known.get(self._driver.active.get_current_device()) if known else None
+
+
+def hand_over(
+    variant: Any, n_programs: int, device: int, constants: tuple[Any, ...]
+) -> Callable[..., None]:
+    """Launches of a variant that Triton compiled, on the current stream of a device."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    by_triton = variant[(n_programs, 1, 1)]
+    run, function, metadata = variant.run, variant.function, variant.packed_metadata
+    find_stream, hooks = driver.active.get_current_stream, knobs.runtime
+
+    def launch(*args: Any) -> None:
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+        # Chains of hooks are there when nobody is in them, too.
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            by_triton(*args, *constants)
+            return
+        stream = find_stream(device)
+        run(n_programs, 1, 1, stream, function, metadata, None, None, None, *args, *constants)
+
+    return launch
 
 
 Sized = tuple[int, dict[str, Any]]

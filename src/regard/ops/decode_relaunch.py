@@ -1,0 +1,196 @@
+"""A step of generation that lies as an earlier one did: launched without working out how.
+
+Why: a step reads a cache in the time in which Python makes a few dozen calls. To check a call, to
+find what its kernel is told and how it is cut took longer than that, and all of it follows from
+what the call is made of.
+
+How: everything but the numbers in tensors is the form of a call: how its tensors lie, which masks
+and biases hold them, and what else these hold. The first call of a form is run as any other, and a
+`Step` is kept for it, if all that the kernel reads are tensors of the call itself and nothing that
+was rendered or copied for it. The next one, of which only addresses are new, is handed over with
+these. It need not be checked again: errors follow from the form, as no value is read on a GPU. A
+call whose mask hides nothing, such as a window over fewer keys, is kept as a plain one.
+
+Left out, and run as any other: masks and biases that the kernel is not told by numbers, gradients,
+transforms, autocast, graphs that are being traced.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from regard._torch import is_transforming, takes_tangents
+from regard.ops import decode
+from regard.ops.bias import ALiBi, Bias, BiasAt
+from regard.ops.call import Call, Given
+from regard.ops.kernels.decode import MOST_QUERIES, SUMS, Plan, attend, find_plan, told
+from regard.ops.kernels.launch import PLANS
+from regard.ops.mask import And, At, Mask
+from regard.ops.masks import Causal, Documents, Lengths, Window
+from regard.ops.sdpa import attend_plain
+
+DEVICE = "cuda"
+"""Where kernels run."""
+FIELDS: dict[type[Any], tuple[str, ...]] = {
+    At: ("inner", "queries", "keys"),
+    And: ("one", "other"),
+    Causal: ("align",),
+    Window: ("left", "right"),
+    Lengths: ("lengths", "side"),
+    Documents: ("ids", "query_ids"),
+    BiasAt: ("inner", "queries", "keys"),
+    ALiBi: ("slopes",),
+}
+"""What tells one value of a class from another, for all that the kernel may know by numbers."""
+READ = (0, 1, 2, 3, 4, 5, 7, 8, 6)
+"""The order in which the kernel takes the `TERMS`."""
+
+
+class Form(NamedTuple):
+    """A call but for the numbers in its tensors; these are q, k, v, sinks and those of the rule."""
+
+    name: tuple[Any, ...]
+    tensors: list[Tensor]
+    addresses: list[int]
+
+
+class Step(NamedTuple):
+    """How calls of one form run."""
+
+    plan: Plan
+    sizes: tuple[int, int, int, int]
+    """Those of the output in memory."""
+    is_turned: bool
+    """Whether these are (B, T, H, E); of one query they may be (B, H, T, E) as well."""
+    scratch: int
+    """So many numbers are kept of the parts; 0 where there is one."""
+    read: tuple[tuple[int, int], ...]
+    """Which tensor the kernel takes each term from, and how many bytes behind its beginning."""
+
+
+def attend_again(form: Form) -> Tensor | None:
+    """The output of a call whose form is known; None for another."""
+    step: Step | str | None = PLANS.get(form.name)
+    if step is None:
+        return None
+    if isinstance(step, str):
+        q, k, v = form.tensors
+        return attend_plain(q, k, v, None, form.name[1])
+    plan, sizes, is_turned, n_scratch, read = step
+    run, join = plan.parts.variant(), plan.join.variant()
+    if run is None or (n_scratch and join is None):
+        # Another GPU than the one it was compiled for.
+        return None
+    q, addresses = form.tensors[0], form.addresses
+    at_q = addresses[0]
+    output = q.new_empty(*sizes)
+    written = output.data_ptr(), at_q, at_q
+    terms = [addresses[i] + behind for i, behind in read]
+    if not n_scratch:
+        run(*addresses[:3], *terms, at_q, *written, *plan.numbers)
+    else:
+        scratch = q.new_empty(n_scratch, dtype=torch.float32)
+        at = scratch.data_ptr()
+        run(*addresses[:3], *terms, at, *written, *plan.numbers)
+        join(at, terms[-1], *written, plan.n_parts, plan.n_rows)  # type: ignore[misc]
+    return output.transpose(1, 2) if is_turned else output
+
+
+def keep_plain(form: Form) -> None:
+    """Remember that calls of a form are those of q, k, v and a scale alone."""
+    PLANS.find(form.name, lambda: "plain")
+
+
+def attend_first(call: Call, form: Form) -> Tensor:
+    """The output of a call of a form that is new, which is known from here on."""
+    inputs, numbers = (
+        (call.q, call.k, call.v),
+        (call.rule.factor(call.q.shape[3]), call.rule.softcap),
+    )
+    rule = decode.find_rule(call.rule, call.q.device)
+    output = attend(inputs, rule, numbers, call.sinks).output
+    if form.name not in PLANS:
+        terms, ints, floats = told(rule, numbers, call.sinks)
+        plan = find_plan(inputs, terms, ints, floats)
+        read = [x for i in READ if (x := _find(terms[i], form)) is not None]
+        if plan is not None and len(read) == len(READ):
+            B, H, T, E = *call.q.shape[:3], call.v.shape[3]
+            sizes = (B, T, H, E) if T > 1 else (B, H, T, E)
+            scratch = plan.n_rows * plan.n_parts * (E + SUMS) if plan.n_parts > 1 else 0
+            PLANS.find(form.name, lambda: Step(plan, sizes, T > 1, scratch, tuple(read)))
+    return output
+
+
+def _find(term: Tensor | None, form: Form) -> tuple[int, int] | None:
+    """Which tensor of a call a term is, or is surely a view of; None for one that is neither."""
+    if term is None:
+        # What the kernel does not read is stood for by q.
+        return 0, 0
+    same = [i for i, x in enumerate(form.tensors) if x is term]
+    if not same:
+        memory = term.untyped_storage().data_ptr()
+        same = [i for i, x in enumerate(form.tensors) if x.untyped_storage().data_ptr() == memory]
+        if len(same) != 1:
+            return None
+    return same[0], term.data_ptr() - form.addresses[same[0]]
+
+
+def form_of(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Form | None:
+    """The form of a call of few queries by plain tensors; None for others."""
+    if torch.compiler.is_compiling() or is_transforming() or takes_tangents():
+        return None
+    if type(q) is not Tensor or q.dim() != 4 or q.shape[2] > MOST_QUERIES:
+        return None
+    device = q.device
+    if device.type != DEVICE or torch.is_autocast_enabled(DEVICE):
+        return None
+    scale, softcap, sinks = given["scale"], given["softcap"], given["sinks"]
+    if not (scale is None or type(scale) is float) or not (
+        softcap is None or type(softcap) is float
+    ):
+        return None
+    name: list[Any] = ["a step", scale, softcap]
+    tensors = [q, k, v] if sinks is None else [q, k, v, sinks]
+    for term in (given["mask"], given["bias"]):
+        if term is None:
+            name.append(None)
+        elif not _tell(term, device, name, tensors):
+            return None
+    addresses: list[int] = []
+    learns = torch.is_grad_enabled()
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not Parameter:
+            return None
+        at = x.data_ptr()
+        addresses.append(at)
+        name += (x.shape, x.stride(), x.dtype, x.device, at % 16, learns and x.requires_grad)
+    return Form(tuple(name), tensors, addresses)
+
+
+def _tell(term: Any, device: torch.device, name: list[Any], tensors: list[Tensor]) -> bool:
+    """Add a term to a form; whether the kernel may know it by numbers."""
+    kind = type(term)
+    fields = FIELDS.get(kind)
+    if fields is None:
+        return False
+    if kind is ALiBi and term.slopes.device != device:
+        if term.slopes.requires_grad or term.slopes.is_inference():
+            return False
+        # The copy that it keeps.
+        term = term.to(device)
+    name.append(kind)
+    for field in fields:
+        x = getattr(term, field)
+        if isinstance(x, Tensor):
+            name.append(Tensor)
+            tensors.append(x)
+        elif isinstance(x, Mask | Bias):
+            if not _tell(x, device, name, tensors):
+                return False
+        else:
+            name.append(x)
+    return True
