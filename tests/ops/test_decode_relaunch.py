@@ -213,6 +213,18 @@ def test_a_call_that_lies_otherwise_has_another_form() -> None:
     assert len(set(forms)) == len(forms) - 1
 
 
+@torch.no_grad()
+def test_terms_that_share_positions_are_not_terms_that_have_their_own(again: list[bool]) -> None:
+    """Only positions that are the same tensors are told to the kernel once for both."""
+    inputs, (queries, keys), others = draw(1, 37), at(1, 37), at(1, 37)
+    mask = Causal().at(queries, keys)
+    attention(*inputs, mask=mask, bias=ALiBi(4).at(queries, keys))
+    attention(*inputs, mask=mask, bias=ALiBi(4).at(*others))
+    assert again == [False, False]
+    attention(*inputs, mask=Causal().at(*others), bias=ALiBi(4).at(*others))
+    assert again == [False, False, True]
+
+
 def test_what_else_goes_on_sends_a_call_the_long_way(again: list[bool]) -> None:
     q, k, v = draw(1, 37)
     mask = Window(9, 0)

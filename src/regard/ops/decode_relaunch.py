@@ -131,7 +131,7 @@ def _find(term: Tensor | None, form: Form) -> tuple[int, int] | None:
         # What the kernel does not read is stood for by q.
         return 0, 0
     same = [i for i, x in enumerate(form.tensors) if x is term]
-    if not same:
+    if len(same) != 1:
         memory = term.untyped_storage().data_ptr()
         same = [i for i, x in enumerate(form.tensors) if x.untyped_storage().data_ptr() == memory]
         if len(same) != 1:
@@ -186,8 +186,11 @@ def _tell(term: Any, device: torch.device, name: list[Any], tensors: list[Tensor
     for field in fields:
         x = getattr(term, field)
         if isinstance(x, Tensor):
-            name.append(Tensor)
-            tensors.append(x)
+            # Terms that hold the same positions are told to the kernel otherwise than others.
+            place = next((i for i, known in enumerate(tensors) if known is x), None)
+            name.append((Tensor, place))
+            if place is None:
+                tensors.append(x)
         elif isinstance(x, Mask | Bias):
             if not _tell(x, device, name, tensors):
                 return False
