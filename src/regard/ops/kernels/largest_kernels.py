@@ -68,12 +68,12 @@ def _largest(
     Each row has a slot for each score it keeps. As long as a tile has one that is above the lowest
     of its row's, it replaces that one: at most as often as there are slots, and in most tiles once,
     as some row has one. Few slots are gone through without a loop, beside which the compiler would
-    not load the next tiles ahead. flags: bands of rows that are not known yet; None: all.
+    not load the next tiles ahead. flags: which bands are not known yet, (heads, bands); None: all.
     """
-    if flags is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
-        if tl.load(flags + tl.program_id(0)) == 0:
-            return
     band, head, b, h = own_band(H, T, ROWS)
+    if flags is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
+        if tl.load(flags + head * tl.cdiv(T, ROWS) + band) == 0:
+            return
     t = band * ROWS + tl.arange(0, ROWS)
     q_td = load_tile(q, b, h, t, T, D, WIDTH, EVEN)
     slot = tl.arange(0, SLOTS)[None, :]
