@@ -197,7 +197,8 @@ def test_a_compiled_model_is_seen_as_the_model_is(name: str, implementation: str
     torch._dynamo.reset()
     model = SUBJECTS[name]().cuda()
     model.set_attn_implementation(implementation)
-    given = {key: x.cuda() for key, x in question(name, "right").given.items()}
+    asked = question(name, "right").given.items()
+    given = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in asked}
     fast = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         with watch(model, WANTS, row=1) as want:

@@ -21,7 +21,7 @@ from watch_ranks import CASES, FAILING, IDS, OURS, SLOW, run_case
 
 from regard.lens.head_shards import HeadShard, choose_heads, join
 from regard.lens.record import Record
-from regard.lens.recorder import Recorder, finish_take
+from regard.lens.recorder import Recorder
 from regard.lens.row_takes import Chosen
 from regard.lens.watch import DEFAULT_WANTS, hooks_to, watch
 from regard.ops import ALiBi, Dense, attention
@@ -117,7 +117,7 @@ def record_parts(keep: str, **call: Any) -> list[Any]:
     recorder = Recorder(model, Chosen(DEFAULT_WANTS, keep, None, None), None, None)
     with hooks_to(recorder):
         model(torch.randn(1, 4, 7, 5))
-    return [finish_take(take) for take in recorder.takes.order]
+    return [take.finish() for take in recorder.takes.order]
 
 
 RULES: dict[str, Any] = {

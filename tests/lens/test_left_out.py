@@ -35,7 +35,7 @@ OUTSIDE = {
     *("record", "attempt", "safely", *BESIDE, "running"),
     *("enter", "leave", "tell_enter", "tell_leave", "recorders_of", "recorders_around"),
     *("__torch_function__", "hand_out", "recording", "implementation", "run", "run_recorded"),
-    *("is_plain", "unseen", "<listcomp>", "<genexpr>"),
+    *("is_plain", "unseen", "asks", "<listcomp>", "<genexpr>"),
 }
 
 

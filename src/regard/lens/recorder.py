@@ -20,6 +20,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -56,7 +57,6 @@ from regard.lens.lazy_weights import Array
 from regard.lens.left_out import LeftOut
 from regard.lens.row_takes import Chosen, Inputs, Located, RowTakes, name_place
 from regard.lens.schema import FORMS, STATISTICS, Description
-from regard.lens.stitch_calls import Take
 from regard.lens.tensor_origins import TensorOrigins
 from regard.ops.call import under_autocast
 from regard.ops.call_hook import own_blocks
@@ -65,6 +65,8 @@ CROSS = re.compile(r"cross|encoder_attn|EncDec|enc_dec|multihead_attn|encoder_de
 NO_WORDS = re.compile(r"pos|type|seg|rel|bias|wpe|dist|time|layer_norm", re.I)
 LENGTHS = ("trained_len", "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Under which names configs say how long a text may be, the most telling first."""
+MANY_BYTES, CHECKERS = 2**24, 8
+"""Bytes of a record from which on its places are checked by threads, and by how many at most."""
 HIDDEN = (
     "its forward was replaced, by a function that does not keep torch.nn's own as an attribute of "
     "the module: the fused path behind it cannot be seen"
@@ -357,9 +359,15 @@ class Recorder:
 
     def _finish_takes(self) -> list[Finished]:
         """What was seen of each place, of all ranks that share its heads."""
-        finished: list[Finished] = []
+        made: list[Finished] = []
         for take in list(self.takes.order):
-            self.attempt(take.name, lambda one: finished.append(finish_take(one)), take)
+            self.attempt(take.name, lambda one: made.append(one.finish()), take)
+        finished: list[Finished] = []
+        for one, fault in zip(made, find_faults(made), strict=True):
+            if fault is None:
+                finished.append(one)
+            else:
+                self.leave_out(one[0].name, ValueError(fault))
         if self.shards:
             gather(finished, self.shards, self.left_out)
         if self._late_heads is None:
@@ -402,15 +410,25 @@ class Recorder:
         return seen, arrays | self.extras.finish(seen.places, arrays)
 
 
-def finish_take(take: Take) -> Finished:
-    """What was seen of a place, whose numbers must be those of attention."""
-    place, rule, arrays = take.finish()
+def find_faults(finished: list[Finished]) -> list[str | None]:
+    """Which places have numbers that are not those of attention, and what is wrong with these."""
+    size = sum(x.nbytes for _, _, arrays in finished for x in arrays.values())
+    if size < MANY_BYTES:
+        return [find_fault(one) for one in finished]
+    # Numpy lets other threads run while it reads.
+    with ThreadPoolExecutor(min(len(finished), CHECKERS)) as threads:
+        return list(threads.map(find_fault, finished))
+
+
+def find_fault(finished: Finished) -> str | None:
+    """What is wrong with the numbers of a place."""
+    place, _, arrays = finished
     for name in (*STATISTICS, "lse"):
         form, array = FORMS[name], arrays.get(name)
         fault = None if array is None else form.fault(array, place.n_queries, place.n_keys)
         if fault is not None:
-            raise ValueError(f"its {name} {fault}, as where a model gives NaN")
-    return place, rule, arrays
+            return f"its {name} {fault}, as where a model gives NaN"
+    return None
 
 
 def stack_of(name: str) -> str:

@@ -11,8 +11,10 @@ hears the calls of all threads, and is traced along in compiled graphs, which kn
 the others a graph that is traced while a block is open has an operation, `regard::hear`, which
 gives them each call when it runs. It says that it writes to `effect`, so that it is not removed.
 
-A hook may say beforehand what it will ask about rows. Where the kernel that runs can tell that
-beside the output, which must not change by a bit, it is told with the call, after it ran.
+A hook may bring a context in which calls are prepared and heard: what follows functions of torch
+for its sake is spared the many of them. And it may say beforehand what it will ask about rows.
+Where the kernel that runs can tell that beside the output, which must not change by a bit, it is
+told with the call, after it ran.
 
 Left out: who called. A hook keeps track of modules itself; in compiled graphs by `tracing`.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +38,7 @@ from regard.ops.wants import Wants
 
 Hook = Callable[[Call], None]
 AskRows = Callable[[Call], Wants | None]
+Quiet = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(eq=False)
@@ -45,6 +48,7 @@ class Block:
     hook: Hook
     shared: bool
     asks: AskRows | None = None
+    quiet: Quiet | None = None
     thread: int = field(default_factory=threading.get_ident)
     is_open: bool = True
 
@@ -88,6 +92,16 @@ def asked_of_rows(call: Call) -> Wants | None:
         distance=any(ask.distance for ask in wanted),
         top=max((ask.top for ask in wanted if ask.top is not None), default=None),
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """In which what hooks do beside hearing calls is left out."""
+    with ExitStack() as contexts:
+        for block in own_blocks():
+            if block.quiet is not None:
+                contexts.enter_context(block.quiet())
+        yield
 
 
 def trace_call(call: Call) -> None:
@@ -142,12 +156,19 @@ def is_hooked() -> bool:
 
 
 @contextmanager
-def hooked(hook: Hook, *, shared: bool = False, asks: AskRows | None = None) -> Iterator[None]:
+def hooked(
+    hook: Hook,
+    *,
+    shared: bool = False,
+    asks: AskRows | None = None,
+    quiet: Quiet | None = None,
+) -> Iterator[None]:
     """Give the hook the calls of attention in this block; those of outer blocks get them too.
 
-    asks: what it will ask about the rows of a call; only hooks that are not shared say so.
+    asks: what it will ask about the rows of a call. quiet: a context in which calls are prepared
+    and heard. Only hooks that are not shared have these.
     """
-    block = Block(hook, shared, asks)
+    block = Block(hook, shared, asks, quiet)
     _change(_open.append, block)
     if not shared:
         _own.set((*own_blocks(), block))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from regard._torch import is_transformed
@@ -55,11 +56,16 @@ def attention(
     if edit_hook.n_open:
         edited = edit_hook.edit_call(make_call(q, k, v, **rule, dropout=dropout))
     if call_hook.active is not None:
-        heard = make_call(q, k, v, **rule) if edited is None else edited.call
-        output = attend_and_tell(heard) if dropout == 0.0 and backend == "auto" else None
-        if output is not None:
-            return output if edited is None else edited.change(output)
-        call_hook.active(heard)
+        if torch.compiler.is_compiling():
+            call_hook.active(make_call(q, k, v, **rule) if edited is None else edited.call)
+        else:
+            with call_hook.quiet():
+                heard = make_call(q, k, v, **rule) if edited is None else edited.call
+                output = attend_and_tell(heard) if dropout == 0.0 and backend == "auto" else None
+                if output is None:
+                    call_hook.active(heard)
+            if output is not None:
+                return output if edited is None else edited.change(output)
     if dropout == 0.0 and backend == "auto":
         no_more = bias is None and softcap is None and sinks is None
         if no_more and (mask is None or isinstance(mask, Causal)):

@@ -33,7 +33,7 @@ def hook_regard(recorder: Recorder) -> Iterator[None]:
             k, v, rows = k[:, :, :T], v[:, :, :T], None
         return Call(name=name, q=seen.q, k=k, v=v, sinks=seen.sinks, cross=cross, rows=rows, **rule)
 
-    def asks(seen: call.Call) -> Wants | None:
+    def choose_wants(seen: call.Call) -> Wants | None:
         """What is recorded of rows, where nearly all that it is told of them will be."""
         takes, wants = recorder.takes, recorder.takes.chosen.wants
         if recorder.handling or not recorder.is_open or not recorder.stack:
@@ -44,6 +44,12 @@ def hook_regard(recorder: Recorder) -> Iterator[None]:
             return None
         return wants
 
+    def asks(seen: call.Call) -> Wants | None:
+        wants: list[Wants | None] = []
+        name = recorder.name_of() or ""
+        recorder.attempt(name, lambda: wants.append(choose_wants(seen)))
+        return wants[0] if wants else None
+
     def record(seen: call.Call) -> None:
         if recorder.handling or not recorder.is_open:
             return
@@ -51,5 +57,5 @@ def hook_regard(recorder: Recorder) -> Iterator[None]:
             if recorder.stack:
                 recorder.record(lambda each: read(each, seen))
 
-    with hooked(record, asks=asks):
+    with hooked(record, asks=asks, quiet=recorder.unseen):
         yield
