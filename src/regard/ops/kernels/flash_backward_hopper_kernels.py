@@ -194,6 +194,14 @@ def _write(to, x_sd, scale, b, h, key, S, LAYOUT: gl.constexpr):
     gl.store(at_sd, x_sd, mask=gl.expand_dims(s < S, 1))
 
 
+@gluon.jit
+def _zero(n):
+    """0, which the compiler does not know: what follows from it is not kept in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit(do_not_specialize=["H", "T", "S"])
 def _fused(
     q, k, v, g, dk, dv, sums, rule, lists, rows, H, T, S,
@@ -219,8 +227,8 @@ def _fused(
     key = gl.program_id(0) % n_tiles * KEYS
     group = gl.program_id(0) // n_tiles
     b, own = group // (H // R), group % (H // R)
-    k_buffer = gl.allocate_shared_memory(dtype, [1, 1, KEYS, WIDTH], k.layout)
-    v_buffer = gl.allocate_shared_memory(dtype, [1, 1, KEYS, WIDTH], v.layout)
+    k_buffer = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, WIDTH], k.layout)
+    v_buffer = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, WIDTH], v.layout)
     q_buffer = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], q.layout)
     g_buffer = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, WIDTH], g.layout)
     ds_buffer = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], DS)
@@ -236,15 +244,15 @@ def _fused(
     sync_threads()
     count, run = _walk(rule, lists, b, key, T, S, ROWS, KEYS, APART)
     total = count * R
-    _load_both(k, v, key, b, own, own_full, k_buffer, v_buffer, KEYS * WIDTH * 4)
+    _load_both(k, v, key, b, own, own_full, k_buffer.index(0), v_buffer.index(0), KEYS * WIDTH * 4)
     for i in gl.static_range(STAGES):
         if i < total:
             start, _mixed, h, _row = _where(i, count, run, lists, group, H, rows.n, R, ROWS)
             _load_both(
                 q, g, start, b, h, full.index(i), q_buffer.index(i), g_buffer.index(i), BYTES
             )
-    k_sd = k_buffer.reshape([KEYS, WIDTH])
-    v_sd = v_buffer.reshape([KEYS, WIDTH])
+    k_sd = k_buffer.index(0).reshape([KEYS, WIDTH])
+    v_sd = v_buffer.index(0).reshape([KEYS, WIDTH])
     zero_st = gl.full([KEYS, ROWS], 0.0, gl.float32, layout=S_LAYOUT)
     zero_dt = gl.full([WIDTH, ROWS], 0.0, gl.float32, layout=Q_LAYOUT)
     dk_sd = gl.full([KEYS, WIDTH], 0.0, gl.float32, layout=D_LAYOUT)
@@ -278,7 +286,8 @@ def _fused(
                     fence_async_shared()
                     sync_threads()
             g_dt = g_td.permute((1, 0))
-            pull_st = warpgroup_mma(v_sd, g_dt, zero_st, use_acc=False, is_async=True)
+            v_now = v_buffer.index(_zero(m)).reshape([KEYS, WIDTH])
+            pull_st = warpgroup_mma(v_now, g_dt, zero_st, use_acc=False, is_async=True)
             # After the last tile it is the last one again, whose scores nobody reads.
             ahead = gl.minimum(m + 1, total - 1)
             next_tile = _where(ahead, count, run, lists, group, H, rows.n, R, ROWS)
@@ -299,7 +308,7 @@ def _fused(
             sync_threads()
             lse_buffer.store(lse)
             delta_buffer.store(delta)
-            k_ds = k_sd.permute((1, 0))
+            k_ds = k_buffer.index(_zero(m)).reshape([KEYS, WIDTH]).permute((1, 0))
             dq_next = warpgroup_mma(k_ds, ds, zero_dt, use_acc=False, is_async=True)
             if WIDTH > 64:
                 dk_next = warpgroup_mma(ds, q_td, dk_sd, is_async=True)
@@ -309,7 +318,8 @@ def _fused(
                 dk_next = warpgroup_mma(ds_st, q_td, dk_sd, is_async=True)
             mbarrier.wait(full.index(ahead % STAGES), (ahead // STAGES) & 1)
             q_dt = q_buffer.index(ahead % STAGES).reshape([ROWS, WIDTH]).permute((1, 0))
-            next_st = warpgroup_mma(k_sd, q_dt, zero_st, use_acc=False, is_async=True)
+            k_now = k_buffer.index(_zero(m)).reshape([KEYS, WIDTH])
+            next_st = warpgroup_mma(k_now, q_dt, zero_st, use_acc=False, is_async=True)
             if (m > 0) & (m - 1 + STAGES < total):
                 free = (m - 1) % STAGES
                 start, _mixed, h, _row = _where(
