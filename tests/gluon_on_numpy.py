@@ -1,16 +1,19 @@
 """A Gluon kernel without a GPU: its Python body, with numpy where Gluon would be.
 
 `bind` gives the functions of a module new globals. Layouts mean nothing here, and one program runs
-after the other, as one thread: so this tells whether the right numbers are multiplied, masked and
-added to the right ones, not what warps do to each other. What is asynchronous may happen as soon or
-as late as it can (`Clock`): TMA when it is asked for, or when its barrier is waited for, by which
-time nothing is left of what lay there; products when they are asked for, or when somebody waits for
-them, from what lies in shared memory by then. A wait that would never end fails.
+after the other, each partition of it as one thread: so this tells whether the right numbers are
+multiplied, masked and added to the right ones, not what warps do to each other. Partitions take
+turns (`Turns`). What is asynchronous may happen as soon or as late as it can (`Clock`): TMA when it
+is asked for, or when its barrier is waited for, by which time nothing is left of what lay there;
+products when they are asked for, or when somebody waits for them, from what lies in shared memory
+by then. A wait that would never end fails.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
+import threading
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +22,7 @@ import numpy as np
 import torch
 from triton.language import constexpr
 
-BITS = {"float32": np.float32}
+BITS: dict[Any, Any] = {"float32": np.float32, "int32": np.int32}
 
 
 def raw(x: Any) -> Any:
@@ -38,7 +41,8 @@ class Value:
 
     def to(self, dtype: str | None, bitcast: bool = False) -> Value:
         if bitcast:
-            return Value(self.of.astype(np.int32).view(BITS[str(dtype)]))
+            known = np.float32 if self.of.dtype.kind == "f" else np.int32
+            return Value(self.of.astype(known).view(BITS[str(dtype)]))
         if dtype in BITS:
             return Value(self.of.astype(BITS[dtype]))
         return Value(self.of * 1) if self.of.dtype == bool else self
@@ -68,7 +72,8 @@ def _calculate(name: str, turned: bool) -> Callable[[Value, Any], Any]:
     return run
 
 
-for _name in ("add", "sub", "mul", "mod", "floordiv", "truediv", "and_", "rshift", "lshift"):
+ARITHMETIC = "add", "sub", "mul", "mod", "floordiv", "truediv", "and_", "xor", "rshift", "lshift"
+for _name in ARITHMETIC:
     setattr(Value, f"__{_name.strip('_')}__", _calculate(_name, False))
     setattr(Value, f"__r{_name.strip('_')}__", _calculate(_name, True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -117,7 +122,7 @@ class Shared:
 
 
 class Barrier:
-    """Some barriers: what is under way for each, the bytes expected and come, phases completed."""
+    """Some barriers: what is under way for each, arrivals and bytes of a phase, and which."""
 
     def __init__(self, cells: list[dict[str, Any]]) -> None:
         self.cells = cells
@@ -146,12 +151,74 @@ class Product:
         return self.result
 
 
+class Turns:
+    """The partitions of a program, of which one runs at a time."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.running, self.alive, self.stuck = 0, {0}, set[int]()
+        self.error: BaseException | None = None
+
+    def wait_until(self, is_ready: Callable[[], bool]) -> None:
+        """Let the others go on until something is so."""
+        while not is_ready():
+            self.stuck.add(self.running)
+            self._pause()
+
+    def let_later(self) -> None:
+        """Let the partitions behind this one, which load for it, go on now."""
+        if max(self.alive) > self.running:
+            self._pause()
+
+    def _pause(self) -> None:
+        own = self.running
+        self._pass_on()
+        with self.changed:
+            self.changed.wait_for(lambda: self.running == own or self.error is not None)
+        if self.error is not None:
+            raise self.error
+
+    def _pass_on(self) -> None:
+        free = self.alive - self.stuck
+        assert free, "waits for ever"
+        with self.changed:
+            self.running = max(free - {self.running} or free)
+            self.changed.notify_all()
+
+    def run(self, parts: list[tuple[Callable[..., None], Any]], *_: Any) -> None:
+        """All partitions to their ends; the last one begins."""
+
+        def follow(n: int) -> None:
+            with self.changed:
+                self.changed.wait_for(lambda: self.running == n or self.error is not None)
+            try:
+                if self.error is None:
+                    parts[n][0](*parts[n][1])
+                    self.alive.remove(n)
+                    if self.alive:
+                        self._pass_on()
+            except BaseException as error:
+                with self.changed:
+                    self.error = self.error or error
+                    self.changed.notify_all()
+
+        self.alive, self.running = set(range(len(parts))), len(parts) - 1
+        threads = [threading.Thread(target=follow, args=(n,)) for n in self.alive]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.error is not None:
+            raise self.error
+
+
 class Clock:
     """What happens at once, or late; and the products that are under way."""
 
     def __init__(self, is_late: bool) -> None:
         self.is_late = is_late
         self.products: list[Product] = []
+        self.turns = Turns()
 
     def async_load(self, source: Descriptor, at: Any, barrier: Barrier, to: Shared) -> None:
         b, h, first, _ = (int(raw(x)) for x in at)
@@ -162,24 +229,43 @@ class Clock:
             to.of[...] = 0.0
             to.of.reshape(to.shape[-2:])[: len(rows)] = rows
             cell["come"] += to.of.size * 2
-            cell["phases"] += cell["come"] == cell["expected"]
+            self._complete(cell)
 
         to.of[...] = np.nan
+        self.turns.stuck.clear()
         if self.is_late:
             cell["under way"].append(copy)
         else:
             copy()
 
+    def _complete(self, cell: dict[str, Any]) -> None:
+        if cell["arrived"] == cell["count"] and cell["come"] == cell["expected"]:
+            cell.update(arrived=0, come=0, expected=0, phases=cell["phases"] + 1)
+
     def expect(self, barrier: Barrier, size: Any) -> None:
         (cell,) = barrier.cells
-        assert cell["come"] == cell["expected"], "a barrier is used while it is in use"
         cell["expected"] += int(raw(size))
+        self.arrive(barrier)
+
+    def arrive(self, barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+        (cell,) = barrier.cells
+        if raw(pred):
+            cell["arrived"] += count
+            assert cell["arrived"] <= cell["count"], "a barrier is used while it is in use"
+            self._complete(cell)
+            self.turns.stuck.clear()
+            # What was released too early is overwritten at once.
+            self.turns.let_later()
 
     def wait(self, barrier: Barrier, phase: Any) -> None:
         (cell,) = barrier.cells
-        while cell["under way"]:
-            cell["under way"].pop(0)()
-        assert cell["phases"] > 0 and (cell["phases"] - 1) % 2 == raw(phase), "waits for ever"
+
+        def is_over() -> bool:
+            while cell["under way"]:
+                cell["under way"].pop(0)()
+            return bool(cell["phases"] % 2 != raw(phase))
+
+        self.turns.wait_until(is_over)
 
     def multiply(
         self, a: Any, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool = False
@@ -217,19 +303,32 @@ def _store(at: Pointer, x: Value, mask: Any = True) -> None:
     at.flat[places[real]] = numbers[real]
 
 
-def _add(_text: str, _constraints: str, operands: Any, **_: Any) -> None:
-    """The one thing that assembler is used for."""
+def _assemble(text: str, _constraints: str, operands: Any, **_: Any) -> Value | None:
+    """The two things that assembler is used for: a zero, and a sum in memory."""
+    if not text.startswith("red"):
+        return Value(np.int64(0))
     places, numbers = np.broadcast_arrays(operands[0].at, raw(operands[1]))
     assert len(np.unique(places)) == places.size, "two numbers for one sum"
     operands[0].flat[places] += numbers
+    return None
 
 
-def _allocate(_dtype: Any, shape: Any, layout: Any) -> Any:
+def _allocate(dtype: Any, shape: Any, layout: Any) -> Any:
     sizes = [int(raw(size)) for size in shape]
     if layout == "barriers":
-        cells = [{"under way": [], "expected": 0, "come": 0, "phases": 0} for _ in range(sizes[0])]
-        return Barrier(cells)
-    return Shared(np.full(sizes, np.nan, np.float32))
+        fresh = {"count": 1, "arrived": 0, "expected": 0, "come": 0, "phases": 0}
+        return Barrier([fresh | {"under way": []} for _ in range(sizes[0])])
+    kind = BITS.get(dtype, np.float32)
+    return Shared(np.full(sizes, np.nan if kind == np.float32 else -(2**31), kind))
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    for cell in barrier.cells:
+        cell["count"] = count
+
+
+def _full(shape: Any, x: Any, dtype: Any, layout: Any = None) -> Value:
+    return Value(np.full(list(map(raw, shape)), raw(x), BITS.get(dtype, np.float32)))
 
 
 def _on_raw(function: Callable[..., Any]) -> Callable[..., Value]:
@@ -245,7 +344,7 @@ def language(program: int, warps: int) -> SimpleNamespace:
         NVMMASharedLayout=SimpleNamespace(get_default_for=lambda *_: None),
         constexpr=constexpr,
         float32="float32",
-        int32=None,
+        int32="int32",
         int64=None,
         num_warps=lambda: warps,
         program_id=lambda _: Value(np.int64(program)),
@@ -260,28 +359,28 @@ def language(program: int, warps: int) -> SimpleNamespace:
         min=_on_raw(np.min),
         sum=_on_raw(np.sum),
         arange=lambda first, past, layout=None: Value(np.arange(raw(first), raw(past))),
-        full=lambda shape, x, dtype, layout=None: Value(
-            np.full(list(map(raw, shape)), x, BITS.get(dtype, np.int64))
-        ),
+        full=_full,
         convert_layout=lambda x, _: x,
         static_range=lambda n: range(int(raw(n))),
         load=_load,
         store=_store,
         allocate_shared_memory=_allocate,
-        inline_asm_elementwise=_add,
+        inline_asm_elementwise=_assemble,
     )
 
 
 def bind(module: Any, name: str, program: int, warps: int, is_late: bool) -> Callable[..., None]:
     """A kernel of a module as a function that numpy runs, for one program."""
     gl, clock = language(program, warps), Clock(is_late)
+    gl.warp_specialize = clock.turns.run
     mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: "barriers",
-        init=lambda *_, count: None,
+        init=_init,
         expect=clock.expect,
+        arrive=clock.arrive,
         wait=clock.wait,
     )
-    known: dict[str, Any] = {
+    ours: dict[str, Any] = {
         "gl": gl,
         "tl": gl,
         "mbarrier": mbarrier,
@@ -291,18 +390,25 @@ def bind(module: Any, name: str, program: int, warps: int, is_late: bool) -> Cal
         "warpgroup_mma": clock.multiply,
         "warpgroup_mma_wait": clock.wait_products,
     }
-    modules = [vars(module)]
-    while modules:
-        for each, value in modules.pop().items():
-            if each in known:
+    found: dict[str, Any] = {}
+
+    def globals_of(module: Any) -> dict[str, Any]:
+        """The globals of a module, and of those that its functions come from."""
+        if module.__name__ in found:
+            return found[module.__name__]  # type: ignore[no-any-return]
+        known = found[module.__name__] = dict(ours)
+        for each, value in vars(module).items():
+            if each in ours:
                 continue
             if hasattr(value, "fn"):
                 code = value.fn
-                known[each] = FunctionType(code.__code__, known, each, code.__defaults__)
-                modules.append(code.__globals__)
+                around = globals_of(sys.modules[code.__module__])
+                known[each] = FunctionType(code.__code__, around, each, code.__defaults__)
             else:
                 known[each] = raw(value)
-    return known[name]
+        return known
+
+    return globals_of(module)[name]  # type: ignore[no-any-return]
 
 
 def as_argument(x: Any) -> Any:

@@ -215,6 +215,7 @@ NEED_TRITON = {
     "regard.ops.kernels.flash_backward_kernels",
     "regard.ops.kernels.flash_hopper_kernels",
     "regard.ops.kernels.flash_kernels",
+    "regard.ops.kernels.hopper_backward_tile_kernels",
     "regard.ops.kernels.hopper_tile_kernels",
     "regard.ops.kernels.largest_hopper_kernels",
     "regard.ops.kernels.largest_kernels",

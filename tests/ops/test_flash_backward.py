@@ -176,7 +176,7 @@ def lists_of(seen_bts: Tensor, rows: int, keys: int) -> TileLists:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "tiles", "is_late"),
-    [(128, Tiles(64, 128, 8, 3), True), (64, Tiles(32, 64, 4, 4), False)],
+    [(128, Tiles(64, 128, 8, 3), True), (64, Tiles(32, 64, 4, 2), False)],
 )
 @pytest.mark.parametrize("name", RULES)
 def test_the_kernel_for_hopper_gives_the_gradients_of_the_reference(
@@ -214,7 +214,7 @@ def test_the_kernel_for_hopper_gives_the_gradients_of_the_reference(
         run(
             *(Descriptor(x.numpy()) for x in dirty), *map(as_argument, rest), R=H // G, WIDTH=width,
             ROWS=tiles.rows, KEYS=tiles.keys, STAGES=tiles.stages,
-            HIDES=hides, COVERED=given.covered, APART=2,
+            HIDES=hides, COVERED=given.covered, APART=2, LOADER=24,
         )  # fmt: skip
     parts = sums.view(2, H, n // 8, width // 16, 8, 4, 2, 2).permute(0, 1, 2, 5, 7, 3, 6, 4)
     dq = parts.reshape(2, H, n, width)[:, :, :T] * (rule.factor * math.log(2))
@@ -222,9 +222,9 @@ def test_the_kernel_for_hopper_gives_the_gradients_of_the_reference(
         assert float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max()), part
 
 
-def test_two_slots_for_rows_would_wait_for_ever() -> None:
-    tiles = Tiles(64, 128, 8, 2)
+def test_one_slot_for_rows_would_wait_for_ever() -> None:
+    tiles = Tiles(64, 128, 8, 1)
     with pytest.raises(AssertionError, match="waits for ever"):
         test_the_kernel_for_hopper_gives_the_gradients_of_the_reference("plain", 64, tiles, False)
     rows = [row for name, rows in HOPPER.items() if name.startswith("hopper") for row in rows]
-    assert rows and all(row.stages > 2 for row in rows)
+    assert rows and all(row.stages > 1 for row in rows)

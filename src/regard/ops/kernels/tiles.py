@@ -46,7 +46,7 @@ HOPPER: Table = {
     "keys listed": (Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2), Tiles(32, 64, 8, 1)),
     "hopper": (Tiles(32, 128, 4, 3), Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 3)),
     "hopper windowed": (Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 3)),
-    "hopper biased": (Tiles(64, 64, 4, 3), Tiles(32, 128, 8, 3), Tiles(64, 128, 8, 3)),
+    "hopper biased": (Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 3)),
     "hopper listed": (Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 3), Tiles(64, 128, 8, 3)),
     "queries": (Tiles(128, 64, 4, 3), Tiles(128, 32, 4, 3), Tiles(64, 32, 8, 1)),
     "queries windowed": (Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 8, 1)),
