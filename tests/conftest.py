@@ -6,6 +6,7 @@ Torch is imported inside the fixtures, so that the process that only hands out t
 workers never loads it.
 """
 
+import gc
 import getpass
 import os
 import random
@@ -44,6 +45,21 @@ settings.register_profile("repeat", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.register_profile("long", deadline=None, max_examples=1400)
 settings.load_profile("repeat")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Modules and tests live to the end; to search them for garbage takes a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries say at the end what nothing freed
 
 
 @pytest.fixture(scope="session", autouse=True)

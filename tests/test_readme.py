@@ -83,7 +83,8 @@ def test_the_two_commands_of_the_readme_are_those_of_ci() -> None:
     assert "regard look" in commands[0]
     assert "pytest" in commands[1]
     ci_lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert [command for command in commands if command not in ci_lines] == []
+    stripped = [line.strip() for line in ci_lines]
+    assert [command for command in commands if command not in stripped] == []
 
 
 def test_the_picture_in_the_readme_is_what_the_command_prints(

@@ -1,5 +1,8 @@
 """A real browser for the pages: Debian's Chromium, driven by Playwright, with nothing downloaded.
 
+The headless shell draws the same pages as the whole browser, which opens a window with tabs and
+buttons for every test and takes more than twice the CPU time; that one is driven where it is alone.
+
 Every page that a test opens is watched: an uncaught error, an error on the console, a blocked
 script or style, or a request that leaves this machine fails the test, unless it expects it.
 """
@@ -17,13 +20,14 @@ from view_fakes import FakeRecord
 
 from regard.view import write_page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine: apt-get install chromium")
+        pytest.skip("no Chromium on this machine: apt-get install chromium-headless-shell")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
