@@ -16,7 +16,7 @@ from regard.lens.record import Record
 from regard.lens.watch import watch
 from regard.ops import ALiBi, Causal, Documents, Lengths, Wants, Window, attention, op
 from regard.ops.blockwise import Ask
-from regard.ops.kernels import flash
+from regard.ops.kernels import flash, flash_hopper
 from regard.ops.kernels.rendered import Rendered
 
 pytestmark = pytest.mark.gpu
@@ -159,6 +159,7 @@ def test_rows_are_told_by_the_pass_that_gives_the_output(
         return run(given, ask, *more, **named)
 
     monkeypatch.setattr(flash, "forward", forward)
+    monkeypatch.setattr(flash_hopper, "LONG", LONG_TEXT)
     wants = replace(WANTS, map=(37, 41))
     with torch.no_grad():
         unseen = model(q, k)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from regard.layers import MultiHeadAttention
 from regard.lens.record import Record
+from regard.lens.stitch_calls import Take
 from regard.lens.watch import watch
 
 
@@ -217,3 +220,19 @@ def test_heads_in_the_axis_of_the_batch(how: str) -> None:
     assert_within(found, exact, bound_weights(plain, exact))
     with pytest.raises(ValueError, match="batch of 6 rows"), torch.no_grad(), watch(model):
         model(torch.randn(2, 7, 12))
+
+
+def test_what_was_measured_is_let_go_when_the_block_ends() -> None:
+    """At once, as it lies on a GPU where it was measured there; not when garbage is collected."""
+    model = torch.nn.TransformerEncoderLayer(20, 4, 37, batch_first=True).eval()
+    kept: list[weakref.ref[Any]] = []
+    gc.disable()
+    try:
+        with torch.no_grad(), watch(model) as record:
+            model(torch.ones(1, 7, 20))
+            kept = [weakref.ref(x) for x in gc.get_objects() if isinstance(x, Take)]
+            assert len(kept) == 1
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+    assert record.statistics(0)["entropy"].shape == (4, 7)

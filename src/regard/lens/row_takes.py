@@ -92,6 +92,11 @@ class RowTakes:
             for take in self.takes.pop(key):
                 self.order.remove(take)
 
+    def clear(self) -> None:
+        """Forget all that was recorded."""
+        self.takes.clear()
+        self.order.clear()
+
     def rows_now(self) -> dict[int, int]:
         """The rows of the record, and where each is in the batch now."""
         rows = self.rows or (0,)

@@ -105,9 +105,13 @@ def watch(
     numbers = None if heads is None else tuple(heads)
     chosen = Chosen(wants or DEFAULT_WANTS, kept, rows, numbers, frozenset(asked))
     recorder = Recorder(model, chosen, named, progress)
-    with closing(recorder.copier), hooks_to(recorder):
-        yield record
-    record._fill(*recorder.finish())
+    try:
+        with closing(recorder.copier), hooks_to(recorder):
+            yield record
+        record._fill(*recorder.finish())
+    finally:
+        # What refers to itself would keep the answers on their device until it is searched for.
+        recorder.takes.clear()
     left_out = recorder.left_out.notes()
     if left_out:
         warnings.warn("; ".join(left_out), RuntimeWarning, stacklevel=3)

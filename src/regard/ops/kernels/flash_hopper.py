@@ -25,7 +25,7 @@ VERSIONS = ((3, 6), (3, 9))
 WIDTHS = (64, 128)
 FEWEST = 128
 """Queries from which on the tiles are filled."""
-LONG = 4096
+LONG = 8192
 """Queries from which on ours was measured faster than torch's kernels where nothing is hidden or
 all that comes later: bench/results/attention_gpu.md."""
 FARTHEST = 2**23
