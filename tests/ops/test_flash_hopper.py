@@ -131,6 +131,7 @@ def test_long_calls_without_gradients_are_those_that_ours_is_faster_for(
 ) -> None:
     monkeypatch.setattr(flash_hopper, "runs_on", lambda device: True)
     monkeypatch.setattr(flash_hopper, "LONG", 96)
+    monkeypatch.setattr(flash_hopper, "LARGE", 2 * 96 * 96)
 
     def draw(T: int = 96, width: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(1, 2, T, width, dtype=dtype)
@@ -145,3 +146,5 @@ def test_long_calls_without_gradients_are_those_that_ours_is_faster_for(
     assert not flash_hopper.is_long(q, q, learned)
     with torch.no_grad():
         assert flash_hopper.is_long(q, q, learned)
+    one = q[:, :1]
+    assert not flash_hopper.is_long(one, one, one), "one head is too little work"

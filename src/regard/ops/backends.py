@@ -118,7 +118,7 @@ def asked_first_on_gpu(call: Call) -> tuple[str, str] | None:
         return "blockwise", f"under {triton.LITTLE:,} weights are looked at before kernels compile"
     if sdpa.flags(call.rule) is not None:
         if call.dropout == 0.0 and flash_hopper.is_long(call.q, call.k, call.v):
-            return "triton", f"without gradients, from {flash_hopper.LONG:,} tokens on it is faster"
+            return "triton", "without gradients it is faster for long texts of many heads"
         return None
     if triton.is_decoding(call) or not (is_little or is_slow_by_kernels(call)):
         return "triton", "torch's kernels have to be given this mask or bias whole"

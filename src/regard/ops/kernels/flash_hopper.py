@@ -25,9 +25,10 @@ VERSIONS = ((3, 6), (3, 9))
 WIDTHS = (64, 128)
 FEWEST = 128
 """Queries from which on the tiles are filled."""
-LONG = 8192
-"""Queries from which on ours was measured faster than torch's kernels where nothing is hidden or
-all that comes later: bench/results/attention_gpu.md."""
+LONG, LARGE = 8192, 2**31
+"""Queries, and pairs of query and key in all heads, from which on ours was measured faster than
+torch's kernels where nothing is hidden, or all that comes later: bench/results/attention_gpu.md. A
+call of fewer pairs ends before a slow host has prepared it."""
 FARTHEST = 2**23
 """Positions below this are told exactly by the bits that ALiBi is reckoned with."""
 
@@ -46,7 +47,8 @@ def is_long(q: Tensor, k: Tensor, v: Tensor) -> bool:
     D = q.shape[3]
     if torch.compiler.is_compiling() or is_fake(q):
         return False
-    if q.shape[2] < LONG or q.shape[2] != k.shape[2]:
+    B, H, T, _ = q.shape
+    if T < LONG or k.shape[2] != T or B * H * T * T < LARGE:
         return False
     if q.dtype.itemsize != 2 or D not in WIDTHS or v.shape[3] != D or not runs_on(q.device):
         return False
