@@ -21,7 +21,7 @@ keys its parts, the threads that have a row, and what each has of a part.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -49,9 +49,6 @@ from regard.ops.kernels.hopper_tile_kernels import (
 from regard.ops.kernels.rendered import Rendered
 from regard.ops.kernels.tile_kernels import LOWEST
 
-if TYPE_CHECKING:
-    from regard.ops.kernels.largest_kernels import Lists
-
 ROWS = tl.constexpr(128)
 PARTS = tl.constexpr(4)
 """Of a tile's keys; a row's four threads each have a group of every part."""
@@ -65,6 +62,19 @@ REGISTERS = 128
 """Of a thread: so two programs of two warpgroups share a multiprocessor."""
 FLOOR = tl.constexpr(-3.4e38)
 """A bound that every score reaches, and -inf does not."""
+
+
+class Lists(NamedTuple):
+    """The scores of each row that may be among its largest, in groups of neighbouring keys.
+
+    scores: of rows, groups and keys; first_keys: of each group; both of some heads. counts: how
+    many groups there are, of which the first are in the list; bounds: what one of a group reaches.
+    """
+
+    scores: Tensor
+    first_keys: Tensor
+    counts: Tensor
+    bounds: Tensor
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ a tile, n slots of a row, c maxima of a row.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -186,19 +186,6 @@ def _pick(
     tl.store(flag, 1, mask=tl.max(is_open_t.to(tl.int32), 0) > 0)
 
 
-class Lists(NamedTuple):
-    """The scores of each row that may be among its largest, in groups of neighbouring keys.
-
-    scores: of rows, groups and keys; first_keys: of each group; both of some heads. counts: how
-    many groups there are, of which the first are in the list; bounds: what one of a group reaches.
-    """
-
-    scores: Tensor
-    first_keys: Tensor
-    counts: Tensor
-    bounds: Tensor
-
-
 LIST_NUMBERS = 2**26
 """Numbers of lists that are held at a time."""
 MOST_LISTED = 8
@@ -271,7 +258,7 @@ def _run_lists(
     band, most, group = hopper.ROWS.value, hopper.MOST.value, hopper.GROUP.value
     n_lists = triton.cdiv(T, band) * band * most
     n_heads = min(B * H, max(LIST_NUMBERS // (n_lists * (group + 1)), 1))
-    lists = Lists(
+    lists = hopper.Lists(
         torch.empty(n_heads * n_lists * group, dtype=torch.float32, device=device),
         torch.empty(n_heads * n_lists, dtype=torch.int32, device=device),
         torch.empty(B * H * T, dtype=torch.int32, device=device),
