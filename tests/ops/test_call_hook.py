@@ -44,6 +44,10 @@ def test_a_hook_is_told_of_rows_by_the_pass_that_gives_the_output(happened: list
     assert heard.rows is not None and (heard.rows["lse"] == 4.0).all()
 
 
+def refuse_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError
+
+
 def test_what_hooks_ask_about_rows_is_asked_at_once(happened: list[Any]) -> None:
     asks = [Wants(entropy=True, top=3), None, Wants(distance=True, top=5)]
     calls: list[Call] = []
@@ -58,7 +62,9 @@ def test_what_hooks_ask_about_rows_is_asked_at_once(happened: list[Any]) -> None
         assert len(calls) == 4 and all(call.rows is not None for call in calls)
 
 
-@pytest.mark.parametrize("case", ["nothing asked", "no hook asks", "gradient", "another kernel"])
+@pytest.mark.parametrize(
+    "case", ["nothing asked", "no hook asks", "gradient", "another kernel", "no memory"]
+)
 def test_a_hook_hears_the_call_first_where_the_pass_does_not_tell(
     case: str, happened: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +73,8 @@ def test_a_hook_hears_the_call_first_where_the_pass_does_not_tell(
         monkeypatch.setattr(
             backends.flash_hopper, "takes", lambda given, ask, mass: ask.entropy is False
         )
+    if case == "no memory":
+        monkeypatch.setattr(flash, "forward", refuse_memory)
     asks = {"nothing asked": lambda call: None, "no hook asks": None}
     q = Q.clone().requires_grad_(case == "gradient")
     call = make_call(q, Q, Q)
