@@ -32,7 +32,7 @@ from regard._torch import sdp_choice
 from regard.ops.bias import Bias
 from regard.ops.call import Call, Rule, plain_shape
 from regard.ops.flash_cpu import attend_on_cpu, in_rows
-from regard.ops.kernels.flash_hopper import is_long
+from regard.ops.kernels import flash_hopper
 from regard.ops.mask import Mask
 from regard.ops.masks import Causal
 from regard.ops.reference import repeat_heads, spoil
@@ -78,7 +78,7 @@ def attend_plain(
     if scale is not None and not (type(scale) is float and 0.0 < scale < math.inf):
         return None
     if q.is_cuda:
-        if is_long(q, k, v):
+        if T >= flash_hopper.LONG and flash_hopper.is_long(q, k, v):
             return None
         return run_sdpa((q, k, v), None, 0.0, causal, scale)
     rule = Rule(shape=shape, scale=scale, mask=Causal() if causal else None)
