@@ -46,6 +46,7 @@ def run_notebook(path: Path, folder: Path) -> Any:
         timeout=120,
         record_timing=False,
         store_widget_state=False,
+        coalesce_streams=True,  # a kernel may send one print as two messages
         resources={"metadata": {"path": str(folder)}},
     )
     client.execute(env=kernel)
