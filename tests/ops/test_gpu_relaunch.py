@@ -12,8 +12,7 @@ import torch
 from relaunch_cases import KNOWN, B, draw
 from torch import Tensor
 
-from regard.ops import attention, decode_relaunch
-from regard.ops.mask import Mask
+from regard.ops import ALiBi, attention, decode_relaunch
 
 pytestmark = pytest.mark.gpu
 
@@ -36,13 +35,11 @@ def test_a_step_that_is_launched_again_equals_the_reference(
     torch.manual_seed(0)
     for turn in range(3):
         q, k, v = (torch.randn_like(x, device="cuda") for x in draw(T, S))
-        rule = {
-            what: x.to("cuda") if isinstance(x, Tensor | Mask) else x
-            for what, x in KNOWN[name](T, S).items()
-        }
-        if "bias" in rule and turn:
-            # Slopes that are on the GPU, and such as are copied there.
-            rule["bias"] = rule["bias"].to(torch.device("cuda", torch.cuda.current_device()))
+        with torch.device("cuda"):
+            rule = KNOWN[name](T, S)
+        if type(rule.get("bias")) is ALiBi and not turn:
+            # Slopes that are copied to the GPU; later ones are there.
+            rule["bias"] = ALiBi(slopes=rule["bias"].slopes.detach().cpu())
         with torch.no_grad():
             ours = attention(q, k, v, **rule)
             wide = (x.double() for x in (q, k, v))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SCRATCH = 2**26
 """Numbers held between the bands of rows and the cells of a map."""
-HOPPER = (128, 16)
+HOPPER = (16, 64)
 """Rows and keys in which the kernel for Hopper adds up cells."""
 SMALLEST = 8
 """Rows and keys of its cells, at least."""

@@ -1,10 +1,12 @@
 """What keys receive, and the cells of maps, on a Hopper GPU, in Gluon.
 
 Why: `pooling_kernels.py` adds up the cells of each tile across warps, who wait for each other, and
-has the tensor cores wait for all of them. Here no number leaves its warp before it is told: cells
-are 16 keys wide, which is what a warp has, and are joined afterwards; and what a key receives stays
-apart in the four threads that share a row of products, until the end. Two programs share a
-multiprocessor, so that one multiplies while the other weighs. Tiles of rows come by TMA.
+has the tensor cores wait for all of them. Here no number leaves its thread before it is told, but
+those of cells, which do not leave their warp: cells are 16 rows high, which is what a warp has, and
+are joined afterwards. A tile has its rows across the threads, so that what is known of a row is
+read once for all of its keys; what a key receives is kept apart by each thread until the end.
+Several programs share a multiprocessor, so that one multiplies while another weighs. Tiles of rows
+come by TMA.
 
 Left out: weights of rows, maxima, caps, biases, and masks that are told by lists, which
 `pooling_kernels.py` has.
@@ -12,12 +14,14 @@ Left out: weights of rows, maxima, caps, biases, and masks that are told by list
 This module needs triton, and is imported where it runs.
 
 Letters: B batch, T queries, S keys, H query heads, R query heads a key head; t, s sizes of a tile;
-x, y its cells down and across, c threads that share a row of products.
+x, y its cells down and across; w warps, l rows that lie side by side in eight threads of a warp, c
+threads that share a row of products.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -29,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from regard.ops.kernels import tile_kernels
@@ -41,20 +46,14 @@ from regard.ops.kernels.row_sums import RowSums
 if TYPE_CHECKING:
     from regard.ops.kernels.pooling_kernels import Cells
 
-ROWS = tl.constexpr(128)
+ROWS = tl.constexpr(64)
 KEYS = tl.constexpr(128)
+HALF = tl.constexpr(64)
+"""Of the keys: as many as are weighed at a time, while the other half is multiplied."""
 WARP = tl.constexpr(16)
-"""Keys of a warp."""
+"""Rows of a warp."""
 REGISTERS = 128
-"""Of a thread: so two programs of two warpgroups share a multiprocessor."""
-
-
-class RowScales(NamedTuple):
-    """Maxima of rows and one by their sums; 0 of rows beyond the last, which so weigh 0."""
-
-    maxima: Tensor
-    scales: Tensor
-
+"""Of a thread: so four programs share a multiprocessor, as far as their keys fit beside."""
 
 runs_by_keys = gluon.jit(tile_kernels.runs_by_keys.fn)
 
@@ -69,53 +68,95 @@ def _first_row(n, run):
 
 
 @gluon.jit
-def _weigh(x_st, start, s, is_mixed, rule, rows, row, b, sizes, LAYOUT: gl.constexpr):
+def _weigh(x_ts, lse_t, t, key, is_mixed, rule, b, sizes):
     """The weights of a tile of products, 0 where nothing is seen."""
     T, S = sizes
-    n = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LAYOUT))
-    max_t = gl.load(rows.maxima + (row + start) + n)
-    w_st = gl.exp2(x_st * rule.factor - gl.expand_dims(max_t, 0))
-    w_st = w_st * gl.expand_dims(gl.load(rows.scales + (row + start) + n), 0)
+    w_ts = gl.exp2(x_ts * rule.factor - gl.expand_dims(lse_t, 1))
     if is_mixed:
-        lo_t, hi_t = bounds_of(rule, b, gl.minimum(start + n, T - 1), T, S)
-        after_st = gl.expand_dims(s, 1) >= gl.expand_dims(lo_t, 0)
-        seen_st = after_st & (gl.expand_dims(s, 1) < gl.expand_dims(hi_t, 0))
-        w_st = gl.where(seen_st, w_st, 0.0)
-    return w_st
+        lo_t, hi_t = bounds_of(rule, b, gl.minimum(t, T - 1), T, S)
+        # Keys are 8 j + c, of which all j are constants: none is kept in a register.
+        w_tjc = w_ts.reshape([ROWS, HALF // 8, 8])
+        TJC: gl.constexpr = w_tjc.type.layout
+        j = 8 * gl.arange(0, HALF // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, TJC)))
+        c = key + gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, TJC)))
+        j_tjc = gl.expand_dims(gl.expand_dims(j, 0), 2)
+        T_LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, TJC))
+        lo_tc = gl.expand_dims(gl.convert_layout(lo_t, T_LAYOUT), 1) - gl.expand_dims(c, 0)
+        hi_tc = gl.expand_dims(gl.convert_layout(hi_t, T_LAYOUT), 1) - gl.expand_dims(c, 0)
+        seen_tjc = (j_tjc >= gl.expand_dims(lo_tc, 1)) & (j_tjc < gl.expand_dims(hi_tc, 1))
+        w_ts = gl.convert_layout(
+            gl.where(seen_tjc, w_tjc, 0.0).reshape([ROWS, HALF]), w_ts.type.layout
+        )
+    return w_ts
 
 
 @gluon.jit
-def _write_cells(w_sxc, cells, head, start, key, TALL: gl.constexpr, WIDE: gl.constexpr):
+def _bands(w_ts, TALL: gl.constexpr):
+    """Sums of the rows of a cell that lie in one thread, (x, l, s)."""
+    return gl.sum(w_ts.reshape([ROWS // TALL, TALL // 8, 8, HALF]), 1)
+
+
+@gluon.jit
+def _by_thread(w_xls, TALL: gl.constexpr):
+    """Sums of all rows that lie in one thread, (w, l, s)."""
+    return gl.sum(w_xls.reshape([ROWS // WARP, WARP // TALL, 8, HALF]), 1)
+
+
+@gluon.jit
+def _write_cells(w_xls, cells, head, start, key, TALL: gl.constexpr, WIDE: gl.constexpr):
     """Write the cells of a tile."""
-    Y: gl.constexpr = KEYS // WIDE
     X: gl.constexpr = ROWS // TALL
-    w_yx = gl.sum(gl.sum(w_sxc.reshape([Y, WIDE, X, 4]), 1), 2)
-    x = start // TALL + gl.arange(0, X, layout=gl.SliceLayout(0, w_yx.type.layout))
-    y = key // WIDE + gl.arange(0, Y, layout=gl.SliceLayout(1, w_yx.type.layout))
-    real_yx = gl.expand_dims(y < cells.width, 1) & gl.expand_dims(x < cells.height, 0)
-    at_yx = gl.expand_dims(x * cells.width, 0) + gl.expand_dims(y, 1)
+    Y: gl.constexpr = HALF // WIDE
+    # First what lies in one thread, then the four that share a row, and last the rows.
+    w_xlyc = gl.sum(gl.sum(w_xls.reshape([X, 8, Y, WIDE // 8, 4, 2]), 5), 3)
+    w_xy = gl.sum(gl.sum(w_xlyc, 3), 1)
+    x = start // TALL + gl.arange(0, X, layout=gl.SliceLayout(1, w_xy.type.layout))
+    y = key // WIDE + gl.arange(0, Y, layout=gl.SliceLayout(0, w_xy.type.layout))
+    real_xy = gl.expand_dims(x < cells.height, 1) & gl.expand_dims(y < cells.width, 0)
+    at_xy = gl.expand_dims(x * cells.width, 1) + gl.expand_dims(y, 0)
     to = cells.at + head.to(gl.int64) * cells.height * cells.width
-    gl.store(to + at_yx, w_yx * cells.share, mask=real_yx)
+    gl.store(to + at_xy, w_xy * cells.share, mask=real_xy)
+
+
+@gluon.jit
+def _gather(
+    sum_wls, x_ts, lse_t, t, seen, rule, cells, own, sizes,
+    TALL: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Add what a tile of products gives to its keys, and write its cells."""
+    start, is_mixed = seen
+    head, b, key = own
+    w_ts = _weigh(x_ts, lse_t, start + t, key, is_mixed, rule, b, sizes)
+    w_xls = _bands(w_ts, TALL)
+    if cells is not None:
+        _write_cells(w_xls, cells, head, start, key, TALL, WIDE)
+    return sum_wls + gl.convert_layout(_by_thread(w_xls, TALL), sum_wls.type.layout)
+
+
+@gluon.jit
+def _write_sums(sum_wls, to, s, S, LAYOUT: gl.constexpr):
+    """Write what keys receive from all rows."""
+    sum_s = gl.convert_layout(gl.sum(gl.sum(sum_wls, 1), 0), gl.SliceLayout(0, LAYOUT))
+    gl.store(to + s, sum_s, mask=s < S)
 
 
 @gluon.jit(do_not_specialize=["H", "T", "S"])
 def _received(
-    q, k, rule, rows, received, cells, H, T, S,
+    q, k, rule, lse, received, cells, H, T, S,
     R: gl.constexpr, WIDTH: gl.constexpr, TALL: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """What 128 keys of one head get from all queries, and the cells of TALL × WIDE above them."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, ROWS, 16])
-    X: gl.constexpr = ROWS // TALL
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     n_lines = gl.cdiv(S, KEYS)
     # Under a causal mask the first keys are seen by most, and begin first.
     key = gl.program_id(0) % n_lines * KEYS
     head = gl.program_id(0) // n_lines
     b, h = head // H, head % H
-    k_buffer = gl.allocate_shared_memory(k.dtype, [1, 1, KEYS, WIDTH], k.layout)
+    k_buffer = gl.allocate_shared_memory(k.dtype, [2, 1, 1, HALF, WIDTH], k.layout)
     q_buffer = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, ROWS, WIDTH], q.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(k_full, count=1)
+    mbarrier.init(k_full, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
     fence_async_shared()
@@ -123,36 +164,47 @@ def _received(
     first, whole, ends, n_full, n_before, n_mixed = runs_by_keys(rule, b, key, T, S, ROWS, KEYS)
     run = (n_full, n_before, first, whole, ends)
     n_tiles = n_full + n_mixed
-    load_tile(k, key, b, h // R, k_full, k_buffer, KEYS * WIDTH * 2)
+    for i in gl.static_range(2):
+        at = key + i * HALF
+        load_tile(k, at, b, h // R, k_full, k_buffer.index(i), HALF * WIDTH * 2)
     for i in gl.static_range(STAGES):
         if i < n_tiles:
             load_tile(
                 q, _first_row(i, run), b, h, q_full.index(i), q_buffer.index(i), ROWS * WIDTH * 2
             )
     row = head.to(gl.int64) * (gl.cdiv(T, ROWS) * ROWS)
-    s = key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
-    zero_st = gl.full([KEYS, ROWS], 0.0, gl.float32, layout=LAYOUT)
-    sum_sc = gl.sum(gl.sum(zero_st.reshape([KEYS, ROWS // 8, 4, 2]), 3), 1)
-    k_sd = k_buffer.reshape([KEYS, WIDTH])
+    t = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    zero_ts = gl.full([ROWS, HALF], 0.0, gl.float32, layout=LAYOUT)
+    left_wls = _by_thread(_bands(zero_ts, TALL), TALL)
+    right_wls = left_wls
+    k_left = k_buffer.index(0).reshape([HALF, WIDTH]).permute((1, 0))
+    k_right = k_buffer.index(1).reshape([HALF, WIDTH]).permute((1, 0))
+    own = (head, b, key)
     mbarrier.wait(k_full, 0)
     for n in range(0, n_tiles):
         slot = n % STAGES
+        start = _first_row(n, run)
         mbarrier.wait(q_full.index(slot), (n // STAGES) & 1)
-        q_dt = q_buffer.index(slot).reshape([ROWS, WIDTH]).permute((1, 0))
-        x_st = warpgroup_mma(k_sd, q_dt, zero_st, use_acc=False)
+        q_td = q_buffer.index(slot).reshape([ROWS, WIDTH])
+        x_ts = warpgroup_mma(q_td, k_left, zero_ts, use_acc=False, is_async=True)
+        y_ts = warpgroup_mma(q_td, k_right, zero_ts, use_acc=False, is_async=True)
+        lse_t = gl.load(lse + (row + start) + t)
+        x_ts = warpgroup_mma_wait(1, deps=[x_ts])
+        seen = (start, n >= n_full)
+        left_wls = _gather(left_wls, x_ts, lse_t, t, seen, rule, cells, own, (T, S), TALL, WIDE)
+        y_ts = warpgroup_mma_wait(0, deps=[y_ts])
         sync_threads()
         if n + STAGES < n_tiles:
             at = _first_row(n + STAGES, run)
             load_tile(q, at, b, h, q_full.index(slot), q_buffer.index(slot), ROWS * WIDTH * 2)
-        start = _first_row(n, run)
-        w_st = _weigh(x_st, start, s, n >= n_full, rule, rows, row, b, (T, S), LAYOUT)
-        w_sxc = gl.sum(gl.sum(w_st.reshape([KEYS, X, TALL // 8, 4, 2]), 4), 2)
-        part_sc = gl.sum(w_sxc, 1)
-        sum_sc += gl.convert_layout(part_sc, sum_sc.type.layout)
-        if cells is not None:
-            _write_cells(w_sxc, cells, head, start, key, TALL, WIDE)
-    sum_s = gl.convert_layout(gl.sum(sum_sc, 1), gl.SliceLayout(1, LAYOUT))
-    gl.store(received + head.to(gl.int64) * S + s, sum_s, mask=s < S)
+        own_right = (head, b, key + HALF)
+        right_wls = _gather(
+            right_wls, y_ts, lse_t, t, seen, rule, cells, own_right, (T, S), TALL, WIDE
+        )  # fmt: skip
+    to = received + head.to(gl.int64) * S
+    left = key + gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT))
+    _write_sums(left_wls, to, left, S, LAYOUT)
+    _write_sums(right_wls, to, left + HALF, S, LAYOUT)
 
 
 def run_received(
@@ -160,16 +212,15 @@ def run_received(
 ) -> None:
     """Fill in what keys receive, (B, H, S), and the cells, of some rows and keys each."""
     (B, H, T, D), (_, G, S, _) = given.q.shape, given.k.shape
-    to, tall, wide = cells or (None, ROWS.value, WARP.value)
-    lack = (0, -T % ROWS.value)
-    rows = RowScales(
-        torch.nn.functional.pad(sums.maxima, lack),
-        torch.nn.functional.pad(sums.sums.reciprocal(), lack),
+    to, tall, wide = cells or (None, WARP.value, HALF.value)
+    # In bits; infinite for rows beyond the last, which so weigh 0.
+    lse = torch.nn.functional.pad(
+        sums.maxima + sums.sums.log2(), (0, -T % ROWS.value), value=math.inf
     )
     launch: Any = _received[(B * H * triton.cdiv(S, KEYS.value),)]
     launch(
-        describe(given.q, ROWS.value), describe(given.k, KEYS.value), rule_of(given),
-        rows, received, to, H, T, S,
-        R=H // G, WIDTH=D, TALL=tall, WIDE=wide, num_warps=8, maxnreg=REGISTERS,
+        describe(given.q, ROWS.value), describe(given.k, HALF.value), rule_of(given),
+        lse, received, to, H, T, S,
+        R=H // G, WIDTH=D, TALL=tall, WIDE=wide, num_warps=4, maxnreg=REGISTERS,
         enable_fp_fusion=True,
     )  # fmt: skip
