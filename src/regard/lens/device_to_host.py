@@ -3,10 +3,11 @@
 Why: maps of 256 × 256 cells of 512 heads are 134 MB. Memory that nobody has written to yet is slow
 to write to, and `tensor.cpu()` lets the model wait for it: longer than the measuring itself takes.
 
-How: what a call gave is laid end to end and copied into pinned staging buffers, in the order of the
-device's own work, so that a cache may overwrite afterwards what was copied. A thread moves it on
-into plain memory, and torch takes the staging buffers back. The thread is asked once a call, since
-whenever it wakes, it takes the GIL from the thread that runs the model.
+How: what a call gave is laid end to end, in the order of the device's own work, so that a cache may
+overwrite afterwards what was there. From there it goes into pinned staging buffers on a stream of
+its own, while the device goes on. A thread moves it on into plain memory, and torch takes the
+staging buffers back. The thread is asked once a call, since whenever it wakes, it takes the GIL
+from the thread that runs the model.
 
 Small results are not worth it.
 """
@@ -38,6 +39,7 @@ def is_large(values: Tensor) -> bool:
 class HostCopier:
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._changed = threading.Condition()
         self._under_way = 0
 
@@ -52,17 +54,19 @@ class HostCopier:
         # The widest types first, so that each begins at a multiple of its size.
         order = sorted(values, key=lambda name: -values[name].element_size())
         flat = [values[name].reshape(-1).view(torch.uint8) for name in order]
-        joint = flat[0] if len(flat) == 1 else torch.cat(flat)
+        joint = torch.cat(flat)
+        stream = self._stream_behind(joint)
         host = torch.empty(len(joint), dtype=torch.uint8)
         parts = zip(order, torch.split(host, [len(x) for x in flat]), strict=True)
         copies = {name: x.view(values[name].dtype).view(values[name].shape) for name, x in parts}
         for piece, there in zip(torch.split(joint, PIECE), torch.split(host, PIECE), strict=True):
             self._wait_for_backlog(len(piece))
             staged = torch.empty(len(piece), dtype=torch.uint8, pin_memory=True)
-            staged.copy_(piece, non_blocking=True)
+            with torch.cuda.stream(stream):
+                staged.copy_(piece, non_blocking=True)
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            done.record(torch.cuda.current_stream(piece.device))
-            arriving = self._thread.submit(self._land, staged, done, there, copies)
+            done.record(stream)
+            arriving = self._thread.submit(self._land, piece, staged, done, there, copies)
         return arriving
 
     def close(self) -> None:
@@ -70,18 +74,34 @@ class HostCopier:
             self._thread.shutdown()
             self._thread = None
 
+    def _stream_behind(self, values: Tensor) -> torch.cuda.Stream:
+        """The stream that copies, once it has waited for what was written."""
+        device = values.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
+
     def _wait_for_backlog(self, size: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._under_way or self._under_way + size <= BACKLOG)
             self._under_way += size
 
     def _land(
-        self, staged: Tensor, done: torch.cuda.Event, there: Tensor, copies: dict[str, Tensor]
+        self,
+        piece: Tensor,
+        staged: Tensor,
+        done: torch.cuda.Event,
+        there: Tensor,
+        copies: dict[str, Tensor],
     ) -> dict[str, Tensor]:
+        """Move a piece on; until it has arrived its memory on the device is nobody else's."""
         try:
             done.synchronize()
             there.copy_(staged)
         finally:
+            del piece
             with self._changed:
                 self._under_way -= len(staged)
                 self._changed.notify()

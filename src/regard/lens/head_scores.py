@@ -31,23 +31,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.lens.captured_call import Call
 from regard.lens.lazy_weights import Array
-from regard.lens.measure import NamedKeys, sum_weights
+from regard.lens.measure import NamedKeys
 from regard.lens.schema import SPOTS
+from regard.ops.shape import Shape
 
 
-def sum_spots(
-    call: Call, lse_ht: Tensor, real_t: Tensor, first: int, ids_s: Tensor | None, cross: bool
-) -> tuple[Tensor, Tensor]:
-    """Sums of single weights and their counts, each (scores, H); `real_t`: queries that count."""
-    T, S = call.shape.T, call.shape.S
+def name_spots(
+    shape: Shape, real_t: Tensor, first: int, ids_s: Tensor | None, cross: bool
+) -> NamedKeys:
+    """The keys whose weights are summed; `real_t`: queries that count."""
     tokens = b""
-    if not cross and ids_s is not None and len(ids_s) == S:
+    if not cross and ids_s is not None and len(ids_s) == shape.S:
         tokens = ids_s.numpy().astype(np.int64).tobytes()
-    keys = spot_keys(T, S, real_t.numpy().tobytes(), first, tokens, cross)
-    counts = keys.counts[:, None].expand(-1, call.shape.H)
-    return sum_weights(call, lse_ht, keys), counts
+    return spot_keys(shape.T, shape.S, real_t.numpy().tobytes(), first, tokens, cross)
 
 
 @functools.lru_cache(maxsize=4)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from regard.ops.kernels import row_stats
 from regard.ops.kernels.backend import is_little, refuse_tensors
 from regard.ops.kernels.rendered import renders_whole
 from regard.ops.op import observe_call
+from regard.ops.pack import pack
 from regard.ops.shape import Shape, Tile
 from regard.ops.weight_stats import visible
 
@@ -222,3 +224,18 @@ def _heads_of(rule: Rule, device: torch.device) -> int:
         parts.append(rule.bias.block(rule.shape, tile, device, torch.float32))
     wide = max((part.shape[-3] if part.dim() >= 3 else 1 for part in parts), default=1)
     return rule.shape.H if wide > 1 else 1
+
+
+def rule_key(rule: Rule) -> Any:
+    """What tells two rules apart, without reading large tensors."""
+    packed = pack(rule)
+    tensors = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, _age(t)) for t in packed.tensors)
+    return packed.form, tensors, tuple(packed.ints), tuple(packed.floats), rule.shape
+
+
+def _age(tensor: Tensor) -> Any:
+    """What changes when a tensor is written to in place, as the positions in a cache are."""
+    if not tensor.is_inference():
+        return tensor._version
+    # In inference mode torch does not count; small tensors are read, large masks are made anew.
+    return tuple(tensor.flatten().tolist()) if tensor.numel() <= 1 << 16 else 0

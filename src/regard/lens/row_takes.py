@@ -16,13 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from regard.lens.captured_call import Call
+from regard.lens.cuda_graphs import Replays
 from regard.lens.device_to_host import HostCopier
 from regard.lens.extras import Extras
-from regard.lens.measure import FoundRuns, find_runs
+from regard.lens.measure import FoundRuns, find_runs, rule_key
 from regard.lens.stitch_calls import Take
 from regard.ops import Wants
-from regard.ops.call import Rule
-from regard.ops.pack import pack
 
 MOST_TAKES = 256
 """Places that one module may become; a training loop is not to be watched."""
@@ -68,6 +67,7 @@ class RowTakes:
         # Where each row of the record is now, if rows have left the batch; none if it has too.
         self._moved: dict[int, tuple[int, ...]] = {}
         self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
+        self._replays = Replays()
 
     def knows(self, call: Call) -> bool:
         """Whether the place of a call has been recorded before."""
@@ -96,6 +96,7 @@ class RowTakes:
         """Forget all that was recorded."""
         self.takes.clear()
         self.order.clear()
+        self._replays.clear()
 
     def rows_now(self) -> dict[int, int]:
         """The rows of the record, and where each is in the batch now."""
@@ -204,7 +205,7 @@ class RowTakes:
             name = name_place(call.name + suffix, number)
         cross, heads = bool(call.cross), self.heads or ()
         wants, keep = self.chosen.wants, self.chosen.keep
-        take = Take(name, found.layer, wants, keep, self.copier, cross, heads)
+        take = Take(name, found.layer, wants, keep, self.copier, cross, heads, self._replays)
         takes.append(take)
         self.order.append(take)
         return take
@@ -219,7 +220,7 @@ class RowTakes:
     def runs_of(self, call: Call) -> FoundRuns | None:
         """The runs of a call; layers share masks, so each is looked at once."""
         rule = call.rule
-        key = _rule_key(rule)
+        key = rule_key(rule)
         if key not in self._runs:
             if len(self._runs) > 16:
                 self._runs.pop(next(iter(self._runs)))
@@ -230,18 +231,3 @@ class RowTakes:
 
 def name_place(name: str, number: int) -> str:
     return name if number == 1 else f"{name}@{number}"
-
-
-def _rule_key(rule: Rule) -> Any:
-    """What tells two rules apart, without reading large tensors."""
-    packed = pack(rule)
-    tensors = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, _age(t)) for t in packed.tensors)
-    return packed.form, tensors, tuple(packed.ints), tuple(packed.floats), rule.shape
-
-
-def _age(tensor: Tensor) -> Any:
-    """What changes when a tensor is written to in place, as the positions in a cache are."""
-    if not tensor.is_inference():
-        return tensor._version
-    # In inference mode torch does not count; small tensors are read, large masks are made anew.
-    return tuple(tensor.flatten().tolist()) if tensor.numel() <= 1 << 16 else 0

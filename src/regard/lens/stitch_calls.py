@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,19 +29,24 @@ from torch import Tensor
 from regard.lens.bias_forms import Biases, TooLarge
 from regard.lens.captured_call import Call
 from regard.lens.contributions import value_norms
+from regard.lens.cuda_graphs import Look, Replays
 from regard.lens.device_to_host import HostCopier, HostCopy, is_large
-from regard.lens.head_scores import sum_spots
+from regard.lens.head_scores import name_spots
 from regard.lens.lazy_weights import Array
-from regard.lens.measure import FoundRuns, measure, reach
+from regard.lens.measure import FoundRuns, NamedKeys, measure, reach, sum_weights
 from regard.lens.schema import Place
-from regard.ops import Map, Mask, Observation, Wants
+from regard.ops import Map, Mask, Wants
+from regard.ops.kernels.backend import is_little
 from regard.ops.mask import At
+from regard.ops.pack import pack
 
 DIRECT = 1 << 22
 """Weights up to which a map is made from q and k whenever it is asked for."""
 BASE_CELLS = 1024
 FINGERPRINTED = 1 << 23
 """Numbers of keys that are made into fingerprints together."""
+LONG = 1 << 33
+"""Weights of all heads from which on kernels take longer than launching them."""
 PICTURE = 128
 """Cells on a side of the map that is kept with statistics."""
 
@@ -55,6 +60,33 @@ class Fit:
     runs: FoundRuns | None
 
 
+class Asked(NamedTuple):
+    """What is measured of a call.
+
+    base: the map from which larger ones are made. offset: of its first key in the record. new: so
+    many of its last keys are new there. reaches: whether it is asked how far rows look to either
+    side; ahead: whether any looks at keys after its own.
+    """
+
+    wants: Wants
+    base: Map | None
+    offset: int
+    new: int
+    reaches: bool
+    ahead: bool
+
+
+class Queries(NamedTuple):
+    """The queries that see something, (T,), and those whose own key is seen too; on the CPU.
+
+    spots: the keys that are named for these.
+    """
+
+    sees: Tensor
+    real: Tensor
+    spots: NamedKeys
+
+
 @dataclass(eq=False)
 class Take:
     """What has been seen of one place; `replace(take)` is an empty one of the same place."""
@@ -66,6 +98,7 @@ class Take:
     copier: HostCopier
     cross: bool
     heads: tuple[int, ...]
+    replays: Replays
     projection_hce: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -131,8 +164,6 @@ class Take:
         call, offset, runs = fit.call, fit.offset, fit.runs
         T, S = call.shape.T, call.shape.S
         own = np.arange(T) + offset + (S - T)
-        seen = self._observe(call, offset)
-        assert seen.lse is not None
         self.own.append(own)
         known = self.ids is not None and ids is not None and len(ids) == T
         self.ids = [*(self.ids or []), ids.cpu()] if known and ids is not None else None
@@ -141,30 +172,12 @@ class Take:
         else:
             self.runs.append((runs.counts, runs.pairs + offset))
             self.causal = self.causal and runs.ahead <= S - T
-        sees, real = self._count(call, seen.lse[0], runs, own - offset)
         if not self.calls:
-            group = call.shape.H // call.k.shape[1]
-            self.rule = {
-                "scale": float(call.rule.factor(call.q.shape[3])),
-                "softcap": None if call.softcap is None else float(call.softcap),
-                "key_heads": [h // group for h in range(call.shape.H)],
-            }
-            if runs is not None and len(runs.pairs):
-                self.first = int(runs.pairs[:, 0].min())
-        self._add_rows(seen, sees, real, offset)
-        if seen.distance is not None and not self.cross:
-            ahead = runs is None or runs.ahead > S - T
-            far = reach(call, seen) if ahead else seen.distance
-            self.rows.setdefault("reach", []).append(far[0])
-        first, key_ids = max(self.first - offset, 0), self._key_ids(offset, S)
-        spots, counts = sum_spots(call, seen.lse[0], real, first, key_ids, self.cross)
-        self.spots = spots if self.spots is None else self.spots.to(spots) + spots
-        self.spot_counts = self.spot_counts + counts.numpy()
+            self._begin(call, runs)
+        new = max(offset + S - self.n_keys, 0)
+        self._add_found(fit, *self._look(fit, own - offset, new))
         if self.keep == "qk" and self.exact:
             self._keep(call, offset, own)
-        new = max(offset + S - self.n_keys, 0)
-        prints = fingerprints(call.k[0, :, S - new :])
-        self.prints = prints if self.prints is None else torch.cat([self.prints, prints])
         if self.projection_hce is not None and call.v is not None:
             self.norms.append(value_norms(call.v[0, :, S - new :], self.projection_hce))
         self.reads.append(T - sum(self.reads) if not self.calls else T)
@@ -174,27 +187,58 @@ class Take:
         measured = self._measured() if self.calls == 1 else {}
         self.early = self.copier.copy({name: x for name, x in measured.items() if is_large(x)})
 
-    def _observe(self, call: Call, offset: int) -> Observation:
+    def _begin(self, call: Call, runs: FoundRuns | None) -> None:
+        group = call.shape.H // call.k.shape[1]
+        self.rule = {
+            "scale": float(call.rule.factor(call.q.shape[3])),
+            "softcap": None if call.softcap is None else float(call.softcap),
+            "key_heads": [h // group for h in range(call.shape.H)],
+        }
+        if runs is not None and len(runs.pairs):
+            self.first = int(runs.pairs[:, 0].min())
+
+    def _look(self, fit: Fit, own: Array, new: int) -> tuple[dict[str, Tensor], Queries]:
+        """What is measured of a call, and which queries count."""
+        call, asked = fit.call, self._ask(fit, new)
+        if fit.runs is None or call.sinks is not None:
+            found = look_at(call, asked)
+            queries = self._count(fit, found["lse"], own)
+            return found | {"spots": sum_weights(call, found["lse"], queries.spots)}, queries
+        queries = self._count(fit, None, own)
+        if self.calls or not suits_graphs(call):
+            return look_at(call, asked, queries.spots), queries
+        rows, spots = call.rows or {}, queries.spots
+
+        def make(given: list[Tensor]) -> Look:
+            told = dict(zip(rows, given[2:], strict=True)) or None
+            there = replace(call, q=given[0], k=given[1], v=None, rows=told)
+            return functools.partial(look_at, there, asked, spots)
+
+        given = [call.q, call.k, *rows.values()]
+        lying = [(x.shape, x.dtype, x.device) for x in given]
+        # Runs stand for the rule that they are of, as what looks at a call is told both.
+        form = (*lying, *rows, *asked[2:], spots, fit.runs)
+        packed, wants = pack(call.rule), map(kind_of, vars(asked.wants).values())
+        kind = (*lying, *rows, *asked[1:], *wants, packed.form, *packed.ints, *packed.floats)
+        spots.on(call.q.device)
+        return self.replays.answer(form, kind, given, make), queries
+
+    def _ask(self, fit: Fit, new: int) -> Asked:
+        """What is measured of a call."""
+        call, runs = fit.call, fit.runs
         T, S = call.shape.T, call.shape.S
-        wants = replace(self.wants, lse=True)
+        wants, base = replace(self.wants, lse=True), None
         if wants.map is None and self.keep == "statistics":
             wants = replace(wants, map=(min(T, PICTURE), min(S, PICTURE)))
         elif self.keep == "qk" and not self.calls and T * S > DIRECT:
-            cell = 2 ** math.ceil(math.log2(max(T, S) / BASE_CELLS))
+            cell = base_cell(call)
             down, across = T // cell, S // cell
             if down and across:
                 ends = (0, down * cell), (0, across * cell)
-                grid = Map(height=down, width=across, queries=ends[0], keys=ends[1])
-                seen = measure(call, replace(wants, map=grid))
-                assert seen.map is not None
-                self.base = (cell, self.copier.copy({"base": seen.map[0].float()}))
-                if wants.map is None:
-                    return seen
-        seen = measure(call, wants)
-        if seen.map is not None:
-            self.whole_pictures &= seen.map.shape[2:] == (T, S)
-            self.pictures.append((offset, seen.map[0].float()))
-        return seen
+                base = Map(height=down, width=across, queries=ends[0], keys=ends[1])
+        reaches = self.wants.distance and not self.cross
+        ahead = runs is None or runs.ahead > S - T
+        return Asked(wants, base, fit.offset, new, reaches, ahead)
 
     def _key_ids(self, offset: int, S: int) -> Tensor | None:
         if self.ids is None or self.cross:
@@ -202,38 +246,42 @@ class Take:
         known = torch.cat(self.ids)[offset:]
         return known if len(known) == S else None
 
-    def _count(
-        self, call: Call, lse_ht: Tensor, runs: FoundRuns | None, own: Array
-    ) -> tuple[Tensor, Tensor]:
-        """The queries that see something, (T,), and those whose own key is seen too; on the CPU."""
-        if runs is None or call.sinks is not None:
+    def _count(self, fit: Fit, lse_ht: Tensor | None, own: Array) -> Queries:
+        """The queries that count; lse_ht: where a mask alone does not tell."""
+        call, runs = fit.call, fit.runs
+        if lse_ht is not None:
             sees = (lse_ht > -math.inf).any(0).cpu()
         else:  # what the mask says needs no device to be waited for
+            assert runs is not None
             sees = (runs.counts > 0).any(0)
-        if self.cross or runs is None:
-            return sees, sees
-        covered = np.zeros(call.shape.S, np.bool_)
-        covered[: len(runs.seen)] = runs.seen
-        return sees, sees & torch.from_numpy(covered[own])
+        real = sees
+        if not self.cross and runs is not None:
+            covered = np.zeros(call.shape.S, np.bool_)
+            covered[: len(runs.seen)] = runs.seen
+            real = sees & torch.from_numpy(covered[own])
+        first, ids = max(self.first - fit.offset, 0), self._key_ids(fit.offset, call.shape.S)
+        return Queries(sees, real, name_spots(call.shape, real, first, ids, self.cross))
 
-    def _add_rows(self, seen: Observation, sees: Tensor, real: Tensor, offset: int) -> None:
-        assert seen.lse is not None
-        new = {"real": (sees.int() + (sees & real).int()).to(torch.uint8), "lse": seen.lse[0]}
-        for name in ("entropy", "distance", "mass"):
-            value = getattr(seen, name)
-            if value is not None:
-                new[name] = value[0]
-        found = (("peak", "peak_key", seen.peak), ("top_weights", "top_keys", seen.top))
-        for weights, keys, peaks in found:
-            if peaks is not None:
-                at, new[weights] = peaks.key[0], peaks.weight[0]
-                new[keys] = (torch.where(at >= 0, at + offset, at) if offset else at).int()
-        for name, values in new.items():
+    def _add_found(self, fit: Fit, found: dict[str, Tensor], queries: Queries) -> None:
+        """Put what was measured of a call behind what is there."""
+        call, offset = fit.call, fit.offset
+        spots, prints = found.pop("spots"), found.pop("prints")
+        self.spots = spots if self.spots is None else self.spots.to(spots) + spots
+        counts = queries.spots.counts[:, None].expand(-1, call.shape.H)
+        self.spot_counts = self.spot_counts + counts.numpy()
+        self.prints = prints if self.prints is None else torch.cat([self.prints, prints])
+        for name in ("received", "seen_by"):
+            if name in found:
+                self.by_key[name] = put_at(self.by_key.get(name), found.pop(name), offset)
+        if "base" in found:
+            self.base = (base_cell(call), self.copier.copy({"base": found.pop("base")}))
+        if "map" in found:
+            picture = found.pop("map")
+            self.whole_pictures &= picture.shape[1:] == (call.shape.T, call.shape.S)
+            self.pictures.append((offset, picture))
+        real = queries.sees.int() + (queries.sees & queries.real).int()
+        for name, values in {"real": real.to(torch.uint8), **found}.items():
             self.rows.setdefault(name, []).append(values)
-        if seen.received is not None:
-            by_key = {"received": seen.received.total[0], "seen_by": seen.received.seen_by[0]}
-            for name, values in by_key.items():
-                self.by_key[name] = put_at(self.by_key.get(name), values, offset)
 
     def _keep(self, call: Call, offset: int, own: Array) -> None:
         try:
@@ -330,6 +378,61 @@ class Take:
         return {"first": starts.numpy(), "pairs": pairs_all.numpy()}
 
 
+def look_at(call: Call, asked: Asked, spots: NamedKeys | None = None) -> dict[str, Tensor]:
+    """What is measured of a call on its device, by the names that the record has."""
+    S, found = call.shape.S, dict[str, Tensor]()
+    wants = asked.wants
+    if asked.base is not None:
+        base_wants = replace(wants, map=asked.base) if wants.map is None else Wants(map=asked.base)
+        seen = measure(call, base_wants)
+        assert seen.map is not None
+        found["base"] = seen.map[0].float()
+    if asked.base is None or wants.map is not None:
+        seen = measure(call, wants)
+        if seen.map is not None:
+            found["map"] = seen.map[0].float()
+    assert seen.lse is not None
+    found["lse"] = seen.lse[0]
+    for name in ("entropy", "distance", "mass"):
+        value = getattr(seen, name)
+        if value is not None:
+            found[name] = value[0]
+    for weights, keys, peaks in (
+        ("peak", "peak_key", seen.peak),
+        ("top_weights", "top_keys", seen.top),
+    ):
+        if peaks is not None:
+            at, found[weights] = peaks.key[0], peaks.weight[0]
+            at = torch.where(at >= 0, at + asked.offset, at) if asked.offset else at
+            found[keys] = at.int()
+    if seen.received is not None:
+        found["received"], found["seen_by"] = seen.received.total[0], seen.received.seen_by[0]
+    if asked.reaches and seen.distance is not None:
+        found["reach"] = reach(call, seen)[0] if asked.ahead else seen.distance[0]
+    found["prints"] = fingerprints(call.k[0, :, S - asked.new :])
+    if spots is not None:
+        found["spots"] = sum_weights(call, found["lse"], spots)
+    return found
+
+
+def kind_of(value: Any) -> Any:
+    """A value that tells what is compiled; of a tensor or a list, what it is."""
+    return value if value is None or isinstance(value, int | float | tuple | Map) else type(value)
+
+
+def suits_graphs(call: Call) -> bool:
+    """Whether a call is so large that kernels look at it, and so small that the host is slower."""
+    B, H, T, S = call.shape
+    if not call.q.is_cuda or type(call.q) is not Tensor or type(call.k) is not Tensor:
+        return False
+    return not is_little(call.rule.shape) and B * H * T * S < LONG
+
+
+def base_cell(call: Call) -> int:
+    """Rows and keys of a cell of the map from which larger ones are made."""
+    return int(2 ** math.ceil(math.log2(max(call.shape.T, call.shape.S) / BASE_CELLS)))
+
+
 def first_keys(call: Call, n: int, runs: FoundRuns | None) -> Fit:
     """The call with its first n keys, of which no others are seen."""
     if n == call.shape.S:
@@ -364,7 +467,7 @@ def fingerprints(k_gsd: Tensor) -> Tensor:
     return total
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache
 def mixing(n_heads: int, width: int, device: torch.device) -> Tensor:
     """What the numbers of a key are multiplied by, (G, D): products that wrap round."""
     mix_d = torch.arange(width, device=device) * 2654435761 + 1013904223

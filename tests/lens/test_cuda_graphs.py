@@ -1,0 +1,202 @@
+"""Layers that are looked at by launching a graph again are seen as if each came first."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regard.lens import cuda_graphs, stitch_calls
+from regard.lens.record import Record
+from regard.lens.watch import watch
+from regard.ops import ALiBi, Causal, Documents, Lengths, Wants, Window, attention
+
+pytestmark = pytest.mark.gpu
+
+T, N_LAYERS = 521, 5
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": Causal()},
+    "window": {"mask": Window(300, 70)},
+    "scale": {"mask": Causal(), "scale": 0.3, "softcap": 3.0},
+    "slopes": {"mask": Causal(), "bias": ALiBi(6)},
+    "padding": {"mask": Causal() & Lengths(torch.tensor([401]), side="left")},
+    "documents": {"mask": Causal() & Documents(torch.arange(T) // 100)},
+    "sinks": {"mask": Causal(), "sinks": torch.randn(6)},
+}
+
+
+class Layers(torch.nn.Module):
+    """Some layers of attention, each with queries and keys of its own."""
+
+    def __init__(self, *rules: dict[str, Any]) -> None:
+        super().__init__()
+        self.rules = rules * N_LAYERS
+        self.attend = torch.nn.ModuleList(torch.nn.Identity() for _ in self.rules)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for rule, layer in zip(self.rules, self.attend, strict=True):
+            q, k = layer(x).roll(1, 3), x[:, ::2].roll(7, 2)
+            x = x + torch.nn.functional.normalize(attention(q, k, k, **rule), dim=3)
+        return x
+
+
+def model_of(*names: str) -> Layers:
+    rules = [
+        {what: x.to("cuda") if hasattr(x, "to") else x for what, x in RULES[name].items()}
+        for name in names
+    ]
+    return Layers(*rules)
+
+
+def draw(batch: int = 1) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(batch, 6, T, 64, device="cuda", dtype=torch.bfloat16)
+
+
+def seen(model: Layers, x: torch.Tensor, **asked: Any) -> tuple[Record, torch.Tensor]:
+    with torch.no_grad(), watch(model, **asked) as record:
+        out = model(x)
+    return record, out
+
+
+def assert_same(one: Record, other: Record) -> None:
+    assert one.places == other.places
+    for place in range(len(one.places)):
+        ours, theirs = one.statistics(place), other.statistics(place)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+    for name, scores in one.heads().items():
+        np.testing.assert_array_equal(scores, other.heads()[name], err_msg=name)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One for each launch of a graph."""
+    monkeypatch.setattr(cuda_graphs, "COMPILED", set())
+    found: list[int] = []
+    plain = torch.cuda.CUDAGraph.replay
+
+    def replay(graph: torch.cuda.CUDAGraph) -> None:
+        found.append(1)
+        plain(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+    return found
+
+
+WANTS = {
+    "as it comes": None,
+    "a map": Wants(entropy=True, peak=True, distance=True, received=True, map=(29, 31)),
+}
+
+
+@pytest.mark.parametrize("keep", ["statistics", "qk"])
+@pytest.mark.parametrize("wants", WANTS)
+@pytest.mark.parametrize("name", RULES)
+def test_they_tell_the_same_in_every_bit(
+    name: str, wants: str, keep: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_of(name), draw()
+    asked = {"wants": WANTS[wants], "keep": keep}
+    with torch.no_grad():
+        unseen = model(x)
+    record, out = seen(model, x, **asked)
+    # Sinks are asked of the device which rows see anything.
+    assert len(replays) == (0 if name == "sinks" else N_LAYERS - 1)
+    assert torch.equal(out, unseen)
+    again, _ = seen(model, x, **asked)
+    # Another block begins with a graph, as all is compiled.
+    assert len(replays) == (0 if name == "sinks" else 2 * N_LAYERS - 1)
+    assert_same(record, again)
+    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
+    replays.clear()
+    assert_same(record, seen(model, x, **asked)[0])
+    assert not replays
+
+
+def test_layers_of_two_rules_rows_of_a_batch_and_two_texts_have_graphs_of_their_own(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_of("causal", "window"), draw(3)
+
+    def look() -> Record:
+        with torch.no_grad(), watch(model, row=[0, 2]) as record:
+            model(x)
+            model(x[:, :, : T - 100].flip(2))
+        return record
+
+    record = look()
+    assert len(replays) == 2 * 2 * 2 * N_LAYERS - 2 * 2
+    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
+    assert_same(record, look())
+
+
+def test_what_cannot_be_captured_is_answered_as_it_comes(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = stitch_calls.look_at
+
+    def look(*args: Any) -> dict[str, torch.Tensor]:
+        found = plain(*args)
+        assert found["lse"].sum().item() != 0
+        return found
+
+    model, x = model_of("causal"), draw()
+    want, _ = seen(model, x)
+    assert replays
+    replays.clear()
+    monkeypatch.setattr(stitch_calls, "look_at", look)
+    record, _ = seen(model, x)
+    assert not replays
+    assert_same(record, want)
+    # Random numbers are drawn as ever, and the next block has graphs again.
+    assert float(torch.randn(3, device="cuda").abs().sum()) > 0
+    monkeypatch.setattr(stitch_calls, "look_at", plain)
+    assert_same(seen(model, x)[0], want)
+    assert len(replays) == N_LAYERS
+
+
+def test_watching_draws_no_random_numbers_and_lets_go_of_what_it_measured() -> None:
+    model, x = model_of("causal"), draw()
+    seen(model, x)
+    gc.collect()
+    torch.cuda.synchronize()
+    before, drawn = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
+    gc.disable()
+    try:
+        record, out = seen(model, x)
+        del out
+        # All but what waits for the garbage collector, which is less than one head's map.
+        assert torch.cuda.memory_allocated() - before < 2 * stitch_calls.PICTURE**2
+    finally:
+        gc.enable()
+    assert torch.equal(torch.cuda.get_rng_state(), drawn)
+    assert len(record.places) == N_LAYERS
+
+
+def test_blocks_of_several_threads_capture_at_the_same_time() -> None:
+    names = ("causal", "plain", "window", "scale")
+    models, x = {name: model_of(name) for name in names}, draw()
+    want = {name: seen(model, x)[0] for name, model in models.items()}
+    found: list[tuple[str, Record]] = []
+
+    def look(name: str) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        for _ in range(3):
+            with torch.cuda.stream(stream):
+                found.append((name, seen(models[name], x)[0]))
+
+    threads = [threading.Thread(target=look, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3 * len(names)
+    for name, record in found:
+        assert_same(record, want[name])
