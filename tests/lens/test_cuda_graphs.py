@@ -200,3 +200,17 @@ def test_blocks_of_several_threads_capture_at_the_same_time() -> None:
     assert len(found) == 3 * len(names)
     for name, record in found:
         assert_same(record, want[name])
+
+
+def test_a_graph_of_the_models_own_is_captured_as_ever() -> None:
+    model, x = model_of("causal"), draw()
+    want, unseen = seen(model, x)
+    graph = torch.cuda.CUDAGraph()
+    told = pytest.warns(RuntimeWarning, match="a CUDA graph captures")
+    with torch.no_grad(), told, watch(model) as record:
+        model(x)
+        with torch.cuda.graph(graph):
+            out = model(x)
+    graph.replay()
+    assert torch.equal(out, unseen)
+    assert_same(record, want)

@@ -10,8 +10,8 @@ the graph is launched again whenever such a call has been copied there. In later
 captured too. What a graph has written is copied before it runs anew; graphs run one after the
 other, and so share what memory they need in between.
 
-Left out: calls while a graph of others is captured, and those that cannot be captured, since they
-wait for the device. Both are answered as they come.
+Left out: calls that cannot be captured, since they wait for the device. They, and all behind them
+in the block, are answered as they come.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Replays:
         compiled for such forms follows from it.
         """
         with torch.cuda.device(given[0].device):
-            if not self._can_capture or torch.cuda.is_current_stream_capturing():
+            if not self._can_capture:
                 return make(given)()
             stream, where = torch.cuda.current_stream(), torch.is_inference_mode_enabled()
             known = self._known.get((form, stream, where))
