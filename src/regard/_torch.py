@@ -6,7 +6,7 @@ this is the file to change.
 
 Seen in torch 2.11 and 2.13:
 - `torch._assert_async`: a condition on a tensor that is checked on its device, without a wait.
-- `torch._foreach_mul_`: many tensors multiplied in a few kernels.
+- `torch._foreach_copy_`, `torch._foreach_mul_`: many tensors copied or multiplied in a few kernels.
 - `torch.utils._pytree`: registering a class as a node.
 - `torch._C._functorch`: whether a `torch.func` transform is under way, of which kind, and wrapped
   tensors.
@@ -46,6 +46,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 assert_async = torch._assert_async
+copy_all = torch._foreach_copy_
 multiply_all = torch._foreach_mul_
 sdp_choice = torch._fused_sdp_choice
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -23,6 +23,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from regard._torch import copy_all
+
 MOST = 16
 """Forms that are remembered at a time: so many rows of a batch may be watched."""
 
@@ -62,7 +64,7 @@ class Replays:
             stream, where = torch.cuda.current_stream(), torch.is_inference_mode_enabled()
             known = self._known.get((form, stream, where))
             if known is not None:
-                torch._foreach_copy_(known.inputs, given)
+                copy_all(known.inputs, given)
             else:
                 while len(self._known) >= MOST:
                     self._known.pop(next(iter(self._known)))
