@@ -281,6 +281,27 @@ def test_smoothing_is_left_out_of_evaluation(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=bound_sum(count, 1))
 
 
+@pytest.mark.parametrize("kind", ["lm", "translate"])
+def test_r_drop_reads_a_batch_twice_with_other_draws(kind: str, tmp_path: Path) -> None:
+    config = replace(PLAIN, steps=1, lr=1e-9, eval_every=1)
+    plain, weak, strong = (
+        Outcome(kind, tmp_path / str(alpha), replace(config, r_drop=alpha))
+        for alpha in (None, 1e-6, 1e4)
+    )
+    # Without much of it, the mean of two readings; the draws of dropout differ, so they disagree.
+    assert weak.ear.losses[0] == pytest.approx(plain.ear.losses[0], rel=0.05)
+    assert weak.ear.losses != plain.ear.losses
+    assert strong.ear.losses[0] > 1.2 * weak.ear.losses[0]
+    first = [run.ear.evaluations[0].loss for run in (plain, weak, strong)]
+    assert first == pytest.approx(first[:1] * 3, rel=bound_tokens(plain))  # evaluation has none
+    assert {run.ear.steps[0].tokens for run in (plain, weak)} == {plain.ear.steps[0].tokens}
+
+
+def test_r_drop_without_dropout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="r_drop compares draws of dropout"):
+        Outcome("lm", tmp_path, replace(PLAIN, r_drop=5.0), model=make_model(LLAMA))
+
+
 # ---- Evaluation, the best, and early stops
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from regard.models.transformer import Head
 from regard.training import loss as module
 from regard.training.data.packing import NOTHING
-from regard.training.loss import plain_loss, summed_loss
+from regard.training.loss import plain_loss, r_drop_loss, summed_loss
 
 HEADS: dict[str, dict[str, Any]] = {
     "tied": GPT2,
@@ -291,6 +291,37 @@ def test_half_precision_is_within_twice_the_error_of_the_plain_formula(
     assert ours[0] <= 2 * plain[0] + bound_sum(1, math.sqrt(N) * scores, torch.bfloat16)
     assert ours[1] <= 2 * plain[1]
     assert ours[2] <= 2 * plain[2]
+
+
+def test_the_worked_example_of_r_drop() -> None:
+    """Passes of shares (1/2, 1/2) and (1/4, 3/4): each KL pair is (1/2 - 1/4) ln 3 in all."""
+    logits = torch.tensor([[[0.0, 0.0], [5.0, 2.0]], [[0.0, math.log(3)], [1.0, 7.0]]])
+    targets = torch.tensor([[1, NOTHING]])  # the second token is not asked for
+    losses = (math.log(2) + math.log(4 / 3)) / 2
+    for alpha in (0.5, 6.0):
+        found = r_drop_loss(logits, targets, 0.0, alpha)
+        assert found.item() == pytest.approx(losses + alpha / 4 * math.log(3) / 4)
+    smooth = r_drop_loss(logits, targets, 0.4, 6.0)
+    # 0.8 of the target and 0.2 of the other.
+    of_two = 0.8 * math.log(4 / 3) + 0.2 * math.log(4)
+    assert smooth.item() == pytest.approx((math.log(2) + of_two) / 2 + 6 / 4 * math.log(3) / 4)
+
+
+def test_r_drop_of_two_passes_that_agree_is_the_plain_loss_with_its_gradients() -> None:
+    head, (x, targets) = make_head("tied"), make_batch()
+    plain = plain_loss(head(x), targets, 0.1)
+    twice = r_drop_loss(head(torch.cat((x, x))), targets, 0.1, 5.0)
+    assert twice.item() == pytest.approx(plain.item(), rel=bound_sum(targets.numel(), 1))
+    by_plain, by_twice = gradients(head, x, plain), gradients(head, x, twice)
+    for part, gradient in by_plain.items():
+        # Two halves are added, of sums over the tokens or the words.
+        bound = bound_sum(2 * max(VOCAB, targets.numel()), float(gradient.abs().max()))
+        assert_within(by_twice[part], gradient, bound, part)
+
+
+def test_r_drop_wants_two_rows_of_logits_for_each_of_targets() -> None:
+    with pytest.raises(ValueError, match="two passes"):
+        r_drop_loss(torch.zeros(3, 7, VOCAB), torch.zeros(3, 7, dtype=torch.long), 0.0, 5.0)
 
 
 def test_shapes_are_told_in_letters() -> None:

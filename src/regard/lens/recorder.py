@@ -205,7 +205,8 @@ class Recorder:
         if is_traced_by_jit():
             self.left_out.add("what torch.jit traces", ValueError("recording would be traced too"))
             return False
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if begun and torch.cuda.is_current_stream_capturing():
             # Whoever asks the device for numbers would end the capture.
             unseen = "nothing is computed yet; watch the model run without a graph of its own"
             self.left_out.add("what a CUDA graph captures", ValueError(unseen))

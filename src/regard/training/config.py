@@ -26,6 +26,8 @@ class TrainConfig:
 
     `lr` is the highest; it is reached after `warmup` steps and falls as `schedule` says, to
     lr · end_share at the last step ("inverse_sqrt" falls as 1/√step, and has no end).
+    `r_drop`: None, or R-Drop's α, such as 5: each batch is read twice, with other draws of dropout,
+    and the loss also says how far the two answers are apart (`loss.r_drop_loss`).
     `average`: None, or how much of the averaged weights is kept in a step (0.999): then these are
     what is evaluated and given out. `patience`: stop after so many evaluations without a better
     one. `minutes`: stop after so long, whatever the step. `precision` "bfloat16" is autocast.
@@ -46,6 +48,7 @@ class TrainConfig:
     clip: float = 1.0
     accumulate: int = 1
     smoothing: float = 0.0
+    r_drop: float | None = None
     precision: Precision = "float32"
     compiled: bool = False
     recompute: bool = False
@@ -69,6 +72,8 @@ class TrainConfig:
         check_choice("schedule", self.schedule, get_args(Schedule))
         check_choice("optimizer", self.optimizer, get_args(OptimizerKind))
         check_choice("precision", self.precision, get_args(Precision))
+        if self.r_drop is not None:
+            check_number("r_drop", self.r_drop, above=0)
         if self.average is not None:
             check_probability("average", self.average)
         if self.patience is not None:

@@ -31,7 +31,7 @@ from regard.models import Transformer
 from regard.training.checkpointing import checkpointed
 from regard.training.config import TrainConfig
 from regard.training.data.packing import NOTHING
-from regard.training.loss import plain_loss, summed_loss
+from regard.training.loss import plain_loss, r_drop_loss, summed_loss
 from regard.training.mfu import count_flops, peak_flops
 from regard.training.optim import Average, make_optimizers, rate_share, set_rate
 from regard.training.parallel import Mesh
@@ -149,7 +149,10 @@ class Run:
             raise ValueError(f"average and scores beside the loss are for one device; {todo}")
         if model.head is None:
             raise ValueError("a model without a head scores no tokens; train one that has one")
-        self.flops, self.peak = count_flops(model), peak_flops(mesh.device)
+        if config.r_drop is not None and not draws_dropout(model):
+            raise ValueError("r_drop compares draws of dropout; give the model some, or no r_drop")
+        readings = 1 if config.r_drop is None else 2
+        self.flops, self.peak = readings * count_flops(model), peak_flops(mesh.device)
         mesh.prepare(model)
         self.optimizers = make_optimizers(model, config, mesh)
         self.average = None if config.average is None else Average(model, config.average)
@@ -220,6 +223,9 @@ class Run:
         """The sum over the batch's tokens, with gradients."""
         model, config, targets = self.model, self.config, batch[self.task.targets]
         is_half = config.precision == "bfloat16"
+        r_drop = config.r_drop if model.training else None
+        if r_drop is not None:
+            batch = {name: torch.cat((x, x)) for name, x in batch.items()}
         with torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=is_half):
             auxiliary = self.task.auxiliary_loss(model, batch) if model.training else None
             if auxiliary is not None and self.mesh.size > 1:
@@ -228,7 +234,9 @@ class Run:
                 x_btc = self.vectors(model, batch)
             smoothing = config.smoothing if model.training else 0.0
             assert model.head is not None
-            if self.mesh.size > 1:
+            if r_drop is not None:
+                loss = r_drop_loss(model.head(x_btc), targets, smoothing, r_drop)
+            elif self.mesh.size > 1:
                 # Weights that are spread over ranks are whole only inside torch's own layers.
                 loss = plain_loss(model.head(x_btc), targets, smoothing)
             else:
@@ -416,6 +424,14 @@ class Run:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def draws_dropout(model: Transformer) -> bool:
+    config = model.config
+    blocks = [
+        (x.dropout, x.attention_dropout, x.ffn_dropout) for x in config.encoder + config.decoder
+    ]
+    return any(map(any, [(config.embed.dropout,), *blocks]))
 
 
 def figure_of(report: EvalReport) -> float:

@@ -15,6 +15,13 @@ and that of a batch the sum over its tokens; tokens with the target -100 are lef
 are, as in masked language modelling, they never reach the output layer on a CPU; a GPU would have
 to be waited for to know how many are left.
 
+R-Drop (Liang et al. 2021) reads each token twice, with other draws of dropout. Of the losses l and
+m and the distributions p and r that come of it, `r_drop_loss` makes
+
+    (l + m) / 2 + α · (KL(p ‖ r) + KL(r ‖ p)) / 4
+
+half of what the paper minimises, so that a step is as large as without. It keeps the logits.
+
 Left out: second derivatives; a softcap of the logits, for which `plain_loss` is there.
 
 Letters: N tokens, C model width, V vocabulary.
@@ -48,6 +55,18 @@ def plain_loss(logits_btv: Tensor, targets_bt: Tensor, smoothing: float = 0.0) -
         reduction="sum",
         label_smoothing=smoothing,
     )
+
+
+def r_drop_loss(logits_btv: Tensor, targets_bt: Tensor, smoothing: float, alpha: float) -> Tensor:
+    """The sum over tokens of targets (B, T), by logits (2B, T, V) of two passes, B rows below B."""
+    if logits_btv.shape[:2] != (2 * targets_bt.shape[0], targets_bt.shape[1]):
+        what = f"logits are {tuple(logits_btv.shape)} and targets {tuple(targets_bt.shape)}"
+        raise ValueError(f"{what}; expected logits (2B, T, V) of two passes for targets (B, T)")
+    p_btv, r_btv = F.log_softmax(logits_btv.float(), -1).chunk(2)
+    apart_bt = ((p_btv.exp() - r_btv.exp()) * (p_btv - r_btv)).sum(-1)
+    apart = torch.where(targets_bt != NOTHING, apart_bt, 0.0).sum()
+    losses = plain_loss(logits_btv, targets_bt.repeat(2, 1), smoothing)
+    return losses / 2 + alpha / 4 * apart
 
 
 def summed_loss(head: Head, x_btc: Tensor, targets_bt: Tensor, smoothing: float = 0.0) -> Tensor:
