@@ -7,7 +7,8 @@ How: what a call gave is laid end to end, in the order of the device's own work,
 overwrite afterwards what was there. From there it goes into pinned staging buffers on a stream of
 its own, while the device goes on. A thread moves it on into plain memory, and torch takes the
 staging buffers back. The thread is asked once a call, since whenever it wakes, it takes the GIL
-from the thread that runs the model.
+from the thread that runs the model. The plain memory is numpy's, which asks Linux for huge pages:
+the first write to a page of 4 KiB costs more than what is written there.
 
 Small results are not worth it.
 """
@@ -18,6 +19,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +58,7 @@ class HostCopier:
         flat = [values[name].reshape(-1).view(torch.uint8) for name in order]
         joint = torch.cat(flat)
         stream = self._stream_behind(joint)
-        host = torch.empty(len(joint), dtype=torch.uint8)
+        host = torch.from_numpy(np.empty(len(joint), np.uint8))
         parts = zip(order, torch.split(host, [len(x) for x in flat]), strict=True)
         copies = {name: x.view(values[name].dtype).view(values[name].shape) for name, x in parts}
         for piece, there in zip(torch.split(joint, PIECE), torch.split(host, PIECE), strict=True):
