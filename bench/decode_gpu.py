@@ -7,12 +7,17 @@ rule lets a query see. "Graph" replays one call captured as a CUDA graph, which 
 a small cache may then stay in the GPU's L2 cache, for all contestants alike. SDPA is plain in every
 row: with a mask it would have to be given one, and with a window it would read all keys.
 
+The second table is of a cache that grows by a key a call, as `generate` and transformers have it
+unless told otherwise: no length is met twice, by whomever, so that a kernel which is planned for a
+length shows it.
+
 How it is timed stands in racing.py. Each output is compared with the formula in float32 before it
 is timed; a contestant that refuses, fails or is wrong gets a dash, and its reason stands below.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +30,7 @@ from racing import (
     Run,
     begin,
     capture,
+    clock,
     compare,
     end,
     head_of,
@@ -34,6 +40,7 @@ from racing import (
     write,
 )
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import regard
 
@@ -109,6 +116,40 @@ def enter(sizes: Sizes, name: str, bench: Bench) -> tuple[dict[str, Run], dict[s
     return runs, dashes, share
 
 
+FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def grow(sizes: Sizes, bench: Bench) -> None:
+    """A row of the second table."""
+    plain, more = Rule(name="plain", ours={}), 200 if bench.options.tiny else 4000
+    q, k, v = sizes._replace(S=sizes.S + more).draw(bench.device)
+    lengths = itertools.count(sizes.S)
+    sdpa, own = make_sdpa(sizes, plain), partial(regard.attention, backend="triton")
+
+    def flash_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(FLASH_FIRST, set_priority=True):
+            return sdpa(q, k, v)
+
+    def growing(call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Run:
+        def run() -> Tensor:
+            n = next(lengths)
+            return call(q, k[:, :, :n], v[:, :, :n])
+
+        return run
+
+    calls = {"SDPA": sdpa, "SDPA, flash first": flash_first}
+    calls |= {"regard": make_regard(plain), "regard triton": own}
+    cells = []
+    for call in calls.values():
+        run = growing(call)
+        try:
+            times = [clock(run, 8, bench) for _ in range(3)]
+            cells.append(f"{1e3 * statistics.median(times):.1f}")
+        except REFUSALS as error:
+            cells.append(bench.dash(str(error).splitlines()[0]))
+    bench.say(f"| {sizes.B} × {sizes.S:,} and growing | {' | '.join(cells)} |")
+
+
 @torch.no_grad()
 def main() -> None:
     bench = begin(options_of(__doc__), "Decoding on a GPU")
@@ -152,6 +193,11 @@ def main() -> None:
             del runs
             bench.free()
             write(bench)
+    bench.say("", "µs a call where each has one key more than the one before.", "")
+    bench.say(*head_of("batch × keys", ("SDPA", "SDPA, flash first", "regard", "regard triton")))
+    for sizes in rows:
+        grow(sizes, bench)
+        bench.free()
     end(bench)
 
 

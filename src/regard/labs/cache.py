@@ -315,6 +315,19 @@ def find_crossing(lengths: list[dict[str, Any]]) -> str:
     )
 
 
+def spell_growth(lengths: list[dict[str, Any]]) -> str:
+    """Whether a step beside the cache takes as much longer as it has more to compute."""
+    first, last = lengths[0], lengths[-1]
+    flops = last["flops cached"] / first["flops cached"]
+    time = last["cached"]["median"] / first["cached"]["median"]
+    launched = time - 1 < (flops - 1) / 2
+    return (
+        f"From {first['n']:,} to {last['n']:,} tokens such a step grows to {flops:.3g} times the "
+        f"FLOPs and {time:.3g} times the time"
+        + (": most of its time goes into starting operations." if launched else ".")
+    )
+
+
 def find(results: Results) -> list[str]:
     last, writing, groups = results["lengths"][-1], results["writing"], results["groups"]
     n, arithmetic = last["n"], last["flops plain"] / last["flops cached"]
@@ -328,7 +341,8 @@ def find(results: Results) -> list[str]:
         f"At {n:,} tokens the next one takes {spell_ms(last['plain'])} without the cache and "
         f"{spell_ms(last['cached'])} with it: {spell_interval(last['ratio'])} times as long. By "
         f"FLOPs it would be {arithmetic:,.0f} times: the time tells {less}, as the pass over all "
-        f"does {spell_flops(rates[0])} and the step beside the cache {spell_flops(rates[1])}.",
+        f"does {spell_flops(rates[0])} and the step beside the cache {spell_flops(rates[1])}. "
+        f"{spell_growth(results['lengths'])}",
         f"The cache of one text of {n:,} tokens is {spell_bytes(last['bytes'])} by the formula; "
         f"the one that grew while it was filled holds {spell_bytes(last['held'])}, "
         f"{spare:.2f} times that, with room for tokens to come.",
@@ -363,8 +377,8 @@ def draw_times(results: Results, axes: Any) -> None:
     axes.plot(lengths, flops, "k:", label="by FLOPs, all read again")
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", title="time of the n-th token", xlabel="tokens n", ylabel="ms")
-    axes.set_ylim(top=1e4 * max(row["plain"]["high"] for row in rows))  # for the legend
-    axes.legend(frameon=False)
+    axes.set_ylim(top=1e2 * axes.get_ylim()[1])  # for the legend
+    axes.legend(frameon=False, loc="upper left")
     axes.grid(alpha=0.3)
 
 
@@ -380,7 +394,8 @@ def draw_bytes(results: Results, axes: Any) -> None:
             axes.plot(lengths, peaks, ".-", color="C0" if name == "plain" else "C2", label=label)
     axes.set_xscale("log", base=2)
     axes.set(yscale="log", title="memory of one text", xlabel="tokens n", ylabel="MiB")
-    axes.legend(frameon=False)
+    axes.set_ylim(top=1e3 * axes.get_ylim()[1])  # for the legend
+    axes.legend(frameon=False, loc="upper left")
     axes.grid(alpha=0.3)
 
 

@@ -386,6 +386,8 @@ def spell_path(steps: int | None) -> str:
 
 def draw(results: Results, figure: Figure) -> None:
     """Recall and path by distance, time by length."""
+    from matplotlib.ticker import LogLocator
+
     distances, lengths = results["distances"], results["lengths"]
     recall, paths, times = figure.subplots(1, 3)
     for n, (kind, mark) in enumerate(zip(KINDS, ("s", "^", "o"), strict=True)):
@@ -408,8 +410,13 @@ def draw(results: Results, figure: Figure) -> None:
         axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
         axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axes.grid(alpha=0.3)
+    for axes in (paths, times):
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.tick_params(axis="y", which="minor", left=False, labelleft=False)
     lines, names = recall.get_legend_handles_labels()
-    figure.legend(lines, names, loc="outside lower center", ncols=4, frameon=False)
+    how: Any = {"loc": "outside lower center", "ncols": 4, "columnspacing": 1.2, "frameon": False}
+    figure.legend(lines, names, **how)
 
 
 LAB = Lab(
