@@ -147,7 +147,7 @@ def test_gradients_that_do_not_shrink_speak_against_the_prediction() -> None:
     results = made_up({}, None)
     for row in results["gradients"]:
         row["norms"][0] = 4.0
-    assert find(results)[0].endswith(
+    assert find(results)[-2].endswith(
         "post-norm, where it does not clearly change on its way down, against the prediction."
     )
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from regard.labs import NAMES, find_lab
-from regard.labs.report import make_figure, read_report, write_markdown
+from regard.labs.report import make_figure, read_report, write_entry, write_markdown
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs" / "labs"
 KEPT = sorted(path.stem for path in DOCS.glob("*.json"))
@@ -27,5 +27,11 @@ def test_every_figure_can_be_drawn_again(name: str) -> None:
     assert (DOCS / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_pages_are_of_labs_that_there_are() -> None:
-    assert set(KEPT) <= set(NAMES)
+def test_the_list_of_labs_says_what_was_found() -> None:
+    lines = (DOCS / "README.md").read_text(encoding="utf-8").splitlines()
+    entries = [write_entry(find_lab(name), read_report(DOCS / f"{name}.json")) for name in NAMES]
+    assert [line for line in lines if line.startswith("- ")] == entries
+
+
+def test_every_lab_has_a_page() -> None:
+    assert set(KEPT) == set(NAMES)

@@ -37,7 +37,7 @@ def test_the_sentences_turn_with_the_numbers() -> None:
         }
 
     said = find({"keys": 64, "widths": [row(4, 1, 2), row(16, 1, 2)]})
-    assert "At d = 16" in said[0] and "where √d is 4;" in said[0]
+    assert "at d = 16" in said[0] and "where √d is 4;" in said[1]
     assert len(said) == 3
     said = find({"keys": 64, "widths": [row(4, 3, 2), row(16, 4, 2), row(64, 2.15, 2)]})
     assert "Against the prediction" in said[3]

@@ -172,8 +172,8 @@ def test_findings_turn_with_the_numbers() -> None:
 
 def test_a_law_without_a_best_size_is_told() -> None:
     spent = [{"compute": 1e15, "n_params": None, "n_tokens": None, "ratio": None}]
-    assert "names no best size" in find(made_up(optimal=spent, growth=None))[-1]
-    assert "too few minima" in find(made_up(isoflop={"curves": [], "exponent": None}))[-1]
+    assert "names no best size" in find(made_up(optimal=spent, growth=None))[1]
+    assert "too few minima" in find(made_up(isoflop={"curves": [], "exponent": None}))[2]
 
 
 def test_counts_are_spelled_in_words() -> None:

@@ -172,8 +172,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_full_run_of_few_sentences_is_finite_and_drawn(measured: dict[str, Any]) -> None:
     lab.draw(measured, make_figure())
     said = lab.find(measured)
-    assert len(said) == 3 and said[2] == "b: not installed here."
-    assert said[0].startswith("embedded:lm (8 layers of 8 heads; layer.head, from 0): ")
+    assert len(said) == 5 and said[4] == "b: not installed here."
+    assert said[2].startswith("embedded:lm (8 layers of 8 heads; layer.head, from 0): ")
     model = measured["models"][0]
     assert set(model["roles"]) == set(lab.ROLES)
     assert np.array(model["roles"]["verb"]["all"]).shape == (8, 8)
@@ -190,7 +190,10 @@ def test_sentences_turn_with_the_numbers(measured: dict[str, Any]) -> None:
             best["off"]["more"] = ends
             if role in lab.ASKED:
                 best["over first"] = best["over nearest"] = ends
-        roles, losses, _ = lab.find(results)
+        antecedents, costs, roles, losses, _ = lab.find(results)
+        assert antecedents.count("in no model") == (0 if side > 0 else 3)
+        assert antecedents.count("in embedded:lm (") == (3 if side > 0 else 0)
+        assert costs.startswith(f"Of 5 heads that were switched off, {5 if side > 0 else 0} cost")
         assert roles.count(f" sentences, {found} than the ") == 3
         assert losses.count(f": {lost}") == 5
 
@@ -204,7 +207,8 @@ def test_a_model_without_words_is_said_to_have_no_log_probability(
         del best["off"]
     results["left_out"] = ["c", "d"]
     said = lab.find(results)
-    assert said[1].startswith("embedded:lm says no words: it has no log-probability")
+    assert len(said) == 5
+    assert said[2].startswith("embedded:lm says no words: it has no log-probability")
     assert said[-1] == "The short run leaves out c and d."
     lab.draw(results, make_figure())
 

@@ -242,8 +242,8 @@ def over(results: Results, kind: str, name: str) -> dict[str, float]:
 
 def find(results: Results) -> list[str]:
     return [
-        tell_parameters(results),
         tell_losses(results),
+        tell_parameters(results),
         *(tell_pair(results, *pair) for pair in itertools.combinations(KINDS, 2)),
         tell_time(results),
     ]

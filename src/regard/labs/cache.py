@@ -337,12 +337,12 @@ def find(results: Results) -> list[str]:
     said = SPEED[-side_of(one["share"], 1)]
     spare = last["held"] / last["bytes"]
     return [
-        find_crossing(results["lengths"]),
         f"At {n:,} tokens the next one takes {spell_ms(last['plain'])} without the cache and "
         f"{spell_ms(last['cached'])} with it: {spell_interval(last['ratio'])} times as long. By "
         f"FLOPs it would be {arithmetic:,.0f} times: the time tells {less}, as the pass over all "
         f"does {spell_flops(rates[0])} and the step beside the cache {spell_flops(rates[1])}. "
         f"{spell_growth(results['lengths'])}",
+        find_crossing(results["lengths"]),
         f"The cache of one text of {n:,} tokens is {spell_bytes(last['bytes'])} by the formula; "
         f"the one that grew while it was filled holds {spell_bytes(last['held'])}, "
         f"{spare:.2f} times that, with room for tokens to come.",

@@ -188,7 +188,7 @@ def spell_bytes(count: float) -> str:
 
 
 def find(results: Results) -> list[str]:
-    return [find_softmax(results), *find_memory(results), *find_times(results)]
+    return [*find_memory(results), *find_times(results), find_softmax(results)]
 
 
 def find_softmax(results: Results) -> str:
@@ -230,8 +230,9 @@ def find_memory(results: Results) -> list[str]:
     if shared:
         length = shared[-1]
         ratio = eager[length]["peak"] / ours[length]["peak"]
+        times = f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.3g}"
         sentences.append(
-            f"At {length:,} tokens the formula takes {ratio:.3g} times the memory of {OURS}"
+            f"At {length:,} tokens the formula takes {times} times the memory of {OURS}"
             f"{'' if ratio > 1 else ', against the prediction'}."
         )
     for length, row in zip(results["lengths"], results["ways"][EAGER], strict=True):
@@ -303,7 +304,8 @@ def draw(results: Results, figure: Figure) -> None:
         axes.set_xticks(ticks, [f"{n:,}" if n < 1024 else f"{n // 1024}k" for n in ticks])
         axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axes.grid(alpha=0.3)
-    memory.legend(frameon=False)
+    memory.set_ylim(top=1e4 * memory.get_ylim()[1])  # for the legend
+    memory.legend(frameon=False, loc="upper left")
     at = range(1, len(results["softmax"]["rows"]) + 1)
     for name, mark in (("number", "k."), ("maximum", "C3-"), ("sum", "C4o--")):
         values = [row[name] for row in results["softmax"]["rows"]]

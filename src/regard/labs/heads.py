@@ -243,8 +243,8 @@ def spared(model: dict[str, Any]) -> int:
 
 def find(results: Results) -> list[str]:
     return [
-        tell_parameters(results),
         *tell_accuracy(results),
+        tell_parameters(results),
         *tell_steps(results),
         tell_one_off(results),
         tell_many_off(results),
@@ -269,9 +269,8 @@ def tell_accuracy(results: Results) -> list[str]:
     sentences = [
         f"Under {relations} relations the accuracy of {spell_heads(first)} is "
         f"{spell_accuracy(results, first)}; a mean in which nothing tells whose symbol is whose "
-        f"would give {results['mixed']:.1%} at best.",
-        f"That of {spell_heads(enough)} is {spell_accuracy(results, enough)}, "
-        f"{compare(results, enough, first, against=-1)}.",
+        f"would give {results['mixed']:.1%} at best. That of {spell_heads(enough)} is "
+        f"{spell_accuracy(results, enough)}, {compare(results, enough, first, against=-1)}.",
     ]
     if last != enough:
         sentences.append(
@@ -358,7 +357,7 @@ def draw(results: Results, figure: Figure) -> None:
         right.plot([off / n for off in range(n + 1)], means, ".-", label=spell_heads(n))
     right.set(title="heads switched off in turn", ylabel="accuracy", ylim=(0, 1.02))
     right.set_xlabel("share of heads off")
-    right.legend(frameon=False, loc="lower left")
+    right.legend(edgecolor="none", loc="lower left", fontsize="small")
     for axes in (left, middle, right):
         axes.grid(alpha=0.3)
     for axes in (left, middle):

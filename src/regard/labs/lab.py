@@ -2,7 +2,8 @@
 
 How: `measure` is given a `Run` and returns plain numbers (dicts, lists, numbers, words: what JSON
 holds). `find` makes sentences of these and nothing else, so that every number in a text is one that
-was measured; `draw` makes the figure of them. All three are functions of the lab's own file.
+was measured; its first sentence answers the question. `draw` makes the figure of them. All three
+are functions of the lab's own file.
 """
 
 from __future__ import annotations

@@ -206,10 +206,10 @@ def spell_way(order: str, warmup: bool) -> str:
 
 def find(results: Results) -> list[str]:
     return [
-        *tell_gradients(results["gradients"]),
-        tell_losses(results["trainings"]),
-        *tell_fates(results["trainings"]),
         tell_deepest(results["trainings"]),
+        *tell_fates(results["trainings"]),
+        tell_losses(results["trainings"]),
+        *tell_gradients(results["gradients"]),
     ]
 
 

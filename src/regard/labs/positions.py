@@ -40,6 +40,7 @@ REPEATED = 0.9  # how often a letter is the one `LAG` before it; else any letter
 ASKED = 0.2  # the share of asking signs
 NOTHING = -100  # no answer is counted here
 TIMES = 10  # the longest texts, in lengths of the training's
+GOING_ON = 0.1  # nats more a letter, at most, where a way to tell positions goes on
 BINS = 5  # of distances, when retrieval is told by them
 
 
@@ -343,7 +344,7 @@ def differences(results: Results, name: str, what: str, other: str, base: str) -
 
 
 def find(results: Results) -> list[str]:
-    return [*find_order(results), *find_lengths(results), *find_scalings(results)]
+    return [*find_lengths(results), *find_scalings(results), *find_order(results)]
 
 
 def find_order(results: Results) -> list[str]:
@@ -383,7 +384,7 @@ def find_lengths(results: Results) -> list[str]:
         if each_seed(results, kind, "far")[0] is not None
     }
     changes = "; ".join(f"{kind} {spell_change(each)}" for kind, each in far.items())
-    going_on = [kind for kind, each in far.items() if each["low"] <= 0]
+    going_on = [kind for kind, each in far.items() if each["high"] < GOING_ON]
     against = "" if going_on == ["ALiBi", "T5"] else ", which is not as predicted"
     ended = [kind for kind in KINDS if kind not in far]
     told = {kind: each_seed(results, kind, "retrieval") for kind in far}
@@ -391,11 +392,12 @@ def find_lengths(results: Results) -> list[str]:
     gains = {kind: mean_interval([n[-1] - n[0] for n in seeds]) for kind, seeds in told.items()}
     worse = [kind for kind, gain in gains.items() if gain["high"] < 0]
     return [
-        f"At the trained length of {length} tokens a letter costs, in nats, with 95% intervals "
-        f"over {results['seeds']} seeds: {list_intervals(trained)}.",
-        f"In the last {length} of {longest:,} tokens the loss of {changes}. "
-        f"{' and '.join(ended).capitalize()} has no position there ({results['refusal']}). "
-        f"Without a clear rise: {', '.join(going_on) or 'not one of them'}{against}.",
+        f"Trained on {length} tokens, a model goes on to {longest:,}, where a letter of the last "
+        f"{length} costs less than {GOING_ON} nats more, with: "
+        f"{', '.join(going_on) or 'not one of them'}{against}. There the loss of {changes}. "
+        f"{' and '.join(ended).capitalize()} has no position there ({results['refusal']}).",
+        f"At the trained length a letter costs, in nats, with 95% intervals over "
+        f"{results['seeds']} seeds: {list_intervals(trained)}.",
         f"A number somewhere in {longest:,} tokens is told right at a share of: "
         f"{list_intervals(shares, '.2f')}; guessing gives {1 / results['symbols']:.2g}. Clearly "
         f"less than at the trained length: {', '.join(worse) or 'not one of them'}.",
@@ -446,7 +448,7 @@ def draw(results: Results, figure: Figure) -> None:
     losses.axvline(1, color="k", alpha=0.3)
     losses.set(title="loss of a letter (nats)", xlabel=f"position / trained length ({length})")
     shares.set(title="numbers told right", xlabel="length of the text (tokens)", xscale="log")
-    shares.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    shares.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
     shares.minorticks_off()
     distances.set(title=f"… in {lengths[-1]:,} tokens", xlabel="how long ago (tokens)")
     for axes in (losses, shares, distances):

@@ -67,15 +67,22 @@ def make_figure() -> Figure:
     return Figure(figsize=(9, 4), dpi=150, layout="constrained")
 
 
+def write_entry(lab: Lab, report: Report) -> str:
+    """What a list of labs says of one: its question, and what answers it."""
+    return f"- [{lab.name}]({lab.name}.md): {lab.question} {lab.find(report.results)[0]}"
+
+
 def write_markdown(lab: Lab, report: Report) -> str:
-    """The page: question, prediction, method, finding, figure, and how to run it again."""
+    """The page: question, prediction, method, findings, figure, and how to run it again."""
+    answer, *more = lab.find(report.results)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     parts = [
         f"# {lab.name}: {lab.question}",
         f"**Predict first.** {lab.prediction}",
         f"**Method.** {lab.method}",
-        f"**Finding.** {' '.join(lab.find(report.results))}",
+        f"**Finding.** {answer}",
         f"![{lab.question}]({lab.name}.png)",
+        "\n".join(f"- {sentence}" for sentence in more),
         f"`{report.command}`: {report.device}, {report.seconds:,.0f} s, {versions}, {report.date}.",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"

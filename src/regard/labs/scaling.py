@@ -67,12 +67,11 @@ def find(results: Results) -> list[str]:
     first, last = results["widths"][0], results["widths"][-1]
     d, most = last["d"], max(results["widths"], key=lambda row: row["plain gradient"]["mean"])
     sentences = [
-        f"At d = {d:,} scores without the division spread by "
-        f"{spell_interval(last['plain spread'])}, where √d is {d**0.5:.3g}; divided by √d by "
-        f"{spell_interval(last['scaled spread'])}.",
-        f"The largest of {results['keys']} weights is then "
+        f"Without the division the largest of {results['keys']} weights at d = {d:,} is "
         f"{spell_interval(last['plain largest'])} on average, and "
-        f"{spell_interval(last['scaled largest'])} with the division.",
+        f"{spell_interval(last['scaled largest'])} with it.",
+        f"Scores spread by {spell_interval(last['plain spread'])} then, where √d is {d**0.5:.3g}; "
+        f"divided by √d by {spell_interval(last['scaled spread'])}.",
         f"The norm of the softmax's gradient is {spell_interval(last['plain gradient'])} there, "
         f"and {spell_interval(last['scaled gradient'])} with the division, whatever d is "
         f"({spell_interval(first['scaled gradient'])} at d = {first['d']}).",

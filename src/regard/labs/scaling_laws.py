@@ -294,15 +294,15 @@ def find(results: Results) -> list[str]:
     sizes, tokens = ([run[name] for run in runs] for name in ("n_params", "n_tokens"))
     losses = [run["loss"] for run in runs]
     return [
+        find_exponents(results),
+        *find_budget(results),
         f"{len(runs)} runs of {len(set(sizes))} models, {spell_count(min(sizes))} to "
         f"{spell_count(max(sizes))} parameters without the table of tokens, on "
         f"{spell_count(min(tokens))} to {spell_count(max(tokens))} tokens, end at "
         f"{max(losses):.3f} to {min(losses):.3f} nats a token; the language's own entropy is "
         f"{entropy:.3f}.",
-        find_exponents(results),
         find_floor(results),
         find_laws(results),
-        *find_budget(results),
     ]
 
 

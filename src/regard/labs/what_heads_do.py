@@ -335,7 +335,8 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def find(results: Results) -> list[str]:
-    found = []
+    seen = [model for model in results["models"] if "missing" not in model]
+    found = [find_antecedents(seen), *find_costs(seen)] if seen else []
     for model in results["models"]:
         if "missing" in model:
             found.append(f"{model['name']}: {model['missing']}.")
@@ -344,6 +345,38 @@ def find(results: Results) -> list[str]:
     if results["left_out"]:
         found.append(f"The short run leaves out {' and '.join(results['left_out'])}.")
     return found
+
+
+def find_antecedents(models: Sequence[Results]) -> str:
+    """In which models single heads find what is asked for more often than both guesses do."""
+    parts = []
+    for role, words in ASKED.items():
+        heads = [(model["name"], model["roles"][role]) for model in models]
+        found = [
+            f"{name} ({name_head(best)}, {spell_interval(best['found'], '.2f')} of sentences)"
+            for name, best in heads
+            if side_of(best["over first"]) > 0 and side_of(best["over nearest"]) > 0
+        ]
+        parts.append(f"{words} in {' and '.join(found) or 'no model'}")
+    return (
+        "Clearly more often than the first noun and than the nearest one are right, a single head "
+        f"finds {'; '.join(parts)}."
+    )
+
+
+def find_costs(models: Sequence[Results]) -> list[str]:
+    """Of how many of the heads that were switched off the models lose clearly more."""
+    roles = [(model["name"], best) for model in models for best in model["roles"].values()]
+    off = [(name, best) for name, best in roles if "off" in best]
+    if not off:
+        return []
+    cost = [
+        f"{name_head(best)} of {name}" for name, best in off if side_of(best["off"]["more"]) > 0
+    ]
+    return [
+        f"Of {len(off)} heads that were switched off, {len(cost)} cost clearly more than others of "
+        f"their layer{': ' if cost else ''}{', '.join(cost)}."
+    ]
 
 
 def name_head(best: Results) -> str:
