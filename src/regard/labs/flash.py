@@ -304,8 +304,8 @@ def draw(results: Results, figure: Figure) -> None:
         axes.set_xticks(ticks, [f"{n:,}" if n < 1024 else f"{n // 1024}k" for n in ticks])
         axes.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axes.grid(alpha=0.3)
-    memory.set_ylim(top=1e4 * memory.get_ylim()[1])  # for the legend
-    memory.legend(frameon=False, loc="upper left")
+    lines, names = memory.get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=len(WAYS), frameon=False)
     at = range(1, len(results["softmax"]["rows"]) + 1)
     for name, mark in (("number", "k."), ("maximum", "C3-"), ("sum", "C4o--")):
         values = [row[name] for row in results["softmax"]["rows"]]
