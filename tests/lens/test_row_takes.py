@@ -16,6 +16,8 @@ from rounding import assert_within, bound_weights
 from torch import Tensor, nn
 
 from regard.layers import MultiHeadAttention
+from regard.lens import row_takes, stitch_calls
+from regard.lens.measure import find_runs
 from regard.lens.record import Record
 from regard.lens.stitch_calls import Take
 from regard.lens.watch import watch
@@ -51,6 +53,30 @@ def test_several_rows_are_written_on_each_in_its_own_place() -> None:
         plain, exact = (maps[number % 3] for maps in judged[number // 3])
         found = np.stack([record.map(number, head) for head in range(len(plain))])
         assert_within(found, exact, bound_weights(plain, exact))
+
+
+def test_what_is_found_of_a_row_is_kept_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come layer by layer: with fewer kept than there are rows, none is found again."""
+    named: list[Any] = []
+    plain, n_rows = stitch_calls.look_at, 19
+
+    def look(call: Any, asked: Any, spots: Any = None) -> Any:
+        named.append((spots, call.rule.mask))
+        return plain(call, asked, spots)
+
+    found: list[Any] = []
+    monkeypatch.setattr(
+        row_takes, "find_runs", lambda rule: (found.append(rule), find_runs(rule))[1]
+    )
+    monkeypatch.setattr(stitch_calls, "look_at", look)
+    model, ids = SUBJECTS["llama"](), draw(n_rows, 7)
+    real = torch.arange(7) >= torch.arange(n_rows)[:, None] % 5
+    with torch.no_grad(), watch(model, row=range(n_rows)) as record:
+        model(input_ids=ids, attention_mask=real.long(), use_cache=False)
+    n_layers = len(record.places) // n_rows
+    assert n_layers > 1 and len(named) == n_layers * n_rows
+    assert len({id(spots) for spots, _ in named}) == n_rows
+    assert len(found) == n_rows
 
 
 def test_rollout_of_several_rows_is_of_one_of_them() -> None:

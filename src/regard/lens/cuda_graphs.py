@@ -25,9 +25,6 @@ from torch import Tensor
 
 from regard._torch import copy_all
 
-MOST = 16
-"""Forms that are remembered at a time: so many rows of a batch may be watched."""
-
 COMPILED: set[Hashable] = set()
 """Kinds of forms of which one was answered in this process."""
 
@@ -37,9 +34,10 @@ Look: TypeAlias = Callable[[], Answers]
 
 
 class Replays:
-    """The graphs of one block, by the form of calls."""
+    """The graphs of one block, by the form of calls; at most so many at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self.most = most
         self._known: dict[Hashable, Replay] = {}
         # By stream: graphs that share memory must not run at the same time.
         self._pools: dict[Any, Any] = {}
@@ -66,7 +64,7 @@ class Replays:
             if known is not None:
                 copy_all(known.inputs, given)
             else:
-                while len(self._known) >= MOST:
+                while len(self._known) >= self.most:
                     self._known.pop(next(iter(self._known)))
                 inputs = [x.clone(memory_format=torch.contiguous_format) for x in given]
                 known = self._known[form, stream, where] = Replay(inputs, make(inputs))

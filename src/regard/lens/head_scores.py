@@ -26,6 +26,7 @@ Letters: H heads, T queries, S keys; P pairs.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,19 +38,31 @@ from regard.lens.schema import SPOTS
 from regard.ops.shape import Shape
 
 
-def name_spots(
-    shape: Shape, real_t: Tensor, first: int, ids_s: Tensor | None, cross: bool
-) -> NamedKeys:
-    """The keys whose weights are summed; `real_t`: queries that count."""
-    tokens = b""
-    if not cross and ids_s is not None and len(ids_s) == shape.S:
-        tokens = ids_s.numpy().astype(np.int64).tobytes()
-    return spot_keys(shape.T, shape.S, real_t.numpy().tobytes(), first, tokens, cross)
+class NamedSpots:
+    """The keys whose weights are summed, of up to `most` texts: all layers ask for the same."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._known: dict[tuple[Any, ...], NamedKeys] = {}
+
+    def find(
+        self, shape: Shape, real_t: Tensor, first: int, ids_s: Tensor | None, cross: bool
+    ) -> NamedKeys:
+        """Those of one text; `real_t`: queries that count."""
+        tokens = b""
+        if not cross and ids_s is not None and len(ids_s) == shape.S:
+            tokens = ids_s.numpy().astype(np.int64).tobytes()
+        asked = shape.T, shape.S, real_t.numpy().tobytes(), first, tokens, cross
+        if asked not in self._known:
+            while len(self._known) >= self.most:
+                self._known.pop(next(iter(self._known)))
+            self._known[asked] = spot_keys(*asked)
+        return self._known[asked]
 
 
 @functools.lru_cache(maxsize=4)
 def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: bool) -> NamedKeys:
-    """The key for each score and query, (scores, T); cached, as all layers ask the same."""
+    """The key for each score and query, (scores, T)."""
     is_real = np.frombuffer(real, np.bool_)
     own = np.arange(T) + S - T
     keys = np.full((len(SPOTS), T), -1, np.int32)

@@ -19,10 +19,13 @@ from regard.lens.captured_call import Call
 from regard.lens.cuda_graphs import Replays
 from regard.lens.device_to_host import HostCopier
 from regard.lens.extras import Extras
+from regard.lens.head_scores import NamedSpots
 from regard.lens.measure import FoundRuns, find_runs, rule_key
 from regard.lens.stitch_calls import Take
 from regard.ops import Wants
 
+MOST_TEXTS = 16
+"""Texts of which what their layers share is kept; or four times the rows of a batch."""
 MOST_TAKES = 256
 """Places that one module may become; a training loop is not to be watched."""
 
@@ -67,7 +70,9 @@ class RowTakes:
         # Where each row of the record is now, if rows have left the batch; none if it has too.
         self._moved: dict[int, tuple[int, ...]] = {}
         self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
-        self._replays = Replays()
+        # Layer by layer all rows come again: what is found for one must last until then.
+        self._most = max(MOST_TEXTS, 4 * len(self.rows or ()))
+        self._replays, self._named = Replays(self._most), NamedSpots(self._most)
 
     def knows(self, call: Call) -> bool:
         """Whether the place of a call has been recorded before."""
@@ -205,7 +210,8 @@ class RowTakes:
             name = name_place(call.name + suffix, number)
         cross, heads = bool(call.cross), self.heads or ()
         wants, keep = self.chosen.wants, self.chosen.keep
-        take = Take(name, found.layer, wants, keep, self.copier, cross, heads, self._replays)
+        shared = self.copier, cross, heads, self._replays, self._named
+        take = Take(name, found.layer, wants, keep, *shared)
         takes.append(take)
         self.order.append(take)
         return take
@@ -222,7 +228,7 @@ class RowTakes:
         rule = call.rule
         key = rule_key(rule)
         if key not in self._runs:
-            if len(self._runs) > 16:
+            while len(self._runs) >= self._most:
                 self._runs.pop(next(iter(self._runs)))
             # Held with its tensors, so that no other tensor can have their addresses.
             self._runs[key] = (rule, find_runs(rule))

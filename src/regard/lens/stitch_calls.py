@@ -31,7 +31,7 @@ from regard.lens.captured_call import Call
 from regard.lens.contributions import value_norms
 from regard.lens.cuda_graphs import Look, Replays
 from regard.lens.device_to_host import HostCopier, HostCopy, is_large
-from regard.lens.head_scores import name_spots
+from regard.lens.head_scores import NamedSpots
 from regard.lens.lazy_weights import Array
 from regard.lens.measure import FoundRuns, NamedKeys, measure, reach, sum_weights
 from regard.lens.schema import Place
@@ -99,6 +99,7 @@ class Take:
     cross: bool
     heads: tuple[int, ...]
     replays: Replays
+    named: NamedSpots
     projection_hce: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -260,7 +261,7 @@ class Take:
             covered[: len(runs.seen)] = runs.seen
             real = sees & torch.from_numpy(covered[own])
         first, ids = max(self.first - fit.offset, 0), self._key_ids(fit.offset, call.shape.S)
-        return Queries(sees, real, name_spots(call.shape, real, first, ids, self.cross))
+        return Queries(sees, real, self.named.find(call.shape, real, first, ids, self.cross))
 
     def _add_found(self, fit: Fit, found: dict[str, Tensor], queries: Queries) -> None:
         """Put what was measured of a call behind what is there."""
