@@ -10,6 +10,7 @@ Seen in torch 2.11 and 2.13:
 - `torch.utils._pytree`: registering a class as a node.
 - `torch._C._functorch`: whether a `torch.func` transform is under way, of which kind, and wrapped
   tensors.
+- `torch._C._is_any_autocast_enabled`: whether autocast is on, whatever the device.
 - `torch.autograd.forward_ad._current_level`: whether forward-mode derivatives are being taken.
 - `torch._subclasses.FakeTensor`: tensors without data, in tracing.
 - `torch._C._len_torch_dispatch_stack`: whether a mode sees every operation, as in tracing.
@@ -49,6 +50,8 @@ assert_async = torch._assert_async
 copy_all = torch._foreach_copy_
 multiply_all = torch._foreach_mul_
 sdp_choice = torch._fused_sdp_choice
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -81,8 +84,18 @@ def is_transforming() -> bool:
     """Whether a `torch.func` transform is under way; the compiler handles those of its own."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    inside = peek_interpreter_stack() is not None
     return inside and not torch.compiler.is_compiling()
+
+
+def is_plainly_eager() -> bool:
+    """Whether operations run as they are called: nothing traces, transforms or converts tensors.
+
+    Such as graphs, `torch.func`, forward-mode derivatives, and autocast of whichever device.
+    """
+    if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
+        return False
+    return forward_ad._current_level < 0 and not is_any_autocast_enabled()
 
 
 def is_transformed(tensor: Tensor) -> bool:

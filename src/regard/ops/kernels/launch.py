@@ -59,20 +59,24 @@ class Launch:
             # Triton's interpreter has no variants.
             kernel[(self.n_programs,)](*args, **self.options)
             return
-        run = self.variant()
+        run = self.variant(self.current_device()) if self._variants else None
         if run is not None:
             run(*args)
             return
         variant: Any = kernel[(self.n_programs,)](*args, **self.options)
         if variant is not None and variant.metadata.target.backend == "cuda":
-            device = self._driver.active.get_current_device()
+            device = self.current_device()
             constants = tuple(self.options[name] for name in kernel.arg_names[len(args) :])
             self._variants[device] = hand_over(variant, self.n_programs, device, constants)
 
-    def variant(self) -> Callable[..., None] | None:
-        """What takes the next arguments, tensors or their addresses; None before the first."""
-        known = self._variants
-        return known.get(self._driver.active.get_current_device()) if known else None
+    def current_device(self) -> int:
+        """The number of the device that kernels are launched on now."""
+        number: int = self._driver.active.get_current_device()
+        return number
+
+    def variant(self, device: int) -> Callable[..., None] | None:
+        """What takes the next arguments on a device, tensors or their addresses; None before."""
+        return self._variants.get(device)
 
 
 def hand_over(
