@@ -17,6 +17,7 @@ Seen in torch 2.11 and 2.13:
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward: the CPU's kernel,
   with its logsumexp. It takes rows of stride 1 for granted.
 - `torch._fused_sdp_choice`: which of torch's kernels a call of SDPA takes.
+- `torch._C._get_sdp_priority_order`, `_set_sdp_priority_order`: in which order SDPA asks them.
 - `torch.overrides._get_current_function_mode_stack`, `_pop_mode`, `_push_mode`: taking a mode away.
 - `torch._C._current_graph_task_id`: whether the backward pass is running.
 - `torch._C._dynamo.eval_frame`: whether compiled code is running (`get_eval_frame_callback`), and
@@ -50,6 +51,8 @@ assert_async = torch._assert_async
 copy_all = torch._foreach_copy_
 multiply_all = torch._foreach_mul_
 sdp_choice = torch._fused_sdp_choice
+sdp_order = torch._C._get_sdp_priority_order
+set_sdp_order = torch._C._set_sdp_priority_order
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

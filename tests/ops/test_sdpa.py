@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 import regard
+from regard._torch import sdp_order
 from regard.ops import Causal, Window, attention, explain, sdpa
 from regard.ops.flash_cpu import in_rows
 
@@ -113,6 +114,27 @@ def test_a_gpus_kernel_is_given_rows_it_can_read(
         fits = fits or layout in ("expanded batch", "expanded heads")
         if fits and width == 8:
             assert seen is x, "and what it can read is not copied"
+
+
+def test_cudnn_is_asked_first_and_nothing_else_changes() -> None:
+    """What was switched off stays off, the order behind it stays, and so does a choice of one."""
+    cuda = torch.backends.cuda
+    before = sdp_order()
+    cudnn = int(SDPBackend.CUDNN_ATTENTION)
+    assert before[0] != cudnn
+    try:
+        cuda.enable_math_sdp(False)
+        with pytest.raises(ZeroDivisionError), sdpa.preferred_kernel():
+            assert sdp_order() == [cudnn, *(kind for kind in before if kind != cudnn)]
+            assert not cuda.math_sdp_enabled() and cuda.mem_efficient_sdp_enabled()
+            raise ZeroDivisionError
+        assert sdp_order() == before
+        cuda.enable_flash_sdp(False)
+        with sdpa.preferred_kernel():
+            assert sdp_order() == before
+    finally:
+        cuda.enable_math_sdp(True)
+        cuda.enable_flash_sdp(True)
 
 
 def test_explain_names_the_cpus_kernel() -> None:

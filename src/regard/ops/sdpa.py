@@ -18,17 +18,17 @@ from __future__ import annotations
 import functools
 import math
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from regard._check import is_empty, is_one, readable
-from regard._torch import sdp_choice
+from regard._torch import sdp_choice, sdp_order, set_sdp_order
 from regard.ops.bias import Bias
 from regard.ops.call import Call, Rule, plain_sizes
 from regard.ops.flash_cpu import attend_on_cpu, in_rows
@@ -326,19 +326,19 @@ def give_back_alike(output: Tensor) -> None:
     node.register_prehook(match)
 
 
-def preferred_kernel() -> AbstractContextManager[Any]:
+@contextmanager
+def preferred_kernel() -> Iterator[None]:
     """Has torch ask cuDNN first; a choice of kernels that the user has made is left as it is."""
     if not may_reorder():
-        return nullcontext()
-    return sdpa_kernel(
-        [
-            SDPBackend.CUDNN_ATTENTION,
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.MATH,
-        ],
-        set_priority=True,
-    )
+        yield
+        return
+    # Not by `sdpa_kernel`, which takes longer than all else that is done for a call.
+    order, cudnn = sdp_order(), int(SDPBackend.CUDNN_ATTENTION)  # type: ignore[call-overload]
+    set_sdp_order(sorted(order, key=lambda kind: kind != cudnn))
+    try:
+        yield
+    finally:
+        set_sdp_order(order)
 
 
 def may_reorder() -> bool:
