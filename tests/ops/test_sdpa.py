@@ -61,6 +61,13 @@ def test_the_short_way_leaves_to_the_long_one_what_it_cannot_know() -> None:
     assert sdpa.attend_plain(q[:, :, :1], q, q, Causal(align="start"), None) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert sdpa.attend_plain(q, q, q, None, None) is None
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert sdpa.attend_plain(q, q, q, None, None) is None
+        other = attention(q, q, q)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert torch.equal(other, attention(q, q, q)), "another device's autocast is only a detour"
     seen = []
     torch.func.vmap(lambda x: seen.append(sdpa.attend_plain(x, x, x, None, None)) or x)(q[None])
     torch.func.jvp(lambda x: seen.append(sdpa.attend_plain(x, x, x, None, None)) or x, (q,), (q,))

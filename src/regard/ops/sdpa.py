@@ -68,10 +68,10 @@ def attend_plain(
     """
     if mask is not None and not isinstance(mask, Causal):
         return None
-    if scale is not None and not (type(scale) is float and 0.0 < scale < math.inf):
-        return None
     sizes = plain_sizes(q, k, v)
     if sizes is None:
+        return None
+    if scale is not None and not (type(scale) is float and 0.0 < scale < math.inf):
         return None
     _, _, T, S = sizes
     if mask is not None and T != S and (T != 1 or mask.align != "end"):
