@@ -5,25 +5,30 @@
 Calls go the way of CUDA tensors and their kernels are compiled for an H100 or H200, but the tensors
 are the CPU's, and what stands for a GPU (tests/no_gpu.py) takes launches and does nothing. So what
 is timed is our Python, torch's dispatch and Triton's, and not the driver. SDPA in its shortest call
-stands beside them as a scale.
+stands beside them as a scale. Plain and causal calls go to SDPA itself: there a function that gives
+a view of the queries stands for it, alone and behind ours, so that what we add is told.
 
 Between calls that are timed the rest of a layer runs, so that a call finds the caches of the CPU as
 in a model. Times are of this thread on the CPU, in µs, and of the fastest tenth, as the others were
 slowed down by what else ran. Operations are torch's, without views and allocations: on a GPU each
 launches a kernel. They are counted in the first call with a mask and in the next, which finds what
-was rendered; launches are those of our own kernels.
+was rendered; launches are those of our own kernels. Calls are those of Python functions of ours.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +40,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
-from regard.ops import backends, decode_relaunch
+from regard.ops import backends, decode_relaunch, sdpa
 from regard.ops.kernels import backend, flash_hopper, render_cache
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -44,6 +49,15 @@ from no_gpu import Driver
 FORWARD = Sizes(2, 2, 2, 128, 128, 128)
 """The fewest queries that the kernels for Hopper take."""
 DECODE = Sizes(1, 32, 8, 1, 1024, 128)
+PLAIN: dict[str, tuple[Sizes, dict[str, Any], bool]] = {
+    "one query over a cache": (DECODE, {}, False),
+    "one query over a cache, causal": (DECODE, {"mask": regard.Causal()}, False),
+    "causal": (FORWARD, {"mask": regard.Causal()}, False),
+    "plain, with gradients": (FORWARD, {}, True),
+    "causal, with gradients": (FORWARD, {"mask": regard.Causal()}, True),
+}
+"""Calls that go to SDPA: their sizes, their rule, and whether gradients are recorded."""
+HOUSE = str(Path(regard.__file__).parent)
 DECODING = ("a cache's mask", "padded", "window 1,024", "ALiBi")
 
 
@@ -87,10 +101,12 @@ def pretend_a_gpu() -> None:
     driver: Any = triton.runtime.driver
     driver.set_active(CountingDriver())
     backend.refuse_tensors = lambda q, width: None  # type: ignore[assignment]
-    decode_relaunch.DEVICE = "cpu"
+    decode_relaunch.runs_here = attrgetter("is_cpu")
     backends.ORDER["cpu"] = backends.ORDER["cuda"]
     backends.asked_first = backends.asked_first_on_gpu
     flash_hopper.runs_on = lambda device: True  # type: ignore[assignment]
+    sdpa.attend_plain_on_cpu = lambda *call: sdpa.run_on_gpu(*call[:3], None, 0.0, *call[3:])
+    sdpa.torchs_order_is_right = functools.cache(lambda device: True)
     # The mode that counts operations is no reason to render anew.
     render_cache.is_intercepted = lambda: False  # type: ignore[assignment]
 
@@ -100,6 +116,22 @@ def count(run: Callable[[], Any]) -> Counted:
     with Operations() as seen:
         run()
     return Counted(seen.n, CountingDriver.n)
+
+
+def count_calls(run: Callable[[], Any]) -> int:
+    """How many Python functions of ours a run calls."""
+    n = 0
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal n
+        n += event == "call" and frame.f_code.co_filename.startswith(HOUSE)
+
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return n
 
 
 class Clock:
@@ -165,6 +197,35 @@ def show_forward(name: str, clock: Clock) -> str:
     )
 
 
+def stand_in(q: Tensor, *_: Any, **more: Any) -> Tensor:
+    """What stands for SDPA."""
+    return q.view_as(q)
+
+
+def show_plain(name: str, clock: Clock) -> str:
+    """A row: what stands for SDPA alone, ours with it, and the same of the backward."""
+    sizes, rule, learned = PLAIN[name]
+    inputs = draw(sizes, learned)
+    g = torch.randn_like(inputs[0])
+
+    def attend(_: Any = None) -> Tensor:
+        return regard.attention(*inputs, **rule)
+
+    def alone(_: Any = None) -> Tensor:
+        return F.scaled_dot_product_attention(*inputs, is_causal=bool(rule), enable_gqa=True)
+
+    def differentiate(output: Tensor) -> Any:
+        return torch.autograd.grad(output, inputs[0], g)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", stand_in):
+        forward = clock.time(alone), clock.time(attend)
+        cells = [f"{forward[0]:.1f}", f"{forward[1]:.1f}", f"{forward[1] - forward[0]:.1f}", "–"]
+        if learned:
+            backward = clock.time(differentiate, alone), clock.time(differentiate, attend)
+            cells[3] = f"{backward[1] - backward[0]:.1f}"
+        return f"| {name} | {' | '.join(cells)} | {count_calls(attend)} |"
+
+
 def show_decode(name: str, clock: Clock) -> str:
     rule, _ = rule_of(name, DECODE, "cpu")
     inputs = draw(DECODE, False)
@@ -174,7 +235,8 @@ def show_decode(name: str, clock: Clock) -> str:
 
     attend()
     found = count(attend)
-    return f"| {name} | {clock.time(attend):.0f} | {found.operations} | {found.launches} |"
+    cells = f"{clock.time(attend):.1f} | {count_calls(attend)}"
+    return f"| {name} | {cells} | {found.operations} | {found.launches} |"
 
 
 def main() -> None:
@@ -191,6 +253,14 @@ def main() -> None:
         scale = clock.time(lambda _: F.scaled_dot_product_attention(*inputs))
     bench.say(f"`python bench/host_cpu.py`: the fastest tenth of {options.rounds} calls, in µs.")
     bench.say(f"SDPA on one query and one key of a CPU: {scale:.0f} µs.", "")
+    bench.say("## Calls that go to SDPA, which a function stands for", "")
+    bench.say(
+        "| call | SDPA's | ours | added | added to the backward | calls |", f"|{' --- |' * 6}"
+    )
+    for name, (_, _, learned) in PLAIN.items():
+        with torch.set_grad_enabled(learned):
+            bench.say(show_plain(name, clock))
+    bench.say("")
     bench.say(f"## Forward and backward, {FORWARD}", "")
     columns = ["rule", "forward", "with gradients", "backward", "torch's operations"]
     columns += ["launches", "in the backward", "launches"]
@@ -198,7 +268,7 @@ def main() -> None:
     for name in forward_rules():
         bench.say(show_forward(name, clock))
     bench.say("", f"## One query over a cache, {DECODE.S:,} keys, 32 over 8 heads of 128", "")
-    bench.say("| rule | µs | torch's operations | launches |", "| --- | --- | --- | --- |")
+    bench.say("| rule | µs | calls | torch's operations | launches |", f"|{' --- |' * 5}")
     with torch.no_grad():
         for name in DECODING:
             bench.say(show_decode(name, clock))

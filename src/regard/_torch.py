@@ -10,12 +10,14 @@ Seen in torch 2.11 and 2.13:
 - `torch.utils._pytree`: registering a class as a node.
 - `torch._C._functorch`: whether a `torch.func` transform is under way, of which kind, and wrapped
   tensors.
+- `torch._C._is_any_autocast_enabled`: whether autocast is on, whatever the device.
 - `torch.autograd.forward_ad._current_level`: whether forward-mode derivatives are being taken.
 - `torch._subclasses.FakeTensor`: tensors without data, in tracing.
 - `torch._C._len_torch_dispatch_stack`: whether a mode sees every operation, as in tracing.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward: the CPU's kernel,
   with its logsumexp. It takes rows of stride 1 for granted.
 - `torch._fused_sdp_choice`: which of torch's kernels a call of SDPA takes.
+- `torch._C._get_sdp_priority_order`, `_set_sdp_priority_order`: in which order SDPA asks them.
 - `torch.overrides._get_current_function_mode_stack`, `_pop_mode`, `_push_mode`: taking a mode away.
 - `torch._C._current_graph_task_id`: whether the backward pass is running.
 - `torch._C._dynamo.eval_frame`: whether compiled code is running (`get_eval_frame_callback`), and
@@ -49,6 +51,10 @@ assert_async = torch._assert_async
 copy_all = torch._foreach_copy_
 multiply_all = torch._foreach_mul_
 sdp_choice = torch._fused_sdp_choice
+sdp_order = torch._C._get_sdp_priority_order
+set_sdp_order = torch._C._set_sdp_priority_order
+peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -81,8 +87,18 @@ def is_transforming() -> bool:
     """Whether a `torch.func` transform is under way; the compiler handles those of its own."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    inside = peek_interpreter_stack() is not None
     return inside and not torch.compiler.is_compiling()
+
+
+def is_plainly_eager() -> bool:
+    """Whether operations run as they are called: nothing traces, transforms or converts tensors.
+
+    Such as graphs, `torch.func`, forward-mode derivatives, and autocast of whichever device.
+    """
+    if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
+        return False
+    return forward_ad._current_level < 0 and not is_any_autocast_enabled()
 
 
 def is_transformed(tensor: Tensor) -> bool:

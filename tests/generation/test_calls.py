@@ -72,10 +72,10 @@ def count_calls(model: Transformer) -> Counter[str]:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_decode_step_of_eight_layers_makes_few_calls(name: str) -> None:
-    """508 are half of what a step of the LLaMA-like model once made in our own files."""
+    """Of the LLaMA-like model a step once made 1,016 in our own files."""
     calls = count_calls(make_model(name))
     ours = {path: n for path, n in calls.items() if path.startswith(HOUSE)}
     below = sum(n for path, n in ours.items() if Path(path).parent.name != "ops")
-    assert sum(ours.values()) <= 508, ours
-    assert below <= 280, ours
-    assert calls.total() <= 1150, calls
+    assert sum(ours.values()) <= 390, ours
+    assert below <= 260, ours
+    assert calls.total() <= 1110, calls

@@ -5,8 +5,12 @@ Launches are caught on their way to what stands for a GPU (no_gpu.py), and not c
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
+from operator import attrgetter
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +21,7 @@ from relaunch_cases import KNOWN, B, D, G, Made, at, draw
 from torch import Tensor
 from torch.nn import Parameter
 
+import regard
 from regard.ops import (
     ALiBi,
     Causal,
@@ -33,6 +38,8 @@ from regard.ops.decode_relaunch import FIELDS, form_of
 from regard.ops.kernels import backend, decode, decode_kernels
 from regard.ops.kernels.launch import PLANS
 from regard.ops.term import field_names
+
+HOUSE = str(Path(regard.__file__).parent)
 
 KERNELS = "_parts", "_join"
 
@@ -77,7 +84,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
         monkeypatch.setattr(decode_kernels, name, kernel)
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver(), raising=False)
     monkeypatch.setattr(backend, "refuse_tensors", lambda q, width: None)
-    monkeypatch.setattr(decode_relaunch, "DEVICE", "cpu")
+    monkeypatch.setattr(decode_relaunch, "runs_here", attrgetter("is_cpu"))
     PLANS.clear()
     yield found
     PLANS.clear()
@@ -153,6 +160,26 @@ def test_what_is_launched_again_is_what_would_be_launched_anew(
             told = zip(names, launched.given, expected.given, strict=True)
             for argument, x, y in told:
                 assert x == where.get(argument, y), argument
+
+
+@torch.no_grad()
+def test_a_step_that_is_launched_again_makes_few_calls(again: list[bool]) -> None:
+    """`_tell` for each mask and bias, and for each that these hold; and 10 others."""
+    for name, at_most in (("window", 12), ("a cache's", 13), ("slopes, placed", 15)):
+        inputs, rule = draw(1, 37), KNOWN[name](1, 37)
+        attention(*inputs, **rule)
+        calls: Counter[str] = Counter()
+
+        def count(frame: FrameType, event: str, _: Any, calls: Counter[str] = calls) -> None:
+            if event == "call" and frame.f_code.co_filename.startswith(HOUSE):
+                calls[frame.f_code.co_name] += 1
+
+        sys.setprofile(count)
+        try:
+            attention(*inputs, **rule)
+        finally:
+            sys.setprofile(None)
+        assert again.pop() and calls.total() <= at_most, calls
 
 
 @pytest.mark.parametrize("name", OTHER)

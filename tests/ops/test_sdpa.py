@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from layouts import LAYOUTS, lay_out
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
+import regard
+from regard._torch import sdp_order
 from regard.ops import Causal, Window, attention, explain, sdpa
+from regard.ops.flash_cpu import in_rows
+
+HOUSE = str(Path(regard.__file__).parent)
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What torch's attention is given by plain calls, which go the way of those on a GPU."""
+    found: list[tuple[Any, ...]] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **more: Any) -> Tensor:
+        found.append((q, k, v, *rest, more))
+        return q * 1.0
+
+    def go(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+        return sdpa.run_on_gpu(q, k, v, None, 0.0, causal, scale)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(sdpa, "attend_plain_on_cpu", go)
+    monkeypatch.setattr(sdpa, "torchs_order_is_right", lambda device: True)
+    return found
 
 
 def test_the_short_way_leaves_to_the_long_one_what_it_cannot_know() -> None:
@@ -32,10 +61,87 @@ def test_the_short_way_leaves_to_the_long_one_what_it_cannot_know() -> None:
     assert sdpa.attend_plain(q[:, :, :1], q, q, Causal(align="start"), None) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert sdpa.attend_plain(q, q, q, None, None) is None
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        assert sdpa.attend_plain(q, q, q, None, None) is None
+        other = attention(q, q, q)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert torch.equal(other, attention(q, q, q)), "another device's autocast is only a detour"
     seen = []
     torch.func.vmap(lambda x: seen.append(sdpa.attend_plain(x, x, x, None, None)) or x)(q[None])
     torch.func.jvp(lambda x: seen.append(sdpa.attend_plain(x, x, x, None, None)) or x, (q,), (q,))
     assert seen == [None, None]
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_plain_call_on_a_gpu_makes_few_calls(learned: bool, given: list[tuple[Any, ...]]) -> None:
+    """8, and one for the gradient that comes back: without a GPU 2 more stand for torch's."""
+    q = torch.randn(1, 6, 1, 8, requires_grad=learned)
+    k = torch.randn(1, 2, 5, 8)
+    calls: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(HOUSE):
+            calls[frame.f_code.co_name] += 1
+
+    for rule in ({}, {"mask": Causal()}, {"scale": 0.3}):
+        calls.clear()
+        sys.setprofile(count)
+        try:
+            attention(q, k, k, **rule)
+        finally:
+            sys.setprofile(None)
+        assert calls.total() <= 8 + learned, calls
+    told = [(*rest, more) for _, _, _, *rest, more in given]
+    plain = {"scale": None, "enable_gqa": True}
+    assert told == [
+        (None, 0.0, False, plain),
+        (None, 0.0, False, plain),
+        (None, 0.0, False, plain | {"scale": 0.3}),
+    ]
+
+
+@pytest.mark.parametrize("width", [8, 7])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "cut"])
+def test_a_gpus_kernel_is_given_rows_it_can_read(
+    layout: str, width: int, given: list[tuple[Any, ...]]
+) -> None:
+    """What it takes as it is begins and steps by 16 bytes; other rows are the same in a copy."""
+    torch.manual_seed(0)
+    wide = torch.randn(2, 3, 5, width + 1, dtype=torch.bfloat16)
+    x = wide[..., :width] if layout == "cut" else lay_out(wide[..., :width].clone(), layout)
+    attention(x, x, x)
+    for seen in given[0][:3]:
+        assert torch.equal(seen, x)
+        assert in_rows(seen) is seen and seen.data_ptr() % 16 == 0
+        if width == 8:
+            assert all(step % 8 == 0 for step in seen.stride()[:3])
+        fits = layout in ("plain", "heads last", "packed", "rows stepped", "odd single axes")
+        fits = fits or layout in ("expanded batch", "expanded heads")
+        if fits and width == 8:
+            assert seen is x, "and what it can read is not copied"
+
+
+def test_cudnn_is_asked_first_and_nothing_else_changes() -> None:
+    """What was switched off stays off, the order behind it stays, and so does a choice of one."""
+    cuda = torch.backends.cuda
+    before = sdp_order()
+    cudnn = int(SDPBackend.CUDNN_ATTENTION)
+    assert before[0] != cudnn
+    try:
+        cuda.enable_math_sdp(False)
+        with pytest.raises(ZeroDivisionError), sdpa.preferred_kernel():
+            assert sdp_order() == [cudnn, *(kind for kind in before if kind != cudnn)]
+            assert not cuda.math_sdp_enabled() and cuda.mem_efficient_sdp_enabled()
+            raise ZeroDivisionError
+        assert sdp_order() == before
+        cuda.enable_flash_sdp(False)
+        with sdpa.preferred_kernel():
+            assert sdp_order() == before
+    finally:
+        cuda.enable_math_sdp(True)
+        cuda.enable_flash_sdp(True)
 
 
 def test_explain_names_the_cpus_kernel() -> None:

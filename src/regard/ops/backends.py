@@ -25,10 +25,11 @@ from regard.ops import (
     sdpa,
 )
 from regard.ops.blockwise import NOTHING, Ask
-from regard.ops.call import Call, Given, gather_call, outside_autocast, plain_shape
+from regard.ops.call import Call, Given, gather_call, outside_autocast, plain_sizes
 from regard.ops.kernels import backend as triton
 from regard.ops.kernels import flash_hopper
 from regard.ops.kernels.rendered import is_given_whole, render
+from regard.ops.shape import Shape
 from regard.ops.wants import Observation
 
 
@@ -145,17 +146,17 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
     As `attend_plain` does for the plainest calls, it asks for what the long way would find out:
     `explain` says triton for every call that this takes.
     """
+    form = decode_relaunch.form_of(q, k, v, given)
+    if form is not None and (output := decode_relaunch.attend_again(form)) is not None:
+        return output
     if type(q) is not Tensor or q.dim() != 4:
         return None
-    form = decode_relaunch.form_of(q, k, v, given)
-    output = None if form is None else decode_relaunch.attend_again(form)
-    if output is not None:
-        return output
     if triton.refuse_tensors(q, q.shape[3]) is not None:
         return None
-    shape = plain_shape(q, k, v)
-    if shape is None:
+    sizes = plain_sizes(q, k, v)
+    if sizes is None:
         return None
+    shape = Shape(*sizes)
     call = gather_call(q, k, v, shape, given)
     is_decoding = triton.is_decoding(call)
     by_torch = not is_decoding and (triton.is_little(shape) or is_slow_by_kernels(call))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from regard._check import FLOAT_TYPES, check_float, check_probability, check_shapes
-from regard._torch import is_transformed, is_transforming, takes_tangents
+from regard._torch import is_plainly_eager, is_transformed, is_transforming, takes_tangents
 from regard.ops.bias import Bias, DenseBias
 from regard.ops.dropout import as_seed, draw_seed
 from regard.ops.mask import Mask
@@ -227,27 +227,25 @@ def gather_call(q: Tensor, k: Tensor, v: Tensor, shape: Shape, given: Given) -> 
     return Call(q=q, k=k, v=v, rule=rule, sinks=sinks)
 
 
-def plain_shape(q: Tensor, k: Tensor, v: Tensor) -> Shape | None:
-    """The sizes of plain tensors that fit each other, with which nothing else is going on.
+def plain_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int] | None:
+    """B, H, T and S of plain tensors that fit each other, with which nothing else is going on.
 
     None sends a call the long way: inputs that are empty or do not fit, values of another width,
     tracing, transforms, forward-mode derivatives, autocast.
     """
-    if not (type(q) is type(k) is type(v) is Tensor) or torch.compiler.is_compiling():
+    if not (type(q) is type(k) is type(v) is Tensor) or not is_plainly_eager():
         return None
-    size, dtype, device = q.shape, q.dtype, q.device
-    if len(size) != 4 or k.shape != v.shape or len(k.shape) != 4:
+    of_q, of_k, dtype, device = q.shape, k.shape, q.dtype, q.device
+    if len(of_q) != 4 or len(of_k) != 4 or v.shape != of_k:
         return None
-    (B, H, T, D), (b, G, S, d) = size, k.shape
+    (B, H, T, D), (b, G, S, d) = of_q, of_k
     if b != B or d != D or not (B and H and T and D and G and S) or H % G:
         return None
     if dtype not in FLOAT_TYPES or k.dtype != dtype or v.dtype != dtype:
         return None
     if k.device != device or v.device != device or not (q.is_cuda or q.is_cpu):
         return None
-    if is_transforming() or takes_tangents() or torch.is_autocast_enabled(device.type):
-        return None
-    return Shape(B, H, T, S)
+    return B, H, T, S
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask | None:

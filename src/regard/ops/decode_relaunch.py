@@ -17,24 +17,26 @@ transforms, autocast, graphs that are being traced.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from regard._torch import is_transforming, takes_tangents
+from regard._torch import is_plainly_eager
 from regard.ops import decode
-from regard.ops.bias import ALiBi, Bias, BiasAt
+from regard.ops.bias import ALiBi, BiasAt
 from regard.ops.call import Call, Given
 from regard.ops.kernels.decode import MOST_QUERIES, SUMS, Plan, attend, find_plan, told
 from regard.ops.kernels.launch import PLANS
-from regard.ops.mask import And, At, Mask
+from regard.ops.mask import And, At
 from regard.ops.masks import Causal, Documents, Lengths, Window
 from regard.ops.sdpa import attend_plain
+from regard.ops.term import Term
 
-DEVICE = "cuda"
-"""Where kernels run."""
+runs_here = attrgetter("is_cuda")
+"""Whether kernels run where a tensor lies."""
 FIELDS: dict[type[Any], tuple[str, ...]] = {
     At: ("inner", "queries", "keys"),
     And: ("one", "other"),
@@ -68,8 +70,9 @@ class Step(NamedTuple):
     """Whether these are (B, T, H, E); of one query they may be (B, H, T, E) as well."""
     scratch: int
     """So many numbers are kept of the parts; 0 where there is one."""
-    read: tuple[tuple[int, int], ...]
-    """Which tensor the kernel takes each term from, and how many bytes behind its beginning."""
+    read: tuple[tuple[int, int, int], ...]
+    """Of the terms that it reads, as the kernel takes them: the number of each, which tensor it is
+    taken from, and how many bytes behind its beginning. What it does not read q stands for."""
 
 
 def attend_again(form: Form) -> Tensor | None:
@@ -81,21 +84,24 @@ def attend_again(form: Form) -> Tensor | None:
         q, k, v = form.tensors
         return attend_plain(q, k, v, None, form.name[1])
     plan, sizes, is_turned, n_scratch, read = step
-    run, join = plan.parts.variant(), plan.join.variant()
+    device = plan.parts.current_device()
+    run, join = plan.parts.variant(device), plan.join.variant(device)
     if run is None or (n_scratch and join is None):
         # Another GPU than the one it was compiled for.
         return None
     q, addresses = form.tensors[0], form.addresses
-    at_q = addresses[0]
+    at_q, at_k, at_v = addresses[:3]
+    terms = [at_q] * len(READ)
+    for number, i, behind in read:
+        terms[number] = addresses[i] + behind
     output = q.new_empty(*sizes)
     written = output.data_ptr(), at_q, at_q
-    terms = [addresses[i] + behind for i, behind in read]
     if not n_scratch:
-        run(*addresses[:3], *terms, at_q, *written, *plan.numbers)
+        run(at_q, at_k, at_v, *terms, at_q, *written, *plan.numbers)
     else:
         scratch = q.new_empty(n_scratch, dtype=torch.float32)
         at = scratch.data_ptr()
-        run(*addresses[:3], *terms, at, *written, *plan.numbers)
+        run(at_q, at_k, at_v, *terms, at, *written, *plan.numbers)
         join(at, terms[-1], *written, plan.n_parts, plan.n_rows)  # type: ignore[misc]
     return output.transpose(1, 2) if is_turned else output
 
@@ -116,20 +122,22 @@ def attend_first(call: Call, form: Form) -> Tensor:
     if form.name not in PLANS:
         terms, ints, floats = told(rule, numbers, call.sinks)
         plan = find_plan(inputs, terms, ints, floats)
-        read = [x for i in READ if (x := _find(terms[i], form)) is not None]
-        if plan is not None and len(read) == len(READ):
+        given = [(number, terms[i]) for number, i in enumerate(READ)]
+        found = [(number, _find(term, form)) for number, term in given if term is not None]
+        read = tuple((number, *where) for number, where in found if where is not None)
+        if plan is not None and len(read) == len(found):
             B, H, T, E = *call.q.shape[:3], call.v.shape[3]
             sizes = (B, T, H, E) if T > 1 else (B, H, T, E)
             scratch = plan.n_rows * plan.n_parts * (E + SUMS) if plan.n_parts > 1 else 0
-            PLANS.find(form.name, lambda: Step(plan, sizes, T > 1, scratch, tuple(read)))
+            PLANS.find(form.name, lambda: Step(plan, sizes, T > 1, scratch, read))
     return output
 
 
-def _find(term: Tensor | None, form: Form) -> tuple[int, int] | None:
-    """Which tensor of a call a term is, or is surely a view of; None for one that is neither."""
-    if term is None:
-        # What the kernel does not read is stood for by q.
-        return 0, 0
+def _find(term: Tensor, form: Form) -> tuple[int, int] | None:
+    """Which tensor of a call a term is, or is surely a view of, and how far behind its beginning.
+
+    None for one that is neither.
+    """
     same = [i for i, x in enumerate(form.tensors) if x is term]
     if len(same) != 1:
         memory = term.untyped_storage().data_ptr()
@@ -141,12 +149,9 @@ def _find(term: Tensor | None, form: Form) -> tuple[int, int] | None:
 
 def form_of(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Form | None:
     """The form of a call of few queries by plain tensors; None for others."""
-    if torch.compiler.is_compiling() or is_transforming() or takes_tangents():
+    if type(q) is not Tensor or not is_plainly_eager() or not runs_here(q):
         return None
-    if type(q) is not Tensor or q.dim() != 4 or q.shape[2] > MOST_QUERIES:
-        return None
-    device = q.device
-    if device.type != DEVICE or torch.is_autocast_enabled(DEVICE):
+    if q.dim() != 4 or q.shape[2] > MOST_QUERIES:
         return None
     scale, softcap, sinks = given["scale"], given["softcap"], given["sinks"]
     if not (scale is None or type(scale) is float) or not (
@@ -158,7 +163,7 @@ def form_of(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Form | None:
     for term in (given["mask"], given["bias"]):
         if term is None:
             name.append(None)
-        elif not _tell(term, device, name, tensors):
+        elif not _tell(term, q.device, name, tensors):
             return None
     addresses: list[int] = []
     learns = torch.is_grad_enabled()
@@ -187,11 +192,13 @@ def _tell(term: Any, device: torch.device, name: list[Any], tensors: list[Tensor
         x = getattr(term, field)
         if isinstance(x, Tensor):
             # Terms that hold the same positions are told to the kernel otherwise than others.
-            place = next((i for i, known in enumerate(tensors) if known is x), None)
+            place = 0
+            while place < len(tensors) and tensors[place] is not x:
+                place += 1
             name.append((Tensor, place))
-            if place is None:
+            if place == len(tensors):
                 tensors.append(x)
-        elif isinstance(x, Mask | Bias):
+        elif isinstance(x, Term):
             if not _tell(x, device, name, tensors):
                 return False
         else:

@@ -18,25 +18,25 @@ from __future__ import annotations
 import functools
 import math
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from regard._check import is_empty, is_one, readable
-from regard._torch import sdp_choice
+from regard._torch import sdp_choice, sdp_order, set_sdp_order
 from regard.ops.bias import Bias
-from regard.ops.call import Call, Rule, plain_shape
+from regard.ops.call import Call, Rule, plain_sizes
 from regard.ops.flash_cpu import attend_on_cpu, in_rows
 from regard.ops.kernels import flash_hopper
 from regard.ops.mask import Mask
 from regard.ops.masks import Causal
 from regard.ops.reference import repeat_heads, spoil
-from regard.ops.shape import Tile
+from regard.ops.shape import Shape, Tile
 from regard.ops.term import Placed
 from regard.ops.unseen import clear, covers
 
@@ -66,21 +66,31 @@ def attend_plain(
     What it asks for is all that the long way would find out, one step after the other, before it
     came here: `explain` says sdpa for every call that this takes.
     """
-    shape = plain_shape(q, k, v)
-    if shape is None:
+    if mask is not None and not isinstance(mask, Causal):
         return None
-    T, S, causal = shape.T, shape.S, mask is not None
-    if mask is not None:
-        if not isinstance(mask, Causal) or (T != S and (T != 1 or mask.align != "end")):
-            return None
-        # One query on the last key sees all of them.
-        causal = T != 1 or S == 1
+    sizes = plain_sizes(q, k, v)
+    if sizes is None:
+        return None
     if scale is not None and not (type(scale) is float and 0.0 < scale < math.inf):
         return None
-    if q.is_cuda:
-        if T >= flash_hopper.LONG and flash_hopper.is_long(q, k, v):
-            return None
-        return run_sdpa((q, k, v), None, 0.0, causal, scale)
+    _, _, T, S = sizes
+    if mask is not None and T != S and (T != 1 or mask.align != "end"):
+        return None
+    # One query on the last key sees all of them.
+    causal = mask is not None and (T != 1 or S == 1)
+    if T >= flash_hopper.LONG and flash_hopper.is_long(q, k, v):
+        return None
+    if q.is_cpu:
+        return attend_plain_on_cpu(q, k, v, causal, scale)
+    return run_on_gpu(q, k, v, None, 0.0, causal, scale)
+
+
+def attend_plain_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+) -> Tensor:
+    """The same on the CPU."""
+    B, H, T, _ = q.shape
+    shape = Shape(B, H, T, k.shape[2])
     rule = Rule(shape=shape, scale=scale, mask=Causal() if causal else None)
     return attend_on_cpu(q, k, v, rule, causal)
 
@@ -245,36 +255,53 @@ def run_sdpa(
     scale: float | None,
 ) -> Tensor:
     """`scaled_dot_product_attention`, at any strides, and the faster kernel where torch has two."""
+    if inputs[0].is_cuda and not torch.compiler.is_compiling():
+        return run_on_gpu(*inputs, mask, dropout, causal, scale)
     q, k, v = (in_rows(x) for x in inputs)
-    on_gpu = q.is_cuda and not torch.compiler.is_compiling()
-    if on_gpu:
-        q, k, v = lined_up(q), lined_up(k), lined_up(v)
     # By a branch: a comparison of sizes that a graph leaves open is no bool to the kernel.
     more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    if not on_gpu or torchs_order_is_right(q.device):
-        output = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, **more)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, **more)
+
+
+def run_on_gpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """The same on a GPU, outside of graphs; q, k and v are of one width."""
+    _, n_heads, _, width = q.shape
+    # Torch chooses its kernel by the width of a head. Where that is a multiple of 16 bytes, the
+    # kernel reads so many at a time, and takes for granted that all rows begin at one.
+    each = 16 // q.element_size()
+    step = 1 if width % each else each
+    q, k, v = lined_up(q, width, step), lined_up(k, width, step), lined_up(v, width, step)
+    shared = n_heads != k.shape[1]
+    if torchs_order_is_right(q.device):
+        output = F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=shared
+        )
     else:
         with preferred_kernel():
             output = F.scaled_dot_product_attention(
-                q, k, v, mask, dropout, causal, scale=scale, **more
+                q, k, v, mask, dropout, causal, scale=scale, enable_gqa=shared
             )
-    if on_gpu and output.requires_grad:
+    if output.requires_grad:
         give_back_alike(output)
     return output
 
 
-def lined_up(x: Tensor) -> Tensor:
-    """x, copied unless its rows begin where a GPU's kernels can read 16 bytes at a time.
+def lined_up(x: Tensor, width: int, step: int) -> Tensor:
+    """x, copied unless its rows are in one piece each, apart from each other, and far enough.
 
-    Torch chooses its kernel by the width of a head, and takes the rest for granted.
+    So `in_rows`; they also are a multiple of `step` numbers apart, and begin at one of 16 bytes.
     """
-    each = 16 // x.element_size()
-    if x.data_ptr() % 16 == 0:
-        if x.shape[3] % each:
-            return x
-        b, h, t, _ = x.stride()
-        if not (b % each or h % each or t % each):
-            return x
+    b, h, t, d = x.stride()
+    if d == 1 and t >= width and not (b % step or h % step or t % step or x.data_ptr() % 16):
+        return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -294,23 +321,24 @@ def give_back_alike(output: Tensor) -> None:
         )
         return laid.copy_(grads[0]), *grads[1:]
 
-    assert output.grad_fn is not None
-    output.grad_fn.register_prehook(match)
+    node = output.grad_fn
+    assert node is not None
+    node.register_prehook(match)
 
 
-def preferred_kernel() -> AbstractContextManager[Any]:
+@contextmanager
+def preferred_kernel() -> Iterator[None]:
     """Has torch ask cuDNN first; a choice of kernels that the user has made is left as it is."""
     if not may_reorder():
-        return nullcontext()
-    return sdpa_kernel(
-        [
-            SDPBackend.CUDNN_ATTENTION,
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.MATH,
-        ],
-        set_priority=True,
-    )
+        yield
+        return
+    # Not by `sdpa_kernel`, which takes longer than all else that is done for a call.
+    order, cudnn = sdp_order(), int(SDPBackend.CUDNN_ATTENTION)  # type: ignore[call-overload]
+    set_sdp_order(sorted(order, key=lambda kind: kind != cudnn))
+    try:
+        yield
+    finally:
+        set_sdp_order(order)
 
 
 def may_reorder() -> bool:

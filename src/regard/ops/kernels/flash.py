@@ -33,6 +33,8 @@ class Plan(NamedTuple):
     names: tuple[str, ...]
     together: bool
     run: Callable[[Rendered, Tensor, Any, Tensor | None], None]
+    kernels: Any
+    """The module of the answers that kernels write to."""
 
 
 def forward(
@@ -47,30 +49,29 @@ def forward(
     with_sums: with `ROW_SUMS`, and in one piece of memory if that can be. with_crests: with the
     maxima of parts of rows, as `Crests` has them.
     """
-    from regard.ops.kernels.flash_kernels import SLOTS, Answers, Crests
-
     keys = None if mass is None else mass.contiguous()
     on_hopper = flash_hopper.runs_on(given.q.device)
-    form = (*form_of(given), ask, None if keys is None else layout_of(keys), with_sums, on_hopper)
-    form += (with_crests,)
+    how = ask, None if keys is None else layout_of(keys), with_sums, on_hopper, with_crests
+    form = *form_of(given), *how
     plan = PLANS.find(form, lambda: make_plan(given, ask, keys, with_sums))
     if plan is None:
         out, found = forward(aligned_rows(given), ask, keys, with_sums, with_crests)
         return out[..., : given.v.shape[3]].contiguous(), found
-    q, shape = given.q, given.q.shape[:3]
-    out = q.new_empty((*shape, given.v.shape[3]))
+    q, kernels = given.q, plan.kernels
+    B, H, T, _ = q.shape
+    out = q.new_empty(B, H, T, given.v.shape[3])
     if plan.together:
-        rows = q.new_empty((len(plan.names), *shape), dtype=torch.float32).unbind()
+        rows = q.new_empty(len(plan.names), B, H, T, dtype=torch.float32).unbind()
         found = dict(zip(plan.names, rows, strict=True))
     else:
-        found = {name: q.new_empty(shape, dtype=torch.float32) for name in plan.names}
+        found = {name: q.new_empty(B, H, T, dtype=torch.float32) for name in plan.names}
     if ask.peak:
-        found["key"] = q.new_empty(shape, dtype=torch.int64)
-    answers: Any = Answers(**found)  # type: ignore[arg-type]
+        found["key"] = q.new_empty(B, H, T, dtype=torch.int64)
+    answers = kernels.Answers(**found)
     if with_crests:
-        size = (*shape[:2], SLOTS.value, -(-shape[2] // BANDED) * BANDED)
+        size = (B, H, kernels.SLOTS.value, -(-T // BANDED) * BANDED)
         found["crests"] = q.new_full(size, -torch.inf, dtype=torch.float32)
-        answers = answers._replace(crests=Crests(found["crests"], 0, 0, 0, 0))
+        answers = answers._replace(crests=kernels.Crests(found["crests"], 0, 0, 0, 0))
     plan.run(given, out, answers, keys)
     return out, found
 
@@ -93,4 +94,4 @@ def make_plan(given: Rendered, ask: Ask, mass: Tensor | None, with_sums: bool) -
         from regard.ops.kernels import flash_hopper_kernels
 
         plan_forward = flash_hopper_kernels.plan_forward
-    return Plan(tuple(names), together, plan_forward(given, asked))
+    return Plan(tuple(names), together, plan_forward(given, asked), flash_kernels)

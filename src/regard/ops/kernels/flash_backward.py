@@ -174,8 +174,8 @@ def _find_rows(given: Rendered, saved: Saved, arriving: Arriving, plan: Plans) -
 
     (B, H, T, E), g = saved.output.shape, arriving.output
     n = -(-T // PADDED) * PADDED
-    heat = None if arriving.entropy is None else saved.lse.new_empty((B, H, n))
-    rows = RowGrads(saved.lse.new_empty((B, H, n)), saved.lse.new_empty((B, H, n)), heat, n)
+    heat = None if arriving.entropy is None else saved.lse.new_empty(B, H, n)
+    rows = RowGrads(saved.lse.new_empty(B, H, n), saved.lse.new_empty(B, H, n), heat, n)
     incoming = Incoming(
         saved.lse.contiguous(),
         given.sinks,
@@ -247,7 +247,7 @@ def _run_fused(step: _Pass, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     tiles = step.tiles("hopper", is_listed)
     if is_listed:
         lists = _list_tiles(step, tiles, True, in_order=True)
-    sums = step.rows.lse.new_zeros((B, H, n, D))
+    sums = step.rows.lse.new_zeros(B, H, n, D)
     hopper.run_fused(step, lists, (dk, dv, sums), tiles)
     options = {"ROWS": FINISHED, "WIDTH": D, "num_warps": 4, "enable_fp_fusion": True}
     step.plan.run(

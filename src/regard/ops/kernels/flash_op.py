@@ -67,7 +67,7 @@ def _attend(call: Call, ask: Ask, mass: Tensor | None) -> Sequence[Tensor]:
         return traced
     # Inside of vmap a tensor does not tell whether it needs a gradient.
     if not call.transformed and not call.needs_grad():
-        return _run_forward(*given, ask, mass)
+        return _run_forward(given, ask, mass)
     packed = pack(call.rule)
     fixed = _Fixed(given[TENSORS:], ask, Packed(packed.form, [], packed.ints, packed.floats))
     apply: Any = (_MappedFlash if call.transformed else _Flash).apply
@@ -93,11 +93,10 @@ def observe(call: Call) -> Observation:
     return refusing_gradients(Observation(rows.output, **row_answers(rows, wants)), rows.lse, wants)
 
 
-def _run_forward(*args: Any) -> list[Tensor]:
+def _run_forward(given: Rendered, ask: Ask, mass: Tensor | None) -> list[Tensor]:
     """The kernels, or their operation, which knows the shapes, where tensors have no data."""
-    if not is_fake(args[0]):
-        return _forward(*args)
-    *given, ask, mass = args
+    if not is_fake(given.q):
+        return _launch(given, ask, mass)
     found: list[Tensor] = _forward_op(*given, list(ask), mass)
     return found
 
@@ -111,8 +110,12 @@ def _run_backward(*args: Any) -> Sequence[Tensor | None]:
 
 def _forward(*args: Any) -> list[Tensor]:
     *rendered, asked, mass = args
-    ask = Ask(*asked)
-    output, found = flash.forward(Rendered(*rendered), ask, mass, with_sums=False)
+    return _launch(Rendered(*rendered), Ask(*asked), mass)
+
+
+def _launch(given: Rendered, ask: Ask, mass: Tensor | None) -> list[Tensor]:
+    """What `_told` names."""
+    output, found = flash.forward(given, ask, mass, with_sums=False)
     if ask == NOTHING and mass is None:
         return [output, found["lse"]]
     rows = {"output": output, **found}
@@ -201,7 +204,8 @@ class _Fixed(NamedTuple):
 
 
 def _begin(fixed: _Fixed, mass: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(_run_forward(*tensors[:TENSORS], *fixed.numbers, fixed.ask, mass))
+    given = Rendered(*tensors[:TENSORS], *fixed.numbers)  # type: ignore[arg-type]
+    return tuple(_run_forward(given, fixed.ask, mass))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

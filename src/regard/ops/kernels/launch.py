@@ -18,7 +18,7 @@ Left out: GPUs for which Triton also looks at how much memory a tensor shares wi
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,19 +28,14 @@ MOST = 1024
 """Forms of which plans are kept: lengths that change with every call make any number of them."""
 
 
-class Layout(NamedTuple):
-    """How a tensor lies in memory: all that Triton compiles for, and more."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    is_even: bool
-    """Whether it begins at a multiple of 16 bytes."""
+Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
+"""How a tensor lies in memory, all that Triton compiles for, and more: its shape, strides and type,
+and whether it begins at a multiple of 16 bytes. Plain, as a named one takes as long as the rest."""
 
 
 def layout_of(x: Tensor) -> Layout:
     """How a tensor lies in memory."""
-    return Layout(x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
+    return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0
 
 
 class Launch:
@@ -59,20 +54,24 @@ class Launch:
             # Triton's interpreter has no variants.
             kernel[(self.n_programs,)](*args, **self.options)
             return
-        run = self.variant()
+        run = self._variants.get(self.current_device()) if self._variants else None
         if run is not None:
             run(*args)
             return
         variant: Any = kernel[(self.n_programs,)](*args, **self.options)
         if variant is not None and variant.metadata.target.backend == "cuda":
-            device = self._driver.active.get_current_device()
+            device = self.current_device()
             constants = tuple(self.options[name] for name in kernel.arg_names[len(args) :])
             self._variants[device] = hand_over(variant, self.n_programs, device, constants)
 
-    def variant(self) -> Callable[..., None] | None:
-        """What takes the next arguments, tensors or their addresses; None before the first."""
-        known = self._variants
-        return known.get(self._driver.active.get_current_device()) if known else None
+    def current_device(self) -> int:
+        """The number of the device that kernels are launched on now."""
+        number: int = self._driver.active.get_current_device()
+        return number
+
+    def variant(self, device: int) -> Callable[..., None] | None:
+        """What takes the next arguments on a device, tensors or their addresses; None before."""
+        return self._variants.get(device)
 
 
 def hand_over(
