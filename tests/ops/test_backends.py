@@ -23,6 +23,7 @@ from regard.ops import (
     backends,
     decode,
     explain,
+    sdpa,
 )
 from regard.ops.call import make_call
 from regard.ops.kernels import backend, flash_op
@@ -149,3 +150,44 @@ def test_the_short_way_leaves_what_it_cannot_know_to_the_long_one(
         with pytest.raises(ValueError) as long:
             make_call(q, q, q, **wrong)
         assert str(short.value) == str(long.value)
+
+
+def test_few_queries_over_a_cache_are_left_to_no_kernel_that_is_planned_for_its_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuDNN's is, where torch asks it first: a cache that grows never has the same length again."""
+    pretend_a_gpu(monkeypatch)
+    half = torch.zeros(1, 2, T, 64, dtype=torch.bfloat16)
+    plain: tuple[dict[str, Any], ...] = ({}, {"mask": Causal()}, {"mask": Window(T, T)})
+
+    def chosen(q: Tensor, k: Tensor, **rule: Any) -> str:
+        name = backends.choose(make_call(q, k, k, **rule), "auto").name
+        assert is_taken(q, k, k, **rule) == (name == "triton")
+        if "mask" not in rule:
+            assert (sdpa.attend_plain(q, k, k, None, None) is None) == (name == "triton")
+        with pytest.raises(Ran) if name == "triton" else nullcontext():
+            attention(q, k, k, **rule)
+        return name
+
+    for rule in plain:
+        assert chosen(half[:, :, :1], half, **rule) == "sdpa", "no GPU that asks cuDNN first"
+    monkeypatch.setattr(sdpa, "is_cudnn_first", lambda device: True)
+    for rule in plain:
+        assert chosen(half[:, :, :1], half, **rule) == "triton"
+        assert chosen(half[:, :, :1].float(), half.float(), **rule) == "sdpa", "cuDNN takes halves"
+        assert chosen(half[:, :, :1].clone().requires_grad_(), half, **rule) == "sdpa"
+        assert chosen(half, half, **rule) == "sdpa", "many queries"
+    assert chosen(half[:, :, :16], half) == "triton"
+    assert chosen(half[:, :, :17], half) == "sdpa"
+    assert chosen(half[:, :, :7], half[:, :, :7]) == "sdpa", "a text's own keys"
+    told = str(explain(half[:, :, :1], half, half))
+    assert "triton is asked first: cuDNN would plan its kernel anew" in told
+    with torch.no_grad():
+        assert chosen(half[:, :, :1].clone().requires_grad_(), half) == "triton"
+    with FakeTensorMode():
+        one, all_keys = (
+            torch.empty(1, 2, n, 64, dtype=torch.bfloat16, device="cuda") for n in (1, T)
+        )
+        assert explain(one, all_keys, all_keys).chosen == "sdpa", "lengths of graphs stay"
+    monkeypatch.setattr(sdpa, "may_reorder", lambda: False)
+    assert chosen(half[:, :, :1], half) == "sdpa", "the user has switched cuDNN off"

@@ -118,6 +118,8 @@ def asked_first_on_gpu(call: Call) -> tuple[str, str] | None:
     if call.wants is not None and is_little:
         return "blockwise", f"under {triton.LITTLE:,} weights are looked at before kernels compile"
     if sdpa.flags(call.rule) is not None:
+        if triton.is_decoding(call) and sdpa.is_planned_anew(call.q, call.k, call.v):
+            return "triton", "cuDNN would plan its kernel anew for each number of keys"
         if call.dropout == 0.0 and flash_hopper.is_long(call.q, call.k, call.v):
             return "triton", "without gradients it is faster for long texts of many heads"
         return None
@@ -160,7 +162,8 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
     call = gather_call(q, k, v, shape, given)
     is_decoding = triton.is_decoding(call)
     by_torch = not is_decoding and (triton.is_little(shape) or is_slow_by_kernels(call))
-    by_torch = by_torch or sdpa.flags(call.rule) is not None
+    is_plain = sdpa.flags(call.rule) is not None
+    by_torch = by_torch or (is_plain and not sdpa.is_planned_anew(q, k, v))
     if by_torch and call.rule.softcap is None and call.sinks is None:
         # Torch's kernels are asked first, and only these two do they surely refuse.
         if form is not None and call.rule.mask is None and call.rule.bias is None:

@@ -20,7 +20,6 @@ from regard.ops.backends import explain as explain_call
 from regard.ops.bias import Bias
 from regard.ops.call import Call, Given, is_autocast, make_call, outside_autocast
 from regard.ops.mask import Mask
-from regard.ops.masks import Causal
 from regard.ops.sdpa import attend_plain
 from regard.ops.wants import Observation, Wants
 
@@ -67,10 +66,10 @@ def attention(
             if output is not None:
                 return output if edited is None else edited.change(output)
     if dropout == 0.0 and backend == "auto":
-        no_more = bias is None and softcap is None and sinks is None
-        if no_more and (mask is None or isinstance(mask, Causal)):
+        output = None
+        if bias is None and softcap is None and sinks is None:
             output = attend_plain(q, k, v, mask, scale)
-        else:
+        if output is None:
             output = attend_by_kernels(q, k, v, rule)
         if output is not None:
             return output if edited is None else edited.change(output)

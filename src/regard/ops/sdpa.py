@@ -28,11 +28,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from regard._check import is_empty, is_one, readable
-from regard._torch import sdp_choice, sdp_order, set_sdp_order
+from regard._torch import is_fake, sdp_choice, sdp_order, set_sdp_order
 from regard.ops.bias import Bias
 from regard.ops.call import Call, Rule, plain_sizes
 from regard.ops.flash_cpu import attend_on_cpu, in_rows
 from regard.ops.kernels import flash_hopper
+from regard.ops.kernels.decode import MOST_QUERIES
 from regard.ops.mask import Mask
 from regard.ops.masks import Causal
 from regard.ops.reference import repeat_heads, spoil
@@ -80,9 +81,26 @@ def attend_plain(
     causal = mask is not None and (T != 1 or S == 1)
     if T >= flash_hopper.LONG and flash_hopper.is_long(q, k, v):
         return None
+    if T < S and is_cudnn_first(q.device) and is_planned_anew(q, k, v):
+        return None
     if q.is_cpu:
         return attend_plain_on_cpu(q, k, v, causal, scale)
     return run_on_gpu(q, k, v, None, 0.0, causal, scale)
+
+
+def is_planned_anew(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN would take these few queries, and plan its kernel for this number of keys.
+
+    A cache that grows has another number in each step, so that no plan serves twice. Our kernel
+    takes any. In compiled graphs lengths stay.
+    """
+    T, S = q.shape[2], k.shape[2]
+    if torch.compiler.is_compiling() or is_fake(q) or not (T <= MOST_QUERIES and T < S):
+        return False
+    if q.dtype.itemsize != 2 or not is_cudnn_first(q.device) or not may_reorder():
+        return False
+    learns = q.requires_grad or k.requires_grad or v.requires_grad
+    return not (learns and torch.is_grad_enabled())
 
 
 def attend_plain_on_cpu(
@@ -348,12 +366,18 @@ def may_reorder() -> bool:
 
 
 @functools.cache
+def is_cudnn_first(device: torch.device) -> bool:
+    """Whether cuDNN's kernels are the faster ones on this device, and are asked first."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in CUDNN_FIRST
+
+
+@functools.cache
 def torchs_order_is_right(device: torch.device) -> bool:
     """Whether torch asks its kernels in the order of their speed on this GPU.
 
     On those on which cuDNN is the faster it does so from cuDNN 9.15 on.
     """
-    if torch.cuda.get_device_capability(device) not in CUDNN_FIRST:
+    if not is_cudnn_first(device):
         return True
     put_last = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") not in ("", "0")
     version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
