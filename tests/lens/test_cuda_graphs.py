@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from regard.lens import cuda_graphs, stitch_calls
+from regard.lens import cuda_graphs, measure, stitch_calls
+from regard.lens.captured_call import Call
+from regard.lens.device_to_host import HostCopier
 from regard.lens.record import Record
 from regard.lens.watch import watch
 from regard.ops import ALiBi, Causal, Documents, Lengths, Wants, Window, attention
@@ -95,6 +97,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 WANTS = {
     "as it comes": None,
     "a map": Wants(entropy=True, peak=True, distance=True, received=True, map=(29, 31)),
+    "a mass": Wants(mass=torch.arange(T) % 7 == 0),
 }
 
 
@@ -317,3 +320,25 @@ def test_graphs_of_a_block_are_captured_on_one_stream_as_they_share_memory(
         assert answer(replays, form)["twice"].tolist() == [2, 2, 2]
     assert len(cuda.graphs) == 2 == len(cuda.streams) and len(set(cuda.streams)) == 1
     assert {graph.pool for graph in cuda.graphs} == {(0, 7)}
+
+
+def test_what_a_capture_would_wait_for_is_on_the_device_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The keys whose mass is wanted, which are given on the CPU."""
+    looks: list[Any] = []
+
+    class Kept(cuda_graphs.Replays):
+        def answer(self, form: Any, kind: Any, given: Any, make: Any) -> Any:
+            looks.append(make(given))
+            return {}
+
+    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: True)
+    monkeypatch.setattr(measure.NamedKeys, "on", lambda *_: None)
+    q = torch.empty(1, 2, 7, 5, device="meta")
+    call = Call(name="x", q=q, k=q, mask=Causal())
+    wants = Wants(mass=torch.arange(7) < 3)
+    take = stitch_calls.Take("x", 0, wants, "statistics", HostCopier(), False, (), Kept())
+    take.ids = None
+    take._look(stitch_calls.Fit(call, 0, measure.find_runs(call.rule)), np.arange(7), 7)
+    assert len(looks) == 1 and looks[0].args[1].wants.mass.is_meta

@@ -26,6 +26,7 @@ from regard.ops.bias import Bias, BiasAt
 from regard.ops.call import Rule, make_call, score_dtype
 from regard.ops.kernels import row_stats
 from regard.ops.kernels.backend import is_little, refuse_tensors
+from regard.ops.kernels.launch import on_device_of
 from regard.ops.kernels.rendered import renders_whole
 from regard.ops.op import observe_call
 from regard.ops.pack import pack
@@ -116,7 +117,8 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
     refused = refused or renders_whole(rule)
     if not refused:
         keys_nt = named.on(call.q.device)
-        return row_stats.sum_singles(call.q, call.k, rule, lse_ht[None], keys_nt)[:, 0]
+        with on_device_of(call.q):
+            return row_stats.sum_singles(call.q, call.k, rule, lse_ht[None], keys_nt)[:, 0]
     # Many pairs at once: a step costs about the same for a few of them.
     n_p, t_p = (named.keys_nt >= 0).nonzero(as_tuple=True)
     n_pairs = max(PIECE // (call.shape.H * max(call.q.shape[3], 1)), 1)
