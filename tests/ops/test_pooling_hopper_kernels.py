@@ -191,6 +191,21 @@ def test_numpy_reads_no_rows_beyond_the_last_for_keys_that_nobody_sees(
     assert float((total - exact).abs().max()) <= 1e-5 * float(exact.max())
 
 
+@pytest.mark.parametrize(("n", "is_hopper"), [(2**20, True), (2**21, False)])
+def test_maps_of_more_cells_than_32_bits_count_are_left_to_the_plain_kernel(
+    n: int, is_hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 rows and 64 keys each, a head of 2^21 tokens has 2^32."""
+    found: list[bool] = []
+    monkeypatch.setattr(flash_hopper, "runs_on", lambda _: True)
+    monkeypatch.setattr(pooling, "_pool_evenly", lambda *given: found.append(given[3] is None))
+    q = torch.empty(1, 1, n, 64, dtype=torch.bfloat16, device="meta")
+    given = Rendered(q, q, q[..., :0])
+    sums = RowSums(*torch.empty(2, 1, 1, n, device="meta").unbind())
+    pooling.pool(given, sums, (128, 128))
+    assert found == [is_hopper]
+
+
 LOOKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "plain": ((640, 640, 4, 2), {}),
     "causal": ((5120, 5120, 2, 1), {"mask": Causal()}),
