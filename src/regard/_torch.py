@@ -7,6 +7,7 @@ this is the file to change.
 Seen in torch 2.11 and 2.13:
 - `torch._assert_async`: a condition on a tensor that is checked on its device, without a wait.
 - `torch._foreach_copy_`, `torch._foreach_mul_`: many tensors copied or multiplied in a few kernels.
+- `torch._C._cuda_endAllocateToPool`, `torch._C._cuda_releasePool`: what the end of a capture does.
 - `torch.utils._pytree`: registering a class as a node.
 - `torch._C._functorch`: whether a `torch.func` transform is under way, of which kind, and wrapped
   tensors.
@@ -57,6 +58,15 @@ peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def end_allocation(device: int, pool: tuple[int, int]) -> None:
+    """Let go of a pool of GPU memory for a capture whose end has failed, if torch has not."""
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        return  # The end failed later than that.
+    torch._C._cuda_releasePool(device, pool)
 
 
 def register_pytree(

@@ -1,21 +1,25 @@
-"""Layers that are looked at by launching a graph again are seen as if each came first."""
+"""Layers that are looked at by launching a graph again are seen as if each came first.
+
+On a CPU what stands for CUDA tells how captures begin and end.
+"""
 
 from __future__ import annotations
 
 import gc
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from regard.lens import cuda_graphs, stitch_calls
+from regard.lens import cuda_graphs, measure, stitch_calls
+from regard.lens.captured_call import Call
+from regard.lens.device_to_host import HostCopier
 from regard.lens.record import Record
 from regard.lens.watch import watch
 from regard.ops import ALiBi, Causal, Documents, Lengths, Wants, Window, attention
-
-pytestmark = pytest.mark.gpu
 
 T, N_LAYERS = 521, 5
 RULES: dict[str, dict[str, Any]] = {
@@ -93,9 +97,11 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 WANTS = {
     "as it comes": None,
     "a map": Wants(entropy=True, peak=True, distance=True, received=True, map=(29, 31)),
+    "a mass": Wants(mass=torch.arange(T) % 7 == 0),
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("keep", ["statistics", "qk"])
 @pytest.mark.parametrize("wants", WANTS)
 @pytest.mark.parametrize("name", RULES)
@@ -120,6 +126,7 @@ def test_they_tell_the_same_in_every_bit(
     assert not replays
 
 
+@pytest.mark.gpu
 def test_layers_of_two_rules_rows_of_a_batch_and_two_texts_have_graphs_of_their_own(
     replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +144,7 @@ def test_layers_of_two_rules_rows_of_a_batch_and_two_texts_have_graphs_of_their_
     assert_same(record, look())
 
 
+@pytest.mark.gpu
 def test_what_cannot_be_captured_is_answered_as_it_comes(
     replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +170,7 @@ def test_what_cannot_be_captured_is_answered_as_it_comes(
     assert len(replays) == N_LAYERS
 
 
+@pytest.mark.gpu
 def test_watching_draws_no_random_numbers_and_lets_go_of_what_it_measured() -> None:
     model, x = model_of("causal"), draw()
     seen(model, x)
@@ -180,6 +189,7 @@ def test_watching_draws_no_random_numbers_and_lets_go_of_what_it_measured() -> N
     assert len(record.places) == N_LAYERS
 
 
+@pytest.mark.gpu
 def test_blocks_of_several_threads_capture_at_the_same_time() -> None:
     names = ("causal", "plain", "window", "scale")
     models, x = {name: model_of(name) for name in names}, draw()
@@ -202,6 +212,7 @@ def test_blocks_of_several_threads_capture_at_the_same_time() -> None:
         assert_same(record, want[name])
 
 
+@pytest.mark.gpu
 def test_a_graph_of_the_models_own_is_captured_as_ever() -> None:
     model, x = model_of("causal"), draw()
     want, unseen = seen(model, x)
@@ -214,3 +225,120 @@ def test_a_graph_of_the_models_own_is_captured_as_ever() -> None:
     graph.replay()
     assert torch.equal(out, unseen)
     assert_same(record, want)
+
+
+class Cuda:
+    """What stands for CUDA: it captures nothing, and keeps what it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.graphs: list[FakeGraph] = []
+        self.streams: list[Any] = []
+        self.given_back: list[tuple[str, int, Any]] = []
+        self.fails = False
+        cuda: dict[str, Any] = {
+            "CUDAGraph": lambda: FakeGraph(self),
+            "Stream": object,
+            "stream": lambda stream: nullcontext(self.streams.append(stream)),
+            "device": nullcontext,
+            "current_stream": lambda: "the stream",
+            "current_device": lambda: 3,
+            "graph_pool_handle": lambda: (0, 7),
+        }
+        for name, what in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, what)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(
+                torch._C, name, lambda *given, name=name: self.given_back.append((name, *given))
+            )
+        zeros = torch.zeros
+        monkeypatch.setattr(torch, "zeros", lambda *size, device="cpu": zeros(*size))
+        monkeypatch.setattr(cuda_graphs, "COMPILED", {"known"})
+
+
+class FakeGraph:
+    """A graph of nothing."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda, self.is_open = cuda, False
+        cuda.graphs.append(self)
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        assert capture_error_mode == "thread_local"
+        self.is_open, self.pool = True, pool
+
+    def capture_end(self) -> None:
+        self.is_open = False
+        if self.pool is not None and self.cuda.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self) -> None:
+        pass
+
+
+def answer(replays: cuda_graphs.Replays, form: str, error: Exception | None = None) -> Any:
+    """What is asked about a tensor of ones: itself twice; once the graph is captured, an error."""
+    calls: list[int] = []
+
+    def look(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        calls.append(1)
+        if error is not None and len(calls) == 1:
+            raise error
+        return {"twice": 2 * x}
+
+    return replays.answer(form, "known", [torch.ones(3)], lambda given: lambda: look(*given))
+
+
+def test_an_error_of_any_kind_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, replays = Cuda(monkeypatch), cuda_graphs.Replays()
+    with pytest.raises(ValueError, match="no such map"):
+        answer(replays, "one", ValueError("no such map"))
+    assert len(cuda.graphs) == 1 and not cuda.graphs[0].is_open
+    # One that torch tells of has the call answered as it comes.
+    assert answer(replays, "two", RuntimeError("out of memory"))["twice"].tolist() == [2, 2, 2]
+    assert not cuda.graphs[1].is_open and not cuda.given_back
+
+
+def test_a_capture_that_failed_leaves_nothing_to_the_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, replays = Cuda(monkeypatch), cuda_graphs.Replays()
+    cuda.fails = True
+    assert answer(replays, "one")["twice"].tolist() == [2, 2, 2]
+    names = "_cuda_endAllocateToPool", "_cuda_releasePool"
+    assert cuda.given_back == [(name, 3, (0, 7)) for name in names]
+    assert not any(graph.is_open for graph in cuda.graphs)
+    n_graphs = len(cuda.graphs)
+    assert answer(replays, "two")["twice"].tolist() == [2, 2, 2]
+    assert len(cuda.graphs) == n_graphs, "the rest of the block is not captured"
+
+
+def test_graphs_of_a_block_are_captured_on_one_stream_as_they_share_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda, replays = Cuda(monkeypatch), cuda_graphs.Replays()
+    for form in ("one", "two", "one"):
+        assert answer(replays, form)["twice"].tolist() == [2, 2, 2]
+    assert len(cuda.graphs) == 2 == len(cuda.streams) and len(set(cuda.streams)) == 1
+    assert {graph.pool for graph in cuda.graphs} == {(0, 7)}
+
+
+def test_what_a_capture_would_wait_for_is_on_the_device_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The keys whose mass is wanted, which are given on the CPU."""
+    looks: list[Any] = []
+
+    class Kept(cuda_graphs.Replays):
+        def answer(self, form: Any, kind: Any, given: Any, make: Any) -> Any:
+            looks.append(make(given))
+            return {}
+
+    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: True)
+    monkeypatch.setattr(measure.NamedKeys, "on", lambda *_: None)
+    q = torch.empty(1, 2, 7, 5, device="meta")
+    call = Call(name="x", q=q, k=q, mask=Causal())
+    wants = Wants(mass=torch.arange(7) < 3)
+    take = stitch_calls.Take("x", 0, wants, "statistics", HostCopier(), False, (), Kept())
+    take.ids = None
+    take._look(stitch_calls.Fit(call, 0, measure.find_runs(call.rule)), np.arange(7), 7)
+    assert len(looks) == 1 and looks[0].args[1].wants.mass.is_meta

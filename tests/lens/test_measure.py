@@ -1,5 +1,9 @@
 """Sums of single weights are the same whatever number of pairs is looked at together."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 import torch
 
@@ -29,3 +33,39 @@ def test_sums_over_named_keys_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(measure, "PIECE", piece)
         found = measure.sum_weights(call, seen.lse[0], named)
         assert torch.allclose(found, want, rtol=0, atol=11 * 4 * torch.finfo(torch.float32).eps)
+
+
+class Stream:
+    """What stands for a stream of a GPU."""
+
+    def __init__(self) -> None:
+        self.waited: list[str] = []
+
+    def record_event(self) -> str:
+        return "copied"
+
+    def wait_event(self, event: str) -> None:
+        self.waited.append(event)
+
+
+def test_named_keys_are_waited_for_on_other_streams_than_that_which_copied_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All blocks are given the same ones, as are those of other threads."""
+    one, other, capturing = Stream(), Stream(), Stream()
+    now, kept, copies = [one], list[Any](), list[int]()
+
+    def pin(x: torch.Tensor) -> torch.Tensor:
+        copies.append(1)
+        return x
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: kept.append(stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0] is capturing)
+    named = measure.NamedKeys(torch.tensor([[0, -1, 1]], dtype=torch.int32))
+    for now[0] in (one, other, capturing, one):
+        assert torch.equal(named.on(torch.device("cpu")), named.keys_nt)
+    assert len(copies) == 1
+    assert (one.waited, other.waited, capturing.waited) == ([], ["copied"], [])
+    assert kept == [other]

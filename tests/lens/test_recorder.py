@@ -250,6 +250,44 @@ def test_what_torch_jit_traces_is_traced_as_without() -> None:
     assert not len(record.places) % 4  # torch runs it once more, and compares
 
 
+class Capturing(nn.Module):
+    """A model that has one of its layers captured as a CUDA graph while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 12)
+        self.inner = nn.ModuleDict({"words": nn.Embedding(7, 12), "attend": Merged()})
+        self.is_capturing = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        self.is_capturing = True
+        out: Tensor = self.inner["attend"](x + self.inner["words"](ids))
+        self.is_capturing = False
+        return F.scaled_dot_product_attention(out, out, out)
+
+
+def test_what_a_model_captures_inside_as_a_cuda_graph_is_asked_for_no_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, ids = Capturing().eval(), torch.arange(5)[None]
+    with torch.no_grad():
+        want = model(ids)
+    plain = torch.Tensor.cpu
+
+    def cpu(x: Tensor) -> Tensor:
+        assert not model.is_capturing, "this ends the capture"
+        return plain(x)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: model.is_capturing)
+    told = pytest.warns(RuntimeWarning, match="what a CUDA graph captures could not be recorded")
+    with torch.no_grad(), told, watch(model) as record:
+        assert torch.equal(model(ids), want)
+    assert [place.name for place in record.places] == ["Capturing"]
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("way", [torch.func.vmap, torch.func.grad])
 def test_what_torch_func_transforms_is_left_out_in_words(way: Any) -> None:

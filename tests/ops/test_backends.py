@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,3 +192,32 @@ def test_few_queries_over_a_cache_are_left_to_no_kernel_that_is_planned_for_its_
         assert explain(one, all_keys, all_keys).chosen == "sdpa", "lengths of graphs stay"
     monkeypatch.setattr(sdpa, "may_reorder", lambda: False)
     assert chosen(half[:, :, :1], half) == "sdpa", "the user has switched cuDNN off"
+
+
+@pytest.mark.parametrize("run", ["_run_by_kernels", "_observe_by_kernels"])
+def test_kernels_are_launched_on_the_device_of_their_tensors(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As layers of a model on several GPUs are run, while the first one is current."""
+    current = [0]
+
+    class On:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_: Any) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", On)
+    monkeypatch.setattr(backends.triton, "is_decoding", lambda _: True)
+    monkeypatch.setattr(backends.triton, "is_one_pass", lambda _: True)
+    for name in ("run", "observe"):
+        monkeypatch.setattr(decode, name, lambda _: current[0])
+    for index in (0, 1, 3):
+        q = SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
+        assert getattr(backends, run)(SimpleNamespace(q=q)) == index
+        assert current == [0]

@@ -26,6 +26,7 @@ from regard.ops import (
     Documents,
     Lengths,
     Prefix,
+    Received,
     RelativeTable,
     Wants,
     Window,
@@ -113,6 +114,31 @@ RULES: dict[str, tuple[tuple[int, ...], tuple[int, int], dict[str, Any]]] = {
 """Queries, keys, query heads and key heads, the map, and what is asked for."""
 
 
+def pool_by_numpy(monkeypatch: pytest.MonkeyPatch, is_late: bool) -> list[tuple[int, int]]:
+    """Have numpy run the kernel wherever a GPU would; the cells of each launch go into a list."""
+    from regard.ops.kernels import pooling_hopper_kernels as kernels
+
+    launched: list[tuple[int, int]] = []
+
+    def run(given: Rendered, sums: RowSums, received: torch.Tensor, cells: Any) -> None:
+        (B, H, T, D), (_, G, S, _) = given.q.shape, given.k.shape
+        lse = sums.maxima + sums.sums.log2()
+        lse = torch.nn.functional.pad(lse, (0, -T % 64), value=math.inf)
+        to, tall, wide = cells or (None, 16, 64)
+        rest = (rule_of(given), lse, received, to, H, T, S)
+        launched.append((tall, wide))
+        for program in range(B * H * -(-S // 128)):
+            bind(kernels, "_received", program, 4, is_late)(
+                *(Descriptor(x.float().numpy()) for x in (given.q, given.k)),
+                *(x if x is None else as_argument(x) for x in rest),
+                R=H // G, WIDTH=D, TALL=tall, WIDE=wide,
+            )  # fmt: skip
+
+    monkeypatch.setattr(flash_hopper, "runs_on", lambda _: True)
+    monkeypatch.setattr(kernels, "run_received", run)
+    return launched
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_late", [True, False])
 @pytest.mark.parametrize("name", RULES)
@@ -120,8 +146,6 @@ def test_numpy_pools_as_the_reference_does(
     name: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With NaN in every key that nobody sees, and in every row that sees nothing."""
-    from regard.ops.kernels import pooling_hopper_kernels as kernels
-
     (T, S, H, G), size, asked = RULES[name]
     torch.manual_seed(T)
     q, k = (torch.randn(2, n, m, 64).bfloat16() for n, m in ((H, T), (G, S)))
@@ -134,23 +158,7 @@ def test_numpy_pools_as_the_reference_does(
         q = q.masked_fill(~seen.any(3)[..., None], math.nan)
         k = k.masked_fill(~seen.any(2)[..., None], math.nan)
     given = render(make_call(q, k, k, **asked))
-    launched = []
-
-    def run(given: Rendered, sums: RowSums, received: torch.Tensor, cells: Any) -> None:
-        lse = sums.maxima + sums.sums.log2()
-        lse = torch.nn.functional.pad(lse, (0, -T % 64), value=math.inf)
-        to, tall, wide = cells or (None, 16, 64)
-        rest = (rule_of(given), lse, received, to, H, T, S)
-        launched.append((tall, wide))
-        for program in range(2 * H * -(-S // 128)):
-            bind(kernels, "_received", program, 4, is_late)(
-                *(Descriptor(x.float().numpy()) for x in (given.q, given.k)),
-                *(x if x is None else as_argument(x) for x in rest),
-                R=H // G, WIDTH=64, TALL=tall, WIDE=wide,
-            )  # fmt: skip
-
-    monkeypatch.setattr(flash_hopper, "runs_on", lambda _: True)
-    monkeypatch.setattr(kernels, "run_received", run)
+    launched = pool_by_numpy(monkeypatch, is_late)
     lse = truth.lse.float() / math.log(2)
     sums = RowSums(lse.masked_fill(lse.isinf(), 0.0), torch.ones_like(lse))
     if name in ("ragged", "padding"):
@@ -162,6 +170,40 @@ def test_numpy_pools_as_the_reference_does(
     assert launched
     exact = truth.received.total
     assert float((total - exact).abs().max()) <= 1e-5 * float(exact.max())
+
+
+def test_numpy_reads_no_rows_beyond_the_last_for_keys_that_nobody_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither by the mask from the start, of which a part of the queries is asked, nor padding."""
+    T, S, queries = 192, 384, (3, 192)
+    torch.manual_seed(T)
+    q, k = torch.randn(1, 1, T, 64).bfloat16(), torch.randn(1, 1, S, 64).bfloat16()
+    mask = Causal(align="start") & Lengths(torch.tensor([52]))
+    wants = Wants(lse=True, received=Received(queries=queries))
+    truth = observe(q.double(), k.double(), None, mask=mask, wants=wants, backend="reference")
+    assert truth.lse is not None and truth.received is not None
+    launched = pool_by_numpy(monkeypatch, False)
+    sums = RowSums(truth.lse.float() / math.log(2), torch.ones(1, 1, T))
+    total = pooling.receive(render(make_call(q, k, k, mask=mask)), sums, None, "sum", queries)
+    assert launched
+    exact = truth.received.total
+    assert float((total - exact).abs().max()) <= 1e-5 * float(exact.max())
+
+
+@pytest.mark.parametrize(("n", "is_hopper"), [(2**20, True), (2**21, False)])
+def test_maps_of_more_cells_than_32_bits_count_are_left_to_the_plain_kernel(
+    n: int, is_hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 rows and 64 keys each, a head of 2^21 tokens has 2^32."""
+    found: list[bool] = []
+    monkeypatch.setattr(flash_hopper, "runs_on", lambda _: True)
+    monkeypatch.setattr(pooling, "_pool_evenly", lambda *given: found.append(given[3] is None))
+    q = torch.empty(1, 1, n, 64, dtype=torch.bfloat16, device="meta")
+    given = Rendered(q, q, q[..., :0])
+    sums = RowSums(*torch.empty(2, 1, 1, n, device="meta").unbind())
+    pooling.pool(given, sums, (128, 128))
+    assert found == [is_hopper]
 
 
 LOOKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {

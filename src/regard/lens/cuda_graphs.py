@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from regard._torch import copy_all
+from regard._torch import copy_all, end_allocation
 
 COMPILED: set[Hashable] = set()
 """Kinds of forms of which one was answered in this process."""
@@ -39,8 +39,9 @@ class Replays:
     def __init__(self, most: int) -> None:
         self.most = most
         self._known: dict[Hashable, Replay] = {}
-        # By stream: graphs that share memory must not run at the same time.
-        self._pools: dict[Any, Any] = {}
+        # By stream: graphs that share memory must not run at the same time. Beside each pool is the
+        # one stream on which they are captured, as torch keeps the memory of streams apart.
+        self._pools: dict[Any, tuple[Any, torch.cuda.Stream]] = {}
         self._can_capture = True
 
     def answer(
@@ -74,8 +75,9 @@ class Replays:
                     return found
             if known.graph is None:
                 if stream not in self._pools:
-                    self._pools[stream] = torch.cuda.graph_pool_handle()
-                self._can_capture = known.capture(self._pools[stream])
+                    own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                    self._pools[stream] = torch.cuda.graph_pool_handle(), own
+                self._can_capture = known.capture(*self._pools[stream])
             return known.run() if self._can_capture else known.look_now()
 
     def clear(self) -> None:
@@ -114,9 +116,9 @@ class Replay:
         parts = dict(zip(self.order, torch.split(self.joint.clone(), sizes), strict=True))
         return {name: parts[name].view(x.dtype).view(x.shape) for name, x in self.answers.items()}
 
-    def capture(self, pool: Any) -> bool:
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> bool:
         """Capture the graph; whether that could be done."""
-        with capturing(pool) as graph:
+        with capturing(pool, stream) as graph:
             found = self.look()
             # The widest types first, so that each begins at a multiple of its size.
             order = sorted(found, key=lambda name: -found[name].element_size())
@@ -129,25 +131,37 @@ class Replay:
 
 
 @contextmanager
-def capturing(pool: Any) -> Iterator[list[torch.cuda.CUDAGraph]]:
+def capturing(pool: Any, stream: torch.cuda.Stream) -> Iterator[list[torch.cuda.CUDAGraph]]:
     """A block that is captured and not run; it gives the graph, or none where that fails."""
     found: list[torch.cuda.CUDAGraph] = []
     graph, failed = torch.cuda.CUDAGraph(), False
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
         # Other threads may go on using the GPU as they like.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield found
         except RuntimeError:
             failed = True
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            failed = True
-            # Torch's random numbers would wait for the end of this capture; that of another serves.
-            empty = torch.cuda.CUDAGraph()
-            empty.capture_begin(capture_error_mode="thread_local")
-            torch.zeros(1, device="cuda")
-            empty.capture_end()
+        finally:
+            # Whatever went wrong: in a capture that nobody ends, nothing on this stream would run.
+            failed = not end_capture(graph, pool) or failed
     if not failed:
         found.append(graph)
+
+
+def end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> bool:
+    """End a capture on the current stream; whether there is a graph."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # Torch stops where CUDA says that the capture has failed. To its allocator that would go on
+        # for ever: memory that several streams used would not be used again, and
+        # `torch.cuda.empty_cache` would fail.
+        end_allocation(torch.cuda.current_device(), pool)
+        # Torch's random numbers would wait for the end of this capture; that of another serves.
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device="cuda")
+        empty.capture_end()
+        return False
+    return True

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TypeAlias
 
 import numpy as np
@@ -63,12 +64,16 @@ class HostCopier:
         copies = {name: x.view(values[name].dtype).view(values[name].shape) for name, x in parts}
         for piece, there in zip(torch.split(joint, PIECE), torch.split(host, PIECE), strict=True):
             self._wait_for_backlog(len(piece))
-            staged = torch.empty(len(piece), dtype=torch.uint8, pin_memory=True)
-            with torch.cuda.stream(stream):
-                staged.copy_(piece, non_blocking=True)
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            done.record(stream)
-            arriving = self._thread.submit(self._land, piece, staged, done, there, copies)
+            with ExitStack() as failing:
+                # What never gets under way, as where no memory can be pinned, keeps nobody waiting.
+                failing.callback(self._leave_backlog, len(piece))
+                staged = torch.empty(len(piece), dtype=torch.uint8, pin_memory=True)
+                with torch.cuda.stream(stream):
+                    staged.copy_(piece, non_blocking=True)
+                done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                done.record(stream)
+                arriving = self._thread.submit(self._land, piece, staged, done, there, copies)
+                failing.pop_all()
         return arriving
 
     def close(self) -> None:
@@ -90,6 +95,11 @@ class HostCopier:
             self._changed.wait_for(lambda: not self._under_way or self._under_way + size <= BACKLOG)
             self._under_way += size
 
+    def _leave_backlog(self, size: int) -> None:
+        with self._changed:
+            self._under_way -= size
+            self._changed.notify()
+
     def _land(
         self,
         piece: Tensor,
@@ -104,7 +114,5 @@ class HostCopier:
             there.copy_(staged)
         finally:
             del piece
-            with self._changed:
-                self._under_way -= len(staged)
-                self._changed.notify()
+            self._leave_backlog(len(staged))
         return copies

@@ -26,6 +26,7 @@ from regard.ops.bias import Bias, BiasAt
 from regard.ops.call import Rule, make_call, score_dtype
 from regard.ops.kernels import row_stats
 from regard.ops.kernels.backend import is_little, refuse_tensors
+from regard.ops.kernels.launch import on_device_of
 from regard.ops.kernels.rendered import renders_whole
 from regard.ops.op import observe_call
 from regard.ops.pack import pack
@@ -85,7 +86,9 @@ class NamedKeys:
     """A key for each query, (N, T) of them, int32 on the CPU; -1 names none."""
 
     keys_nt: Tensor
-    _there: dict[torch.device, Tensor] = field(default_factory=dict)
+    _there: dict[torch.device, tuple[Tensor, torch.cuda.Stream, torch.cuda.Event]] = field(
+        default_factory=dict
+    )
 
     @functools.cached_property
     def counts(self) -> Tensor:
@@ -94,9 +97,17 @@ class NamedKeys:
 
     def on(self, device: torch.device) -> Tensor:
         """The keys on a device, copied there once from pinned memory, without waiting for it."""
+        here = torch.cuda.current_stream(device)
         if device not in self._there:
-            self._there[device] = self.keys_nt.pin_memory().to(device, non_blocking=True)
-        return self._there[device]
+            keys_nt = self.keys_nt.pin_memory().to(device, non_blocking=True)
+            self._there[device] = keys_nt, here, here.record_event()
+        keys_nt, stream, copied = self._there[device]
+        # Blocks of other threads and streams are given the same keys; a graph that is captured runs
+        # on a stream that has asked before.
+        if here != stream and not torch.cuda.is_current_stream_capturing():
+            here.wait_event(copied)
+            keys_nt.record_stream(here)
+        return keys_nt
 
 
 def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
@@ -106,7 +117,8 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
     refused = refused or renders_whole(rule)
     if not refused:
         keys_nt = named.on(call.q.device)
-        return row_stats.sum_singles(call.q, call.k, rule, lse_ht[None], keys_nt)[:, 0]
+        with on_device_of(call.q):
+            return row_stats.sum_singles(call.q, call.k, rule, lse_ht[None], keys_nt)[:, 0]
     # Many pairs at once: a step costs about the same for a few of them.
     n_p, t_p = (named.keys_nt >= 0).nonzero(as_tuple=True)
     n_pairs = max(PIECE // (call.shape.H * max(call.q.shape[3], 1)), 1)

@@ -205,11 +205,7 @@ class Recorder:
         if is_traced_by_jit():
             self.left_out.add("what torch.jit traces", ValueError("recording would be traced too"))
             return False
-        begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if begun and torch.cuda.is_current_stream_capturing():
-            # Whoever asks the device for numbers would end the capture.
-            unseen = "nothing is computed yet; watch the model run without a graph of its own"
-            self.left_out.add("what a CUDA graph captures", ValueError(unseen))
+        if self._leaves_out_capture():
             return False
         self._end()
         self.entered.clear()
@@ -217,6 +213,14 @@ class Recorder:
         self.inputs = Inputs(ids_bt=self.inputs.ids_bt)
         if self.mode is not None and not compiled:
             push_mode(self.mode)
+        return True
+
+    def _leaves_out_capture(self) -> bool:
+        """Whether a CUDA graph is captured here; what is in it is left out, with a note."""
+        if not is_capturing():
+            return False
+        unseen = "nothing is computed yet; watch the model run without a graph of its own"
+        self.left_out.add("what a CUDA graph captures", ValueError(unseen))
         return True
 
     def _end(self) -> None:
@@ -233,7 +237,7 @@ class Recorder:
         self.inputs.n_inputs = max(found, default=None)
 
     def _read_inputs(self, module: nn.Module, args: Any) -> None:
-        ids = args[0] if id(module) in self._words else None
+        ids = args[0] if id(module) in self._words and not is_capturing() else None
         if self.inputs.n_inputs is None:
             # What is no floating number is positions, where it is not words.
             given = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
@@ -286,6 +290,9 @@ class Recorder:
         What fails in this is noted, and the place left out; the model's own call goes on.
         """
         name = self.name_of() or ""
+        if self._leaves_out_capture():
+            # Of a graph that the model captures inside, of a part of itself.
+            return True
         try:
             with self.alone():
                 call = None if name in self.left_out else read(self)
@@ -435,6 +442,12 @@ def find_fault(finished: Finished) -> str | None:
         if fault is not None:
             return f"its {name} {fault}, as where a model gives NaN"
     return None
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured here: who asks the device for numbers would end that."""
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(begun and torch.cuda.is_current_stream_capturing())
 
 
 def stack_of(name: str) -> str:

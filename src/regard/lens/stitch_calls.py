@@ -213,7 +213,11 @@ class Take:
         def make(given: list[Tensor]) -> Look:
             told = dict(zip(rows, given[2:], strict=True)) or None
             there = replace(call, q=given[0], k=given[1], v=None, rows=told)
-            return functools.partial(look_at, there, asked, spots)
+            # What is copied to the device would be waited for, which ends a capture.
+            mass = asked.wants.mass
+            mass = None if mass is None else mass.to(call.q.device)
+            placed = asked._replace(wants=replace(asked.wants, mass=mass))
+            return functools.partial(look_at, there, placed, spots)
 
         given = [call.q, call.k, *rows.values()]
         lying = [(x.shape, x.dtype, x.device) for x in given]

@@ -9,6 +9,7 @@ option is dropped on the way: a backend honours all of a call or refuses it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,7 @@ from regard.ops.blockwise import NOTHING, Ask
 from regard.ops.call import Call, Given, gather_call, outside_autocast, plain_sizes
 from regard.ops.kernels import backend as triton
 from regard.ops.kernels import flash_hopper
+from regard.ops.kernels.launch import on_device_of
 from regard.ops.kernels.rendered import is_given_whole, render
 from regard.ops.shape import Shape
 from regard.ops.wants import Observation
@@ -73,20 +75,22 @@ class Explanation:
 
 
 def _run_by_kernels(call: Call) -> Tensor:
-    if triton.is_decoding(call):
-        return decode.run(call)
-    # As in `triton.refuse`: on a GPU alone.
-    from regard.ops.kernels import flash_op
+    with on_device_of(call.q) if call.q.is_cuda else nullcontext():
+        if triton.is_decoding(call):
+            return decode.run(call)
+        # As in `triton.refuse`: on a GPU alone.
+        from regard.ops.kernels import flash_op
 
-    return flash_op.run(call)
+        return flash_op.run(call)
 
 
 def _observe_by_kernels(call: Call) -> Observation:
-    if triton.is_one_pass(call):
-        return decode.observe(call)
-    from regard.ops.kernels import flash_op, row_stats
+    with on_device_of(call.q) if call.q.is_cuda else nullcontext():
+        if triton.is_one_pass(call):
+            return decode.observe(call)
+        from regard.ops.kernels import flash_op, row_stats
 
-    return flash_op.observe(call) if call.needs_grad() else row_stats.by_kernels(call)
+        return flash_op.observe(call) if call.needs_grad() else row_stats.by_kernels(call)
 
 
 BACKENDS = {
@@ -158,6 +162,9 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
     sizes = plain_sizes(q, k, v)
     if sizes is None:
         return None
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with on_device_of(q):
+            return attend_by_kernels(q, k, v, given)
     shape = Shape(*sizes)
     call = gather_call(q, k, v, shape, given)
     is_decoding = triton.is_decoding(call)
@@ -196,7 +203,7 @@ def attend_and_tell(call: Call) -> Tensor | None:
     from regard.ops.kernels import row_stats
 
     try:
-        with outside_autocast(call.q.device.type):
+        with outside_autocast(call.q.device.type), on_device_of(call.q):
             output, rows = row_stats.first_pass(given, wants)
     except RuntimeError:
         # Such as too little memory for what is asked: the output must come all the same.

@@ -18,10 +18,13 @@ Left out: GPUs for which Triton also looks at how much memory a tensor shares wi
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+
+from regard._torch import is_fake
 
 T = TypeVar("T")
 MOST = 1024
@@ -36,6 +39,15 @@ and whether it begins at a multiple of 16 bytes. Plain, as a named one takes as 
 def layout_of(x: Tensor) -> Layout:
     """How a tensor lies in memory."""
     return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """In which kernels run where a tensor is: Triton launches them on the current device."""
+    if not x.is_cuda or torch.compiler.is_compiling() or is_fake(x):
+        return nullcontext()
+    if x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
 
 
 class Launch:

@@ -130,7 +130,9 @@ def pool(given: Rendered, sums: RowSums, size: tuple[int, int]) -> tuple[Tensor,
     """A map of X × Y cells, (B, H, X, Y), and what its keys receive in all, (B, H, S)."""
     (_, _, T, S), (X, Y) = given.shape, size
     tall, wide = whole_part(T, X, HOPPER[0]), whole_part(S, Y, HOPPER[1])
-    if min(tall, wide) >= SMALLEST and suits_hopper(given):
+    # It counts the cells of a head in 32 bits.
+    fits = min(tall, wide) >= SMALLEST and (T // tall) * (S // wide) < 2**31
+    if fits and suits_hopper(given):
         return _pool_evenly(given, sums, size, None, (tall, wide))
     tiles = tiles_of("pool", given)
     tall, wide = whole_part(T, X, tiles.rows), whole_part(S, Y, tiles.keys)

@@ -148,7 +148,8 @@ def runs_by_keys(rule, b, key, T, S, ROWS: tl.constexpr, KEYS: tl.constexpr):
         begin = tl.load(rule.span.first + b * rule.span.b).to(tl.int32)
         end = tl.load(rule.span.past + b * rule.span.b).to(tl.int32)
         is_whole = is_whole & (begin <= key) & (end >= key + KEYS)
-        last = tl.where((begin < past) & (end > key), last, first)
+        # Not `first`, which may lie beyond the last row where a window has no right side.
+        last = tl.where((begin < past) & (end > key), last, 0)
     last = tl.maximum(tl.cdiv(last, ROWS) * ROWS, 0)
     first = tl.minimum(first // ROWS * ROWS, last)
     whole = tl.minimum(tl.maximum(tl.cdiv(whole, ROWS) * ROWS, first), last)

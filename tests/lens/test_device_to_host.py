@@ -1,0 +1,62 @@
+"""What is copied from a GPU keeps nobody waiting for what never got under way.
+
+That it arrives is judged on a GPU, in test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from regard.lens import device_to_host
+
+
+class Stream:
+    """What stands for a stream of a GPU, and for an event on it: all is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    def record(self, _: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_copy_for_which_no_memory_can_be_pinned_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    empty, failing = torch.empty, [1, 1]
+
+    def pin(size: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        if failing and failing.pop():
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(device_to_host, "is_large", lambda _: True)
+    monkeypatch.setattr(device_to_host, "BACKLOG", 2 * 28)
+    for name, what in {"Stream": Stream, "Event": Stream, "current_stream": Stream}.items():
+        monkeypatch.setattr(torch.cuda, name, what)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    x, found = torch.arange(7.0), list[torch.Tensor]()
+    with closing(device_to_host.HostCopier()) as copier:
+        monkeypatch.setattr(torch, "empty", pin)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                copier.copy({"x": x})
+        # In a thread, as one that waits for ever must fail.
+        waiting = threading.Thread(
+            target=lambda: found.append(copier.copy({"x": x}).result()["x"]), daemon=True
+        )
+        waiting.start()
+        waiting.join(20)
+        assert len(found) == 1 and torch.equal(found[0], x)
