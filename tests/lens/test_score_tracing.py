@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -269,6 +270,44 @@ def test_scores_are_kept_where_queries_were_written_over_since() -> None:
             assert torch.equal(model(x), before)
         q, k, _ = model.split(x)[:, 0]
         want = (q @ k.mT).softmax(-1)[2]
+    found = np.stack([record.map(0, head) for head in range(3)])
+    assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+LATER = torch.ones(5, 5).triu(1).bool()
+WRITING: dict[str, Callable[[Tensor], Any]] = {
+    "hides by an index": lambda x: x.__setitem__((..., LATER), -torch.inf),
+    "hides by an index, by the lowest": lambda x: x.__setitem__((..., LATER), -3.4e38),
+    "fills a view": lambda x: x.view(-1, 5, 5).masked_fill_(LATER, -torch.inf),
+    "fills what autograd does not see": lambda x: x.data.masked_fill_(LATER, -1e9),
+    "fills the diagonal": lambda x: x.diagonal(dim1=-2, dim2=-1).fill_(-torch.inf),
+    "changes a row that is neither first nor last": lambda x: x[:, :, 1].mul_(-3),
+    "shows a look again": lambda x: x.masked_fill_(LATER, -torch.inf)[..., 1, 3].fill_(0.7),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("how", WRITING)
+def test_scores_that_are_written_into_are_those_of_the_record(how: str, inference: bool) -> None:
+    """Idioms of hand-written attention: the record had every look that they hide."""
+
+    class Writing(FiveAxes):
+        def weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = self.split(x)[:, 0]
+            scores = q @ k.mT / 2
+            WRITING[how](scores)
+            return scores.softmax(-1), v
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, v = self.weights(x)
+            return weights @ v
+
+    model, x = Writing(""), torch.randn(1, 6, 5, 12)
+    with torch.inference_mode() if inference else torch.no_grad():
+        before = model(x)
+        with watch(model, keep="qk", row=2) as record:
+            assert torch.equal(model(x), before)
+        want = model.weights(x)[0][2]
     found = np.stack([record.map(0, head) for head in range(3)])
     assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
 

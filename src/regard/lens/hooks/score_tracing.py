@@ -1,11 +1,11 @@
 """Following scores from a product of queries and keys to a softmax, through code of any kind.
 
 Each step that scores go through is known by its function: products, scaling by numbers, additions,
-fillings, and changes of type or shape. At the softmax a few rows are made again from the trace and
-compared with what is there. Where they do not agree, or something else happened to the numbers on
-the way, the scores themselves are recorded. What moves scores to other places, as sliding windows
-in pieces do (Longformer), or heads that are mixed where they lie last (talking heads), ends the
-trace: a softmax of that is left out, and the record says so.
+fillings, and changes of type or shape. At the softmax they are made again from the trace, some rows
+at a time, and compared with what is there. Where they do not agree, or something else happened to
+the numbers on the way, the scores themselves are recorded. What moves scores to other places, as
+sliding windows in pieces do (Longformer), or heads that are mixed where they lie last (talking
+heads), ends the trace: a softmax of that is left out, and the record says so.
 
 Letters: B batch, T queries, S keys, H heads, D head width.
 """
@@ -48,6 +48,10 @@ AXES = (3, 4, 5)
 SHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten}
 HIDDEN = -1e4
 """What is filled in with this or less is meant to be hidden."""
+NEARLY_HIDDEN = 0.99 * HIDDEN
+"""What becomes of it in half types, and with a score added to it."""
+COMPARED = 1 << 22
+"""Scores that are made again together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,23 +300,36 @@ def call_of(name: str, step: Step) -> Call | None:
 
 
 def agrees(call: Call, scores_bhts: Tensor) -> bool:
-    shape, dtype = call.shape, score_dtype(call.q.dtype)
-    if tuple(scores_bhts.shape) != tuple(shape):
+    """Whether the trace gives the scores that are there, and hides what they hide.
+
+    Of all rows, some at a time: writing into scores (`scores[:, :, later] = -inf`) is no step of a
+    trace, nor is writing into queries after their product.
+    """
+    if tuple(scores_bhts.shape) != tuple(call.shape):
         return False
-    rows = torch.tensor(sorted({0, shape.T // 2, shape.T - 1}), device=scores_bhts.device)
+    B, H, T, S = call.shape
+    rows = max(1, COMPARED // max(B * H * S, 1))
+    device = scores_bhts.device
+    parts = [torch.arange(t, min(t + rows, T), device=device) for t in range(0, T, rows)]
+    agreed = [rows_agree(call, scores_bhts, part) for part in parts]
+    return not agreed or bool(torch.stack(agreed).all())
+
+
+def rows_agree(call: Call, scores_bhts: Tensor, rows: Tensor) -> Tensor:
+    shape, dtype, rule = call.shape, score_dtype(call.q.dtype), call.rule
     traced = (call.q[:, :, rows].to(dtype) * (call.scale or 1.0)) @ call.k.to(dtype).mT
-    rule = call.rule
     b, h, j = (torch.arange(n, device=traced.device) for n in (shape.B, shape.H, shape.S))
     where = (b[:, None, None, None], h[:, None, None], rows[:, None] + shape.offset, j, shape)
     if rule.bias is not None:
         traced = traced + rule.bias.add(*where, dtype)
     seen = scores_bhts[:, :, rows].to(dtype)
-    visible = (seen > HIDDEN) & (traced > HIDDEN)
+    hidden = traced <= NEARLY_HIDDEN
     if rule.mask is not None:
-        visible = visible & rule.mask.allows(*where)
+        hidden = hidden | ~rule.mask.allows(*where)
     slack = 1e-4 if dtype == scores_bhts.dtype else 3e-2
-    near = (traced - seen).abs() <= slack * (1 + seen.abs())
-    return bool((near | ~visible).all())
+    # Of infinity everything is near.
+    near = ((traced - seen).abs() <= slack * (1 + seen.abs())) & seen.isfinite()
+    return torch.where(hidden, seen <= NEARLY_HIDDEN, near).all()
 
 
 def number(value: Any) -> float | None:
