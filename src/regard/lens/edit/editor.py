@@ -206,7 +206,7 @@ class Editor:
     def _find_padding(self, masks: Any, cache: Any) -> Array:
         """The padding of a text of which the whole mask is given, or one for each kind of layer.
 
-        So `generate` does for a cache of fixed size. Masks of windows tell it as a text begins, not later.
+        So `generate` does for a cache of fixed size. Masks of windows tell as a text begins alone.
         """
         if cache in self._padded and self._before:
             return self._padded[cache]
