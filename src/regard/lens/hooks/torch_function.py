@@ -102,6 +102,10 @@ class AttentionMode(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             call = self.trace.end(name, heads, args, kwargs)
             scores = args[0] if args else kwargs.get("input")
+            axis = self.trace.other_axis(args, kwargs)
+            if axis is not None:
+                what = f"takes a softmax of products over axis {axis}, which is not the last"
+                recorder.takes.remarks[f"{name} {what}; it is not recorded"] = None
             return call if call is None else self.with_doubt(call, heads, scores)
         given = SDPA.bind(*args, **kwargs).arguments
         query, key = given["query"], given["key"]
