@@ -135,12 +135,14 @@ class FiveAxes(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias if bias.dim() else None)
         if self.how == "einsum":
             scores = torch.einsum("B G H I D, B G H J D -> B G H I J", q, k) * 0.5
+        elif self.how == "dots":
+            scores = torch.einsum("...id,...jd->...ij", q, k) * 0.5
         else:
             scores = torch.matmul(q, k.mT).mul(0.5)
         return (scores + bias).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("how", ["sdpa", "einsum", "matmul"])
+@pytest.mark.parametrize("how", ["sdpa", "einsum", "dots", "matmul"])
 def test_attention_over_five_axes(how: str) -> None:
     model, x = FiveAxes(how), torch.randn(1, 6, 5, 12)
     with torch.no_grad():
@@ -151,6 +153,15 @@ def test_attention_over_five_axes(how: str) -> None:
         want = (q @ k.mT * 0.5).softmax(-1)[0, 4]
     found = np.stack([record.map(0, head) for head in range(3)])
     assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize(("inputs", "known"), [(1, True), (2, False)])
+def test_a_row_that_is_a_window_and_no_input_is_noted(inputs: int, known: bool) -> None:
+    model = FiveAxes("sdpa")
+    model.num_heads = 3
+    with torch.no_grad(), watch(model, row=1) as record:
+        model(torch.randn(inputs, 6, 5, 12))
+    assert any("12 rows, and the first axis" in note for note in record.notes) != known
 
 
 @pytest.mark.parametrize("how", ["sdpa", "einsum", "matmul"])

@@ -254,7 +254,12 @@ def summed_product(args: Any, result: Tensor) -> Step | None:
         return None
     ins, arrow, out = args[0].replace(" ", "").partition("->")
     letters = ins.split(",")
-    if not arrow or len(letters) != 2 or len(out) != result.dim():
+    if "..." in out:
+        # Letters that nobody else has, for as many axes as the dots stand for.
+        dots = "\u2460\u2461\u2462\u2463"[: result.dim() - len(out) + 3]
+        letters, out = [each.replace("...", dots) for each in letters], out.replace("...", dots)
+    lengths = [len(each) for each in (out, *letters)]
+    if not arrow or lengths != [x.dim() for x in (result, *args[1:])]:
         return None
     inner = [x for x in letters[0] if x in letters[1] and x not in out]
     wanted = [out[:-1] + "".join(inner), out[:-2] + out[-1] + "".join(inner)]
