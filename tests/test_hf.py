@@ -295,6 +295,23 @@ def test_keys_that_an_indexer_chose_for_each_query_are_all_that_it_sees() -> Non
     assert one.tolist() == two.tolist()
 
 
+def test_a_window_of_nothing_is_a_mask_of_nothing() -> None:
+    """As a config of Qwen2-MoE says of a model without windows, which was refused."""
+    model: Any = text_model(
+        hf.Qwen2MoeConfig(**decoders.LLAMA, num_experts=3, num_experts_per_tok=2)
+    )
+    theirs = copy.deepcopy(model)
+    theirs.set_attn_implementation("eager")
+    model.set_attn_implementation("regard")
+    given = {"input_ids": draw(2, 19), "use_cache": False}
+    with torch.no_grad():
+        compare(answer(theirs, given), answer(model, given))
+    none = regard_mask(1, 5, 7, 2, 0, masking_utils.sliding_window_causal_mask_function(0))
+    assert isinstance(none, RuleMask) and none.rule is not None and not none.any()
+    x = torch.randn(1, 2, 7, 4)
+    assert not regard.attention(x[:, :, 2:], x, x, mask=none.rule).any()
+
+
 def test_blocks_of_keys_that_are_chosen_are_refused_in_words() -> None:
     x = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match="chooses blocks of keys for each query"):

@@ -244,7 +244,9 @@ class Placed:
         if rule is masking_utils.bidirectional_mask_function:
             return []
         if name == "sliding_window_overlay.inner_mask":  # always beside the causal function
-            return self.look_back(int(_kept_by(rule, "sliding_window")) - 1)
+            window = int(_kept_by(rule, "sliding_window"))
+            # A config without windows may say 0 (Qwen2-MoE): a mask of nothing, which none takes.
+            return self.look_back(window - 1) if window > 0 else [Causal(), ~Causal()]
         if name == "packed_sequence_mask_function.inner_mask":
             ids = _kept_by(rule, "packed_sequence_mask")
             whole = self.q_offset == self.kv_offset == 0 and ids.shape[1] == self.n_keys
