@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import decoder_originals as decoders
 import pytest
 import torch
 import transformers as hf
-from lens_subjects import ENCODERS, SUBJECTS, TWO_SIDED, draw, judge, question
+from lens_subjects import ENCODERS, SUBJECTS, TWO_SIDED, draw, judge, question, text_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import masking_utils
@@ -272,6 +273,49 @@ def test_watching_asks_about_the_call_that_the_operation_ran(
         bound = 2 * (near - want).abs().max() + 1e-5
         found = torch.from_numpy(r.statistics(number)["entropy"])
         assert (found - want).abs().max() <= bound, r.places[number].name
+
+
+def test_keys_that_an_indexer_chose_for_each_query_are_all_that_it_sees() -> None:
+    """A model joins them to the mask of eager attention and SDPA, and tells others of them."""
+    sizes = {**decoders.LLAMA, "num_key_value_heads": 6, "first_k_dense_replace": 3}
+    sizes |= {"q_lora_rank": 22, "kv_lora_rank": 14, "qk_rope_head_dim": 6, "qk_nope_head_dim": 4}
+    sizes |= {"v_head_dim": 5, "index_topk": 5, "index_n_heads": 2, "index_head_dim": 8}
+    model: Any = text_model(hf.DeepseekV32Config(**sizes))
+    theirs = copy.deepcopy(model)
+    theirs.set_attn_implementation("eager")
+    model.set_attn_implementation("regard")
+    ids = draw(2, 19)
+    real = torch.ones_like(ids)
+    real[1, :4] = 0
+    given = {"input_ids": ids, "attention_mask": real, "use_cache": False}
+    with torch.no_grad():
+        compare(answer(theirs, given)[real.bool()], answer(model, given)[real.bool()])
+    how = {"max_new_tokens": 5, "do_sample": False}
+    one, two = (m.generate(ids, attention_mask=real, **how) for m in (theirs, model))
+    assert one.tolist() == two.tolist()
+
+
+def test_a_window_of_nothing_is_a_mask_of_nothing() -> None:
+    """As a config of Qwen2-MoE says of a model without windows, which was refused."""
+    model: Any = text_model(
+        hf.Qwen2MoeConfig(**decoders.LLAMA, num_experts=3, num_experts_per_tok=2)
+    )
+    theirs = copy.deepcopy(model)
+    theirs.set_attn_implementation("eager")
+    model.set_attn_implementation("regard")
+    given = {"input_ids": draw(2, 19), "use_cache": False}
+    with torch.no_grad():
+        compare(answer(theirs, given), answer(model, given))
+    none = regard_mask(1, 5, 7, 2, 0, masking_utils.sliding_window_causal_mask_function(0))
+    assert isinstance(none, RuleMask) and none.rule is not None and not none.any()
+    x = torch.randn(1, 2, 7, 4)
+    assert not regard.attention(x[:, :, 2:], x, x, mask=none.rule).any()
+
+
+def test_blocks_of_keys_that_are_chosen_are_refused_in_words() -> None:
+    x = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="chooses blocks of keys for each query"):
+        regard.hf.regard_attention(nn.Identity(), x, x, x, None, block_indices=torch.zeros(1))
 
 
 def test_paged_and_packed_calls_are_refused_in_words() -> None:

@@ -111,11 +111,18 @@ def regard_attention(
             "texts packed without padding and paged caches are not taken by attn_implementation="
             '"regard" yet; give a padded batch, or position ids that begin anew with each text'
         )
+    if more.get("block_indices") is not None:
+        raise ValueError(
+            f"{type(module).__name__} chooses blocks of keys for each query, which are not taken "
+            'by attn_implementation="regard" yet; use "sdpa" or "eager"'
+        )
     T, S = query.shape[2], key.shape[2]
     mask, bias = read_mask(attention_mask, S)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = Causal(align="start") if causal and T > 1 else None
+    if more.get("indices") is not None:
+        mask = hide_unchosen(mask, more["indices"], S)
     if position_bias is not None:
         extra: Bias = DenseBias(position_bias[..., :S])
         bias = extra if bias is None else bias + extra
@@ -141,6 +148,17 @@ def read_mask(seen: Tensor | None, n_keys: int) -> tuple[Mask | None, Bias | Non
         return seen.rule, None
     seen = seen[..., :n_keys]
     return (Dense(seen), None) if seen.dtype == torch.bool else (None, DenseBias(seen))
+
+
+def hide_unchosen(mask: Mask | None, indices_btn: Tensor, n_keys: int) -> Mask:
+    """Only the keys that a model's indexer chose for each query (DeepSeek's sparse attention).
+
+    In eager attention and SDPA such a model joins them to the mask; any other is told of them.
+    """
+    B, T, _ = indices_btn.shape
+    chosen_bts = torch.zeros(B, T, n_keys, dtype=torch.bool, device=indices_btn.device)
+    chosen = Dense(chosen_bts.scatter(-1, indices_btn.long(), True)[:, None])
+    return chosen if mask is None else mask & chosen
 
 
 def regard_mask(
@@ -226,7 +244,9 @@ class Placed:
         if rule is masking_utils.bidirectional_mask_function:
             return []
         if name == "sliding_window_overlay.inner_mask":  # always beside the causal function
-            return self.look_back(int(_kept_by(rule, "sliding_window")) - 1)
+            window = int(_kept_by(rule, "sliding_window"))
+            # A config without windows may say 0 (Qwen2-MoE): a mask of nothing, which none takes.
+            return self.look_back(window - 1) if window > 0 else [Causal(), ~Causal()]
         if name == "packed_sequence_mask_function.inner_mask":
             ids = _kept_by(rule, "packed_sequence_mask")
             whole = self.q_offset == self.kv_offset == 0 and ids.shape[1] == self.n_keys

@@ -26,8 +26,12 @@ def test_a_jsonl_file_has_a_text_under_the_key_of_each_line(tmp_path: Path) -> N
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "one\\ntwo", "id": 1}\n\n{"text": "", "id": "x"}\n')
     assert list(read_texts(path)) == ["one\ntwo", ""]
-    with pytest.raises(ValueError, match="line 1 has no text under 'id', but 'text', 'id'"):
+    with pytest.raises(ValueError, match="line 1 has no text under 'body', but 'text', 'id'"):
+        list(read_texts(path, "body"))
+    with pytest.raises(ValueError, match="line 1 has 1 under 'id'; expected text"):
         list(read_texts(path, "id"))
+    path.write_bytes('\ufeff{"text": "one"}\r\n{"text": "two"}\r\n'.encode())
+    assert list(read_texts(path)) == ["one", "two"]
     path.write_text('{"text": "one"}\n["two"]\n')
     with pytest.raises(ValueError, match=r"line 2 is a JSON list.*expected an object"):
         list(read_texts(path))

@@ -168,3 +168,19 @@ def test_heads_that_a_layer_lacks_are_not_among_the_top() -> None:
     found = Effect(heads, heads[:, 0], -1.0, math.log(0.25), " x", "switching off a head")
     assert found.top(9) == [(1, 0, -0.3), (1, 1, 0.2), (0, 0, 0.1)]
     assert "to ' x' (log-probability -1.386, 25.0%)" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "on", "read"),
+    [
+        ("ab", "c", "ab c"),
+        ("ab", ".", "ab."),
+        ("猫が", "好き", "猫が好き"),
+        ("猫が", "ab", "猫がab"),
+    ],
+)
+def test_a_space_is_put_between_words_where_a_script_has_spaces(
+    text: str, on: str, read: str
+) -> None:
+    asked = effects.find_asked(torch.nn.Identity(), text, on, Letters())
+    assert asked.ids == Letters()(read)["input_ids"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -134,12 +135,14 @@ class FiveAxes(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias if bias.dim() else None)
         if self.how == "einsum":
             scores = torch.einsum("B G H I D, B G H J D -> B G H I J", q, k) * 0.5
+        elif self.how == "dots":
+            scores = torch.einsum("...id,...jd->...ij", q, k) * 0.5
         else:
             scores = torch.matmul(q, k.mT).mul(0.5)
         return (scores + bias).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("how", ["sdpa", "einsum", "matmul"])
+@pytest.mark.parametrize("how", ["sdpa", "einsum", "dots", "matmul"])
 def test_attention_over_five_axes(how: str) -> None:
     model, x = FiveAxes(how), torch.randn(1, 6, 5, 12)
     with torch.no_grad():
@@ -150,6 +153,15 @@ def test_attention_over_five_axes(how: str) -> None:
         want = (q @ k.mT * 0.5).softmax(-1)[0, 4]
     found = np.stack([record.map(0, head) for head in range(3)])
     assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize(("inputs", "known"), [(1, True), (2, False)])
+def test_a_row_that_is_a_window_and_no_input_is_noted(inputs: int, known: bool) -> None:
+    model = FiveAxes("sdpa")
+    model.num_heads = 3
+    with torch.no_grad(), watch(model, row=1) as record:
+        model(torch.randn(inputs, 6, 5, 12))
+    assert any("12 rows, and the first axis" in note for note in record.notes) != known
 
 
 @pytest.mark.parametrize("how", ["sdpa", "einsum", "matmul"])
@@ -175,6 +187,45 @@ def test_axes_of_which_nobody_says_what_they_are_are_noted(said: int | None, kno
     with torch.no_grad(), watch(model, row=0) as record:
         model(torch.randn(1, 6, 5, 12))
     assert any("axes of 6 and 3" in note for note in record.notes) != known
+
+
+class OneByOne(nn.Module):
+    """Heads in a loop, or all of them before the batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.qkv, self.how, self.num_heads = nn.Linear(12, 36), how, 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 3, 0, 1, 4)
+        if self.how == "before":
+            return F.scaled_dot_product_attention(q, k, v)
+        heads = zip(q, k, v, strict=True)
+        if self.how == "sdpa":
+            return torch.stack([F.scaled_dot_product_attention(*head) for head in heads])
+        return torch.stack([(q @ k.mT / 2).softmax(-1) @ v for q, k, v in heads])
+
+
+@pytest.mark.parametrize("how", ["sdpa", "matmul"])
+def test_heads_that_are_called_one_by_one_are_no_rows_of_the_batch(how: str) -> None:
+    """Three inputs were taken for the three heads of one."""
+    model, x = OneByOne(how), torch.randn(3, 5, 12)
+    with torch.no_grad():
+        with watch(model, keep="qk", row=2) as record:
+            model(x)
+        q, k, _ = model.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 3, 0, 1, 4)
+        want = (q[:, 2] @ k[:, 2].mT / 2).softmax(-1)
+    assert [place.n_heads for place in record.places] == [1, 1, 1]
+    assert any("as many as there are inputs" in note for note in record.notes)
+    found = np.stack([record.map(place, 0) for place in range(3)])
+    assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize(("rows", "known"), [(2, False), (3, True)])
+def test_heads_before_the_batch_are_noted(rows: int, known: bool) -> None:
+    with torch.no_grad(), watch(model := OneByOne("before"), row=0) as record:
+        model(torch.randn(rows, 5, 12))
+    assert any("axes of 3 and 2" in note for note in record.notes) != known
 
 
 class TalkingHeads(FiveAxes):
@@ -271,6 +322,97 @@ def test_scores_are_kept_where_queries_were_written_over_since() -> None:
         want = (q @ k.mT).softmax(-1)[2]
     found = np.stack([record.map(0, head) for head in range(3)])
     assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+LATER = torch.ones(5, 5).triu(1).bool()
+WRITING: dict[str, Callable[[Tensor], Any]] = {
+    "hides by an index": lambda x: x.__setitem__((..., LATER), -torch.inf),
+    "hides by an index, by the lowest": lambda x: x.__setitem__((..., LATER), -3.4e38),
+    "fills a view": lambda x: x.view(-1, 5, 5).masked_fill_(LATER, -torch.inf),
+    "fills what autograd does not see": lambda x: x.data.masked_fill_(LATER, -1e9),
+    "fills the diagonal": lambda x: x.diagonal(dim1=-2, dim2=-1).fill_(-torch.inf),
+    "changes a row that is neither first nor last": lambda x: x[:, :, 1].mul_(-3),
+    "shows a look again": lambda x: x.masked_fill_(LATER, -torch.inf)[..., 1, 3].fill_(0.7),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("how", WRITING)
+def test_scores_that_are_written_into_are_those_of_the_record(how: str, inference: bool) -> None:
+    """Idioms of hand-written attention: the record had every look that they hide."""
+
+    class Writing(FiveAxes):
+        def weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = self.split(x)[:, 0]
+            scores = q @ k.mT / 2
+            WRITING[how](scores)
+            return scores.softmax(-1), v
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights, v = self.weights(x)
+            return weights @ v
+
+    model, x = Writing(""), torch.randn(1, 6, 5, 12)
+    with torch.inference_mode() if inference else torch.no_grad():
+        before = model(x)
+        with watch(model, keep="qk", row=2) as record:
+            assert torch.equal(model(x), before)
+        want = model.weights(x)[0][2]
+    found = np.stack([record.map(0, head) for head in range(3)])
+    assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+HIDDEN = torch.tensor(-torch.inf)
+CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "chosen last": lambda x: torch.where(LATER, HIDDEN, x).softmax(-1),
+    "chosen by name": lambda x: torch.where(condition=LATER, input=HIDDEN, other=x).softmax(-1),
+    "added by name": lambda x: torch.add(input=LATER.float(), other=x).softmax(-1),
+    "by another name of softmax": lambda x: torch.special.softmax(x, -1),
+}
+
+
+class Changed(FiveAxes):
+    def weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.split(x)[:, 0]
+        change: Any = self.how
+        return change(q @ k.mT / 2), v
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, v = self.weights(x)
+        return weights @ v
+
+
+@pytest.mark.parametrize("how", CHANGED)
+def test_scores_are_followed_wherever_they_stand_among_arguments(how: str) -> None:
+    model, x = Changed(CHANGED[how]), torch.randn(1, 6, 5, 12)  # type: ignore[arg-type]
+    with torch.no_grad():
+        with watch(model, row=2) as record:
+            model(x)
+        want = model.weights(x)[0][2]
+    found = np.stack([record.map(0, head) for head in range(3)])
+    assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+
+
+def test_scores_beside_others_are_left_out_in_words() -> None:
+    """As with a sink among the keys: they were passed over without a word."""
+
+    def attend(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.zeros(6, 3, 5, 1)], -1).softmax(-1)[..., :-1]
+
+    model = Changed(attend)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is cat, which moves scores"), watch(model, row=0):
+        model(torch.randn(1, 6, 5, 12))
+
+
+def test_a_softmax_over_another_axis_is_noted() -> None:
+    def attend(x: Tensor) -> Tensor:
+        return x.softmax(-1) * x.softmax(dim=-2)
+
+    model = Changed(attend)  # type: ignore[arg-type]
+    with watch(model, row=0) as record:
+        model(torch.randn(1, 6, 5, 12))
+    assert len(record.places) == 1
+    assert any("softmax of products over axis -2" in note for note in record.notes)
 
 
 def test_scores_turned_over_are_left_out() -> None:

@@ -25,7 +25,7 @@ from lens_subjects import (
 from rounding import assert_within, bound_weights
 from torch import Tensor
 
-from regard.lens.hooks.transformers import flash_mask
+from regard.lens.hooks.transformers import flash_mask, read_rule
 from regard.lens.record import Record
 from regard.lens.watch import watch
 from regard.ops import Wants
@@ -280,6 +280,13 @@ def registered() -> dict[str, Any]:
         "methods": dict(vars(AttentionInterface)),
         "functions": dict(ALL_ATTENTION_FUNCTIONS._global_mapping),
     }
+
+
+def test_keys_that_a_kernel_chooses_are_refused_in_words() -> None:
+    x = torch.zeros(1, 2, 3, 4)
+    given = {"query": x, "key": x, "indices": torch.zeros(1, 3, 1)}
+    with pytest.raises(ValueError, match="keys that it chose for each query"):
+        read_rule(torch.nn.Identity(), "flash", given)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -8,6 +8,7 @@ Left out: compressed files, and texts of several lines that are not in JSON.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import final
 
 from regard._files import open_file, parse_json
+
+BOM = codecs.BOM_UTF8
 
 
 def read_texts(path: Path, key: str = "text") -> Iterator[str]:
@@ -26,8 +29,10 @@ def read_texts(path: Path, key: str = "text") -> Iterator[str]:
             if not in_json:
                 yield decode(line, where).rstrip("\r\n")
             elif line.strip():
-                entry = parse_json(line, where, ValueError)
-                if not isinstance(entry.get(key), str):
+                entry = parse_json(line.removeprefix(BOM), where, ValueError)
+                if key in entry and not isinstance(entry[key], str):
+                    raise ValueError(f"{where} has {entry[key]!r:.40} under {key!r}; expected text")
+                if key not in entry:
                     known = ", ".join(map(repr, list(entry)[:9])) or "nothing"
                     what = f"has no text under {key!r}, but {known}"
                     raise ValueError(f"{where} {what}; name the key of the text (key, --key)")

@@ -32,6 +32,7 @@ from regard.lens.edit.values import Ablate, Block, Edit, Where
 from regard.lens.fill import check_eval, find_gaps, find_mask, read_logits, use_own_mask
 from regard.lens.head_effects import Effect
 from regard.lens.token_labels import name_ids
+from regard.lens.word_links import SPACELESS
 
 BATCH_TOKENS = {"cpu": 512, "cuda": 16384}
 """Tokens that are read at a time, in as many variants: on a CPU few, so that many layers are read
@@ -59,11 +60,11 @@ def effect(
 ) -> Effect:
     """How a log-probability changes with each head switched off, or with a look forbidden in each.
 
-    on: what comes after the text, of which all tokens count; a space is put between two words.
-    Unless given it is the model's likeliest next token. Of a text with one masked word ([MASK],
-    whatever the model's own token is called) it is what stands there. edges: (query, key), words or
-    positions as in `Block`: instead of switching heads off, this look is forbidden. to: as in
-    `Ablate`. tokenizer: unless the model has its own.
+    on: what comes after the text, of which all tokens count; a space is put between two words, but
+    not in Japanese or Chinese. Unless given it is the model's likeliest next token. Of a text with
+    one masked word ([MASK], whatever the model's own token is called) it is what stands there.
+    edges: (query, key), words or positions as in `Block`: instead of switching heads off, this look
+    is forbidden. to: as in `Ablate`. tokenizer: unless the model has its own.
 
         print(regard.effect(model, "The animal didn't cross the street because it was too"))
     """
@@ -144,7 +145,8 @@ def find_asked(model: nn.Module, text: str, on: str | None, tokenizer: Any) -> A
     if on is None:
         logits = read_logits(model, [ids], [len(ids) - 1])[0]
         return Asked(ids, [len(ids) - 1], [int(logits.argmax())])
-    joint = " " if text[-1:].isalnum() and on[:1].isalnum() else ""
+    ends = text[-1:] + on[:1]  # between words, but not in a script without spaces
+    joint = " " if len(ends) == 2 and ends.isalnum() and not SPACELESS.search(ends) else ""
     whole = read_text(tokenizer, text + joint + on)
     counted = [n for n, (_, end) in enumerate(whole.spans) if end > len(text) and n > 0]
     if not counted:

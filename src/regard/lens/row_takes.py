@@ -113,7 +113,13 @@ class RowTakes:
         B = call.shape.B
         if call.is_row or (self.rows is None and B == 1):
             return (0,)
+        n_inputs = self._read.n_inputs
         if self.rows is not None:
+            if n_inputs is not None and 1 < n_inputs < B and B % n_inputs == 0:
+                self.remarks[
+                    f"{call.name} attends in {B} rows, and the first axis of what the model was "
+                    f"given has {n_inputs}: if these are its inputs, a row is one window of all"
+                ] = None
             return self.rows
         if self._read.n_inputs == 1:
             self.remarks[

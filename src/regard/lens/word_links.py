@@ -43,7 +43,7 @@ from regard.lens.token_labels import is_separator
 
 MOST_WORDS = 400
 _WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
-_SPACELESS = re.compile(
+SPACELESS = re.compile(
     r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff]"
 )
 
@@ -76,7 +76,7 @@ def find_words(text: str, tokens: Sequence[str], spans: Sequence[tuple[int, int]
         spans = [(0, 0)] * len(spans)
     word_at = np.full(len(text) + 1, -1)
     for number, found in enumerate(_WORD.finditer(text)):
-        if not _SPACELESS.search(found.group()):
+        if not SPACELESS.search(found.group()):
             word_at[found.start() : found.end()] = number
     # Where, from each character on, the next word begins or goes on.
     steps = np.where(word_at >= 0, np.arange(len(word_at)), len(word_at))

@@ -191,6 +191,33 @@ def test_padding_on_the_left_does_not_move_positions() -> None:
                 assert torch.allclose(got[:1, 4:], want, atol=3e-5 * float(want.abs().max()))
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_padding_does_not_move_positions_where_generate_makes_the_whole_mask(name: str) -> None:
+    """As for a cache of fixed size: positions were counted with the padding."""
+    model, ids = SUBJECTS[name](), draw(2, 11)
+    real = torch.ones_like(ids)
+    real[1, :3] = 0
+    how: dict[str, Any] = {"attention_mask": real, "do_sample": False, "max_new_tokens": 7}
+    how |= {"output_logits": True, "return_dict_in_generate": True}
+    static = {"cache_implementation": "static", "disable_compile": True}
+    for edit in (Block(slice(5, None), (2, 4)), Block(slice(12, None), slice(9, 12))):
+        with regard.edit(model, edit):
+            want, got = (model.generate(ids, **how, **more) for more in ({}, static))
+        assert got.sequences.tolist() == want.sequences.tolist()
+        for a, b in zip(got.logits, want.logits, strict=True):
+            assert torch.allclose(a, b, atol=3e-5 * float(b.abs().max()))
+
+
+def test_padding_that_is_given_by_place_does_not_move_positions() -> None:
+    model, ids = SUBJECTS["bert"](), draw(1, 9)
+    padded = torch.cat([torch.zeros(1, 4).long(), ids], 1)
+    real = (torch.arange(13) >= 4).long()[None]
+    with torch.no_grad(), regard.edit(model, Block(6, 2)):
+        got = model(padded, real).last_hidden_state
+        want = model(padded, attention_mask=real).last_hidden_state
+    assert torch.equal(got, want)
+
+
 def test_a_model_inside_of_another_tells_positions_too() -> None:
     model, ids = SUBJECTS["llama"](), draw(1, 9)
     outer = nn.ModuleDict({"inner": model})

@@ -15,11 +15,13 @@ Letters: B batch, H heads, T queries, S keys, E value width; N rows of positions
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -36,6 +38,14 @@ from regard.ops.edit_hook import Caller, Edited, open_editors
 from regard.ops.mask import At
 
 NO_PADDING = np.zeros((1, 1), np.int64)
+HIDDEN = -1e4
+"""What is added to a score to hide its key is this or less."""
+
+
+def count_hidden(real_bs: Tensor) -> Array:
+    """How many keys come before the first real one, (B, 1)."""
+    counted: Array = (real_bs.cumsum(-1) == 0).sum(-1, keepdim=True).cpu().numpy()
+    return counted
 
 
 def is_around(outer: str, name: str) -> bool:
@@ -128,6 +138,8 @@ class Editor:
         self._queries: Array | None = None
         self._before: int | None = None
         self._padding: dict[str, Array] = {}
+        # Of the texts that caches hold, which begin before the call that asks.
+        self._padded: WeakKeyDictionary[Any, Array] = WeakKeyDictionary()
 
     @contextmanager
     def follow(self) -> Iterator[None]:
@@ -178,14 +190,42 @@ class Editor:
         """
         if not self._is_here():
             return
+        if len(args) > 1:
+            kwargs = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
         cache, real = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         if self._before is None and cache is not None and hasattr(cache, "get_seq_length"):
             self._before = int(cache.get_seq_length())
         name = self.names[id(module)]
         if isinstance(real, Tensor) and real.dim() == 2:
-            self._padding[name] = (real.cumsum(-1) == 0).sum(-1, keepdim=True).cpu().numpy()
+            self._padding[name] = count_hidden(real)
         elif real is None and "attention_mask" in kwargs:
             self._padding[name] = NO_PADDING
+        elif hasattr(module, "main_input_name") and self._padding_around(name) is None:
+            self._padding[name] = self._find_padding(real, cache)
+
+    def _find_padding(self, masks: Any, cache: Any) -> Array:
+        """The padding of a text of which the whole mask is given, or one for each kind of layer.
+
+        So `generate` does for a cache of fixed size. Masks of windows tell as a text begins alone.
+        """
+        if cache in self._padded and self._before:
+            return self._padded[cache]
+        found = list(masks.values()) if isinstance(masks, Mapping) else [masks]
+        whole = [x for x in found if isinstance(x, Tensor) and x.dim() == 4]
+        padding = NO_PADDING
+        if whole:
+            mask = max(whole, key=lambda x: x.shape[-1])
+            if not self._before or mask.shape[-1] >= self._before + mask.shape[-2]:
+                seen = mask if mask.dtype == torch.bool else mask > HIDDEN
+                padding = count_hidden(seen.any(2).any(1))
+        if hasattr(cache, "get_seq_length"):
+            self._padded[cache] = padding
+        return padding
+
+    def _padding_around(self, name: str) -> Array | None:
+        """What the innermost module around one was told of padding."""
+        around = [outer for outer in self._padding if is_around(outer, name)]
+        return self._padding[max(around, key=len)] if around else None
 
     def edit(self, call: Call, caller: Caller | None = None) -> Edited | None:
         if caller is None:
@@ -233,9 +273,8 @@ class Editor:
         at = next((term for term in terms if isinstance(term, At)), None)
         if at is None:
             before = S - T if self._before is None or T == S else self._before
-            around = [outer for outer in self._padding if is_around(outer, name)]
-            padding = self._padding[max(around, key=len)] if around else NO_PADDING
-            return in_line(T, S, before, padding)
+            padding = self._padding_around(name)
+            return in_line(T, S, before, NO_PADDING if padding is None else padding)
         queries = at.queries.cpu().numpy().reshape(-1, T).astype(np.int64)
         keys = np.arange(S)[None] if at.keys is None else at.keys.cpu().numpy().reshape(-1, S)
         lengths = queries.max(1, keepdims=True, initial=-1) + 1

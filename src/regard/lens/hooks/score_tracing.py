@@ -1,11 +1,11 @@
 """Following scores from a product of queries and keys to a softmax, through code of any kind.
 
 Each step that scores go through is known by its function: products, scaling by numbers, additions,
-fillings, and changes of type or shape. At the softmax a few rows are made again from the trace and
-compared with what is there. Where they do not agree, or something else happened to the numbers on
-the way, the scores themselves are recorded. What moves scores to other places, as sliding windows
-in pieces do (Longformer), or heads that are mixed where they lie last (talking heads), ends the
-trace: a softmax of that is left out, and the record says so.
+fillings, and changes of type or shape. At the softmax they are made again from the trace, some rows
+at a time, and compared with what is there. Where they do not agree, or something else happened to
+the numbers on the way, the scores themselves are recorded. What moves scores to other places, as
+sliding windows in pieces do (Longformer), or heads that are mixed where they lie last (talking
+heads), ends the trace: a softmax of that is left out, and the record says so.
 
 Letters: B batch, T queries, S keys, H heads, D head width.
 """
@@ -28,7 +28,7 @@ from regard.lens.tensor_origins import PROJECTING, Moved, TensorOrigins, is_para
 from regard.ops import Dense, DenseBias
 from regard.ops.call import score_dtype
 
-SOFTMAX = {F.softmax, torch.softmax, Tensor.softmax}
+SOFTMAX = {F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax}
 MATMUL = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 BADDBMM = {torch.baddbmm, Tensor.baddbmm}
 BEGINNINGS = MATMUL | BADDBMM | {torch.einsum}
@@ -43,11 +43,16 @@ MINUS = {torch.sub, Tensor.sub, Tensor.__sub__, Tensor.sub_, Tensor.__isub__}
 MOVING = {torch.transpose, Tensor.transpose, torch.permute, Tensor.permute, torch.flip, Tensor.flip}
 MOVING |= {torch.roll, Tensor.roll, torch.gather, Tensor.gather, torch.sort, Tensor.sort}
 MOVING |= {Tensor.mT.__get__, Tensor.T.__get__, Tensor.swapaxes, Tensor.index_select}  # type: ignore[attr-defined]
+JOINING = {torch.cat, torch.concat, torch.concatenate, torch.stack}
 AXES = (3, 4, 5)
 """How many axes scores may have; the last two are queries and keys."""
 SHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten}
 HIDDEN = -1e4
 """What is filled in with this or less is meant to be hidden."""
+NEARLY_HIDDEN = 0.99 * HIDDEN
+"""What becomes of it in half types, and with a score added to it."""
+COMPARED = 1 << 22
+"""Scores that are made again together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,14 +101,16 @@ class ScoreTrace:
             self.steps[result] = step
 
     def _follow_change(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        if not args or func in SOFTMAX:
+        if func in SOFTMAX:
             return
-        if func in PROJECTING:
+        if func in PROJECTING and args:
             self._follow_mixing(func, args, result)
             return
-        moved, scores = self.origins.moved, self._operand(args) if self.steps.data else None
+        moved, scores = self.origins.moved, None
+        if self.steps.data:
+            scores = self._operand(func, args, kwargs)
         if scores is None:
-            if moved.known:
+            if moved.known and args:
                 self._follow_moved(args, result)
         elif isinstance(result, Tensor) and result.is_floating_point():
             step = self._changed(func, args, kwargs, result)
@@ -128,9 +135,13 @@ class ScoreTrace:
             if moved is not None and sorted(x.shape) == sorted(moved.shape):
                 self.origins.moved.put(result, moved._replace(by=name_of(func)))
 
-    def _operand(self, args: Any) -> Tensor | None:
+    def _operand(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """The scores among the arguments."""
-        known = (x for x in args[:2] if isinstance(x, Tensor) and self._get(x) is not None)
+        given = args if func is torch.where else args[:2]
+        if func in JOINING and args:
+            given = args[0]
+        given = given or tuple(kwargs.values())
+        known = (x for x in given if isinstance(x, Tensor) and self._get(x) is not None)
         return next(known, None)
 
     def _follow_moved(self, args: Any, result: Any) -> None:
@@ -145,6 +156,8 @@ class ScoreTrace:
                 moved.put(changed, found)
 
     def _changed(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Step | None:
+        if not args:
+            return None
         if func is torch.where and len(args) == 3:
             step = self._known(args[1])
             hides = step is not None and is_low(args[2])
@@ -173,6 +186,13 @@ class ScoreTrace:
     def _known(self, value: Any) -> Step | None:
         found: Step | None = self._get(value) if isinstance(value, Tensor) else None
         return found
+
+    def other_axis(self, args: Any, kwargs: dict[str, Any]) -> int | None:
+        """The axis of a softmax of scores, where it is not that of keys."""
+        scores: Any = args[0] if args else kwargs.get("input")
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        found = self._known(scores) is not None and dim not in (-1, scores.dim() - 1)
+        return dim if found else None
 
     def end(self, name: str, heads: Heads, args: Any, kwargs: dict[str, Any]) -> Call | None:
         """The call that a softmax ends, if what it is taken of was followed."""
@@ -234,7 +254,12 @@ def summed_product(args: Any, result: Tensor) -> Step | None:
         return None
     ins, arrow, out = args[0].replace(" ", "").partition("->")
     letters = ins.split(",")
-    if not arrow or len(letters) != 2 or len(out) != result.dim():
+    if "..." in out:
+        # Letters that nobody else has, for as many axes as the dots stand for.
+        dots = "\u2460\u2461\u2462\u2463"[: result.dim() - len(out) + 3]
+        letters, out = [each.replace("...", dots) for each in letters], out.replace("...", dots)
+    lengths = [len(each) for each in (out, *letters)]
+    if not arrow or lengths != [x.dim() for x in (result, *args[1:])]:
         return None
     inner = [x for x in letters[0] if x in letters[1] and x not in out]
     wanted = [out[:-1] + "".join(inner), out[:-2] + out[-1] + "".join(inner)]
@@ -296,23 +321,36 @@ def call_of(name: str, step: Step) -> Call | None:
 
 
 def agrees(call: Call, scores_bhts: Tensor) -> bool:
-    shape, dtype = call.shape, score_dtype(call.q.dtype)
-    if tuple(scores_bhts.shape) != tuple(shape):
+    """Whether the trace gives the scores that are there, and hides what they hide.
+
+    Of all rows, some at a time: writing into scores (`scores[:, :, later] = -inf`) is no step of a
+    trace, nor is writing into queries after their product.
+    """
+    if tuple(scores_bhts.shape) != tuple(call.shape):
         return False
-    rows = torch.tensor(sorted({0, shape.T // 2, shape.T - 1}), device=scores_bhts.device)
+    B, H, T, S = call.shape
+    rows = max(1, COMPARED // max(B * H * S, 1))
+    device = scores_bhts.device
+    parts = [torch.arange(t, min(t + rows, T), device=device) for t in range(0, T, rows)]
+    agreed = [rows_agree(call, scores_bhts, part) for part in parts]
+    return not agreed or bool(torch.stack(agreed).all())
+
+
+def rows_agree(call: Call, scores_bhts: Tensor, rows: Tensor) -> Tensor:
+    shape, dtype, rule = call.shape, score_dtype(call.q.dtype), call.rule
     traced = (call.q[:, :, rows].to(dtype) * (call.scale or 1.0)) @ call.k.to(dtype).mT
-    rule = call.rule
     b, h, j = (torch.arange(n, device=traced.device) for n in (shape.B, shape.H, shape.S))
     where = (b[:, None, None, None], h[:, None, None], rows[:, None] + shape.offset, j, shape)
     if rule.bias is not None:
         traced = traced + rule.bias.add(*where, dtype)
     seen = scores_bhts[:, :, rows].to(dtype)
-    visible = (seen > HIDDEN) & (traced > HIDDEN)
+    hidden = traced <= NEARLY_HIDDEN
     if rule.mask is not None:
-        visible = visible & rule.mask.allows(*where)
+        hidden = hidden | ~rule.mask.allows(*where)
     slack = 1e-4 if dtype == scores_bhts.dtype else 3e-2
-    near = (traced - seen).abs() <= slack * (1 + seen.abs())
-    return bool((near | ~visible).all())
+    # Of infinity everything is near.
+    near = ((traced - seen).abs() <= slack * (1 + seen.abs())) & seen.isfinite()
+    return torch.where(hidden, seen <= NEARLY_HIDDEN, near).all()
 
 
 def number(value: Any) -> float | None:
@@ -345,9 +383,10 @@ class Heads:
     def count(self, rows: int) -> int:
         """How many there are where rows are samples and heads together.
 
-        As many as the module says that it has; if it does not say, all rows of one input are heads.
+        As many as the module says that it has, unless there are no more rows than inputs, as where
+        heads are called one by one; if it does not say, all rows of one input are heads.
         """
-        if self.said is not None and rows % self.said == 0:
+        if self.said is not None and rows % self.said == 0 and not 1 < rows == self.n_inputs:
             return self.said
         return rows if self.n_inputs == 1 else 1
 
@@ -356,7 +395,18 @@ class Heads:
         return shape[-4] == self.said != shape[-3]
 
     def doubt(self, shape: Sequence[int]) -> str | None:
-        """What is not known of five axes."""
+        """What is not known of axes."""
+        said = self.said or 1
+        if len(shape) == 3 and 1 < said <= shape[0] == self.n_inputs and shape[0] % said == 0:
+            return (
+                f"attends in {shape[0]} rows, as many as there are inputs, and says that it has "
+                f"{said} heads; each row is taken for one head of an input"
+            )
+        if len(shape) == 4 and 1 < said == shape[0] != shape[1]:
+            return (
+                f"has axes of {shape[0]} and {shape[1]} before its tokens, and says that it has "
+                f"{said} heads; the second is taken for that of heads"
+            )
         if len(shape) != 5 or 1 in shape[-4:-2]:
             return None
         if self.said in shape[-4:-2] and shape[-4] != shape[-3]:

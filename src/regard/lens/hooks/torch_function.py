@@ -7,7 +7,7 @@ and GPT-J do. None of them offers a hook.
 How: a torch-function mode sees every function of torch that the model calls, and calls it as it
 came. For code that writes attention out it follows the scores: a product of two activations is
 remembered with its queries and keys, and so are the numbers that it is scaled by, what is added,
-and what is filled in, until a softmax over the keys is taken. Then some rows are made again from
+and what is filled in, until a softmax over the keys is taken. Then the scores are made again from
 what was remembered; if they agree, that is the call, and if not, the scores themselves are kept
 (`score_tracing.py`). `flex_attention` is a plain function, and is replaced, for the time of the
 block, in the modules where the model's classes were written.
@@ -102,6 +102,10 @@ class AttentionMode(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             call = self.trace.end(name, heads, args, kwargs)
             scores = args[0] if args else kwargs.get("input")
+            axis = self.trace.other_axis(args, kwargs)
+            if axis is not None:
+                what = f"takes a softmax of products over axis {axis}, which is not the last"
+                recorder.takes.remarks[f"{name} {what}; it is not recorded"] = None
             return call if call is None else self.with_doubt(call, heads, scores)
         given = SDPA.bind(*args, **kwargs).arguments
         query, key = given["query"], given["key"]

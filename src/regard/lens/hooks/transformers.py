@@ -183,6 +183,11 @@ def read_rule(
     mask: Mask | None = None
     bias: Bias | None = None
     if kind == "flash":
+        if given.get("indices") is not None:
+            raise ValueError(
+                f"{type(module).__name__} has its kernel look at keys that it chose for each "
+                "query, which is not read yet; use eager attention or SDPA"
+            )
         mask = flash_mask(seen, bool(causal), given.get("sliding_window"), T, S)
     elif kind == "flex" and seen is not None and not isinstance(seen, Tensor):
         mask = flex_rule(seen.mask_mod, q, k)
