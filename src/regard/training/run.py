@@ -31,7 +31,7 @@ from regard.training.config import TrainConfig
 from regard.training.data.packing import NOTHING
 from regard.training.data.reading import read_documents, read_pairs
 from regard.training.data.store import encode_texts
-from regard.training.loop import Judge, Listener, Result, Silence, train
+from regard.training.loop import Judge, Listener, Result, Silence, open_run
 from regard.training.loss import summed_loss
 from regard.training.monitor import Monitor
 from regard.training.parallel import Mesh
@@ -72,10 +72,12 @@ def run(
     mesh = mesh or Mesh.alone()
     folder, began = out / "training", time.perf_counter()
     notes: list[str] = []
+    tests = tests or Tests()
+    read_tests(tests, files, recipe)
     with ExitStack() as stack:
         if mesh.is_main:
             stack.enter_context(lock_folder(out))
-            open_folder(folder, recipe, resume)
+            notes += open_folder(folder, recipe, resume)
         else:
             mesh.any(False)  # the main rank's files are there when it answers
         latest = load_latest(folder / "snapshots") if resume else None
@@ -93,7 +95,7 @@ def run(
             monitor = stack.enter_context(opened)
         for note in notes:
             monitor.note(note)
-        result = train(
+        trained = open_run(
             prepared.model,
             prepared.task,
             recipe.train,
@@ -103,6 +105,10 @@ def run(
             listener=monitor,
             judge=make_judge(files, recipe, prepared) if recipe.judge else None,
         )
+        if mesh.is_main:
+            # Not before: where going on is refused, a run stays what it was told to be.
+            write_json(folder / RECIPE, asdict(recipe))
+        result = trained.train()
         times = {"preparing": ready - began, "training": time.perf_counter() - ready}
         report = make_report(recipe, prepared, result, mesh, times)
         whole = whole_model(prepared.model, mesh)
@@ -110,7 +116,7 @@ def run(
             save(whole, out)
             plot_losses(folder)
             prepared = replace(prepared, model=whole)
-            report["tests"] = scores = run_tests(tests or Tests(), files, recipe, prepared, folder)
+            report["tests"] = scores = run_tests(tests, files, recipe, prepared, folder)
             write_json(out / "report.json", report)
             monitor.note(f"the model is in {out}, {tell_weights(result, scores)}")
     return report
@@ -129,18 +135,45 @@ def tell_weights(result: Result, scores: Mapping[str, Any]) -> str:
     return f"{step}, the best of its evaluations, {', '.join(said)}{tested}"
 
 
-def open_folder(folder: Path, recipe: Recipe, resume: bool) -> None:
-    """Make the run's folder; one with a run in it is refused, unless that run is resumed."""
+def open_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
+    """Make the run's folder; one with a run in it is refused, unless that run is resumed.
+
+    What is to be told: which of the recipe's own settings are others now.
+    """
     snapshots = list_snapshots(folder / "snapshots")
     if snapshots and not resume:
         what = f"{folder.parent} holds a run, its last snapshot is {snapshots[0].name}"
         raise FileExistsError(f"{what}: go on with --resume, or train into another folder")
+    old = old_recipe(folder.parent) if snapshots else None
+    changed = [] if old is None else changed_settings(old, recipe)
+    for name, said in changed:
+        if name in ("vocab_size", "cutting"):
+            what = f"{said}: the run in {folder.parent} has its vocabulary already"
+            raise ValueError(f"{what}; leave it out, or train into another folder")
     if not resume:
         shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     for written in (folder.parent, folder):
         remove_leftovers(written)
-    write_json(folder / RECIPE, asdict(recipe))
+    if not snapshots:
+        write_json(folder / RECIPE, asdict(recipe))
+    told = ", ".join(said for _, said in changed)
+    return [f"this run goes on with other settings: {told}"] if told else []
+
+
+def changed_settings(old: Recipe, new: Recipe) -> list[tuple[str, str]]:
+    """What two recipes have otherwise, by name and in words; of `train` the loop tells itself."""
+
+    def settings(recipe: Recipe) -> dict[str, Any]:
+        own = {n: value for n, value in vars(recipe).items() if n not in ("model", "train")}
+        return own | {f"model.{word}": value for word, value in recipe.model.items()}
+
+    was, now = settings(old), settings(new)
+    return [
+        (name, f"{name} was {was.get(name)}, is {now.get(name)}")
+        for name in (was | now)
+        if was.get(name) != now.get(name)
+    ]
 
 
 def whole_model(model: Transformer, mesh: Mesh) -> Transformer | None:
@@ -197,6 +230,15 @@ def make_report(
 
 
 # ---- Tests
+
+
+def read_tests(tests: Tests, files: Files, recipe: Recipe) -> None:
+    """Refuse what cannot be read before hours of training, and not after them."""
+    for path in tests.files:
+        if recipe.task == "translate":
+            read_pairs(path, target_path=tests.target)
+        else:
+            read_documents(path, separator=files.separator)
 
 
 def make_judge(files: Files, recipe: Recipe, prepared: Prepared) -> Judge:
@@ -265,7 +307,9 @@ def score_text(
         own = {name: x.to(device) for name, x in batch.items()}
         total += float(summed_loss(model.head, task.vectors(model, own), own["targets"]))
         n_tokens += int((batch["targets"] != NOTHING).sum())
-    figures = {"loss": total / n_tokens, "perplexity": math.exp(total / n_tokens)}
+    if not n_tokens:  # a masked model's text of unknown words
+        return {"tokens": 0, "bytes": n_bytes}
+    figures = {"loss": total / n_tokens, "perplexity": math.exp(min(total / n_tokens, 700.0))}
     if tested.unigram is None:
         figures["bits_per_byte"] = total / math.log(2.0) / n_bytes
     else:
