@@ -144,7 +144,7 @@ def open_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
     if snapshots and not resume:
         what = f"{folder.parent} holds a run, its last snapshot is {snapshots[0].name}"
         raise FileExistsError(f"{what}: go on with --resume, or train into another folder")
-    old = old_recipe(folder.parent) if snapshots else None
+    old = old_recipe(folder.parent, guided=True) if snapshots else None
     changed = [] if old is None else changed_settings(old, recipe)
     for name, said in changed:
         if name in ("vocab_size", "cutting"):
@@ -189,8 +189,11 @@ def whole_model(model: Transformer, mesh: Mesh) -> Transformer | None:
     return whole.to(mesh.device).eval()
 
 
-def old_recipe(out: Path) -> Recipe | None:
-    """The recipe of the run in a folder; None where there is none."""
+def old_recipe(out: Path, *, guided: bool = False) -> Recipe | None:
+    """The recipe of the run in a folder; None where there is none.
+
+    guided: also of a run that guides attention heads, which only the example goes on with.
+    """
     path = out / "training" / RECIPE
     if not path.is_file():
         return None
@@ -198,7 +201,7 @@ def old_recipe(out: Path) -> Recipe | None:
     # Runs of older versions name these; guiding heads is an example now.
     weight, heads = fields["train"].pop("guide", 0), fields.pop("guide_heads", 0)
     fields.pop("guide_layer", None)
-    if weight and heads:
+    if weight and heads and not guided:
         command = "the command of examples/translate_aligned and --resume"
         raise ValueError(f"the run in {out} guides attention heads; go on with it by {command}")
     return Recipe(**{**fields, "train": TrainConfig(**fields["train"])})
