@@ -69,10 +69,9 @@ def run(
 
     One process at a time may train into a folder; a second one gets a BlockingIOError at once.
     """
-    mesh = mesh or Mesh.alone()
+    mesh, tests = mesh or Mesh.alone(), tests or Tests()
     folder, began = out / "training", time.perf_counter()
     notes: list[str] = []
-    tests = tests or Tests()
     read_tests(tests, files, recipe)
     with ExitStack() as stack:
         if mesh.is_main:
@@ -95,16 +94,10 @@ def run(
             monitor = stack.enter_context(opened)
         for note in notes:
             monitor.note(note)
-        trained = open_run(
-            prepared.model,
-            prepared.task,
-            recipe.train,
-            folder / "snapshots",
-            mesh=mesh,
-            resume=resume,
-            listener=monitor,
-            judge=make_judge(files, recipe, prepared) if recipe.judge else None,
-        )
+        judge = make_judge(files, recipe, prepared) if recipe.judge else None
+        how: dict[str, Any] = {"mesh": mesh, "resume": resume, "listener": monitor, "judge": judge}
+        what = (prepared.model, prepared.task, recipe.train, folder / "snapshots")
+        trained = open_run(*what, **how)
         if mesh.is_main:
             # Not before: where going on is refused, a run stays what it was told to be.
             write_json(folder / RECIPE, asdict(recipe))
