@@ -418,6 +418,16 @@ def test_a_lock_holds_in_its_own_process_too_and_ends_with_its_block(tmp_path: P
 # ---- Words
 
 
+def test_a_file_is_no_folder_to_write_into(tmp_path: Path) -> None:
+    path = tmp_path / "there"
+    path.write_bytes(b"kept")
+    for folder in (path, path / "below"):
+        refused = pytest.raises(NotADirectoryError, match=r"there.* is no folder.*name a folder")
+        with refused, lock_folder(folder):
+            raise AssertionError
+    assert path.read_bytes() == b"kept"
+
+
 def test_names_from_files_are_escaped_and_cut() -> None:
     assert spell("\x1b[31m") == "'\\x1b[31m'"
     assert len(spell("a" * 10_000)) < 100

@@ -326,7 +326,11 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
     The lock is the system's: a killed process lets go of it. File systems may know no locks.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        what = f"{spell_path(folder)} is no folder, or lies in something that is none"
+        raise NotADirectoryError(f"{what}; name a folder") from None
     with (folder / f"{MARK}lock").open("ab") as file:
         try:
             _lock(file.fileno())

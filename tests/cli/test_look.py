@@ -175,6 +175,8 @@ def test_what_may_be_a_path_is_said_to_be_read_as_text(
         assert code == 0 and f"{word!r} is {what} here: it is read as the text" in err
     code, _, err = run(capsys, "look", "e.g. this.", "--html", "x.html")
     assert code == 0 and "read as" not in err
+    code, _, err = run(capsys, "look", "./folder", "--html", "x.html")
+    assert code == 2 and "'./folder' is a folder; give a file in it" in err
 
 
 def test_a_reader_that_leaves_early_leaves_the_page(tmp_path: Path) -> None:

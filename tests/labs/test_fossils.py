@@ -175,6 +175,20 @@ def test_the_sentences_turn_with_the_numbers() -> None:
     assert "is above that of the LSTM from 100 tokens on" in said[5]
 
 
+def test_a_crossing_that_some_draws_have_is_not_denied() -> None:
+    """Half of the calls are above the other's, and half below: whether they cross is not clear."""
+    shares = {"LSTM": 0.9, "convolution": 0.5, "attention": 0.2}
+    results = invent(shares, {kind: [1.0, 1.0] for kind in shares})
+    attention = results["kinds"]["attention"]
+    attention["seconds"] = [[0.5] * 5, [0.9, 0.9, 0.9, 1.2, 1.2]]
+    said = fossils.spell_crossing(results, "LSTM")
+    assert "crosses that of the LSTM beyond 400 tokens (95% interval " in said
+    assert said.endswith(" to beyond 400)") and "does not cross" not in said
+    attention["seconds"] = [[1.2, 1.2, 1.2, 0.9, 0.9], [4.0] * 5]
+    said = fossils.spell_crossing(results, "LSTM")
+    assert "crosses that of the LSTM under 100 tokens (95% interval under 100 to 1" in said
+
+
 def test_an_interval_that_leaves_what_was_measured_says_so() -> None:
     times = {"LSTM": [2.0, 2.0], "convolution": [9.0, 9.0], "attention": [1.0, 4.0]}
     results = invent(dict.fromkeys(KINDS, 0.5), times)

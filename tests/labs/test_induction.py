@@ -183,6 +183,14 @@ def test_sentences_turn_with_the_numbers(measured: dict[str, Any]) -> None:
     assert "there are no others in that layer" in said[3]
 
 
+def test_a_look_that_costs_little_is_not_called_the_cause(measured: dict[str, Any]) -> None:
+    found = learned(measured, turned=False)
+    for seed, one in enumerate(found["runs"]):
+        one["ablated"] |= {"look": 0.9 + seed / 9999, "other look": 0.95}
+    said = induction.find(found)[4]
+    assert said.endswith("that look matters more.") and "cause" not in said
+
+
 def test_others_of_the_layer_are_told_where_there_are_some(measured: dict[str, Any]) -> None:
     found = learned(measured, turned=False)
     found["runs"][0]["ablated"]["others"] = 0.75

@@ -134,11 +134,14 @@ def test_the_sentences_turn_with_the_numbers() -> None:
     assert "loss: post-norm without warm-up 2 with 6 layers and 2 with 12 layers; " in said
     assert "post-norm with warm-up 2 with 12 layers." in said
     assert "None diverged." in said
-    assert "up to 12 without warm-up and 12 with it, post-norm up to 2 and 6: warm-up hel" in said
+    assert (
+        "up to 12 without warm-up and 12 with it, post-norm up to 2 and 6: deeper with a war"
+        in said
+    )
     said = " ".join(find(made_up({("post", False): [2, 12], ("post", True): [2]}, None)))
     assert "None stayed" in said and "diverged: post-norm without warm-up 2 with 2 layers" in said
     assert "post-norm without warm-up not finite, post-norm with warm-up 1.5" in said
-    assert "post-norm up to 0 and 0: warm-up does not help, against the prediction." in said
+    assert "post-norm up to 0 and 0: no deeper with a warm-up, against the prediction." in said
     said = " ".join(find(made_up({}, None)))
     assert "post-norm up to 12 and 12: nothing fails for a warm-up to help, against" in said
 
@@ -148,7 +151,12 @@ def test_gradients_that_do_not_shrink_speak_against_the_prediction() -> None:
     for row in results["gradients"]:
         row["norms"][0] = 4.0
     assert find(results)[-2].endswith(
-        "post-norm, where it does not clearly change on its way down, against the prediction."
+        "post-norm, where it does not clearly change on its way down."
+    ), "what is not clear speaks against nothing"
+    for row in results["gradients"]:
+        row["norms"][0] = 8.0
+    assert find(results)[-2].endswith(
+        "post-norm, where it grows on its way down, against the prediction."
     )
 
 

@@ -48,6 +48,34 @@ def test_a_line_that_a_kill_tore_is_measured_again(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"null",
+        b"[1]",
+        b'{"a": 1}',
+        b'{"key": "squares: 3", "seconds": "x", "value": 1}',
+        b'{"key": "squares: 3", "seconds": NaN, "value": 1}',
+        b'{"key": "squares: 3", "seconds": 1, "value": NaN}',
+        b'{"key": ["squares: 3"], "seconds": 1, "value": 1}',
+        b"\xff\xfe\x00",
+        b"[" * 9_999,
+    ],
+    ids=["null", "list", "other", "word", "nan", "value", "key", "bytes", "deep"],
+)
+def test_a_line_that_is_no_part_is_measured_again(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "parts"
+    make_run(path).map("squares", lambda n: n * n, [2])
+    whole = path.read_bytes()
+    asked: list[int] = []
+    for data, kept in ((whole + line + b"\n", [3]), (line + b"\n" + whole, [2, 3])):
+        path.write_bytes(data)
+        asked.clear()
+        again = make_run(path)
+        assert again.map("squares", lambda n: asked.append(n) or n * n, [2, 3]) == [4, 9]
+        assert asked == kept and 0 <= again.seconds < 60
+
+
 def test_parts_of_other_settings_are_not_taken(tmp_path: Path) -> None:
     make_run(tmp_path / "parts").map("squares", lambda n: n, [2])
     other = make_run(tmp_path / "parts", {**ABOUT, "of": [2]})

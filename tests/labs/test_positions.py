@@ -155,8 +155,14 @@ def test_the_sentences_turn_with_the_numbers() -> None:
     unclear = invent(broken, moved=1e-16, known=0.5)
     unclear["tests"]["T5"][0]["far"] += 1.0
     said = " ".join(LAB.find(unclear))
-    assert "T5 does not clearly change" in said, "which is not to go on"
-    assert "more, with: ALiBi, which is not as predicted. There" in said
+    assert "T5 does not clearly change" in said, "which is neither to go on nor to end"
+    assert "more, with: ALiBi; not clear with: T5. There" in said
+    also = dict(broken, rotary=1.0, sinusoidal=1.0)
+    said = " ".join(LAB.find(invent(also, moved=1e-16, known=0.5)))
+    assert "with: sinusoidal, rotary, ALiBi, T5, which is not as predicted. There" in said
+    worse = invent(broken, moved=1e-16, known=-0.5)
+    worse["probe"]["embeddings"] = [-2.0, -2.01]
+    assert "that it knows where a token stands is not clear" in " ".join(LAB.find(worse))
     every = dict.fromkeys(KINDS, 10.0)
     said = " ".join(LAB.find(invent(every, moved=0.1, known=0.0)))
     assert "more, with: not one of them, which is not as predicted. There" in said

@@ -33,3 +33,8 @@ def test_an_unknown_lab_and_a_file_as_folder_are_refused(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="no folder"):
         run_lab("scaling", tmp_path / "file", tiny=True)
+    with pytest.raises(ValueError, match="no folder"):
+        run_lab("scaling", tmp_path / "file" / "below", tiny=True)
+    with pytest.raises(ValueError, match="device is 'abacus'; expected a device of torch"):
+        run_lab("scaling", tmp_path / "new", tiny=True, device="abacus")
+    assert not (tmp_path / "new").exists()

@@ -42,3 +42,9 @@ def test_the_sentences_turn_with_the_numbers() -> None:
     said = find({"keys": 64, "widths": [row(4, 3, 2), row(16, 4, 2), row(64, 2.15, 2)]})
     assert "Against the prediction" in said[3]
     assert "at d = 4, 16, most at d = 16 (4 " in said[3], "64 is not clearly above"
+    wide = row(64, 9, 2) | {"plain gradient": {"mean": 9, "low": -9, "high": 27}}
+    said = find({"keys": 64, "widths": [row(4, 3, 2), row(16, 4, 2), wide]})
+    assert "at d = 4, 16, most at d = 16 (4 " in said[3], "the largest of those that are clear"
+    assert "2.1) with the division, 2 to 2 at all d." in said[2]
+    said = find({"keys": 64, "widths": [row(4, 1, 2), row(16, 1, 5), row(64, 1, 3)]})
+    assert "with the division, 2 to 5 at all d." in said[2]

@@ -214,6 +214,36 @@ def test_what_is_no_table_of_runs_is_refused_in_words(fit_law, given, words) -> 
         fit_law(*given)
 
 
+@pytest.mark.parametrize("fit_law", [fit_chinchilla, fit_kaplan])
+def test_losses_that_are_all_the_same_tell_no_law(fit_law) -> None:
+    n, d, losses = draw_runs(ChinchillaFit(**HOFFMANN, objective=0.0), 13, 1e-3)
+    with pytest.raises(ValueError, match=r"^losses has 1 different values; this law needs 2 or m"):
+        fit_law(n, d, np.full_like(losses, 3.0))
+
+
+def test_numbers_of_any_kind_are_read_and_others_named() -> None:
+    n, d, losses = draw_runs(ChinchillaFit(**HOFFMANN, objective=0.0), 13, 1e-3)
+    plain = fit_chinchilla(n, d, losses, bootstraps=3)
+    wanting = torch.tensor(losses, requires_grad=True)
+    assert fit_chinchilla(n.tolist(), d.astype(object), wanting, bootstraps=3) == plain
+    half = torch.tensor(losses).bfloat16()
+    rounded = fit_chinchilla(n, d, half.double().numpy(), bootstraps=3)
+    assert fit_chinchilla(n, d, half, bootstraps=3) == rounded
+    for wrong in (["a"] * 13, [[1], [2, 3]], {"a": 1}, [10**400] * 13, losses + 1j, [None] * 13):
+        with pytest.raises(ValueError, match=r"^n_tokens .*expected"):
+            fit_chinchilla(n, wrong, losses)
+    masked = np.ma.masked_array(d, mask=[at == 3 for at in range(13)])
+    with pytest.raises(ValueError, match="n_tokens has 1 masked numbers; leave these runs out of"):
+        fit_chinchilla(n, masked, losses)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, None, 2**63])
+def test_a_seed_that_is_none_is_refused(seed) -> None:
+    runs = draw_runs(ChinchillaFit(**HOFFMANN, objective=0.0), 13, 1e-3)
+    with pytest.raises(ValueError, match="expected a whole number from 0 on"):
+        fit_chinchilla(*runs, bootstraps=3, seed=seed)
+
+
 def test_settings_of_a_fit_are_checked() -> None:
     with pytest.raises(ValueError, match="delta is 0"):
         fit_kaplan(GOOD, GOOD, GOOD, delta=0)

@@ -172,7 +172,8 @@ def test_findings_turn_with_the_numbers() -> None:
 
 def test_a_law_without_a_best_size_is_told() -> None:
     spent = [{"compute": 1e15, "n_params": None, "n_tokens": None, "ratio": None}]
-    assert "names no best size" in find(made_up(optimal=spent, growth=None))[1]
+    said = find(made_up(optimal=spent, growth=None))[1]
+    assert said.startswith("The runs name no best size: by the fit, or by most of its bootstrap")
     assert "too few minima" in find(made_up(isoflop={"curves": [], "exponent": None}))[2]
 
 

@@ -210,6 +210,36 @@ def test_gaps_have_berts_tokens_and_texts_lie_between_two_of_them(
     assert tokenizer.encode(DOCUMENTS[0]).ids == rows_of(task.text.tokens)[0]
 
 
+def test_a_text_of_unknown_words_alone_is_refused(tmp_path: Path) -> None:
+    """As of a script without spaces: no token of it could ever be asked for."""
+    files = Files(data=write(tmp_path / "text.txt", " ".join(["abcdefgh" * 13] * 200)))
+    with pytest.raises(BadData, match=r"^all 180 .* \[UNK\], which .* --set cutting=bpe"):
+        prepare_quietly(files, MASKED, tmp_path / "run")
+    bytes_ = replace(MASKED, cutting="bpe", vocab_size=320)
+    made, _ = prepare_quietly(files, bytes_, tmp_path / "bytes")
+    assert (made.task.batch(0)["targets"] != -100).any()
+
+
+def test_the_share_of_unknown_words_is_told(tmp_path: Path) -> None:
+    known = write_documents(tmp_path)
+    assert not any(
+        "[UNK]" in line for line in prepare_quietly(Files(data=known), MASKED, tmp_path / "1")[1]
+    )
+    long = " ".join(["abcdefgh" * 13] * 5)
+    mixed = write_documents(tmp_path, [f"{each} {long}" for each in DOCUMENTS])
+    _, said = prepare_quietly(Files(data=mixed), MASKED, tmp_path / "2")
+    (told,) = [line for line in said if "[UNK]" in line]
+    assert told.startswith("190 of ") and "--set cutting=bpe" in told
+
+
+def test_held_out_text_of_unknown_words_alone_is_told(tmp_path: Path) -> None:
+    valid = write(tmp_path / "valid.txt", " ".join(["abcdefgh" * 13] * 20))
+    _, said = prepare_quietly(
+        Files(data=write_documents(tmp_path), valid=valid), MASKED, tmp_path / "run"
+    )
+    assert any("no token of the held-out text" in line for line in said)
+
+
 def test_a_masked_model_has_positions_for_its_context_and_no_pooler(tmp_path: Path) -> None:
     files = Files(data=write_documents(tmp_path))
     made, _ = prepare_quietly(files, replace(MASKED, context=11), tmp_path / "run")

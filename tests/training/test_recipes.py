@@ -93,6 +93,11 @@ def test_settings_go_to_the_run_the_recipe_or_the_model() -> None:
         ("model.num_attention_heads", "7", "config.json makes no llama model"),
         ("model.model_type", "rnn", "rnn"),
         ("cutting", "wordpiece", "cutting is 'wordpiece'; expected one of 'bpe', 'scripts'"),
+        ("model.vocab_size", "50", "model.vocab_size is what the vocabulary says: set vocab_size"),
+        ("model.eos_token_id", "3", "model.eos_token_id is what the vocabulary says: leave it out"),
+        ("max_len", "9", "max_len is a setting of `regard train translate` alone"),
+        ("both_ways", "true", "both_ways is a setting of `regard train translate` alone"),
+        ("tokenize", "none", "tokenize is a setting of `regard train translate` alone"),
     ],
 )
 def test_a_setting_that_means_nothing_is_refused(name: str, word: str, said: str) -> None:
@@ -105,6 +110,20 @@ def test_no_word_of_a_recipe_is_taken_for_a_stranger(name: str) -> None:
     recipe = named_recipe(name)
     words = {f"model.{word}": json.dumps(value) for word, value in recipe.model.items()}
     assert recipe.changed(words) == recipe
+
+
+def test_pairs_have_no_settings_of_running_text() -> None:
+    for name, word in (("context", "9"), ("rows", "3"), ("documents", "false")):
+        with pytest.raises(ValueError, match=f"^{name} is a setting of running text alone"):
+            named_recipe("translate-small").changed({name: word})
+
+
+def test_an_unknown_setting_lists_those_of_the_recipe_too() -> None:
+    with pytest.raises(ValueError, match="no setting is named 'mask_share'") as refused:
+        named_recipe("mlm-small").changed({"mask_share": "0.3"})
+    listed = re.split("; there are |, ", str(refused.value))
+    assert {"steps", "lr", "seed", "vocab_size", "cutting", "context", "rows"} <= {*listed}
+    assert not {"max_len", "both_ways", "task", "train", "model"} & {*listed}
 
 
 def test_values_are_read_as_json_where_they_are() -> None:

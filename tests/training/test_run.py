@@ -34,6 +34,16 @@ TRAIN = TrainConfig(steps=4, lr=1e-2, warmup=1, eval_every=2, save_every=2)
 LM = Recipe(
     task="lm", model=llama(12, 1, 3, 1, 17), train=TRAIN, vocab_size=300, context=16, rows=3
 )
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertForMaskedLM"],
+    "hidden_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "intermediate_size": 17,
+    "max_position_embeddings": 16,
+    "type_vocab_size": 2,
+}
 PAIRS = Recipe(
     task="translate",
     model=original(12, (1, 1), 2, 17),
@@ -173,6 +183,51 @@ def test_what_a_run_was_told_is_kept_beside_it(text: Path, tmp_path: Path) -> No
     assert old_recipe(tmp_path / "run") == recipe
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model": llama(24, 1, 3, 1, 17)}, "the tensors are of another model"),
+        ({"model": llama(12, 2, 3, 1, 17)}, "the tensors are of another model"),
+        ({"context": 10**6}, "texts have up to 1000000 tokens, but"),
+        ({"train": replace(TRAIN, average=0.9)}, "average was None, is 0.9: the run has no avera"),
+        ({"vocab_size": 290}, "vocab_size was 300, is 290: .* has its vocabulary already"),
+        ({"cutting": "characters"}, "cutting was bpe, is characters: .* has its vocabulary alr"),
+    ],
+    ids=["width", "layers", "context", "average", "vocab_size", "cutting"],
+)
+def test_a_run_stays_as_it_was_where_going_on_is_refused(
+    text: Path, tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    out = tmp_path / "run"
+    run(Files(data=text), LM, out)
+    with pytest.raises(ValueError, match=said):
+        run(Files(data=text), replace(LM, **changed), out, resume=True)
+    assert old_recipe(out) == LM
+    longer = replace(LM, train=replace(TRAIN, steps=5))
+    assert run(Files(data=text), longer, out, resume=True)["steps"] == 5
+    assert old_recipe(out) == longer
+
+
+def test_weights_that_were_averaged_are_averaged_on(text: Path, tmp_path: Path) -> None:
+    """The best evaluation was of averaged weights, which plain ones would stand for."""
+    averaged = replace(LM, train=replace(TRAIN, average=0.9))
+    run(Files(data=text), averaged, tmp_path / "run")
+    plain = replace(LM, train=replace(TRAIN, steps=5))
+    with pytest.raises(ValueError, match=r"average was 0\.9, is None: the run has averaged"):
+        run(Files(data=text), plain, tmp_path / "run", resume=True)
+    longer = replace(averaged, train=replace(averaged.train, steps=5, average=0.8))
+    assert run(Files(data=text), longer, tmp_path / "run", resume=True)["steps"] == 5
+
+
+def test_other_settings_of_a_run_that_goes_on_are_told(text: Path, tmp_path: Path) -> None:
+    run(Files(data=text), LM, tmp_path / "run")
+    model = {**LM.model, "hidden_act": "relu"}
+    other = replace(LM, rows=5, model=model, train=replace(TRAIN, steps=5))
+    run(Files(data=text), other, tmp_path / "run", resume=True)
+    notes = [note for _, note in read_log(tmp_path / "run" / "training").notes]
+    assert any("rows was 3, is 5, model.hidden_act was None, is relu" in note for note in notes)
+
+
 def test_a_recipe_of_an_older_version_that_guides_nobody_is_read(tmp_path: Path) -> None:
     path = tmp_path / "training" / "recipe.json"
     path.parent.mkdir()
@@ -227,17 +282,7 @@ def test_a_text_is_scored_by_token_and_by_byte(text: Path, tmp_path: Path) -> No
 
 
 def test_gaps_are_scored_as_gaps(text: Path, tmp_path: Path) -> None:
-    words = {
-        "model_type": "bert",
-        "architectures": ["BertForMaskedLM"],
-        "hidden_size": 12,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 3,
-        "intermediate_size": 17,
-        "max_position_embeddings": 16,
-        "type_vocab_size": 2,
-    }
-    recipe = replace(LM, task="masked", model=words)
+    recipe = replace(LM, task="masked", model=BERT)
     other = tmp_path / "other.txt"
     other.write_text("zz " * 40)
     tests = run_module.Tests(files=[text, other])
@@ -249,6 +294,27 @@ def test_gaps_are_scored_as_gaps(text: Path, tmp_path: Path) -> None:
     assert figures["loss"] == pytest.approx(report["best"]["loss"], rel=1e-5)
     assert figures["unigram"] == pytest.approx(report["best"]["unigram"], rel=1e-12)
     assert "bits_per_byte" not in figures
+
+
+def test_what_the_model_is_to_be_put_to_is_read_before_it_is_trained(
+    text: Path, pairs: Path, tmp_path: Path
+) -> None:
+    for data, recipe in ((text, LM), (pairs, PAIRS)):
+        out, missing = tmp_path / recipe.task, run_module.Tests(files=[data, tmp_path / "none.txt"])
+        with pytest.raises(ValueError, match=r"none\.txt: no such file"):
+            run(Files(data=data, valid=data), recipe, out, tests=missing)
+        assert not out.exists()
+
+
+def test_a_text_in_which_nothing_can_be_asked_for_has_no_score(text: Path, tmp_path: Path) -> None:
+    recipe = replace(LM, task="masked", model=BERT, cutting="wordpiece")
+    strange = tmp_path / "strange.txt"
+    strange.write_text("猫 " * 40, encoding="utf-8")
+    tests = run_module.Tests(files=[strange, text])
+    report = run(Files(data=text), recipe, tmp_path / "run", tests=tests)
+    figures = report["tests"]
+    assert figures["strange.txt"] == {"tokens": 0, "bytes": strange.stat().st_size}
+    assert math.isfinite(figures["text.txt"]["loss"])
 
 
 def test_translations_are_scored_and_written(pairs: Path, tmp_path: Path) -> None:

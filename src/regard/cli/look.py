@@ -96,9 +96,10 @@ def check_no_path(word: str, notes: "Console") -> None:
     """Refuse what can only be the name of a file that is not there; say what may be one."""
     spaced = any(sign.isspace() for sign in word)
     if not spaced and (PATH_START.match(word) or PATH_END.search(word)):
-        raise ValueError(
-            f"there is no file {word!r}; give one that is there, or a text of several words"
-        )
+        there = f"{word!r} is a folder; give a file in it"
+        if not os.path.isdir(word):
+            there = f"there is no file {word!r}; give one that is there"
+        raise ValueError(f"{there}, or a text of several words")
     if os.path.isdir(word) or PATH_END.search(word) or ("/" in word and not spaced):
         what = "a folder" if os.path.isdir(word) else "no file"
         shown = make_printable(repr(word[:99]), notes.encoding)

@@ -310,14 +310,15 @@ def spell_crossing(results: Results, other: str) -> str:
     )
     found = [find_crossing(lengths, ours[:, n], theirs[:, n]) for n in range(ours.shape[1])]
     crossing, (low, high) = found[0], np.quantile(found[1:], (0.025, 0.975), method="nearest")
-    if math.isinf(crossing):
+    if math.isinf(low):
         return f"that of attention does not cross that of the {other} up to {lengths[-1]:,} tokens"
-    if crossing == 0:
+    if high == 0:
         return f"that of attention is above that of the {other} from {lengths[0]:,} tokens on"
     outside = {0.0: f"under {lengths[0]:,}", math.inf: f"beyond {lengths[-1]:,}"}
     ends = [outside.get(float(end), f"{end:,.0f}") for end in (low, high)]
+    at = outside.get(float(crossing), f"at {crossing:,.0f}")
     return (
-        f"that of attention crosses that of the {other} at {crossing:,.0f} tokens "
+        f"that of attention crosses that of the {other} {at} tokens "
         f"(95% interval {ends[0]} to {ends[1]})"
     )
 

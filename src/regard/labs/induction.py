@@ -405,8 +405,9 @@ def find_heads(jumped: list[Any], n_heads: int) -> str:
 def find_looks(jumped: list[Any]) -> str:
     look, other = ([each["ablated"][name] for each in jumped] for name in ("look", "other look"))
     lost = mean_interval(np.subtract(other, look).tolist())
+    half = mean_interval(np.subtract(look, np.divide(other, 2)).tolist())
     said = {
-        1: "that look is the cause",
+        1: f"that look {'is the cause' if half['high'] < 0 else 'matters more'}",
         0: "which of the two matters is not clear",
         -1: "that look is not the cause, against the prediction",
     }[side_of(lost)]

@@ -228,7 +228,7 @@ def tell_gradients(rows: Sequence[dict[str, Any]]) -> list[str]:
         ratio = log_interval([each[0] / each[-1] for each in norms])
         words.append(f"{spell_interval(ratio)} of the last layer's with {order}-norm")
         verb = {-1: "shrinks", 0: "does not clearly change", 1: "grows"}[side_of(ratio, 1)]
-        against = ", against the prediction" if order == "post" and verb != "shrinks" else ""
+        against = ", against the prediction" if order == "post" and verb == "grows" else ""
         words[-1] += f", where it {verb} on its way down{against}"
     tops = {
         (order, depth): spell_interval(
@@ -294,7 +294,9 @@ def deepest(rows: Sequence[dict[str, Any]], order: str, warmup: bool) -> int:
 def tell_deepest(rows: Sequence[dict[str, Any]]) -> str:
     reach = {way: deepest(rows, *way) for way in ways()}
     cold, warm = reach["post", False], reach["post", True]
-    helps = "warm-up helps" if warm > cold else "warm-up does not help, against the prediction"
+    helps = "deeper with a warm-up"
+    if warm <= cold:
+        helps = "no deeper with a warm-up, against the prediction"
     if cold == warm == numbers(rows, "depth")[-1]:
         helps = "nothing fails for a warm-up to help, against the prediction"
     return (

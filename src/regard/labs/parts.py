@@ -18,7 +18,7 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from regard._files import replace_file
+from regard._files import parse_json, replace_file
 
 Item = TypeVar("Item")
 Progress = Callable[[str, int, int], None]
@@ -74,18 +74,28 @@ class Run:
 
 
 def read_parts(path: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What an earlier run with the same settings has measured; a torn last line is left out."""
+    """What an earlier run with the same settings has measured, up to a torn or damaged line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        first, *lines = path.read_bytes().splitlines() or [b""]
     except FileNotFoundError:
         return {}
-    parts = []
-    for line in lines:
-        try:
-            parts.append(json.loads(line))
-        except ValueError:
-            break  # the run was killed while it wrote this line
-    return {part["key"]: part for part in parts[1:]} if parts and parts[0] == about else {}
+    parts = {}
+    try:
+        if parse_json(first, "it", ValueError) != about:
+            return {}
+        for line in lines:
+            part = parse_json(line, "it", ValueError)
+            if not is_part(part):
+                break
+            parts[part["key"]] = part
+    except ValueError:
+        pass  # the run was killed while it wrote this line, or others have written it
+    return parts
+
+
+def is_part(found: dict[str, Any]) -> bool:
+    known = found.keys() == {"key", "seconds", "value"} and isinstance(found["key"], str)
+    return known and isinstance(found["seconds"], int | float) and found["seconds"] >= 0
 
 
 def write_lines(path: Path, values: Sequence[dict[str, Any]]) -> None:

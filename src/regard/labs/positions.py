@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard import Transformer
-from regard.labs.interval import mean_interval, share_interval, spell_interval
+from regard.labs.interval import mean_interval, share_interval, side_of, spell_interval
 from regard.labs.lab import Lab, Results
 from regard.labs.parts import Run
 from regard.labs.sentences import list_intervals, mean_share, spell_change
@@ -41,6 +41,7 @@ ASKED = 0.2  # the share of asking signs
 NOTHING = -100  # no answer is counted here
 TIMES = 10  # the longest texts, in lengths of the training's
 GOING_ON = 0.1  # nats more a letter, at most, where a way to tell positions goes on
+PREDICTED = ("ALiBi", "T5")  # go on
 BINS = 5  # of distances, when retrieval is told by them
 
 
@@ -358,7 +359,7 @@ def find_order(results: Results) -> list[str]:
     probe = {name: mean_interval(values) for name, values in results["probe"].items()}
     pairs = zip(results["probe"]["last vectors"], results["probe"]["embeddings"], strict=True)
     gain = mean_interval([last - first for last, first in pairs])
-    if gain["low"] > 0:
+    if gain["low"] > 0 and probe["last vectors"]["low"] > 0:
         verdict = "so the causal mask alone tells it something of where a token stands"
     else:
         verdict = "so that it knows where a token stands is not clear"
@@ -384,8 +385,11 @@ def find_lengths(results: Results) -> list[str]:
         if each_seed(results, kind, "far")[0] is not None
     }
     changes = "; ".join(f"{kind} {spell_change(each)}" for kind, each in far.items())
-    going_on = [kind for kind, each in far.items() if each["high"] < GOING_ON]
-    against = "" if going_on == ["ALiBi", "T5"] else ", which is not as predicted"
+    sides = {kind: side_of(each, GOING_ON) for kind, each in far.items()}
+    going_on, unclear = ([kind for kind in far if sides[kind] == side] for side in (-1, 0))
+    as_predicted = all(side in (0, -1 if kind in PREDICTED else 1) for kind, side in sides.items())
+    against = "" if as_predicted else ", which is not as predicted"
+    against += f"; not clear with: {', '.join(unclear)}" if unclear else ""
     ended = [kind for kind in KINDS if kind not in far]
     told = {kind: each_seed(results, kind, "retrieval") for kind in far}
     shares = {kind: mean_share([seed[-1] for seed in seeds]) for kind, seeds in told.items()}

@@ -22,6 +22,7 @@ from regard._version import __version__
 from regard.labs.lab import Lab
 from regard.labs.parts import Progress, Run
 from regard.labs.report import Report, write_report
+from regard.models.weights import find_device
 
 
 def run_lab(
@@ -40,10 +41,12 @@ def run_lab(
 
     lab = find_lab(name)
     folder = Path(os.fsdecode(out))
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"out is {spell_path(folder)}, which is no folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = find_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        what = f"out is {spell_path(folder)}, which is no folder, or lies in something that is none"
+        raise ValueError(f"{what}; name a folder") from None
     parts = folder / f"{name}{'.tiny' if tiny else ''}.parts.jsonl"
     run = Run(parts, settings_of(lab, tiny, where), where, progress)
     results = json.loads(json.dumps(lab.measure(run), allow_nan=False))

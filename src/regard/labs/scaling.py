@@ -64,8 +64,8 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def find(results: Results) -> list[str]:
-    first, last = results["widths"][0], results["widths"][-1]
-    d, most = last["d"], max(results["widths"], key=lambda row: row["plain gradient"]["mean"])
+    last = results["widths"][-1]
+    d, scaled = last["d"], [row["scaled gradient"]["mean"] for row in results["widths"]]
     sentences = [
         f"Without the division the largest of {results['keys']} weights at d = {d:,} is "
         f"{spell_interval(last['plain largest'])} on average, and "
@@ -73,14 +73,15 @@ def find(results: Results) -> list[str]:
         f"Scores spread by {spell_interval(last['plain spread'])} then, where √d is {d**0.5:.3g}; "
         f"divided by √d by {spell_interval(last['scaled spread'])}.",
         f"The norm of the softmax's gradient is {spell_interval(last['plain gradient'])} there, "
-        f"and {spell_interval(last['scaled gradient'])} with the division, whatever d is "
-        f"({spell_interval(first['scaled gradient'])} at d = {first['d']}).",
+        f"and {spell_interval(last['scaled gradient'])} with the division, {min(scaled):.3g} to "
+        f"{max(scaled):.3g} at all d.",
     ]
-    above = [row["d"] for row in results["widths"] if has_more(row)]
+    above = [row for row in results["widths"] if has_more(row)]
     if above:
+        most = max(above, key=lambda row: row["plain gradient"]["mean"])
         sentences.append(
             f"Against the prediction, undivided scores let more gradient through at d = "
-            f"{', '.join(map(str, above))}, most at d = {most['d']} "
+            f"{', '.join(str(row['d']) for row in above)}, most at d = {most['d']} "
             f"({spell_interval(most['plain gradient'])}): weights that are nearly equal have "
             "little of it too, and it falls only where one of them takes nearly all."
         )

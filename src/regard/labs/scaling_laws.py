@@ -351,7 +351,10 @@ def find_laws(results: Results) -> str:
 def find_budget(results: Results) -> list[str]:
     last, growth = results["optimal"][-1], results["growth"]
     if last["n_params"] is None or growth is None:
-        return ["The fit names no best size: the loss does not fall with both size and tokens."]
+        return [
+            "The runs name no best size: by the fit, or by most of its bootstrap samples, the loss "
+            "does not fall with both size and tokens."
+        ]
     even = growth["low"] <= 0.5 <= growth["high"]
     judged = "which holds" if even else "which does not hold"
     sentences = [

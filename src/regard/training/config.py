@@ -7,6 +7,7 @@ of a command line ("lr=0.002"), each read as the type of its field.
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from regard._check import check_choice, check_count, check_number, check_probability
+from regard.training.data.shuffle import check_seed
 
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "constant"]
 OptimizerKind = Literal["adamw", "muon"]
@@ -65,10 +67,18 @@ class TrainConfig:
             check_count(name, getattr(self, name))
         for name in ("lr", "eps", "clip"):
             check_number(name, getattr(self, name), above=0)
-        if self.warmup < 0 or self.seed < 0 or self.weight_decay < 0:
-            raise ValueError("warmup, seed and weight_decay are 0 or more")
+        check_seed(self.seed)
+        if type(self.warmup) is not int or self.warmup < 0:
+            raise ValueError(f"warmup is {self.warmup!r}; expected a whole number, 0 or more")
+        if not 0 <= self.weight_decay < math.inf:
+            what = f"weight_decay is {self.weight_decay!r}"
+            raise ValueError(f"{what}; expected a finite number, 0 or more")
         for name in ("beta1", "beta2", "smoothing", "end_share"):
             check_probability(name, getattr(self, name))
+        for name, kept in (("beta1", "momentum"), ("beta2", "size"), ("average", "weights")):
+            if getattr(self, name) == 1.0:
+                what = f"averaged {kept} would stay what they were at the start"
+                raise ValueError(f"{name} is 1.0; expected a share below 1: {what}")
         check_choice("schedule", self.schedule, get_args(Schedule))
         check_choice("optimizer", self.optimizer, get_args(OptimizerKind))
         check_choice("precision", self.precision, get_args(Precision))

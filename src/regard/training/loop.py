@@ -113,6 +113,24 @@ def train(
     several ranks, load the snapshot. judge: scores of a model beside its loss, such as BLEU; then
     the first of them, the higher the better, says which evaluation is the best.
     """
+    opened = open_run(
+        model, task, config, folder, mesh=mesh, resume=resume, listener=listener, judge=judge
+    )
+    return opened.train()
+
+
+def open_run(
+    model: Transformer,
+    task: Task,
+    config: TrainConfig,
+    folder: Path,
+    *,
+    mesh: Mesh | None = None,
+    resume: bool = False,
+    listener: Listener | None = None,
+    judge: Judge | None = None,
+) -> Run:
+    """A run before its first step, for whom more is to be done then; arguments as of `train`."""
     run = Run(model, task, config, folder, mesh or Mesh.alone(), listener or Silence(), judge)
     latest = load_latest(folder)
     if latest is not None and not resume:
@@ -122,13 +140,7 @@ def train(
         run.restore(latest)
         if run.mesh.is_main:  # what a kill left between a snapshot and the end of saving it
             remove_old(folder, latest.step, config.keep)
-    model.train()
-    recomputing = checkpointed(model) if config.recompute else nullcontext()
-    with run.interruptible() as asked_to_stop, run.fetching() as fetch, recomputing:
-        reason = run.go_on(fetch, asked_to_stop)
-    if reason != "interrupted":
-        run.take_best()
-    return Result(reason, run.progress.step, run.progress.best)
+    return run
 
 
 @final
@@ -161,6 +173,15 @@ class Run:
             self.vectors = torch.compile(task.vectors, dynamic=None if task.one_size else True)
         self.progress = Progress()
         self._read_at = time.perf_counter()
+
+    def train(self) -> Result:
+        self.model.train()
+        recomputing = checkpointed(self.model) if self.config.recompute else nullcontext()
+        with self.interruptible() as asked_to_stop, self.fetching() as fetch, recomputing:
+            reason = self.go_on(fetch, asked_to_stop)
+        if reason != "interrupted":
+            self.take_best()
+        return Result(reason, self.progress.step, self.progress.best)
 
     # ---- A step
 
@@ -340,6 +361,11 @@ class Run:
         if facts["data"] != self.task.fingerprint:
             what = f"{snapshot.path} was trained on other data, or with another tokenizer, than now"
             raise ValueError(f"{what}; resume with the same files, or train into another folder")
+        was, now_is = facts["config"].get("average"), self.config.average
+        if (was is None) != (now_is is None):
+            has = "no averaged weights yet" if was is None else "averaged weights"
+            todo = "leave it as it was, or train into another folder"
+            raise ValueError(f"average was {was}, is {now_is}: the run has {has}; {todo}")
         free = {"steps", "save_every", "keep", "eval_every", "patience", "minutes"}
         old, now = facts["config"], asdict(self.config)
         changed = [n for n in now if n not in free and old.get(n, now[n]) != now[n]]

@@ -31,12 +31,13 @@ from regard.training.data.store import TokenFile, encode_texts, reuse_tokens, wr
 from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
 from regard.training.init import start, start_at_frequencies
 from regard.training.recipes import COMMANDS, Recipe, TaskKind
-from regard.training.tasks import LanguageTask, Task, TranslationTask, count_tokens
+from regard.training.tasks import LanguageTask, Task, TranslationTask, count_ids, count_tokens
 
 END, PAD, START = "<|endoftext|>", "<pad>", "<s>"
 GAPS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 HELD_OUT = 0.05
 LONG_DOCUMENT = 0.1
+TOLD = 0.01  # the share of unknown tokens from which on they are told
 Say = Callable[[str], None]
 
 
@@ -98,12 +99,35 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bo
         assert special.mask is not None
         ids = {"pad_token_id": special.pad}
         hide = MaskedTokens(special.mask, tokenizer.vocab_size, special.all, recipe.train.seed)
+        check_known(tokens, tokenizer, say)
     model = build(recipe, tokenizer, ids)
     text, valid = pack(tokens, recipe, ends), None
     if held:
         held_tokens = encode_texts(held, tokenizer, folder / "valid.tokens", **how)
         valid = pack(held_tokens, recipe, ends, shorten=True)
+        if masked and count_asked(held_tokens, tokenizer) == 0:
+            say("no token of the held-out text can be asked for: there is no evaluation")
     return Prepared(model, LanguageTask(text, valid, hide), tokenizer)
+
+
+def check_known(tokens: TokenFile, tokenizer: Tokenizer, say: Say) -> None:
+    """Tell how many tokens are unknown, which are never asked for; refuse a text of these alone."""
+    unk = tokenizer.special.unk
+    n_known = count_asked(tokens, tokenizer)
+    n_unknown = 0 if unk is None else int(count_ids(tokens)[unk])
+    of = f"{n_unknown:,} of {n_unknown + n_known:,}" if n_known else f"all {n_unknown:,}"
+    what = f"{of} tokens of the text are {None if unk is None else tokenizer.token(unk)}"
+    why = "which is never asked for: words with rare letters, or of over 100 letters"
+    said = f"{what}, {why}; --set cutting=bpe has a token for everything"
+    if not n_known:
+        raise BadData(said)
+    if n_unknown >= TOLD * (n_unknown + n_known):
+        say(said)
+
+
+def count_asked(tokens: TokenFile, tokenizer: Tokenizer) -> int:
+    """Tokens that a gap may hide: those that are not special."""
+    return tokens.n_tokens - int(count_ids(tokens)[list(tokenizer.special.all)].sum())
 
 
 class Ends(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from regard._check import check_choice, check_count
@@ -24,6 +24,8 @@ COMMANDS: dict[TaskKind, str] = {
     "masked": "`regard train mlm`",
     "translate": "`regard train translate`",
 }
+OF_PAIRS = ("max_tokens", "max_len", "both_ways", "judge", "tokenize")
+OF_TEXT = ("context", "rows", "documents")
 WHOLE: tuple[Kind, ...] = ("bpe", "scripts", "words", "characters")
 """Kinds of tokenizers whose texts come back as they were: for models that write."""
 CUTTINGS: dict[TaskKind, tuple[Kind, ...]] = {
@@ -71,6 +73,7 @@ class Recipe:
         model = {**self.model, **{name: as_json(word) for name, word in named.items()}}
         if named:
             check_words(model, named)
+        check_names(self.task, (n for n in settings if not n.startswith("model.")))
         train = {n: x for n, x in settings.items() if n not in own and not n.startswith("model.")}
         return replace(
             self,
@@ -78,6 +81,19 @@ class Recipe:
             train=self.train.with_settings(train),
             **{name: read(name, word, types) for name, word in settings.items() if name in own},
         )
+
+
+def check_names(task: TaskKind, names: Iterable[str]) -> None:
+    """Refuse what is no setting of a run, or none that this task reads."""
+    strange = OF_TEXT if task == "translate" else OF_PAIRS
+    known = [one.name for kind in (TrainConfig, Recipe) for one in fields(kind)]
+    there = [name for name in known if name not in ("task", "model", "train", *strange)]
+    for name in names:
+        if name in strange:
+            alone = "running text" if task == "translate" else COMMANDS["translate"]
+            raise ValueError(f"{name} is a setting of {alone} alone; leave it out")
+        if name not in there:
+            raise ValueError(f"no setting is named {name!r}; there are {', '.join(there)}")
 
 
 class _AskedWords(dict[str, Any]):
@@ -97,6 +113,9 @@ def check_words(model: Mapping[str, Any], names: Iterable[str]) -> None:
     words = _AskedWords({"vocab_size": 1000, **model})
     config_of(words)
     for name in names:
+        if name == "vocab_size" or name.endswith("_token_id"):
+            todo = "set vocab_size" if name == "vocab_size" else "leave it out"
+            raise ValueError(f"model.{name} is what the vocabulary says: {todo}")
         if name not in words.asked:
             has = f"{model['model_type']!r} has {', '.join(sorted(words.asked))}"
             raise ValueError(f"no setting is named {'model.' + name!r}; a model of the kind {has}")

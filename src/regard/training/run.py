@@ -31,7 +31,7 @@ from regard.training.config import TrainConfig
 from regard.training.data.packing import NOTHING
 from regard.training.data.reading import read_documents, read_pairs
 from regard.training.data.store import encode_texts
-from regard.training.loop import Judge, Listener, Result, Silence, train
+from regard.training.loop import Judge, Listener, Result, Silence, open_run
 from regard.training.loss import summed_loss
 from regard.training.monitor import Monitor
 from regard.training.parallel import Mesh
@@ -69,13 +69,14 @@ def run(
 
     One process at a time may train into a folder; a second one gets a BlockingIOError at once.
     """
-    mesh = mesh or Mesh.alone()
+    mesh, tests = mesh or Mesh.alone(), tests or Tests()
     folder, began = out / "training", time.perf_counter()
     notes: list[str] = []
+    read_tests(tests, files, recipe)
     with ExitStack() as stack:
         if mesh.is_main:
             stack.enter_context(lock_folder(out))
-            open_folder(folder, recipe, resume)
+            notes += open_folder(folder, recipe, resume)
         else:
             mesh.any(False)  # the main rank's files are there when it answers
         latest = load_latest(folder / "snapshots") if resume else None
@@ -93,16 +94,14 @@ def run(
             monitor = stack.enter_context(opened)
         for note in notes:
             monitor.note(note)
-        result = train(
-            prepared.model,
-            prepared.task,
-            recipe.train,
-            folder / "snapshots",
-            mesh=mesh,
-            resume=resume,
-            listener=monitor,
-            judge=make_judge(files, recipe, prepared) if recipe.judge else None,
-        )
+        judge = make_judge(files, recipe, prepared) if recipe.judge else None
+        how: dict[str, Any] = {"mesh": mesh, "resume": resume, "listener": monitor, "judge": judge}
+        what = (prepared.model, prepared.task, recipe.train, folder / "snapshots")
+        trained = open_run(*what, **how)
+        if mesh.is_main:
+            # Not before: where going on is refused, a run stays what it was told to be.
+            write_json(folder / RECIPE, asdict(recipe))
+        result = trained.train()
         times = {"preparing": ready - began, "training": time.perf_counter() - ready}
         report = make_report(recipe, prepared, result, mesh, times)
         whole = whole_model(prepared.model, mesh)
@@ -110,7 +109,7 @@ def run(
             save(whole, out)
             plot_losses(folder)
             prepared = replace(prepared, model=whole)
-            report["tests"] = scores = run_tests(tests or Tests(), files, recipe, prepared, folder)
+            report["tests"] = scores = run_tests(tests, files, recipe, prepared, folder)
             write_json(out / "report.json", report)
             monitor.note(f"the model is in {out}, {tell_weights(result, scores)}")
     return report
@@ -129,18 +128,45 @@ def tell_weights(result: Result, scores: Mapping[str, Any]) -> str:
     return f"{step}, the best of its evaluations, {', '.join(said)}{tested}"
 
 
-def open_folder(folder: Path, recipe: Recipe, resume: bool) -> None:
-    """Make the run's folder; one with a run in it is refused, unless that run is resumed."""
+def open_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
+    """Make the run's folder; one with a run in it is refused, unless that run is resumed.
+
+    What is to be told: which of the recipe's own settings are others now.
+    """
     snapshots = list_snapshots(folder / "snapshots")
     if snapshots and not resume:
         what = f"{folder.parent} holds a run, its last snapshot is {snapshots[0].name}"
         raise FileExistsError(f"{what}: go on with --resume, or train into another folder")
+    old = old_recipe(folder.parent, guided=True) if snapshots else None
+    changed = [] if old is None else changed_settings(old, recipe)
+    for name, said in changed:
+        if name in ("vocab_size", "cutting"):
+            what = f"{said}: the run in {folder.parent} has its vocabulary already"
+            raise ValueError(f"{what}; leave it out, or train into another folder")
     if not resume:
         shutil.rmtree(folder / "tokenizer", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     for written in (folder.parent, folder):
         remove_leftovers(written)
-    write_json(folder / RECIPE, asdict(recipe))
+    if not snapshots:
+        write_json(folder / RECIPE, asdict(recipe))
+    told = ", ".join(said for _, said in changed)
+    return [f"this run goes on with other settings: {told}"] if told else []
+
+
+def changed_settings(old: Recipe, new: Recipe) -> list[tuple[str, str]]:
+    """What two recipes have otherwise, by name and in words; of `train` the loop tells itself."""
+
+    def settings(recipe: Recipe) -> dict[str, Any]:
+        own = {n: value for n, value in vars(recipe).items() if n not in ("model", "train")}
+        return own | {f"model.{word}": value for word, value in recipe.model.items()}
+
+    was, now = settings(old), settings(new)
+    return [
+        (name, f"{name} was {was.get(name)}, is {now.get(name)}")
+        for name in (was | now)
+        if was.get(name) != now.get(name)
+    ]
 
 
 def whole_model(model: Transformer, mesh: Mesh) -> Transformer | None:
@@ -156,8 +182,11 @@ def whole_model(model: Transformer, mesh: Mesh) -> Transformer | None:
     return whole.to(mesh.device).eval()
 
 
-def old_recipe(out: Path) -> Recipe | None:
-    """The recipe of the run in a folder; None where there is none."""
+def old_recipe(out: Path, *, guided: bool = False) -> Recipe | None:
+    """The recipe of the run in a folder; None where there is none.
+
+    guided: also of a run that guides attention heads, which only the example goes on with.
+    """
     path = out / "training" / RECIPE
     if not path.is_file():
         return None
@@ -165,7 +194,7 @@ def old_recipe(out: Path) -> Recipe | None:
     # Runs of older versions name these; guiding heads is an example now.
     weight, heads = fields["train"].pop("guide", 0), fields.pop("guide_heads", 0)
     fields.pop("guide_layer", None)
-    if weight and heads:
+    if weight and heads and not guided:
         command = "the command of examples/translate_aligned and --resume"
         raise ValueError(f"the run in {out} guides attention heads; go on with it by {command}")
     return Recipe(**{**fields, "train": TrainConfig(**fields["train"])})
@@ -197,6 +226,15 @@ def make_report(
 
 
 # ---- Tests
+
+
+def read_tests(tests: Tests, files: Files, recipe: Recipe) -> None:
+    """Refuse what cannot be read before hours of training, and not after them."""
+    for path in tests.files:
+        if recipe.task == "translate":
+            read_pairs(path, target_path=tests.target)
+        else:
+            read_documents(path, separator=files.separator)
 
 
 def make_judge(files: Files, recipe: Recipe, prepared: Prepared) -> Judge:
@@ -265,7 +303,9 @@ def score_text(
         own = {name: x.to(device) for name, x in batch.items()}
         total += float(summed_loss(model.head, task.vectors(model, own), own["targets"]))
         n_tokens += int((batch["targets"] != NOTHING).sum())
-    figures = {"loss": total / n_tokens, "perplexity": math.exp(total / n_tokens)}
+    if not n_tokens:  # a masked model's text of unknown words
+        return {"tokens": 0, "bytes": n_bytes}
+    figures = {"loss": total / n_tokens, "perplexity": math.exp(min(total / n_tokens, 700.0))}
     if tested.unigram is None:
         figures["bits_per_byte"] = total / math.log(2.0) / n_bytes
     else:

@@ -167,12 +167,17 @@ def count_tokens(tokens: TokenFile, special: Collection[int]) -> npt.NDArray[np.
 
     Special tokens are never asked for, so they count for nothing.
     """
+    counts = count_ids(tokens) + 1
+    counts[list(special)] = 0
+    return np.asarray(counts / counts.sum())
+
+
+def count_ids(tokens: TokenFile) -> npt.NDArray[np.int64]:
+    """How often each token is there, (V,)."""
     counts = np.zeros(tokens.vocab_size, np.int64)
     for start in range(0, tokens.n_tokens, COUNTED):
         counts += np.bincount(tokens.ids[start : start + COUNTED], minlength=tokens.vocab_size)
-    counts += 1
-    counts[list(special)] = 0
-    return np.asarray(counts / counts.sum())
+    return counts
 
 
 def text_dict(batch: TextBatch) -> dict[str, Tensor]:

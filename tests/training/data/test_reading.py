@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,27 @@ def test_a_packed_file_that_is_cut_short_is_refused(tmp_path: Path, packing: str
     for damaged in (whole[: len(whole) // 2], b"not packed at all"):
         with pytest.raises(BadData, match=rf"a\.txt\.{packing}: damaged or cut short"):
             read_documents(put(tmp_path, f"a.txt.{packing}", damaged))
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        (gzip.compress(b"one two\n"), "packed by gzip, expected text; rename it to a.txt.gz"),
+        (lzma.compress(b"one two\n"), "packed by xz, expected text; rename it to a.txt.xz"),
+        (b"BZh91AY&SY\xff\xfe", "packed by bzip2, expected text; unpack it first"),
+        (b"(\xb5/\xfd\x04\x58\x99", "packed by zstd, expected text; unpack it first"),
+        (b"PK\x03\x04\x14\x00\xff", "a zip archive, as .docx and .epub are, expected text"),
+        (b"%PDF-1.7\n%\xe2\xe3", "a PDF, expected text; take its text out first"),
+    ],
+    ids=["gzip", "xz", "bzip2", "zstd", "zip", "pdf"],
+)
+def test_what_is_no_text_by_its_first_bytes_is_named(
+    tmp_path: Path, start: bytes, said: str
+) -> None:
+    for read in (read_documents, read_pairs):
+        with pytest.raises(BadData, match=re.escape(said)) as refused:
+            read(put(tmp_path, "a.txt", start))
+        assert "iconv" not in str(refused.value)
 
 
 def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ def test_shares_lie_evenly_between_0_and_1() -> None:
     assert np.abs(counts - 0.1).max() < 0.005
 
 
+def test_a_seed_is_one_that_torch_takes_too() -> None:
+    check_seed(2**63 - 1)
+    with pytest.raises(ValueError, match=r"expected a whole number from 0 on, below 2\*\*63"):
+        check_seed(2**63)
+
+
 @pytest.mark.parametrize("wrong", [-1, 1.0, None, "1"])
 def test_what_is_no_seed_or_step_is_refused(wrong: object) -> None:
     for check in (check_seed, check_step):

@@ -35,6 +35,15 @@ _UNPACK = {".gz": gzip.decompress, ".xz": lzma.decompress}
 # The longer marks first: UTF-32 begins as UTF-16 does.
 _MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}
 _MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+# How files begin that are given for text by mistake: what they are, and what to do.
+_NO_TEXT = {
+    b"\x1f\x8b": ("packed by gzip", "rename it to {}.gz"),
+    b"\xfd7zXZ\0": ("packed by xz", "rename it to {}.xz"),
+    b"BZh": ("packed by bzip2", "unpack it first"),
+    b"(\xb5/\xfd": ("packed by zstd", "unpack it first"),
+    b"PK\x03\x04": ("a zip archive, as .docx and .epub are", "unpack it, or save it as plain text"),
+    b"%PDF": ("a PDF", "take its text out first, for example with pdftotext"),
+}
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -226,6 +235,10 @@ def _read(file: Path, tally: _Tally) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
+        for start, (what, todo) in _NO_TEXT.items():
+            if data.startswith(start):
+                what = f"{file}: is {what}, expected text; {todo.format(file.name)}"
+                raise BadData(what) from None
         raise BadData(_tell_undecodable(file, data, error)) from error
     if "\0" in text:
         raise BadData(

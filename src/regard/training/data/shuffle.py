@@ -12,10 +12,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+LARGEST_SEED = 2**63 - 1  # torch takes no larger one
+
 
 def check_seed(seed: int) -> None:
-    if type(seed) is not int or seed < 0:
-        raise ValueError(f"seed is {seed!r}, expected a whole number from 0 on")
+    if type(seed) is not int or not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"seed is {seed!r}, expected a whole number from 0 on, below 2**63")
 
 
 def check_step(step: int) -> None:
