@@ -17,6 +17,7 @@ import torch
 from regard.lens import cuda_graphs, measure, stitch_calls
 from regard.lens.captured_call import Call
 from regard.lens.device_to_host import HostCopier
+from regard.lens.head_scores import NamedSpots
 from regard.lens.record import Record
 from regard.lens.watch import watch
 from regard.ops import ALiBi, Causal, Documents, Lengths, Wants, Window, attention
@@ -289,7 +290,7 @@ def answer(replays: cuda_graphs.Replays, form: str, error: Exception | None = No
 
 
 def test_an_error_of_any_kind_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, replays = Cuda(monkeypatch), cuda_graphs.Replays()
+    cuda, replays = Cuda(monkeypatch), cuda_graphs.Replays(3)
     with pytest.raises(ValueError, match="no such map"):
         answer(replays, "one", ValueError("no such map"))
     assert len(cuda.graphs) == 1 and not cuda.graphs[0].is_open
@@ -301,7 +302,7 @@ def test_an_error_of_any_kind_ends_the_capture(monkeypatch: pytest.MonkeyPatch) 
 def test_a_capture_that_failed_leaves_nothing_to_the_allocator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cuda, replays = Cuda(monkeypatch), cuda_graphs.Replays()
+    cuda, replays = Cuda(monkeypatch), cuda_graphs.Replays(3)
     cuda.fails = True
     assert answer(replays, "one")["twice"].tolist() == [2, 2, 2]
     names = "_cuda_endAllocateToPool", "_cuda_releasePool"
@@ -315,7 +316,7 @@ def test_a_capture_that_failed_leaves_nothing_to_the_allocator(
 def test_graphs_of_a_block_are_captured_on_one_stream_as_they_share_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cuda, replays = Cuda(monkeypatch), cuda_graphs.Replays()
+    cuda, replays = Cuda(monkeypatch), cuda_graphs.Replays(3)
     for form in ("one", "two", "one"):
         assert answer(replays, form)["twice"].tolist() == [2, 2, 2]
     assert len(cuda.graphs) == 2 == len(cuda.streams) and len(set(cuda.streams)) == 1
@@ -338,7 +339,8 @@ def test_what_a_capture_would_wait_for_is_on_the_device_before(
     q = torch.empty(1, 2, 7, 5, device="meta")
     call = Call(name="x", q=q, k=q, mask=Causal())
     wants = Wants(mass=torch.arange(7) < 3)
-    take = stitch_calls.Take("x", 0, wants, "statistics", HostCopier(), False, (), Kept())
+    shared = HostCopier(), False, (), Kept(3), NamedSpots(3)
+    take = stitch_calls.Take("x", 0, wants, "statistics", *shared)
     take.ids = None
     take._look(stitch_calls.Fit(call, 0, measure.find_runs(call.rule)), np.arange(7), 7)
     assert len(looks) == 1 and looks[0].args[1].wants.mass.is_meta
