@@ -144,6 +144,18 @@ def test_cudnn_is_asked_first_and_nothing_else_changes() -> None:
         cuda.enable_flash_sdp(True)
 
 
+def test_threads_that_ask_cudnn_first_at_a_time_leave_torchs_order() -> None:
+    """Whichever begins or ends first: the order is one for all threads."""
+    before = sdp_order()
+    one, other = sdpa.preferred_kernel(), sdpa.preferred_kernel()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert sdp_order()[0] == int(SDPBackend.CUDNN_ATTENTION), "the other is still asking"
+    other.__exit__(None, None, None)
+    assert sdp_order() == before
+
+
 def test_explain_names_the_cpus_kernel() -> None:
     q = torch.randn(1, 2, 5, 8)
     told = explain(q, q, q, mask=Causal())

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -350,13 +351,39 @@ def preferred_kernel() -> Iterator[None]:
     if not may_reorder():
         yield
         return
-    # Not by `sdpa_kernel`, which takes longer than all else that is done for a call.
-    order, cudnn = sdp_order(), int(SDPBackend.CUDNN_ATTENTION)  # type: ignore[call-overload]
-    set_sdp_order(sorted(order, key=lambda kind: kind != cudnn))
+    CUDNN_ASKED.begin()
     try:
         yield
     finally:
-        set_sdp_order(order)
+        CUDNN_ASKED.end()
+
+
+class CudnnAsked:
+    """Torch's order of kernels, which is one for all threads, while some have cuDNN asked first.
+
+    The first changes it and the last puts it back: each by itself would take the order of another
+    for torch's own. Not `sdpa_kernel`, which takes longer than all else that is done for a call.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._n_calls = threading.Lock(), 0
+        self._torchs: list[int] = []
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._n_calls:
+                self._torchs, cudnn = sdp_order(), int(SDPBackend.CUDNN_ATTENTION)  # type: ignore[call-overload]
+                set_sdp_order(sorted(self._torchs, key=lambda kind: kind != cudnn))
+            self._n_calls += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._n_calls -= 1
+            if not self._n_calls:
+                set_sdp_order(self._torchs)
+
+
+CUDNN_ASKED = CudnnAsked()
 
 
 def may_reorder() -> bool:
