@@ -425,12 +425,12 @@ def main() -> None:
         found = TABLES[name](options)
         print("\n".join(found), f"{time.perf_counter() - began:.0f} s", sep="\n\n", flush=True)
         lines += head + found
+        if options.out is not None:
+            options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
         torch._dynamo.reset()
         gc.collect()
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
-    if options.out is not None:
-        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

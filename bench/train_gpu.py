@@ -226,7 +226,7 @@ def compare(rule: str, dropout: float, options: argparse.Namespace) -> list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rule", choices=RULES, nargs="+", default=["plain"])
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.1, 0.0])
@@ -256,8 +256,8 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     for rule, dropout in itertools.product(options.rule, options.dropout):
         lines += compare(rule, dropout, options)
-    if options.out is not None:
-        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        if options.out is not None:
+            options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
