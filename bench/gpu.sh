@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # What only a GPU can tell: its tests, then the tables of bench/results, one after the other.
 #
-#   bash bench/gpu.sh FOLDER [NAME ...]      NAME: tests attention seeing decode lens hf train generate
+#   bash bench/gpu.sh FOLDER [NAME ...]      NAME: tests random attention seeing decode lens hf train generate
 #
 # Each has a time limit, so that none takes the time of those behind it, and leaves in FOLDER what it
-# had printed, NAME.log, and its table, NAME.md, with the rows that it came to. WORKERS: processes of
-# the tests (8). OPTIONS: given to each table's program as well, such as --tiny to try this on a CPU.
+# had printed, NAME.log, and its table, NAME.md, with the rows that it came to. `random` draws 10,000
+# calls at random, of which `tests` has 40. WORKERS: processes of the tests (8). OPTIONS: given to
+# each table's program as well, such as --tiny to try this on a CPU.
 set -uo pipefail
 folder="$(mkdir -p "$1" && cd "$1" && pwd)" && shift || exit 2
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-(($#)) || set -- tests attention seeing decode lens hf train generate
+(($#)) || set -- tests random attention seeing decode lens hf train generate
 
 table() { # SECONDS NAME PROGRAM [OPTION ...]
   local limit="$1" name="$2" program="$3"
@@ -18,10 +19,17 @@ table() { # SECONDS NAME PROGRAM [OPTION ...]
   timeout "$limit" python3 "bench/$program" "${@:4}" ${OPTIONS:-} --out "$folder/$name.md" >"$folder/$name.log" 2>&1
 }
 
+tests() { # SECONDS NAME [OPTION ...]
+  # Interrupted, and no worker of it beside, pytest still shows what failed.
+  timeout --foreground --signal INT --kill-after 20 "$1" python3 -m pytest -m gpu -n "${WORKERS:-8}" -v -rf --tb=short "${@:3}" \
+    >"$folder/$2.log" 2>&1
+}
+
 for name in "$@"; do
   began=$SECONDS
   case "$name" in
-    tests) timeout 480 python3 -m pytest -m gpu -n "${WORKERS:-8}" -q -rf --tb=short >"$folder/tests.log" 2>&1 ;;
+    tests) tests 480 tests ;;
+    random) REGARD_FORMS=80 REGARD_DRAWS=125 tests 300 random tests/ops/test_gpu_random.py ;;
     attention) table 300 attention attention_gpu.py --rounds 3 ;;
     seeing) table 180 seeing seeing_gpu.py --rounds 3 ;;
     decode) table 60 decode decode_gpu.py --rounds 5 ;;
@@ -29,7 +37,7 @@ for name in "$@"; do
     hf) table 240 hf hf_gpu.py --rounds 3 ;;
     train) table 300 train train_gpu.py --rule plain alibi-documents --rounds 2 ;;
     generate) table 240 generate generate.py --device cuda --rounds 3 ;;
-    *) echo "$name is none of: tests attention seeing decode lens hf train generate" >&2 && exit 2 ;;
+    *) echo "$name is none of: tests random attention seeing decode lens hf train generate" >&2 && exit 2 ;;
   esac
   status=$?
   ((status == 124)) && said="stopped by its time" || said="exit $status"
