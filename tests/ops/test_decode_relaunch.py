@@ -34,6 +34,7 @@ from regard.ops import (
     attention,
     decode_relaunch,
 )
+from regard.ops.call import make_call
 from regard.ops.decode_relaunch import FIELDS, form_of
 from regard.ops.kernels import backend, decode, decode_kernels
 from regard.ops.kernels.launch import PLANS
@@ -274,6 +275,30 @@ def test_what_else_goes_on_sends_a_call_the_long_way(again: list[bool]) -> None:
     assert form_of(q, k, v, given | {"scale": torch.ones(())}) is None
     assert form_of(q, k, v, given | {"sinks": 3}) is None
     assert form_of(q, k, v, given | {"mask": 3}) is None
+
+
+@torch.no_grad()
+def test_a_step_on_another_gpu_than_the_current_one_is_not_launched_on_that(
+    handed: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As layers of a model on several GPUs take their steps, while the first one is current."""
+    numbers = {"cpu": 0, "meta": 1}
+    current = [0]
+    monkeypatch.setattr(Driver, "get_current_device", lambda _: current[0])
+    monkeypatch.setattr(decode_relaunch, "runs_here", lambda _: True)
+    forms = {}
+    for device, current[0] in numbers.items():
+        q, k, v = (x.to(device) for x in draw(1, 37))
+        call = make_call(q, k, v, mask=Window(9, 0))
+        given: Any = dict.fromkeys(("bias", "scale", "softcap", "sinks")) | {"mask": Window(9, 0)}
+        form = forms[device] = form_of(q, k, v, given)
+        assert form is not None
+        decode_relaunch.attend_first(call, form)
+    for device, number in numbers.items():
+        for current[0] in numbers.values():
+            handed.clear()
+            output = decode_relaunch.attend_again(forms[device])
+            assert (output is not None) == bool(handed) == (number == current[0])
 
 
 def test_errors_come_after_a_call_that_had_none(again: list[bool]) -> None:

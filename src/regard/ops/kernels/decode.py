@@ -287,7 +287,8 @@ def find_plan(
 ) -> Plan | None:
     """The plan for a call, made when none lay as it does; None where it has to be copied first."""
     lying = [None if x is None else layout_of(x) for x in (*inputs, *terms)]
-    form = ("decode", *lying, *ints, *floats)
+    # Each GPU has plans of its own: a step is launched again where its plan was compiled.
+    form = ("decode", inputs[0].device, *lying, *ints, *floats)
     return PLANS.find(form, lambda: make_plan(inputs, terms, ints, floats))
 
 
