@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from regard.models.transformer import Head
 from regard.training import loss as module
+from regard.training import loss_kernels
 from regard.training.data.packing import NOTHING
 from regard.training.loss import plain_loss, r_drop_loss, summed_loss
 
@@ -337,6 +341,25 @@ def test_the_kernel_gives_what_plain_torch_gives() -> None:
     assert len(found) == 3
     for kernel, plain, scores in found:
         assert kernel <= 2 * plain + bound_sum(1, scores)  # a loss is a score less a logsumexp
+
+
+def test_the_kernel_is_launched_on_the_gpu_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `regard train --device cuda:1`, while the first one is current."""
+    entered: list[int] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        entered.append(device.index)
+        yield
+        entered.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(module, "has_triton", lambda: True)
+    monkeypatch.setattr(loss_kernels, "run", lambda *_: [*entered])
+    for number, there in ((0, []), (1, [1])):
+        logits: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", number))
+        assert module.logits_to_gradient(logits, torch.zeros(3), 0.0, 7, True) == there
 
 
 @pytest.mark.gpu

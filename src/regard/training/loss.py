@@ -38,6 +38,7 @@ from torch import Tensor
 from regard._check import check_shapes
 from regard.models.transformer import Head
 from regard.ops.kernels.backend import has_triton
+from regard.ops.kernels.launch import on_device_of
 from regard.training.data.packing import NOTHING
 
 EVEN = 128  # half-precision matrix units want a vocabulary of a multiple of this
@@ -175,7 +176,8 @@ def logits_to_gradient(
     if logits_nv.is_cuda and has_triton():
         from regard.training import loss_kernels
 
-        return loss_kernels.run(logits_nv, targets_n, smoothing, n_real, learns)
+        with on_device_of(logits_nv):
+            return loss_kernels.run(logits_nv, targets_n, smoothing, n_real, learns)
     real_nv = logits_nv[:, :n_real]
     # Exponentials of rounded numbers would be far off; float32 is worked on where it lies.
     work_nv = real_nv if real_nv.dtype == torch.float32 else real_nv.float()
