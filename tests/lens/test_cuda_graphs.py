@@ -146,6 +146,19 @@ def test_layers_of_two_rules_rows_of_a_batch_and_two_texts_have_graphs_of_their_
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("keep", ["statistics", "qk"])
+def test_a_model_in_inference_mode_is_seen_as_in_any_other(keep: str, replays: list[int]) -> None:
+    model, x = model_of("padding"), draw()
+    asked = {"wants": WANTS["a map"], "keep": keep}
+    want, unseen = seen(model, x, **asked)
+    with torch.inference_mode():
+        record, out = seen(model, x, **asked)
+    assert len(replays) == 2 * N_LAYERS - 1 and not record.notes
+    assert torch.equal(out, unseen)
+    assert_same(record, want)
+
+
+@pytest.mark.gpu
 def test_what_cannot_be_captured_is_answered_as_it_comes(
     replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,25 +31,42 @@ class Stream:
         pass
 
 
-def test_a_copy_for_which_no_memory_can_be_pinned_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    empty, failing = torch.empty, [1, 1]
+@pytest.fixture(autouse=True)
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """No GPU; for each in this list no memory can be pinned."""
+    empty, found = torch.empty, list[int]()
 
     def pin(size: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
         assert pin_memory
-        if failing and failing.pop():
+        if found and found.pop():
             raise RuntimeError("CUDA error: out of memory")
         return empty(size, dtype=dtype)
 
     monkeypatch.setattr(device_to_host, "is_large", lambda _: True)
-    monkeypatch.setattr(device_to_host, "BACKLOG", 2 * 28)
     for name, what in {"Stream": Stream, "Event": Stream, "current_stream": Stream}.items():
         monkeypatch.setattr(torch.cuda, name, what)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch, "empty", pin)
+    return found
+
+
+def test_what_is_copied_in_inference_mode_arrives() -> None:
+    """The thread that lands it is in no such mode, and numbers made there may not be written to."""
+    x = torch.arange(7.0)
+    with closing(device_to_host.HostCopier()) as copier:
+        with torch.inference_mode():
+            copy = copier.copy({"x": x, "twice": 2 * x})
+        found = copy.result()
+    assert torch.equal(found["x"], x) and torch.equal(found["twice"], 2 * x)
+
+
+def test_a_copy_for_which_no_memory_can_be_pinned_is_not_waited_for(
+    failing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_to_host, "BACKLOG", 2 * 28)
+    failing += [1, 1]
     x, found = torch.arange(7.0), list[torch.Tensor]()
     with closing(device_to_host.HostCopier()) as copier:
-        monkeypatch.setattr(torch, "empty", pin)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="out of memory"):
                 copier.copy({"x": x})

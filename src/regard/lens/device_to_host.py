@@ -111,7 +111,9 @@ class HostCopier:
         """Move a piece on; until it has arrived its memory on the device is nobody else's."""
         try:
             done.synchronize()
-            there.copy_(staged)
+            # As the model may have been: only then may its tensors be written to.
+            with torch.inference_mode():
+                there.copy_(staged)
         finally:
             del piece
             self._leave_backlog(len(staged))
