@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -246,9 +247,10 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.graphs: list[FakeGraph] = []
+        self.live: dict[Any, weakref.WeakSet[FakeGraph]] = {}
         self.streams: list[Any] = []
         self.given_back: list[tuple[str, int, Any]] = []
-        self.fails = False
+        self.fails, self.keeps = False, True
         cuda: dict[str, Any] = {
             "CUDAGraph": lambda: FakeGraph(self),
             "Stream": object,
@@ -274,10 +276,15 @@ class FakeGraph:
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda, self.is_open = cuda, False
-        cuda.graphs.append(self)
+        if cuda.keeps:
+            cuda.graphs.append(self)
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local"
+        live = self.cuda.live.setdefault(pool, weakref.WeakSet([self]))
+        if not live and pool is not None:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        live.add(self)
         self.is_open, self.pool = True, pool
 
     def capture_end(self) -> None:
@@ -289,7 +296,9 @@ class FakeGraph:
         pass
 
 
-def answer(replays: cuda_graphs.Replays, form: str, error: Exception | None = None) -> Any:
+def answer(
+    replays: cuda_graphs.Replays, form: str, error: Exception | None = None, kind: str = "known"
+) -> Any:
     """What is asked about a tensor of ones: itself twice; once the graph is captured, an error."""
     calls: list[int] = []
 
@@ -299,7 +308,7 @@ def answer(replays: cuda_graphs.Replays, form: str, error: Exception | None = No
             raise error
         return {"twice": 2 * x}
 
-    return replays.answer(form, "known", [torch.ones(3)], lambda given: lambda: look(*given))
+    return replays.answer(form, kind, [torch.ones(3)], lambda given: lambda: look(*given))
 
 
 def test_an_error_of_any_kind_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +343,20 @@ def test_graphs_of_a_block_are_captured_on_one_stream_as_they_share_memory(
         assert answer(replays, form)["twice"].tolist() == [2, 2, 2]
     assert len(cuda.graphs) == 2 == len(cuda.streams) and len(set(cuda.streams)) == 1
     assert {graph.pool for graph in cuda.graphs} == {(0, 7)}
+
+
+def test_graphs_that_are_let_go_leave_their_memory_to_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch takes the handle of a pool no longer once all that was captured in it is gone."""
+    cuda, replays = Cuda(monkeypatch), cuda_graphs.Replays(2)
+    cuda.keeps = False
+    for form in ("one", "new", "newer", "two"):
+        kind = form if form.startswith("new") else "known"
+        assert answer(replays, form, kind=kind)["twice"].tolist() == [2, 2, 2]
+    replays.clear()
+    gc.collect()
+    assert not any(cuda.live.values())
 
 
 def test_what_a_capture_would_wait_for_is_on_the_device_before(

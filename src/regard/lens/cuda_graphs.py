@@ -42,6 +42,9 @@ class Replays:
         # By stream: graphs that share memory must not run at the same time. Beside each pool is the
         # one stream on which they are captured, as torch keeps the memory of streams apart.
         self._pools: dict[Any, tuple[Any, torch.cuda.Stream]] = {}
+        # The first graph of each pool: with its last one torch lets go of a pool, and takes its
+        # handle no longer.
+        self._first: dict[Any, torch.cuda.CUDAGraph | None] = {}
         self._can_capture = True
 
     def answer(
@@ -78,11 +81,13 @@ class Replays:
                     own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                     self._pools[stream] = torch.cuda.graph_pool_handle(), own
                 self._can_capture = known.capture(*self._pools[stream])
+                self._first.setdefault(stream, known.graph)
             return known.run() if self._can_capture else known.look_now()
 
     def clear(self) -> None:
         """Let go of all graphs and their memory."""
         self._known.clear()
+        self._first.clear()
         self._pools.clear()
 
 
