@@ -9,6 +9,7 @@ import gc
 import threading
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ def test_they_tell_the_same_in_every_bit(
 
 
 @pytest.mark.gpu
-def test_layers_of_two_rules_rows_of_a_batch_and_two_texts_have_graphs_of_their_own(
+def test_layers_of_two_rules_and_texts_of_two_lengths_have_graphs_of_their_own(
     replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = model_of("causal", "window"), draw(3)
@@ -144,6 +145,28 @@ def test_layers_of_two_rules_rows_of_a_batch_and_two_texts_have_graphs_of_their_
     assert len(replays) == 2 * 2 * 2 * N_LAYERS - 2 * 2
     monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
     assert_same(record, look())
+
+
+def own_masks(device: str, n: int) -> Layers:
+    """Layers for three rows of n tokens, by rules of two forms; each second pair has its own."""
+    rules: list[dict[str, Any]] = []
+    for _ in range(2):
+        lengths, ids = torch.randint(n // 2, n, (3,)), torch.randint(0, 5, (3, n)).sort(1).values
+        rules += [{"mask": Causal() & Lengths(lengths.to(device), side="left")}]
+        bias = torch.randn(3, 1, 1, n, device=device).expand(3, 6, n, n)
+        rules += [{"mask": Documents(ids.to(device)), "bias": bias}]
+    return Layers(*rules)
+
+
+@pytest.mark.gpu
+def test_rows_and_layers_with_masks_of_their_own_are_looked_at_by_one_graph_on_a_gpu(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, asked = own_masks("cuda", T), draw(3), {"wants": WANTS["a map"], "row": [0, 2, 1]}
+    record, _ = seen(model, x, **asked)
+    assert len(replays) == 3 * len(model.rules) - 2
+    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
+    assert_same(record, seen(model, x, **asked)[0])
 
 
 @pytest.mark.gpu
@@ -266,9 +289,13 @@ class Cuda:
             monkeypatch.setattr(
                 torch._C, name, lambda *given, name=name: self.given_back.append((name, *given))
             )
-        zeros = torch.zeros
-        monkeypatch.setattr(torch, "zeros", lambda *size, device="cpu": zeros(*size))
-        monkeypatch.setattr(cuda_graphs, "COMPILED", {"known"})
+        plain = torch.zeros
+
+        def zeros(*size: Any, device: Any = "cpu", **how: Any) -> torch.Tensor:
+            return plain(*size, device="cpu" if device == "cuda" else device, **how)
+
+        monkeypatch.setattr(torch, "zeros", zeros)
+        monkeypatch.setattr(cuda_graphs, "COMPILED", {"one", "two"})
 
 
 class FakeGraph:
@@ -296,9 +323,7 @@ class FakeGraph:
         pass
 
 
-def answer(
-    replays: cuda_graphs.Replays, form: str, error: Exception | None = None, kind: str = "known"
-) -> Any:
+def answer(replays: cuda_graphs.Replays, form: str, error: Exception | None = None) -> Any:
     """What is asked about a tensor of ones: itself twice; once the graph is captured, an error."""
     calls: list[int] = []
 
@@ -308,7 +333,7 @@ def answer(
             raise error
         return {"twice": 2 * x}
 
-    return replays.answer(form, kind, [torch.ones(3)], lambda given: lambda: look(*given))
+    return replays.answer(form, [torch.ones(3)], lambda given: lambda: look(*given))
 
 
 def test_an_error_of_any_kind_ends_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,12 +376,35 @@ def test_graphs_that_are_let_go_leave_their_memory_to_later_ones(
     """Torch takes the handle of a pool no longer once all that was captured in it is gone."""
     cuda, replays = Cuda(monkeypatch), cuda_graphs.Replays(2)
     cuda.keeps = False
-    for form in ("one", "new", "newer", "two"):
-        kind = form if form.startswith("new") else "known"
-        assert answer(replays, form, kind=kind)["twice"].tolist() == [2, 2, 2]
+    for form in ("one", "a new one", "another", "two"):
+        assert answer(replays, form)["twice"].tolist() == [2, 2, 2]
     replays.clear()
     gc.collect()
     assert not any(cuda.live.values())
+
+
+def test_rows_and_layers_with_masks_of_their_own_are_looked_at_by_one_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And each has its own answers: what stands for a graph reads again what it was made for."""
+    cuda, plain = Cuda(monkeypatch), cuda_graphs.Replay.run
+
+    def run(replay: cuda_graphs.Replay) -> Any:
+        found = replay.look()
+        joint = torch.cat([found[name].reshape(-1).view(torch.uint8) for name in replay.order])
+        assert replay.joint is not None
+        replay.joint.copy_(joint)
+        return plain(replay)
+
+    monkeypatch.setattr(cuda_graphs.Replay, "run", run)
+    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: True)
+    torch.manual_seed(0)
+    model, x = own_masks("cpu", 23), torch.randn(3, 6, 23, 8)
+    asked = {"wants": replace(WANTS["a map"], map=(5, 7)), "row": [0, 2, 1]}
+    record, _ = seen(model, x, **asked)
+    assert len(cuda.graphs) == 2
+    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
+    assert_same(record, seen(model, x, **asked)[0])
 
 
 def test_what_a_capture_would_wait_for_is_on_the_device_before(
@@ -366,12 +414,12 @@ def test_what_a_capture_would_wait_for_is_on_the_device_before(
     looks: list[Any] = []
 
     class Kept(cuda_graphs.Replays):
-        def answer(self, form: Any, kind: Any, given: Any, make: Any) -> Any:
+        def answer(self, form: Any, given: Any, make: Any) -> Any:
             looks.append(make(given))
             return {}
 
     monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: True)
-    monkeypatch.setattr(measure.NamedKeys, "on", lambda *_: None)
+    monkeypatch.setattr(measure.NamedKeys, "on", lambda keys, device: keys.keys_nt.to(device))
     q = torch.empty(1, 2, 7, 5, device="meta")
     call = Call(name="x", q=q, k=q, mask=Causal())
     wants = Wants(mass=torch.arange(7) < 3)

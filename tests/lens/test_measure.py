@@ -52,7 +52,7 @@ def test_named_keys_are_waited_for_on_other_streams_than_that_which_copied_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All blocks are given the same ones, as are those of other threads."""
-    one, other, capturing = Stream(), Stream(), Stream()
+    one, other = Stream(), Stream()
     now, kept, copies = [one], list[Any](), list[int]()
 
     def pin(x: torch.Tensor) -> torch.Tensor:
@@ -62,10 +62,26 @@ def test_named_keys_are_waited_for_on_other_streams_than_that_which_copied_them(
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: kept.append(stream))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now[0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0] is capturing)
     named = measure.NamedKeys(torch.tensor([[0, -1, 1]], dtype=torch.int32))
-    for now[0] in (one, other, capturing, one):
-        assert torch.equal(named.on(torch.device("cpu")), named.keys_nt)
-    assert len(copies) == 1
-    assert (one.waited, other.waited, capturing.waited) == ([], ["copied"], [])
+    there = [named.on(torch.device("meta")) for now[0] in (one, other, one)]
+    assert there[0].is_meta and len({id(x) for x in there}) == 1 == len(copies)
+    assert (one.waited, other.waited) == ([], ["copied"])
     assert kept == [other]
+    assert named.on(torch.device("cpu")) is named.keys_nt, "where they are, as in a graph"
+
+
+def test_what_keys_are_known_by_is_whole_on_whatever_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is kept for all: made on a GPU, it was read by other streams before it was there."""
+    plain, made = torch.arange, list[torch.Tensor]()
+    measure.mixing.cache_clear()
+
+    def count(*n: int, **how: Any) -> torch.Tensor:
+        made.append(plain(*n, **how))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "arange", count)
+    assert measure.mixing(3, 5, torch.device("meta")).is_meta
+    assert made and not any(x.is_meta for x in made)
+    measure.mixing.cache_clear()

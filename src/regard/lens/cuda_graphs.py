@@ -26,7 +26,7 @@ from torch import Tensor
 from regard._torch import copy_all, end_allocation
 
 COMPILED: set[Hashable] = set()
-"""Kinds of forms of which one was answered in this process."""
+"""Forms of which a call was answered in this process."""
 
 Answers: TypeAlias = dict[str, Tensor]
 Look: TypeAlias = Callable[[], Answers]
@@ -50,15 +50,13 @@ class Replays:
     def answer(
         self,
         form: Hashable,
-        kind: Hashable,
         given: list[Tensor],
         make: Callable[[list[Tensor]], Look],
     ) -> Answers:
         """What `make` finds out about tensors of a form, as new tensors of ours.
 
         make: gives what looks at the tensors it is given, whose numbers will change. All that it
-        reads beside these must follow from the form, and live as long as it does. kind: what is
-        compiled for such forms follows from it.
+        reads beside these must follow from the form, and live as long as it does.
         """
         with torch.cuda.device(given[0].device):
             if not self._can_capture:
@@ -72,9 +70,9 @@ class Replays:
                     self._known.pop(next(iter(self._known)))
                 inputs = [x.clone(memory_format=torch.contiguous_format) for x in given]
                 known = self._known[form, stream, where] = Replay(inputs, make(inputs))
-                if kind not in COMPILED:
+                if form not in COMPILED:
                     found = known.look_now()
-                    COMPILED.add(kind)
+                    COMPILED.add(form)
                     return found
             if known.graph is None:
                 if stream not in self._pools:

@@ -36,6 +36,8 @@ from regard.ops.weight_stats import visible
 PIECE = 1 << 24
 """Entries of a mask, or numbers of queries and keys, that are looked at together."""
 MOST_RUNS = 1 << 23
+FINGERPRINTED = 1 << 23
+"""Numbers of keys that are made into fingerprints together."""
 
 
 def measure(call: Call, wants: Wants) -> Observation:
@@ -83,7 +85,7 @@ def spot_weights(call: Call, lse_bht: Tensor, b_p: Tensor, t_p: Tensor, s_p: Ten
 
 @dataclass(frozen=True, eq=False)
 class NamedKeys:
-    """A key for each query, (N, T) of them, int32 on the CPU; -1 names none."""
+    """A key for each query, (N, T) of them, int32; -1 names none. On the CPU, but in a graph."""
 
     keys_nt: Tensor
     _there: dict[torch.device, tuple[Tensor, torch.cuda.Stream, torch.cuda.Event]] = field(
@@ -97,14 +99,15 @@ class NamedKeys:
 
     def on(self, device: torch.device) -> Tensor:
         """The keys on a device, copied there once from pinned memory, without waiting for it."""
+        if self.keys_nt.device == device:
+            return self.keys_nt
         here = torch.cuda.current_stream(device)
         if device not in self._there:
             keys_nt = self.keys_nt.pin_memory().to(device, non_blocking=True)
             self._there[device] = keys_nt, here, here.record_event()
         keys_nt, stream, copied = self._there[device]
-        # Blocks of other threads and streams are given the same keys; a graph that is captured runs
-        # on a stream that has asked before.
-        if here != stream and not torch.cuda.is_current_stream_capturing():
+        # Blocks of other threads and streams are given the same keys.
+        if here != stream:
             here.wait_event(copied)
             keys_nt.record_stream(here)
         return keys_nt
@@ -128,8 +131,32 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
         spot_weights(call, lse_ht[None], torch.zeros_like(t), t, s).double()
         for t, s in zip(*pairs, strict=True)
     ]
-    parts = torch.split(torch.cat(found, 1), named.counts.tolist(), 1)
+    # Counted anew: in a graph the keys change.
+    counts = torch.bincount(n_p, minlength=len(named.keys_nt)).tolist()
+    parts = torch.split(torch.cat(found, 1), counts, 1)
     return torch.stack([part.sum(-1) for part in parts])
+
+
+def fingerprints(k_gsd: Tensor) -> Tensor:
+    """A number for each key, by which it is known again; caches may move what they hold."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k_gsd.element_size()]
+    G, S, D = k_gsd.shape
+    total = torch.zeros(S, dtype=torch.int64, device=k_gsd.device)
+    mix_gd = mixing(G, D, k_gsd.device)
+    # So many heads at a time that their numbers, eight bytes each, do not fill the memory.
+    step = max(1, FINGERPRINTED // max(S * D, 1))
+    for g in range(0, G, step):
+        bits_gsd = k_gsd[g : g + step].contiguous().view(bits).long()
+        total += (bits_gsd * mix_gd[g : g + step, None]).sum((0, 2))
+    return total
+
+
+@functools.cache
+def mixing(n_heads: int, width: int, device: torch.device) -> Tensor:
+    """What the numbers of a key are multiplied by, (G, D): products that wrap round."""
+    # Made on the CPU: what one stream had computed, another might read too early.
+    mix_d = torch.arange(width) * 2654435761 + 1013904223
+    return (1000003 ** torch.arange(n_heads)[:, None] * mix_d).to(device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,20 +33,20 @@ from regard.lens.cuda_graphs import Look, Replays
 from regard.lens.device_to_host import HostCopier, HostCopy, is_large
 from regard.lens.head_scores import NamedSpots
 from regard.lens.lazy_weights import Array
-from regard.lens.measure import FoundRuns, NamedKeys, measure, reach, sum_weights
+from regard.lens.measure import FoundRuns, NamedKeys, fingerprints, measure, reach, sum_weights
 from regard.lens.schema import Place
 from regard.ops import Map, Mask, Wants
 from regard.ops.kernels.backend import is_little
 from regard.ops.mask import At
-from regard.ops.pack import pack
+from regard.ops.pack import pack, unpack
 
 DIRECT = 1 << 22
 """Weights up to which a map is made from q and k whenever it is asked for."""
 BASE_CELLS = 1024
-FINGERPRINTED = 1 << 23
-"""Numbers of keys that are made into fingerprints together."""
 LONG = 1 << 33
 """Weights of all heads from which on kernels take longer than launching them."""
+COPIED = 1 << 28
+"""Bytes of masks and biases up to which they are copied to where a graph reads them."""
 PICTURE = 128
 """Cells on a side of the map that is kept with statistics."""
 
@@ -208,25 +208,7 @@ class Take:
         queries = self._count(fit, None, own)
         if self.calls or not suits_graphs(call):
             return look_at(call, asked, queries.spots), queries
-        rows, spots = call.rows or {}, queries.spots
-
-        def make(given: list[Tensor]) -> Look:
-            told = dict(zip(rows, given[2:], strict=True)) or None
-            there = replace(call, q=given[0], k=given[1], v=None, rows=told)
-            # What is copied to the device would be waited for, which ends a capture.
-            mass = asked.wants.mass
-            mass = None if mass is None else mass.to(call.q.device)
-            placed = asked._replace(wants=replace(asked.wants, mass=mass))
-            return functools.partial(look_at, there, placed, spots)
-
-        given = [call.q, call.k, *rows.values()]
-        lying = [(x.shape, x.dtype, x.device) for x in given]
-        # Runs stand for the rule that they are of, as what looks at a call is told both.
-        form = (*lying, *rows, *asked[2:], spots, fit.runs)
-        packed, wants = pack(call.rule), map(kind_of, vars(asked.wants).values())
-        kind = (*lying, *rows, *asked[1:], *wants, packed.form, *packed.ints, *packed.floats)
-        spots.on(call.q.device)
-        return self.replays.answer(form, kind, given, make), queries
+        return look_again(call, asked, queries.spots, self.replays), queries
 
     def _ask(self, fit: Fit, new: int) -> Asked:
         """What is measured of a call."""
@@ -420,15 +402,55 @@ def look_at(call: Call, asked: Asked, spots: NamedKeys | None = None) -> dict[st
     return found
 
 
-def kind_of(value: Any) -> Any:
-    """A value that tells what is compiled; of a tensor or a list, what it is."""
+def look_again(call: Call, asked: Asked, spots: NamedKeys, replays: Replays) -> dict[str, Tensor]:
+    """The same by the graph that looks at all calls of one form, of whatever layer, row and text.
+
+    What it reads is copied where the graph looks: queries and keys, what is known of rows, the keys
+    that are named, and all that the rule holds.
+    """
+    rows, packed, device = call.rows or {}, pack(call.rule), call.q.device
+    # Each tensor once, so that parts of a rule that share one still do.
+    held = list({id(x): x for x in packed.tensors}.values())
+    order = [next(n for n, y in enumerate(held) if y is x) for x in packed.tensors]
+
+    def make(given: list[Tensor]) -> Look:
+        q, k, keys_nt, *others = given
+        told = dict(zip(rows, others, strict=False)) or None
+        moved = [x.expand(was.shape) for x, was in zip(others[len(rows) :], held, strict=True)]
+        rule = unpack(packed._replace(tensors=[moved[n] for n in order]), call.shape)
+        there = replace(call, q=q, k=k, v=None, rows=told, mask=rule.mask, bias=rule.bias)
+        # What is copied to the device would be waited for, which ends a capture.
+        mass = asked.wants.mass
+        mass = None if mass is None else mass.to(device)
+        placed = asked._replace(wants=replace(asked.wants, mass=mass))
+        return functools.partial(look_at, there, placed, NamedKeys(keys_nt))
+
+    given = [call.q, call.k, spots.on(device), *rows.values(), *map(once, held)]
+    lying = [(x.shape, x.dtype, x.device) for x in given]
+    wants, shapes = map(form_of, vars(asked.wants).values()), [x.shape for x in held]
+    form = (*lying, *shapes, *order, *rows, *asked[1:], *wants)
+    form += (packed.form, *packed.ints, *packed.floats)
+    return replays.answer(form, given, make)
+
+
+def form_of(value: Any) -> Any:
+    """A value that a graph follows from; of a tensor or a list, what it is."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
     return value if value is None or isinstance(value, int | float | tuple | Map) else type(value)
+
+
+def once(x: Tensor) -> Tensor:
+    """A tensor without what it repeats along an axis."""
+    return x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride())]
 
 
 def suits_graphs(call: Call) -> bool:
     """Whether a call is so large that kernels look at it, and so small that the host is slower."""
     B, H, T, S = call.shape
     if not call.q.is_cuda or type(call.q) is not Tensor or type(call.k) is not Tensor:
+        return False
+    if sum(once(x).nbytes for x in call.rule.tensors()) > COPIED:
         return False
     return not is_little(call.rule.shape) and B * H * T * S < LONG
 
@@ -456,27 +478,6 @@ def key_positions(mask: Mask | None) -> Tensor | None:
     given = (leaf.keys for leaf in leaves if isinstance(leaf, At) and leaf.keys is not None)
     keys = next(given, None)
     return None if keys is None else keys.reshape(-1, keys.shape[-1])[0]
-
-
-def fingerprints(k_gsd: Tensor) -> Tensor:
-    """A number for each key, by which it is known again; caches may move what they hold."""
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k_gsd.element_size()]
-    G, S, D = k_gsd.shape
-    total = torch.zeros(S, dtype=torch.int64, device=k_gsd.device)
-    mix_gd = mixing(G, D, k_gsd.device)
-    # So many heads at a time that their numbers, eight bytes each, do not fill the memory.
-    step = max(1, FINGERPRINTED // max(S * D, 1))
-    for g in range(0, G, step):
-        bits_gsd = k_gsd[g : g + step].contiguous().view(bits).long()
-        total += (bits_gsd * mix_gd[g : g + step, None]).sum((0, 2))
-    return total
-
-
-@functools.cache
-def mixing(n_heads: int, width: int, device: torch.device) -> Tensor:
-    """What the numbers of a key are multiplied by, (G, D): products that wrap round."""
-    mix_d = torch.arange(width, device=device) * 2654435761 + 1013904223
-    return 1000003 ** torch.arange(n_heads, device=device)[:, None] * mix_d
 
 
 def join(parts: list[Tensor], dim: int) -> Tensor:
