@@ -156,6 +156,16 @@ def test_threads_that_ask_cudnn_first_at_a_time_leave_torchs_order() -> None:
     assert sdp_order() == before
 
 
+@pytest.mark.parametrize("T", [1, 7])
+def test_tensors_of_a_gpu_that_have_no_data_are_asked_for_none(T: int) -> None:
+    """As where somebody counts operations or memory beforehand, on a machine without a GPU."""
+    with FakeTensorMode():
+        q, k = (torch.empty(1, 2, n, 64, dtype=torch.bfloat16, device="cuda") for n in (T, 7))
+        for mask in (None, Window(3, 0)):
+            output = attention(q, k, k, mask=mask)
+            assert output.shape == q.shape and output.is_cuda
+
+
 def test_explain_names_the_cpus_kernel() -> None:
     q = torch.randn(1, 2, 5, 8)
     told = explain(q, q, q, mask=Causal())

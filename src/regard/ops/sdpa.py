@@ -274,7 +274,7 @@ def run_sdpa(
     scale: float | None,
 ) -> Tensor:
     """`scaled_dot_product_attention`, at any strides, and the faster kernel where torch has two."""
-    if inputs[0].is_cuda and not torch.compiler.is_compiling():
+    if inputs[0].is_cuda and not (torch.compiler.is_compiling() or is_fake(inputs[0])):
         return run_on_gpu(*inputs, mask, dropout, causal, scale)
     q, k, v = (in_rows(x) for x in inputs)
     # By a branch: a comparison of sizes that a graph leaves open is no bool to the kernel.
