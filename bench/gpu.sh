@@ -6,7 +6,7 @@
 # Each has a time limit, so that none takes the time of those behind it, and leaves in FOLDER what it
 # had printed, NAME.log, and its table, NAME.md, with the rows that it came to. `random` draws 10,000
 # calls at random, of which `tests` has 40. WORKERS: processes of the tests (8). OPTIONS: given to
-# each table's program as well, such as --tiny to try this on a CPU.
+# each table's program as well, such as --tiny to try this on a CPU (generate.py has no such option).
 set -uo pipefail
 folder="$(mkdir -p "$1" && cd "$1" && pwd)" && shift || exit 2
 cd "$(dirname "$0")/.."
@@ -28,7 +28,9 @@ tests() { # SECONDS NAME [OPTION ...]
 for name in "$@"; do
   began=$SECONDS
   case "$name" in
-    tests) tests 480 tests ;;
+    # These files alone: each process takes three times as long to collect all.
+    # shellcheck disable=SC2046
+    tests) tests 480 tests $(grep -rl --include='test_*.py' 'mark\.gpu' tests) ;;
     random) REGARD_FORMS=80 REGARD_DRAWS=125 tests 300 random tests/ops/test_gpu_random.py ;;
     attention) table 300 attention attention_gpu.py --rounds 3 ;;
     seeing) table 180 seeing seeing_gpu.py --rounds 3 ;;
