@@ -16,7 +16,7 @@ from rounding import assert_within, bound_weights
 from torch import Tensor, nn
 
 from regard.layers import MultiHeadAttention
-from regard.lens import row_takes, stitch_calls
+from regard.lens import captured_call, row_takes, stitch_calls
 from regard.lens.measure import find_runs
 from regard.lens.record import Record
 from regard.lens.stitch_calls import Take
@@ -77,6 +77,24 @@ def test_what_is_found_of_a_row_is_kept_for_all_layers(monkeypatch: pytest.Monke
     assert n_layers > 1 and len(named) == n_layers * n_rows
     assert len({id(spots) for spots, _ in named}) == n_rows
     assert len(found) == n_rows
+
+
+def test_the_numbers_of_heads_are_copied_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a copy waits for all that a GPU has to do."""
+    plain, copied = torch.tensor, list[Any]()
+
+    def copy(values: Any, *rest: Any, **how: Any) -> torch.Tensor:
+        if "device" in how and len(values):
+            copied.append(values)
+        return plain(values, *rest, **how)
+
+    monkeypatch.setattr(torch, "tensor", copy)
+    captured_call.numbers_on.cache_clear()
+    model, ids = SUBJECTS["llama"](), draw(3, 7)
+    with torch.no_grad(), watch(model, heads=[2, 0], row=[0, 2]) as record:
+        model(ids)
+    assert len(record.places) > 2 and record.places[0].heads == (2, 0)
+    assert copied == [(2, 0)]
 
 
 def test_rollout_of_several_rows_is_of_one_of_them() -> None:

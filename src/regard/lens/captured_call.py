@@ -70,7 +70,7 @@ class Call:
                 term.check(self.shape)
         picked: Tensor | None = None
         if heads is not None:
-            picked = torch.tensor(list(heads), device=q.device)
+            picked = numbers_on(q.device, tuple(heads))
             group = q.shape[1] // k.shape[1]
             q, k = q[:, picked], k[:, picked // group]
             v = None if v is None else v[:, picked // group]
@@ -97,6 +97,12 @@ class Call:
     def follows_keys(self) -> bool:
         """Whether what its rule says of a key goes with the key when others are taken away."""
         return all(term is None or term.follows_keys for term in (self.mask, self.bias))
+
+
+@functools.lru_cache(maxsize=64)
+def numbers_on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+    """Numbers of heads as an index, copied once: each layer would wait for its GPU."""
+    return torch.tensor(numbers, device=device)
 
 
 def whole_scores(name: str, scores_bhts: Tensor, mask: Mask | None = None) -> Call:
