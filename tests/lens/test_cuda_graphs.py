@@ -170,6 +170,19 @@ def test_rows_and_layers_with_masks_of_their_own_are_looked_at_by_one_graph_on_a
 
 
 @pytest.mark.gpu
+def test_masks_too_large_to_be_copied_are_looked_at_where_they_are(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = model_of("padding", "causal"), draw()
+    want, _ = seen(model, x)
+    assert len(replays) == 2 * (N_LAYERS - 1)
+    replays.clear()
+    monkeypatch.setattr(stitch_calls, "COPIED", 0)
+    assert_same(seen(model, x)[0], want)
+    assert len(replays) == N_LAYERS, "those of the mask that holds no tensor"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("keep", ["statistics", "qk"])
 def test_a_model_in_inference_mode_is_seen_as_in_any_other(keep: str, replays: list[int]) -> None:
     model, x = model_of("padding"), draw()
