@@ -60,7 +60,17 @@ class Kept(NamedTuple):
 
 @final
 class KVCache:
-    """Keys and values of one self-attention layer."""
+    """The keys and values of one self-attention layer: `KVCache.growing()`, `.fixed`, `.windowed`.
+
+    Pass it to each call of the layer, which adds its new keys and values. For a whole model,
+    `model.make_cache()` makes one for each layer.
+
+    Example:
+        >>> layer, x = regard.MultiHeadAttention(64, 8, causal=True), torch.randn(2, 11, 64)
+        >>> cache = regard.KVCache.growing()
+        >>> steps = [layer(x[:, t : t + 1], cache=cache) for t in range(11)]
+        >>> torch.testing.assert_close(torch.cat(steps, dim=1), layer(x))
+    """
 
     def __init__(self, slots: Slots) -> None:
         """slots: which positions are kept; the caches of a stack share theirs."""
@@ -73,15 +83,23 @@ class KVCache:
 
     @staticmethod
     def growing() -> KVCache:
+        """A cache that keeps everything. Gradients flow through it where they are needed."""
         return KVCache(GrowingSlots())
 
     @staticmethod
     def fixed(size: int) -> KVCache:
-        """Static buffers for `size` tokens a row, padding counted."""
+        """A static cache: buffers for `size` tokens a row, padding included, written in place.
+
+        Every decoding step has the same shapes, so one compiled graph serves all. No gradients.
+        """
         return KVCache(FixedSlots(size))
 
     @staticmethod
     def windowed(left: int) -> KVCache:
+        """A ring for a layer with the window (left, 0): the last `left` keys and the newest.
+
+        No gradients.
+        """
         return KVCache(RingSlots(left))
 
     @property

@@ -113,7 +113,15 @@ class Ready(NamedTuple):
 
 
 class MultiHeadAttention(Observable):
-    """Self-attention of x, or cross-attention from x to a memory: (B, T, C) -> (B, T, C)."""
+    """Multi-head attention as a layer: self-attention of x, or cross-attention to a memory.
+
+    (B, T, C) -> (B, T, C). Parameters: `q_proj`, `k_proj`, `v_proj` and `out_proj` (nn.Linear).
+
+    Example:
+        >>> layer = regard.MultiHeadAttention(64, 8, n_kv_heads=2, causal=True)
+        >>> layer(torch.randn(2, 11, 64)).shape
+        torch.Size([2, 11, 64])
+    """
 
     def __init__(
         self,
@@ -138,15 +146,24 @@ class MultiHeadAttention(Observable):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """dim: C. n_heads: H. n_kv_heads: G (H unless given). head_dim: D (C / H unless given).
+        """Sizes first, then what the heads see, then what is done to their scores.
 
-        kv_dim: width M of the memory, for cross-attention (C unless given).
-        bias: of all projections, or `ProjectionBias` for each.
-        rotary, alibi: positions. causal, window=(left, right): what a query may see, as `Window`.
-        softcap, scale: as in `attention`. sinks: a learned score in each head's sum, 0 at first.
-        qk_norm: a norm of each head's queries and keys over D, before rotary.
-        dropout: of the weights, in training only. backend: "auto", or the only one allowed.
-        device, dtype: of the parameters.
+        Args:
+            dim: The width C of x.
+            n_heads: The number of query heads, H.
+            n_kv_heads: The number of key heads, G, a divisor of H; H by default.
+            head_dim: The width D of a head; C / H by default, and then H must divide C.
+            kv_dim: The width M of the memory, for cross-attention; C by default.
+            bias: Whether the projections have a bias; `ProjectionBias(...)` says it for each.
+            rotary: Rotary positions, with head_dim=D. alibi: ALiBi's bias, with its own slopes.
+            window: (left, right), as in `Window`. causal: Whether no query sees a later key.
+            softcap, scale, backend: As in `attention`.
+            sinks: Whether each head learns a sink, an (H,) parameter that begins at 0.
+            qk_norm: A norm over each head's queries and keys, before rotary: "layer", "rms" or
+                "rms_offset".
+            qk_norm_eps: The eps of that norm.
+            dropout: Of the weights, in training mode only.
+            device, dtype: Of the parameters.
         """
         super().__init__()
         where: Factory = {"device": device, "dtype": dtype}
@@ -194,11 +211,15 @@ class MultiHeadAttention(Observable):
         positions: Tensor | Places | None = None,
         cache: KVCache | CrossCache | None = None,
     ) -> Tensor:
-        """Attend from x to itself (and to what `cache` keeps), or to memory (B, S, M).
+        """(B, T, C): attention from x to itself and to what the cache holds, or to a memory.
 
-        mask, bias: over (B, H, T, S), joined with the layer's own rule; S counts the kept keys too.
-        positions: (T,) or (B, T), negative for padding, or what `place` made.
-        cache: a `KVCache`; for a memory a `CrossCache`, with which memory may be left out later.
+        Args:
+            x_btc: (B, T, C). memory: (B, S, M), for cross-attention.
+            mask, bias: As in `attention`, over (B, H, T, S), beside the layer's own mask and bias;
+                with a cache S counts the keys in it too.
+            positions: (T,) or (B, T), where the tokens stand; negative is padding, which nobody
+                sees. None: one after another, behind those in the cache. Or what `place` returned.
+            cache: A `KVCache`; with a memory a `CrossCache`, and the memory only the first time.
         """
         return self._attend(self._prepare(x_btc, memory, mask, bias, positions, cache))
 
@@ -213,7 +234,7 @@ class MultiHeadAttention(Observable):
         positions: Tensor | Places | None = None,
         cache: KVCache | CrossCache | None = None,
     ) -> Observation:
-        """What `forward` gives, as `output`, and what is wanted about the weights."""
+        """An `Observation`: what `forward` returns as `output`, and what `wants` asks for."""
         ready = self._prepare(x_btc, memory, mask, bias, positions, cache)
         output_btc = self._attend(ready)
         seen = observe(ready.q, ready.k, None, wants=wants, **ready.rule)

@@ -58,15 +58,32 @@ def effect(
     to: str = "zero",
     tokenizer: Any = None,
 ) -> Effect:
-    """How a log-probability changes with each head switched off, or with a look forbidden in each.
+    """How much each head matters: the change of a log-probability when the head is switched off.
 
-    on: what comes after the text, of which all tokens count; a space is put between two words, but
-    not in Japanese or Chinese. Unless given it is the model's likeliest next token. Of a text with
-    one masked word ([MASK], whatever the model's own token is called) it is what stands there.
-    edges: (query, key), words or positions as in `Block`: instead of switching heads off, this look
-    is forbidden. to: as in `Ablate`. tokenizer: unless the model has its own.
+    Args:
+        model: A language model, or a masked model, in eval mode: regard's, one of Hugging Face's
+            attention interface, or one of torch.nn's modules.
+        text: What the model reads. For a masked model it has one [MASK].
+        on: The continuation whose log-probability is measured, all of its tokens together; for a
+            masked model the word at [MASK]. Default: the model's likeliest token. Between two words
+            a space is added, but not in Japanese or Chinese.
+        edges: (query, key), words or positions as in `Block`: instead of switching the head off,
+            forbid this one look in it.
+        to: What a head is switched off to, "zero" or "mean", as in `Ablate`.
+        tokenizer: The model's own by default.
 
-        print(regard.effect(model, "The animal didn't cross the street because it was too"))
+    Returns:
+        An `Effect`, in nats: `heads` (L, H), `layers` (L,), and `whole` with all heads at once;
+        below 0 where the edit makes the continuation less likely. print() shows the largest.
+
+    Raises:
+        TypeError, ValueError: A model in training mode, an encoder–decoder, or one whose attention
+            cannot be edited; no tokenizer; words that are not in the text.
+
+    Example:
+        >>> model = regard.load("embedded:lm")
+        >>> found = regard.effect(model, "The animal didn't cross the street because it was too")
+        >>> layer, head, change = found.top(1)[0]  # the head that changes most
     """
     check_model(model)
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer

@@ -23,12 +23,20 @@ from regard.lens.token_labels import clean, clean_label
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """Changes of a log-probability, in nats; below 0 where an edit makes what is said less likely.
+    """What `regard.effect` returns: changes of a log-probability, in nats.
 
-    `heads` (L, H): each head edited alone, NaN for heads that a layer does not have; `layers` (L,):
-    all heads of a layer; `whole`: all heads of all layers. `log_prob` is as the model is, of
-    `token`; `edit` says what was done. `text` is what was read, `edge` the tokens of a look that
-    was forbidden: those that looked, and those looked at.
+    A change is below 0 where the edit makes the continuation less likely. print() shows the heads
+    that change most; `record.add_effect(effect)` keeps it in a record, for the page.
+
+    Args:
+        heads: (L, H), each head edited alone; NaN for heads that a layer does not have.
+        layers: (L,), all heads of one layer edited together.
+        whole: All heads of all layers edited together.
+        log_prob: The log-probability without any edit.
+        token: What it is the log-probability of: the next token, a continuation, a masked word.
+        edit: What was done to the heads, in words.
+        text: What the model read.
+        edge: Where a look was forbidden, the positions that look and those looked at; else None.
     """
 
     heads: Array
@@ -41,7 +49,7 @@ class Effect:
     edge: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def top(self, n: int = 5) -> list[tuple[int, int, float]]:
-        """The heads that change most: layer, head, change."""
+        """The n heads whose edit changes most, as (layer, head, change)."""
         # NaN, of a head that is not there, is sorted last.
         order = np.argsort(-np.abs(self.heads), axis=None, kind="stable")
         order = order[: min(n, np.count_nonzero(~np.isnan(self.heads)))]

@@ -156,7 +156,15 @@ class ModelConfig:
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """How many numbers the model learns, worked out from the config; tied ones count once."""
+    """How many parameters a model of this config has, without making it; tied ones count once.
+
+    Args:
+        config: `model.config`, or one from `models.named_config` or `models.config_of`.
+
+    Example:
+        >>> regard.count_parameters(regard.models.named_config("gpt2"))
+        124439808
+    """
     dim, embed, head = config.dim, config.embed, config.head
     total = config.vocab_size * config.embed_dim
     for blocks in (config.encoder, config.decoder):

@@ -147,7 +147,19 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An encoder, a decoder, or both, as its config says."""
+    """A Transformer of any family: an encoder, a decoder, or both, as its config says.
+
+    `regard.load` makes one with trained weights; `Transformer(config)` has random ones.
+
+    Args:
+        config: From `models.named_config`, or from `models.config_of` and a config.json.
+        device, dtype: Of the parameters.
+
+    Example:
+        >>> config = regard.models.named_config("gpt2")
+        >>> with torch.device("meta"):  # shapes without memory
+        ...     model = regard.Transformer(config)
+    """
 
     origin: Path | None
     """The folder or file the weights came from."""
@@ -207,12 +219,21 @@ class Transformer(nn.Module):
         cache: DecoderCache | None = None,
         keep_hidden: bool = False,
     ) -> Output:
-        """Everything about the text ids_bt, for an encoder–decoder the one being written.
+        """Logits, last hidden states and more for a batch of texts.
 
-        real: (B, T) bool, False at padding. positions: (T,) or (B, T), instead of counting;
-        negative is padding. source (B, S) and source_real, or the memory made of them: what an
-        encoder–decoder reads. mask: joined with the model's own. cache: keys of what came before,
-        from `make_cache`. keep_hidden: keep the vectors between layers.
+        Args:
+            ids_bt: Token ids, (B, T); for an encoder–decoder those of the text being written.
+            real: (B, T) bool, False at padding, on either side (transformers' attention_mask).
+            positions: (T,) or (B, T), instead of counting the real tokens; negative is padding.
+            token_types: (B, T), the segment of each token, for BERT-like models.
+            source: (B, S), the token ids that an encoder–decoder reads. source_real: (B, S), as
+                `real`. memory: what `encode` returned for them, in place of both.
+            mask: Which tokens may look at which, beside the model's own mask.
+            cache: From `make_cache`: the keys and values of the tokens before these.
+            keep_hidden: Keep the hidden states before and after each layer.
+
+        Returns:
+            `Output`: logits (B, T, V), last (B, T, C), memory, pooled (B, C) and hidden.
         """
         if memory is None and self.encoder is not None and self.decoder is not None:
             if source is None:

@@ -55,9 +55,11 @@ class Backend:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The verdict of each backend on a call, in order; `chosen` is the one that runs.
+    """What `explain` returns: which backend runs a call, and why each of the others does not.
 
-    `notes` say why they are asked in this order, `kernel` which of torch's kernels sdpa takes.
+    `chosen` is the name of the one that runs; `verdicts` has for each backend, in the order in
+    which they are asked, None or the reason why it refuses. `notes` say why they are asked in this
+    order, `kernel` which of torch's kernels "sdpa" would take. print() shows all of it.
     """
 
     chosen: str

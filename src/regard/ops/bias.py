@@ -37,7 +37,14 @@ from regard.ops.term import Joined, Placed, Term
 
 
 class Bias(Term):
-    """A number added to each score, after the softcap and before the mask."""
+    """What is added to the scores, after scale and softcap, before the softmax. Join with `+`.
+
+    A bias of your own is a frozen dataclass that derives from `Bias` and says `add`; see
+    CONTRIBUTING.md ("How to add: a bias"). Positions of queries and keys are as in `Mask`.
+
+    Example:
+        >>> bias = regard.ALiBi(8) + regard.DenseBias(torch.zeros(100, 100))
+    """
 
     hides = True
     """Whether the number may be -inf, which means that no look is allowed."""
@@ -51,7 +58,11 @@ class Bias(Term):
     def add(
         self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
     ) -> Tensor:
-        """The number added for the query at position i and the key at position j (broadcast)."""
+        """The number that is added for head h, the query at position i and the key at position j.
+
+        b (batch), h, i and j are int64 tensors that broadcast against each other; return a tensor
+        of type `dtype` that broadcasts with them. shape: the sizes B, H, T, S of the call.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not say what it adds")
 
     def leaves(self) -> list[Tensor]:
@@ -91,7 +102,10 @@ class Bias(Term):
         return self.block(shape, Tile(0, shape.T, 0, shape.S), torch.device(device), dtype)
 
     def at(self, queries: Tensor, keys: Tensor | None = None) -> Bias:
-        """The same bias with given positions of the queries, (T,) or (B, T), and of the keys."""
+        """The same bias with given positions of queries, (T,) or (B, T), and keys, (S,) or (B, S).
+
+        keys=None: the keys have the positions 0 .. S - 1.
+        """
         return BiasAt(self, queries, keys)
 
     def by_distance(self, gaps: Tensor, n_heads: int) -> Tensor:
@@ -107,10 +121,17 @@ class Bias(Term):
 
 @dataclass(frozen=True, eq=False)
 class ALiBi(Bias):
-    """-slope · |i - j|: each head forgets with distance at its own rate.
+    """Attention with linear biases: -slope · |i - j|, a slope for each head (Press et al. 2022).
 
-    `ALiBi(n_heads)` takes the published slopes; `ALiBi(slopes=t)` takes (H,) given ones, learned if
-    they ask for it.
+    Args:
+        n_heads: The number of query heads H; the slopes are the published ones, from 2^(-8/H) down
+            to 2^-8 where H is a power of two.
+        slopes: Slopes of your own, a float tensor (H,), instead of n_heads. They get a gradient if
+            they require one.
+
+    Example:
+        >>> x = torch.randn(1, 8, 100, 64)
+        >>> out = regard.attention(x, x, x, mask=regard.Causal(), bias=regard.ALiBi(8))
     """
 
     n_heads: int | None = None
@@ -166,7 +187,21 @@ class ALiBi(Bias):
 
 @dataclass(frozen=True, eq=False)
 class RelativeTable(Bias):
-    """T5's bias: a number for each bucket of distances and each head; `table` is (n_buckets, H)."""
+    """T5's relative bias: a learned number for each bucket of distances j - i and each head.
+
+    Small distances have a bucket each, larger ones share buckets of logarithmic width, and all
+    from max_distance on have the last.
+
+    Args:
+        table: The numbers, a float tensor (n_buckets, H); it gets a gradient if it requires one.
+        bidirectional: True: half of the buckets are for later keys (encoders). False: later keys
+            share bucket 0 (decoders).
+        max_distance: The distance from which on all share one bucket.
+
+    Example:
+        >>> table = torch.nn.Parameter(torch.zeros(32, 8))
+        >>> bias = regard.RelativeTable(table)
+    """
 
     table: Tensor
     bidirectional: bool = True
@@ -205,7 +240,17 @@ class RelativeTable(Bias):
 
 @dataclass(frozen=True, eq=False)
 class DenseBias(Bias):
-    """Any bias, given whole: a float tensor that broadcasts to (B, H, T, S)."""
+    """A bias given as a tensor. `attention(..., bias=t)` is short for `bias=DenseBias(t)`.
+
+    -inf, and the lowest number of its dtype, hide the key, as a mask does. The tensor gets a
+    gradient if it requires one.
+
+    Args:
+        values: A float tensor that broadcasts to (B, H, T, S).
+
+    Example:
+        >>> bias = regard.DenseBias(torch.randn(8, 100, 100))  # a number for each head and pair
+    """
 
     values: Tensor
     axes: ClassVar = {"values": "B H T S"}

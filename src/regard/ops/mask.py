@@ -61,7 +61,22 @@ class Bounds(NamedTuple):
 
 
 class Mask(Term):
-    """What may be looked at. Join masks with `&`, `|`, `~`."""
+    """Which query may look at which key. Join masks with `&` (both), `|` (either) and `~` (not).
+
+    Positions: keys have the positions 0 .. S - 1, and the last query sits on the last key: query t
+    of T has the position t + S - T. `mask.at(queries, keys)` gives others.
+
+    A mask of your own is a frozen dataclass that derives from `Mask` and says `allows`. It then
+    works on every backend; CONTRIBUTING.md ("How to add: a mask") says what it may tell beside.
+
+    Example:
+        >>> mask = regard.Causal() & ~regard.Window(0, 0)  # what came before, but not itself
+        >>> x = torch.zeros(1, 1, 3, 1)
+        >>> regard.observe(x, x, x, mask=mask, wants=regard.Wants(weights=True)).weights[0, 0]
+        tensor([[0.0000, 0.0000, 0.0000],
+                [1.0000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000]])
+    """
 
     sees_itself = False
     """Whether every query that sits on a key may look at that key, at any shape."""
@@ -69,7 +84,11 @@ class Mask(Term):
     """Whether the keys of every row are one run that begins with the first key, or none."""
 
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
-        """Whether the query at position i may look at the key at position j (broadcast)."""
+        """Whether the query at position i may look at the key at position j.
+
+        b (batch), h (head), i and j are int64 tensors that broadcast against each other; return a
+        bool tensor that broadcasts with them. shape: the sizes B, H, T, S of the call.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not say what it allows")
 
     def bounds(self, box: Box) -> Bounds:
@@ -132,7 +151,11 @@ class Mask(Term):
         return False
 
     def at(self, queries: Tensor, keys: Tensor | None = None) -> Mask:
-        """The same mask with given positions; a key at a negative position is empty."""
+        """The same mask with given positions of queries, (T,) or (B, T), and keys, (S,) or (B, S).
+
+        A key at a negative position is an empty slot of a cache, which nobody sees. keys=None: the
+        keys have the positions 0 .. S - 1. ValueError: this mask does not speak of positions.
+        """
         if not self.positional:
             raise ValueError(
                 f"{type(self).__name__} speaks of rows and keys as they lie in memory, not of "
