@@ -376,7 +376,7 @@ class TestNothingToSee:
 
 
 class TestGivenPositions:
-    """Given positions: the same rule, told where everything stands"""
+    """Given positions: keys need not lie in the order of the text"""
 
     def test_a_rule_follows_the_positions_it_is_given(self) -> None:
         queries, keys = torch.tensor([3, 4]), torch.tensor([4, 0, 3, 1])
@@ -413,7 +413,7 @@ class TestGivenPositions:
 
 
 class TestRotary:
-    """Rotary: the config says which numbers turn together"""
+    """Rotary: the config says which numbers are rotated together"""
 
     def test_halves_pair_each_number_with_the_one_half_a_head_away(self) -> None:
         assert pairs_of("halves") == ["■··■··", "·■··■·", "··■··■"] * 2

@@ -141,8 +141,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
-    rooms = "nn layers positions models generation tokens lens view labs"
-    if name in rooms.split():
+    packages = "nn layers positions models generation tokens lens view labs"
+    if name in packages.split():
         return importlib.import_module(f"regard.{name}")
     raise AttributeError(f"module 'regard' has no attribute {name!r}")
 
