@@ -408,7 +408,7 @@ class TestGivenPositions:
         ids=lambda rule: type(rule).__name__,
     )
     def test_what_speaks_of_keys_as_they_lie_refuses_positions(self, rule: Any) -> None:
-        with pytest.raises(ValueError, match="as they lie in memory"):
+        with pytest.raises(ValueError, match="by their index in memory"):
             rule.at(torch.tensor([0, 1]), torch.tensor([0, 1]))
 
 

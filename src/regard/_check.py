@@ -30,7 +30,7 @@ def check_shapes(tensors: Mapping[str, tuple[Tensor, str]]) -> dict[str, int]:
     for name, (tensor, spelled) in tensors.items():
         letters = spelled.split()
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor ({', '.join(letters)}), got {type(tensor)}")
+            raise TypeError(f"{name} must be a tensor ({', '.join(letters)}), got {_kind(tensor)}")
         if tensor.dim() != len(letters):
             raise ValueError(
                 f"{name} must have {len(letters)} axes ({', '.join(letters)}), "
@@ -46,6 +46,11 @@ def check_shapes(tensors: Mapping[str, tuple[Tensor, str]]) -> dict[str, int]:
                     f"{name} has shape {tuple(tensor.shape)}"
                 )
     return sizes
+
+
+def _kind(value: object) -> str:
+    """What a value is, for an error."""
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def check_float(name: str, tensor: Tensor) -> None:

@@ -96,11 +96,11 @@ def look(
 
         alone = {"truncate": truncate, "window": window, "effect": effect, "edges": edges}
         for what in (option for option, asked in alone.items() if asked):
-            raise ValueError(f"{what} is for a model that reads alone, and {name} translates")
+            raise ValueError(f"{what} cannot be used with {name}, an encoder–decoder; leave it out")
         translation = translate(loaded, text, to)
         return see_translation(loaded, name, text, translation, to, keep=keep)
     if to is not None:
-        raise ValueError(f"to is {to!r}, but {name} reads a text and translates none")
+        raise ValueError(f"to is {to!r}, but {name} does not translate; leave `to` out")
     subject = replace(own_subject(loaded, name), keep=keep)
     note = subject.note_unknown(subject.read(text, fit))
     if note is not None:
@@ -129,10 +129,11 @@ def check_effect(subject: Subject, text: str, fit: Fit, edges: tuple[Where, Wher
     tokenizer = subject.tokenizer or getattr(subject.module, "tokenizer", None)
     if tokenizer is None:
         raise ValueError(
-            f"{subject.name} is no language model, so there is no next token: leave effect out"
+            f"{subject.name} has no head that predicts tokens, so no effect can be measured: leave "
+            "effect and edges out"
         )
     if fit == "window":
-        raise ValueError("an effect is of a text that is read at once; leave effect or window out")
+        raise ValueError("effects cannot be measured in windows; leave out effect, or window")
     if edges is not None:
         said = subject.read(text, fit)
         words = find_words(text, said.labels, said.spans or [(0, 0)] * len(said.ids))
@@ -400,7 +401,7 @@ def _see_windows(
     from regard.lens.windows import join_windows, lay_out, plan_windows
 
     if "values" in subject.keep:
-        raise ValueError("values are not kept of a text that is read in windows; leave one out")
+        raise ValueError("values cannot be kept in windows; leave out values, or window")
     if read.spans is None:
         raise ValueError(
             f"the tokenizer of {subject.name} does not say which characters its tokens are, so "
@@ -408,11 +409,11 @@ def _see_windows(
         )
     before, after = read.specials()
     n_tokens = len(read.ids)
-    n_text, room = n_tokens - before - after, most - before - after
-    if room < 2:
+    n_text, capacity = n_tokens - before - after, most - before - after
+    if capacity < 2:
         raise ValueError(f"{subject.name} takes {most} tokens, too few to read a text in windows")
     ends = [*range(before)], [*range(n_tokens - after, n_tokens)]
-    windows = plan_windows(n_text, room, causal=False)
+    windows = plan_windows(n_text, capacity, causal=False)
     n_places = None if subject.n_layers is None else len(windows) * subject.n_layers
     records: list[Record] = []
     with nullcontext() if progress is None else progress(n_tokens, n_places) as tell:
@@ -425,7 +426,7 @@ def _see_windows(
                 subject.run(batch(said.ids))
             records.append(record)
         if all(place.causal for place in records[0].places):
-            windows = plan_windows(n_text, room, causal=True)
+            windows = plan_windows(n_text, capacity, causal=True)
         layout = lay_out(windows, before, after)
         joined = join_windows(records, layout)
     shown = read.part(layout.order)

@@ -459,7 +459,7 @@ def test_tokens_are_named_by_a_tokenizer() -> None:
     assert (record.source_text, record.source_tokens) == ("abcde", list("abcde"))
     with pytest.raises(TypeError, match="no tokenizer"):
         record.read(object())
-    with pytest.raises(ValueError, match="not seen reading tokens"):
+    with pytest.raises(ValueError, match="no token ids were recorded"):
         record_of(*draw(5, 5)).read(Letters())
 
 

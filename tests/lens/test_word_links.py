@@ -206,7 +206,7 @@ def test_compiled_generation_is_refused_while_it_is_watched() -> None:
     from regard.lens.watch import watch
 
     model = regard.load("embedded:lm")
-    with pytest.raises(ValueError, match="compiled generation runs unseen"), watch(model):
+    with pytest.raises(ValueError, match="a compiled step cannot be watched"), watch(model):
         regard.generate_ids(model, [[3, 1, 4]], max_new_tokens=2, compiled=True)
 
 

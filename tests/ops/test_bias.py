@@ -431,8 +431,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "list": (lambda: DenseBias([1.0]), TypeError, "a bias must be a float tensor, got list"),  # type: ignore[arg-type]
     "at": (lambda: ALiBi(3).at(ONES), TypeError, "queries must hold whole numbers"),
     "at keys": (lambda: ALiBi(3).at(INT3, ONES), TypeError, "keys must hold whole numbers"),
-    "dense at": (lambda: DenseBias(ONES).at(INT3), ValueError, "DenseBias speaks of rows"),
-    "sum at": (lambda: (ALiBi(3) + DenseBias(ONES)).at(INT3), ValueError, "Sum speaks of rows"),
+    "dense at": (lambda: DenseBias(ONES).at(INT3), ValueError, "DenseBias counts rows"),
+    "sum at": (lambda: (ALiBi(3) + DenseBias(ONES)).at(INT3), ValueError, "Sum counts rows"),
     "plus": (lambda: ALiBi(3) + 1.0, TypeError, "unsupported operand"),  # type: ignore[operator]
 }
 MISFITS: dict[str, tuple[Bias, str]] = {

@@ -420,9 +420,9 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "joined memory": (
         lambda: (Causal() & Lengths(INT3)).at(INT3),
         ValueError,
-        "And speaks of rows",
+        "And counts rows",
     ),
-    "at twice": (lambda: Causal().at(INT3).at(INT3), ValueError, "At speaks of rows and keys"),
+    "at twice": (lambda: Causal().at(INT3).at(INT3), ValueError, "At counts rows and keys"),
     "truth": (
         lambda: Causal() and Prefix(1),
         TypeError,

@@ -256,9 +256,9 @@ def test_rows_with_large_scores_are_told_to_the_last_digits(backend: str) -> Non
 BOOLS = torch.ones(5, dtype=torch.bool)
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "top": (lambda: Wants(top=0), ValueError, "top must be at least 1, got 0"),
-    "above 0": (lambda: Wants(above=0.0), ValueError, "above must lie over 0 and at most at 1"),
+    "above 0": (lambda: Wants(above=0.0), ValueError, "above must be greater than 0 and at most 1"),
     "above 1": (lambda: Wants(above=1.1), ValueError, "at most 1/above"),
-    "above nan": (lambda: Wants(above=math.nan), ValueError, "above must lie over 0"),
+    "above nan": (lambda: Wants(above=math.nan), ValueError, "above must be greater than 0"),
     "float mass": (lambda: Wants(mass=torch.ones(5)), TypeError, "mass must be a bool tensor over"),
     "deep mass": (lambda: Wants(mass=BOOLS[None, None]), TypeError, "(S,) or (B, S)"),
     "list mass": (lambda: Wants(mass=[True]), TypeError, "mass must be a bool tensor"),  # type: ignore[arg-type]

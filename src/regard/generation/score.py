@@ -144,8 +144,8 @@ def _read(model: Transformer, tokenizer: Tokenizer, number: int, given: str | Pa
         )
     if not counts:
         raise ValueError(
-            f"text {number}, {text!r:.40}, has no token that anything stands before, so there is "
-            "nothing to score; give a context"
+            f"text {number}, {text!r:.40}, is one token with nothing before it, so it has no "
+            "log-probability; give a context, as (context, text)"
         )
     return _Row(number, ids, counts, len(text.encode("utf-8", "replace")))
 

@@ -177,8 +177,8 @@ def choose(model: Transformer, text: str, to: str | None, place: int | None) -> 
     if to is not None:
         if not known:
             raise ValueError(
-                f"to is {to!r}, but this model's config.json names no directions: it has one, or "
-                "reads it in the text; leave `to` out"
+                f"to is {to!r}, but this model's config.json names no directions: it translates "
+                "one way only, or reads in the text itself what to do; leave `to` out"
             )
         if to not in known:
             raise ValueError(f"to is {to!r}; this model translates to {' or '.join(known)}")
@@ -190,10 +190,10 @@ def choose(model: Transformer, text: str, to: str | None, place: int | None) -> 
     if found is None:
         raise ValueError(
             f"{which} is written in neither Japanese nor Latin letters ({text.strip()[:40]!a}), so "
-            f"it is not known which language is meant; say `to` which of {', '.join(known)}"
+            f"its language is not known; give to= one of {', '.join(known)}"
         )
     if len(others) != 1:
-        raise ValueError(f"say `to` which language to translate: {', '.join(known)}")
+        raise ValueError(f"give the language to translate to: to= one of {', '.join(known)}")
     return others[0]
 
 

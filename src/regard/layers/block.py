@@ -215,7 +215,7 @@ class DecoderBlock(Block):
         kept_memory = None if cache is None else cache.cross_attn
         if cache is not None and kept_memory is None:
             raise ValueError(
-                "the cache has no place for the memory's keys; use make_cache() of this decoder"
+                "the cache was made without cross-attention; use make_cache() of this decoder"
             )
         if memory is None and (kept_memory is None or not kept_memory.filled):
             raise ValueError("a decoder with cross-attention needs a memory (B, S, M)")

@@ -147,8 +147,8 @@ class KVCache:
     def keys(self) -> Tensor:
         """The keys that a growing cache holds, (B, G, S, D)."""
         if self._kept is None:
-            why = "is empty" if self.in_order else "is static, with slots for other keys too"
-            raise ValueError(f"the cache {why}: its keys are those of KVCache.growing(), filled")
+            why = "is empty" if self.in_order else "is a fixed or windowed one, with empty slots"
+            raise ValueError(f"the cache {why}; keys can be read from a filled KVCache.growing()")
         return self._kept[0]
 
     def evict(self, index_bgk: Tensor, slots: bool = True) -> None:
@@ -179,9 +179,9 @@ class KVCache:
         before, after = old_k.shape[2], old_k.shape[2] + k.shape[2]
         if after != step.keys.shape[1]:
             raise ValueError(
-                f"this cache holds {before} keys, and those that it shares its positions with "
+                f"this cache holds {before} keys, but the other layers of its stack hold "
                 f"{step.keys.shape[1] - k.shape[2]}: a cache from make_cache() is for the whole "
-                "stack; give a block that runs alone a cache of its own"
+                "stack; give a layer that runs alone a KVCache.growing() of its own"
             )
         tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (old_k, old_v, k, v))
         if tracked or torch.compiler.is_compiling():

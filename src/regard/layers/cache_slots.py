@@ -94,7 +94,9 @@ class Slots(ABC):
     def evict(self, n: int) -> None:
         """Leave n keys, whichever those are: heads may keep different ones. The text goes on after
         all that came, and the keys count as the n last before it."""
-        raise ValueError("a static cache keeps its slots: evict keys from a growing one")
+        raise ValueError(
+            "keys cannot be evicted from a fixed or windowed cache; use KVCache.growing()"
+        )
 
     @abstractmethod
     def reset(self) -> None:
@@ -118,11 +120,13 @@ class GrowingSlots(Slots):
     def evict(self, n: int) -> None:
         length, before = self.length, self._n_keys
         if length is None or not 0 < n <= before:
-            raise ValueError(f"the cache holds {before} keys, of which {n} cannot be kept")
+            raise ValueError(
+                f"keep is {n}, but the cache holds {before} keys; expected 1 to {before}"
+            )
         if self._keys is not None and bool((self._keys < 0).any()):
             raise ValueError(
-                "the cache holds padding, which would be seen among keys that are kept head by "
-                "head; evict from rows of one length, or from one row at a time"
+                "the cache holds padding, which cannot be told from tokens once each head keeps "
+                "other keys; evict from rows of one length, or from one row at a time"
             )
         self._keys = length[:, None] - n + torch.arange(n, device=length.device)
         self._n_keys, self._next, self._in_line, self.evicted = n, length.clone(), False, True

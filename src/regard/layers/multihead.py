@@ -287,8 +287,8 @@ class MultiHeadAttention(Observable):
             return self._prepare_self(x_btc, positions, cache, mask, bias)
         if positions is not None or isinstance(cache, KVCache):
             raise ValueError(
-                "attention to a memory takes no positions, and no cache but a CrossCache: "
-                "positions and KVCache speak of x alone"
+                "attention to a memory takes no positions= and no KVCache, which are for "
+                "self-attention; to keep the memory's keys give a CrossCache"
             )
         q_bhtd = self._split(self.q_proj(x_btc), self.q_norm)
         k_bgsd, v_bgsd = self._remember(memory, cache)
@@ -304,8 +304,8 @@ class MultiHeadAttention(Observable):
     ) -> Ready:
         if self.kv_dim != self.dim:
             raise ValueError(
-                f"the layer was made for a memory of width kv_dim={self.kv_dim} and x has "
-                f"dim={self.dim}: pass memory="
+                f"this layer is for cross-attention (kv_dim={self.kv_dim} is not dim={self.dim}): "
+                "pass memory="
             )
         if not isinstance(places, Places):
             places = self.place(x_btc, places, cache)
@@ -315,7 +315,9 @@ class MultiHeadAttention(Observable):
         rotary = self.rotary
         if rotary is not None:
             if places.phases is None:
-                raise ValueError("positions were placed by a layer without rotary; this one has it")
+                raise ValueError(
+                    "positions= came from place() of a layer without rotary; use this one's"
+                )
             q_bhtd = rotate_pairs(q_bhtd, places.phases, rotary.config)
             if places.key_phases is None:
                 k_bgtd = rotate_pairs(k_bgtd, places.phases, rotary.config)
@@ -361,8 +363,8 @@ class MultiHeadAttention(Observable):
         own += [name for name in ("window", "rotary") if getattr(self, name) is not None]
         if own:
             raise ValueError(
-                f"this layer has {', '.join(own)}, which speak of positions in one text, and was "
-                "given a memory, which is another; use a layer without, and mask= or bias="
+                f"this layer has {', '.join(own)}, which need positions in one text, and a memory "
+                "is another text; use a layer without, and give mask= or bias="
             )
         if cache is not None and cache.k is not None and cache.v is not None:
             if memory is not None and memory.shape[1] != cache.k.shape[2]:
@@ -396,9 +398,9 @@ class MultiHeadAttention(Observable):
         late = scaling is not None and scaling.rotates_kept_keys
         if cache.slots.evicted and (bias is not None or self.window is not None or late):
             raise ValueError(
-                "keys were evicted from this cache, so where each of the others stood is not "
-                "known, and a bias, a window or a rotary scaling that rotates kept keys asks for "
-                "it; evict from models that have none of these"
+                "keys were evicted from this cache, so the positions of the others are not known, "
+                "but this layer's bias, window or rotary scaling needs them; evict only from "
+                "models that have none of these"
             )
         if cache.in_order and not cache.slots.evicted:
             return
@@ -406,8 +408,9 @@ class MultiHeadAttention(Observable):
             lying = None if term is None else term.unplaced()
             if lying is not None:
                 raise ValueError(
-                    f"{lying} speaks of keys as they lie in memory, and this cache lays them "
-                    "otherwise; tell padding by positions (-1 is padding), or use KVCache.growing()"
+                    f"{lying} counts rows and keys by their index in memory, and this cache keeps "
+                    "keys in another order; mark padding by positions= (-1), or use "
+                    "KVCache.growing()"
                 )
 
     def extra_repr(self) -> str:

@@ -91,8 +91,8 @@ def effect(
     stacks = [getattr(model, name, None) for name in ("encoder", "decoder")]
     if None not in stacks or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
-            f"{type(model).__name__} reads two texts, and an effect is of one that a language "
-            "model or an encoder reads; `regard.edit` takes models of both"
+            f"{type(model).__name__} is an encoder–decoder, and effect takes language models and "
+            "masked models; `regard.edit` edits encoder–decoders too"
         )
     block = None if edges is None else make_block(edges)
     given, text = text, use_own_mask(tokenizer, text)
@@ -141,8 +141,8 @@ def check_layers(model: nn.Module, layers: Sequence[Layer]) -> None:
     if n_stacks != 1:
         raise ValueError(
             f"{type(model).__name__} has {n_stacks} stacks of attention layers that can be edited; "
-            "expected one: effect is for a model that reads alone, on regard's attention, Hugging "
-            "Face's interface or torch.nn's modules"
+            "expected one, on regard's attention, Hugging Face's attention interface or torch.nn's "
+            "modules"
         )
 
 
@@ -167,7 +167,7 @@ def find_asked(model: nn.Module, text: str, on: str | None, tokenizer: Any) -> A
     whole = read_text(tokenizer, text + joint + on)
     counted = [n for n, (_, end) in enumerate(whole.spans) if end > len(text) and n > 0]
     if not counted:
-        raise ValueError(f"on is {on!r}, of which the tokenizer makes no token")
+        raise ValueError(f"on is {on!r}, which adds no token to the text; give a continuation")
     return Asked(whole.ids, [n - 1 for n in counted], [whole.ids[n] for n in counted])
 
 

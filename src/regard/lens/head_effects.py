@@ -84,9 +84,12 @@ def put_effect(effect: Effect, about: Description, arrays: CheckedArrays) -> Non
 
 def check_fits(effect: Effect, about: Description) -> None:
     if len(about.effects) >= MOST_EFFECTS:
-        raise ValueError(f"the record has {len(about.effects)} effects, and a file takes no more")
+        raise ValueError(
+            f"the record has {len(about.effects)} effects, the most that a file can keep; keep the "
+            "others in another record of the text"
+        )
     if about.window is not None:
-        raise ValueError("the record is of windows of a text, of which no effect is measured")
+        raise ValueError("an effect cannot be added to a record of windows; record the text in one")
     said = clean(effect.text).strip()
     if about.text and said not in about.text:
         raise ValueError(
@@ -96,13 +99,16 @@ def check_fits(effect: Effect, about: Description) -> None:
     layers = [place.layer for place in about.places]
     if len(set(layers)) < len(layers) or any(place.kind != "self" for place in about.places):
         raise ValueError(
-            "the record is of several texts or stacks, and an effect is of one text that one "
-            "stack of layers reads"
+            "the record has several texts or several stacks of layers; an effect can be added to a "
+            "record of one text and one stack"
         )
     most = max(layers) + 1, max(max(place.heads) for place in about.places) + 1
     if effect.heads.shape[0] < most[0] or effect.heads.shape[1] < most[1]:
         what = f"{most[0]} layers of up to {most[1]} heads"
-        raise ValueError(f"the record has {what}, and the effect {effect.heads.shape} of them")
+        raise ValueError(
+            f"the record has {what}, and the effect is of {effect.heads.shape[0]} layers of up to "
+            f"{effect.heads.shape[1]} heads; give one of the same model"
+        )
     numbers = [effect.heads[place.layer, list(place.heads)] for place in about.places]
     numbers += [effect.layers, np.array([effect.whole, effect.log_prob])]
     if not all(np.isfinite(part).all() for part in numbers):
@@ -110,7 +116,8 @@ def check_fits(effect: Effect, about: Description) -> None:
     last = max((max(side) for side in effect.edge or ()), default=-1)
     if last >= len(about.tokens):
         raise ValueError(
-            f"the effect forbids a look of token {last}, and the record has {len(about.tokens)}"
+            f"the effect's edge names token {last}, and the record has {len(about.tokens)} tokens; "
+            "give one of the same text"
         )
 
 

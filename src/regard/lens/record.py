@@ -126,8 +126,7 @@ class Record:
     @property
     def _arrays(self) -> CheckedArrays:
         if self._checked is None:
-            what = "the record is still being made: it can be asked when the `with watch(...)`"
-            raise RuntimeError(f"{what} block has ended")
+            raise RuntimeError("the record is empty until the `with watch(...)` block has ended")
         return self._checked
 
     def _fill(self, seen: Description, arrays: Mapping[str, Array]) -> None:
@@ -178,7 +177,7 @@ class Record:
         own = self._ids_of(self.places[-1].n_queries, range(len(self.places) - 1, -1, -1))
         if own is None:
             raise ValueError(
-                "the model was not seen reading tokens; record.describe(tokens=...) names them"
+                "no token ids were recorded; give the labels by record.describe(tokens=...)"
             )
         labels = label(tokenizer, own.tolist())
         self.describe(text=labels.text, tokens=labels.tokens, spans=labels.spans)

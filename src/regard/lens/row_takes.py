@@ -128,8 +128,8 @@ class RowTakes:
             ] = None
             return (0,)
         raise ValueError(
-            f"attends in a batch of {B} rows, and a record is of those named: watch(model, row=0), "
-            "or several, row=[0, 1]"
+            f"the batch has {B} rows; say which to record: watch(model, row=0), or several, "
+            "row=[0, 1]"
         )
 
     def _key(self, call: Call, row: int) -> str:
@@ -140,9 +140,11 @@ class RowTakes:
         if self._has_left(call, takes, row):
             return self._follow_row(call, takes, row)
         if not -B <= row < B:
-            raise ValueError(f"row is {row}, and the batch has {B} rows")
+            raise ValueError(f"row={row} was asked for, and the batch has {B} rows")
         if self.heads is not None and not all(0 <= h < call.shape.H for h in self.heads):
-            raise ValueError(f"heads are {self.heads}, and there are {call.shape.H}")
+            raise ValueError(
+                f"heads={list(self.heads)} were asked for; it has 0 to {call.shape.H - 1}"
+            )
         ids, suffix = self._ids(B, row % B, call.shape.T), self._key(call, row)[len(call.name) :]
         whole = call if self.extras.wants_values else replace(call, v=None)
         call = whole.of(row % B, self.heads)

@@ -444,7 +444,7 @@ def first_keys(call: Call, n: int, runs: FoundRuns | None) -> Fit:
         return Fit(call, 0, runs)
     if not call.follows_keys:
         raise ValueError(
-            f"{call.name} has keys that no query sees, under a rule that counts from the last key; "
+            f"{call.name} has empty cache slots, and a mask or bias that counts from the last key; "
             "this cache cannot be recorded"
         )
     return Fit(call.with_keys(slice(0, n)), 0, runs)

@@ -172,18 +172,20 @@ def _check(
         raise TypeError(f"wants must be a Wants(...), got {type(wants).__name__}")
     if wants is not None and (wants.weights or wants.above is not None or wants.rows is not None):
         raise ValueError(
-            "weights, above and rows are not kept in a record; keep queries and keys, from which "
-            'the record makes any of them: watch(model, keep="qk")'
+            "weights, above and rows cannot be kept in a record; keep queries and keys, from which "
+            'the record computes any weight: watch(model, keep="qk")'
         )
     asked = None if wants is None else wants.receiving()
     if asked is not None and not asked.is_plain:
         raise ValueError(
-            "a record keeps what keys receive from all queries, as a sum: received=True; weighted, "
-            "for some queries or as a mean or maximum, `regard.observing` tells it of our layers"
+            "a record keeps the plain sum that keys receive from all queries: received=True. Use "
+            "`regard.observing` for a Received(...), with layers of regard"
         )
     unknown = sorted(keep - {"statistics", "qk", *EXTRAS})
     if unknown:
         known = '"statistics" or "qk"', ", ".join(f'"{name}"' for name in EXTRAS)
-        raise ValueError(f"keep must be {known[0]}, and beside it {known[1]}; got {unknown[0]!r}")
+        raise ValueError(
+            f"keep has {unknown[0]!r}; expected {known[0]}, or several, with any of {known[1]}"
+        )
     if heads is not None and (not len(heads) or len(set(heads)) < len(heads)):
         raise ValueError(f"heads must name at least one head, each once, got {list(heads)}")

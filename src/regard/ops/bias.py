@@ -305,8 +305,9 @@ class BiasAt(Placed, Bias):
         super().__post_init__()
         if not self.inner.positional:
             raise ValueError(
-                f"{type(self.inner).__name__} speaks of rows and keys as they lie in memory, "
-                "not of positions"
+                f"{type(self.inner).__name__} counts rows and keys by their index in memory, not "
+                "by position; give positions to the other biases alone: bias.at(queries, keys) + "
+                f"{type(self.inner).__name__}(...)"
             )
 
     @property

@@ -158,8 +158,8 @@ class Mask(Term):
         """
         if not self.positional:
             raise ValueError(
-                f"{type(self).__name__} speaks of rows and keys as they lie in memory, not of "
-                "positions; give positions to the other part and join: mask.at(queries, keys) & "
+                f"{type(self).__name__} counts rows and keys by their index in memory, not by "
+                "position; give positions to the other masks alone: mask.at(queries, keys) & "
                 f"{type(self).__name__}(...)"
             )
         return At(self, queries, keys)

@@ -228,7 +228,10 @@ class Wants:
             or self.mass.dtype != torch.bool
             or self.mass.dim() not in (1, 2)
         ):
-            raise TypeError("mass must be a bool tensor over the keys, (S,) or (B, S)")
+            raise TypeError(
+                "mass must be a bool tensor over the keys, (S,) or (B, S), "
+                f"got {_describe(self.mass)}"
+            )
         if not isinstance(self.received, (bool, Received)):
             raise TypeError(
                 f"received must be True, False or a Received(...), got {self.received!r}"
@@ -237,8 +240,8 @@ class Wants:
             raise ValueError(f"top must be at least 1, got {self.top}")
         if self.above is not None and not 0.0 < self.above <= 1.0:
             raise ValueError(
-                "above must lie over 0 and at most at 1 (a row has at most 1/above such weights), "
-                f"got {self.above}"
+                "above must be greater than 0 and at most 1 (a row has at most 1/above such "
+                f"weights), got {self.above}"
             )
 
     def picture(self) -> Map | None:
@@ -327,7 +330,7 @@ class ReceivedAttention:
         """What the key gets from all of them together."""
         if self.by != "sum":
             raise AttributeError(
-                f'total and mean are told of Received(by="sum"); this is the {self.by}, in `value`'
+                f'total and mean need Received(by="sum"); this is a {self.by}: read `value`'
             )
         return self.value
 

@@ -129,7 +129,9 @@ def cells_of(record: Record, place: int, head: int, most: int, style: Style = PL
     if style.scale != "chance":
         return cells
     if not record.has_weights(place):
-        raise BadView(f"{cut(here.name, 80)} kept a picture alone, so nothing is held to chance")
+        raise BadView(
+            f'{cut(here.name, 80)} kept a coarse map only; scale="chance" needs keep="qk"'
+        )
     chance = chance_cells(record, place, window, grid)
     return np.divide(cells, chance, out=np.zeros_like(cells), where=chance > 0)
 

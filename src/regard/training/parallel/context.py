@@ -100,7 +100,7 @@ class Parts:
 
             return own.with_held(widen_held)
         raise ValueError(
-            f"{type(mask).__name__} speaks of keys as they lie in memory, and with the text cut "
+            f"{type(mask).__name__} counts keys by their index in memory, and with the text cut "
             "over ranks most of them lie elsewhere; tell padding by positions (-1 is padding), "
             "documents by Documents(ids) of this rank's own tokens, or use data="
         )
