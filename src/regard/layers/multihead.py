@@ -56,11 +56,11 @@ class ProjectionBias:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where the tokens of one call stand: made once by `place`, read by each layer of a stack.
+    """The positions of the tokens of one call: computed once by `place`, for all layers of a stack.
 
-    `positions` None: as they lie, or as the cache has them. `phases` are rotary's. `keys` are the
-    keys' own positions, where they are not the queries' (see `Elsewhere`). `step` is for the KV
-    cache, and `key_phases` for kept keys that are rotated anew as the text grows.
+    `positions` None: 0, 1, 2, ..., or what follows in the cache. `phases` are rotary's. `keys` are
+    the positions of keys where they are not those of the queries (see `SequenceShards`). `step` is
+    for the KV cache, and `key_phases` for kept keys that are rotated anew as the text grows.
     """
 
     positions: Tensor | None = None
@@ -70,8 +70,8 @@ class Places:
     key_phases: Phases | None = None
 
 
-class Whole(NamedTuple):
-    """Keys and values of a whole text, and positions of queries and keys, None for as they lie."""
+class GatheredKeys(NamedTuple):
+    """Keys and values of a whole text, and positions of queries and keys (None: 0, 1, 2, ...)."""
 
     k: Tensor
     v: Tensor
@@ -79,17 +79,17 @@ class Whole(NamedTuple):
     keys: Tensor | None
 
 
-class Elsewhere(Protocol):
-    """What other processes hold of a text that is cut over them; set from outside as `elsewhere`.
+class SequenceShards(Protocol):
+    """Context parallelism: the other processes that hold parts of the text; set as `layer.shards`.
 
-    With it x is one part of the text, and its queries see the keys of all parts. `place` answers
-    for the layer's `place`; `join` comes between its projections and its attention.
+    With it x is one part of the text, and its queries see the keys of all parts. `place` replaces
+    the layer's own `place`; `join` is called between its projections and its attention.
     """
 
     def place(self, layer: MultiHeadAttention, x_btc: Tensor, positions: Tensor | None) -> Places:
         """Where the tokens of this part stand, and the keys of all parts."""
 
-    def join(self, k_bgtd: Tensor, v_bgtd: Tensor, places: Places, rule: Rule) -> Whole:
+    def join(self, k_bgtd: Tensor, v_bgtd: Tensor, places: Places, rule: Rule) -> GatheredKeys:
         """All parts' keys and values; gradients go back to the part they came from."""
 
 
@@ -103,7 +103,7 @@ class Rule(TypedDict):
     sinks: Tensor | None
 
 
-class Ready(NamedTuple):
+class AttentionInputs(NamedTuple):
     """All that one call of attention needs."""
 
     q: Tensor
@@ -190,7 +190,7 @@ class MultiHeadAttention(Observable):
         self.reset_parameters()
         self.own_mask = both(Causal() if causal else None, window and Window(*window))
         self.fused: FusedLinear | None = None
-        self.elsewhere: Elsewhere | None = None
+        self.shards: SequenceShards | None = None
 
     def reset_parameters(self) -> None:
         """Set what this module itself holds; the projections and norms reset themselves."""
@@ -250,8 +250,8 @@ class MultiHeadAttention(Observable):
         if x_btc.dim() != 3:
             check_shapes({"x": (x_btc, "B T C")})
         batch, n_new, device, rotary = *x_btc.shape[:2], x_btc.device, self.rotary
-        if self.elsewhere is not None:
-            return self.elsewhere.place(self, x_btc, positions)
+        if self.shards is not None:
+            return self.shards.place(self, x_btc, positions)
         if isinstance(cache, KVCache):
             cache = cache.slots.advance(batch, n_new, device, positions)
         if cache is not None:
@@ -277,7 +277,7 @@ class MultiHeadAttention(Observable):
         bias: Bias | Tensor | None,
         positions: Tensor | Places | None,
         cache: KVCache | CrossCache | None,
-    ) -> Ready:
+    ) -> AttentionInputs:
         if not isinstance(x_btc, Tensor) or x_btc.dim() != 3 or x_btc.shape[2] != self.dim:
             sizes = check_shapes({"x": (x_btc, "B T C")})
             raise ValueError(f"x has C={sizes['C']}, but the layer has dim={self.dim}")
@@ -292,7 +292,7 @@ class MultiHeadAttention(Observable):
             )
         q_bhtd = self._split(self.q_proj(x_btc), self.q_norm)
         k_bgsd, v_bgsd = self._remember(memory, cache)
-        return Ready(q_bhtd, k_bgsd, v_bgsd, self._rule(mask, bias))
+        return AttentionInputs(q_bhtd, k_bgsd, v_bgsd, self._rule(mask, bias))
 
     def _prepare_self(
         self,
@@ -301,7 +301,7 @@ class MultiHeadAttention(Observable):
         cache: KVCache | None,
         mask: Mask | None,
         bias: Bias | None,
-    ) -> Ready:
+    ) -> AttentionInputs:
         if self.kv_dim != self.dim:
             raise ValueError(
                 f"this layer is for cross-attention (kv_dim={self.kv_dim} is not dim={self.dim}): "
@@ -327,12 +327,12 @@ class MultiHeadAttention(Observable):
             bias = alibi if bias is None else alibi + bias
         if cache is None:
             at, keys = places.positions, places.positions
-            if self.elsewhere is not None:
+            if self.shards is not None:
                 rule = self._rule(mask, bias)
-                k_bgtd, v_bgtd, at, keys = self.elsewhere.join(k_bgtd, v_bgtd, places, rule)
+                k_bgtd, v_bgtd, at, keys = self.shards.join(k_bgtd, v_bgtd, places, rule)
             if at is not None and keys is not None:
                 mask, bias = place(mask, bias, at, keys)
-            return Ready(q_bhtd, k_bgtd, v_bgtd, self._rule(mask, bias))
+            return AttentionInputs(q_bhtd, k_bgtd, v_bgtd, self._rule(mask, bias))
         if cache.window is not None or not cache.in_order or cache.slots.evicted:
             self._check_cache(cache, mask, bias)
         k_bgsd, v_bgsd, keys, at, in_line = cache.update(k_bgtd, v_bgtd, places.step)
@@ -340,9 +340,9 @@ class MultiHeadAttention(Observable):
             mask, bias = place(mask, bias, at, keys)
         if rotary is not None and places.key_phases is not None:
             k_bgsd = rotate_pairs(k_bgsd, places.key_phases, rotary.config)
-        return Ready(q_bhtd, k_bgsd, v_bgsd, self._rule(mask, bias))
+        return AttentionInputs(q_bhtd, k_bgsd, v_bgsd, self._rule(mask, bias))
 
-    def _attend(self, ready: Ready) -> Tensor:
+    def _attend(self, ready: AttentionInputs) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         heads_bhtd = self._attention(
             ready.q, ready.k, ready.v, **ready.rule, dropout=dropout, backend=self.backend

@@ -110,7 +110,7 @@ class Recorder:
         self.entered: Counter[int] = Counter()
         self.attended: Counter[str] = Counter()
         self.handling = self.paused = self.n_entered = 0
-        self.turns: list[int] = []  # of each module that runs: which number it had as it began
+        self.entries: list[int] = []  # of each module that runs: which number it had as it began
         # Modules that may run fused behind a `forward` into which nobody sees.
         self.hidden: set[int] = set()
         self.origins = TensorOrigins()
@@ -159,7 +159,7 @@ class Recorder:
         self.stack.append(module)
         self.entered[id(module)] += 1
         self.n_entered += 1
-        self.turns.append(self.n_entered)
+        self.entries.append(self.n_entered)
         if outermost and not compiled:
             self.attempt(name, self._count_inputs, args)
         if args and (self.inputs.n_inputs is None or id(module) in self._words):
@@ -172,7 +172,7 @@ class Recorder:
             return
         while stack.pop() is not module:
             pass
-        del self.turns[len(stack) :]
+        del self.entries[len(stack) :]
         if self._without_mode is module and self.mode is not None:
             self._without_mode = None
             push_mode(self.mode)
@@ -225,7 +225,7 @@ class Recorder:
 
     def _end(self) -> None:
         self.stack.clear()
-        self.turns.clear()
+        self.entries.clear()
         self._without_mode = None
         self.origins.clear()
         if self.mode is not None:
@@ -259,11 +259,11 @@ class Recorder:
     def locate(self, call: Call) -> Located:
         """The layer of a call and the name of its place, by how often it has been there."""
         attended = self.attended
-        turn = call.name, self.entered[id(self.stack[-1])] if self.stack else 0
+        entry = call.name, self.entered[id(self.stack[-1])] if self.stack else 0
         numbers = self._layers.setdefault((stack_of(call.name), bool(call.cross)), {})
         attended[call.name] += 1
         name = name_place(call.name, attended[call.name])
-        return Located(name, numbers.setdefault(turn, len(numbers)))
+        return Located(name, numbers.setdefault(entry, len(numbers)))
 
     def is_cross(self, call: Call) -> bool:
         """Whether a call looks at another text: as its hook says, else as before, else by name."""
@@ -322,7 +322,7 @@ class Recorder:
             self.is_open = False
             self.left_out.add(f"the rest of {type(self.model).__name__}", error)
             self.stack.clear()
-            self.turns.clear()
+            self.entries.clear()
             if self.mode is not None:
                 remove_mode(self.mode)
 
@@ -358,7 +358,9 @@ class Recorder:
             if self.on_call is not None:
                 self.on_call(call, located)
                 return True
-            return self.takes.take(call, found, self.inputs, self.turns[-1] if self.turns else 0)
+            return self.takes.take(
+                call, found, self.inputs, self.entries[-1] if self.entries else 0
+            )
 
     def _find_shard(self, call: Call) -> tuple[Call, HeadShard | None]:
         """The call with the heads that are here, and where the others are."""

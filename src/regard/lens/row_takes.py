@@ -66,7 +66,7 @@ class RowTakes:
         self.takes: dict[str, list[Take]] = {}
         self.order: list[Take] = []
         self.remarks: dict[str, None] = {}
-        self._read, self._turn = Inputs(), 0
+        self._read, self._entry = Inputs(), 0
         # Where each row of the record is now, if rows have left the batch; none if it has too.
         self._moved: dict[int, tuple[int, ...]] = {}
         self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
@@ -78,17 +78,17 @@ class RowTakes:
         """Whether the place of a call has been recorded before."""
         return any(self.takes.get(self._key(call, row)) for row in self.rows or (0,))
 
-    def take(self, call: Call, found: Located | None, read: Inputs, turn: int) -> bool:
+    def take(self, call: Call, found: Located | None, read: Inputs, entry: int) -> bool:
         """Record a call, and say whether it was: one that is not `found` only continues others.
 
-        turn: which entry of a module it belongs to.
+        entry: which entry of a module it belongs to.
         """
         if not call.shape.T or not call.shape.S:
             return False
         if self._read is not read:
             self._read = read
             self._moved.clear()
-        self._turn = turn
+        self._entry = entry
         return any([self._take_row(call, found, row) for row in self._rows_of(call)])
 
     def drop(self, name: str) -> None:
@@ -149,7 +149,7 @@ class RowTakes:
         whole = call if self.extras.wants_values else replace(call, v=None)
         call = whole.of(row % B, self.heads)
         # A second stream over the same keys in one run of a module is no later text (ProphetNet).
-        earlier = [take for take in takes if take.turn != self._turn or call.shape.T == 1]
+        earlier = [take for take in takes if take.entry != self._entry or call.shape.T == 1]
         for take in earlier:
             if self._continue(take, call, ids):
                 return True
@@ -169,7 +169,7 @@ class RowTakes:
                 )
             fresh = self._make_take(call, takes, found, suffix)
             self.extras.prepare(fresh, whole)
-        fresh.n_rows, fresh.turn = B, self._turn
+        fresh.n_rows, fresh.entry = B, self._entry
         fit = fresh.fit(call, self.runs_of(call))
         assert fit is not None, "the first call of a take always fits"
         fresh.add(fit, ids)
@@ -184,7 +184,7 @@ class RowTakes:
             fit = None if moved is None else take.fit(moved, self.runs_of(moved))
         if fit is not None:
             take.add(fit, ids)
-            take.turn = self._turn
+            take.entry = self._entry
         return fit is not None
 
     def _has_left(self, call: Call, takes: list[Take], row: int) -> bool:

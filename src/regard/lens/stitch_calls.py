@@ -107,7 +107,7 @@ class Take:
         self.norms: list[Tensor] = []
         self.gradients: dict[str, Tensor] = {}
         self.n_queries = self.n_keys = self.calls = self.first = 0
-        self.n_rows, self.turn = 1, 0
+        self.n_rows, self.entry = 1, 0
         self.exact = self.causal = self.whole_pictures = True
         self.ids: list[Tensor] | None = []
         self.prints: Tensor | None = None

@@ -28,7 +28,7 @@ from regard._torch import is_plainly_eager
 from regard.ops import decode
 from regard.ops.bias import ALiBi, BiasAt
 from regard.ops.call import Call, Given
-from regard.ops.kernels.decode import MOST_QUERIES, SUMS, Plan, attend, find_plan, told
+from regard.ops.kernels.decode import MOST_QUERIES, SUMS, Plan, attend, find_plan, kernel_terms
 from regard.ops.kernels.launch import PLANS
 from regard.ops.mask import And, At
 from regard.ops.masks import Causal, Documents, Lengths, Window
@@ -66,7 +66,7 @@ class Step(NamedTuple):
     plan: Plan
     sizes: tuple[int, int, int, int]
     """Those of the output in memory."""
-    is_turned: bool
+    is_transposed: bool
     """Whether these are (B, T, H, E); of one query they may be (B, H, T, E) as well."""
     scratch: int
     """So many numbers are kept of the parts; 0 where there is one."""
@@ -83,7 +83,7 @@ def attend_again(form: Form) -> Tensor | None:
     if isinstance(step, str):
         q, k, v = form.tensors
         return attend_plain(q, k, v, None, form.name[1])
-    plan, sizes, is_turned, n_scratch, read = step
+    plan, sizes, is_transposed, n_scratch, read = step
     device = plan.parts.current_device()
     run, join = plan.parts.variant(device), plan.join.variant(device)
     if run is None or (n_scratch and join is None):
@@ -103,7 +103,7 @@ def attend_again(form: Form) -> Tensor | None:
         at = scratch.data_ptr()
         run(at_q, at_k, at_v, *terms, at, *written, *plan.numbers)
         join(at, terms[-1], *written, plan.n_parts, plan.n_rows)  # type: ignore[misc]
-    return output.transpose(1, 2) if is_turned else output
+    return output.transpose(1, 2) if is_transposed else output
 
 
 def keep_plain(form: Form) -> None:
@@ -120,7 +120,7 @@ def attend_first(call: Call, form: Form) -> Tensor:
     rule = decode.find_rule(call.rule, call.q.device)
     output = attend(inputs, rule, numbers, call.sinks).output
     if form.name not in PLANS:
-        terms, ints, floats = told(rule, numbers, call.sinks)
+        terms, ints, floats = kernel_terms(rule, numbers, call.sinks)
         plan = find_plan(inputs, terms, ints, floats)
         given = [(number, terms[i]) for number, i in enumerate(READ)]
         found = [(number, _find(term, form)) for number, term in given if term is not None]

@@ -140,7 +140,7 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
 
 
 def _choose_levels(
-    records: Sequence[Record], order: Sequence[_Head], room: int, levels: Sequence[int]
+    records: Sequence[Record], order: Sequence[_Head], budget: int, levels: Sequence[int]
 ) -> tuple[int | None, bool]:
     """The finest rounding at which the matrices of all heads fit, or the coarsest; do they fit?
 
@@ -156,7 +156,7 @@ def _choose_levels(
     choices = (None, *levels)
     for choice in choices:
         packed = sum(len(pack(strip, choice)) for strip in strips)
-        if packed * sum(cells) <= _MARGIN * room * sum(strip.size for strip in strips):
+        if packed * sum(cells) <= _MARGIN * budget * sum(strip.size for strip in strips):
             return choice, True
     return choices[-1], False
 
