@@ -1,9 +1,9 @@
 """The KV cache: keys and values of earlier calls, so that each new token is computed once.
 
-How: a layer hands its new keys and values to `update` and attends to what comes back. Which
-positions these have is `Slots`' to say (`cache_slots.py`), and the layer gives them to its rules.
-A negative position is padding or an empty slot, which nobody sees, whatever it holds. So each row
-of a batch starts and goes on by itself.
+How: a layer gives its new keys and values to `update` and attends to what this returns. `Slots`
+(`cache_slots.py`) keep the positions of all keys, which the layer gives to its masks and biases. A
+negative position is padding or an empty slot, which nobody sees, whatever it holds. So each row of
+a batch has positions of its own.
 
 - `KVCache.growing()` keeps everything, in order of arrival. Gradients pass through it, where they
   are asked for; where they are not, buffers grow by half when they are full, so that a step does

@@ -1,15 +1,16 @@
-"""Multi-head attention as a layer: project, split into heads, place, attend, join, project.
+"""Multi-head attention as a layer: project, split into heads, rotate, attend, merge, project.
 
-Why: the operation in `attention` knows tensors and a rule; a layer has weights, and knows where its
-tokens stand and what came before.
+Why: the operation `regard.attention` has no weights; a layer has projections, knows the positions
+of its tokens, and keeps a KV cache.
 
-How: four plain projections, separate modules since files, sharding, adapters and quantisation speak
-of them one by one. The layer's own rule (causal, window, ALiBi) joins what the caller gives: masks
-with "and", biases by sum.
+How: four plain projections are separate modules, since checkpoints, sharding, adapters and
+quantisation name them one by one. The layer's own mask and bias (causal, window, ALiBi) are joined
+with those of the caller: masks with `&`, biases with `+`.
 
-Positions: without any, tokens stand as they lie. Given ones, (T,) or (B, T), move every rule that
-speaks of positions, and rotary; a negative position is padding, which nobody sees. With a cache
-they go on by themselves. `place` works them out once, for all layers of a stack.
+Positions: without any, tokens have the positions 0, 1, 2, ... Given ones, (T,) or (B, T), are used
+by rotary and by every mask and bias that depends on positions; a negative one is padding, which
+nobody sees. With a cache the positions continue those in the cache. `place` computes them once, for
+all layers of a stack.
 
 A memory has no positions in common with x: layers that are causal, windowed, rotary or ALiBi refuse
 one.

@@ -1,7 +1,7 @@
-"""How layers hand out attention: `with observing(model, Wants(...)) as seen`.
+"""Observing layers: `with observing(model, Wants(...)) as seen: model(x)`.
 
-Why: a model's `forward` returns its output and nothing else, and must stay so. What the heads
-looked at comes out beside it.
+Why: a model's `forward` returns its output and nothing else, and should stay so. What the heads
+looked at is collected beside it.
 
 How: `attention` gives every call to a hook (`ops/call_hook.py`), and an attention layer says who is
 calling. While a block runs, the hook asks `observe` about the queries and keys of each call,

@@ -1,13 +1,12 @@
-"""What a model's attention is called with, put in order: the recorder, to which hooks give calls.
+"""The recorder of a `watch` block: hooks give it the calls of attention, and it sorts them.
 
-How: it knows the modules of the model and which of them is running, by hooks that belong to no
-module. Calls go on to the takes of their place (`row_takes.py`). An error in any of this leaves out
-the place, and is told when the block ends; it never ends the model's own call. One in following the
-modules themselves ends the recording, with a note. Layers are numbered
-in the order in which they are called, each stack and each kind from 0 on (`stack_of`): a module
-that shares its weights among twelve layers is twelve layers, and what a list holds beside attention
-is none. Layers that are not wanted count too. Where `on_call` is set, it is given each call, all
-rows of the batch, and nothing is recorded.
+How: global module hooks tell it which module of the model is running. Each call goes on to the
+takes of its place (`row_takes.py`). An error in any of this leaves out the place and is reported
+when the block ends; it never ends the model's own call. An error in following the modules ends the
+recording, with a note. Layers are numbered in the order in which they are called, from 0 in each
+stack and kind (`stack_of`): one module whose weights are shared by twelve layers is twelve layers,
+and list entries that do not attend are none. Layers that are not asked for count too. If `on_call`
+is set, it gets each call with all rows of the batch, and nothing is recorded.
 
 Letters: B batch, T queries, S keys, H heads.
 """

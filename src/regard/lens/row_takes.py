@@ -1,9 +1,9 @@
-"""What is recorded of which rows: a call goes to the take of its place and row that it continues.
+"""Which rows of the batch are recorded, and which earlier calls a call continues.
 
-How: each place has one list of takes for each row that is recorded. A call goes to the take whose
-keys it has, or opens a new one (`stitch_calls.py`). Texts that have ended may leave a batch while
-it is written; the row of the record is then found again by its keys. Rows that change places, as
-beams do, are no text, and refused.
+How: each place has, for each recorded row, a list of takes, one for each text. A call is added to
+the take whose keys it has, or opens a new one (`stitch_calls.py`). Finished texts may leave the
+batch during generation; the row of the record is then found again by its keys. Rows that change
+places in the batch, as beams do, are refused.
 
 Letters: B batch, T queries, S keys, H heads.
 """

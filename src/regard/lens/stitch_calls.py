@@ -1,4 +1,4 @@
-"""One place while it is being recorded: calls come in, each put behind the ones before it.
+"""A take: the calls of one place for one text, joined into one matrix as they come in.
 
 Why: in generation a place is called for the prompt and then for each token, with keys from a cache
 that grows, slides, or lies in slots. A record is one matrix, so each call must find its rows and

@@ -1,12 +1,12 @@
 """The one Transformer: embedding, blocks, head.
 
-Why: GPT-2, BERT, LLaMA and T5 are the same program with other numbers; here it is written once.
+Why: GPT-2, BERT, LLaMA and T5 are the same program with other settings; here it is written once.
 
-How: `encode` reads a source text, `run` gives the last vectors of a text, `head` makes logits of
-vectors, and calling the model does all of it. Padding is told by `real` (True
+How: `encode` reads a source text, `run` returns the last hidden states of a text, `head` turns
+hidden states into logits, and calling the model does all of it. Padding is given as `real` (True
 where a token is real) and becomes positions: the running count of a row's real tokens, and -1 for
-padding, which nobody sees. So a row answers the same wherever its padding lies. Mask and positions
-are made here and only read below.
+padding, which nobody sees. So a row's output does not depend on where its padding is. Mask and
+positions are computed here and only read below.
 
 Left out: generation, which is a loop around `run` and `head`, and losses.
 

@@ -1,9 +1,9 @@
-"""Which path runs: one table, one loop, a sentence from each that refuses.
+"""Which backend runs a call: one table, one loop, and a reason from each backend that refuses.
 
-A backend is a name, a function that says why it refuses a call (None when it does not), and what it
-does: `run(call)` gives the output, `observe(call)` what is wanted about the weights too. `choose`
-takes the first in the device's order that does not refuse; `backend=` names the only candidate. No
-option is dropped on the way: a backend honours all of a call or refuses it.
+A backend has a name, `refuse(call)`, which returns a reason or None, `run(call)`, which returns the
+output, and `observe(call)`, which returns the wants too. `choose` takes the first backend in the
+device's order that does not refuse; `backend=` names the only candidate. No option is silently
+ignored: a backend does all that a call asks for, or refuses it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Biases are values too: what is added to the scores, said once, rendered wherever it is needed.
+"""Biases are values: each defines once what it adds to the scores; all other forms follow from it.
 
 The one definition is `add(b, h, i, j, shape, dtype)`, the number added to the score of the query at
-position i and the key at position j. From it come the dense tensor (`dense`, `block`) and the
-FlexAttention function. Biases that hold learned numbers also tell how a gradient on the scores
-becomes a gradient on those numbers: `grad_at` and `grad_block` for one tile, `grad_join` for all
-tiles together. One that does not tell it is differentiated by the reference alone.
+position i and the key at position j. The dense tensor (`dense`, `block`) and the FlexAttention
+function are derived from it. Biases with learned numbers also define how a gradient of the scores
+becomes a gradient of those numbers: `grad_at` and `grad_block` for one tile, `grad_join` for all
+tiles together. A bias without these can be differentiated by the reference backend only.
 
 -inf, and the most negative number of the bias's own type, mean "may not look": both are read as
 -inf.

@@ -1,10 +1,10 @@
-"""Attention in tiles: the reference's numbers without the reference's matrix.
+"""Attention in tiles, with the online softmax: the reference's numbers without its T × S matrix.
 
-The matrix is walked in tiles. For each band of queries the running maximum, the running sum and the
-running output are kept, and beside them whatever was asked about the rows (entropy, peak, distance,
-mass). Tiles that the mask empties are skipped, tiles that it leaves whole are not masked. Extra
-memory is O(T + S), forward and backward: the backward pass makes the weights again, tile by tile,
-from the saved logsumexp.
+The matrix is computed tile by tile. For each band of queries the running maximum, the running sum
+and the running output are kept, and with them whatever was asked about the rows (entropy, peak,
+distance, mass). Tiles in which the mask hides every pair are skipped, tiles in which it hides none
+are not masked. Extra memory is O(T + S), forward and backward: the backward pass recomputes the
+weights, tile by tile, from the saved logsumexp.
 
 On a CPU the two products are to take most of the time. So a tile is written in one scratch buffer
 and changed in place, exp is reckoned as a power of 2, which torch has vectorised, heads are walked

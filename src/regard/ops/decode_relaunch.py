@@ -1,15 +1,15 @@
-"""A step of generation that lies as an earlier one did: launched without working out how.
+"""Relaunching a step of generation: a call like an earlier one skips checks and planning.
 
-Why: a step reads a cache in the time in which Python makes a few dozen calls. To check a call, to
-find what its kernel is told and how it is cut took longer than that, and all of it follows from
-what the call is made of.
+Why: a step reads a cache in the time in which Python makes a few dozen calls. Checking a call and
+planning its kernel launch took longer than that, and their result depends only on the form of the
+call.
 
-How: everything but the numbers in tensors is the form of a call: how its tensors lie, which masks
-and biases hold them, and what else these hold. The first call of a form is run as any other, and a
-`Step` is kept for it, if all that the kernel reads are tensors of the call itself and nothing that
-was rendered or copied for it. The next one, of which only addresses are new, is handed over with
-these. It need not be checked again: errors follow from the form, as no value is read on a GPU. A
-call whose mask hides nothing, such as a window over fewer keys, is kept as a plain one.
+How: the form is everything but the numbers in the tensors: shapes, strides and dtypes, and which
+masks and biases hold which tensors. The first call of a form runs as any other, and a `Step` is
+kept for it, if the kernel reads only tensors of the call itself, nothing that was rendered or
+copied for it. A later call, of which only the addresses are new, is launched with these. It need
+not be checked again: errors follow from the form, as no value is read on a GPU. A call whose mask
+hides nothing, such as a window over fewer keys, is kept as a plain one.
 
 Left out, and run as any other: masks and biases that the kernel is not told by numbers, gradients,
 transforms, autocast, graphs that are being traced.

@@ -1,23 +1,20 @@
-"""Masks are values: each says once which query may look at which key, and every rendering follows.
+"""Masks are values: each defines once which query may look at which key; all other forms follow.
 
-The one definition is `allows(b, h, i, j, shape)`, a claim about indices that works on any
-broadcastable integer tensors. From it come the dense tensor (`dense`, `block`) and the
-FlexAttention function (`flex`). Where more is known, a mask also tells
-- `interval`: the keys of each row as one run lo..hi, when they are one run (padding, windows,
-causal);
-- `bounds`: for a grid of tiles, which may hold a visible pair and which hold only visible pairs, so
-that whole tiles are skipped or left unmasked (`tiles` gives the empty / mixed / full picture);
-- `is_causal_flag`: whether torch's `is_causal` flag means exactly this.
-
-Letters: B batch, H heads, T queries, S keys; b, h, i, j indices. Position: the last query sits on
-the last key, so query row t has position i = t + S - T. True means: this query may look at this
-key.
-
-- `window`: how far back and ahead it sees, `span`: the keys that all queries of a sample see
-alike; each when that is all it says.
+The one definition is `allows(b, h, i, j, shape)`, a predicate on indices that works on any integer
+tensors that broadcast. The dense tensor (`dense`, `block`) and the FlexAttention function (`flex`)
+are derived from it. What else a mask knows of itself makes it faster:
+- `interval`: the keys of each row as one run lo..hi, if they are one (padding, windows, causal);
+- `bounds`: of a grid of tiles, which may hold a visible pair and which hold only visible pairs, so
+  that whole tiles are skipped or left unmasked (`tiles`: empty, mixed or full);
+- `window`: how far back and ahead a query sees, if that is all that the mask says;
+- `span`: the keys that all queries of a sample see alike, if that is all that the mask says;
+- `is_causal_flag`: whether torch's `is_causal` flag means exactly this mask.
 
 The masks themselves are in `masks.py`; here is what a mask is and how masks are joined. What
 concerns the tensors it holds is in `term.py`. Left out: masks that depend on the values of q or k.
+
+Letters: B batch, H heads, T queries, S keys; b, h, i, j indices. Position: the last query is at the
+last key, so query row t has position i = t + S - T. True means: this query may look at this key.
 """
 
 from __future__ import annotations

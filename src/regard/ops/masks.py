@@ -1,8 +1,8 @@
-"""The masks: causal, window, padding, packing, prefix, and any given whole.
+"""The masks: causal, window, padding, packing, prefix, and any that is given as a tensor.
 
-Each is a small value with one claim (`allows`) and what can be told of it without looking at every
-pair (`bounds`, `interval`, `window`); `mask.py` says what these mean and how masks are joined.
-`True` means: may look.
+Each has one definition (`allows`) and what is known of it without evaluating every pair (`bounds`,
+`interval`, `window`); `mask.py` says what these mean and how masks are joined. `True` means: this
+query may look at this key.
 
 Letters: B batch, H heads, T queries, S keys; positions i of queries and j of keys.
 """

@@ -1,7 +1,7 @@
 """The public functions: `attention`, `observe`, `explain`.
 
-A call is checked (`call.py`), hooks are told of it (`call_hook.py`), and the first backend that
-does not refuse runs it (`backends.py`). In a block of edits it is edited first (`edit_hook.py`).
+A call is checked (`call.py`), given to hooks (`call_hook.py`), and run by the first backend that
+does not refuse it (`backends.py`). Inside `regard.edit` it is edited first (`edit_hook.py`).
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """

@@ -1,4 +1,4 @@
-"""What may be asked about the weights (`Wants`), and how the answers come (`Observation`).
+"""What can be asked about the weights (`Wants`), and how it is answered (`Observation`).
 
 Every answer is about the softmax weights, per head, before dropout. With sinks a row sums to less
 than one, and `lse` is the logarithm of the whole denominator, the sink's share included. Where a
