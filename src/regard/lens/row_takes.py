@@ -216,10 +216,17 @@ class RowTakes:
         while name in known:  # another text
             number += 1
             name = name_place(call.name + suffix, number)
-        cross, heads = bool(call.cross), self.heads or ()
-        wants, keep = self.chosen.wants, self.chosen.keep
-        shared = self.copier, cross, heads, self._replays, self._named
-        take = Take(name, found.layer, wants, keep, *shared)
+        take = Take(
+            name=name,
+            layer=found.layer,
+            wants=self.chosen.wants,
+            keep=self.chosen.keep,
+            copier=self.copier,
+            cross=bool(call.cross),
+            heads=self.heads or (),
+            replays=self._replays,
+            named=self._named,
+        )
         takes.append(take)
         self.order.append(take)
         return take
