@@ -36,7 +36,7 @@ BUDGET = 9_700_000  # bytes of data in a page; the bundle comes on top
 MOST_CELLS = 1 << 24  # of a matrix that a browser is given whole
 _SAMPLED = 16  # heads, and of each of them
 _SAMPLED_ROWS = 64  # rows, that are packed to find how many bytes all take
-_MARGIN = 0.93  # of the bytes that are left, for what was reckoned from them
+_MARGIN = 0.93  # of the bytes that are left, for what was estimated
 _SMALLER = (
     SMALL_CELLS,
     100,
@@ -144,7 +144,7 @@ def _choose_levels(
 ) -> tuple[int | None, bool]:
     """The finest rounding at which the matrices of all heads fit, or the coarsest; do they fit?
 
-    What a matrix takes is reckoned from some rows of some heads.
+    The size of a packed matrix is estimated from some rows of some heads.
     """
     cells = [math.prod(records[which].grid(place) or (0,)) for which, place, _ in order]
     if max(cells) > MOST_CELLS:
