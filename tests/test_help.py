@@ -2,26 +2,43 @@
 
 import contextlib
 import doctest
+import importlib
 import inspect
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import regard
 
+PARTS = {
+    "layers": "BlockConfig Decoder Encoder FeedForward ProjectionBias RelativeConfig make_norm",
+    "positions": "DynamicNTK Learned Linear Llama3 LongRoPE Rotary RotaryConfig Sinusoidal YaRN "
+    "scaling_from_dict",
+    "models": "config_of named_config",
+    "view": "make_widget plot serve write_page",
+    "labs": "fit_chinchilla fit_kaplan",
+}
+"""What is made or called by hand of the packages below."""
 NAMES = [name for name in regard.__all__ if callable(getattr(regard, name))]
+NAMES += [f"{part}.{name}" for part, names in PARTS.items() for name in names.split()]
 FOUND = {"Record", "Tokenizer", "KVCache", "Mask", "Bias", "HeadOutputs", "Explanation"}
 """Classes that a user is given, by a call or a static method, and does not construct by arguments;
 `Observation` is one, too, whose fields are those of `Wants`."""
 PARAMETERS = sorted(set(NAMES) - FOUND - {"Observation"})
 
 
+def find(name: str) -> Any:
+    part, _, own = name.rpartition(".")
+    return getattr(importlib.import_module(f"regard.{part}") if part else regard, own)
+
+
 def explained(name: str) -> str:
     """The docstrings that `help()` shows first: of a class those of its constructor, too."""
-    thing = getattr(regard, name)
+    thing = find(name)
     parts = [inspect.getdoc(thing)]
     if inspect.isclass(thing) and "__init__" in vars(thing):
         parts.append(inspect.cleandoc(thing.__init__.__doc__ or ""))
@@ -31,11 +48,11 @@ def explained(name: str) -> str:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_every_parameter_is_explained(name: str) -> None:
     text = explained(name)
-    parameters = inspect.signature(getattr(regard, name)).parameters
+    parameters = inspect.signature(find(name)).parameters
     named = {
         n
-        for group in re.findall(r"(?:^|\. )\s*((?:\w+, )*\w+):\s", text, re.M)
-        for n in group.split(", ")
+        for group in re.findall(r"(?:^|\. )\s*((?:\w+,\s+)*\w+):\s", text, re.M)
+        for n in re.split(r",\s+", group)
     }
     asked = {
         parameter.name

@@ -47,7 +47,7 @@ Sides: TypeAlias = tuple[int | None, int | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionBias:
-    """Which projections have a bias."""
+    """q, k, v, out: Whether each of the projections has a bias."""
 
     q: bool = True
     k: bool = True

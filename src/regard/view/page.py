@@ -52,7 +52,7 @@ _TELLING = ("previous", "next", "same", "induction")  # what sinks do, tells not
 
 
 def make_page(record: Record, other: Record | None = None, *, budget: int = BUDGET) -> str:
-    """The text of the page, of one record or of two compared; `budget` is in bytes of data."""
+    """The page as a string of HTML; arguments as in `write_page`."""
     records = [record] if other is None else [record, other]
     return whole_page(page_title(record), make_data(records, "static", budget))
 
@@ -65,9 +65,14 @@ def write_page(
     budget: int = BUDGET,
     tell: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write the page to a file, whole or not at all; gives its path.
+    """Write a page that opens offline, atomically, and return its path.
 
-    tell: called with a sentence where not every weight fitted, or weights are rounded.
+    Args:
+        path: The file.
+        record: What it shows.
+        other: A second record, to compare with.
+        budget: The most bytes of weights in it; what does not fit is rounded, or left out.
+        tell: Called with a sentence that says what was rounded or left out.
     """
     records = [record] if other is None else [record, other]
     data = make_data(records, "static", budget)
