@@ -298,6 +298,12 @@ assert attention is regard.attention
     run_fresh(code)
 
 
+@pytest.mark.parametrize("package", ["ops", "layers", "training", "labs"])
+def test_a_package_is_loaded_when_it_is_first_named(package: str) -> None:
+    code = f"import regard; print(regard.{package}.__name__, {package!r} in dir(regard))"
+    assert run_fresh(code).split() == [f"regard.{package}", "True"]
+
+
 def test_every_public_name_is_there() -> None:
     code = "import regard; print(*(name for name in regard.__all__ if not hasattr(regard, name)))"
     assert run_fresh(code).split() == []

@@ -83,12 +83,14 @@ def attention(
         else:
             with call_hook.quiet():
                 heard = make_call(q, k, v, **rule) if edited is None else edited.call
+                # What a hook asks about rows may come from the very pass that gives the output.
                 output = attend_and_tell(heard) if dropout == 0.0 and backend == "auto" else None
                 if output is None:
                     call_hook.active(heard)
             if output is not None:
                 return output if edited is None else edited.change(output)
     if dropout == 0.0 and backend == "auto":
+        # Fast paths: the same backend as below would choose, with less work on the host.
         output = None
         if bias is None and softcap is None and sinks is None:
             output = attend_plain(q, k, v, mask, scale)
