@@ -615,7 +615,9 @@ def test_what_makes_no_sense_is_refused_in_words() -> None:
     refused(
         r"expected \(T,\) or \(B, T\) with B=3, T=7", lambda: make()(draw(), positions=FAR[0, :5])
     )
-    refused("got <class 'list'>", lambda: make()(draw(), positions=[1]), TypeError)
+    refused(r"a RotaryConfig\(head_dim=3\), got True", lambda: make(rotary=True), TypeError)
+    refused("cache is a bool; expected", lambda: make()(draw(), cache=True), TypeError)
+    refused("got a list", lambda: make()(draw(), positions=[1]), TypeError)
     refused("expected whole numbers", lambda: make()(draw(), positions=draw(T)), TypeError)
     refused("a mask must be a bool tensor", lambda: make()(draw(), mask=draw(T, T)), TypeError)
 

@@ -268,6 +268,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "cells": (lambda: Wants(map=(3, 0)), ValueError, "at least 1 × 1 cells, got 3 × 0"),
     "rows": (lambda: Wants(rows=[0, 3]), ValueError, "rows must lie between 0 and T-1=2, got 3"),
     "row -1": (lambda: Wants(rows=[-1]), ValueError, "rows must lie between 0 and T-1=2, got -1"),
+    "a dict": (lambda: {"top": 3}, TypeError, "wants must be a Wants(...), got a dict"),
+    "the class": (lambda: Wants, TypeError, "got the class Wants; make one of it, Wants(...)"),
+    "top as text": (lambda: Wants(top="3"), TypeError, "top must be a whole number, got '3'"),  # type: ignore[arg-type]
+    "top as flag": (lambda: Wants(top=True), TypeError, "top must be a whole number, got True"),
+    "above as text": (lambda: Wants(above="x"), TypeError, "above must be a number, got 'x'"),  # type: ignore[arg-type]
+    "one size": (lambda: Wants(map=5), TypeError, "map must be (height, width) or a Map"),  # type: ignore[arg-type]
+    "a size alone": (lambda: Wants(map=(5,)), TypeError, "map must be (height, width)"),  # type: ignore[arg-type]
+    "half a cell": (lambda: Wants(map=(5.5, 2)), TypeError, "height must be a whole number"),  # type: ignore[arg-type]
+    "one row": (lambda: Wants(rows=3), TypeError, "rows must be numbers of queries, [0, 7]"),  # type: ignore[arg-type]
+    "half a row": (lambda: Wants(rows=[1.5]), TypeError, "each of rows must be a whole number"),  # type: ignore[list-item]
 }
 WINDOWS = [((2, 4), None), ((1, 1), None), ((-1, 2), None), (None, (0, 6)), (None, (3, 2))]
 

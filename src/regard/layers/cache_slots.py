@@ -26,7 +26,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from regard._check import check_count, check_positions, readable
+from regard._check import check_count, check_positions, name_kind, readable
 from regard._torch import assert_async
 
 
@@ -285,7 +285,7 @@ class RingSlots(StaticSlots):
 def as_rows(positions: Tensor, n_rows: int, n_new: int) -> Tensor:
     """Positions (T,) or (B, T) as int64 (N, T), N being 1 or B, or why they are no such thing."""
     if not isinstance(positions, Tensor):
-        raise TypeError(f"positions must be a tensor (T,) or (B, T), got {type(positions)}")
+        raise TypeError(f"positions must be a tensor (T,) or (B, T), got {name_kind(positions)}")
     check_positions(positions)
     rows = positions if positions.dim() == 2 else positions[None]
     if rows.shape[1] != n_new or rows.shape[0] not in (1, n_rows):

@@ -308,6 +308,8 @@ class MultiHeadAttention(Observable):
                 f"this layer is for cross-attention (kv_dim={self.kv_dim} is not dim={self.dim}): "
                 "pass memory="
             )
+        if cache is not None and not isinstance(cache, KVCache):
+            raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache for this layer")
         if not isinstance(places, Places):
             places = self.place(x_btc, places, cache)
         parts = run_fused(self.fused, (self.q_proj, self.k_proj, self.v_proj), x_btc)
@@ -471,6 +473,8 @@ def check_rule(
     backend: str,
 ) -> None:
     """Refuse what `attention` would refuse, when the layer is made."""
+    if rotary is not None and not isinstance(rotary, RotaryConfig):
+        raise TypeError(f"rotary must be a RotaryConfig(head_dim={head_dim}), got {rotary!r}")
     if rotary is not None and rotary.head_dim != head_dim:
         raise ValueError(
             f"rotary was configured for head_dim={rotary.head_dim}, but the layer has "

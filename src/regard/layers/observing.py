@@ -121,8 +121,9 @@ def observing(model: nn.Module, wants: Wants) -> Iterator[Seen]:
     }
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no attention layer of ours, so nothing can be observed; "
-            "regard.convert(model) swaps torch.nn's layers for ours"
+            f"{type(model).__name__} has no attention layer of regard, so nothing can be observed; "
+            "regard.convert(model) swaps torch.nn's layers for regard's, and regard.watch takes "
+            "any model"
         )
     before = [(vars(layer), dict(vars(layer))) for layer in layers.values()]
     seen = Seen({name: [] for name in layers})

@@ -24,7 +24,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from regard._check import check_float
+from regard._check import check_count, check_float, name_kind
 from regard.ops.shape import (
     Shape,
     Tile,
@@ -116,6 +116,8 @@ class Bias(Term):
         return numbers.expand(n_heads, len(gaps))
 
     def __add__(self, other: Bias) -> Bias:
+        if isinstance(other, Tensor):
+            raise TypeError("a bias is joined with a bias: write bias + DenseBias(tensor)")
         return Sum(self, other) if isinstance(other, Bias) else NotImplemented
 
 
@@ -259,7 +261,10 @@ class DenseBias(Bias):
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor):
-            raise TypeError(f"a bias must be a float tensor, got {type(self.values).__name__}")
+            raise TypeError(
+                "a bias must be a float tensor, or a Bias such as ALiBi(n_heads); got "
+                f"{name_kind(self.values)}"
+            )
         if self.values.dtype == torch.bool:
             raise TypeError("a bool tensor is a mask, not a bias: mask=Dense(t), True = may look")
         check_float("bias", self.values)
@@ -390,8 +395,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
     Other counts take those of the next lower power of two, then every second one of the next
     higher.
     """
-    if n_heads < 1:
-        raise ValueError(f"n_heads must be at least 1, got {n_heads}")
+    check_count("n_heads", n_heads)
     lower = 2 ** int(math.log2(n_heads))
     slopes = [2 ** (-8 * (k + 1) / lower) for k in range(lower)]
     slopes += [2 ** (-4 * (2 * k + 1) / lower) for k in range(n_heads - lower)]

@@ -294,6 +294,8 @@ def check_number(name: str, value: float, positive: bool = False) -> float:
         raise TypeError(
             f"{name} must be a number, got a tensor; a learned {name} is multiplied into q instead"
         )
+    if isinstance(value, str):
+        raise TypeError(f"{name} must be a number, got {value!r}")
     number = float(value)
     # By comparisons, which a compiler can trace where the number is open.
     if not -math.inf < number < math.inf or (positive and number <= 0):

@@ -166,16 +166,23 @@ class Mask(Term):
         return self
 
     def __and__(self, other: Mask) -> Mask:
-        return And(self, other) if isinstance(other, Mask) else NotImplemented
+        return And(self, other) if _is_mask(other) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+        return Or(self, other) if _is_mask(other) else NotImplemented
 
     def __invert__(self) -> Mask:
         return Not(self)
 
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value; join masks with & | ~, not with and / or / not")
+
+
+def _is_mask(other: object) -> bool:
+    """Whether a mask can be joined with it; a tensor is refused with what to write instead."""
+    if isinstance(other, Tensor):
+        raise TypeError("a mask is joined with a mask: write mask & Dense(tensor)")
+    return isinstance(other, Mask)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._check import readable
+from regard._check import name_kind, readable
 from regard.ops.mask import Bounds, Box, Mask
 from regard.ops.shape import (
     Shape,
@@ -382,10 +382,15 @@ class Dense(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(self.seen, Tensor) or self.seen.dtype != torch.bool:
-            kind = self.seen.dtype if isinstance(self.seen, Tensor) else type(self.seen)
+            expected = (
+                "a mask must be a bool tensor (True = this query may look at this key), or a Mask "
+                "such as Causal()"
+            )
+            if not isinstance(self.seen, Tensor):
+                raise TypeError(f"{expected}; got {name_kind(self.seen)}")
             raise TypeError(
-                "a mask must be a bool tensor (True = this query may look at this key), "
-                f"got {kind}; a float tensor added to the scores is a bias: bias=DenseBias(t)"
+                f"{expected}; got {self.seen.dtype}. A float tensor added to the scores is a bias: "
+                "bias=DenseBias(t)"
             )
 
     def check(self, shape: Shape) -> None:

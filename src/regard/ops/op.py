@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from regard._check import name_kind
 from regard._torch import is_transformed
 from regard.ops import call_hook, edit_hook
 from regard.ops.backends import Explanation, attend_and_tell, attend_by_kernels, choose
@@ -161,6 +162,8 @@ def observe(
 
 def observe_call(call: Call, wants: Wants, backend: str = "auto") -> Observation:
     """What is wanted about a call that has been checked; hooks do not hear of it."""
+    if not isinstance(wants, Wants):
+        raise TypeError(f"wants must be a Wants(...), got {name_kind(wants)}")
     wants.check(call.rule.shape)
     asked = wants.receiving()
     inside = asked is not None and asked.rows is not None and is_transformed(asked.rows)
@@ -202,5 +205,7 @@ def explain(
         'sdpa'
     """
     rule: Given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
+    if wants is not None and not isinstance(wants, Wants):
+        raise TypeError(f"wants must be a Wants(...), got {name_kind(wants)}")
     call = make_call(q, k, v, **rule, dropout=dropout)
     return explain_call(replace(call, wants=wants), backend)

@@ -11,10 +11,11 @@ Letters: B batch, H heads, T queries, S keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,6 +49,8 @@ class Map:
     keys: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        check_whole("a map's height", self.height)
+        check_whole("a map's width", self.width)
         if self.height < 1 or self.width < 1:
             raise ValueError(f"a map needs at least 1 × 1 cells, got {self.height} × {self.width}")
 
@@ -236,13 +239,26 @@ class Wants:
             raise TypeError(
                 f"received must be True, False or a Received(...), got {self.received!r}"
             )
-        if self.top is not None and self.top < 1:
-            raise ValueError(f"top must be at least 1, got {self.top}")
+        if self.top is not None:
+            check_whole("top", self.top)
+            if self.top < 1:
+                raise ValueError(f"top must be at least 1, got {self.top}")
+        if isinstance(self.above, str):
+            raise TypeError(f"above must be a number, got {self.above!r}")
         if self.above is not None and not 0.0 < self.above <= 1.0:
             raise ValueError(
                 "above must be greater than 0 and at most 1 (a row has at most 1/above such "
                 f"weights), got {self.above}"
             )
+        if self.rows is not None:
+            if not isinstance(self.rows, Iterable) or isinstance(self.rows, str):
+                raise TypeError(f"rows must be numbers of queries, [0, 7], got {self.rows!r}")
+            for row in self.rows:
+                check_whole("each of rows", row)
+        if self.map is not None and not isinstance(self.map, Map):
+            if not isinstance(self.map, tuple | list) or len(self.map) != 2:
+                raise TypeError(f"map must be (height, width) or a Map(...), got {self.map!r}")
+            self.picture()
 
     def picture(self) -> Map | None:
         """The map asked for, in its full form."""
@@ -405,6 +421,12 @@ class Observation:
     map: Tensor | None = None
     rows: Tensor | None = None
     weights: Tensor | None = None
+
+
+def check_whole(name: str, value: object) -> None:
+    """Refuse what is no whole number, before it fails somewhere inside."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt | np.integer):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
 
 
 def mean_of(total: Tensor, weight: Tensor) -> Tensor:
