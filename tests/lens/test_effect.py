@@ -146,6 +146,10 @@ def test_what_cannot_be_asked_is_refused(small: Any) -> None:
         regard.effect(SUBJECTS["distilbert"](), "looking", tokenizer=Letters())
     with pytest.raises(ValueError, match="has 0 stacks of attention layers that can be edited"):
         regard.effect(SUBJECTS["gptj"](), "looking", tokenizer=Letters())
+    with pytest.raises(TypeError, match="on is a int; expected str"):
+        regard.effect(small, TEXT, on=5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model is a str; expected a torch\.nn\.Module"):
+        regard.effect("embedded:lm", TEXT)  # type: ignore[arg-type]
     small.train()
     try:
         with pytest.raises(ValueError, match="in training mode"):

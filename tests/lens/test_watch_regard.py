@@ -307,6 +307,10 @@ def test_what_cannot_be_asked_is_refused_in_words() -> None:
         pass
     with pytest.raises(ValueError, match=r"keep has .all.; expected"), watch(model, keep="all"):
         pass
+    with pytest.raises(TypeError, match="keep is True; expected"), watch(model, keep=True):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(TypeError, match="tokens is one text"), watch(model, tokens="abc"):
+        pass
     with pytest.raises(TypeError, match="Wants"), watch(model, {"entropy"}):  # type: ignore[arg-type]
         pass
     with pytest.raises(TypeError, match=r"nn\.Module"), watch(lambda x: x):  # type: ignore[arg-type]

@@ -86,6 +86,9 @@ def effect(
         >>> layer, head, change = found.top(1)[0]  # the head that changes most
     """
     check_model(model)
+    for name, given in (("text", text), ("on", "" if on is None else on)):
+        if not isinstance(given, str):
+            raise TypeError(f"{name} is a {type(given).__name__}; expected str")
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     check_eval(model)
     stacks = [getattr(model, name, None) for name in ("encoder", "decoder")]

@@ -47,6 +47,7 @@ from regard.lens.schema import (
     CheckedArrays,
     Description,
     Place,
+    check_index,
     find_ends,
     make_kept,
     read_description,
@@ -156,6 +157,9 @@ class Record:
         source_tokens: what cross-attention looks at. vocabulary: names of ids in `next_tokens`.
         """
         about = self._about
+        for name, given in (("tokens", tokens), ("source_tokens", source_tokens)):
+            if isinstance(given, str):
+                raise TypeError(f"{name} is one text; expected a list with a label for each token")
         about.text = about.text if text is None else clean(text)
         about.tokens = about.tokens if tokens is None else [clean_label(label) for label in tokens]
         about.spans = about.spans if spans is None else [(int(a), int(z)) for a, z in spans]
@@ -489,8 +493,3 @@ class Record:
         if self._checked is None:
             return "Record(in the making)"
         return f"Record({self.model!r}, {len(self.tokens)} tokens, {len(self.places)} places)"
-
-
-def check_index(what: str, value: int, count: int) -> None:
-    if not 0 <= value < count:
-        raise IndexError(f"{what} {value} is out of range; there are {count}")

@@ -68,7 +68,7 @@ def watch(
     wants: Wants | None = None,
     *,
     layers: Collection[int | str] | int | None = None,
-    heads: Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
     keep: str | Sequence[str] = "statistics",
     row: int | Sequence[int] | None = None,
     tokens: Sequence[str] | None = None,
@@ -85,7 +85,7 @@ def watch(
             Default: `DEFAULT_WANTS`, entropy, peak, distance, received and the 8 largest weights.
         layers: Which layers: numbers, counted from 0 in the order in which they are called (in each
             stack), or names of modules, or of modules around them. Default: all.
-        heads: Numbers of heads. Default: all.
+        heads: The number of a head, or several. Default: all.
         keep: "statistics": only what was measured, with a coarse map. "qk": queries and keys too,
             from which every single weight can be computed again, in memory for T × D numbers a
             head. Beside either, as in ("qk", "values"): "values" (norms of the value vectors, for
@@ -118,7 +118,10 @@ def watch(
         True
         >>> record.read(model.tokenizer).save("cat.regard")  # opens with: regard view cat.regard
     """
+    if not isinstance(keep, str | Collection):
+        raise TypeError(f'keep is {keep!r}; expected "statistics", "qk", or several words')
     asked = {keep} if isinstance(keep, str) else set(keep)
+    heads = [heads] if isinstance(heads, int) else heads
     model = getattr(model, "_orig_mod", model)  # of one that torch.compile gave
     _check(model, wants, asked, heads)
     rows = _check_rows(row)

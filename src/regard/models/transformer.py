@@ -29,7 +29,7 @@ from regard.layers.dropout import Dropout
 from regard.layers.feedforward import make_activation
 from regard.layers.matvec import linear
 from regard.layers.norm import make_norm
-from regard.models.config import ModelConfig
+from regard.models.config import ModelConfig, check_config
 from regard.ops import Dense, Mask
 from regard.positions import Learned, Sinusoidal
 from regard.tokens import Tokenizer
@@ -172,6 +172,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_config(config)
         self.config = config
         self.origin = None
         factory: Any = {"device": device, "dtype": dtype}

@@ -147,6 +147,9 @@ def save_int8(model: Transformer, path: str | os.PathLike[str]) -> None:
 
 def gather(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a folder of this model says: its config.json, and its tensors under their names."""
+    if not isinstance(model, Transformer):
+        came = f"model is a {type(model).__name__}; expected a regard Transformer"
+        raise TypeError(f"{came}; a model of transformers has save_pretrained")
     config = model.config
     check_source(config)
     family = FAMILIES[config.family]

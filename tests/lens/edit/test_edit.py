@@ -238,7 +238,7 @@ def test_models_that_cannot_be_edited_are_refused() -> None:
     unedited = pytest.raises(ValueError, match="no attention of Linear was edited")
     with unedited, regard.edit(linear, Ablate()):
         linear(torch.ones(3))
-    with pytest.raises(TypeError, match=r"edit takes a torch\.nn\.Module"), regard.edit("gpt2"):  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"), regard.edit("gpt2"):  # type: ignore[arg-type]
         pass
     with pytest.raises(TypeError, match="a Block, an Ablate or a Patch"), regard.edit(linear, 3):  # type: ignore[arg-type]
         pass

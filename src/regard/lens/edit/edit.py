@@ -116,7 +116,10 @@ def editing_model(model: nn.Module, bound: Sequence[Bound]) -> Iterator[Editor]:
 
 def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"edit takes a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected a torch.nn.Module, such as "
+            "regard.load(...) gives"
+        )
     for name, module in model.named_modules():
         compiled = getattr(module, "_compiled_call_impl", None) is not None
         if compiled or type(module).__name__ == "OptimizedModule":

@@ -346,7 +346,7 @@ class Editor:
             there = any(layer.is_in(asked) for layer in self.layers.values())
             if not there:
                 known = ", ".join(f"{one.number}: {one.name}" for one in self.layers.values())
-                wrong = ", ".join(map(str, asked or ()))
+                wrong = ", ".join(map(repr, asked or ()))
                 raise ValueError(f"{kind} has no layer {wrong}; there are {known}")
             missing = [name for name in each.spans if name not in each.seen]
             if whole and missing:

@@ -67,6 +67,9 @@ def config_of(source: Mapping[str, Any]) -> ModelConfig:
         >>> sizes |= {"vocab_size": 97, "intermediate_size": 96}
         >>> config = regard.models.config_of({"model_type": "llama", **sizes})
     """
+    if not isinstance(source, Mapping):
+        came = f"source is a {type(source).__name__}; expected the dict of a config.json"
+        raise TypeError(f'{came}; for a published size use models.named_config("gpt2")')
     family = find_family(source)
     if source.get("quantization_config") is not None:
         what = "config.json has a quantization_config: the weights are packed in a format of"
