@@ -1,4 +1,4 @@
-"""docs/architecture.md is about the code that is there: its table of rooms, its files and names."""
+"""docs/architecture.md is about the code as it is: its table of packages, files and names."""
 
 import ast
 import re
@@ -30,9 +30,9 @@ def defined_in(path: Path) -> set[str]:
     }
 
 
-def test_the_table_of_rooms_is_the_rule_that_imports_are_held_to() -> None:
+def test_the_table_of_packages_is_the_rule_that_imports_are_held_to() -> None:
     rows = re.findall(r"^\| `(\w+)` \|(.*?)\| ", TEXT, flags=re.M)
-    assert {room: tuple(re.findall(r"`(\w+)`", upper)) for room, upper in rows} == UPSTREAM
+    assert {package: tuple(re.findall(r"`(\w+)`", upper)) for package, upper in rows} == UPSTREAM
 
 
 def test_every_file_that_the_page_names_is_there() -> None:

@@ -376,7 +376,7 @@ class TestNothingToSee:
 
 
 class TestGivenPositions:
-    """Given positions: the same rule, told where everything stands"""
+    """Given positions: keys need not lie in the order of the text"""
 
     def test_a_rule_follows_the_positions_it_is_given(self) -> None:
         queries, keys = torch.tensor([3, 4]), torch.tensor([4, 0, 3, 1])
@@ -408,12 +408,12 @@ class TestGivenPositions:
         ids=lambda rule: type(rule).__name__,
     )
     def test_what_speaks_of_keys_as_they_lie_refuses_positions(self, rule: Any) -> None:
-        with pytest.raises(ValueError, match="as they lie in memory"):
+        with pytest.raises(ValueError, match="by their index in memory"):
             rule.at(torch.tensor([0, 1]), torch.tensor([0, 1]))
 
 
 class TestRotary:
-    """Rotary: the config says which numbers turn together"""
+    """Rotary: the config says which numbers are rotated together"""
 
     def test_halves_pair_each_number_with_the_one_half_a_head_away(self) -> None:
         assert pairs_of("halves") == ["■··■··", "·■··■·", "··■··■"] * 2

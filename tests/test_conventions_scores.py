@@ -226,7 +226,7 @@ class TestNotFinite:
 
 
 class TestLogSum:
-    """Log-sum: in nats, with the sink"""
+    """Logsumexp: in nats, with the sink"""
 
     @TILES
     def test_the_log_sum_is_in_nats_and_counts_the_sink(self, backend: str) -> None:

@@ -320,7 +320,7 @@ def test_blocks_of_keys_that_are_chosen_are_refused_in_words() -> None:
 
 def test_paged_and_packed_calls_are_refused_in_words() -> None:
     two = pair("llama")[1]
-    with pytest.raises(ValueError, match="not taken by attn_implementation"):
+    with pytest.raises(ValueError, match="does not support packing by cu_seq_lens"):
         two(input_ids=draw(1, 7), cu_seq_lens_q=torch.tensor([0, 7]), use_cache=False)
 
 

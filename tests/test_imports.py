@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "regard"
 CORE = ("torch", "numpy", "safetensors")
 
-# Room -> the rooms right above it. A room may import these and everything they may import.
+# Package -> the packages right above it. A package may import these and everything they may import.
 # "regard" is the top of the package: the public names, gathered in its __init__.
 UPSTREAM: dict[str, tuple[str, ...]] = {
     "_version": (),
@@ -47,15 +47,15 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
 }
 
 
-def rooms_open_to(room: str) -> set[str]:
-    open_rooms = {room}
-    for upper in UPSTREAM[room]:
-        open_rooms |= rooms_open_to(upper)
-    return open_rooms
+def packages_open_to(package: str) -> set[str]:
+    open_packages = {package}
+    for upper in UPSTREAM[package]:
+        open_packages |= packages_open_to(upper)
+    return open_packages
 
 
-def room_of(module: str) -> str:
-    """`regard.ops.mask` lives in `attention`; `regard` itself is the top."""
+def package_of(module: str) -> str:
+    """`regard.ops.mask` is in `ops`; `regard` itself is the top."""
     return module.split(".")[1] if "." in module else "regard"
 
 
@@ -94,11 +94,11 @@ def imported_modules(source: str, module: str, is_package: bool, known: set[str]
 
 
 def wrong_imports(source: str, module: str, is_package: bool, known: set[str]) -> list[str]:
-    allowed = rooms_open_to(room_of(module))
+    allowed = packages_open_to(package_of(module))
     return [
         f"{module} imports {target}"
         for target in imported_modules(source, module, is_package, known)
-        if room_of(target) not in allowed
+        if package_of(target) not in allowed
     ]
 
 
@@ -111,10 +111,10 @@ def test_imports_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_file_lives_in_a_known_room() -> None:
+def test_every_file_lives_in_a_known_package() -> None:
     modules = own_modules()
     assert {"regard", "regard.cli"} <= set(modules)
-    assert not [module for module in modules if room_of(module) not in UPSTREAM]
+    assert not [module for module in modules if package_of(module) not in UPSTREAM]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_every_file_lives_in_a_known_room() -> None:
     ],
 )
 def test_an_import_against_the_direction_is_found(module: str, source: str) -> None:
-    known = {f"regard.{room}" for room in UPSTREAM} | {"regard", module}
+    known = {f"regard.{package}" for package in UPSTREAM} | {"regard", module}
     assert wrong_imports(source, module, False, known)
 
 
@@ -161,7 +161,7 @@ def test_an_import_against_the_direction_is_found(module: str, source: str) -> N
     ],
 )
 def test_an_import_along_the_direction_passes(module: str, source: str) -> None:
-    known = {f"regard.{room}" for room in UPSTREAM} | {"regard", module}
+    known = {f"regard.{package}" for package in UPSTREAM} | {"regard", module}
     assert wrong_imports(source, module, False, known) == []
 
 
@@ -287,7 +287,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - b
     ["regard.observe", "from regard import Causal", "import regard.ops.mask", "regard.nn"],
 )
 def test_regard_attention_is_the_function_whatever_was_touched_first(first: str) -> None:
-    """The room and the function share a name; loading the room must not hide the function."""
+    """No module is loaded over it."""
     code = f"""
 import regard, types
 {first}
@@ -296,6 +296,12 @@ from regard import attention
 assert attention is regard.attention
 """
     run_fresh(code)
+
+
+@pytest.mark.parametrize("package", ["ops", "layers", "training", "labs"])
+def test_a_package_is_loaded_when_it_is_first_named(package: str) -> None:
+    code = f"import regard; print(regard.{package}.__name__, {package!r} in dir(regard))"
+    assert run_fresh(code).split() == [f"regard.{package}", "True"]
 
 
 def test_every_public_name_is_there() -> None:

@@ -113,6 +113,36 @@ def test_links_inside_the_project_lead_somewhere(path: Path) -> None:
     assert [target for target in inside if not (path.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize(
+    ("said", "table", "measured"),
+    [
+        ("opened in 0.2 s", "lens_cpu", "| 0.18 |"),
+        (
+            "under 0.1 s for 95% of the tiles",
+            "lens_cpu",
+            "| all tiles (bound p95 < 300) | 1129 | 6.1 | 72.7 |",
+        ),
+        ("2.3 GB of memory", "lens_cpu", "| 2.25 |"),
+        ("1.5 to 2 s and 6 GB", "lens_gpu", "| 1.71 | 2.38 | 5.92 |"),
+        ("takes 78 ms", "lens_gpu", "| 77.7 |"),
+        ("it is 49 ms", "lens_gpu", "| 49.3 |"),
+        ("509 ms and 80 GB", "lens_gpu", "508.6 ms and 80.33 GiB"),
+        ("2,501 tokens/s", "generate_gpu", "| gpt2, 1 | 2,501 | 596 |"),
+        ("at 1,041, which is 61%", "generate_gpu", "| llama-1b, 1 | 1,041 | 374 | 2.78 | 61% |"),
+        ("reaches 596 and 374", "generate_gpu", "| 2,501 | 596 |"),
+        ("loss of 1.454", "training_runs", "validation loss 1.4539"),
+        ("41.9 BLEU (published: 41.0)", "training_runs", "BLEU 41.93"),
+    ],
+)
+def test_a_measured_number_is_in_the_table_that_is_linked(
+    said: str, table: str, measured: str
+) -> None:
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert said in readme
+    assert measured in (ROOT / "bench" / "results" / f"{table}.md").read_text(encoding="utf-8")
+    assert f"(bench/results/{table}.md)" in readme[readme.index(said) :]
+
+
 def test_every_tool_of_the_extras_is_pinned_in_constraints() -> None:
     """One place for versions: each requirement has its pin there, and none has one here."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -80,6 +80,11 @@ _HOMES = {
     "regard._version": "__version__",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+_PACKAGES = (
+    *("generation", "labs", "layers", "lens", "models", "nn", "ops", "positions", "tokens"),
+    *("training", "view"),
+)
+"""Loaded when first named. `regard.hf` is not among them, as importing it registers something."""
 
 __all__ = [
     "ALiBi",
@@ -141,14 +146,13 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
-    rooms = "nn layers positions models generation tokens lens view labs"
-    if name in rooms.split():
+    if name in _PACKAGES:
         return importlib.import_module(f"regard.{name}")
     raise AttributeError(f"module 'regard' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_PACKAGES})
 
 
 def _view(name: str) -> Any:

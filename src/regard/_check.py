@@ -30,7 +30,9 @@ def check_shapes(tensors: Mapping[str, tuple[Tensor, str]]) -> dict[str, int]:
     for name, (tensor, spelled) in tensors.items():
         letters = spelled.split()
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor ({', '.join(letters)}), got {type(tensor)}")
+            raise TypeError(
+                f"{name} must be a tensor ({', '.join(letters)}), got {name_kind(tensor)}"
+            )
         if tensor.dim() != len(letters):
             raise ValueError(
                 f"{name} must have {len(letters)} axes ({', '.join(letters)}), "
@@ -48,6 +50,13 @@ def check_shapes(tensors: Mapping[str, tuple[Tensor, str]]) -> dict[str, int]:
     return sizes
 
 
+def name_kind(value: object) -> str:
+    """What a value is, for an error: "a list", "the class Causal"."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}; make one of it, {value.__name__}(...)"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def check_float(name: str, tensor: Tensor) -> None:
     """Refuse what is not a tensor of one of the four float types."""
     if not isinstance(tensor, Tensor):
@@ -59,6 +68,8 @@ def check_float(name: str, tensor: Tensor) -> None:
 
 def check_probability(name: str, value: float) -> float:
     """Refuse what is not a probability in [0, 1]."""
+    if isinstance(value, str):
+        raise TypeError(f"{name} must be a number from 0 to 1, got {value!r}")
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{name} must lie between 0 and 1, got {value}")
     return float(value)

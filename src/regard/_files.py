@@ -279,6 +279,9 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
     An error takes the new one away. What a kill leaves, `remove_leftovers` clears away.
     """
     beside = path.with_name(_NEW + secrets.token_hex(8))
+    if not path.parent.is_dir():
+        missing = errno.ENOTDIR if path.parent.exists() else errno.ENOENT
+        raise OSError(missing, "there is no such folder to write into", str(path.parent))
     try:
         with beside.open("xb") as file:
             yield file

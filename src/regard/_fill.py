@@ -25,14 +25,26 @@ def fill(
     *,
     tokenizer: Tokenizer | None = None,
 ) -> Filled:
-    """What a masked model puts into the gaps of a text: the likeliest tokens for each [MASK].
+    """The likeliest tokens for each [MASK] in a text, by a masked language model.
 
-    model: as in `look`, a masked language model (BERT, RoBERTa, what `regard train mlm` trained).
-    text: [MASK] stands for a gap, whatever the model's own mask token is called. Each gap is filled
-    by itself, with the others left open. tokenizer: instead of the model's own.
+    Args:
+        model: What `regard.load` returned, or what it takes: BERT, RoBERTa, or a model that
+            `regard train mlm` trained.
+        text: A text with one [MASK] or several, whatever the model's own mask token is called.
+            Each is filled by itself, with the others left open.
+        top: How many candidates for each.
+        tokenizer: Instead of the model's own.
 
-        filled = regard.fill("embedded:encoder", "The [MASK] sat on the mat.")
-        filled.gaps[0].candidates[0].token, filled.gaps[0].candidates[0].probability
+    Returns:
+        `Filled`: for each gap its candidates, the likeliest first, with their probabilities.
+
+    Raises:
+        ValueError, TypeError: A model without a masked-word head, or a text without [MASK].
+
+    Example:
+        >>> filled = regard.fill("embedded:encoder", "The [MASK] sat on the mat.")
+        >>> best = filled.gaps[0].candidates[0]
+        >>> token, probability = best.token, best.probability
     """
     from regard._check import check_count
     from regard.lens.fill import check_eval, fill_gaps

@@ -57,20 +57,29 @@ def look(
     effect: bool = False,
     edges: tuple[Where, Where] | None = None,
 ) -> Record:
-    """What every head of a model does with a text; `.show()` is the picture, in a notebook.
+    """Have a model read a text, and record what every head does; `.show()` it in a notebook.
 
-    model: one that `regard.load` gave, or what it takes: a folder in Hugging Face's layout, a GGUF
-    file, or a name; unless given a small one inside the package, which needs no network: the
-    encoder, or where it cannot read the text the language model, with a warning that says why. An
-    encoder–decoder is watched while it reads the text and writes its translation; to: the language,
-    for one that knows several. A text longer than the model was made for is read as it is, or
-    refused where the model cannot; truncate: its beginning is read; window: all of it, in windows
-    that overlap by half, in each of which tokens see each other. values: keep how long values are
-    too, for value-weighted attention; not in windows. effect: switch off each head, and keep how
-    the log-probability of the next token, or of the one masked word, changes; edges: (query, key),
-    the same with this look forbidden in each head (`regard.effect`).
+    Args:
+        text: The text; one that is longer than the model can take is refused.
+        model: What `regard.load` returned, or what it takes. Default: `embedded:encoder`, or where
+            it cannot read the text `embedded:lm`, with a warning that says why. An encoder–decoder
+            is watched while it reads the text and writes its translation.
+        to: The language of that translation, for a model that knows several.
+        truncate: Read only the beginning of a text that is too long.
+        window: Read all of it, in windows that overlap by half. A token sees its own window.
+        values: Keep norms of the value vectors too, for value-weighted attention; not in windows.
+        effect: Measure what switching off each head changes (`regard.effect`), and keep it.
+        edges: (query, key): measure what forbidding this look in each head changes.
 
-        regard.look("The animal didn't cross the street because it was too tired.").show()
+    Returns:
+        A `Record` of queries and keys, from which every weight can be computed: `show()` in a
+        notebook, `html(path)`, `plot(path)`, `save(path)`, `heads()`, `rows(place, head, query)`.
+
+    Raises:
+        TypeError, ValueError: An empty text, a model that cannot read it, options that clash.
+
+    Example:
+        >>> record = regard.look("The animal didn't cross the street because it was too tired.")
     """
     if not isinstance(text, str):
         raise TypeError(f"text is a {type(text).__name__}; expected str")
@@ -87,11 +96,11 @@ def look(
 
         alone = {"truncate": truncate, "window": window, "effect": effect, "edges": edges}
         for what in (option for option, asked in alone.items() if asked):
-            raise ValueError(f"{what} is for a model that reads alone, and {name} translates")
+            raise ValueError(f"{what} cannot be used with {name}, an encoder–decoder; leave it out")
         translation = translate(loaded, text, to)
         return see_translation(loaded, name, text, translation, to, keep=keep)
     if to is not None:
-        raise ValueError(f"to is {to!r}, but {name} reads a text and translates none")
+        raise ValueError(f"to is {to!r}, but {name} does not translate; leave `to` out")
     subject = replace(own_subject(loaded, name), keep=keep)
     note = subject.note_unknown(subject.read(text, fit))
     if note is not None:
@@ -120,10 +129,11 @@ def check_effect(subject: Subject, text: str, fit: Fit, edges: tuple[Where, Wher
     tokenizer = subject.tokenizer or getattr(subject.module, "tokenizer", None)
     if tokenizer is None:
         raise ValueError(
-            f"{subject.name} is no language model, so there is no next token: leave effect out"
+            f"{subject.name} has no head that predicts tokens, so no effect can be measured: leave "
+            "effect and edges out"
         )
     if fit == "window":
-        raise ValueError("an effect is of a text that is read at once; leave effect or window out")
+        raise ValueError("effects cannot be measured in windows; leave out effect, or window")
     if edges is not None:
         said = subject.read(text, fit)
         words = find_words(text, said.labels, said.spans or [(0, 0)] * len(said.ids))
@@ -175,20 +185,28 @@ def survey(
     block: int = 256,
     resume: bool = False,
 ) -> HeadTable:
-    """What every head of a model does over many texts: the scores of `Record.heads` as means, and
-    how much it links words.
+    """What every head of a model does over many texts: the mean and spread of each head's scores.
 
-    model: as in `look`, one that reads alone. texts: any number of them, or a file: .jsonl with a
-    text under `key` in each line, else a text in each line. Each counts once; of one that is longer
-    than the model takes, the beginning is read; an empty one is only counted. Their number costs no
-    memory. out: where the table goes, a .csv, .json, .parquet or .regard file, and while it is made
-    its state, beside, from which resume=True goes on. limit: so many texts at most. batch: texts of
-    the same number of tokens that are read together. block: texts that are summed up together.
+    The scores are those of `Record.heads`, and `links`, how much a head links words. Every text
+    counts once. Under torchrun the processes share the work, with the same result.
 
-    Under torchrun the processes share the work; the result does not depend on their number.
+    Args:
+        model: What `regard.load` returned, or what it takes; no encoder–decoder.
+        texts: Any iterable of texts, or the path of a file: .jsonl, or a text in each line. Texts
+            that are too long are truncated, empty ones only counted.
+        key: Under which key a line of .jsonl has its text.
+        out: Where the table is written: a .csv, .json, .parquet or .regard file.
+        limit: Read so many texts at most. Default: all of them.
+        batch: How many texts of the same number of tokens are read at once.
+        block: After how many texts the sums are saved.
+        resume: Go on with a survey that was stopped, from the state that it left beside `out`.
 
-        table = regard.survey("embedded:lm", "texts.txt", out="heads.csv")
-        table.top("induction")
+    Returns:
+        A `HeadTable`: `top(score)`, `save(path)`, `html(path)`.
+
+    Example:
+        >>> table = regard.survey("embedded:lm", ["The cat sat on the mat.", "It was tired."])
+        >>> layer_and_head = table.top("previous")[0]
     """
     from regard.lens.survey import Plan
 
@@ -383,7 +401,7 @@ def _see_windows(
     from regard.lens.windows import join_windows, lay_out, plan_windows
 
     if "values" in subject.keep:
-        raise ValueError("values are not kept of a text that is read in windows; leave one out")
+        raise ValueError("values cannot be kept in windows; leave out values, or window")
     if read.spans is None:
         raise ValueError(
             f"the tokenizer of {subject.name} does not say which characters its tokens are, so "
@@ -391,11 +409,11 @@ def _see_windows(
         )
     before, after = read.specials()
     n_tokens = len(read.ids)
-    n_text, room = n_tokens - before - after, most - before - after
-    if room < 2:
+    n_text, capacity = n_tokens - before - after, most - before - after
+    if capacity < 2:
         raise ValueError(f"{subject.name} takes {most} tokens, too few to read a text in windows")
     ends = [*range(before)], [*range(n_tokens - after, n_tokens)]
-    windows = plan_windows(n_text, room, causal=False)
+    windows = plan_windows(n_text, capacity, causal=False)
     n_places = None if subject.n_layers is None else len(windows) * subject.n_layers
     records: list[Record] = []
     with nullcontext() if progress is None else progress(n_tokens, n_places) as tell:
@@ -408,7 +426,7 @@ def _see_windows(
                 subject.run(batch(said.ids))
             records.append(record)
         if all(place.causal for place in records[0].places):
-            windows = plan_windows(n_text, room, causal=True)
+            windows = plan_windows(n_text, capacity, causal=True)
         layout = lay_out(windows, before, after)
         joined = join_windows(records, layout)
     shown = read.part(layout.order)

@@ -108,13 +108,13 @@ def regard_attention(
     """What `transformers` calls: (B, H, T, D) queries, (B, G, S, D) keys; gives (B, T, H, D)."""
     if more.get("cu_seq_lens_q") is not None or more.get("cache") is not None:
         raise ValueError(
-            "texts packed without padding and paged caches are not taken by attn_implementation="
-            '"regard" yet; give a padded batch, or position ids that begin anew with each text'
+            'attn_implementation="regard" does not support packing by cu_seq_lens or paged caches '
+            "yet; give a padded batch, or position_ids that start at 0 in each text"
         )
     if more.get("block_indices") is not None:
         raise ValueError(
-            f"{type(module).__name__} chooses blocks of keys for each query, which are not taken "
-            'by attn_implementation="regard" yet; use "sdpa" or "eager"'
+            f"{type(module).__name__} chooses blocks of keys for each query, which "
+            'attn_implementation="regard" does not support yet; use "sdpa" or "eager"'
         )
     T, S = query.shape[2], key.shape[2]
     mask, bias = read_mask(attention_mask, S)

@@ -418,7 +418,7 @@ def test_the_beginning_of_a_long_text_is_what_the_model_reads_of_it_alone() -> N
     assert again.tokens == record.tokens and text.startswith(record.text)
     for place in (0, 7):
         np.testing.assert_array_equal(again.rows(place, 3, 511), record.rows(place, 3, 511))
-    with pytest.raises(ValueError, match="reads alone"):
+    with pytest.raises(ValueError, match="an encoder–decoder; leave it out"):
         regard.look("The cat sat.", "embedded:translate", truncate=True)
 
 
@@ -496,7 +496,7 @@ def test_what_heads_are_worth_is_told_under_the_digest(
     write_effect(found, Console(file=shaded, force_terminal=True, color_system="truecolor"))
     assert f"48;2;{';'.join(map(str, DEEP_RGB))}m {change:+.3f}" in shaded.getvalue()
     speechless = replace(own_subject(regard.load("embedded:lm"), "reader"), module=None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="reader is no language model"):
+    with pytest.raises(ValueError, match="reader has no head that predicts tokens"):
         check_effect(replace(speechless, tokenizer=None), text, "refuse", None)
     code, _, err = run(capsys, "look", text, "--edge", "it", "dog", "--html", page)
     assert code == 2 and "no word of the text is 'dog'" in err

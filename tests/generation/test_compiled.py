@@ -120,7 +120,7 @@ def test_scores_that_are_not_finite_are_refused_in_words(traced_only: None) -> N
 
 def test_an_encoder_decoder_is_refused_in_words() -> None:
     model = make_model("bart")
-    with pytest.raises(ValueError, match="compiled generation is for decoders alone"):
+    with pytest.raises(ValueError, match="is for models without an encoder"):
         generate_ids(model, source=[[3, 4]], max_new_tokens=3, compiled=True)
 
 

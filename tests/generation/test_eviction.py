@@ -100,7 +100,7 @@ def test_what_cannot_be_evicted_is_refused_in_words() -> None:
         evict({}, ones, KEEP)
     static = model.make_cache(size=20)
     answer(model, ids, cache=static)
-    with pytest.raises(ValueError, match="the cache is static"):
+    with pytest.raises(ValueError, match="the cache is a fixed or windowed one"):
         evict(static, ones, KEEP)
     padded = model.make_cache()
     answer(model, ids, cache=padded, positions=torch.arange(PROMPT) - 2)

@@ -269,7 +269,9 @@ def test_wrong_directions_in_the_config_are_refused(
 def test_more_than_two_directions_must_be_told(tmp_path: Path) -> None:
     directions = {**DIRECTIONS, "de": {"prefix": "<pad>"}}
     model = load(make_translator(tmp_path, directions=directions))
-    with pytest.raises(ValueError, match="which language to translate: ja, en, de"):
+    with pytest.raises(
+        ValueError, match="give the language to translate to: to= one of ja, en, de"
+    ):
         regard.translate(model, CAT)
     assert regard.translate(model, CAT, "ja")
 

@@ -527,7 +527,7 @@ def test_a_call_that_makes_no_sense_is_refused_in_words() -> None:
         cross(x, cache=cross.make_cache())
     with pytest.raises(ValueError, match="the cache is for 3 blocks; the decoder has 2"):
         plain(x, cache=Decoder(CONFIG, 3).make_cache())
-    with pytest.raises(ValueError, match="no place for the memory's keys"):
+    with pytest.raises(ValueError, match="made without cross-attention"):
         cross(x, memory, cache=plain.make_cache())
     with pytest.raises(ValueError, match=r"x must have 3 axes \(B, T, C\)"):
         plain(x[0])

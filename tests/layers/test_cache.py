@@ -253,9 +253,9 @@ def test_an_evicted_cache_holds_the_keys_of_each_head_and_counts_on() -> None:
             assert kept.v[b, g, :2, 0].tolist() == (-k[b, g, index[b, g], 0]).tolist()
     assert kept.queries.tolist() == [[7]] and bool((kept.positions[:, :2] < 7).all())
     assert cache.slots.evicted and not kept.in_line
-    with pytest.raises(ValueError, match="the cache is static"):
+    with pytest.raises(ValueError, match="the cache is a fixed or windowed one"):
         KVCache.fixed(7).evict(index)
-    with pytest.raises(ValueError, match="a static cache keeps its slots"):
+    with pytest.raises(ValueError, match="cannot be evicted from a fixed or windowed cache"):
         KVCache.fixed(7).slots.evict(2)
     cache.reset()
     assert not cache.slots.evicted and cache.update(k, k).in_line

@@ -306,7 +306,7 @@ def test_cross_attention_takes_another_length_and_width() -> None:
 )
 def test_a_layer_that_speaks_of_positions_refuses_a_memory(options: dict[str, Any]) -> None:
     name = list(options)[-1]
-    with pytest.raises(ValueError, match=f"this layer has {name}, which speak of positions"):
+    with pytest.raises(ValueError, match=f"this layer has {name}, which need positions"):
         make(**options)(draw(), draw(B, S, C))
 
 
@@ -615,14 +615,16 @@ def test_what_makes_no_sense_is_refused_in_words() -> None:
     refused(
         r"expected \(T,\) or \(B, T\) with B=3, T=7", lambda: make()(draw(), positions=FAR[0, :5])
     )
-    refused("got <class 'list'>", lambda: make()(draw(), positions=[1]), TypeError)
+    refused(r"a RotaryConfig\(head_dim=3\), got True", lambda: make(rotary=True), TypeError)
+    refused("cache is a bool; expected", lambda: make()(draw(), cache=True), TypeError)
+    refused("got a list", lambda: make()(draw(), positions=[1]), TypeError)
     refused("expected whole numbers", lambda: make()(draw(), positions=draw(T)), TypeError)
     refused("a mask must be a bool tensor", lambda: make()(draw(), mask=draw(T, T)), TypeError)
 
 
 def test_a_cache_of_the_wrong_kind_is_refused_in_words() -> None:
     x, memory = draw(), draw(B, S, C)
-    refused("no cache but a CrossCache", lambda: make()(x, memory, cache=KVCache.growing()))
+    refused("no KVCache, .* give a CrossCache", lambda: make()(x, memory, cache=KVCache.growing()))
     refused("takes no positions", lambda: make()(x, memory, positions=torch.arange(T)))
     refused("the CrossCache is empty", lambda: make()(x, cache=CrossCache()))
     refused(
@@ -632,10 +634,10 @@ def test_a_cache_of_the_wrong_kind_is_refused_in_words() -> None:
     refused("keeps 2 keys back", lambda: make(causal=True)(x, cache=KVCache.windowed(2)))
     for mask in (Lengths(LENGTHS), Causal() & ~Lengths(LENGTHS)):
         refused(
-            "Lengths speaks of keys as they lie in memory, and this cache lays",
+            "Lengths counts rows and keys by their index in memory, and this cache",
             lambda mask=mask: make()(x, mask=mask, cache=KVCache.fixed(13)),
         )
     refused(
-        "DenseBias speaks of keys as they lie",
+        "DenseBias counts rows and keys by their index",
         lambda: make(alibi=True)(x, bias=draw(T, T), cache=KVCache.fixed(13)),
     )

@@ -124,7 +124,7 @@ def test_gradients_flow_through_what_was_seen() -> None:
 
 def test_a_model_without_our_layers_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.MultiheadAttention(6, 3))
-    with pytest.raises(ValueError, match="Sequential has no attention layer of ours"):
+    with pytest.raises(ValueError, match="Sequential has no attention layer of regard"):
         observing(model, Wants(lse=True)).__enter__()
     with pytest.raises(TypeError, match="wants must be a Wants"):
         observing(MultiHeadAttention(6, 3), {"lse": True}).__enter__()  # type: ignore[arg-type]

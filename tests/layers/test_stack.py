@@ -141,5 +141,5 @@ def test_a_block_that_runs_alone_on_the_cache_of_a_stack_is_refused_in_words() -
     with torch.no_grad():
         stack(x, cache=cache)
         stack.layers[0](x[:, :1], cache=cache.blocks[0])
-        with pytest.raises(ValueError, match=r"holds 7 keys, and those that it shares .* with 8"):
+        with pytest.raises(ValueError, match=r"holds 7 keys, but the other layers .* hold 8"):
             stack.layers[1](x[:, :1], cache=cache.blocks[1])

@@ -142,10 +142,14 @@ def test_what_cannot_be_asked_is_refused(small: Any) -> None:
         regard.effect(small, TEXT, edges=(99, 0))
     with pytest.raises(ValueError, match="no tokenizer beside its weights"):
         regard.effect(SUBJECTS["gpt2"](), TEXT)
-    with pytest.raises(ValueError, match="gives no logits of words"):
+    with pytest.raises(ValueError, match="returns no logits"):
         regard.effect(SUBJECTS["distilbert"](), "looking", tokenizer=Letters())
     with pytest.raises(ValueError, match="has 0 stacks of attention layers that can be edited"):
         regard.effect(SUBJECTS["gptj"](), "looking", tokenizer=Letters())
+    with pytest.raises(TypeError, match="on is a int; expected str"):
+        regard.effect(small, TEXT, on=5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model is a str; expected a torch\.nn\.Module"):
+        regard.effect("embedded:lm", TEXT)  # type: ignore[arg-type]
     small.train()
     try:
         with pytest.raises(ValueError, match="in training mode"):
@@ -156,7 +160,7 @@ def test_what_cannot_be_asked_is_refused(small: Any) -> None:
 
 def test_two_texts_and_half_an_edge_are_refused(small: Any) -> None:
     for model in (SUBJECTS["bart"](), regard.load("embedded:translate")):
-        with pytest.raises(ValueError, match="reads two texts"):
+        with pytest.raises(ValueError, match="is an encoder–decoder"):
             regard.effect(model, "The cat", tokenizer=Letters())
     for edges in (("it",), "it"):
         with pytest.raises(ValueError, match="a query and a key"):

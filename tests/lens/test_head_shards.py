@@ -154,7 +154,7 @@ def test_parts_that_are_joined_are_the_whole(rule: str, keep: str) -> None:
 def test_parts_of_other_sizes_are_not_joined() -> None:
     (whole,) = record_parts("qk")
     other = (replace(whole[0], n_keys=9), *whole[1:])
-    with pytest.raises(ValueError, match="something else each"):
+    with pytest.raises(ValueError, match="recorded different calls"):
         join([whole, other])
     with pytest.raises(ValueError, match=r"heads are \(1, 4\), and there are 4"):
         choose_heads(whole, (1, 4))

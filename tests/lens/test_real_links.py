@@ -10,7 +10,7 @@ import pytest
 from lens_words import SENTENCE
 
 from regard._look import own_subject, see
-from regard.lens.word_links import find_links, survey, words_of
+from regard.lens.word_links import survey, words_of
 from regard.models import load
 
 pytestmark = pytest.mark.weights
@@ -41,5 +41,5 @@ def test_heads_that_link_words_to_animal_are_found(model: str, it_head: tuple[in
     assert (record.places[first.place].layer, first.head) == it_head
     assert first.weight > 0.6 and first.telling > 0.3
     assert all(link.telling > 0.04 for link in best.values())
-    linked = {(link.query, link.key) for link in find_links(record)[:20]}
+    linked = {(link.query, link.key) for link in list(survey(record).links)[:20]}
     assert (place["it"], place["animal"]) in linked or (place["cross"], place["animal"]) in linked

@@ -459,8 +459,29 @@ def test_tokens_are_named_by_a_tokenizer() -> None:
     assert (record.source_text, record.source_tokens) == ("abcde", list("abcde"))
     with pytest.raises(TypeError, match="no tokenizer"):
         record.read(object())
-    with pytest.raises(ValueError, match="not seen reading tokens"):
+    with pytest.raises(ValueError, match="no token ids were recorded"):
         record_of(*draw(5, 5)).read(Letters())
+
+
+def test_what_is_no_number_or_no_record_is_refused_in_words() -> None:
+    record = record_of(*draw(5, 5))
+    words = r"place is .layer.; expected its number, from 0 to 0; record.find"
+    with pytest.raises(TypeError, match=words):
+        record.rows("layer", 0, 0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"query is 1.5; expected its number, from 0 to 4$"):
+        record.rows(0, 0, 1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="other is a str; expected a Record"):
+        record.compare("x.regard")  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match=r"no such folder to write into: .*nowhere'$"):
+        record.save("/nowhere/x.regard")
+
+
+def test_the_number_of_one_head_will_do() -> None:
+    q, k = draw(5, 5)
+    layer = Attends()
+    with watch(layer, heads=2, keep="qk") as record:
+        layer(q, k)
+    assert record.places[0].heads == (2,)
 
 
 def test_our_tokenizer_names_characters() -> None:

@@ -115,9 +115,13 @@ def test_rows_that_mean_nothing_are_refused() -> None:
     for wrong in ([], [0, 0], ["a"]):
         with pytest.raises(ValueError, match="row must be"), watch(model, row=wrong):
             pass
-    with pytest.raises(ValueError, match="batch of 3 rows"), torch.no_grad(), watch(model):
+    with pytest.raises(ValueError, match="batch has 3 rows"), torch.no_grad(), watch(model):
         model(draw(3, 11))
-    with pytest.raises(ValueError, match="row is 5"), torch.no_grad(), watch(model, row=[0, 5]):
+    with (
+        pytest.raises(ValueError, match="row=5 was asked for"),
+        torch.no_grad(),
+        watch(model, row=[0, 5]),
+    ):
         model(draw(3, 11))
 
 
@@ -140,7 +144,7 @@ def test_windows_of_one_image_need_no_row(name: str) -> None:
         with watch(model, layers=[0], row=range(16)) as every:
             model(image)
         assert len(every.places) == 16 and not every.notes
-        with pytest.raises(ValueError, match="batch of 32 rows"), watch(model):
+        with pytest.raises(ValueError, match="batch has 32 rows"), watch(model):
             model(torch.cat([image, image]))
 
 
@@ -161,11 +165,11 @@ class Positions(nn.Module):
 def test_rows_of_a_batch_are_no_windows_whatever_is_read_first() -> None:
     """One row of positions made a batch one input in three windows."""
     model = Positions()
-    with pytest.raises(ValueError, match="batch of 3 rows"), torch.no_grad(), watch(model):
+    with pytest.raises(ValueError, match="batch has 3 rows"), torch.no_grad(), watch(model):
         model(x=torch.randn(3, 7, 12))
     outer = nn.ModuleDict({"inner": model})
     outer.forward = lambda batch: model(x=batch["x"])  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="batch of 3 rows"), torch.no_grad(), watch(outer):
+    with pytest.raises(ValueError, match="batch has 3 rows"), torch.no_grad(), watch(outer):
         outer({"x": torch.randn(3, 7, 12)})
     with torch.no_grad(), watch(outer) as record:
         outer({"x": torch.randn(1, 7, 12)})
@@ -196,9 +200,9 @@ class Towers(nn.Module):
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        ({"row": 1}, "one could not be recorded .*row is 1, and the batch has 1 rows"),
-        ({"row": 0, "heads": (2, 5)}, "one could not be recorded .*heads are .2, 5., and there"),
-        ({}, "two could not be recorded .*batch of 2 rows"),
+        ({"row": 1}, "one could not be recorded .*row=1 was asked for, and the batch has 1 rows"),
+        ({"row": 0, "heads": (2, 5)}, "one could not be recorded .*heads=.2, 5. were asked for"),
+        ({}, "two could not be recorded .*batch has 2 rows"),
     ],
 )
 def test_a_row_or_a_head_that_one_place_lacks_ends_no_forward(asked: Any, why: str) -> None:
@@ -262,7 +266,7 @@ def test_heads_in_the_axis_of_the_batch(how: str) -> None:
         exact = (q.double() @ k.double().mT / 2).softmax(-1)
     found = np.stack([record.map(0, head) for head in range(3)])
     assert_within(found, exact, bound_weights(plain, exact))
-    with pytest.raises(ValueError, match="batch of 6 rows"), torch.no_grad(), watch(model):
+    with pytest.raises(ValueError, match="batch has 6 rows"), torch.no_grad(), watch(model):
         model(torch.randn(2, 7, 12))
 
 

@@ -305,7 +305,11 @@ def test_what_cannot_be_asked_is_refused_in_words() -> None:
     model = make("llama")
     with pytest.raises(ValueError, match='keep="qk"'), watch(model, Wants(weights=True)):
         pass
-    with pytest.raises(ValueError, match="keep must be"), watch(model, keep="all"):
+    with pytest.raises(ValueError, match=r"keep has .all.; expected"), watch(model, keep="all"):
+        pass
+    with pytest.raises(TypeError, match="keep is True; expected"), watch(model, keep=True):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(TypeError, match="tokens is one text"), watch(model, tokens="abc"):
         pass
     with pytest.raises(TypeError, match="Wants"), watch(model, {"entropy"}):  # type: ignore[arg-type]
         pass
@@ -313,5 +317,5 @@ def test_what_cannot_be_asked_is_refused_in_words() -> None:
         pass
     with pytest.raises(ValueError, match="no attention was seen"), watch(model):
         pass
-    with pytest.raises(RuntimeError, match="still being made"), watch(model) as record:
+    with pytest.raises(RuntimeError, match="is empty until"), watch(model) as record:
         record.statistics(0)

@@ -285,7 +285,7 @@ def registered() -> dict[str, Any]:
 def test_keys_that_a_kernel_chooses_are_refused_in_words() -> None:
     x = torch.zeros(1, 2, 3, 4)
     given = {"query": x, "key": x, "indices": torch.zeros(1, 3, 1)}
-    with pytest.raises(ValueError, match="keys that it chose for each query"):
+    with pytest.raises(ValueError, match="the indices of keys for each query"):
         read_rule(torch.nn.Identity(), "flash", given)
 
 
@@ -352,7 +352,7 @@ def test_layers_heads_and_wants_are_chosen() -> None:
     with pytest.raises(ValueError, match="none of the places"), watch(model, layers=[7]):
         model(input_ids=ids)
     with (
-        pytest.raises(ValueError, match="and there are 6"),
+        pytest.raises(ValueError, match="it has 0 to 5"),
         torch.no_grad(),
         watch(model, heads=[6]),
     ):
@@ -361,7 +361,7 @@ def test_layers_heads_and_wants_are_chosen() -> None:
 
 def test_a_batch_needs_its_row_named() -> None:
     model = make("llama")
-    with pytest.raises(ValueError, match="batch of 3 rows"), torch.no_grad(), watch(model):
+    with pytest.raises(ValueError, match="batch has 3 rows"), torch.no_grad(), watch(model):
         model(input_ids=draw(3, 11))
 
 

@@ -15,7 +15,6 @@ from regard.lens.watch import watch
 from regard.lens.word_links import (
     Word,
     find_alignment,
-    find_links,
     find_words,
     links_of_word,
     sum_words,
@@ -76,9 +75,9 @@ def test_a_head_of_habit_tells_nothing_and_a_head_that_links_is_found() -> None:
     record = make_record()
     own, _ = words_of(record)
     place = {word.text: number for number, word in enumerate(own)}
-    best = find_links(record)[0]
+    best = next(survey(record).links)
     assert (best.query, best.key, best.head) == (place["it"], place["animal"], 2)
-    assert best.telling > 0.5 > 0.1 > find_links(record)[1].telling
+    assert best.telling > 0.5 > 0.1 > list(survey(record).links)[1].telling
     first = next(survey(record, place["animal"]).looked_at_by)
     assert first.query == place["it"] and first.head == 2
     assert next(survey(record, place["it"]).looks_at).key == place["animal"]
@@ -124,7 +123,7 @@ def test_looks_at_the_first_token_at_specials_and_at_itself_are_not_told() -> No
     record.describe(text=text, tokens=words, spans=spans)
     own, _ = words_of(record)
     assert [word.is_mark for word in own] == [False] * 5 + [True, False]
-    links = find_links(record)
+    links = list(survey(record).links)
     assert (links[0].query, links[0].key) == (2, 1)
     assert not [link for link in links if link.key in (0, 5, link.query)]
     assert not [link for link in survey(record, 3).looks_at if link.key in (0, 3, 5)]
@@ -154,7 +153,7 @@ def test_long_texts_are_asked_about_one_word_alone(monkeypatch: pytest.MonkeyPat
     assert own[first.key].text == "animal" and first.head == 2
     monkeypatch.setattr("regard.lens.word_links.MOST_WORDS", 5)
     with pytest.raises(ValueError, match="too many to look for links"):
-        find_links(record)
+        survey(record)
 
 
 @pytest.mark.parametrize("looking", [True, False])
@@ -206,7 +205,7 @@ def test_compiled_generation_is_refused_while_it_is_watched() -> None:
     from regard.lens.watch import watch
 
     model = regard.load("embedded:lm")
-    with pytest.raises(ValueError, match="compiled generation runs unseen"), watch(model):
+    with pytest.raises(ValueError, match="a compiled step cannot be watched"), watch(model):
         regard.generate_ids(model, [[3, 1, 4]], max_new_tokens=2, compiled=True)
 
 

@@ -339,3 +339,13 @@ def test_a_saved_gguf_has_its_tokenizer_beside_it(tmp_path: Path) -> None:
     assert again.tokenizer.encode(text).ids == model.tokenizer.encode(text).ids
     assert again.tokenizer.chat_template == model.tokenizer.chat_template
     assert again.tokenizer.special == model.tokenizer.special
+
+
+def test_a_name_or_another_model_in_the_place_of_ours_is_refused_in_words(tmp_path: Path) -> None:
+    for wrong in (lambda: Transformer("gpt2"), lambda: count_parameters("gpt2")):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="config is a str; expected a ModelConfig"):
+            wrong()
+    with pytest.raises(TypeError, match=r"source is a str; expected the dict of a config.json"):
+        config_of("gpt2")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model is a Linear; expected a regard Transformer"):
+        save(nn.Linear(2, 3), tmp_path / "new")  # type: ignore[arg-type]

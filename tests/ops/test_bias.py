@@ -416,7 +416,7 @@ ONES, INT3, INT7 = torch.ones(3), *(torch.zeros(n, dtype=torch.int64) for n in (
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "nothing": (ALiBi, ValueError, "either the number of heads or slopes=(H,), one of the two"),
     "both": (lambda: ALiBi(3, slopes=ONES), ValueError, "one of the two"),
-    "no heads": (lambda: ALiBi(0), ValueError, "n_heads must be at least 1, got 0"),
+    "no heads": (lambda: ALiBi(0), ValueError, "n_heads is 0; expected a whole number"),
     "slopes": (lambda: ALiBi(slopes=ONES[None]), ValueError, "one axis (H), got shape (1, 3)"),
     "int slopes": (lambda: ALiBi(slopes=INT3), TypeError, "slopes must be one of float64"),
     "list slopes": (lambda: ALiBi(slopes=[1.0]), TypeError, "slopes must be"),  # type: ignore[arg-type]
@@ -428,11 +428,17 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "bucket": (lambda: t5_bucket(INT3, False, 1), ValueError, "expected at least 2 buckets"),
     "bool": (lambda: DenseBias(ONES.bool()), TypeError, "a bool tensor is a mask, not a bias"),
     "int": (lambda: DenseBias(INT3), TypeError, "bias must be one of float64, float32"),
-    "list": (lambda: DenseBias([1.0]), TypeError, "a bias must be a float tensor, got list"),  # type: ignore[arg-type]
+    "list": (
+        lambda: DenseBias([1.0]),
+        TypeError,
+        "a bias must be a float tensor, or a Bias such as ALiBi(n_heads); got a list",
+    ),  # type: ignore[arg-type]
+    "a tensor": (lambda: ALiBi(3) + ONES, TypeError, "write bias + DenseBias(tensor)"),  # type: ignore[operator]
+    "heads as text": (lambda: ALiBi("8"), ValueError, "n_heads is '8'; expected a whole number"),  # type: ignore[arg-type]
     "at": (lambda: ALiBi(3).at(ONES), TypeError, "queries must hold whole numbers"),
     "at keys": (lambda: ALiBi(3).at(INT3, ONES), TypeError, "keys must hold whole numbers"),
-    "dense at": (lambda: DenseBias(ONES).at(INT3), ValueError, "DenseBias speaks of rows"),
-    "sum at": (lambda: (ALiBi(3) + DenseBias(ONES)).at(INT3), ValueError, "Sum speaks of rows"),
+    "dense at": (lambda: DenseBias(ONES).at(INT3), ValueError, "DenseBias counts rows"),
+    "sum at": (lambda: (ALiBi(3) + DenseBias(ONES)).at(INT3), ValueError, "Sum counts rows"),
     "plus": (lambda: ALiBi(3) + 1.0, TypeError, "unsupported operand"),  # type: ignore[operator]
 }
 MISFITS: dict[str, tuple[Bias, str]] = {

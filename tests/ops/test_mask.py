@@ -408,7 +408,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "asked": (lambda: Documents(INT3, INT3.bool()), TypeError, "query_ids must hold whole numbers"),
     "deep ids": (lambda: Documents(INT3[None, None]), ValueError, "got shape (1, 1, 3)"),
     "float mask": (lambda: Dense(torch.ones(3)), TypeError, "(True = this query may look at this"),
-    "hint": (lambda: Dense(torch.ones(3)), TypeError, "got torch.float32; a float tensor"),
+    "hint": (lambda: Dense(torch.ones(3)), TypeError, "got torch.float32. A float tensor"),
     "list mask": (lambda: Dense([True]), TypeError, "a mask must be a bool tensor"),  # type: ignore[arg-type]
     "at": (lambda: Causal().at(torch.ones(3)), TypeError, "queries must hold whole numbers"),
     "at keys": (
@@ -420,9 +420,10 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "joined memory": (
         lambda: (Causal() & Lengths(INT3)).at(INT3),
         ValueError,
-        "And speaks of rows",
+        "And counts rows",
     ),
-    "at twice": (lambda: Causal().at(INT3).at(INT3), ValueError, "At speaks of rows and keys"),
+    "at twice": (lambda: Causal().at(INT3).at(INT3), ValueError, "At counts rows and keys"),
+    "a tensor": (lambda: Causal() & INT3, TypeError, "write mask & Dense(tensor)"),  # type: ignore[operator]
     "truth": (
         lambda: Causal() and Prefix(1),
         TypeError,

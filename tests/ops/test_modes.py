@@ -433,12 +433,18 @@ class TestExplain:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            ({"mask": torch.zeros(5, 7)}, "a float tensor added to the scores is a bias"),
+            ({"mask": torch.zeros(5, 7)}, "A float tensor added to the scores is a bias"),
             ({"bias": torch.ones(5, 7, dtype=torch.bool)}, "a bool tensor is a mask, not a bias"),
             ({"bias": Causal()}, "Causal is a mask: pass it as mask="),
             ({"mask": ALiBi(6)}, "ALiBi is a bias: pass it as bias="),
             ({"q": torch.zeros(2, 6, 5, 3).int()}, "q must be one of float64"),
             ({"scale": torch.tensor(1.0)}, "scale must be a number, got a tensor"),
+            ({"scale": "1/8"}, "scale must be a number, got '1/8'"),
+            ({"dropout": "0.1"}, "dropout must be a number from 0 to 1, got '0.1'"),
+            ({"dropout": 0.5, "seed": 1.5}, "seed must be a whole number .* got 1.5"),
+            ({"mask": "causal"}, "or a Mask such as Causal.*; got a str"),
+            ({"mask": Causal}, "got the class Causal; make one of it, Causal"),
+            ({"bias": ALiBi}, "got the class ALiBi; make one of it, ALiBi"),
         ],
     )
     def test_the_wrong_kind_of_thing_is_refused_and_named(

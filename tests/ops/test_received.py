@@ -164,7 +164,7 @@ def test_a_result_tells_total_and_mean_of_a_sum_and_says_where_else_to_look() ->
     weighted = ReceivedAttention(two, two, torch.tensor([8.0, 0.5, 0.0]))
     assert weighted.mean.tolist() == [0.5, 6, 0]
     for by, part in (("max", "total"), ("max", "mean"), ("mean", "total")):
-        with pytest.raises(AttributeError, match=f"this is the {by}, in `value`"):
+        with pytest.raises(AttributeError, match=f"this is a {by}: read `value`"):
             getattr(ReceivedAttention(two, two, by=by), part)
 
 
@@ -454,7 +454,7 @@ def test_layers_answer_it_and_a_record_says_that_it_keeps_the_plain_sum() -> Non
         beside: Any = calls["0"].received
     torch.testing.assert_close(seen.value, weights[:, :, -3:].amax(2))
     torch.testing.assert_close(beside.value, seen.value)
-    words = "a record keeps what keys receive from all queries, as a sum: received=True"
+    words = "a record keeps the plain sum that keys receive from all queries: received=True"
     with pytest.raises(ValueError, match=words), regard.watch(model, Wants(received=asked)):
         model(x)
     with torch.no_grad(), regard.watch(model, Wants(received=Received())) as record:

@@ -233,7 +233,7 @@ def test_context_parallel_gathers_what_belongs_to_keys(monkeypatch: pytest.Monke
     widened = parts.widen(mask & EveryThird())
     assert torch.equal(widened.one.keys, torch.cat([mask.keys, mask.keys], 1))
     assert torch.equal(widened.one.queries, mask.queries)
-    with pytest.raises(ValueError, match="Dense speaks of keys as they lie"):
+    with pytest.raises(ValueError, match="Dense counts keys"):
         parts.widen(mask & regard.Dense(torch.ones(T, T, dtype=torch.bool)))
 
 

@@ -346,7 +346,7 @@ def test_the_operation_itself_refuses_what_cannot_be_mapped() -> None:
     def run(sinks: Tensor) -> Any:
         return torch.ops.regard.flash(*given._replace(sinks=sinks), [False] * 3, None)[0]
 
-    with pytest.raises(RuntimeError, match="share sinks over the batch, so vmap cannot map it"):
+    with pytest.raises(RuntimeError, match="has one sinks for the batch, which vmap cannot map"):
         torch.func.vmap(run)(torch.ones(3, 2))
 
 

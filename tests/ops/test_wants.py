@@ -256,9 +256,9 @@ def test_rows_with_large_scores_are_told_to_the_last_digits(backend: str) -> Non
 BOOLS = torch.ones(5, dtype=torch.bool)
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "top": (lambda: Wants(top=0), ValueError, "top must be at least 1, got 0"),
-    "above 0": (lambda: Wants(above=0.0), ValueError, "above must lie over 0 and at most at 1"),
+    "above 0": (lambda: Wants(above=0.0), ValueError, "above must be greater than 0 and at most 1"),
     "above 1": (lambda: Wants(above=1.1), ValueError, "at most 1/above"),
-    "above nan": (lambda: Wants(above=math.nan), ValueError, "above must lie over 0"),
+    "above nan": (lambda: Wants(above=math.nan), ValueError, "above must be greater than 0"),
     "float mass": (lambda: Wants(mass=torch.ones(5)), TypeError, "mass must be a bool tensor over"),
     "deep mass": (lambda: Wants(mass=BOOLS[None, None]), TypeError, "(S,) or (B, S)"),
     "list mass": (lambda: Wants(mass=[True]), TypeError, "mass must be a bool tensor"),  # type: ignore[arg-type]
@@ -268,6 +268,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "cells": (lambda: Wants(map=(3, 0)), ValueError, "at least 1 × 1 cells, got 3 × 0"),
     "rows": (lambda: Wants(rows=[0, 3]), ValueError, "rows must lie between 0 and T-1=2, got 3"),
     "row -1": (lambda: Wants(rows=[-1]), ValueError, "rows must lie between 0 and T-1=2, got -1"),
+    "a dict": (lambda: {"top": 3}, TypeError, "wants must be a Wants(...), got a dict"),
+    "the class": (lambda: Wants, TypeError, "got the class Wants; make one of it, Wants(...)"),
+    "top as text": (lambda: Wants(top="3"), TypeError, "top must be a whole number, got '3'"),  # type: ignore[arg-type]
+    "top as flag": (lambda: Wants(top=True), TypeError, "top must be a whole number, got True"),
+    "above as text": (lambda: Wants(above="x"), TypeError, "above must be a number, got 'x'"),  # type: ignore[arg-type]
+    "one size": (lambda: Wants(map=5), TypeError, "map must be (height, width) or a Map"),  # type: ignore[arg-type]
+    "a size alone": (lambda: Wants(map=(5,)), TypeError, "map must be (height, width)"),  # type: ignore[arg-type]
+    "half a cell": (lambda: Wants(map=(5.5, 2)), TypeError, "height must be a whole number"),  # type: ignore[arg-type]
+    "one row": (lambda: Wants(rows=3), TypeError, "rows must be numbers of queries, [0, 7]"),  # type: ignore[arg-type]
+    "half a row": (lambda: Wants(rows=[1.5]), TypeError, "each of rows must be a whole number"),  # type: ignore[list-item]
 }
 WINDOWS = [((2, 4), None), ((1, 1), None), ((-1, 2), None), (None, (0, 6)), (None, (3, 2))]
 

@@ -291,5 +291,5 @@ def test_masks_of_keys_as_they_lie_are_refused_where_texts_are_cut() -> None:
     causal = Causal()
     assert parts.widen(causal) is causal
     for mask in (Dense(torch.ones(3, 3, dtype=torch.bool)), Lengths(torch.tensor([3]))):
-        with pytest.raises(ValueError, match=f"{type(mask).__name__} speaks of keys as they lie"):
+        with pytest.raises(ValueError, match=f"{type(mask).__name__} counts keys by their index"):
             parts.widen(causal & mask)

@@ -34,12 +34,12 @@ from regard.cli.view import add_view
 if TYPE_CHECKING:
     import typer
 
-TOP_HELP = f"""Look at what attention looks at.
+TOP_HELP = f"""See what the attention heads of a model look at.
 
 Start here:  regard look "{EXAMPLE_TEXT}"
 
-Attention lets every word look at every other and take up what it finds. Each head does this in
-its own way; its weights say how much of each word it took. `look` shows them.
+In attention every word looks at other words and takes in what it finds there. Each head does this
+in its own way; its weights say how much it takes from each word. `look` shows them.
 """
 
 
@@ -65,7 +65,7 @@ def build_app() -> "typer.Typer":
         version: Annotated[
             bool,
             typer.Option(
-                "--version", callback=show_version, is_eager=True, help="Say the version and stop."
+                "--version", callback=show_version, is_eager=True, help="Show the version and exit."
             ),
         ] = False,
     ) -> None:

@@ -76,7 +76,9 @@ def add_fill(app: "typer.Typer") -> None:
             str, Option("--model", "-m", help="Folder or hub name of a masked model.")
         ] = DEFAULT_MODEL,
         top: Annotated[int, Option(help="Candidates for each gap.")] = 5,
-        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
+        device: Annotated[
+            str | None, Option(help="cpu, cuda, ...; by default a GPU, if there is one.")
+        ] = None,
     ) -> None:
         notes, console = Console(stderr=True), Console()
         with refusing(notes):

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "embedded:lm"
 LIVELY = {"temperature": 0.8, "top_p": 0.9, "seed": 0}
-"""How the small model writes unless told: its likeliest text goes round in circles."""
+"""How the small model writes by default: its greedy text repeats itself."""
 OWN = ("prompt", "model")
 """What is no keyword of `write_text`: all other options go on under their own names."""
-GENERATE_HELP = """Let a model go on with a text, and show it as it is written.
+GENERATE_HELP = """Continue a text with a language model, and show it as it is written.
 
 Examples:
 
@@ -44,11 +44,11 @@ Examples:
 MODEL is a folder in Hugging Face's layout (config.json, model.safetensors, tokenizer.json), a GGUF
 file, or a name on the Hugging Face hub, which is fetched once; without --model it is the small
 language model inside the package, embedded:lm, which needs no network. A decoder continues the
-text; a translator reads it and writes its own. Without --temperature the likeliest token is taken
-each time; the small model draws (temperature 0.8, top-p 0.9, seed 0), since its likeliest text goes
-round in circles. The same command gives the same text.
+text; an encoder–decoder reads it and writes another. Without --temperature decoding is greedy,
+except for embedded:lm, which samples (temperature 0.8, top-p 0.9, seed 0), since its greedy text
+repeats itself. The same command gives the same text.
 
-The text goes to standard output; what it took, in tokens and seconds, to standard error.
+The text goes to standard output; the numbers of tokens and seconds go to standard error.
 """
 
 
@@ -106,28 +106,47 @@ def add_generate(app: "typer.Typer") -> None:
         model: Annotated[
             str, Option("--model", "-m", help="Folder, GGUF file or hub name.")
         ] = DEFAULT_MODEL,
-        max_new_tokens: Annotated[int, Option(help="Write at most so many tokens.")] = 128,
-        temperature: Annotated[float | None, Option(help="Above 0: draw; more is wilder.")] = None,
-        top_k: Annotated[int | None, Option(help="Draw among the k likeliest.")] = None,
+        max_new_tokens: Annotated[int, Option(help="The most tokens to write.")] = 128,
+        temperature: Annotated[
+            float | None, Option(help="Sampling temperature; 0 is greedy.")
+        ] = None,
+        top_k: Annotated[int | None, Option(help="Sample from the k likeliest tokens.")] = None,
         top_p: Annotated[
-            float | None, Option(help="Draw among the likeliest with this share in sum.")
+            float | None,
+            Option(help="Sample from the likeliest tokens with this total probability."),
         ] = None,
         min_p: Annotated[
-            float | None, Option(help="Draw among those with this part of the likeliest's.")
+            float | None,
+            Option(help="Sample from tokens with this part of the largest probability."),
         ] = None,
         repetition_penalty: Annotated[
-            float, Option(help="Above 1: what was said becomes less likely.")
+            float, Option(help="Above 1: tokens of the text so far become less likely.")
         ] = 1.0,
-        num_beams: Annotated[int, Option("--beams", help="Above 1: search so many at once.")] = 1,
-        length_penalty: Annotated[float, Option(help="Of beams: above 0 favours length.")] = 1.0,
-        stop: Annotated[list[str] | None, Option(help="End before this; may be repeated.")] = None,
-        seed: Annotated[int | None, Option(help="The same seed, the same draws.")] = None,
-        chat: Annotated[bool, Option("--chat", help="Put it as a user's message.")] = False,
-        compiled: Annotated[
-            bool, Option("--compile", help="Compile the step: slow start, then fast.")
+        num_beams: Annotated[
+            int, Option("--beams", help="Number of beams; above 1: beam search.")
+        ] = 1,
+        length_penalty: Annotated[
+            float, Option(help="For beams: above 0 favours longer texts.")
+        ] = 1.0,
+        stop: Annotated[
+            list[str] | None, Option(help="Stop before this text; may be repeated.")
+        ] = None,
+        seed: Annotated[int | None, Option(help="Seed of the sampling.")] = None,
+        chat: Annotated[
+            bool,
+            Option(
+                "--chat", help="Use the model's chat template, with the text as the user's message."
+            ),
         ] = False,
-        dtype: Annotated[str | None, Option(help="float32, bfloat16, float16; else as is.")] = None,
-        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
+        compiled: Annotated[
+            bool, Option("--compile", help="Compile the decoding step: slow to start, then fast.")
+        ] = False,
+        dtype: Annotated[
+            str | None, Option(help="float32, bfloat16 or float16; by default as stored.")
+        ] = None,
+        device: Annotated[
+            str | None, Option(help="cpu, cuda, ...; by default a GPU, if there is one.")
+        ] = None,
     ) -> None:
         notes = Console(stderr=True)
         options = {name: context.params[name] for name in context.params if name not in OWN}

@@ -73,7 +73,9 @@ def add_lab(app: "typer.Typer") -> None:
         every: Annotated[bool, Option("--all", help="Run all, one after another.")] = False,
         tiny: Annotated[bool, Option("--tiny", help="The short run, for a CPU.")] = False,
         out: Annotated[Path, Option(help="The folder to write into.")] = Path("labs"),
-        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
+        device: Annotated[
+            str | None, Option(help="cpu, cuda, ...; by default a GPU, if there is one.")
+        ] = None,
     ) -> None:
         from regard.labs import NAMES, find_lab
 

@@ -227,8 +227,8 @@ def add_look(app: "typer.Typer") -> None:
             str | None, Option("--model", "-m", help="Folder, GGUF file or hub name.")
         ] = None,
         token: Annotated[str | None, Option(help="The word to ask about.")] = None,
-        layer: Annotated[int | None, Option(help="For --png: this layer alone.")] = None,
-        head: Annotated[int | None, Option(help="For --png: this head of it.")] = None,
+        layer: Annotated[int | None, Option(help="For --png: only this layer.")] = None,
+        head: Annotated[int | None, Option(help="For --png: only this head of the layer.")] = None,
         html: Annotated[Path | None, Option(help="Write the page to this file.")] = None,
         png: Annotated[Path | None, Option(help="Draw to .png, .svg or .pdf.")] = None,
         serve: Annotated[bool, Option("--serve", help="Serve the page to a browser.")] = False,
@@ -240,7 +240,7 @@ def add_look(app: "typer.Typer") -> None:
             bool, Option("--window", help="Read a long text in overlapping windows.")
         ] = False,
         values: Annotated[
-            bool, Option("--values", help="Keep how long values are, for value-weighted attention.")
+            bool, Option("--values", help="Keep the norms of values, for value-weighted attention.")
         ] = False,
         effect: Annotated[
             bool, Option("--effect", help="Switch off each head: what changes in the next token.")
@@ -249,7 +249,9 @@ def add_look(app: "typer.Typer") -> None:
             tuple[str, str] | None,
             Option(help="Two words: forbid this look in each head, as --effect does heads."),
         ] = None,
-        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
+        device: Annotated[
+            str | None, Option(help="cpu, cuda, ...; by default a GPU, if there is one.")
+        ] = None,
     ) -> None:
         notes = Console(stderr=True)
         with refusing(notes):

@@ -125,14 +125,16 @@ def add_survey(app: "typer.Typer") -> None:
             Path | None, Option(help="Write the table (.parquet, .csv, .json, .regard).")
         ] = None,
         html: Annotated[Path | None, Option(help="Write a page with all heads by score.")] = None,
-        key: Annotated[str, Option(help="Of .jsonl: where the text is.")] = "text",
-        limit: Annotated[int | None, Option(help="Read so many texts at most.")] = None,
-        batch: Annotated[int, Option(help="Texts of one length read together.")] = 32,
+        key: Annotated[str, Option(help="For .jsonl: the key of the text.")] = "text",
+        limit: Annotated[int | None, Option(help="The most texts to read.")] = None,
+        batch: Annotated[int, Option(help="How many texts of one length are read at once.")] = 32,
         resume: Annotated[
             bool, Option("--resume", help="Go on with a survey that was stopped.")
         ] = False,
         top: Annotated[int, Option(help="Heads to name for each score.")] = N_HEADS,
-        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
+        device: Annotated[
+            str | None, Option(help="cpu, cuda, ...; by default a GPU, if there is one.")
+        ] = None,
     ) -> None:
         from regard.lens.survey import Plan, is_main
 

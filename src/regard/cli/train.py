@@ -95,7 +95,9 @@ class Options:
     tensorboard: Annotated[bool, Named("Write TensorBoard's files too.", ("--tensorboard",))] = (
         False
     )
-    device: Annotated[str | None, Named("cpu, cuda, ...; else the best.")] = None
+    device: Annotated[str | None, Named("cpu, cuda, ...; by default a GPU, if there is one.")] = (
+        None
+    )
     test: Annotated[list[Path] | None, Named("Score the model on this, at the end.")] = None
     data_parallel: Annotated[int, Named("Processes that share the rows of a batch.")] = 1
     tensor_parallel: Annotated[int, Named("Processes that share each layer.")] = 1

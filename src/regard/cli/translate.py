@@ -52,15 +52,15 @@ Examples:
   regard translate --model ./opus-mt-en-de "The cat sat on the mat."
 
 A text with Japanese letters (kanji, hiragana, katakana) is translated to English, one with Latin
-letters to Japanese; --to says it in words. A text of several sentences is translated sentence by
+letters to Japanese; --to names the language. A text of several sentences is translated sentence by
 sentence. A file, or standard input for "-", has one sentence a line, and gives one line for each.
 
 Without --model it is the small translator inside the package, embedded:translate, which needs no
 network. MODEL may be any encoder–decoder in Hugging Face's layout (Marian, T5, one that you
 trained): it reads the text as it is and does what it was trained for.
 
-The translation goes to standard output; what it took to standard error. The same command gives the
-same text.
+The translation goes to standard output, the time it took to standard error. The same command gives
+the same text.
 """
 
 
@@ -152,15 +152,19 @@ def add_translate(app: "typer.Typer") -> None:
         text: Annotated[
             list[str] | None, Argument(help='The text; "-" reads lines of standard input.')
         ] = None,
-        to: Annotated[str | None, Option(help="ja or en; else told by the script.")] = None,
+        to: Annotated[
+            str | None, Option(help="ja or en; by default the other language than the text's.")
+        ] = None,
         model: Annotated[
             str, Option("--model", "-m", help="Folder or hub name of an encoder–decoder.")
         ] = DEFAULT_MODEL,
-        beams: Annotated[int, Option(help="Search so many at once; 1 is greedy.")] = 5,
+        beams: Annotated[int, Option(help="Number of beams; 1 is greedy.")] = 5,
         from_file: Annotated[Path | None, Option(help="Translate the lines of this file.")] = None,
         look: Annotated[bool, Option("--look", help="Show which word looks at which.")] = False,
         html: Annotated[Path | None, Option(help="With --look: write the page here.")] = None,
-        device: Annotated[str | None, Option(help="cpu, cuda, ...; else the best.")] = None,
+        device: Annotated[
+            str | None, Option(help="cpu, cuda, ...; by default a GPU, if there is one.")
+        ] = None,
     ) -> None:
         notes = Console(stderr=True)
         with refusing(notes):

@@ -26,43 +26,58 @@ EarlyStopping = bool | Literal["never"]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How a text is written; greedy as it stands. `stop` may also be one string."""
+    """How a text is written: greedily, unless temperature or num_beams says otherwise.
+
+    temperature above 0 draws tokens, num_beams above 1 searches; both together are refused, and so
+    is a setting that the chosen way would not read.
+
+    Args:
+        max_new_tokens: Write at most so many; fewer where the model's max_len ends before.
+        min_new_tokens: No stop token before so many. Stop strings are not held up by it.
+        temperature: Above 0: logits are divided by it and tokens drawn. None or 0: greedy.
+        top_k: Draw among the k likeliest tokens, and those as likely as the last of them.
+        top_p: Draw among the likeliest tokens that together have this probability.
+        min_p: Draw among tokens with at least this part of the likeliest one's probability.
+        repetition_penalty: Above 1: tokens that the text has already, prompt included, become less
+            likely.
+        num_beams: The number of beams; 1 is no beam search.
+        num_return_sequences: How many of the beams a row returns, best first.
+        length_penalty: A beam's score is its log-probability / length ** length_penalty: above 0
+            favours longer texts.
+        early_stopping: When a row's search ends. True: with its num_beams-th finished beam. False:
+            when the best running beam, at its length now, would not get among these. "never": when
+            it would not at any length.
+        stop: A string, or several, that end a row; they and what follows are not part of its text.
+        stop_tokens: Token ids that end a row, besides the model's own.
+        ignore_eos: Do not stop at the model's own end tokens.
+        seed: Row r draws with seed + r alone, or with its own of a list. None: taken from torch's
+            global generator.
+        chunk: Prompts are read so many tokens at a time; at once where rotary positions depend on
+            the length of the prompt.
+        compiled: Compile the step that is repeated: slow at first, then fast. Not for beams.
+
+    Example:
+        >>> config = regard.GenerationConfig(max_new_tokens=20, temperature=0.8, top_p=0.9, seed=1)
+        >>> text = regard.generate("embedded:lm", "Once upon a time", config=config)
+    """
 
     max_new_tokens: int = 128
-    """At most so many; fewer where the model's length ends before."""
     min_new_tokens: int = 0
-    """No stop token before so many. Stop strings are not held up by it."""
     temperature: float | None = None
-    """Above 0: draw tokens, likelier ones more often, the less so the higher it is."""
     top_k: int | None = None
-    """Draw among the k likeliest, and those as likely as the last of them."""
     top_p: float | None = None
-    """Draw among the likeliest that together have this probability."""
     min_p: float | None = None
-    """Draw among those with at least this part of the likeliest one's probability."""
     repetition_penalty: float = 1.0
-    """Above 1: tokens that the text has already, prompt included, become less likely."""
     num_beams: int = 1
     num_return_sequences: int = 1
-    """How many of the beams a row gives, best first."""
     length_penalty: float = 1.0
-    """A beam's score is its log-probability / length ** this: above 0 favours longer texts."""
     early_stopping: EarlyStopping = False
-    """True: a row ends with its num_beams-th finished beam. False: when the best running beam, at
-    its length now, would not get in. "never": when it would not at any length."""
     stop: str | Sequence[str] = ()
-    """Texts that end a row; they and what follows are not part of its text."""
     stop_tokens: Sequence[int] = ()
-    """Token ids that end a row, besides the model's own."""
     ignore_eos: bool = False
-    """Do not stop at the model's own end tokens."""
     seed: int | Sequence[int] | None = None
-    """A row's draws hang on its own seed alone: seed + r for row r, or one for each row given in a
-    list. None takes one from torch's global generator."""
     chunk: int = 2048
-    """Prompts are read so many tokens at a time; at once where rotary depends on their length."""
     compiled: bool = False
-    """Compile the step that is repeated: slow at first, then fast. Not for beams."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "num_beams", "num_return_sequences", "chunk"):

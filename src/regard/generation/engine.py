@@ -48,12 +48,12 @@ class Decoding:
         if model.head is None:
             raise ValueError("this model has no head, so it cannot say which token comes next")
         if compiled and memory is not None:
-            raise ValueError("compiled generation is for decoders alone; leave compiled=False")
+            raise ValueError("compiled=True is for models without an encoder; leave compiled=False")
         if compiled and call_hook.is_hooked():
-            what = "compiled generation runs unseen, and the model is being watched"
+            what = "a compiled step cannot be watched, and this is a block of watch or observing"
             raise ValueError(f"{what}; leave compiled=False")
         if compiled and edit_hook.open_editors():
-            what = "compiled generation runs unseen, and a model is being edited"
+            what = "a compiled step cannot be edited, and this is a block of edit"
             raise ValueError(f"{what}; leave compiled=False")
         self.model, self.head, self.memory = model, model.head, memory
         self.n_tokens, self.compiled = max_len, compiled

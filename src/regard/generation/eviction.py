@@ -25,12 +25,27 @@ from regard.layers.cache import pick_keys
 
 
 def evict(cache: Any, scores: Sequence[Tensor], keep: int) -> None:
-    """Keep in each layer and key head the `keep` keys with the highest scores; in place.
+    """Shrink a KV cache in place: each layer and key head keeps the keys with the highest scores.
 
-    cache: a growing one from `make_cache()`, or a DynamicCache of Hugging Face. scores: a tensor
-    for each layer, (B, H, S); those of query heads that share a key head are added up. (B, G, S) is
-    one for each key head, (B, 1, S) one for all. Hugging Face's models count positions by the keys
-    that a cache holds: give position_ids from then on.
+    Later tokens have the positions that they would have had. (Hugging Face's models count them by
+    the keys in the cache: give position_ids from then on.)
+
+    Args:
+        cache: A growing cache from `model.make_cache()`, or a DynamicCache of Hugging Face.
+        scores: One tensor for each layer, (B, H, S), such as `Received` gives; the scores of query
+            heads that share a key head are added up. (B, G, S): one for each key head. (B, 1, S):
+            one for all.
+        keep: How many keys are kept, in each key head the same number.
+
+    Raises:
+        ValueError: Scores that do not fit the cache, or a `keep` above the keys that it holds.
+        TypeError: Another kind of cache.
+
+    Example:
+        >>> model = regard.load("embedded:lm")
+        >>> cache = model.make_cache()
+        >>> out = model(torch.tensor([[3, 1, 4, 1, 5]]), cache=cache)
+        >>> regard.evict(cache, [torch.rand(1, 1, 5) for _ in model.config.decoder], keep=3)
     """
     check_count("keep", keep)
     ours = isinstance(cache, DecoderCache)

@@ -95,14 +95,32 @@ def generate_ids(
     tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Generated:
-    """Continue token ids; options are the fields of `GenerationConfig`.
+    """Continue token ids, row by row of a batch; each row comes out as it would alone.
 
-    ids: (B, T) with `real` False at padding on whichever side, or lists of different lengths. Each
-    row comes out as it would alone. An empty row starts from the model's bos token. An
-    encoder–decoder reads `source`, and `ids`, where given, begin its text in place of its start
-    token. Prompt and new tokens together are at most the model's max_len, where it has one: a row
-    that gets there ends with "length", and a prompt without room for a token is refused. tokenizer:
-    for stop strings, where the model has none of its own.
+    Args:
+        model: What `regard.load` returned, or what it takes.
+        ids: The prompts: lists of ids of any lengths, or (B, T) with `real`. An empty row starts
+            from the model's bos token. For an encoder–decoder they begin the text that is written,
+            in place of its start token, and may be left out.
+        real: (B, T) bool, False at padding, on either side.
+        source: What an encoder–decoder reads, in the form of ids. source_real: as `real`.
+        config: A `GenerationConfig`; or give its fields as options (max_new_tokens=20, ...).
+        tokenizer: For stop strings, where the model has no tokenizer.
+
+    Returns:
+        `Generated`: `ids` (B · num_return_sequences, T), the new tokens without the prompt;
+        `lengths` and `reasons` ("stop" or "length") of each row; `rows()` as lists.
+
+    Raises:
+        ValueError, TypeError: Options that do not go together, ids outside the vocabulary, or a
+            prompt as long as the model's max_len, which leaves nothing to write. (A row that
+            reaches max_len while it is written ends with "length".)
+
+    Example:
+        >>> model = regard.load("embedded:lm")
+        >>> made = regard.generate_ids(model, [[3, 1, 4], [1, 5]], max_new_tokens=8)
+        >>> len(made.rows())
+        2
     """
     make = partial(Task.make, model, make_config(config, options), tokenizer)
     return run_task(make(ids=ids, real=real, source=source, source_real=source_real))[0]
@@ -117,14 +135,26 @@ def generate(
     config: GenerationConfig | None = None,
     **options: Any,
 ) -> str:
-    """The text that the model writes after the prompt, without the prompt.
+    """The text that a model writes after the prompt, without the prompt; greedy by default.
 
-    An encoder–decoder reads the prompt as its source. Text ends before a stop string or token.
-    Options are the fields of `GenerationConfig`, such as max_new_tokens, temperature and stop.
-    model: what `regard.load` gave, or what it takes. tokenizer: instead of the model's own.
-    special: whether the tokenizer adds the tokens that the model expects around a text.
+    Args:
+        model: What `regard.load` returned, or what it takes (a folder, a GGUF file, a name).
+        prompt: The text to continue; an encoder–decoder reads it as its source.
+        tokenizer: Instead of the model's own.
+        special: Whether the tokenizer adds the special tokens that the model expects around a text.
+            False for a prompt that has them, as `tokenizer.apply_chat` makes it.
+        config: A `GenerationConfig`; or give its fields as options: max_new_tokens (128 by
+            default), temperature, top_p, num_beams, stop, seed, ...
 
-        generate(model, "The capital of France is", max_new_tokens=5)
+    Returns:
+        The new text. It ends before a stop string or a stop token, or after max_new_tokens.
+
+    Raises:
+        TypeError, ValueError: Options that do not exist or do not go together, a model without a
+            tokenizer, or a prompt longer than the model takes.
+
+    Example:
+        >>> text = regard.generate("embedded:lm", "Once upon a time", max_new_tokens=5)
     """
     if not isinstance(prompt, str):
         raise TypeError(
@@ -144,7 +174,18 @@ def generate_batch(
     config: GenerationConfig | None = None,
     **options: Any,
 ) -> list[str]:
-    """What `generate` gives for each prompt, written at the same time."""
+    """What `generate` returns for each of several prompts, computed as one batch.
+
+    Args:
+        prompts: A list of texts, of any lengths.
+        model, tokenizer, special, config: As in `generate`, and so the options.
+
+    Returns:
+        A list of texts, in the order of the prompts.
+
+    Example:
+        >>> texts = regard.generate_batch("embedded:lm", ["Once", "The cat"], max_new_tokens=5)
+    """
     if isinstance(prompts, str):
         raise TypeError("prompts is one text, expected a list of texts; generate takes one")
     chosen = make_config(config, options)

@@ -79,11 +79,13 @@ class Task:
         memory, n_read = None, 0
         if model.config.encoder:
             if source is None:
-                raise ValueError("an encoder–decoder writes about a source: give source= token ids")
+                raise ValueError("an encoder–decoder reads a source: give its token ids as source=")
             sources = as_rows("source", source, source_real, model.config)
             rows = [[] for _ in sources] if rows is None else rows
             if len(rows) != len(sources):
-                raise ValueError(f"there are {len(rows)} rows of ids and {len(sources)} of source")
+                raise ValueError(
+                    f"ids has {len(rows)} rows and source {len(sources)}; give as many of each"
+                )
             memory, n_read = read_source(model, sources, device), sum(map(len, sources))
         elif source is not None or source_real is not None:
             raise ValueError("source= is for encoder–decoder models; this one continues ids")

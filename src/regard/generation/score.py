@@ -80,16 +80,28 @@ def score(
     tokenizer: Tokenizer | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> list[Score]:
-    """The log-probability of each text, or of each continuation after its context.
+    """How likely a language model finds texts, or continuations after their contexts.
 
-    texts: texts, or pairs (context, continuation); write the space between the two where it
-    belongs, at the beginning of the continuation for most models. model: a language model, or its
-    name, as `regard.load` takes it. tokenizer: instead of the model's own. batch_tokens: at most so
-    many tokens are read at once, padding counted.
+    Args:
+        model: What `regard.load` returned, or what it takes.
+        texts: Texts, or pairs (context, continuation), of which only the continuation counts. The
+            space between the two belongs to the continuation, for most models.
+        tokenizer: Instead of the model's own.
+        batch_tokens: How many tokens are read at once at most, padding included.
 
-        answers = [(goal, " " + first), (goal, " " + second)]
-        one, two = regard.score(model, answers)
-        one.per_byte > two.per_byte
+    Returns:
+        A `Score` for each text: log_prob (natural logarithm, summed), n_tokens, n_bytes, greedy,
+        and per_token, per_byte, perplexity.
+
+    Raises:
+        ValueError: An encoder–decoder, an empty text, or one longer than the model takes.
+        TypeError: What is no text and no pair of texts.
+
+    Example:
+        >>> pairs = [("The cat sat on the", " mat."), ("The cat sat on the", " equation.")]
+        >>> first, second = regard.score("embedded:lm", pairs)
+        >>> first.per_byte > second.per_byte
+        True
     """
     if isinstance(texts, str):
         raise TypeError("texts is one text, expected a list of texts, or of pairs of them")
@@ -132,8 +144,8 @@ def _read(model: Transformer, tokenizer: Tokenizer, number: int, given: str | Pa
         )
     if not counts:
         raise ValueError(
-            f"text {number}, {text!r:.40}, has no token that anything stands before, so there is "
-            "nothing to score; give a context"
+            f"text {number}, {text!r:.40}, is one token with nothing before it, so it has no "
+            "log-probability; give a context, as (context, text)"
         )
     return _Row(number, ids, counts, len(text.encode("utf-8", "replace")))
 

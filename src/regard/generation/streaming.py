@@ -92,10 +92,19 @@ def stream(
     config: GenerationConfig | None = None,
     **options: Any,
 ) -> Stream[str]:
-    """Pieces of what `generate` gives with the same arguments, each as soon as it is certain.
+    """The text that `generate` returns, piece by piece, each as soon as it is certain.
 
-    for piece in stream(model, "Once upon a time", max_new_tokens=200):
-        print(piece, end="", flush=True)
+    Args:
+        model, prompt, tokenizer, special, config: As in `generate`, and so the options. Beams are
+            refused: they know their text only at the end.
+
+    Returns:
+        A `Stream`, an iterator over strings that add up to the text. `close()` it, or leave its
+        `with` block, to stop early.
+
+    Example:
+        >>> for piece in regard.stream("embedded:lm", "Once upon a time", max_new_tokens=5):
+        ...     print(piece, end="", flush=True)  # doctest: +SKIP
     """
     if not isinstance(prompt, str):
         raise TypeError(f"prompt is a {type(prompt).__name__}, expected str: one text")

@@ -88,16 +88,31 @@ def translate(
     split: bool | None = None,
     progress: Progress | None = None,
 ) -> str | list[str]:
-    """The text in another language; for a list of texts, a list.
+    """Translate a text, or each text of a list, by any encoder–decoder model.
 
-    to: the language to translate to, of those that the model's config names; None finds it from
-    each text's script: Japanese letters mean English is wanted, Latin ones Japanese. beams: so many
-    translations are searched at once, 5 unless given; 1 is greedy. config: all about the search,
-    in place of `beams`; without it a sentence may become twice as long, and a little. split: into
-    sentences; None does it for models with directions. progress: called with the number of
-    sentences done and of all.
+    Args:
+        model: What `regard.load` returned, or what it takes.
+        text: A text, or a list of texts.
+        to: The language to translate to, one of those that the model's config.json names under
+            "directions". None: found from the letters of each text: Japanese ones are translated
+            to English, Latin ones to Japanese.
+        beams: The number of beams; 5 by default, 1 is greedy.
+        config: A `GenerationConfig` instead of `beams`. By default a translation ends at about
+            twice the number of tokens of its sentence.
+        split: Whether the text is split into sentences, which are translated one by one. None:
+            where the model names directions.
+        progress: Called as progress(sentences done, all sentences).
 
-        translate(regard.load("embedded:translate"), "The cat sat on the mat.")
+    Returns:
+        The translation; a list of them for a list.
+
+    Raises:
+        ValueError, TypeError: A model that is no encoder–decoder, a language that it does not have,
+            a text without letters, or settings that do not go together.
+
+    Example:
+        >>> regard.translate("embedded:translate", "The cat sat on the mat.")
+        '猫はマットに座った。'
     """
     model = open_model(model)
     check_asked(model, beams, config)
@@ -162,8 +177,8 @@ def choose(model: Transformer, text: str, to: str | None, place: int | None) -> 
     if to is not None:
         if not known:
             raise ValueError(
-                f"to is {to!r}, but this model's config.json names no directions: it has one, or "
-                "reads it in the text; leave `to` out"
+                f"to is {to!r}, but this model's config.json names no directions: it translates "
+                "one way only, or reads in the text itself what to do; leave `to` out"
             )
         if to not in known:
             raise ValueError(f"to is {to!r}; this model translates to {' or '.join(known)}")
@@ -175,10 +190,10 @@ def choose(model: Transformer, text: str, to: str | None, place: int | None) -> 
     if found is None:
         raise ValueError(
             f"{which} is written in neither Japanese nor Latin letters ({text.strip()[:40]!a}), so "
-            f"it is not known which language is meant; say `to` which of {', '.join(known)}"
+            f"its language is not known; give to= one of {', '.join(known)}"
         )
     if len(others) != 1:
-        raise ValueError(f"say `to` which language to translate: {', '.join(known)}")
+        raise ValueError(f"give the language to translate to: to= one of {', '.join(known)}")
     return others[0]
 
 

@@ -105,10 +105,10 @@ def parabola_minimum(x: Floats, y: Floats, weights: Floats) -> float | None:
     if len(x) < 4:
         return None  # three points have a parabola always: it says nothing
     middle = x.mean()
-    bend, slope, _ = np.polyfit(x - middle, y, 2, w=np.sqrt(weights[weights > 0]))
-    if bend <= 0:
+    curvature, slope, _ = np.polyfit(x - middle, y, 2, w=np.sqrt(weights[weights > 0]))
+    if curvature <= 0:
         return None
-    lowest = float(middle - slope / (2 * bend))
+    lowest = float(middle - slope / (2 * curvature))
     return lowest if x.min() < lowest < x.max() else None
 
 

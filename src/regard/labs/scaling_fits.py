@@ -161,9 +161,19 @@ def fit_chinchilla(
     bootstraps: int = 200,
     seed: int = 0,
 ) -> ChinchillaFit:
-    """Fit L = E + A / N^α + B / D^β to runs: three arrays of one length, a run at each place.
+    """Fit L = E + A / N^α + B / D^β (Hoffmann et al. 2022) to the losses of training runs.
 
-    `delta`: where the Huber loss of a difference of log L turns from its square to its size.
+    Args:
+        n_params: The number of parameters N of each run.
+        n_tokens: The number of tokens D that each run has read.
+        losses: The loss L of each run. Six runs or more, of at least three sizes.
+        delta: The delta of the Huber loss of the differences of log L.
+        bootstraps: How many resampled fits the intervals are from.
+        seed: Of the resampling.
+
+    Returns:
+        A `ChinchillaFit`: E, A, B, alpha, beta, `intervals`, `predict(n_params, n_tokens)`, and
+        `optimal(compute)`, the best spending of a budget in FLOPs.
     """
     runs = check_runs(n_params, n_tokens, losses, n_needed=6, n_distinct=3)
 
@@ -206,7 +216,15 @@ def fit_kaplan(
     bootstraps: int = 200,
     seed: int = 0,
 ) -> KaplanFit:
-    """Fit L = [(N_c/N)^(α_N/α_D) + D_c/D]^α_D to runs; arguments as of `fit_chinchilla`."""
+    """Fit L = [(N_c/N)^(α_N/α_D) + D_c/D]^α_D (Kaplan et al. 2020) to the losses of runs.
+
+    Args:
+        n_params, n_tokens, losses, delta, bootstraps, seed: As in `fit_chinchilla`; five runs or
+            more, of at least two sizes.
+
+    Returns:
+        A `KaplanFit`: N_c, D_c, alpha_N, alpha_D, `intervals`, `predict(n_params, n_tokens)`.
+    """
     runs = check_runs(n_params, n_tokens, losses, n_needed=5, n_distinct=2)
 
     def curve(theta_sp: Tensor) -> tuple[Tensor, Tensor]:

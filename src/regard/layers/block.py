@@ -51,14 +51,29 @@ Sublayer = Callable[..., Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """What one block is.
+    """The settings of one block of an encoder or a decoder.
 
-    `shared_norm`: in "parallel" order one norm serves both sublayers. `normed_residual`: in "pre"
-    order an answer is added to norm(x), which the sublayer read, and not to x. `dropout` falls on
-    each sublayer's answer before it is added, `attention_dropout` on the weights, `ffn_dropout` on
-    the hidden numbers of the feed-forward layer; all in training only. `cross_attention` is for
-    decoders, with `memory_dim` as the width of the memory (dim unless given). The rest is as in
-    `MultiHeadAttention`, `FeedForward` and `make_norm`.
+    Args:
+        dim, n_heads, n_kv_heads, head_dim, rotary, alibi, window, softcap, scale, sinks, qk_norm,
+            qk_norm_eps, backend: As in `MultiHeadAttention`.
+        ffn_dim, activation, gated: As in `FeedForward`.
+        attention_bias, ffn_bias: Whether the projections of attention and feed-forward have biases.
+        order: Where the norms are. "pre": x + f(norm(x)). "post": norm(x + f(x)). "parallel":
+            x + attention(norm(x)) + ffn(norm(x)). "sandwich": x + norm(f(norm(x))).
+        shared_norm: In "parallel" order, whether one norm serves both sublayers.
+        normed_residual: In "pre" order, whether f(norm(x)) is added to norm(x) instead of x.
+        norm, norm_eps, norm_bias: As in `make_norm`.
+        dropout: Of each sublayer's output, before it is added.
+        attention_dropout: Of the attention weights.
+        ffn_dropout: Of the hidden layer of the feed-forward layer. All three in training mode only.
+        cross_attention: Whether a decoder block attends to a memory, too.
+        memory_dim: The width of the memory; dim by default.
+
+    Example:
+        >>> config = regard.layers.BlockConfig(dim=64, n_heads=8, ffn_dim=256, norm="rms")
+        >>> decoder = regard.layers.Decoder(config, n_layers=2)
+        >>> decoder(torch.randn(2, 11, 64)).shape
+        torch.Size([2, 11, 64])
     """
 
     dim: int
@@ -215,7 +230,7 @@ class DecoderBlock(Block):
         kept_memory = None if cache is None else cache.cross_attn
         if cache is not None and kept_memory is None:
             raise ValueError(
-                "the cache has no place for the memory's keys; use make_cache() of this decoder"
+                "the cache was made without cross-attention; use make_cache() of this decoder"
             )
         if memory is None and (kept_memory is None or not kept_memory.filled):
             raise ValueError("a decoder with cross-attention needs a memory (B, S, M)")

@@ -1,9 +1,9 @@
 """The KV cache: keys and values of earlier calls, so that each new token is computed once.
 
-How: a layer hands its new keys and values to `update` and attends to what comes back. Which
-positions these have is `Slots`' to say (`cache_slots.py`), and the layer gives them to its rules.
-A negative position is padding or an empty slot, which nobody sees, whatever it holds. So each row
-of a batch starts and goes on by itself.
+How: a layer gives its new keys and values to `update` and attends to what this returns. `Slots`
+(`cache_slots.py`) keep the positions of all keys, which the layer gives to its masks and biases. A
+negative position is padding or an empty slot, which nobody sees, whatever it holds. So each row of
+a batch has positions of its own.
 
 - `KVCache.growing()` keeps everything, in order of arrival. Gradients pass through it, where they
   are asked for; where they are not, buffers grow by half when they are full, so that a step does
@@ -60,7 +60,17 @@ class Kept(NamedTuple):
 
 @final
 class KVCache:
-    """Keys and values of one self-attention layer."""
+    """The keys and values of one self-attention layer: `KVCache.growing()`, `.fixed`, `.windowed`.
+
+    Pass it to each call of the layer, which adds its new keys and values. For a whole model,
+    `model.make_cache()` makes one for each layer.
+
+    Example:
+        >>> layer, x = regard.MultiHeadAttention(64, 8, causal=True), torch.randn(2, 11, 64)
+        >>> cache = regard.KVCache.growing()
+        >>> steps = [layer(x[:, t : t + 1], cache=cache) for t in range(11)]
+        >>> torch.testing.assert_close(torch.cat(steps, dim=1), layer(x))
+    """
 
     def __init__(self, slots: Slots) -> None:
         """slots: which positions are kept; the caches of a stack share theirs."""
@@ -73,15 +83,23 @@ class KVCache:
 
     @staticmethod
     def growing() -> KVCache:
+        """A cache that keeps everything. Gradients flow through it where they are needed."""
         return KVCache(GrowingSlots())
 
     @staticmethod
     def fixed(size: int) -> KVCache:
-        """Static buffers for `size` tokens a row, padding counted."""
+        """A static cache: buffers for `size` tokens a row, padding included, written in place.
+
+        Every decoding step has the same shapes, so one compiled graph serves all. No gradients.
+        """
         return KVCache(FixedSlots(size))
 
     @staticmethod
     def windowed(left: int) -> KVCache:
+        """A ring for a layer with the window (left, 0): the last `left` keys and the newest.
+
+        No gradients.
+        """
         return KVCache(RingSlots(left))
 
     @property
@@ -129,8 +147,8 @@ class KVCache:
     def keys(self) -> Tensor:
         """The keys that a growing cache holds, (B, G, S, D)."""
         if self._kept is None:
-            why = "is empty" if self.in_order else "is static, with slots for other keys too"
-            raise ValueError(f"the cache {why}: its keys are those of KVCache.growing(), filled")
+            why = "is empty" if self.in_order else "is a fixed or windowed one, with empty slots"
+            raise ValueError(f"the cache {why}; keys can be read from a filled KVCache.growing()")
         return self._kept[0]
 
     def evict(self, index_bgk: Tensor, slots: bool = True) -> None:
@@ -161,9 +179,9 @@ class KVCache:
         before, after = old_k.shape[2], old_k.shape[2] + k.shape[2]
         if after != step.keys.shape[1]:
             raise ValueError(
-                f"this cache holds {before} keys, and those that it shares its positions with "
+                f"this cache holds {before} keys, but the other layers of its stack hold "
                 f"{step.keys.shape[1] - k.shape[2]}: a cache from make_cache() is for the whole "
-                "stack; give a block that runs alone a cache of its own"
+                "stack; give a layer that runs alone a KVCache.growing() of its own"
             )
         tracked = torch.is_grad_enabled() and any(x.requires_grad for x in (old_k, old_v, k, v))
         if tracked or torch.compiler.is_compiling():

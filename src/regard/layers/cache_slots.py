@@ -26,7 +26,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from regard._check import check_count, check_positions, readable
+from regard._check import check_count, check_positions, name_kind, readable
 from regard._torch import assert_async
 
 
@@ -94,7 +94,9 @@ class Slots(ABC):
     def evict(self, n: int) -> None:
         """Leave n keys, whichever those are: heads may keep different ones. The text goes on after
         all that came, and the keys count as the n last before it."""
-        raise ValueError("a static cache keeps its slots: evict keys from a growing one")
+        raise ValueError(
+            "keys cannot be evicted from a fixed or windowed cache; use KVCache.growing()"
+        )
 
     @abstractmethod
     def reset(self) -> None:
@@ -118,11 +120,13 @@ class GrowingSlots(Slots):
     def evict(self, n: int) -> None:
         length, before = self.length, self._n_keys
         if length is None or not 0 < n <= before:
-            raise ValueError(f"the cache holds {before} keys, of which {n} cannot be kept")
+            raise ValueError(
+                f"keep is {n}, but the cache holds {before} keys; expected 1 to {before}"
+            )
         if self._keys is not None and bool((self._keys < 0).any()):
             raise ValueError(
-                "the cache holds padding, which would be seen among keys that are kept head by "
-                "head; evict from rows of one length, or from one row at a time"
+                "the cache holds padding, which cannot be told from tokens once each head keeps "
+                "other keys; evict from rows of one length, or from one row at a time"
             )
         self._keys = length[:, None] - n + torch.arange(n, device=length.device)
         self._n_keys, self._next, self._in_line, self.evicted = n, length.clone(), False, True
@@ -281,7 +285,7 @@ class RingSlots(StaticSlots):
 def as_rows(positions: Tensor, n_rows: int, n_new: int) -> Tensor:
     """Positions (T,) or (B, T) as int64 (N, T), N being 1 or B, or why they are no such thing."""
     if not isinstance(positions, Tensor):
-        raise TypeError(f"positions must be a tensor (T,) or (B, T), got {type(positions)}")
+        raise TypeError(f"positions must be a tensor (T,) or (B, T), got {name_kind(positions)}")
     check_positions(positions)
     rows = positions if positions.dim() == 2 else positions[None]
     if rows.shape[1] != n_new or rows.shape[0] not in (1, n_rows):

@@ -46,7 +46,17 @@ class FeedForward(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`dropout` falls on the hidden numbers, in training only."""
+        """Make its projections.
+
+        Args:
+            dim: The width C of x and of the output.
+            ffn_dim: The hidden width F.
+            activation: "relu", "gelu", "gelu_tanh", "silu", a module, or a function of one tensor.
+            gated: Whether the hidden layer is activation(gate(x)) · up(x): with "silu", SwiGLU.
+            bias: Whether the projections have a bias.
+            dropout: Of the hidden layer, in training mode only.
+            device, dtype: Of the parameters.
+        """
         super().__init__()
         where: Factory = {"device": device, "dtype": dtype}
         check_count("dim", dim)

@@ -1,15 +1,16 @@
-"""Multi-head attention as a layer: project, split into heads, place, attend, join, project.
+"""Multi-head attention as a layer: project, split into heads, rotate, attend, merge, project.
 
-Why: the operation in `attention` knows tensors and a rule; a layer has weights, and knows where its
-tokens stand and what came before.
+Why: the operation `regard.attention` has no weights; a layer has projections, knows the positions
+of its tokens, and keeps a KV cache.
 
-How: four plain projections, separate modules since files, sharding, adapters and quantisation speak
-of them one by one. The layer's own rule (causal, window, ALiBi) joins what the caller gives: masks
-with "and", biases by sum.
+How: four plain projections are separate modules, since checkpoints, sharding, adapters and
+quantisation name them one by one. The layer's own mask and bias (causal, window, ALiBi) are joined
+with those of the caller: masks with `&`, biases with `+`.
 
-Positions: without any, tokens stand as they lie. Given ones, (T,) or (B, T), move every rule that
-speaks of positions, and rotary; a negative position is padding, which nobody sees. With a cache
-they go on by themselves. `place` works them out once, for all layers of a stack.
+Positions: without any, tokens have the positions 0, 1, 2, ... Given ones, (T,) or (B, T), are used
+by rotary and by every mask and bias that depends on positions; a negative one is padding, which
+nobody sees. With a cache the positions continue those in the cache. `place` computes them once, for
+all layers of a stack.
 
 A memory has no positions in common with x: layers that are causal, windowed, rotary or ALiBi refuse
 one.
@@ -46,7 +47,7 @@ Sides: TypeAlias = tuple[int | None, int | None]
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectionBias:
-    """Which projections have a bias."""
+    """q, k, v, out: Whether each of the projections has a bias."""
 
     q: bool = True
     k: bool = True
@@ -56,11 +57,11 @@ class ProjectionBias:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where the tokens of one call stand: made once by `place`, read by each layer of a stack.
+    """The positions of the tokens of one call: computed once by `place`, for all layers of a stack.
 
-    `positions` None: as they lie, or as the cache has them. `phases` are rotary's. `keys` are the
-    keys' own positions, where they are not the queries' (see `Elsewhere`). `step` is for the KV
-    cache, and `key_phases` for kept keys that are rotated anew as the text grows.
+    `positions` None: 0, 1, 2, ..., or what follows in the cache. `phases` are rotary's. `keys` are
+    the positions of keys where they are not those of the queries (see `SequenceShards`). `step` is
+    for the KV cache, and `key_phases` for kept keys that are rotated anew as the text grows.
     """
 
     positions: Tensor | None = None
@@ -70,8 +71,8 @@ class Places:
     key_phases: Phases | None = None
 
 
-class Whole(NamedTuple):
-    """Keys and values of a whole text, and positions of queries and keys, None for as they lie."""
+class GatheredKeys(NamedTuple):
+    """Keys and values of a whole text, and positions of queries and keys (None: 0, 1, 2, ...)."""
 
     k: Tensor
     v: Tensor
@@ -79,17 +80,17 @@ class Whole(NamedTuple):
     keys: Tensor | None
 
 
-class Elsewhere(Protocol):
-    """What other processes hold of a text that is cut over them; set from outside as `elsewhere`.
+class SequenceShards(Protocol):
+    """Context parallelism: the other processes that hold parts of the text; set as `layer.shards`.
 
-    With it x is one part of the text, and its queries see the keys of all parts. `place` answers
-    for the layer's `place`; `join` comes between its projections and its attention.
+    With it x is one part of the text, and its queries see the keys of all parts. `place` replaces
+    the layer's own `place`; `join` is called between its projections and its attention.
     """
 
     def place(self, layer: MultiHeadAttention, x_btc: Tensor, positions: Tensor | None) -> Places:
         """Where the tokens of this part stand, and the keys of all parts."""
 
-    def join(self, k_bgtd: Tensor, v_bgtd: Tensor, places: Places, rule: Rule) -> Whole:
+    def join(self, k_bgtd: Tensor, v_bgtd: Tensor, places: Places, rule: Rule) -> GatheredKeys:
         """All parts' keys and values; gradients go back to the part they came from."""
 
 
@@ -103,7 +104,7 @@ class Rule(TypedDict):
     sinks: Tensor | None
 
 
-class Ready(NamedTuple):
+class AttentionInputs(NamedTuple):
     """All that one call of attention needs."""
 
     q: Tensor
@@ -113,7 +114,15 @@ class Ready(NamedTuple):
 
 
 class MultiHeadAttention(Observable):
-    """Self-attention of x, or cross-attention from x to a memory: (B, T, C) -> (B, T, C)."""
+    """Multi-head attention as a layer: self-attention of x, or cross-attention to a memory.
+
+    (B, T, C) -> (B, T, C). Parameters: `q_proj`, `k_proj`, `v_proj` and `out_proj` (nn.Linear).
+
+    Example:
+        >>> layer = regard.MultiHeadAttention(64, 8, n_kv_heads=2, causal=True)
+        >>> layer(torch.randn(2, 11, 64)).shape
+        torch.Size([2, 11, 64])
+    """
 
     def __init__(
         self,
@@ -138,15 +147,24 @@ class MultiHeadAttention(Observable):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """dim: C. n_heads: H. n_kv_heads: G (H unless given). head_dim: D (C / H unless given).
+        """Sizes first, then what the heads see, then what is done to their scores.
 
-        kv_dim: width M of the memory, for cross-attention (C unless given).
-        bias: of all projections, or `ProjectionBias` for each.
-        rotary, alibi: positions. causal, window=(left, right): what a query may see, as `Window`.
-        softcap, scale: as in `attention`. sinks: a learned score in each head's sum, 0 at first.
-        qk_norm: a norm of each head's queries and keys over D, before rotary.
-        dropout: of the weights, in training only. backend: "auto", or the only one allowed.
-        device, dtype: of the parameters.
+        Args:
+            dim: The width C of x.
+            n_heads: The number of query heads, H.
+            n_kv_heads: The number of key heads, G, a divisor of H; H by default.
+            head_dim: The width D of a head; C / H by default, and then H must divide C.
+            kv_dim: The width M of the memory, for cross-attention; C by default.
+            bias: Whether the projections have a bias; `ProjectionBias(...)` says it for each.
+            rotary: Rotary positions, with head_dim=D. alibi: ALiBi's bias, with its own slopes.
+            window: (left, right), as in `Window`. causal: Whether no query sees a later key.
+            softcap, scale, backend: As in `attention`.
+            sinks: Whether each head learns a sink, an (H,) parameter that begins at 0.
+            qk_norm: A norm over each head's queries and keys, before rotary: "layer", "rms" or
+                "rms_offset".
+            qk_norm_eps: The eps of that norm.
+            dropout: Of the weights, in training mode only.
+            device, dtype: Of the parameters.
         """
         super().__init__()
         where: Factory = {"device": device, "dtype": dtype}
@@ -173,7 +191,7 @@ class MultiHeadAttention(Observable):
         self.reset_parameters()
         self.own_mask = both(Causal() if causal else None, window and Window(*window))
         self.fused: FusedLinear | None = None
-        self.elsewhere: Elsewhere | None = None
+        self.shards: SequenceShards | None = None
 
     def reset_parameters(self) -> None:
         """Set what this module itself holds; the projections and norms reset themselves."""
@@ -194,11 +212,15 @@ class MultiHeadAttention(Observable):
         positions: Tensor | Places | None = None,
         cache: KVCache | CrossCache | None = None,
     ) -> Tensor:
-        """Attend from x to itself (and to what `cache` keeps), or to memory (B, S, M).
+        """(B, T, C): attention from x to itself and to what the cache holds, or to a memory.
 
-        mask, bias: over (B, H, T, S), joined with the layer's own rule; S counts the kept keys too.
-        positions: (T,) or (B, T), negative for padding, or what `place` made.
-        cache: a `KVCache`; for a memory a `CrossCache`, with which memory may be left out later.
+        Args:
+            x_btc: (B, T, C). memory: (B, S, M), for cross-attention.
+            mask, bias: As in `attention`, over (B, H, T, S), beside the layer's own mask and bias;
+                with a cache S counts the keys in it too.
+            positions: (T,) or (B, T), where the tokens stand; negative is padding, which nobody
+                sees. None: one after another, behind those in the cache. Or what `place` returned.
+            cache: A `KVCache`; with a memory a `CrossCache`, and the memory only the first time.
         """
         return self._attend(self._prepare(x_btc, memory, mask, bias, positions, cache))
 
@@ -213,7 +235,7 @@ class MultiHeadAttention(Observable):
         positions: Tensor | Places | None = None,
         cache: KVCache | CrossCache | None = None,
     ) -> Observation:
-        """What `forward` gives, as `output`, and what is wanted about the weights."""
+        """An `Observation`: what `forward` returns as `output`, and what `wants` asks for."""
         ready = self._prepare(x_btc, memory, mask, bias, positions, cache)
         output_btc = self._attend(ready)
         seen = observe(ready.q, ready.k, None, wants=wants, **ready.rule)
@@ -229,8 +251,8 @@ class MultiHeadAttention(Observable):
         if x_btc.dim() != 3:
             check_shapes({"x": (x_btc, "B T C")})
         batch, n_new, device, rotary = *x_btc.shape[:2], x_btc.device, self.rotary
-        if self.elsewhere is not None:
-            return self.elsewhere.place(self, x_btc, positions)
+        if self.shards is not None:
+            return self.shards.place(self, x_btc, positions)
         if isinstance(cache, KVCache):
             cache = cache.slots.advance(batch, n_new, device, positions)
         if cache is not None:
@@ -256,7 +278,7 @@ class MultiHeadAttention(Observable):
         bias: Bias | Tensor | None,
         positions: Tensor | Places | None,
         cache: KVCache | CrossCache | None,
-    ) -> Ready:
+    ) -> AttentionInputs:
         if not isinstance(x_btc, Tensor) or x_btc.dim() != 3 or x_btc.shape[2] != self.dim:
             sizes = check_shapes({"x": (x_btc, "B T C")})
             raise ValueError(f"x has C={sizes['C']}, but the layer has dim={self.dim}")
@@ -266,12 +288,12 @@ class MultiHeadAttention(Observable):
             return self._prepare_self(x_btc, positions, cache, mask, bias)
         if positions is not None or isinstance(cache, KVCache):
             raise ValueError(
-                "attention to a memory takes no positions, and no cache but a CrossCache: "
-                "positions and KVCache speak of x alone"
+                "attention to a memory takes no positions= and no KVCache, which are for "
+                "self-attention; to keep the memory's keys give a CrossCache"
             )
         q_bhtd = self._split(self.q_proj(x_btc), self.q_norm)
         k_bgsd, v_bgsd = self._remember(memory, cache)
-        return Ready(q_bhtd, k_bgsd, v_bgsd, self._rule(mask, bias))
+        return AttentionInputs(q_bhtd, k_bgsd, v_bgsd, self._rule(mask, bias))
 
     def _prepare_self(
         self,
@@ -280,12 +302,14 @@ class MultiHeadAttention(Observable):
         cache: KVCache | None,
         mask: Mask | None,
         bias: Bias | None,
-    ) -> Ready:
+    ) -> AttentionInputs:
         if self.kv_dim != self.dim:
             raise ValueError(
-                f"the layer was made for a memory of width kv_dim={self.kv_dim} and x has "
-                f"dim={self.dim}: pass memory="
+                f"this layer is for cross-attention (kv_dim={self.kv_dim} is not dim={self.dim}): "
+                "pass memory="
             )
+        if cache is not None and not isinstance(cache, KVCache):
+            raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache for this layer")
         if not isinstance(places, Places):
             places = self.place(x_btc, places, cache)
         parts = run_fused(self.fused, (self.q_proj, self.k_proj, self.v_proj), x_btc)
@@ -294,7 +318,9 @@ class MultiHeadAttention(Observable):
         rotary = self.rotary
         if rotary is not None:
             if places.phases is None:
-                raise ValueError("positions were placed by a layer without rotary; this one has it")
+                raise ValueError(
+                    "positions= came from place() of a layer without rotary; use this one's"
+                )
             q_bhtd = rotate_pairs(q_bhtd, places.phases, rotary.config)
             if places.key_phases is None:
                 k_bgtd = rotate_pairs(k_bgtd, places.phases, rotary.config)
@@ -304,12 +330,12 @@ class MultiHeadAttention(Observable):
             bias = alibi if bias is None else alibi + bias
         if cache is None:
             at, keys = places.positions, places.positions
-            if self.elsewhere is not None:
+            if self.shards is not None:
                 rule = self._rule(mask, bias)
-                k_bgtd, v_bgtd, at, keys = self.elsewhere.join(k_bgtd, v_bgtd, places, rule)
+                k_bgtd, v_bgtd, at, keys = self.shards.join(k_bgtd, v_bgtd, places, rule)
             if at is not None and keys is not None:
                 mask, bias = place(mask, bias, at, keys)
-            return Ready(q_bhtd, k_bgtd, v_bgtd, self._rule(mask, bias))
+            return AttentionInputs(q_bhtd, k_bgtd, v_bgtd, self._rule(mask, bias))
         if cache.window is not None or not cache.in_order or cache.slots.evicted:
             self._check_cache(cache, mask, bias)
         k_bgsd, v_bgsd, keys, at, in_line = cache.update(k_bgtd, v_bgtd, places.step)
@@ -317,9 +343,9 @@ class MultiHeadAttention(Observable):
             mask, bias = place(mask, bias, at, keys)
         if rotary is not None and places.key_phases is not None:
             k_bgsd = rotate_pairs(k_bgsd, places.key_phases, rotary.config)
-        return Ready(q_bhtd, k_bgsd, v_bgsd, self._rule(mask, bias))
+        return AttentionInputs(q_bhtd, k_bgsd, v_bgsd, self._rule(mask, bias))
 
-    def _attend(self, ready: Ready) -> Tensor:
+    def _attend(self, ready: AttentionInputs) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         heads_bhtd = self._attention(
             ready.q, ready.k, ready.v, **ready.rule, dropout=dropout, backend=self.backend
@@ -340,8 +366,8 @@ class MultiHeadAttention(Observable):
         own += [name for name in ("window", "rotary") if getattr(self, name) is not None]
         if own:
             raise ValueError(
-                f"this layer has {', '.join(own)}, which speak of positions in one text, and was "
-                "given a memory, which is another; use a layer without, and mask= or bias="
+                f"this layer has {', '.join(own)}, which need positions in one text, and a memory "
+                "is another text; use a layer without, and give mask= or bias="
             )
         if cache is not None and cache.k is not None and cache.v is not None:
             if memory is not None and memory.shape[1] != cache.k.shape[2]:
@@ -375,9 +401,9 @@ class MultiHeadAttention(Observable):
         late = scaling is not None and scaling.rotates_kept_keys
         if cache.slots.evicted and (bias is not None or self.window is not None or late):
             raise ValueError(
-                "keys were evicted from this cache, so where each of the others stood is not "
-                "known, and a bias, a window or a rotary scaling that rotates kept keys asks for "
-                "it; evict from models that have none of these"
+                "keys were evicted from this cache, so the positions of the others are not known, "
+                "but this layer's bias, window or rotary scaling needs them; evict only from "
+                "models that have none of these"
             )
         if cache.in_order and not cache.slots.evicted:
             return
@@ -385,8 +411,9 @@ class MultiHeadAttention(Observable):
             lying = None if term is None else term.unplaced()
             if lying is not None:
                 raise ValueError(
-                    f"{lying} speaks of keys as they lie in memory, and this cache lays them "
-                    "otherwise; tell padding by positions (-1 is padding), or use KVCache.growing()"
+                    f"{lying} counts rows and keys by their index in memory, and this cache keeps "
+                    "keys in another order; mark padding by positions= (-1), or use "
+                    "KVCache.growing()"
                 )
 
     def extra_repr(self) -> str:
@@ -446,6 +473,8 @@ def check_rule(
     backend: str,
 ) -> None:
     """Refuse what `attention` would refuse, when the layer is made."""
+    if rotary is not None and not isinstance(rotary, RotaryConfig):
+        raise TypeError(f"rotary must be a RotaryConfig(head_dim={head_dim}), got {rotary!r}")
     if rotary is not None and rotary.head_dim != head_dim:
         raise ValueError(
             f"rotary was configured for head_dim={rotary.head_dim}, but the layer has "

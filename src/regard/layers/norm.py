@@ -51,7 +51,15 @@ def make_norm(
     bias: bool | None = None,
     **where: Unpack[Factory],
 ) -> Norm:
-    """A norm over the last axis, of width `dim`. `bias`: None is what the kind has by itself."""
+    """A norm over the last axis.
+
+    Args:
+        kind: "layer" (LayerNorm), "rms" (RMSNorm), or "rms_offset" (RMSNorm with the weight stored
+            as its difference from 1, as in Gemma).
+        dim: The width of that axis.
+        eps: What is added to the mean square, or the variance, before the root.
+        bias: Whether a LayerNorm has a bias; None: it has. An RMSNorm has none.
+    """
     check_norm(kind, eps, bias)
     check_count("dim", dim)
     if kind == "layer":

@@ -1,7 +1,7 @@
-"""How layers hand out attention: `with observing(model, Wants(...)) as seen`.
+"""Observing layers: `with observing(model, Wants(...)) as seen: model(x)`.
 
-Why: a model's `forward` returns its output and nothing else, and must stay so. What the heads
-looked at comes out beside it.
+Why: a model's `forward` returns its output and nothing else, and should stay so. What the heads
+looked at is collected beside it.
 
 How: `attention` gives every call to a hook (`ops/call_hook.py`), and an attention layer says who is
 calling. While a block runs, the hook asks `observe` about the queries and keys of each call,
@@ -87,10 +87,30 @@ class Seen(Mapping[str, Observation]):
 
 @contextmanager
 def observing(model: nn.Module, wants: Wants) -> Iterator[Seen]:
-    """Ask about every call of `model`'s attention layers for `wants` while the block runs.
+    """Observe every attention layer of regard's in a model, while the block runs.
 
-    A layer that is used in several places is found once, under its first name; a model that is
-    itself a layer has the name "". The answers stay readable after the block.
+    For models of other libraries, and for records in files, use `regard.watch`.
+
+    Args:
+        model: A module with layers of `regard.layers` or `regard.nn`; `regard.convert` makes them
+            of torch.nn's.
+        wants: What to tell about each call, as in `observe`.
+
+    Yields:
+        A mapping from the layer's dotted name (as in `named_modules`; "" if the model is itself a
+        layer) to the `Observation` of its last call, without output; `.calls[name]` is the list
+        of all its calls. It stays readable after the block. The model's outputs are the same, bit
+        for bit.
+
+    Raises:
+        ValueError: The model has no such layer.
+
+    Example:
+        >>> layer, x = regard.MultiHeadAttention(64, 8, causal=True), torch.randn(2, 11, 64)
+        >>> with regard.observing(layer, regard.Wants(entropy=True)) as seen:
+        ...     out = layer(x)
+        >>> seen[""].entropy.shape
+        torch.Size([2, 8, 11])
     """
     if not isinstance(wants, Wants):
         raise TypeError(f"wants must be a Wants(...), got {type(wants).__name__}")
@@ -101,8 +121,9 @@ def observing(model: nn.Module, wants: Wants) -> Iterator[Seen]:
     }
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no attention layer of ours, so nothing can be observed; "
-            "regard.convert(model) swaps torch.nn's layers for ours"
+            f"{type(model).__name__} has no attention layer of regard, so nothing can be observed; "
+            "regard.convert(model) swaps torch.nn's layers for regard's, and regard.watch takes "
+            "any model"
         )
     before = [(vars(layer), dict(vars(layer))) for layer in layers.values()]
     seen = Seen({name: [] for name in layers})

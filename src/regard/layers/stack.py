@@ -35,7 +35,12 @@ from regard.ops.call import as_bias
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeConfig:
-    """T5's bias: how many buckets of distances, and where the last one begins."""
+    """T5's relative bias, shared by all layers of a stack (`RelativeTable`).
+
+    Args:
+        n_buckets: How many buckets the distances have.
+        max_distance: The distance from which on all are in the last bucket.
+    """
 
     n_buckets: int = 32
     max_distance: int = 128
@@ -130,6 +135,19 @@ class Stack(nn.Module):
 
 
 class Encoder(Stack):
+    """A stack of encoder blocks: (B, T, C) -> (B, T, C), with a norm at the end but for "post".
+
+    Args:
+        config: One `BlockConfig` for all layers, or a sequence with one for each.
+        n_layers: The number of layers, where there is one config.
+        relative: T5's relative bias, for all layers. None: none.
+
+    Example:
+        >>> config = regard.layers.BlockConfig(dim=64, n_heads=8, ffn_dim=256)
+        >>> regard.layers.Encoder(config, n_layers=2)(torch.randn(2, 11, 64)).shape
+        torch.Size([2, 11, 64])
+    """
+
     block = EncoderBlock
 
     def forward(
@@ -146,6 +164,16 @@ class Encoder(Stack):
 
 
 class Decoder(Stack):
+    """A stack of decoder blocks, causal, with a norm at the end but for "post" order.
+
+    Args:
+        config: One `BlockConfig` for all layers, or a sequence with one for each.
+        n_layers: The number of layers, where there is one config.
+        relative: T5's relative bias, for all layers. None: none.
+
+    Example: see `BlockConfig`.
+    """
+
     block = DecoderBlock
 
     def make_cache(

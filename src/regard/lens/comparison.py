@@ -44,6 +44,8 @@ class Comparison:
 
 
 def compare(one: Comparable, two: Comparable) -> Comparison:
+    if not hasattr(two, "places"):
+        raise TypeError(f"other is a {type(two).__name__}; expected a Record to compare with")
     here = [(place.kind, place.n_heads) for place in one.places]
     there = [(place.kind, place.n_heads) for place in two.places]
     if here != there:

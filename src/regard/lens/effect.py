@@ -58,24 +58,44 @@ def effect(
     to: str = "zero",
     tokenizer: Any = None,
 ) -> Effect:
-    """How a log-probability changes with each head switched off, or with a look forbidden in each.
+    """How much each head matters: the change of a log-probability when the head is switched off.
 
-    on: what comes after the text, of which all tokens count; a space is put between two words, but
-    not in Japanese or Chinese. Unless given it is the model's likeliest next token. Of a text with
-    one masked word ([MASK], whatever the model's own token is called) it is what stands there.
-    edges: (query, key), words or positions as in `Block`: instead of switching heads off, this look
-    is forbidden. to: as in `Ablate`. tokenizer: unless the model has its own.
+    Args:
+        model: A language model, or a masked model, in eval mode: regard's, one of Hugging Face's
+            attention interface, or one of torch.nn's modules.
+        text: What the model reads. For a masked model it has one [MASK].
+        on: The continuation whose log-probability is measured, all of its tokens together; for a
+            masked model the word at [MASK]. Default: the model's likeliest token. Between two words
+            a space is added, but not in Japanese or Chinese.
+        edges: (query, key), words or positions as in `Block`: instead of switching the head off,
+            forbid this one look in it.
+        to: What a head is switched off to, "zero" or "mean", as in `Ablate`.
+        tokenizer: The model's own by default.
 
-        print(regard.effect(model, "The animal didn't cross the street because it was too"))
+    Returns:
+        An `Effect`, in nats: `heads` (L, H), `layers` (L,), and `whole` with all heads at once;
+        below 0 where the edit makes the continuation less likely. print() shows the largest.
+
+    Raises:
+        TypeError, ValueError: A model in training mode, an encoder–decoder, or one whose attention
+            cannot be edited; no tokenizer; words that are not in the text.
+
+    Example:
+        >>> model = regard.load("embedded:lm")
+        >>> found = regard.effect(model, "The animal didn't cross the street because it was too")
+        >>> layer, head, change = found.top(1)[0]  # the head that changes most
     """
     check_model(model)
+    for name, given in (("text", text), ("on", "" if on is None else on)):
+        if not isinstance(given, str):
+            raise TypeError(f"{name} is a {type(given).__name__}; expected str")
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     check_eval(model)
     stacks = [getattr(model, name, None) for name in ("encoder", "decoder")]
     if None not in stacks or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(
-            f"{type(model).__name__} reads two texts, and an effect is of one that a language "
-            "model or an encoder reads; `regard.edit` takes models of both"
+            f"{type(model).__name__} is an encoder–decoder, and effect takes language models and "
+            "masked models; `regard.edit` edits encoder–decoders too"
         )
     block = None if edges is None else make_block(edges)
     given, text = text, use_own_mask(tokenizer, text)
@@ -124,8 +144,8 @@ def check_layers(model: nn.Module, layers: Sequence[Layer]) -> None:
     if n_stacks != 1:
         raise ValueError(
             f"{type(model).__name__} has {n_stacks} stacks of attention layers that can be edited; "
-            "expected one: effect is for a model that reads alone, on regard's attention, Hugging "
-            "Face's interface or torch.nn's modules"
+            "expected one, on regard's attention, Hugging Face's attention interface or torch.nn's "
+            "modules"
         )
 
 
@@ -150,7 +170,7 @@ def find_asked(model: nn.Module, text: str, on: str | None, tokenizer: Any) -> A
     whole = read_text(tokenizer, text + joint + on)
     counted = [n for n, (_, end) in enumerate(whole.spans) if end > len(text) and n > 0]
     if not counted:
-        raise ValueError(f"on is {on!r}, of which the tokenizer makes no token")
+        raise ValueError(f"on is {on!r}, which adds no token to the text; give a continuation")
     return Asked(whole.ids, [n - 1 for n in counted], [whole.ids[n] for n in counted])
 
 

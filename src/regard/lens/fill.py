@@ -107,8 +107,8 @@ def fill_gaps(
 def check_eval(model: nn.Module) -> None:
     if model.training:
         raise ValueError(
-            "the model is in training mode, in which it may drop what it is given: "
-            "model.eval() first"
+            "the model is in training mode, in which dropout changes what it predicts: "
+            "call model.eval() first"
         )
 
 
@@ -144,5 +144,8 @@ def read_logits(model: nn.Module, rows: list[list[int]], positions: list[int]) -
     more = {"logits_to_keep": ids_bt.shape[1] - first} if first else {}
     found = getattr(model(ids_bt, **more), "logits", None)
     if not isinstance(found, Tensor) or found.dim() != 3:
-        raise ValueError(f"{type(model).__name__} gives no logits of words, so nothing is said")
+        raise ValueError(
+            f"{type(model).__name__} returns no logits (B, T, V); give a language model, or a "
+            "masked model with its head"
+        )
     return found[:, [position - first for position in positions]]

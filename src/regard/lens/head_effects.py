@@ -23,12 +23,20 @@ from regard.lens.token_labels import clean, clean_label
 
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """Changes of a log-probability, in nats; below 0 where an edit makes what is said less likely.
+    """What `regard.effect` returns: changes of a log-probability, in nats.
 
-    `heads` (L, H): each head edited alone, NaN for heads that a layer does not have; `layers` (L,):
-    all heads of a layer; `whole`: all heads of all layers. `log_prob` is as the model is, of
-    `token`; `edit` says what was done. `text` is what was read, `edge` the tokens of a look that
-    was forbidden: those that looked, and those looked at.
+    A change is below 0 where the edit makes the continuation less likely. print() shows the heads
+    that change most; `record.add_effect(effect)` keeps it in a record, for the page.
+
+    Args:
+        heads: (L, H), each head edited alone; NaN for heads that a layer does not have.
+        layers: (L,), all heads of one layer edited together.
+        whole: All heads of all layers edited together.
+        log_prob: The log-probability without any edit.
+        token: What it is the log-probability of: the next token, a continuation, a masked word.
+        edit: What was done to the heads, in words.
+        text: What the model read.
+        edge: Where a look was forbidden, the positions that look and those looked at; else None.
     """
 
     heads: Array
@@ -41,7 +49,7 @@ class Effect:
     edge: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def top(self, n: int = 5) -> list[tuple[int, int, float]]:
-        """The heads that change most: layer, head, change."""
+        """The n heads whose edit changes most, as (layer, head, change)."""
         # NaN, of a head that is not there, is sorted last.
         order = np.argsort(-np.abs(self.heads), axis=None, kind="stable")
         order = order[: min(n, np.count_nonzero(~np.isnan(self.heads)))]
@@ -76,9 +84,12 @@ def put_effect(effect: Effect, about: Description, arrays: CheckedArrays) -> Non
 
 def check_fits(effect: Effect, about: Description) -> None:
     if len(about.effects) >= MOST_EFFECTS:
-        raise ValueError(f"the record has {len(about.effects)} effects, and a file takes no more")
+        raise ValueError(
+            f"the record has {len(about.effects)} effects, the most that a file can keep; keep the "
+            "others in another record of the text"
+        )
     if about.window is not None:
-        raise ValueError("the record is of windows of a text, of which no effect is measured")
+        raise ValueError("an effect cannot be added to a record of windows; record the text in one")
     said = clean(effect.text).strip()
     if about.text and said not in about.text:
         raise ValueError(
@@ -88,13 +99,16 @@ def check_fits(effect: Effect, about: Description) -> None:
     layers = [place.layer for place in about.places]
     if len(set(layers)) < len(layers) or any(place.kind != "self" for place in about.places):
         raise ValueError(
-            "the record is of several texts or stacks, and an effect is of one text that one "
-            "stack of layers reads"
+            "the record has several texts or several stacks of layers; an effect can be added to a "
+            "record of one text and one stack"
         )
     most = max(layers) + 1, max(max(place.heads) for place in about.places) + 1
     if effect.heads.shape[0] < most[0] or effect.heads.shape[1] < most[1]:
         what = f"{most[0]} layers of up to {most[1]} heads"
-        raise ValueError(f"the record has {what}, and the effect {effect.heads.shape} of them")
+        raise ValueError(
+            f"the record has {what}, and the effect is of {effect.heads.shape[0]} layers of up to "
+            f"{effect.heads.shape[1]} heads; give one of the same model"
+        )
     numbers = [effect.heads[place.layer, list(place.heads)] for place in about.places]
     numbers += [effect.layers, np.array([effect.whole, effect.log_prob])]
     if not all(np.isfinite(part).all() for part in numbers):
@@ -102,7 +116,8 @@ def check_fits(effect: Effect, about: Description) -> None:
     last = max((max(side) for side in effect.edge or ()), default=-1)
     if last >= len(about.tokens):
         raise ValueError(
-            f"the effect forbids a look of token {last}, and the record has {len(about.tokens)}"
+            f"the effect's edge names token {last}, and the record has {len(about.tokens)} tokens; "
+            "give one of the same text"
         )
 
 

@@ -106,7 +106,7 @@ def take_local(call: Call) -> tuple[Call, HeadShard | None]:
         for mesh, axis, dim in cuts_of(x) if is_sharded(x) else ():
             if dim != 1:
                 raise ValueError(
-                    "its queries or keys are spread over ranks otherwise than by heads"
+                    "its queries or keys are sharded over ranks along another axis than heads"
                 )
             shard = make_shard(mesh, axis, call.shape.H)
     v = None if call.v is None else local_part(call.v)
@@ -150,7 +150,7 @@ def join(parts: Sequence[Finished]) -> Finished:
     sizes = [place.n_heads for place in places]
     same = {(p.layer, p.kind, p.n_queries, p.n_keys, p.exact_zoom) for p in places}
     if len(same) > 1 or any(rule[word] != rules[0][word] for rule in rules for word in WHOLE):
-        raise ValueError("ranks have seen something else each")
+        raise ValueError("the ranks recorded different calls; run the same text on all of them")
     place = replace(
         places[0],
         n_heads=sum(sizes),

@@ -1,4 +1,4 @@
-"""What is measured of one call: `Wants` by `observe`, single weights, and the runs that rows see.
+"""Measuring one call: wants by `observe`, single weights, and the runs of keys that rows see.
 
 All of it in O(T + S) memory: `measure` asks `regard.observe`, which works in tiles, on the device
 where q and k are. `spot_weights` makes chosen weights alone, each from one query, one key and the

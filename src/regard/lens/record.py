@@ -1,28 +1,26 @@
 """A record: what was seen in a model, in memory and as one `.regard` file.
 
-The format, version 1. A file is a safetensors file (see `format.py`) whose metadata holds one JSON
-description: version, model, created, kept ("statistics" or "qk"), text, tokens (the labels), spans
-(characters of each token), source_text and source_tokens (what cross-attention looks at);
-trained_len (tokens the model was made for), window (tokens it read at a time, where a text was read
-in overlapping windows), vocabulary (names of token ids that may come next), notes (what was not
-recorded), each only where known; and places in the order in which they were called: name, layer,
-kind, sizes, heads, causal, exact_zoom, a rule: scale, softcap, key heads, biases, the cell of base.
-Arrays of place p are named `p.<name>`. By head and query: entropy, peak, peak_key, distance, reach
-(the mean of |i - j|, where that is not the distance), mass, top_weights, top_keys; by head and key:
-received, seen_by; by score and head: spots, counts (see `head_scores.py`); by query: ids, real (0
-sees nothing, 1 padding, 2 counts); and map. Of several calls after one another, steps is how many
-queries each had. Where kept is "qk": q (H,T,D) and k (G,S,D) in the model's type (bfloat16 as its
-bits), lse, the runs of keys that rows see (first, pairs), biasN.*, and where maps are large base,
-exact means of square cells. Only where asked for: value_norms (H,S), lengths of values after the
-output projection; next_probs and next_ids (T,K), what may come next, and given (T,), how probable
-the token read there was (-1: unknown); gradient_rows (H,T) and gradient_columns (H,S), the sums of
-attention × gradient; effect (N,H) and effect_layer (N,), how a log-probability changes with each
-head edited alone and with the whole layer, by the number in the description's effects: what was
-done (edit) to what is said (token, log_prob), whole, with all heads, and of a look the tokens of
-query and key.
+The format, version 1: a safetensors file (`format.py`) whose metadata holds one JSON description:
+version, model, created, kept ("statistics" or "qk"), text, tokens (labels), spans (characters of
+each token), places, and where known source_text and source_tokens (what cross-attention looks at),
+trained_len (tokens the model was made for), window (tokens it read at a time, of a text read in
+windows), vocabulary (names of token ids that may come next), notes (what was not recorded), effects
+(edit: what was done; token, log_prob; whole: with all heads; query, key: of a look). A place, in
+the order of calls, has name, layer, kind, sizes, heads, causal, exact_zoom, and a rule: scale,
+softcap, key heads, biases, the cell of base. Its arrays are named `p.<name>`, p its number:
+- (H, T, ...): entropy, peak, peak_key, distance, mass, top_weights, top_keys, reach (mean |i - j|,
+  where that is not the distance); (H, S): received, seen_by; a map of cells;
+- spots and counts by score and head (`head_scores.py`); (T,): ids, real (0 sees nothing, 1 padding,
+  2 counts); steps: how many queries each of several calls had;
+- if kept is "qk": q (H, T, D) and k (G, S, D) in the model's dtype (bfloat16 as its bits), lse, the
+  runs of keys that rows see (first, pairs), biasN.*, and of large maps base, means of square cells;
+- if asked for: value_norms (H, S), of values after the output projection; next_probs and next_ids
+  (T, K), what may come next, and given (T,), how probable the token read there was (-1: unknown);
+  gradient_rows (H, T) and gradient_columns (H, S), sums of attention × gradient; effect (N, H) and
+  effect_layer (N,), changes of a log-probability, one for each of the description's effects.
 
-Any part of a map is made when asked for, exactly (`lazy_weights.py` says how), with numpy alone. A
-record of statistics has its map at one resolution only, and says so when more is asked.
+Any part of a map is computed when it is asked for, exactly, with numpy alone (`lazy_weights.py`). A
+record of statistics has its map at one resolution, and says so when more is asked for.
 
 Letters: H heads, T queries, S keys.
 """
@@ -49,6 +47,7 @@ from regard.lens.schema import (
     CheckedArrays,
     Description,
     Place,
+    check_index,
     find_ends,
     make_kept,
     read_description,
@@ -68,10 +67,11 @@ def _described(name: str) -> Any:
 
 @final
 class Record:
-    """What was seen. `watch` makes one, `Record.open` reads one; numbers count from 0.
+    """What was recorded of a model's attention, by `regard.watch`, `regard.look` or `Record.open`.
 
-    `place` is a number in `places`, `head` one of the heads that were recorded there. `tokens` are
-    labels, or numbers where none were given; `kept` is "statistics" or "qk".
+    `places` are the attention layers in the order of their calls; `place` in the methods below is
+    an index into it, `head` the index of a head that was recorded there, both from 0. `tokens` are
+    labels of the tokens. Arrays are numpy's. The page of it: `show()`, `html(path)`, `plot(path)`.
     """
 
     text: str = _described("text")
@@ -96,12 +96,12 @@ class Record:
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Record:
-        """Read a file; `BadRecord` says what is wrong with it."""
+        """Read a .regard file. A damaged one raises `BadRecord`, which says what is wrong."""
         about, arrays = files.read(path)
         return Record(read_description(about), arrays)
 
     def check(self) -> Record:
-        """Look at every array now, not when it is first used: what is wrong is a `BadRecord`."""
+        """Read and check every array now, not at its first use; `BadRecord` if one is wrong."""
         self._arrays.all()
         self.next_tokens()
         self.steps()
@@ -112,7 +112,7 @@ class Record:
         return self
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one file, whole or not at all; what `open` would refuse is not written."""
+        """Write one .regard file, atomically. ValueError: it could not be opened again."""
         arrays, about = self._arrays.all(), self._about.to_json()
         try:
             read_description(about)
@@ -126,8 +126,7 @@ class Record:
     @property
     def _arrays(self) -> CheckedArrays:
         if self._checked is None:
-            what = "the record is still being made: it can be asked when the `with watch(...)`"
-            raise RuntimeError(f"{what} block has ended")
+            raise RuntimeError("the record is empty until the `with watch(...)` block has ended")
         return self._checked
 
     def _fill(self, seen: Description, arrays: Mapping[str, Array]) -> None:
@@ -151,13 +150,16 @@ class Record:
         model: str | None = None,
         vocabulary: Mapping[int, str] | None = None,
     ) -> Record:
-        """Say what was read: the words to show. Each can be given in the block or after it.
+        """Give the text and the labels to show, in the `watch` block or after it.
 
-        Tokens and the model have names of at most 4,096 characters; a longer one is cut, and ends
-        in "…". The text and the spans have all of it. vocabulary: the names of token ids, for those
-        that `next_tokens` has.
+        tokens: a label for each token; labels and the model's name are cut to 4,096 characters.
+        spans: the characters (first, past the last) of each token in the text. source_text and
+        source_tokens: what cross-attention looks at. vocabulary: names of ids in `next_tokens`.
         """
         about = self._about
+        for name, given in (("tokens", tokens), ("source_tokens", source_tokens)):
+            if isinstance(given, str):
+                raise TypeError(f"{name} is one text; expected a list with a label for each token")
         about.text = about.text if text is None else clean(text)
         about.tokens = about.tokens if tokens is None else [clean_label(label) for label in tokens]
         about.spans = about.spans if spans is None else [(int(a), int(z)) for a, z in spans]
@@ -170,15 +172,15 @@ class Record:
         return self
 
     def read(self, tokenizer: Any) -> Record:
-        """Name the tokens that the model read, by its tokenizer: ours, or Hugging Face's.
+        """Label the tokens that the model read, by its tokenizer: regard's, or Hugging Face's.
 
-        The text is what the queries of the last place are; the source, for cross-attention, what
-        its keys are.
+        The text is taken from the queries of the last place, the source of cross-attention from
+        its keys. ValueError: no token ids were recorded.
         """
         own = self._ids_of(self.places[-1].n_queries, range(len(self.places) - 1, -1, -1))
         if own is None:
             raise ValueError(
-                "the model was not seen reading tokens; record.describe(tokens=...) names them"
+                "no token ids were recorded; give the labels by record.describe(tokens=...)"
             )
         labels = label(tokenizer, own.tolist())
         self.describe(text=labels.text, tokens=labels.tokens, spans=labels.spans)
@@ -191,7 +193,7 @@ class Record:
         return self
 
     def name_candidates(self, tokenizer: Any) -> Record:
-        """Name the tokens that the model thought might come next, where it was recorded."""
+        """Name the likeliest next tokens, if `watch(keep="predictions")` recorded them."""
         found = self.next_tokens()
         if found is not None:
             self.describe(vocabulary=name_ids(tokenizer, np.unique(found.ids[found.ids >= 0])))
@@ -212,17 +214,17 @@ class Record:
         return names.index(name)
 
     def ids(self, place: int = 0) -> Array | None:
-        """The token ids of a place's queries, where the model read any."""
+        """The token ids of a place's queries, (T,); None where the model read none."""
         return self._kept(place, "ids")
 
     def statistics(self, place: int) -> dict[str, Array]:
-        """What was measured at a place, by name; by head and query, received by head and key."""
+        """What was measured at a place, by name: arrays (H, T, ...), `received` (H, S)."""
         self._check_place(place)
         arrays = self._arrays
         return {name: arrays.get(place, name) for name in STATISTICS if arrays.has(place, name)}
 
     def received(self, place: int) -> Array:
-        """What each key gets from all queries together, (H, S)."""
+        """The sum of the weights that each key gets from all queries, (H, S)."""
         self._check_place(place)
         return self._arrays.get(place, "received")
 
@@ -242,23 +244,23 @@ class Record:
         return None if rows is None or columns is None else (rows, columns)
 
     def next_tokens(self) -> NextTokens | None:
-        """What a language model said would come after each token it read, where it was kept."""
+        """A language model's likeliest next tokens after each token; None if they were not kept."""
         place = self._last_with("next_ids")
         return None if place is None else read_next_tokens(partial(self._arrays.get, place))
 
     def steps(self) -> Array | None:
-        """Of a generation: the last token that each call of the model read; else None."""
+        """Of a generation, the index of the last token that each call read; None otherwise."""
         place = self._last_with("steps")
         if place is None:
             return None
         return find_ends(self._arrays.get(place, "steps"), self.places[place].n_queries)
 
     def effects(self) -> list[Effect]:
-        """What heads are worth, or one look in each: what `add_effect` was given."""
+        """The effects that `add_effect` was given: how much each head matters."""
         return read_effects(self._about, self._arrays)
 
     def add_effect(self, effect: Effect) -> Record:
-        """Keep what `regard.effect` found of this model and text: for the file and the page."""
+        """Keep what `regard.effect` returned for this model and text, in the file and the page."""
         put_effect(effect, self._about, self._arrays)
         return self
 
@@ -271,7 +273,7 @@ class Record:
         return self._arrays.get(place, name) if self._arrays.has(place, name) else None
 
     def visible(self, place: int) -> Array:
-        """How many keys each query may look at, (T,), in the head that sees most."""
+        """How many keys each query may look at, (T,), in the head that may look at most."""
         here = self._check_place(place)
         T, S = here.n_queries, here.n_keys
         runs = self._weights(place).runs if here.exact_zoom else None
@@ -280,12 +282,12 @@ class Record:
         return np.clip(np.arange(T) + S - T + 1, 0, S) if here.causal else np.full(T, S)
 
     def heads(self) -> dict[str, Array]:
-        """What heads do: score -> (places, heads), NaN where a place has no such head or score.
+        """What each head does: {score: array (places, heads)}, NaN where there is no such score.
 
-        Means over the queries that are no padding; `lens/head_scores.py` has the formulas.
-        previous, next, same, induction and first are weights on one key; separator is the weight
-        on all tokens without letters or digits; local is the mean distance Σ |i-j| w in tokens;
-        broad is the mean entropy in nats.
+        Means over all queries but padding. previous, next, same, first: the weight on the token
+        before, after, itself, the first. induction: on the token after an earlier occurrence of
+        the query's. separator: on tokens without letters or digits. local: the distance
+        Σ |i - j| w, in tokens. broad: the entropy, in nats. Formulas: `lens/head_scores.py`.
         """
         found = {name: self._no_numbers() for name in SCORES}
         for number, place in enumerate(self.places):
@@ -294,7 +296,7 @@ class Record:
         return found
 
     def counts(self) -> dict[str, Array]:
-        """From how many queries a score of `heads` is, if of single weights: (places, heads)."""
+        """How many queries a mean in `heads` is of, for scores of single weights: likewise."""
         found = {name: np.zeros(self._no_numbers().shape, np.int64) for name in SPOTS}
         for number, place in enumerate(self.places):
             if self._arrays.has(number, "counts"):
@@ -339,7 +341,7 @@ class Record:
         return found
 
     def grid(self, place: int) -> tuple[int, int] | None:
-        """How finely the map is known: (T, S), or the cells of the only picture, or not at all."""
+        """The resolution of the map: (T, S), or that of a coarse one; None if none was kept."""
         here = self._check_place(place)
         if here.exact_zoom:
             return here.n_queries, here.n_keys
@@ -349,7 +351,7 @@ class Record:
         return height, width
 
     def has_weights(self, place: int) -> bool:
-        """Whether single weights can be had there, not only a picture of the whole."""
+        """Whether single weights are known there, and not only a coarse map."""
         here = self.places[place]
         return self.grid(place) == (here.n_queries, here.n_keys)
 
@@ -360,11 +362,11 @@ class Record:
         window: Window | None = None,
         size: tuple[int, int] | None = None,
     ) -> Array:
-        """The exact mean weight of each of size[0] × size[1] equal cells of a window.
+        """A head's map, (size[0], size[1]): each cell is the exact mean of the weights in it.
 
-        window: (t0, t1, s0, s1), first and past the last; the whole map unless given. size: one
-        cell a weight unless given, at most 512 on a side. Quick are windows of up to some million
-        weights, and all windows whose cells lie on the grid of `base`: multiples of its cell size.
+        window: (t0, t1, s0, s1), first and past the last query and key; the whole map by default.
+        size: by default one cell for each weight, but at most 512 × 512. Windows of up to some
+        million weights are fast, and so are all whose cells are multiples of those of `base`.
         """
         here = self._check_place(place, head)
         window = (0, here.n_queries, 0, here.n_keys) if window is None else window
@@ -382,13 +384,13 @@ class Record:
         return self._pictured(place, head, window, size)
 
     def rows(self, place: int, head: int, query: int) -> Array:
-        """What one query looks at, (S,)."""
+        """The weights of one query on all keys, (S,)."""
         here = self._check_place(place, head)
         check_index("query", query, here.n_queries)
         return np.asarray(self._all_of(place, head, (query, query + 1, 0, here.n_keys))[0])
 
     def column(self, place: int, head: int, key: int) -> Array:
-        """Who looks at one key, (T,)."""
+        """The weights of all queries on one key, (T,)."""
         here = self._check_place(place, head)
         check_index("key", key, here.n_keys)
         return np.asarray(self._all_of(place, head, (0, here.n_queries, key, key + 1))[:, 0])
@@ -400,16 +402,15 @@ class Record:
         return self._pictured(place, head, window, (t1 - t0, s1 - s0))
 
     def weight(self, place: int, head: int, t: int, s: int) -> float:
-        """How much query t looks at key s."""
+        """The weight of query t on key s."""
         return float(self.map(place, head, (t, t + 1, s, s + 1), (1, 1))[0, 0])
 
     def rollout(self, tokens: int | Sequence[int] | None = None) -> Array:
-        """Attention rollout: how much each last state draws on each token, by way of all layers.
+        """Attention rollout (Abnar and Zuidema 2020): what each last state draws on, (N, N).
 
-        A layer is half the mean of its heads and half the token itself, rows made to sum to 1; the
-        layers are multiplied. Self-attention of the last stack. tokens: whose last states, one
-        (N,) or several (len, N), negative from the end: these need memory for a few rows, at any
-        length. Unless given all of them, (N, N), which is memory for the answer and little more.
+        A layer is half the mean of its heads and half the identity, its rows normalised to 1; the
+        layers of self-attention in the last stack are multiplied. tokens: one token, for (N,), or
+        several, for (len, N), negative from the end; these need memory for a few rows only.
         """
         n, layers = self._rollout_layers()
         if tokens is None:
@@ -418,7 +419,7 @@ class Record:
         return found if np.ndim(tokens) else np.asarray(found[0])
 
     def drawn_on(self, token: int) -> Array:
-        """The rollout the other way: how much each last state draws on one token, (N,)."""
+        """A column of the rollout: how much each last state draws on one token, (N,)."""
         n, layers = self._rollout_layers()
         return np.asarray(rolling.roll_columns(rolling.token_numbers(token, n), n, layers)[:, 0])
 
@@ -443,19 +444,19 @@ class Record:
         return rolling.mean_strip(len(heads), n, partial(self._all_of, place))
 
     def compare(self, other: Record) -> Comparison:
-        """The other record less this one, head by head; both must have the same places."""
+        """The other record minus this one, head by head; both must have the same places."""
         return compare(self, other)
 
     def plot(self, *args: Any, **kwargs: Any) -> Any:
-        """A picture for paper, by `regard.view.plot`."""
+        """A figure as .png, .svg or .pdf; the arguments are those of `regard.view.plot`."""
         return VIEWERS["plot"](self, *args, **kwargs)
 
     def html(self, path: str | os.PathLike[str], **kwargs: Any) -> Any:
-        """Write a page that opens offline, by `regard.view.write_page`."""
+        """Write a page that opens offline; arguments as in `regard.view.write_page`."""
         return VIEWERS["write_page"](path, self, **kwargs)
 
     def show(self, **kwargs: Any) -> Any:
-        """The picture in a notebook, by `regard.view.make_widget`."""
+        """Show the page in a notebook; arguments as in `regard.view.make_widget`."""
         return VIEWERS["make_widget"](self, **kwargs)
 
     def _check_place(self, place: int, head: int = 0) -> Place:
@@ -492,8 +493,3 @@ class Record:
         if self._checked is None:
             return "Record(in the making)"
         return f"Record({self.model!r}, {len(self.tokens)} tokens, {len(self.places)} places)"
-
-
-def check_index(what: str, value: int, count: int) -> None:
-    if not 0 <= value < count:
-        raise IndexError(f"{what} {value} is out of range; there are {count}")

@@ -1,13 +1,12 @@
-"""What a model's attention is called with, put in order: the recorder, to which hooks give calls.
+"""The recorder of a `watch` block: hooks give it the calls of attention, and it sorts them.
 
-How: it knows the modules of the model and which of them is running, by hooks that belong to no
-module. Calls go on to the takes of their place (`row_takes.py`). An error in any of this leaves out
-the place, and is told when the block ends; it never ends the model's own call. One in following the
-modules themselves ends the recording, with a note. Layers are numbered
-in the order in which they are called, each stack and each kind from 0 on (`stack_of`): a module
-that shares its weights among twelve layers is twelve layers, and what a list holds beside attention
-is none. Layers that are not wanted count too. Where `on_call` is set, it is given each call, all
-rows of the batch, and nothing is recorded.
+How: global module hooks tell it which module of the model is running. Each call goes on to the
+takes of its place (`row_takes.py`). An error in any of this leaves out the place and is reported
+when the block ends; it never ends the model's own call. An error in following the modules ends the
+recording, with a note. Layers are numbered in the order in which they are called, from 0 in each
+stack and kind (`stack_of`): one module whose weights are shared by twelve layers is twelve layers,
+and list entries that do not attend are none. Layers that are not asked for count too. If `on_call`
+is set, it gets each call with all rows of the batch, and nothing is recorded.
 
 Letters: B batch, T queries, S keys, H heads.
 """
@@ -110,7 +109,7 @@ class Recorder:
         self.entered: Counter[int] = Counter()
         self.attended: Counter[str] = Counter()
         self.handling = self.paused = self.n_entered = 0
-        self.turns: list[int] = []  # of each module that runs: which number it had as it began
+        self.entries: list[int] = []  # of each module that runs: which number it had as it began
         # Modules that may run fused behind a `forward` into which nobody sees.
         self.hidden: set[int] = set()
         self.origins = TensorOrigins()
@@ -159,7 +158,7 @@ class Recorder:
         self.stack.append(module)
         self.entered[id(module)] += 1
         self.n_entered += 1
-        self.turns.append(self.n_entered)
+        self.entries.append(self.n_entered)
         if outermost and not compiled:
             self.attempt(name, self._count_inputs, args)
         if args and (self.inputs.n_inputs is None or id(module) in self._words):
@@ -172,7 +171,7 @@ class Recorder:
             return
         while stack.pop() is not module:
             pass
-        del self.turns[len(stack) :]
+        del self.entries[len(stack) :]
         if self._without_mode is module and self.mode is not None:
             self._without_mode = None
             push_mode(self.mode)
@@ -225,7 +224,7 @@ class Recorder:
 
     def _end(self) -> None:
         self.stack.clear()
-        self.turns.clear()
+        self.entries.clear()
         self._without_mode = None
         self.origins.clear()
         if self.mode is not None:
@@ -259,11 +258,11 @@ class Recorder:
     def locate(self, call: Call) -> Located:
         """The layer of a call and the name of its place, by how often it has been there."""
         attended = self.attended
-        turn = call.name, self.entered[id(self.stack[-1])] if self.stack else 0
+        entry = call.name, self.entered[id(self.stack[-1])] if self.stack else 0
         numbers = self._layers.setdefault((stack_of(call.name), bool(call.cross)), {})
         attended[call.name] += 1
         name = name_place(call.name, attended[call.name])
-        return Located(name, numbers.setdefault(turn, len(numbers)))
+        return Located(name, numbers.setdefault(entry, len(numbers)))
 
     def is_cross(self, call: Call) -> bool:
         """Whether a call looks at another text: as its hook says, else as before, else by name."""
@@ -322,7 +321,7 @@ class Recorder:
             self.is_open = False
             self.left_out.add(f"the rest of {type(self.model).__name__}", error)
             self.stack.clear()
-            self.turns.clear()
+            self.entries.clear()
             if self.mode is not None:
                 remove_mode(self.mode)
 
@@ -358,7 +357,9 @@ class Recorder:
             if self.on_call is not None:
                 self.on_call(call, located)
                 return True
-            return self.takes.take(call, found, self.inputs, self.turns[-1] if self.turns else 0)
+            return self.takes.take(
+                call, found, self.inputs, self.entries[-1] if self.entries else 0
+            )
 
     def _find_shard(self, call: Call) -> tuple[Call, HeadShard | None]:
         """The call with the heads that are here, and where the others are."""

@@ -1,9 +1,9 @@
-"""What is recorded of which rows: a call goes to the take of its place and row that it continues.
+"""Which rows of the batch are recorded, and which earlier calls a call continues.
 
-How: each place has one list of takes for each row that is recorded. A call goes to the take whose
-keys it has, or opens a new one (`stitch_calls.py`). Texts that have ended may leave a batch while
-it is written; the row of the record is then found again by its keys. Rows that change places, as
-beams do, are no text, and refused.
+How: each place has, for each recorded row, a list of takes, one for each text. A call is added to
+the take whose keys it has, or opens a new one (`stitch_calls.py`). Finished texts may leave the
+batch during generation; the row of the record is then found again by its keys. Rows that change
+places in the batch, as beams do, are refused.
 
 Letters: B batch, T queries, S keys, H heads.
 """
@@ -66,7 +66,7 @@ class RowTakes:
         self.takes: dict[str, list[Take]] = {}
         self.order: list[Take] = []
         self.remarks: dict[str, None] = {}
-        self._read, self._turn = Inputs(), 0
+        self._read, self._entry = Inputs(), 0
         # Where each row of the record is now, if rows have left the batch; none if it has too.
         self._moved: dict[int, tuple[int, ...]] = {}
         self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
@@ -78,17 +78,17 @@ class RowTakes:
         """Whether the place of a call has been recorded before."""
         return any(self.takes.get(self._key(call, row)) for row in self.rows or (0,))
 
-    def take(self, call: Call, found: Located | None, read: Inputs, turn: int) -> bool:
+    def take(self, call: Call, found: Located | None, read: Inputs, entry: int) -> bool:
         """Record a call, and say whether it was: one that is not `found` only continues others.
 
-        turn: which entry of a module it belongs to.
+        entry: which entry of a module it belongs to.
         """
         if not call.shape.T or not call.shape.S:
             return False
         if self._read is not read:
             self._read = read
             self._moved.clear()
-        self._turn = turn
+        self._entry = entry
         return any([self._take_row(call, found, row) for row in self._rows_of(call)])
 
     def drop(self, name: str) -> None:
@@ -128,8 +128,8 @@ class RowTakes:
             ] = None
             return (0,)
         raise ValueError(
-            f"attends in a batch of {B} rows, and a record is of those named: watch(model, row=0), "
-            "or several, row=[0, 1]"
+            f"the batch has {B} rows; say which to record: watch(model, row=0), or several, "
+            "row=[0, 1]"
         )
 
     def _key(self, call: Call, row: int) -> str:
@@ -140,14 +140,16 @@ class RowTakes:
         if self._has_left(call, takes, row):
             return self._follow_row(call, takes, row)
         if not -B <= row < B:
-            raise ValueError(f"row is {row}, and the batch has {B} rows")
+            raise ValueError(f"row={row} was asked for, and the batch has {B} rows")
         if self.heads is not None and not all(0 <= h < call.shape.H for h in self.heads):
-            raise ValueError(f"heads are {self.heads}, and there are {call.shape.H}")
+            raise ValueError(
+                f"heads={list(self.heads)} were asked for; it has 0 to {call.shape.H - 1}"
+            )
         ids, suffix = self._ids(B, row % B, call.shape.T), self._key(call, row)[len(call.name) :]
         whole = call if self.extras.wants_values else replace(call, v=None)
         call = whole.of(row % B, self.heads)
         # A second stream over the same keys in one run of a module is no later text (ProphetNet).
-        earlier = [take for take in takes if take.turn != self._turn or call.shape.T == 1]
+        earlier = [take for take in takes if take.entry != self._entry or call.shape.T == 1]
         for take in earlier:
             if self._continue(take, call, ids):
                 return True
@@ -167,7 +169,7 @@ class RowTakes:
                 )
             fresh = self._make_take(call, takes, found, suffix)
             self.extras.prepare(fresh, whole)
-        fresh.n_rows, fresh.turn = B, self._turn
+        fresh.n_rows, fresh.entry = B, self._entry
         fit = fresh.fit(call, self.runs_of(call))
         assert fit is not None, "the first call of a take always fits"
         fresh.add(fit, ids)
@@ -182,7 +184,7 @@ class RowTakes:
             fit = None if moved is None else take.fit(moved, self.runs_of(moved))
         if fit is not None:
             take.add(fit, ids)
-            take.turn = self._turn
+            take.entry = self._entry
         return fit is not None
 
     def _has_left(self, call: Call, takes: list[Take], row: int) -> bool:
@@ -214,10 +216,17 @@ class RowTakes:
         while name in known:  # another text
             number += 1
             name = name_place(call.name + suffix, number)
-        cross, heads = bool(call.cross), self.heads or ()
-        wants, keep = self.chosen.wants, self.chosen.keep
-        shared = self.copier, cross, heads, self._replays, self._named
-        take = Take(name, found.layer, wants, keep, *shared)
+        take = Take(
+            name=name,
+            layer=found.layer,
+            wants=self.chosen.wants,
+            keep=self.chosen.keep,
+            copier=self.copier,
+            cross=bool(call.cross),
+            heads=self.heads or (),
+            replays=self._replays,
+            named=self._named,
+        )
         takes.append(take)
         self.order.append(take)
         return take

@@ -433,3 +433,12 @@ def check_runs(first: Array, pairs: Array, place: int) -> None:
         good = (pairs[:, 0] < pairs[:, 1]).all() and in_order.all()
     if not good:
         refuse(f"the runs of place {place} are not in order")
+
+
+def check_index(what: str, value: int, count: int) -> None:
+    """Refuse what is no index of so many; `what` is a place, a head, a query or a key."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        hint = "; record.find(name) gives it" if what == "place" else ""
+        raise TypeError(f"{what} is {value!r}; expected its number, from 0 to {count - 1}{hint}")
+    if not 0 <= value < count:
+        raise IndexError(f"{what} {value} is out of range; there are {count}")

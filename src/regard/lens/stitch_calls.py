@@ -1,4 +1,4 @@
-"""One place while it is being recorded: calls come in, each put behind the ones before it.
+"""A take: the calls of one place for one text, joined into one matrix as they come in.
 
 Why: in generation a place is called for the prompt and then for each token, with keys from a cache
 that grows, slides, or lies in slots. A record is one matrix, so each call must find its rows and
@@ -107,7 +107,7 @@ class Take:
         self.norms: list[Tensor] = []
         self.gradients: dict[str, Tensor] = {}
         self.n_queries = self.n_keys = self.calls = self.first = 0
-        self.n_rows, self.turn = 1, 0
+        self.n_rows, self.entry = 1, 0
         self.exact = self.causal = self.whole_pictures = True
         self.ids: list[Tensor] | None = []
         self.prints: Tensor | None = None
@@ -466,7 +466,7 @@ def first_keys(call: Call, n: int, runs: FoundRuns | None) -> Fit:
         return Fit(call, 0, runs)
     if not call.follows_keys:
         raise ValueError(
-            f"{call.name} has keys that no query sees, under a rule that counts from the last key; "
+            f"{call.name} has empty cache slots, and a mask or bias that counts from the last key; "
             "this cache cannot be recorded"
         )
     return Fit(call.with_keys(slice(0, n)), 0, runs)

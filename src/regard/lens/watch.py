@@ -68,32 +68,60 @@ def watch(
     wants: Wants | None = None,
     *,
     layers: Collection[int | str] | int | None = None,
-    heads: Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
     keep: str | Sequence[str] = "statistics",
     row: int | Sequence[int] | None = None,
     tokens: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Record]:
-    """Record what the attention of `model` does in the block; the record is ready when it ends.
+    """Record what the attention heads of any PyTorch model do while the block runs.
 
-    wants: what to measure (lse, entropy, peak, distance, mass, received, top, map); all but mass
-    unless given. layers: numbers of layers, each stack's from 0 in the order in which they are
-    called, or names of places or of modules around them; all unless given. heads: numbers of heads;
-    all unless given. keep: "statistics", or "qk" to keep queries and keys too, from which every
-    weight can be made again; or several, as ("qk", "values"): "values" are the lengths of what keys
-    add, "predictions" what a language model says will come next, and "gradients" the sums of
-    attention × gradient, where backward() runs in the block. row: which row of the batch, or which
-    rows, each a place of its own; needed where there are several. Of one input that a model cuts
-    into windows, each a row, the first is recorded unless others are named; in a beam search a row
-    is a prompt. tokens: labels of the tokens; `record.describe` can give them later. progress:
-    called as progress(place, n) when the n-th call of attention has been recorded.
+    The model may be regard's, of Hugging Face, of torch.nn, or any that calls torch's attention.
+    Its outputs are the same as without, bit for bit.
 
-    A place that cannot be recorded is left out, with a warning when the block ends, and named in
-    `record.notes`; the model runs as without. A record in which nothing could be recorded is an
-    error. Calls from other threads, and from tasks that were not made in the block, are not
-    recorded and run as ever.
+    Args:
+        model: The module that is called in the block.
+        wants: What to measure of each row: lse, entropy, peak, distance, mass, received, top, map.
+            Default: `DEFAULT_WANTS`, entropy, peak, distance, received and the 8 largest weights.
+        layers: Which layers: numbers, counted from 0 in the order in which they are called (in each
+            stack), or names of modules, or of modules around them. Default: all.
+        heads: The number of a head, or several. Default: all.
+        keep: "statistics": only what was measured, with a coarse map. "qk": queries and keys too,
+            from which every single weight can be computed again, in memory for T × D numbers a
+            head. Beside either, as in ("qk", "values"): "values" (norms of the value vectors, for
+            value-weighted attention), "predictions" (a language model's likeliest next tokens),
+            "gradients" (sums of attention × gradient, if backward() runs in the block).
+        row: Which row of the batch, or several rows. Needed where the batch has more than one. In
+            a beam search a row is a prompt; of an input that the model cuts into windows, each a
+            row of its batch, the first is recorded by default.
+        tokens: Labels of the tokens; `record.read(tokenizer)` or `record.describe` can give them
+            later.
+        progress: Called as progress(name, n) after the n-th call of attention was recorded.
+
+    Yields:
+        A `Record`. It is filled when the block ends, and can be asked from then on.
+
+    Raises:
+        TypeError, ValueError: Arguments that cannot be; and at the end of the block, if nothing
+            could be recorded, with the reason.
+
+    A layer that cannot be recorded is left out: the model runs on, a warning says so at the end of
+    the block, and `record.notes` keeps the reason. Calls from other threads, or from tasks that
+    were made outside the block, are not recorded.
+
+    Example:
+        >>> model = regard.load("embedded:lm")
+        >>> ids = model.tokenizer.encode("The cat sat on the mat.").ids
+        >>> with regard.watch(model, keep="qk") as record:
+        ...     output = model(torch.tensor([ids]))
+        >>> record.rows(place=0, head=0, query=3).shape == (len(ids),)  # what token 3 looks at
+        True
+        >>> record.read(model.tokenizer).save("cat.regard")  # opens with: regard view cat.regard
     """
+    if not isinstance(keep, str | Collection):
+        raise TypeError(f'keep is {keep!r}; expected "statistics", "qk", or several words')
     asked = {keep} if isinstance(keep, str) else set(keep)
+    heads = [heads] if isinstance(heads, int) else heads
     model = getattr(model, "_orig_mod", model)  # of one that torch.compile gave
     _check(model, wants, asked, heads)
     rows = _check_rows(row)
@@ -147,18 +175,20 @@ def _check(
         raise TypeError(f"wants must be a Wants(...), got {type(wants).__name__}")
     if wants is not None and (wants.weights or wants.above is not None or wants.rows is not None):
         raise ValueError(
-            "weights, above and rows are not kept in a record; keep queries and keys, from which "
-            'the record makes any of them: watch(model, keep="qk")'
+            "weights, above and rows cannot be kept in a record; keep queries and keys, from which "
+            'the record computes any weight: watch(model, keep="qk")'
         )
     asked = None if wants is None else wants.receiving()
     if asked is not None and not asked.is_plain:
         raise ValueError(
-            "a record keeps what keys receive from all queries, as a sum: received=True; weighted, "
-            "for some queries or as a mean or maximum, `regard.observing` tells it of our layers"
+            "a record keeps the plain sum that keys receive from all queries: received=True. Use "
+            "`regard.observing` for a Received(...), with layers of regard"
         )
     unknown = sorted(keep - {"statistics", "qk", *EXTRAS})
     if unknown:
         known = '"statistics" or "qk"', ", ".join(f'"{name}"' for name in EXTRAS)
-        raise ValueError(f"keep must be {known[0]}, and beside it {known[1]}; got {unknown[0]!r}")
+        raise ValueError(
+            f"keep has {unknown[0]!r}; expected {known[0]}, or several, with any of {known[1]}"
+        )
     if heads is not None and (not len(heads) or len(set(heads)) < len(heads)):
         raise ValueError(f"heads must name at least one head, each once, got {list(heads)}")

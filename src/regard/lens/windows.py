@@ -115,11 +115,11 @@ def join_windows(records: Sequence[Record], layout: Layout) -> Record:
 def _check_place(records: Sequence[Record], number: int) -> None:
     place, rule = records[0].places[number], records[0]._about.rules[number]
     if place.kind != "self" or not place.exact_zoom:
-        raise ValueError(f"{place.name} looks at another text, which cannot be read in windows")
+        raise ValueError(f"{place.name} is cross-attention, which cannot be read in windows")
     if any(bias["kind"] != "relative" for bias in rule["biases"]):
         raise ValueError(
-            f"{place.name} adds a bias that depends on more than a distance, so windows cannot be "
-            "one record; give a shorter text, or truncate it"
+            f"{place.name} adds a bias that depends on more than the distance, so windows cannot "
+            "be joined to one record; give a shorter text, or truncate it"
         )
     if any(len(record.places) != len(records[0].places) for record in records):
         raise ValueError("the windows were not read by the same layers, so they are no one record")

@@ -281,11 +281,6 @@ def survey(record: Record, word: int | None = None) -> Survey:
     return Survey(every.links(), row.links(chosen, 0), column.links(0, chosen))
 
 
-def find_links(record: Record) -> list[Link]:
-    """For each two words the head that tells most of them, the most telling first."""
-    return list(survey(record).links)
-
-
 def _telling_heads(
     record: Record, own: Sequence[Word], source: Sequence[Word]
 ) -> Iterator[tuple[int, int, Array, Array]]:

@@ -155,8 +155,26 @@ class ModelConfig:
         return self.dim if self.embed.dim is None else self.embed.dim
 
 
+def check_config(config: object) -> None:
+    """Refuse a name, or anything else, in the place of a config."""
+    if not isinstance(config, ModelConfig):
+        raise TypeError(
+            f"config is a {type(config).__name__}; expected a ModelConfig, such as "
+            'models.named_config("gpt2") gives; regard.load(...) gives a model with its weights'
+        )
+
+
 def count_parameters(config: ModelConfig) -> int:
-    """How many numbers the model learns, worked out from the config; tied ones count once."""
+    """How many parameters a model of this config has, without making it; tied ones count once.
+
+    Args:
+        config: `model.config`, or one from `models.named_config` or `models.config_of`.
+
+    Example:
+        >>> regard.count_parameters(regard.models.named_config("gpt2"))
+        124439808
+    """
+    check_config(config)
     dim, embed, head = config.dim, config.embed, config.head
     total = config.vocab_size * config.embed_dim
     for blocks in (config.encoder, config.decoder):

@@ -1,12 +1,12 @@
 """The one Transformer: embedding, blocks, head.
 
-Why: GPT-2, BERT, LLaMA and T5 are the same program with other numbers; here it is written once.
+Why: GPT-2, BERT, LLaMA and T5 are the same program with other settings; here it is written once.
 
-How: `encode` reads a source text, `run` gives the last vectors of a text, `head` makes logits of
-vectors, and calling the model does all of it. Padding is told by `real` (True
+How: `encode` reads a source text, `run` returns the last hidden states of a text, `head` turns
+hidden states into logits, and calling the model does all of it. Padding is given as `real` (True
 where a token is real) and becomes positions: the running count of a row's real tokens, and -1 for
-padding, which nobody sees. So a row answers the same wherever its padding lies. Mask and positions
-are made here and only read below.
+padding, which nobody sees. So a row's output does not depend on where its padding is. Mask and
+positions are computed here and only read below.
 
 Left out: generation, which is a loop around `run` and `head`, and losses.
 
@@ -29,7 +29,7 @@ from regard.layers.dropout import Dropout
 from regard.layers.feedforward import make_activation
 from regard.layers.matvec import linear
 from regard.layers.norm import make_norm
-from regard.models.config import ModelConfig
+from regard.models.config import ModelConfig, check_config
 from regard.ops import Dense, Mask
 from regard.positions import Learned, Sinusoidal
 from regard.tokens import Tokenizer
@@ -147,7 +147,19 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """An encoder, a decoder, or both, as its config says."""
+    """A Transformer of any family: an encoder, a decoder, or both, as its config says.
+
+    `regard.load` makes one with trained weights; `Transformer(config)` has random ones.
+
+    Args:
+        config: From `models.named_config`, or from `models.config_of` and a config.json.
+        device, dtype: Of the parameters.
+
+    Example:
+        >>> config = regard.models.named_config("gpt2")
+        >>> with torch.device("meta"):  # shapes without memory
+        ...     model = regard.Transformer(config)
+    """
 
     origin: Path | None
     """The folder or file the weights came from."""
@@ -160,6 +172,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_config(config)
         self.config = config
         self.origin = None
         factory: Any = {"device": device, "dtype": dtype}
@@ -207,12 +220,21 @@ class Transformer(nn.Module):
         cache: DecoderCache | None = None,
         keep_hidden: bool = False,
     ) -> Output:
-        """Everything about the text ids_bt, for an encoder–decoder the one being written.
+        """Logits, last hidden states and more for a batch of texts.
 
-        real: (B, T) bool, False at padding. positions: (T,) or (B, T), instead of counting;
-        negative is padding. source (B, S) and source_real, or the memory made of them: what an
-        encoder–decoder reads. mask: joined with the model's own. cache: keys of what came before,
-        from `make_cache`. keep_hidden: keep the vectors between layers.
+        Args:
+            ids_bt: Token ids, (B, T); for an encoder–decoder those of the text being written.
+            real: (B, T) bool, False at padding, on either side (transformers' attention_mask).
+            positions: (T,) or (B, T), instead of counting the real tokens; negative is padding.
+            token_types: (B, T), the segment of each token, for BERT-like models.
+            source: (B, S), the token ids that an encoder–decoder reads. source_real: (B, S), as
+                `real`. memory: what `encode` returned for them, in place of both.
+            mask: Which tokens may look at which, beside the model's own mask.
+            cache: From `make_cache`: the keys and values of the tokens before these.
+            keep_hidden: Keep the hidden states before and after each layer.
+
+        Returns:
+            `Output`: logits (B, T, V), last (B, T, C), memory, pooled (B, C) and hidden.
         """
         if memory is None and self.encoder is not None and self.decoder is not None:
             if source is None:

@@ -64,13 +64,31 @@ def load(
     device: torch.device | str = "cpu",
     revision: str | None = None,
 ) -> Transformer:
-    """A model from a folder, a GGUF file, or a name on the Hugging Face hub; ready to use.
+    """A pretrained model, in eval mode, with its tokenizer as `model.tokenizer` (or None).
 
-    "embedded:encoder", "embedded:lm" and "embedded:translate" are the models inside the package.
-    dtype: None is the type that config.json names, else the one the weights are stored in; weights
-    of that type on the CPU stay mapped from their file. device: where they go, with no second copy
-    on the way. revision: the branch, tag or commit of a hub name. A folder of that name goes before
-    the hub; what the hub sends is kept in its own cache.
+    Args:
+        path_or_name: A folder in Hugging Face's layout (config.json and safetensors), a GGUF file,
+            a name on the Hugging Face hub, or a model inside the package: "embedded:encoder",
+            "embedded:lm", "embedded:translate". A folder of that name is preferred to the hub.
+        dtype: The dtype of the weights. None: the one that config.json names, else the one in
+            which they are stored.
+        device: Where the weights go.
+        revision: The branch, tag or commit, for a hub name.
+
+    Returns:
+        A `Transformer`. `model(ids).logits` is (B, T, vocab_size) for ids (B, T).
+
+    Raises:
+        BadCheckpoint: (a ValueError) There is no such folder, or it is damaged (tensors missing,
+            left over, or of the wrong shape), or of an architecture that regard does not have.
+            Pickled weights are refused, as opening them runs code.
+        FileNotFoundError: The hub did not give a model of that name.
+
+    Example:
+        >>> model = regard.load("embedded:lm")
+        >>> ids = model.tokenizer.encode("The cat sat").ids
+        >>> model(torch.tensor([ids])).logits.shape == (1, len(ids), model.config.vocab_size)
+        True
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}, as torch types")
@@ -92,10 +110,23 @@ def load(
 
 
 def save(model: Transformer, path: str | os.PathLike[str], *, max_shard_gb: float = 5.0) -> None:
-    """Write a folder that `load` and, where it knows the architecture, `transformers` open.
+    """Write a folder in Hugging Face's layout, which `load` opens, and `transformers` too.
 
-    Tensors have the type they have in the model. The tokenizer and generation_config.json of the
-    folder the model came from go along. Files are written beside and renamed.
+    (`transformers` opens it where it knows the architecture.) The tokenizer and
+    generation_config.json of the folder the model came from are copied along. A save that is
+    interrupted leaves no half-written files.
+
+    Args:
+        model: What `load` returned, or a `Transformer` with a config from `models.config_of`.
+        path: The folder; it is made if it is not there.
+        max_shard_gb: The largest size of one safetensors file, in gigabytes.
+
+    Raises:
+        ValueError: The model has parameters that its config does not say, or lacks some.
+
+    Example:
+        >>> regard.save(regard.load("embedded:lm"), "copy")
+        >>> model = regard.load("copy")
     """
     check_number("max_shard_gb", max_shard_gb)
     config, tensors = gather(model)
@@ -116,6 +147,9 @@ def save_int8(model: Transformer, path: str | os.PathLike[str]) -> None:
 
 def gather(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a folder of this model says: its config.json, and its tensors under their names."""
+    if not isinstance(model, Transformer):
+        came = f"model is a {type(model).__name__}; expected a regard Transformer"
+        raise TypeError(f"{came}; a model of transformers has save_pretrained")
     config = model.config
     check_source(config)
     family = FAMILIES[config.family]

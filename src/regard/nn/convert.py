@@ -52,7 +52,26 @@ class Conversion:
 
 
 def convert(model: nn.Module) -> Conversion:
-    """Swap torch.nn's attention and Transformer modules for ours, in place, and tell which."""
+    """Swap the attention and Transformer modules of torch.nn in a model for regard's, in place.
+
+    Weights, parameter names, hooks and optimizers stay as they are. To keep the original, convert
+    `copy.deepcopy(model)`.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        A `Conversion`: `swapped` and `skipped`, by dotted name. Subclasses with methods of their
+        own, replaced `forward`s and parametrized weights are skipped, with the reason. print() it.
+
+    Raises:
+        TypeError: What is no torch.nn.Module.
+
+    Example:
+        >>> layer = torch.nn.TransformerEncoderLayer(64, 8, batch_first=True)
+        >>> len(regard.convert(layer).swapped)
+        2
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     done = Conversion(model)

@@ -1,4 +1,4 @@
-"""The attention operation: what it means, how it is made fast, what may be seen of it."""
+"""The attention operation: its definition, its fast backends, and what can be observed of it."""
 
 from regard.ops.backends import Explanation
 from regard.ops.bias import ALiBi, Bias, DenseBias, RelativeTable

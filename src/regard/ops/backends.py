@@ -1,9 +1,9 @@
-"""Which path runs: one table, one loop, a sentence from each that refuses.
+"""Which backend runs a call: one table, one loop, and a reason from each backend that refuses.
 
-A backend is a name, a function that says why it refuses a call (None when it does not), and what it
-does: `run(call)` gives the output, `observe(call)` what is wanted about the weights too. `choose`
-takes the first in the device's order that does not refuse; `backend=` names the only candidate. No
-option is dropped on the way: a backend honours all of a call or refuses it.
+A backend has a name, `refuse(call)`, which returns a reason or None, `run(call)`, which returns the
+output, and `observe(call)`, which returns the wants too. `choose` takes the first backend in the
+device's order that does not refuse; `backend=` names the only candidate. No option is silently
+ignored: a backend does all that a call asks for, or refuses it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ class Backend:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The verdict of each backend on a call, in order; `chosen` is the one that runs.
+    """What `explain` returns: which backend runs a call, and why each of the others does not.
 
-    `notes` say why they are asked in this order, `kernel` which of torch's kernels sdpa takes.
+    `chosen` is the name of the one that runs; `verdicts` has for each backend, in the order in
+    which they are asked, None or the reason why it refuses. `notes` say why they are asked in this
+    order, `kernel` which of torch's kernels "sdpa" would take. print() shows all of it.
     """
 
     chosen: str

@@ -1,10 +1,10 @@
-"""Biases are values too: what is added to the scores, said once, rendered wherever it is needed.
+"""Biases are values: each defines once what it adds to the scores; all other forms follow from it.
 
 The one definition is `add(b, h, i, j, shape, dtype)`, the number added to the score of the query at
-position i and the key at position j. From it come the dense tensor (`dense`, `block`) and the
-FlexAttention function. Biases that hold learned numbers also tell how a gradient on the scores
-becomes a gradient on those numbers: `grad_at` and `grad_block` for one tile, `grad_join` for all
-tiles together. One that does not tell it is differentiated by the reference alone.
+position i and the key at position j. The dense tensor (`dense`, `block`) and the FlexAttention
+function are derived from it. Biases with learned numbers also define how a gradient of the scores
+becomes a gradient of those numbers: `grad_at` and `grad_block` for one tile, `grad_join` for all
+tiles together. A bias without these can be differentiated by the reference backend only.
 
 -inf, and the most negative number of the bias's own type, mean "may not look": both are read as
 -inf.
@@ -24,7 +24,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from regard._check import check_float
+from regard._check import check_count, check_float, name_kind
 from regard.ops.shape import (
     Shape,
     Tile,
@@ -37,7 +37,14 @@ from regard.ops.term import Joined, Placed, Term
 
 
 class Bias(Term):
-    """A number added to each score, after the softcap and before the mask."""
+    """What is added to the scores, after scale and softcap, before the softmax. Join with `+`.
+
+    A bias of your own is a frozen dataclass that derives from `Bias` and says `add`; see
+    CONTRIBUTING.md ("How to add: a bias"). Positions of queries and keys are as in `Mask`.
+
+    Example:
+        >>> bias = regard.ALiBi(8) + regard.DenseBias(torch.zeros(100, 100))
+    """
 
     hides = True
     """Whether the number may be -inf, which means that no look is allowed."""
@@ -51,7 +58,11 @@ class Bias(Term):
     def add(
         self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape, dtype: torch.dtype
     ) -> Tensor:
-        """The number added for the query at position i and the key at position j (broadcast)."""
+        """The number that is added for head h, the query at position i and the key at position j.
+
+        b (batch), h, i and j are int64 tensors that broadcast against each other; return a tensor
+        of type `dtype` that broadcasts with them. shape: the sizes B, H, T, S of the call.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not say what it adds")
 
     def leaves(self) -> list[Tensor]:
@@ -91,7 +102,10 @@ class Bias(Term):
         return self.block(shape, Tile(0, shape.T, 0, shape.S), torch.device(device), dtype)
 
     def at(self, queries: Tensor, keys: Tensor | None = None) -> Bias:
-        """The same bias with given positions of the queries, (T,) or (B, T), and of the keys."""
+        """The same bias with given positions of queries, (T,) or (B, T), and keys, (S,) or (B, S).
+
+        keys=None: the keys have the positions 0 .. S - 1.
+        """
         return BiasAt(self, queries, keys)
 
     def by_distance(self, gaps: Tensor, n_heads: int) -> Tensor:
@@ -102,15 +116,24 @@ class Bias(Term):
         return numbers.expand(n_heads, len(gaps))
 
     def __add__(self, other: Bias) -> Bias:
+        if isinstance(other, Tensor):
+            raise TypeError("a bias is joined with a bias: write bias + DenseBias(tensor)")
         return Sum(self, other) if isinstance(other, Bias) else NotImplemented
 
 
 @dataclass(frozen=True, eq=False)
 class ALiBi(Bias):
-    """-slope · |i - j|: each head forgets with distance at its own rate.
+    """Attention with linear biases: -slope · |i - j|, a slope for each head (Press et al. 2022).
 
-    `ALiBi(n_heads)` takes the published slopes; `ALiBi(slopes=t)` takes (H,) given ones, learned if
-    they ask for it.
+    Args:
+        n_heads: The number of query heads H; the slopes are the published ones, from 2^(-8/H) down
+            to 2^-8 where H is a power of two.
+        slopes: Slopes of your own, a float tensor (H,), instead of n_heads. They get a gradient if
+            they require one.
+
+    Example:
+        >>> x = torch.randn(1, 8, 100, 64)
+        >>> out = regard.attention(x, x, x, mask=regard.Causal(), bias=regard.ALiBi(8))
     """
 
     n_heads: int | None = None
@@ -166,7 +189,21 @@ class ALiBi(Bias):
 
 @dataclass(frozen=True, eq=False)
 class RelativeTable(Bias):
-    """T5's bias: a number for each bucket of distances and each head; `table` is (n_buckets, H)."""
+    """T5's relative bias: a learned number for each bucket of distances j - i and each head.
+
+    Small distances have a bucket each, larger ones share buckets of logarithmic width, and all
+    from max_distance on have the last.
+
+    Args:
+        table: The numbers, a float tensor (n_buckets, H); it gets a gradient if it requires one.
+        bidirectional: True: half of the buckets are for later keys (encoders). False: later keys
+            share bucket 0 (decoders).
+        max_distance: The distance from which on all share one bucket.
+
+    Example:
+        >>> table = torch.nn.Parameter(torch.zeros(32, 8))
+        >>> bias = regard.RelativeTable(table)
+    """
 
     table: Tensor
     bidirectional: bool = True
@@ -205,7 +242,17 @@ class RelativeTable(Bias):
 
 @dataclass(frozen=True, eq=False)
 class DenseBias(Bias):
-    """Any bias, given whole: a float tensor that broadcasts to (B, H, T, S)."""
+    """A bias given as a tensor. `attention(..., bias=t)` is short for `bias=DenseBias(t)`.
+
+    -inf, and the lowest number of its dtype, hide the key, as a mask does. The tensor gets a
+    gradient if it requires one.
+
+    Args:
+        values: A float tensor that broadcasts to (B, H, T, S).
+
+    Example:
+        >>> bias = regard.DenseBias(torch.randn(8, 100, 100))  # a number for each head and pair
+    """
 
     values: Tensor
     axes: ClassVar = {"values": "B H T S"}
@@ -214,7 +261,10 @@ class DenseBias(Bias):
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, Tensor):
-            raise TypeError(f"a bias must be a float tensor, got {type(self.values).__name__}")
+            raise TypeError(
+                "a bias must be a float tensor, or a Bias such as ALiBi(n_heads); got "
+                f"{name_kind(self.values)}"
+            )
         if self.values.dtype == torch.bool:
             raise TypeError("a bool tensor is a mask, not a bias: mask=Dense(t), True = may look")
         check_float("bias", self.values)
@@ -260,8 +310,9 @@ class BiasAt(Placed, Bias):
         super().__post_init__()
         if not self.inner.positional:
             raise ValueError(
-                f"{type(self.inner).__name__} speaks of rows and keys as they lie in memory, "
-                "not of positions"
+                f"{type(self.inner).__name__} counts rows and keys by their index in memory, not "
+                "by position; give positions to the other biases alone: bias.at(queries, keys) + "
+                f"{type(self.inner).__name__}(...)"
             )
 
     @property
@@ -344,8 +395,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
     Other counts take those of the next lower power of two, then every second one of the next
     higher.
     """
-    if n_heads < 1:
-        raise ValueError(f"n_heads must be at least 1, got {n_heads}")
+    check_count("n_heads", n_heads)
     lower = 2 ** int(math.log2(n_heads))
     slopes = [2 ** (-8 * (k + 1) / lower) for k in range(lower)]
     slopes += [2 ** (-4 * (2 * k + 1) / lower) for k in range(n_heads - lower)]

@@ -1,8 +1,7 @@
-"""A mask of forbidden looks: some queries of some heads may not look at some keys.
+"""The mask of `regard.edit`'s `Block`: some queries of some heads may not look at some keys.
 
-It is said by two short tensors, one number a query and one a key, so that it is no larger for a
-long text; a pair is forbidden where both are True. For any other shape of what is forbidden, join
-several with `&`.
+It holds two short tensors, one number for each query and one for each key, so it needs no matrix
+for a long text; a pair is forbidden where both are True. For other shapes join several with `&`.
 
 Letters: B batch, H heads, T queries, S keys.
 """

@@ -1,13 +1,13 @@
-"""Attention in tiles: the reference's numbers without the reference's matrix.
+"""Attention in tiles, with the online softmax: the reference's numbers without its T × S matrix.
 
-The matrix is walked in tiles. For each band of queries the running maximum, the running sum and the
-running output are kept, and beside them whatever was asked about the rows (entropy, peak, distance,
-mass). Tiles that the mask empties are skipped, tiles that it leaves whole are not masked. Extra
-memory is O(T + S), forward and backward: the backward pass makes the weights again, tile by tile,
-from the saved logsumexp.
+The matrix is computed tile by tile. For each band of queries the running maximum, the running sum
+and the running output are kept, and with them whatever was asked about the rows (entropy, peak,
+distance, mass). Tiles in which the mask hides every pair are skipped, tiles in which it hides none
+are not masked. Extra memory is O(T + S), forward and backward: the backward pass recomputes the
+weights, tile by tile, from the saved logsumexp.
 
 On a CPU the two products are to take most of the time. So a tile is written in one scratch buffer
-and changed in place, exp is reckoned as a power of 2, which torch has vectorised, heads are walked
+and changed in place, exp is computed as a power of 2, which torch has vectorised, heads are walked
 a few at a time where the rule does not tell them apart, and at the edge of a mask tiles are cut to
 what may be seen.
 
@@ -65,7 +65,7 @@ TALLEST = 512
 RUN = 32
 """Neighbouring keys of which the largest score is found first, when its key is wanted."""
 LOG2_E = math.log2(math.e)
-"""exp(x) is exp2(x · LOG2_E), which torch reckons faster on many CPUs."""
+"""exp(x) is exp2(x · LOG2_E), which torch computes faster on many CPUs."""
 EDGE = 128
 """Keys in the steps by which tiles are cut to what a mask leaves."""
 
@@ -164,7 +164,7 @@ def bands(
 
 
 class _Scratch(NamedTuple):
-    """The buffers that every tile is reckoned in; without them, tensors are never written twice.
+    """The buffers that every tile is computed in; without them, tensors are never written twice.
 
     `spare` is a second one, for what needs scores and weights at once.
     """

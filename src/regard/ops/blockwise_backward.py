@@ -1,4 +1,4 @@
-"""The backward pass of `blockwise`: weights are made again tile by tile, from the saved logsumexp.
+"""The backward pass of `blockwise`: recomputes the weights tile by tile from the saved logsumexp.
 
 With p the weights, g the gradient of the output and δ = Σ g·output for each row, the gradient on a
 score is p · (dropped g·v − δ + g_lse + g_total · (1 − Σp) − g_entropy · (log p + entropy + 1 −

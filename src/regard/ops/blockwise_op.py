@@ -1,9 +1,9 @@
 """The tiled passes as one operation, for autograd, for `torch.func` and for compiled graphs.
 
-Autograd and compilers carry tensors and constants, so the rule travels taken apart (`pack.py`).
-In eager mode the passes run as they are. While a graph is being traced they are the custom
-operations `regard::blockwise` and `regard::blockwise_backward`, opaque to the compiler: the
-graph stays one node, whatever the length. Each has a fake twin that tells the shapes.
+Autograd and compilers pass tensors and constants, so masks and biases are flattened to these
+(`pack.py`). In eager mode the passes are called directly. While a graph is being traced they are
+the custom ops `regard::blockwise` and `regard::blockwise_backward`, opaque to the compiler: one
+node of the graph, whatever the length. Each has a fake implementation that gives the shapes.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """

@@ -1,10 +1,10 @@
-"""One call of attention: what was asked for, checked and complete, and passed on whole.
+"""One call of attention, as a value: everything that was asked for, checked.
 
-`Rule` is how scores are made and which of them count: scale, softcap, bias, mask, at one shape.
-`Call` is a rule with its tensors, dropout and wants; every backend is `run(call)`, and those that
-tell about weights `observe(call)`. `make_call` checks what a user gave, in letters, and everything
-after it may assume a call that makes sense. Where a kernel takes numbers instead of a rule, bias
-and mask are rendered here, by `Rule.block`, and nowhere else.
+`Rule` says how scores are made and which of them count: scale, softcap, bias, mask, at one shape.
+`Call` is a rule with q, k, v, sinks, dropout and wants; a backend is a function of it. `make_call`
+checks what a user gave, and everything after it may assume a valid call. Where a kernel takes a
+tensor of numbers instead of a mask and a bias, these are rendered here, by `Rule.block`, and
+nowhere else.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -294,6 +294,8 @@ def check_number(name: str, value: float, positive: bool = False) -> float:
         raise TypeError(
             f"{name} must be a number, got a tensor; a learned {name} is multiplied into q instead"
         )
+    if isinstance(value, str):
+        raise TypeError(f"{name} must be a number, got {value!r}")
     number = float(value)
     # By comparisons, which a compiler can trace where the number is open.
     if not -math.inf < number < math.inf or (positive and number <= 0):

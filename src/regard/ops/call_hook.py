@@ -1,7 +1,7 @@
-"""The one hook through which all looking goes: it is given every call of attention in a block.
+"""The one hook on attention: inside a block it is called with every call of `attention`.
 
-Why: what heads look at is asked by layers (`observing`), by the lens (`watch`) and by losses on
-attention, and what calls attention must know none of them.
+Why: layers (`observing`), the lens (`watch`) and losses on attention all want to see the calls, and
+the code that calls attention must not know any of them.
 
 How: `attention`, and `observe` where it gives an output, look at `active`, which is None while no
 block is open anywhere, and then do nothing else. A hook is given the call, checked, before it runs,

@@ -1,9 +1,9 @@
-"""Few queries a row: how our kernel is told the rule, and what it tells of the weights.
+"""Decoding: calls with few queries, turned into the arguments of our decode kernel.
 
-Why: generating text is nothing but few queries at a time, and most rules have one of few forms,
-which the kernel knows by numbers: a window around positions, lengths, documents, ALiBi. Nothing is
-computed for these before the kernel runs. Every other part of a rule is rendered for it, one
-number a pair.
+Why: a step of generation has one or a few queries for each row, and most masks and biases are of a
+few kinds, which the kernel takes as they are: windows, lengths, documents, ALiBi. Nothing is
+computed for these before the kernel runs. Every other mask or bias is rendered as a tensor, one
+number for each pair.
 
 Letters: B batch, T queries, S keys, H query heads.
 """

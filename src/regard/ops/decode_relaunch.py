@@ -1,15 +1,15 @@
-"""A step of generation that lies as an earlier one did: launched without working out how.
+"""Relaunching a step of generation: a call like an earlier one skips checks and planning.
 
-Why: a step reads a cache in the time in which Python makes a few dozen calls. To check a call, to
-find what its kernel is told and how it is cut took longer than that, and all of it follows from
-what the call is made of.
+Why: a step reads a cache in the time in which Python makes a few dozen calls. Checking a call and
+planning its kernel launch took longer than that, and their result depends only on the form of the
+call.
 
-How: everything but the numbers in tensors is the form of a call: how its tensors lie, which masks
-and biases hold them, and what else these hold. The first call of a form is run as any other, and a
-`Step` is kept for it, if all that the kernel reads are tensors of the call itself and nothing that
-was rendered or copied for it. The next one, of which only addresses are new, is handed over with
-these. It need not be checked again: errors follow from the form, as no value is read on a GPU. A
-call whose mask hides nothing, such as a window over fewer keys, is kept as a plain one.
+How: the form is everything but the numbers in the tensors: shapes, strides and dtypes, and which
+masks and biases hold which tensors. The first call of a form runs as any other, and a `Step` is
+kept for it, if the kernel reads only tensors of the call itself, nothing that was rendered or
+copied for it. A later call, of which only the addresses are new, is launched with these. It need
+not be checked again: errors follow from the form, as no value is read on a GPU. A call whose mask
+hides nothing, such as a window over fewer keys, is kept as a plain one.
 
 Left out, and run as any other: masks and biases that the kernel is not told by numbers, gradients,
 transforms, autocast, graphs that are being traced.
@@ -28,7 +28,7 @@ from regard._torch import is_plainly_eager
 from regard.ops import decode
 from regard.ops.bias import ALiBi, BiasAt
 from regard.ops.call import Call, Given
-from regard.ops.kernels.decode import MOST_QUERIES, SUMS, Plan, attend, find_plan, told
+from regard.ops.kernels.decode import MOST_QUERIES, SUMS, Plan, attend, find_plan, kernel_terms
 from regard.ops.kernels.launch import PLANS
 from regard.ops.mask import And, At
 from regard.ops.masks import Causal, Documents, Lengths, Window
@@ -66,7 +66,7 @@ class Step(NamedTuple):
     plan: Plan
     sizes: tuple[int, int, int, int]
     """Those of the output in memory."""
-    is_turned: bool
+    is_transposed: bool
     """Whether these are (B, T, H, E); of one query they may be (B, H, T, E) as well."""
     scratch: int
     """So many numbers are kept of the parts; 0 where there is one."""
@@ -83,7 +83,7 @@ def attend_again(form: Form) -> Tensor | None:
     if isinstance(step, str):
         q, k, v = form.tensors
         return attend_plain(q, k, v, None, form.name[1])
-    plan, sizes, is_turned, n_scratch, read = step
+    plan, sizes, is_transposed, n_scratch, read = step
     device = plan.parts.current_device()
     run, join = plan.parts.variant(device), plan.join.variant(device)
     if run is None or (n_scratch and join is None):
@@ -103,7 +103,7 @@ def attend_again(form: Form) -> Tensor | None:
         at = scratch.data_ptr()
         run(at_q, at_k, at_v, *terms, at, *written, *plan.numbers)
         join(at, terms[-1], *written, plan.n_parts, plan.n_rows)  # type: ignore[misc]
-    return output.transpose(1, 2) if is_turned else output
+    return output.transpose(1, 2) if is_transposed else output
 
 
 def keep_plain(form: Form) -> None:
@@ -120,7 +120,7 @@ def attend_first(call: Call, form: Form) -> Tensor:
     rule = decode.find_rule(call.rule, call.q.device)
     output = attend(inputs, rule, numbers, call.sinks).output
     if form.name not in PLANS:
-        terms, ints, floats = told(rule, numbers, call.sinks)
+        terms, ints, floats = kernel_terms(rule, numbers, call.sinks)
         plan = find_plan(inputs, terms, ints, floats)
         given = [(number, terms[i]) for number, i in enumerate(READ)]
         found = [(number, _find(term, form)) for number, term in given if term is not None]

@@ -11,6 +11,7 @@ Letters: B batch, H heads, T queries, S keys.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,8 @@ def as_seed(seed: int | Tensor, device: torch.device) -> Tensor:
                 f"got {seed.dtype} {tuple(seed.shape)}"
             )
         return seed.to(device)
+    if not isinstance(seed, int | torch.SymInt | np.integer):
+        raise TypeError(f"seed must be a whole number or a 0-dim int64 tensor, got {seed!r}")
     return torch.tensor(seed, dtype=torch.int64, device=device)
 
 

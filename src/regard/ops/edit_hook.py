@@ -1,7 +1,7 @@
-"""The hook through which attention is edited: what it gives back is another call and its output.
+"""The hook by which `regard.edit` changes calls of attention and their outputs.
 
-Why: whether a look matters is seen when it is forbidden, and what a head adds when it is switched
-off. What calls attention must know nothing of it.
+Why: whether a look matters shows when it is forbidden, and what a head adds when it is switched
+off. The code that calls attention must not know of it.
 
 How: an editor is asked about each call of its block. It answers None, and the call runs as ever, or
 with the call as edited, which is what hooks that look (`call_hook.py`) are given, and a function of

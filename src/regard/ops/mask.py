@@ -1,23 +1,20 @@
-"""Masks are values: each says once which query may look at which key, and every rendering follows.
+"""Masks are values: each defines once which query may look at which key; all other forms follow.
 
-The one definition is `allows(b, h, i, j, shape)`, a claim about indices that works on any
-broadcastable integer tensors. From it come the dense tensor (`dense`, `block`) and the
-FlexAttention function (`flex`). Where more is known, a mask also tells
-- `interval`: the keys of each row as one run lo..hi, when they are one run (padding, windows,
-causal);
-- `bounds`: for a grid of tiles, which may hold a visible pair and which hold only visible pairs, so
-that whole tiles are skipped or left unmasked (`tiles` gives the empty / mixed / full picture);
-- `is_causal_flag`: whether torch's `is_causal` flag means exactly this.
-
-Letters: B batch, H heads, T queries, S keys; b, h, i, j indices. Position: the last query sits on
-the last key, so query row t has position i = t + S - T. True means: this query may look at this
-key.
-
-- `window`: how far back and ahead it sees, `span`: the keys that all queries of a sample see
-alike; each when that is all it says.
+The one definition is `allows(b, h, i, j, shape)`, a predicate on indices that works on any integer
+tensors that broadcast. The dense tensor (`dense`, `block`) and the FlexAttention function (`flex`)
+are derived from it. What else a mask knows of itself makes it faster:
+- `interval`: the keys of each row as one run lo..hi, if they are one (padding, windows, causal);
+- `bounds`: of a grid of tiles, which may hold a visible pair and which hold only visible pairs, so
+  that whole tiles are skipped or left unmasked (`tiles`: empty, mixed or full);
+- `window`: how far back and ahead a query sees, if that is all that the mask says;
+- `span`: the keys that all queries of a sample see alike, if that is all that the mask says;
+- `is_causal_flag`: whether torch's `is_causal` flag means exactly this mask.
 
 The masks themselves are in `masks.py`; here is what a mask is and how masks are joined. What
 concerns the tensors it holds is in `term.py`. Left out: masks that depend on the values of q or k.
+
+Letters: B batch, H heads, T queries, S keys; b, h, i, j indices. Position: the last query is at the
+last key, so query row t has position i = t + S - T. True means: this query may look at this key.
 """
 
 from __future__ import annotations
@@ -61,7 +58,22 @@ class Bounds(NamedTuple):
 
 
 class Mask(Term):
-    """What may be looked at. Join masks with `&`, `|`, `~`."""
+    """Which query may look at which key. Join masks with `&` (both), `|` (either) and `~` (not).
+
+    Positions: keys have the positions 0 .. S - 1, and the last query sits on the last key: query t
+    of T has the position t + S - T. `mask.at(queries, keys)` gives others.
+
+    A mask of your own is a frozen dataclass that derives from `Mask` and says `allows`. It then
+    works on every backend; CONTRIBUTING.md ("How to add: a mask") says what it may tell beside.
+
+    Example:
+        >>> mask = regard.Causal() & ~regard.Window(0, 0)  # what came before, but not itself
+        >>> x = torch.zeros(1, 1, 3, 1)
+        >>> regard.observe(x, x, x, mask=mask, wants=regard.Wants(weights=True)).weights[0, 0]
+        tensor([[0.0000, 0.0000, 0.0000],
+                [1.0000, 0.0000, 0.0000],
+                [0.5000, 0.5000, 0.0000]])
+    """
 
     sees_itself = False
     """Whether every query that sits on a key may look at that key, at any shape."""
@@ -69,7 +81,11 @@ class Mask(Term):
     """Whether the keys of every row are one run that begins with the first key, or none."""
 
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
-        """Whether the query at position i may look at the key at position j (broadcast)."""
+        """Whether the query at position i may look at the key at position j.
+
+        b (batch), h (head), i and j are int64 tensors that broadcast against each other; return a
+        bool tensor that broadcasts with them. shape: the sizes B, H, T, S of the call.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not say what it allows")
 
     def bounds(self, box: Box) -> Bounds:
@@ -132,11 +148,15 @@ class Mask(Term):
         return False
 
     def at(self, queries: Tensor, keys: Tensor | None = None) -> Mask:
-        """The same mask with given positions; a key at a negative position is empty."""
+        """The same mask with given positions of queries, (T,) or (B, T), and keys, (S,) or (B, S).
+
+        A key at a negative position is an empty slot of a cache, which nobody sees. keys=None: the
+        keys have the positions 0 .. S - 1. ValueError: this mask does not speak of positions.
+        """
         if not self.positional:
             raise ValueError(
-                f"{type(self).__name__} speaks of rows and keys as they lie in memory, not of "
-                "positions; give positions to the other part and join: mask.at(queries, keys) & "
+                f"{type(self).__name__} counts rows and keys by their index in memory, not by "
+                "position; give positions to the other masks alone: mask.at(queries, keys) & "
                 f"{type(self).__name__}(...)"
             )
         return At(self, queries, keys)
@@ -146,16 +166,23 @@ class Mask(Term):
         return self
 
     def __and__(self, other: Mask) -> Mask:
-        return And(self, other) if isinstance(other, Mask) else NotImplemented
+        return And(self, other) if _is_mask(other) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
-        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+        return Or(self, other) if _is_mask(other) else NotImplemented
 
     def __invert__(self) -> Mask:
         return Not(self)
 
     def __bool__(self) -> bool:
         raise TypeError("a mask has no truth value; join masks with & | ~, not with and / or / not")
+
+
+def _is_mask(other: object) -> bool:
+    """Whether a mask can be joined with it; a tensor is refused with what to write instead."""
+    if isinstance(other, Tensor):
+        raise TypeError("a mask is joined with a mask: write mask & Dense(tensor)")
+    return isinstance(other, Mask)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
-"""The masks: causal, window, padding, packing, prefix, and any given whole.
+"""The masks: causal, window, padding, packing, prefix, and any that is given as a tensor.
 
-Each is a small value with one claim (`allows`) and what can be told of it without looking at every
-pair (`bounds`, `interval`, `window`); `mask.py` says what these mean and how masks are joined.
-`True` means: may look.
+Each has one definition (`allows`) and what is known of it without evaluating every pair (`bounds`,
+`interval`, `window`); `mask.py` says what these mean and how masks are joined. `True` means: this
+query may look at this key.
 
 Letters: B batch, H heads, T queries, S keys; positions i of queries and j of keys.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._check import readable
+from regard._check import name_kind, readable
 from regard.ops.mask import Bounds, Box, Mask
 from regard.ops.shape import (
     Shape,
@@ -38,8 +38,14 @@ from regard.ops.shape import (
 class Causal(Mask):
     """No query looks at a later key.
 
-    `align="end"`: the last query sits on the last key, whatever the lengths (the house convention).
-    `align="start"`: the first query sits on the first key (torch's `is_causal`).
+    Args:
+        align: Where queries stand if there are not as many as keys. "end": the last query sits on
+            the last key, as in decoding with a KV cache. "start": the first query sits on the first
+            key, as torch's `is_causal` has it.
+
+    Example:
+        >>> q, k = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 5, 8)  # queries 3 and 4 of 5 tokens
+        >>> out = regard.attention(q, k, k, mask=regard.Causal())
     """
 
     align: str = "end"
@@ -83,7 +89,18 @@ class Causal(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Window(Mask):
-    """Keys i - left .. i + right, the query's own key not counted; None leaves that side open."""
+    """A sliding window: the query at position i sees the keys i - left .. i + right.
+
+    Its own key comes on top of both sides, so that `Window(0, 0)` sees one key; a model with a
+    "sliding window of 4096" that counts it has `Window(4095, 0)`.
+
+    Args:
+        left: How many keys before its own a query sees; None: all of them.
+        right: How many keys after its own a query sees; None: all of them.
+
+    Example:
+        >>> mask = regard.Window(256, 0)  # causal and local: the 256 tokens before, and itself
+    """
 
     left: int | None
     right: int | None
@@ -132,9 +149,17 @@ class Window(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Lengths(Mask):
-    """Padding: of each sample only `lengths[b]` keys are real.
+    """Padding: of sample b only `lengths[b]` keys are real, and only these are seen.
 
-    `side` names where the padding lies: "right" (the first keys are real) or "left" (the last).
+    It speaks of keys alone: a query that is itself padding gets an output like any other, which
+    nobody needs.
+
+    Args:
+        lengths: How many keys of each sample are real, whole numbers, (B,).
+        side: Where the padding lies: "right" (the first keys are real) or "left" (the last are).
+
+    Example:
+        >>> mask = regard.Causal() & regard.Lengths(torch.tensor([7, 3]))  # texts of 7 and 3 tokens
     """
 
     lengths: Tensor
@@ -197,7 +222,14 @@ class Lengths(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Mask):
-    """Every query sees the first n keys: `Causal() | Prefix(n)` is a prefix language model."""
+    """Every query sees the first n keys, and no others.
+
+    Args:
+        n: The number of keys, or a tensor with one number for each sample, (B,).
+
+    Example:
+        >>> mask = regard.Causal() | regard.Prefix(10)  # a prefix language model
+    """
 
     n: int | Tensor
     axes: ClassVar = {"n": "B"}
@@ -244,10 +276,16 @@ class Prefix(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Documents(Mask):
-    """Packing: a query sees only keys of its own document.
+    """Packing: several texts lie in one row, and a query sees only the keys of its own text.
 
-    `ids` names the document of each key, (S,) or (B, S). A query has the id of the key it sits on,
-    or its own from `query_ids`, (T,) or (B, T).
+    Args:
+        ids: The document of each key, whole numbers, (S,) or (B, S). Equal numbers are one
+            document; the numbers mean nothing else.
+        query_ids: The document of each query, (T,) or (B, T). None: that of the key it sits on.
+
+    Example:
+        >>> ids = torch.tensor([0, 0, 0, 1, 1])  # a text of three tokens, and one of two
+        >>> mask = regard.Causal() & regard.Documents(ids)
     """
 
     ids: Tensor
@@ -327,7 +365,16 @@ class Documents(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """Any mask, given whole: a bool tensor that broadcasts to (B, H, T, S)."""
+    """A mask given as a tensor. `attention(..., mask=t)` is short for `mask=Dense(t)`.
+
+    The other masks cost less: they need no memory for the matrix, and whole tiles are skipped.
+
+    Args:
+        seen: A bool tensor that broadcasts to (B, H, T, S). True: this query may look at this key.
+
+    Example:
+        >>> mask = regard.Dense(torch.tensor([[True, False], [True, True]])) & regard.Causal()
+    """
 
     seen: Tensor
     axes: ClassVar = {"seen": "B H T S"}
@@ -335,10 +382,15 @@ class Dense(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(self.seen, Tensor) or self.seen.dtype != torch.bool:
-            kind = self.seen.dtype if isinstance(self.seen, Tensor) else type(self.seen)
+            expected = (
+                "a mask must be a bool tensor (True = this query may look at this key), or a Mask "
+                "such as Causal()"
+            )
+            if not isinstance(self.seen, Tensor):
+                raise TypeError(f"{expected}; got {name_kind(self.seen)}")
             raise TypeError(
-                "a mask must be a bool tensor (True = this query may look at this key), "
-                f"got {kind}; a float tensor added to the scores is a bias: bias=DenseBias(t)"
+                f"{expected}; got {self.seen.dtype}. A float tensor added to the scores is a bias: "
+                "bias=DenseBias(t)"
             )
 
     def check(self, shape: Shape) -> None:

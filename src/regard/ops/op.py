@@ -1,7 +1,7 @@
 """The public functions: `attention`, `observe`, `explain`.
 
-A call is checked (`call.py`), hooks are told of it (`call_hook.py`), and the first backend that
-does not refuse runs it (`backends.py`). In a block of edits it is edited first (`edit_hook.py`).
+A call is checked (`call.py`), given to hooks (`call_hook.py`), and run by the first backend that
+does not refuse it (`backends.py`). Inside `regard.edit` it is edited first (`edit_hook.py`).
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from regard._check import name_kind
 from regard._torch import is_transformed
 from regard.ops import call_hook, edit_hook
 from regard.ops.backends import Explanation, attend_and_tell, attend_by_kernels, choose
@@ -38,17 +39,40 @@ def attention(
     seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """softmax(softcap(scale · q kᵀ) + bias, where allowed) v.
+    """Multi-head attention: softmax(softcap(scale · q kᵀ) + bias, where the mask allows) v.
 
-    q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) give (B, H, T, E); G divides H, and neighbouring
-    query heads share a key head.
+    Args:
+        q: Queries, (B, H, T, D): batch, query heads, queries, head width.
+        k: Keys, (B, G, S, D): G key heads, S keys. G divides H, and neighbouring query heads share
+            a key head: G = H is multi-head attention, G < H grouped-query attention.
+        v: Values, (B, G, S, E). q, k and v have one dtype and one device; any strides will do.
+        mask: Which keys each query may look at: a `Mask` such as `Causal() & Window(256, 0)`, or a
+            bool tensor that broadcasts to (B, H, T, S), where True means "may look". None: all of
+            them. A query that may look at no key gets zeros, never NaN.
+        bias: Added to the scores: a `Bias` such as `ALiBi(H)`, or a float tensor that broadcasts to
+            (B, H, T, S). A bias of -inf hides the key, as a mask does.
+        scale: What the products q kᵀ are multiplied by; 1/√D by default.
+        softcap: A number c > 0: scores become c · tanh(score / c), before the bias. None: no cap.
+        sinks: (H,): for each head one more score in the softmax, with no value behind it, so that
+            the weights of a row add up to less than 1.
+        dropout: The probability with which each weight becomes 0; the others are divided by
+            1 - dropout. There is no training flag: pass 0.0 in evaluation.
+        seed: An int, or a 0-dim int64 tensor, that fixes which weights are dropped: the same ones
+            on every backend. None: drawn from torch's generator.
+        backend: "auto" takes the first backend that can run the call; `explain` shows which, and
+            why not the others. "reference", "blockwise", "sdpa", "flex" or "triton" insists on one.
 
-    mask: what each query may look at, a `Mask` or a bool tensor (True = may look); None sees all.
-    bias: added to the scores, a `Bias` or a float tensor that broadcasts to (B, H, T, S). scale:
-    1/√D unless given. softcap: c · tanh(score / c). sinks: (H,), one more score in each row's sum.
-    dropout: probability with which a weight is dropped, here and now (pass 0 in evaluation). seed:
-    fixes which, on every backend the same; without one a fused kernel may draw its own. backend:
-    "auto", or the only one allowed: "reference", "blockwise", "sdpa", "flex", "triton".
+    Returns:
+        (B, H, T, E), in the dtype of q. Softmax runs in float32 (in float64 for float64).
+
+    Raises:
+        ValueError: Shapes that do not fit together, or a named backend that refuses the call.
+        TypeError: A float tensor as mask, a bool tensor as bias, or dtypes or devices that differ.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 8, 100, 64)
+        >>> regard.attention(q, k, v, mask=regard.Causal(), bias=regard.ALiBi(8)).shape
+        torch.Size([2, 8, 100, 64])
     """
     rule: Given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
     edited = None
@@ -60,12 +84,14 @@ def attention(
         else:
             with call_hook.quiet():
                 heard = make_call(q, k, v, **rule) if edited is None else edited.call
+                # What a hook asks about rows may come from the very pass that gives the output.
                 output = attend_and_tell(heard) if dropout == 0.0 and backend == "auto" else None
                 if output is None:
                     call_hook.active(heard)
             if output is not None:
                 return output if edited is None else edited.change(output)
     if dropout == 0.0 and backend == "auto":
+        # Fast paths: the same backend as below would choose, with less work on the host.
         output = None
         if bias is None and softcap is None and sinks is None:
             output = attend_plain(q, k, v, mask, scale)
@@ -97,9 +123,29 @@ def observe(
     seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Observation:
-    """The output and what was asked about the weights (`Wants`); v=None looks at these alone.
+    """Attention, and what you want to know about its weights, without building the T × S matrix.
 
-    Everything else is as `attention` has it. In a block of edits v=None is left as it is.
+    Args:
+        q, k, v, mask, bias, scale, softcap, sinks, dropout, seed, backend: As in `attention`.
+            v may be None: then only the weights are looked at, and there is no output.
+        wants: What to tell: `Wants(entropy=True, top=5)`. Its fields are described there.
+
+    Returns:
+        An `Observation`: `output` as `attention` returns it (None where v is None), and one field
+        for each want, None where it was not asked for. What it tells of the weights is before
+        dropout. Inside `regard.edit` the output is of the edited heads; a call with v=None is
+        not edited.
+
+    Raises:
+        ValueError, TypeError: As in `attention`, and for wants that do not fit the shapes.
+        RuntimeError: In backward(), for an answer that has no gradient (see `Wants`).
+
+    Example:
+        >>> x = torch.randn(1, 8, 100, 64)
+        >>> wants = regard.Wants(entropy=True, top=3)
+        >>> seen = regard.observe(x, x, x, mask=regard.Causal(), wants=wants)
+        >>> seen.output.shape, seen.entropy.shape, seen.top.key.shape
+        (torch.Size([1, 8, 100, 64]), torch.Size([1, 8, 100]), torch.Size([1, 8, 100, 3]))
     """
     rule: Given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
     value = v if v is not None else k[..., :0]
@@ -116,6 +162,8 @@ def observe(
 
 def observe_call(call: Call, wants: Wants, backend: str = "auto") -> Observation:
     """What is wanted about a call that has been checked; hooks do not hear of it."""
+    if not isinstance(wants, Wants):
+        raise TypeError(f"wants must be a Wants(...), got {name_kind(wants)}")
     wants.check(call.rule.shape)
     asked = wants.receiving()
     inside = asked is not None and asked.rows is not None and is_transformed(asked.rows)
@@ -138,7 +186,26 @@ def explain(
     wants: Wants | None = None,
     backend: str = "auto",
 ) -> Explanation:
-    """Which backend would run this call, and why each of the others would not; print it."""
+    """Which backend would run this call, and why each of the others would not.
+
+    Args:
+        q, k, v, mask, bias, scale, softcap, sinks, dropout: As in `attention`.
+        wants: As in `observe`; None: the call is one of `attention`.
+        backend: "auto", or the one that the call would name.
+
+    Returns:
+        An `Explanation`: print it, or read `chosen` and `verdicts` ({backend: reason or None}).
+
+    Raises:
+        ValueError, TypeError: As `attention` raises them.
+
+    Example:
+        >>> x = torch.randn(1, 8, 100, 64)
+        >>> regard.explain(x, x, x, mask=regard.Causal()).chosen
+        'sdpa'
+    """
     rule: Given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
+    if wants is not None and not isinstance(wants, Wants):
+        raise TypeError(f"wants must be a Wants(...), got {name_kind(wants)}")
     call = make_call(q, k, v, **rule, dropout=dropout)
     return explain_call(replace(call, wants=wants), backend)

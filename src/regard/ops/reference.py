@@ -1,14 +1,14 @@
-"""What attention means: the definition that every other path is judged against.
+"""What attention means: the definition that every other backend is tested against.
 
-    softmax(softcap(scale · q kᵀ) + bias, where allowed) v
+    softmax(softcap(scale · q kᵀ) + bias, where the mask allows) v
 
-Query heads are grouped: neighbours share a key head. Scores and softmax run in float32 for half
-types and in float64 for float64. Sinks are one more score in each row's sum with no value behind
-it, so weights sum to less than one. A row with nothing to see has weights 0, output 0 and logsumexp
--inf. What is not finite, NaN or an infinity, makes the rows NaN that may look at it, and no others:
-a pair that is hidden has the weight 0 and takes part in nothing, forward and backward. Dropout
-comes last. Gradients are autograd's, to any order, forward-mode included. The whole matrix is
-built: this is the plainest path, not the fastest.
+Query heads are grouped: neighbours share a key head. Scores and softmax are computed in float32 for
+half types and in float64 for float64. A sink is one more score in each row's softmax with no value
+behind it, so weights sum to less than one. A row with nothing to see has weights 0, output 0 and
+logsumexp -inf. A NaN or an infinity makes those rows NaN that may look at it, and no others: a
+hidden pair has the weight 0 and takes part in nothing, forward and backward. Dropout comes last.
+Gradients are autograd's, of any order, forward mode included. The whole matrix is built: this is
+the plainest backend, not the fastest.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """

@@ -1,4 +1,4 @@
-"""What may be asked about the weights (`Wants`), and how the answers come (`Observation`).
+"""What can be asked about the weights (`Wants`), and how it is answered (`Observation`).
 
 Every answer is about the softmax weights, per head, before dropout. With sinks a row sums to less
 than one, and `lse` is the logarithm of the whole denominator, the sink's share included. Where a
@@ -11,10 +11,11 @@ Letters: B batch, H heads, T queries, S keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,11 +24,23 @@ from regard.ops.shape import Shape
 
 @dataclass(frozen=True, kw_only=True)
 class Map:
-    """A picture of the matrix or a window of it; each cell is the exact mean of its area.
+    """The matrix of weights, or a window of it, pooled to height × width cells: `Wants(map=...)`.
 
-    A cell may cover parts of rows and keys: each weight counts by the part of it that lies in the
-    cell, so any resolution is exact, also one finer than the matrix. `queries` and `keys` are
-    (first, past the last).
+    Each cell is the exact mean of the area it covers. A cell may cover parts of rows and columns;
+    a weight then counts by the part of it that lies in the cell. So any resolution is exact, also
+    one that is finer than the matrix.
+
+    Args:
+        height: Number of cells along the queries.
+        width: Number of cells along the keys.
+        queries: (first, past the last) query of the window; None: all of them.
+        keys: The same for keys.
+
+    Example:
+        >>> x = torch.randn(1, 8, 100, 64)
+        >>> wants = regard.Wants(map=regard.Map(height=10, width=10, keys=(0, 50)))
+        >>> regard.observe(x, x, x, wants=wants).map.shape
+        torch.Size([1, 8, 10, 10])
     """
 
     height: int
@@ -36,6 +49,8 @@ class Map:
     keys: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        check_whole("a map's height", self.height)
+        check_whole("a map's width", self.width)
         if self.height < 1 or self.width < 1:
             raise ValueError(f"a map needs at least 1 × 1 cells, got {self.height} × {self.width}")
 
@@ -53,16 +68,27 @@ class Map:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Received:
-    """A question: what each key gets from the queries, per query head; `Received()` is the sum.
+    """How the weights that each key receives are summed up: `Wants(received=Received(...))`.
 
-    by: "sum", "mean" or "max" over the queries that may see the key; 0 where none may.
-    rows: the weight of each row, a float tensor (B or 1, H or 1, T) of which leading axes may be
-    missing: what a query gives is multiplied by it. The mean is divided by the row weights of the
-    queries that may see the key, added up, and is 0 where they come to 0. Row weights may be
-    negative, and then so may the maximum: a hidden pair is no 0 that could win.
-    queries: those that count, a slice such as slice(-32, None), cut to the text as Python cuts a
-    list, or (first, past the last); all others may hold anything.
-    A query that looks at a NaN makes the keys it may see NaN, also where its row weight is 0.
+    The answer has one number for each query head and key, (B, H, S). `Received()` is the plain sum
+    over all queries. A query that looks at a NaN makes the keys it may see NaN, even where its row
+    weight is 0.
+
+    Args:
+        rows: A weight for each row, a float tensor (B or 1, H or 1, T); leading axes may be left
+            out. What a query gives is multiplied by it, and `by="mean"` divides by the sum of the
+            row weights. They may be negative. None: 1 for each row.
+        by: "sum", "mean" or "max" over the queries that may see the key. A key that no query may
+            see gets 0, as does a mean over row weights that add up to 0. Hidden pairs never count,
+            so that a maximum over negative row weights is negative.
+        queries: The queries that count: a slice such as slice(-32, None), or (first, past the
+            last). None: all of them.
+
+    Example:
+        >>> x = torch.randn(1, 8, 100, 64)
+        >>> wants = regard.Wants(received=regard.Received(by="mean", queries=slice(-32, None)))
+        >>> regard.observe(x, x, None, wants=wants).received.value.shape
+        torch.Size([1, 8, 100])
     """
 
     rows: Tensor | None = None
@@ -159,15 +185,32 @@ class Received:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Wants:
-    """What to tell about the weights; nothing unless asked.
+    """What `observe` shall tell about the softmax weights; only what is asked for is computed.
 
-    lse, entropy (nats), peak, distance (mean of i - j): flags.
-    received: what each key gets from all queries together, or as a `Received` asks for it.
-    mass: a bool tensor over the keys, (S,) or (B, S): the weight each row puts on them together.
-    top: how many of the largest weights of each row. above: every weight of at least this much.
-    map: (height, width), or a `Map` of any window. rows: the queries whose whole rows are wanted.
-    weights: the whole matrix, T × S for every head.
-    Gradients flow through the output, lse, entropy and weights; the others refuse one.
+    Each answer is the field of the same name in the `Observation`; shapes below are the answers'.
+    Gradients flow through `output`, `lse`, `entropy` and `weights`; backward() through any other
+    answer raises an error. Of a row that may see no key, lse and the peak's logit are -inf (lse is
+    the sink's score where there is one), keys are -1, and all else is 0.
+
+    Args:
+        lse: The logsumexp of each row's scores, in nats, a sink included; (B, H, T).
+        entropy: The entropy of each row, in nats; (B, H, T).
+        peak: The largest weight of each row, its key and its logit: a `Peak` of three (B, H, T).
+        distance: The mean of i - j over each row, how far back it looks in tokens; (B, H, T).
+        mass: A bool tensor over the keys, (S,) or (B, S): the sum of each row's weights on the keys
+            that are True; (B, H, T).
+        received: True: the sum of what each key gets from all queries; a `Received(...)`: a mean, a
+            maximum, a weighted sum, or of some queries. `ReceivedAttention` of (B, H, S).
+        top: A number k: the k largest weights of each row and their keys, exact, largest first; a
+            `Top` of two (B, H, T, k).
+        above: A number in (0, 1]: all weights of at least this much, exact; `SparseRows`.
+        map: (height, width), or a `Map` of a window: the matrix, mean-pooled; a tensor
+            (B, H, height, width).
+        rows: Numbers of queries: their whole rows of weights; (B, H, len(rows), S).
+        weights: The whole matrix; (B, H, T, S). This alone needs memory for T × S numbers a head.
+
+    Example:
+        >>> wants = regard.Wants(entropy=True, peak=True, top=5, map=(64, 64))
     """
 
     lse: bool = False
@@ -188,18 +231,34 @@ class Wants:
             or self.mass.dtype != torch.bool
             or self.mass.dim() not in (1, 2)
         ):
-            raise TypeError("mass must be a bool tensor over the keys, (S,) or (B, S)")
+            raise TypeError(
+                "mass must be a bool tensor over the keys, (S,) or (B, S), "
+                f"got {_describe(self.mass)}"
+            )
         if not isinstance(self.received, (bool, Received)):
             raise TypeError(
                 f"received must be True, False or a Received(...), got {self.received!r}"
             )
-        if self.top is not None and self.top < 1:
-            raise ValueError(f"top must be at least 1, got {self.top}")
+        if self.top is not None:
+            check_whole("top", self.top)
+            if self.top < 1:
+                raise ValueError(f"top must be at least 1, got {self.top}")
+        if isinstance(self.above, str):
+            raise TypeError(f"above must be a number, got {self.above!r}")
         if self.above is not None and not 0.0 < self.above <= 1.0:
             raise ValueError(
-                "above must lie over 0 and at most at 1 (a row has at most 1/above such weights), "
-                f"got {self.above}"
+                "above must be greater than 0 and at most 1 (a row has at most 1/above such "
+                f"weights), got {self.above}"
             )
+        if self.rows is not None:
+            if not isinstance(self.rows, Iterable) or isinstance(self.rows, str):
+                raise TypeError(f"rows must be numbers of queries, [0, 7], got {self.rows!r}")
+            for row in self.rows:
+                check_whole("each of rows", row)
+        if self.map is not None and not isinstance(self.map, Map):
+            if not isinstance(self.map, tuple | list) or len(self.map) != 2:
+                raise TypeError(f"map must be (height, width) or a Map(...), got {self.map!r}")
+            self.picture()
 
     def picture(self) -> Map | None:
         """The map asked for, in its full form."""
@@ -256,11 +315,11 @@ class Wants:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest weight of each row, its key and its logit, (B, H, T).
+    """The largest weight of each row, its key and its logit, each (B, H, T), without gradients.
 
-    logit: the row's largest score before the softmax, after scale, softcap, bias and mask, in nats;
-    a sink does not count, as it is no key. Where nothing is seen the key is -1 and the logit -inf.
-    None of them has a gradient. A peak made of weight and key alone has no logit.
+    `logit` is the row's largest score before the softmax, after scale, softcap, bias and mask, in
+    nats; a sink does not count, as it is no key. Of a row that sees nothing the weight is 0, the
+    key -1 and the logit -inf.
     """
 
     weight: Tensor
@@ -270,10 +329,11 @@ class Peak:
 
 @dataclass(frozen=True)
 class ReceivedAttention:
-    """What each key gets, (B, H, S), and how many of the queries asked about may see it.
+    """What each key receives, (B, H, S); `Wants(received=...)` asks for it.
 
-    value: the sum, the mean or the maximum, as `by` says. row_weight: the row weights of those
-    queries added up; None where no `rows` were given.
+    `value` is the sum, mean or maximum, as `by` says; `total` and `mean` are read off a sum.
+    `seen_by` counts the queries that may see the key, of those that were asked about; `row_weight`
+    is the sum of their row weights, None where no `rows` were given.
     """
 
     value: Tensor
@@ -286,7 +346,7 @@ class ReceivedAttention:
         """What the key gets from all of them together."""
         if self.by != "sum":
             raise AttributeError(
-                f'total and mean are told of Received(by="sum"); this is the {self.by}, in `value`'
+                f'total and mean need Received(by="sum"); this is a {self.by}: read `value`'
             )
         return self.value
 
@@ -311,7 +371,11 @@ class Top:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Every weight over a threshold: row r of B · H · T owns entries offsets[r]..offsets[r + 1]."""
+    """All weights from a threshold on, as sparse rows (CSR): `Wants(above=...)` asks for them.
+
+    Row r of B · H · T has the entries offsets[r] .. offsets[r + 1] of `key` and `weight`;
+    `row(b, h, t)` gives those of one, `to_dense()` the matrix.
+    """
 
     offsets: Tensor
     key: Tensor
@@ -337,7 +401,13 @@ class SparseRows:
 
 @dataclass(frozen=True)
 class Observation:
-    """The output, and what was asked about the weights; None where it was not asked."""
+    """What `observe` returns: the output, and the answer to each want; None where it was not asked.
+
+    `output` is (B, H, T, E). `lse`, `entropy`, `distance` and `mass` are (B, H, T); `peak` is a
+    `Peak`, `received` a `ReceivedAttention`, `top` a `Top`, `above` `SparseRows`; `map` is
+    (B, H, height, width), `rows` (B, H, n, S) and `weights` (B, H, T, S). `Wants` says what
+    each of them means.
+    """
 
     output: Tensor | None
     lse: Tensor | None = None
@@ -351,6 +421,12 @@ class Observation:
     map: Tensor | None = None
     rows: Tensor | None = None
     weights: Tensor | None = None
+
+
+def check_whole(name: str, value: object) -> None:
+    """Refuse what is no whole number, before it fails somewhere inside."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt | np.integer):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
 
 
 def mean_of(total: Tensor, weight: Tensor) -> Tensor:

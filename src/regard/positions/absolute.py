@@ -41,7 +41,18 @@ def sinusoidal(
 
 
 class Sinusoidal(nn.Module):
-    """The sinusoidal encoding of given positions, of any length unless `max_len` sets an end."""
+    """The sinusoidal encoding of positions: sin and cos of position / base^(2i / dim).
+
+    Args:
+        dim: The width of the encoding.
+        max_len: Positions from here on are refused. None: any position will do.
+        base: The base of the frequencies.
+        layout: "interleaved": sin and cos alternate, as in the paper. "halves": first all sines.
+
+    Example:
+        >>> regard.positions.Sinusoidal(8)(torch.arange(5)).shape
+        torch.Size([5, 8])
+    """
 
     def __init__(
         self,
@@ -80,11 +91,21 @@ class Sinusoidal(nn.Module):
 
 
 class Learned(nn.Module):
-    """One learned vector for each position 0 .. max_len - 1.
+    """Learned positions: a table with one vector for each position 0 .. max_len - 1.
 
-    The table has `offset` rows more, which lead and stay unused: 2 in OPT and BART, the padding
-    index + 1 in RoBERTa. Positions out of range are refused, except in compiled code, where looking
-    at their values would stop the device.
+    Positions out of range are refused, except in compiled code, where reading their values would
+    make the host wait for the device.
+
+    Args:
+        max_len: The number of positions.
+        dim: The width of a vector.
+        offset: How many more rows the table has before them, which stay unused: 2 in OPT and BART,
+            the padding index + 1 in RoBERTa.
+        device, dtype: Of the table.
+
+    Example:
+        >>> regard.positions.Learned(512, 64)(torch.arange(5)).shape
+        torch.Size([5, 64])
     """
 
     def __init__(

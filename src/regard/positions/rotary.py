@@ -39,10 +39,21 @@ Pairing = Literal["halves", "neighbours"]
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
-    """What a family fixes about its rotary positions.
+    """The settings of rotary positions, which every checkpoint fixes.
 
-    `base` is Hugging Face's rope_theta. `rotary_dim` (even) is how many of the first numbers of a
-    head rotate, partial_rotary_factor × head_dim; None is all of them.
+    Args:
+        head_dim: The width D of a head.
+        base: The base of the frequencies, Hugging Face's rope_theta.
+        rotary_dim: How many of the first numbers of a head are rotated, an even number: Hugging
+            Face's partial_rotary_factor × head_dim. None: all of them.
+        pairing: Which numbers are rotated together. "halves": r and r + D/2 (Hugging Face's LLaMA,
+            NeoX). "neighbours": 2r and 2r + 1 (GPT-J, Meta's LLaMA files).
+        scaling: For texts longer than those of the training: `Linear`, `DynamicNTK`, `YaRN`,
+            `Llama3`, `LongRoPE`, or `scaling_from_dict(...)`. None: no scaling.
+
+    Example:
+        >>> rotary = regard.positions.RotaryConfig(head_dim=8, base=500_000.0)
+        >>> layer = regard.MultiHeadAttention(64, 8, causal=True, rotary=rotary)
     """
 
     head_dim: int
@@ -91,7 +102,15 @@ class Phases(NamedTuple):
 
 
 class Rotary(nn.Module):
-    """Rotates queries and keys by their positions; no parameters, no buffers, no memory."""
+    """Rotates queries and keys by their positions. It has no parameters and no buffers.
+
+    Args:
+        config: A `RotaryConfig`.
+
+    Example:
+        >>> rotary = regard.positions.Rotary(regard.positions.RotaryConfig(head_dim=8))
+        >>> q = rotary.rotate(torch.randn(2, 4, 11, 8), torch.arange(11))  # (B, H, T, D), (T,)
+    """
 
     def __init__(self, config: RotaryConfig) -> None:
         super().__init__()

@@ -52,7 +52,11 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Stretch):
-    """Every frequency divided by `factor`: positions move closer together ("linear")."""
+    """Linear scaling, type "linear": all frequencies are divided by `factor`.
+
+    Args:
+        factor: How many times longer texts may be.
+    """
 
     factor: float
 
@@ -62,14 +66,17 @@ class Linear(Stretch):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicNTK(Stretch):
-    """A base that grows with the text, once it is longer than `original_max_len` ("dynamic").
+    """Dynamic NTK scaling, type "dynamic": the base grows with the length of the text.
 
-    The fastest pair keeps its frequency, the slowest is divided by the whole stretch, the others
-    by a power between. The stretch follows from the length of this text alone.
+    The fastest pair keeps its frequency, the slowest is divided by the whole stretch, the others by
+    a power between. The stretch depends on the length of this text alone. Keys in a cache stay as
+    they were rotated in their own call, as in `transformers`. So a text that grows past
+    `original_max_len` in a cache gives other outputs than when it is read at once; read a long
+    prompt in one call.
 
-    Kept keys stay as they were rotated, for the length of their own call; `transformers` does
-    the same. So a text that has grown past `original_max_len` by a cache is not answered just as
-    when all of it is read at once, and a long prompt is to be read in one call.
+    Args:
+        factor: How fast the stretch grows with the length.
+        original_max_len: The length up to which nothing is scaled.
     """
 
     factor: float
@@ -86,12 +93,17 @@ class DynamicNTK(Stretch):
 
 @dataclass(frozen=True, kw_only=True)
 class YaRN(Stretch):
-    """Slow pairs divided by `factor`, fast ones kept, a ramp between ("yarn").
+    """YaRN, type "yarn": slow pairs are divided by `factor`, fast ones kept, with a ramp between.
 
-    A pair is fast if it rotates more than `beta_fast` times within `original_max_len`, slow if less
-    than `beta_slow` times; `truncate` widens the ramp to whole pairs. cos and sin are multiplied by
-    `attention_factor`: when None, by 0.1 ln(factor) + 1; with `mscale` and `mscale_all_dim`
-    (DeepSeek), by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+    Args:
+        factor: How many times longer texts may be.
+        original_max_len: The length of the texts of the training.
+        beta_fast: A pair that rotates more often than this within original_max_len is fast.
+        beta_slow: A pair that rotates less often than this is slow.
+        attention_factor: What cos and sin are multiplied by; None: 0.1 ln(factor) + 1.
+        mscale, mscale_all_dim: (DeepSeek) instead of attention_factor, both or none: the factor is
+            (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+        truncate: Whether the ramp is widened to whole pairs.
     """
 
     factor: float
@@ -145,10 +157,14 @@ class YaRN(Stretch):
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3(Stretch):
-    """LLaMA 3.1: slow pairs divided by `factor`, fast ones kept, a passage between ("llama3").
+    """LLaMA 3.1's, type "llama3": slow pairs are divided by `factor`, fast ones kept.
 
-    Slow is fewer than `low_freq_factor` turns within `original_max_len`, fast is more than
-    `high_freq_factor`.
+    Args:
+        factor: What the frequencies of slow pairs are divided by.
+        low_freq_factor: A pair that rotates less often than this in original_max_len is slow.
+        high_freq_factor: A pair that rotates more often than this is fast; between the two there is
+            a smooth transition.
+        original_max_len: The length of the texts of the training.
     """
 
     factor: float
@@ -173,11 +189,17 @@ class Llama3(Stretch):
 
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE(Stretch):
-    """A divisor for every pair, another one beyond `original_max_len` ("longrope", once "su").
+    """LongRoPE, type "longrope" (once "su"): each pair has a divisor for short and for long texts.
 
-    cos and sin are multiplied, in short texts too, by `attention_factor`: when None, by
-    sqrt(1 + ln(factor) / ln(original_max_len)), where factor may be given as `max_len`, which is
-    factor × original_max_len. Kept keys are rotated anew once the text is past `original_max_len`.
+    Keys in a cache are rotated again once the text is longer than `original_max_len`.
+
+    Args:
+        short_factor: A divisor for each pair, in texts of up to original_max_len.
+        long_factor: The same for longer texts.
+        original_max_len: The length of the texts of the training.
+        factor, max_len: How many times longer texts may be, or their length; one of the two.
+        attention_factor: What cos and sin are multiplied by, in short texts too; None:
+            sqrt(1 + ln(factor) / ln(original_max_len)).
     """
 
     short_factor: Sequence[float]
@@ -253,11 +275,15 @@ def scaling_from_dict(
 ) -> Scaling | None:
     """The scaling that a Hugging Face config means by `rope_scaling` or `rope_parameters`.
 
-    `max_len` is the config's max_position_embeddings; `original_max_len` is its
-    original_max_position_embeddings, if that stands beside the dict, as in Phi-3. "default" and
-    None give None. A type or a key that is not known is refused: half a scaling is a wrong one.
-    Only `rope_theta` and `partial_rotary_factor` are passed over: they are `RotaryConfig`'s `base`
-    and `rotary_dim`.
+    Args:
+        rope_scaling: That dict. None, and the type "default", give None. rope_theta and
+            partial_rotary_factor in it are ignored: they are base and rotary_dim of `RotaryConfig`.
+        max_len: The config's max_position_embeddings.
+        original_max_len: The config's original_max_position_embeddings, if it is beside the dict
+            and not in it, as in Phi-3.
+
+    Raises:
+        ValueError: A type or a key that is not known, or one that is missing.
     """
     given = {key: value for key, value in (rope_scaling or {}).items() if value is not None}
     given.pop("rope_theta", None)

@@ -88,14 +88,17 @@ class Spans:
 
 @final
 class Tokenizer:
-    """A tokenizer as a model ships it. Make one with `load` or `from_parts`.
+    """A tokenizer as a model ships it: `model.tokenizer`, `Tokenizer.load`, `Tokenizer.from_parts`.
 
-    Truncation and padding settings in `tokenizer.json` are switched off: a long text gives all of
-    its tokens. `save` writes them again, as they were.
+    `special` has the ids of the special tokens, None for those that it does not have. Truncation
+    and padding settings in `tokenizer.json` are switched off, so that a long text gives all of its
+    tokens; `save` writes them again, as they were.
 
-        tokenizer = Tokenizer.load("folder")
-        said = tokenizer.encode("Two birds")
-        said.ids, said.offsets, tokenizer.decode(said.ids)
+    Example:
+        >>> tokenizer = regard.load("embedded:lm").tokenizer
+        >>> said = tokenizer.encode("Two birds")
+        >>> tokenizer.decode(said.ids), said.offsets[-1]
+        ('Two birds', (3, 9))
     """
 
     special: SpecialTokens

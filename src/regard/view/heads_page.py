@@ -23,14 +23,14 @@ MOST_HEADS = 20_000
 
 
 def make_heads(table: HeadTable) -> str:
-    """The text of the page."""
+    """The page as a string of HTML."""
     name = cut(short_model_name(table.model), NAME_LENGTH)
     title = f"Heads of {cut(name, 60)} over {table.n_texts:,} texts · regard"
     return whole_page(title.encode("utf-8", "replace").decode(), {**_tell(table), "model": name})
 
 
 def write_heads(path: str | os.PathLike[str], table: HeadTable) -> Path:
-    """Write the page to a file, whole or not at all; gives its path."""
+    """Write the page to a file, atomically, and return its path."""
     text, out = make_heads(table), Path(os.fsdecode(path))
     with replace_file(out) as file:
         file.write(text.encode())

@@ -36,7 +36,7 @@ BUDGET = 9_700_000  # bytes of data in a page; the bundle comes on top
 MOST_CELLS = 1 << 24  # of a matrix that a browser is given whole
 _SAMPLED = 16  # heads, and of each of them
 _SAMPLED_ROWS = 64  # rows, that are packed to find how many bytes all take
-_MARGIN = 0.93  # of the bytes that are left, for what was reckoned from them
+_MARGIN = 0.93  # of the bytes that are left, for what was estimated
 _SMALLER = (
     SMALL_CELLS,
     100,
@@ -52,7 +52,7 @@ _TELLING = ("previous", "next", "same", "induction")  # what sinks do, tells not
 
 
 def make_page(record: Record, other: Record | None = None, *, budget: int = BUDGET) -> str:
-    """The text of the page, of one record or of two compared; `budget` is in bytes of data."""
+    """The page as a string of HTML; arguments as in `write_page`."""
     records = [record] if other is None else [record, other]
     return whole_page(page_title(record), make_data(records, "static", budget))
 
@@ -65,9 +65,14 @@ def write_page(
     budget: int = BUDGET,
     tell: Callable[[str], None] | None = None,
 ) -> Path:
-    """Write the page to a file, whole or not at all; gives its path.
+    """Write a page that opens offline, atomically, and return its path.
 
-    tell: called with a sentence where not every weight fitted, or weights are rounded.
+    Args:
+        path: The file.
+        record: What it shows.
+        other: A second record, to compare with.
+        budget: The most bytes of weights in it; what does not fit is rounded, or left out.
+        tell: Called with a sentence that says what was rounded or left out.
     """
     records = [record] if other is None else [record, other]
     data = make_data(records, "static", budget)
@@ -140,11 +145,11 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
 
 
 def _choose_levels(
-    records: Sequence[Record], order: Sequence[_Head], room: int, levels: Sequence[int]
+    records: Sequence[Record], order: Sequence[_Head], budget: int, levels: Sequence[int]
 ) -> tuple[int | None, bool]:
     """The finest rounding at which the matrices of all heads fit, or the coarsest; do they fit?
 
-    What a matrix takes is reckoned from some rows of some heads.
+    The size of a packed matrix is estimated from some rows of some heads.
     """
     cells = [math.prod(records[which].grid(place) or (0,)) for which, place, _ in order]
     if max(cells) > MOST_CELLS:
@@ -156,7 +161,7 @@ def _choose_levels(
     choices = (None, *levels)
     for choice in choices:
         packed = sum(len(pack(strip, choice)) for strip in strips)
-        if packed * sum(cells) <= _MARGIN * room * sum(strip.size for strip in strips):
+        if packed * sum(cells) <= _MARGIN * budget * sum(strip.size for strip in strips):
             return choice, True
     return choices[-1], False
 

@@ -59,11 +59,22 @@ def plot(
     dpi: int = 200,
     **options: Unpack[PlotOptions],
 ) -> Figure:
-    """Draw a record and give the matplotlib figure; with `path`, also write it there.
+    """Draw a record as a matplotlib figure.
 
-    place and head: that head's map. place alone: all heads of that place. Neither: every head.
-    The ending of `path` says the format: .png, .svg or .pdf. size, palette, scale, window and
-    tokens say how it looks (`PlotOptions`).
+    Args:
+        record: A `Record`.
+        path: Where to write the figure, if anywhere: .png, .svg or .pdf.
+        place: Draw one place, by its index. None: every head of all places.
+        head: Draw one head of that place, as a map. None: all of its heads.
+        title: Instead of the one that says what is drawn.
+        dpi: The resolution of a .png.
+        options: size, the inches of the map's longer side; palette: "tide", "viridis" or "cividis";
+            scale of the colours: "root", "linear", "log", or "chance" (weights divided by the
+            weight of attention spread evenly); window: (t0, t1, s0, s1) of one head's map; tokens:
+            False writes positions instead of tokens.
+
+    Returns:
+        The figure.
     """
     style = Style(**options)
     out = None if path is None else Path(os.fsdecode(path))
@@ -129,7 +140,9 @@ def cells_of(record: Record, place: int, head: int, most: int, style: Style = PL
     if style.scale != "chance":
         return cells
     if not record.has_weights(place):
-        raise BadView(f"{cut(here.name, 80)} kept a picture alone, so nothing is held to chance")
+        raise BadView(
+            f'{cut(here.name, 80)} kept a coarse map only; scale="chance" needs keep="qk"'
+        )
     chance = chance_cells(record, place, window, grid)
     return np.divide(cells, chance, out=np.zeros_like(cells), where=chance > 0)
 

@@ -102,7 +102,16 @@ class Server:
 
 
 def serve(record: Record, other: Record | None = None, *, open_browser: bool = True) -> Server:
-    """Start a server and open its page; close it with `.close()`, or `.wait()` for Ctrl-C."""
+    """Serve the page of a record to a browser on this machine; for records too large for a file.
+
+    Args:
+        record: What it shows.
+        other: A second record, to compare with.
+        open_browser: Whether to open the page.
+
+    Returns:
+        The running `Server`: `close()` it, or `wait()` until Ctrl-C.
+    """
     server = Server(record, other).start()
     if open_browser:
         webbrowser.open(server.url)

@@ -26,10 +26,13 @@ WIDGET_BUDGET = 2_000_000  # bytes of data in a notebook; more is asked of the k
 def make_widget(
     record: Record, other: Record | None = None, *, line: str = "", budget: int = WIDGET_BUDGET
 ) -> Any:
-    """A widget that shows a record, or compares two; put it last in a cell.
+    """A notebook widget that shows the page of a record; put it last in a cell.
 
-    line: which view to open, as in a page's address after #; it follows what is looked at. budget:
-    bytes of weights that travel with the notebook, beside the words themselves.
+    Args:
+        record: What it shows.
+        other: A second record, to compare with.
+        line: Which view to open first, as after the # in a page's address.
+        budget: The most bytes of weights that are saved in the notebook.
     """
     records = [record] if other is None else [record, other]
     manifest = assets.inline_json(make_manifest(records, "widget"))

@@ -38,13 +38,30 @@ from regard.ops.edit_hook import editing
 def edit(
     model: nn.Module, *edits: Edit, text: str | None = None, tokenizer: Any = None
 ) -> Iterator[None]:
-    """Edit the attention of `model` in the block: any of `Block`, `Ablate` and `Patch`.
+    """Change what the attention heads of a model do while the block runs.
 
-    text: where words are found that edits name instead of positions, as the model's own tokenizer
-    reads it, or `tokenizer`; the model shall be given the same. A word that stands there several
-    times is refused. What an edit names and is not there is refused in the first call that shows
-    it, at the latest when the block ends. Looks are forbidden first, whatever the order; then heads
-    are changed in the order given.
+    It works in forward passes and in generation, at any length, for regard's models, those of
+    Hugging Face's attention interface, and torch.nn's modules.
+
+    Args:
+        model: The module that is called in the block.
+        edits: Any number of `Block` (some queries may not look at some keys), `Ablate` (heads are
+            switched off) and `Patch` (heads give what they gave in another run). Blocks come first,
+            whatever the order; then the heads are changed in the order given.
+        text: The text that the model reads, needed where edits name words instead of positions.
+            Each word that is named must stand in it exactly once.
+        tokenizer: What splits the text into tokens; the model's own by default.
+
+    Raises:
+        TypeError, ValueError: An edit that cannot be, or a word that is not in the text, or is
+            there several times. A layer, head or position that the model or its input does not
+            have is refused in the first call that shows it, at the latest when the block ends.
+
+    Example:
+        >>> model = regard.load("embedded:lm")
+        >>> text = "The animal didn't cross the street because it was too"
+        >>> with regard.edit(model, regard.Block("it", "animal"), regard.Ablate(5, 6), text=text):
+        ...     answer = regard.generate(model, text, max_new_tokens=5)
     """
     check_model(model)
     for each in edits:
@@ -65,10 +82,22 @@ def edit(
 
 @contextmanager
 def head_outputs(model: nn.Module, layers: Layers = None) -> Iterator[HeadOutputs]:
-    """Keep what heads give in the block, before the output projection: a source for `Patch`.
+    """Keep what each head puts out in the block, before the output projection, for `Patch`.
 
-    layers: numbers, or names of modules or of those around them; all unless given. A text that is
-    read anew takes the place of the one before; what is written after it is added.
+    Args:
+        model: The module that is called in the block.
+        layers: Numbers, counted from 0 in the order in which they are called, or names of modules,
+            or of modules around them. Default: all.
+
+    Yields:
+        `HeadOutputs`: a mapping from the module's dotted name to a tensor (B, H, T, E). A second
+        text replaces the first; in generation the new tokens are appended.
+
+    Example:
+        >>> model = regard.load("embedded:lm")
+        >>> with regard.head_outputs(model) as clean:
+        ...     output = model(torch.tensor([[3, 1, 4, 1, 5]]))
+        >>> patch = regard.Patch(0, 2, source=clean)  # head 2 of layer 0, as it was in this run
     """
     check_model(model)
     outputs = HeadOutputs()
@@ -87,7 +116,10 @@ def editing_model(model: nn.Module, bound: Sequence[Bound]) -> Iterator[Editor]:
 
 def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"edit takes a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"model is a {type(model).__name__}; expected a torch.nn.Module, such as "
+            "regard.load(...) gives"
+        )
     for name, module in model.named_modules():
         compiled = getattr(module, "_compiled_call_impl", None) is not None
         if compiled or type(module).__name__ == "OptimizedModule":

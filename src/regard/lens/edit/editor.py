@@ -324,8 +324,8 @@ class Editor:
         else:
             if not standing.begins:
                 raise ValueError(
-                    f"{layer.name} goes on from a KV cache, so the mean over the tokens of its "
-                    'text is not known: Ablate(..., to="zero"), or give the whole text at once'
+                    f"{layer.name} continues a text from a KV cache, so the mean over the tokens "
+                    'of the text is not known: use Ablate(..., to="zero"), or give the whole text'
                 )
             real_bt = change.find_real(call, standing, cross=layer.stack[1])
             output_bhte[b, h] = change.average(output_bhte, real_bt)[b, h]
@@ -346,18 +346,19 @@ class Editor:
             there = any(layer.is_in(asked) for layer in self.layers.values())
             if not there:
                 known = ", ".join(f"{one.number}: {one.name}" for one in self.layers.values())
-                wrong = ", ".join(map(str, asked or ()))
+                wrong = ", ".join(map(repr, asked or ()))
                 raise ValueError(f"{kind} has no layer {wrong}; there are {known}")
             missing = [name for name in each.spans if name not in each.seen]
             if whole and missing:
                 raise ValueError(
-                    f"no text of the block had tokens where {each.edit} has its {missing[0]}"
+                    f"{each.edit} changed nothing: no text that was read in the block has tokens "
+                    f"at its {missing[0]}"
                 )
             unedited = [name for name in self._unreached() if whole and speaks_of(each, name)]
             if unedited:
                 raise ValueError(
-                    f"{each.edit} speaks of {unedited[0]} too, which attends in its own code and "
-                    "was not edited; name the layers that are meant by their modules, of "
+                    f"{each.edit} is for {unedited[0]} too, which computes attention in its own "
+                    "code and cannot be edited; name modules that can, of "
                     f"{', '.join(layer.name for layer in self.layers.values())}"
                 )
 
@@ -393,7 +394,7 @@ def check_layer(bound: Bound, layer: Layer) -> None:
         )
     if bound.stack not in (None, layer.stack) and not isinstance(bound.edit, Capture):
         raise ValueError(
-            f"{bound.edit} speaks of several stacks of layers, {layer.name} in one of them; name "
-            "the layers that are meant by their modules, as layers=('decoder.blocks.0.self_attn',)"
+            f"{bound.edit} gives layers by number, and the model has several stacks of layers, one "
+            f"with {layer.name}; name modules: layers=('decoder.blocks.0.self_attn',)"
         )
     bound.stack = layer.stack

@@ -90,10 +90,10 @@ def _span(part: Any, lengths: Array) -> Span:
         if not -short <= number < short:
             raise ValueError(
                 f"position {number} does not exist: the text has {short:,} tokens, 0 to "
-                f"{short - 1:,}; a slice takes what will be written too, slice({number}, None)"
+                f"{short - 1:,}; slice({number}, None) includes tokens yet to be generated"
             )
     if not numbers:
-        raise ValueError(f"{part!r} holds no position")
+        raise ValueError(f"{part!r} is empty; give a range with at least one position")
     first, last = (np.where(n < 0, lengths + n, n) for n in (numbers[0], numbers[-1]))
     return Span(first, last + 1, getattr(part, "step", 1))
 

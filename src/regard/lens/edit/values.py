@@ -24,9 +24,9 @@ Edit: TypeAlias = "Block | Ablate | Patch"
 
 @final
 class HeadOutputs(Mapping[str, "Tensor"]):
-    """What heads gave in a run: (B, H, T, E) of each module that attends, by its name.
+    """What heads put out in a run: dotted module name -> tensor (B, H, T, E), before out_proj.
 
-    Further layers that share the module are name@2, name@3, ...
+    `regard.head_outputs` makes it. Layers that share one module are name, name@2, name@3, ...
     """
 
     def __init__(self) -> None:
@@ -50,9 +50,21 @@ class HeadOutputs(Mapping[str, "Tensor"]):
 
 @dataclass(frozen=True)
 class Block:
-    """Queries may not look at keys: these weights are 0, and the rest of each row sums to 1.
+    """An edit: some queries may not look at some keys. The other weights of a row sum to 1.
 
-    A query that is left nothing to look at gives zeros, as any row that sees nothing.
+    A query that is left no key to look at gets zeros.
+
+    Args:
+        queries: Which tokens look: a position from 0 (negative: from the end of the prompt), a
+            range, a slice, a word of the text (`edit(..., text=...)`), or several of these.
+        keys: Which tokens they may not look at, named in the same ways.
+        layers: Numbers from 0 in the order in which layers are called, or names of modules. None:
+            all layers.
+        heads: Numbers of heads. None: all heads.
+
+    Example:
+        >>> regard.Block("it", "animal", layers=4)
+        Block(queries='it', keys='animal', layers=4, heads=None)
     """
 
     queries: Where
@@ -68,11 +80,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Ablate:
-    """Heads give nothing, or the same at every token, before the output projection.
+    """An edit: heads are switched off, before the output projection.
 
-    to: "zero", or "mean": the mean of what the head gives at the tokens of this text in this run,
-    for each row of a batch its own, padding not counted. A text that is being written has no mean
-    yet, so that "mean" is refused where a KV cache goes on.
+    Args:
+        layers, heads: As in `Block`.
+        to: "zero": the head puts out 0. "mean": at every token the mean of what it puts out over
+            this text (in each row of a batch, without padding). "mean" is refused where a KV cache
+            continues a text, as the mean is not known yet.
+
+    Example:
+        >>> regard.Ablate(23, 4)
+        Ablate(layers=23, heads=4, to='zero')
     """
 
     layers: Layers = None
@@ -87,10 +105,15 @@ class Ablate:
 
 @dataclass(frozen=True)
 class Patch:
-    """Heads give what they gave in another run of the model (`regard.head_outputs`).
+    """An edit: heads put out what they put out in another run (activation patching).
 
-    positions: at these tokens alone; unless given at all of them, of which both runs must then
-    have the same number.
+    Args:
+        layers, heads: As in `Block`.
+        source: What `with regard.head_outputs(model) as source:` kept of the other run.
+        positions: At which tokens, named as in `Block`. None: at all of them; both runs must then
+            have the same number of tokens.
+
+    Example: see `regard.head_outputs`.
     """
 
     layers: Layers = None

@@ -209,7 +209,7 @@ class ScoreTrace:
         cross = self.origins.relate(*step.given, *scores.shape[-2:])
         scores = scores.detach()
         if scores.dim() == 5 and heads.come_first(scores.shape):
-            scores, step = scores.transpose(1, 2), turned(step)
+            scores, step = scores.transpose(1, 2), transposed(step)
         if scores.dim() != 4:
             n_heads = heads.count(scores.shape[0]) if scores.dim() == 3 else scores.shape[-3]
             scores = scores.reshape(-1, n_heads, *scores.shape[-2:])
@@ -293,18 +293,18 @@ def reshaped(step: Step, result: Tensor) -> Step | None:
     )
 
 
-def turned(step: Step) -> Step:
+def transposed(step: Step) -> Step:
     """The step with the second and third of five axes in the other order."""
 
-    def turn(x: Tensor) -> Tensor:
+    def transpose(x: Tensor) -> Tensor:
         return x if x.dim() < 3 else x[(None,) * (4 - x.dim())].transpose(-4, -3)
 
     return replace(
         step,
-        q=turn(step.q),
-        k=turn(step.k),
-        added=tuple(map(turn, step.added)),
-        hidden=tuple(map(turn, step.hidden)),
+        q=transpose(step.q),
+        k=transpose(step.k),
+        added=tuple(map(transpose, step.added)),
+        hidden=tuple(map(transpose, step.hidden)),
     )
 
 

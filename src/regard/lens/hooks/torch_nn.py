@@ -211,8 +211,8 @@ def project_values(value_sbc: Tensor, module: Any) -> Tensor:
 def nested_row(recorder: Recorder, x: Tensor) -> Tensor:
     rows, asked = x.unbind(), recorder.takes.rows or (0,)
     if len(asked) > 1 or (recorder.takes.rows is None and len(rows) > 1):
-        what = f"the batch has {len(rows)} rows without their padding, and is recorded row by row"
-        raise ValueError(f"{what}: name one, watch(model, row=0)")
+        what = f"the batch has {len(rows)} rows as a nested tensor, of which one can be recorded"
+        raise ValueError(f"{what}: watch(model, row=0)")
     return rows[asked[0]][None]
 
 

@@ -185,8 +185,8 @@ def read_rule(
     if kind == "flash":
         if given.get("indices") is not None:
             raise ValueError(
-                f"{type(module).__name__} has its kernel look at keys that it chose for each "
-                "query, which is not read yet; use eager attention or SDPA"
+                f"{type(module).__name__} gives its kernel the indices of keys for each query, "
+                "which cannot be recorded yet; use eager attention or SDPA"
             )
         mask = flash_mask(seen, bool(causal), given.get("sliding_window"), T, S)
     elif kind == "flex" and seen is not None and not isinstance(seen, Tensor):

@@ -54,7 +54,22 @@ def find_family(source: Mapping[str, Any]) -> Family:
 
 
 def config_of(source: Mapping[str, Any]) -> ModelConfig:
-    """Our config from Hugging Face's, or why it cannot be."""
+    """The `ModelConfig` for a config.json of Hugging Face.
+
+    Args:
+        source: That file's content; "model_type" names the architecture.
+
+    Raises:
+        BadCheckpoint: (a ValueError) An architecture or a setting that regard does not have.
+
+    Example:
+        >>> sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+        >>> sizes |= {"vocab_size": 97, "intermediate_size": 96}
+        >>> config = regard.models.config_of({"model_type": "llama", **sizes})
+    """
+    if not isinstance(source, Mapping):
+        came = f"source is a {type(source).__name__}; expected the dict of a config.json"
+        raise TypeError(f'{came}; for a published size use models.named_config("gpt2")')
     family = find_family(source)
     if source.get("quantization_config") is not None:
         what = "config.json has a quantization_config: the weights are packed in a format of"
@@ -74,7 +89,12 @@ def config_of(source: Mapping[str, Any]) -> ModelConfig:
 
 
 def named_config(name: str) -> ModelConfig:
-    """The config of a named size, such as "gpt2-medium"."""
+    """The `ModelConfig` of a published size.
+
+    Args:
+        name: "gpt2-medium", "bert-base-uncased", ...; another name raises a ValueError that lists
+            all of them.
+    """
     for family in FAMILIES.values():
         if name in family.sizes:
             return config_of(family.sizes[name])

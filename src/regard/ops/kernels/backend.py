@@ -1,8 +1,8 @@
-"""Our kernels as a backend: what they refuse, and which of them a call is for.
+"""The backend "triton": which calls our kernels refuse, and which kernel runs the others.
 
-Few queries a row without gradient and dropout are one kernel (`decode.py`), for the output and for
-what one pass tells of the weights. All others are those of `flash_op.py`, whose output, logsumexp
-and entropy carry gradients. What needs a second pass (`row_stats.py`) is told without gradients.
+Few queries a row, without gradients and dropout, run on the decode kernel (`decode.py`), which also
+computes the wants of one pass. All other calls run on `flash_op.py`, whose output, logsumexp and
+entropy have gradients. Wants that need a second pass (`row_stats.py`) have none.
 """
 
 from __future__ import annotations

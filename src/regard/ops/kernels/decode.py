@@ -257,14 +257,14 @@ def attend(
     asked: the bits of what is wanted. mass: keys (B or 1, S) whose weight together is wanted. A v
     of width 0 gives no output.
     """
-    terms, ints, floats = told(rule, numbers, sinks_h, asked, mass)
+    terms, ints, floats = kernel_terms(rule, numbers, sinks_h, asked, mass)
     plain = type(inputs[0]) is Tensor and not torch.compiler.is_compiling()
     run: Any = _decode if plain else _decode_op
     found = run(*inputs, terms, ints, floats)
     return Answers(found[0].transpose(1, 2), *found[1:])
 
 
-def told(
+def kernel_terms(
     rule: KeyRule,
     numbers: tuple[float, float | None],
     sinks_h: Tensor | None,

@@ -77,14 +77,14 @@ def _own(H, S, R: gl.constexpr, KEYS: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    inputs, rule, lists, rows, buffers, told, barriers, sizes,
+    inputs, rule, lists, rows, buffers, row_buffers, barriers, sizes,
     R: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
     STAGES: gl.constexpr, HIDES: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
     """Load keys and values, and then tile after tile of rows with what is known of these."""
     q, k, v, g = inputs
     k_buffer, v_buffer, q_buffer, g_buffer, _ds = buffers
-    lse_buffer, delta_buffer, ends, numbers = told
+    lse_buffer, delta_buffer, ends, numbers = row_buffers
     own_full, full, empty = barriers
     H, T, S = sizes
     key, group, b, own = _own(H, S, R, KEYS)
@@ -138,12 +138,12 @@ def _zero(n):
 
 @gluon.jit
 def _score(
-    at, scattered, buffers, told, barriers, rule, b, sizes, zero_st,
+    at, scattered, buffers, row_buffers, barriers, rule, b, sizes, zero_st,
     STAGES: gl.constexpr, HIDES: gl.constexpr, COVERED: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """Wait for a tile of rows, read where it stands, and ask for its scores k qᵀ."""
     k_buffer, _v, q_buffer, g_buffer, _ds = buffers
-    numbers = told[3]
+    numbers = row_buffers[3]
     slot, parity = at
     _H, T, S = sizes
     KEYS: gl.constexpr = zero_st.shape[0]
@@ -173,14 +173,14 @@ def _score(
 
 @gluon.jit
 def _fold(
-    m, at, state, tile, sums, rule, buffers, told, barriers, key, b, sizes, zeros,
+    m, at, state, tile, sums, rule, buffers, row_buffers, barriers, key, b, sizes, zeros,
     STAGES: gl.constexpr, HIDES: gl.constexpr, COVERED: gl.constexpr, S_LAYOUT: gl.constexpr,
     D_LAYOUT: gl.constexpr, Q_LAYOUT: gl.constexpr, OUT: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """Add what the m-th tile gives, whose scores are on their way; ask for those of the next."""
     next_st, dk_sd, dv_sd = state
     k_buffer, v_buffer, q_buffer, g_buffer, ds_buffer = buffers
-    lse_buffer, delta_buffer, ends, _numbers = told
+    lse_buffer, delta_buffer, ends, _numbers = row_buffers
     own_full, _full, empty = barriers
     zero_st, zero_dt = zeros
     _H, T, S = sizes
@@ -228,7 +228,7 @@ def _fold(
         past = slot == STAGES - 1
         at = (gl.where(past, 0, slot + 1), gl.where(past, parity ^ 1, parity))
         next_st, tile = _score(
-            at, tile[4], buffers, told, barriers, rule, b, sizes, zero_st,
+            at, tile[4], buffers, row_buffers, barriers, rule, b, sizes, zero_st,
             STAGES, HIDES, COVERED, OUT,
         )  # fmt: skip
         dq_dt = warpgroup_mma_wait(2, deps=[dq_next])
@@ -239,7 +239,7 @@ def _fold(
 
 @gluon.jit
 def _consume(
-    outputs, rule, lists, rows, buffers, told, barriers, sizes,
+    outputs, rule, lists, rows, buffers, row_buffers, barriers, sizes,
     R: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
     STAGES: gl.constexpr, HIDES: gl.constexpr, COVERED: gl.constexpr, APART: gl.constexpr,
     WARPS: gl.constexpr,
@@ -277,18 +277,18 @@ def _consume(
         # Its slot, and how often all slots were used, odd or even.
         at = (total * 0, total * 0)
         next_st, tile = _score(
-            at, scattered, buffers, told, barriers, rule, b, sizes, zero_st,
+            at, scattered, buffers, row_buffers, barriers, rule, b, sizes, zero_st,
             STAGES, HIDES, COVERED, OUT,
         )  # fmt: skip
         state = (next_st, dk_sd, dv_sd)
         for m in range(0, total - 1):
             at, state, tile = _fold(
-                m, at, state, tile, sums, rule, buffers, told, barriers, key, b, sizes,
+                m, at, state, tile, sums, rule, buffers, row_buffers, barriers, key, b, sizes,
                 (zero_st, zero_dt), STAGES, HIDES, COVERED, S_LAYOUT, D_LAYOUT, Q_LAYOUT, OUT,
                 False,
             )  # fmt: skip
         at, state, tile = _fold(
-            total - 1, at, state, tile, sums, rule, buffers, told, barriers, key, b, sizes,
+            total - 1, at, state, tile, sums, rule, buffers, row_buffers, barriers, key, b, sizes,
             (zero_st, zero_dt), STAGES, HIDES, COVERED, S_LAYOUT, D_LAYOUT, Q_LAYOUT, OUT, True,
         )  # fmt: skip
         _next, dk_sd, dv_sd = state
@@ -332,17 +332,17 @@ def _fused(
     fence_async_shared()
     sync_threads()
     buffers = (k_buffer, v_buffer, q_buffer, g_buffer, ds_buffer)
-    told = (lse_buffer, delta_buffer, ends, numbers)
+    row_buffers = (lse_buffer, delta_buffer, ends, numbers)
     barriers = (own_full, full, empty)
     sizes = (H, T, S)
     gl.warp_specialize(
         [
             (_consume, (
-                (dk, dv, sums), rule, lists, rows, buffers, told, barriers, sizes,
+                (dk, dv, sums), rule, lists, rows, buffers, row_buffers, barriers, sizes,
                 R, ROWS, KEYS, WIDTH, STAGES, HIDES, COVERED, APART, gl.num_warps(),
             )),
             (_produce, (
-                (q, k, v, g), rule, lists, rows, buffers, told, barriers, sizes,
+                (q, k, v, g), rule, lists, rows, buffers, row_buffers, barriers, sizes,
                 R, ROWS, KEYS, WIDTH, STAGES, HIDES, APART,
             )),
         ],

@@ -30,7 +30,7 @@ LONG, LARGE = 8192, 2**31
 torch's kernels where nothing is hidden, or all that comes later: bench/results/attention_gpu.md. A
 call of fewer pairs ends before a slow host has prepared it."""
 FARTHEST = 2**23
-"""Positions below this are told exactly by the bits that ALiBi is reckoned with."""
+"""Positions below this are exact in the bits with which ALiBi is computed."""
 
 
 def takes(given: Rendered, ask: Ask, mass: Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 Tiles of keys and values come by TMA, and the scores of the next tile are asked for before the
 weights of the last one are multiplied with their values: so the tensor cores have work while the
-softmax runs. What is told and how it is reckoned is as in `flash_kernels.py`, which stays the judge
+softmax runs. What it computes, and how, is as in `flash_kernels.py`, which stays the judge
 and takes what `flash_hopper.py` leaves to it.
 This module needs triton, and is imported where it runs.
 

@@ -55,11 +55,11 @@ def attend(call: Call, ask: Ask, mass: Tensor | None) -> Rows:
     """Attention by our kernels; `rows.output`, `rows.lse` and `rows.entropy` carry gradients."""
     found = _attend(call, ask, mass)
     none = dict.fromkeys(Rows._fields, found[1].new_empty(0))
-    return Rows(**none | dict(zip(_told(ask, mass), found, strict=True)))
+    return Rows(**none | dict(zip(_row_fields(ask, mass), found, strict=True)))
 
 
 def _attend(call: Call, ask: Ask, mass: Tensor | None) -> Sequence[Tensor]:
-    """What `_told` names."""
+    """What `_row_fields` names."""
     call = call.seeded()
     given = render(call)
     if torch.compiler.is_compiling():
@@ -75,7 +75,7 @@ def _attend(call: Call, ask: Ask, mass: Tensor | None) -> Sequence[Tensor]:
     return found
 
 
-def _told(ask: Ask, mass: Tensor | None) -> list[str]:
+def _row_fields(ask: Ask, mass: Tensor | None) -> list[str]:
     """The fields of `Rows` that the operation gives, in order: those with gradients come first."""
     names = ["output", "lse"]
     names += ["entropy"] if ask.entropy else []
@@ -114,14 +114,14 @@ def _forward(*args: Any) -> list[Tensor]:
 
 
 def _launch(given: Rendered, ask: Ask, mass: Tensor | None) -> list[Tensor]:
-    """What `_told` names."""
+    """What `_row_fields` names."""
     output, found = flash.forward(given, ask, mass, with_sums=False)
     if ask == NOTHING and mass is None:
         return [output, found["lse"]]
     rows = {"output": output, **found}
     if ask.peak:
         rows |= {"peak_key": found["key"], "peak_logit": found["logit"]}
-    return [rows[name] for name in _told(ask, mass)]
+    return [rows[name] for name in _row_fields(ask, mass)]
 
 
 def _vmap_forward(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -176,7 +176,7 @@ def _(*args: Any) -> list[Tensor]:
     types = {"peak_key": torch.int64}
     rows = [
         given.q.new_empty(shape, dtype=types.get(name, torch.float32))
-        for name in _told(ask, mass)[1:]
+        for name in _row_fields(ask, mass)[1:]
     ]
     return [given.q.new_empty((*shape, given.v.shape[3])), *rows]
 

@@ -39,7 +39,7 @@ def slope_of(rule, h):
 
 @triton.jit
 def query_places(rule, b, t, T, S):
-    """Where queries stand, for the bias; as float32, in which tiles reckon faster."""
+    """Where queries stand, for the bias; as float32, which is faster in tiles."""
     place = t + (S - T)
     if rule.places is not None:
         place = tl.load(rule.places.queries + b * rule.places.queries_b + t)

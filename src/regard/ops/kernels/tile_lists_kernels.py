@@ -18,7 +18,6 @@ from regard.ops.shape import Shape
 AT_ONCE = 16
 """Tiles that a program looks at together."""
 FAR = tl.constexpr(2**31 - 1)
-FAR_ID = tl.constexpr(2**63 - 1)
 
 
 @triton.jit

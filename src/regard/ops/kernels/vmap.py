@@ -63,7 +63,10 @@ def fold_rule(x: Tensor | None, axis: int | None, n: int, samples: int) -> Tenso
 def keep(x: Tensor | None, axis: int | None, name: str) -> Tensor | None:
     """What kernels take one of for all samples, which must not be mapped."""
     if axis is not None:
-        raise RuntimeError(f"our kernels share {name} over the batch, so vmap cannot map it")
+        raise RuntimeError(
+            f"the triton backend has one {name} for the batch, which vmap cannot map; "
+            'use backend="blockwise"'
+        )
     return x
 
 
@@ -81,7 +84,7 @@ def fold_call(
     folded: list[Tensor | None] = []
     for name, x, axis in zip(Rendered._fields, tensors, axes, strict=False):
         if name == "seed" and x is not None:
-            raise RuntimeError("our kernels have no dropout inside vmap; blockwise has")
+            raise RuntimeError('dropout inside vmap needs backend="blockwise"')
         if x is None or name in SHARED:
             folded.append(keep(x, axis, name))
         elif name in ("q", "k", "v"):

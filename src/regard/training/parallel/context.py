@@ -3,7 +3,7 @@
 Why: activations of a long text do not fit on one device.
 
 How: every process runs the whole model on its part. Only attention needs the others: its keys and
-values are gathered from all parts (`Parts.join`, which a layer calls through its `elsewhere`), and
+values are gathered from all parts (`Parts.join`, which a layer calls through its `shards`), and
 their gradients are summed back to the part they came from. A causal part without the keys after it
 ends with its last query on its last key, as every rule has it; all else is given positions.
 `Documents` is widened at the top of the model, once.
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from regard.layers.cache_slots import as_rows
-from regard.layers.multihead import MultiHeadAttention, Places, Rule, Whole
+from regard.layers.multihead import GatheredKeys, MultiHeadAttention, Places, Rule
 from regard.models import Transformer
 from regard.ops import Mask
 from regard.ops.call import as_mask
@@ -36,7 +36,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @final
 class Parts:
-    """The parts of a text: which one is ours, and how to reach the others (an `Elsewhere`)."""
+    """The parts of a text: which one is ours, and how to reach the others (an `SequenceShards`)."""
 
     def __init__(self, group: dist.ProcessGroup, index: int, count: int) -> None:
         self._group, self._index, self._count = group, index, count
@@ -68,21 +68,21 @@ class Parts:
         at_bt = as_rows(at, x_btc.shape[0], n_own)
         return Places(at_bt, phases, self.gather(at_bt, 1))
 
-    def join(self, k_bgtd: Tensor, v_bgtd: Tensor, places: Places, rule: Rule) -> Whole:
+    def join(self, k_bgtd: Tensor, v_bgtd: Tensor, places: Places, rule: Rule) -> GatheredKeys:
         """Keys and values of all parts, as far as the rule can see them."""
         n_own, device = k_bgtd.shape[2], k_bgtd.device
         k_bgsd, v_bgsd = self.gather(torch.stack((k_bgtd, v_bgtd)), 3)
         mask, bias = rule["mask"], rule["bias"]
         if places.keys is not None:
-            return Whole(k_bgsd, v_bgsd, places.positions, places.keys)
+            return GatheredKeys(k_bgsd, v_bgsd, places.positions, places.keys)
         if mask is None and bias is None:
-            return Whole(k_bgsd, v_bgsd, None, None)
+            return GatheredKeys(k_bgsd, v_bgsd, None, None)
         is_placed = all(rule is None or rule.unplaced() is None for rule in (mask, bias))
         if mask is not None and mask.looks_back and is_placed:
             end = (self._index + 1) * n_own
-            return Whole(k_bgsd[:, :, :end], v_bgsd[:, :, :end], None, None)
+            return GatheredKeys(k_bgsd[:, :, :end], v_bgsd[:, :, :end], None, None)
         keys_s = torch.arange(k_bgsd.shape[2], device=device)
-        return Whole(k_bgsd, v_bgsd, self.line(n_own, device), keys_s)
+        return GatheredKeys(k_bgsd, v_bgsd, self.line(n_own, device), keys_s)
 
     def widen(self, mask: Mask) -> Mask:
         """The caller's mask over our tokens, as one from our queries to the keys of all parts."""
@@ -100,7 +100,7 @@ class Parts:
 
             return own.with_held(widen_held)
         raise ValueError(
-            f"{type(mask).__name__} speaks of keys as they lie in memory, and with the text cut "
+            f"{type(mask).__name__} counts keys by their index in memory, and with the text cut "
             "over ranks most of them lie elsewhere; tell padding by positions (-1 is padding), "
             "documents by Documents(ids) of this rank's own tokens, or use data="
         )
@@ -158,4 +158,4 @@ def cut_text(model: Transformer, parts: Parts) -> None:
     model.run = run  # type: ignore[method-assign]
     for layer in model.modules():
         if isinstance(layer, MultiHeadAttention):
-            layer.elsewhere = parts
+            layer.shards = parts
