@@ -81,6 +81,10 @@ class Causal(Mask):
         return shape.T == 1 and self.align == "end"
 
 
+ENDLESS = 2**62
+"""The side of a window from which on it counts as open: sums with positions stay within 64 bits."""
+
+
 @dataclass(frozen=True, eq=False)
 class Window(Mask):
     """Keys i - left .. i + right, the query's own key not counted; None leaves that side open."""
@@ -102,6 +106,8 @@ class Window(Mask):
                     f"{name} must be None (open) or a whole number from 0 (itself only) on, "
                     f"got {side!r}"
                 )
+            if side is not None and side >= ENDLESS:
+                object.__setattr__(self, name, None)
 
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
         seen = j == j if self.left is None else j >= i - self.left
