@@ -212,12 +212,14 @@ class _Pieces(torch.autograd.Function):
         else:
             rows = run_blockwise(Call(q=q, k=k, v=v, rule=rule))
             out, lse = rows.output, rows.lse
-        ctx.save_for_backward(q, k, v, out, lse)
+        # The backward pass renders the rule again: autograd is to notice if it was written to.
+        watched = [tensor for tensor in rule.tensors() if not tensor.is_inference()]
+        ctx.save_for_backward(q, k, v, out, lse, *watched)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *_ = ctx.saved_tensors
         plan: Plan = ctx.plan
         if torch.is_grad_enabled() or is_batched_gradient(grad) or not ctx.finite:
             twice = torch.is_grad_enabled()
