@@ -21,7 +21,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from regard._check import FLOAT_TYPES, check_float, check_probability, check_shapes
-from regard._torch import is_plainly_eager, is_transformed, is_transforming, takes_tangents
+from regard._torch import (
+    is_plainly_eager,
+    is_traced_by_fx,
+    is_transformed,
+    is_transforming,
+    takes_tangents,
+)
 from regard.ops.bias import Bias, DenseBias
 from regard.ops.dropout import as_seed, draw_seed
 from regard.ops.mask import Mask
@@ -150,7 +156,7 @@ class Call:
 
     def is_unreadable(self) -> bool:
         """Whether values cannot be looked at now."""
-        return torch.compiler.is_compiling() or self.transformed
+        return torch.compiler.is_compiling() or is_traced_by_fx() or self.transformed
 
     def has_tangent(self) -> bool:
         """Whether a forward-mode derivative is, or may be, taken through the call.
