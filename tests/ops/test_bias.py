@@ -417,6 +417,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "nothing": (ALiBi, ValueError, "either the number of heads or slopes=(H,), one of the two"),
     "both": (lambda: ALiBi(3, slopes=ONES), ValueError, "one of the two"),
     "no heads": (lambda: ALiBi(0), ValueError, "n_heads must be at least 1, got 0"),
+    "bare slopes": (lambda: ALiBi(ONES), TypeError, "given by name, ALiBi(slopes=t)"),  # type: ignore[arg-type]
+    "half a head": (lambda: ALiBi(3.0), TypeError, "n_heads must be a whole number, got float"),  # type: ignore[arg-type]
     "slopes": (lambda: ALiBi(slopes=ONES[None]), ValueError, "one axis (H), got shape (1, 3)"),
     "int slopes": (lambda: ALiBi(slopes=INT3), TypeError, "slopes must be one of float64"),
     "list slopes": (lambda: ALiBi(slopes=[1.0]), TypeError, "slopes must be"),  # type: ignore[arg-type]

@@ -310,6 +310,11 @@ class MultiHeadAttention(Observable):
             if at is not None and keys is not None:
                 mask, bias = place(mask, bias, at, keys)
             return Ready(q_bhtd, k_bgtd, v_bgtd, self._rule(mask, bias))
+        if not isinstance(cache, KVCache):
+            raise TypeError(
+                f"cache must be a KVCache, got {type(cache).__name__}: make one with "
+                "KVCache.growing(), .fixed(size) or .windowed(left)"
+            )
         if cache.window is not None or not cache.in_order or cache.slots.evicted:
             self._check_cache(cache, mask, bias)
         k_bgsd, v_bgsd, keys, at, in_line = cache.update(k_bgtd, v_bgtd, places.step)

@@ -344,6 +344,11 @@ def alibi_slopes(n_heads: int) -> Tensor:
     Other counts take those of the next lower power of two, then every second one of the next
     higher.
     """
+    if isinstance(n_heads, Tensor) or not hasattr(n_heads, "__index__"):
+        raise TypeError(
+            f"n_heads must be a whole number, got {type(n_heads).__name__}; slopes of your own are "
+            "given by name, ALiBi(slopes=t)"
+        )
     if n_heads < 1:
         raise ValueError(f"n_heads must be at least 1, got {n_heads}")
     lower = 2 ** int(math.log2(n_heads))

@@ -116,12 +116,19 @@ def observe(
 
 def observe_call(call: Call, wants: Wants, backend: str = "auto") -> Observation:
     """What is wanted about a call that has been checked; hooks do not hear of it."""
+    call = wanting(call, wants)
+    with outside_autocast(call.q.device.type):
+        return choose(call, backend).observe(call)
+
+
+def wanting(call: Call, wants: Wants) -> Call:
+    """A call that is asked about its weights, where they can be."""
+    if not isinstance(wants, Wants):
+        raise TypeError(f"wants must be a Wants(...), got {wants!r}")
     wants.check(call.rule.shape)
     asked = wants.receiving()
     inside = asked is not None and asked.rows is not None and is_transformed(asked.rows)
-    call = replace(call, wants=wants, transformed=call.transformed or inside)
-    with outside_autocast(call.q.device.type):
-        return choose(call, backend).observe(call)
+    return replace(call, wants=wants, transformed=call.transformed or inside)
 
 
 def explain(
@@ -141,4 +148,4 @@ def explain(
     """Which backend would run this call, and why each of the others would not; print it."""
     rule: Given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
     call = make_call(q, k, v, **rule, dropout=dropout)
-    return explain_call(replace(call, wants=wants), backend)
+    return explain_call(call if wants is None else wanting(call, wants), backend)

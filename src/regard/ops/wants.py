@@ -11,9 +11,9 @@ Letters: B batch, H heads, T queries, S keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,6 +36,11 @@ class Map:
     keys: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        for name, ends in (("queries", self.queries), ("keys", self.keys)):
+            if ends is not None and not _is_pair(ends):
+                raise TypeError(f"{name} of a map must be (first, past the last), got {ends!r}")
+        if not _is_pair((self.height, self.width)):
+            raise TypeError(f"height and width must be whole numbers, got {self}")
         if self.height < 1 or self.width < 1:
             raise ValueError(f"a map needs at least 1 × 1 cells, got {self.height} × {self.width}")
 
@@ -89,11 +94,7 @@ class Received:
                     "zeros leave out single queries"
                 )
             ends = (ends.start or 0, ends.stop or 0)
-        if ends is not None and not (
-            isinstance(ends, tuple)
-            and len(ends) == 2
-            and all(hasattr(n, "__index__") for n in ends)
-        ):
+        if ends is not None and not _is_pair(ends):
             raise TypeError(
                 "queries must be a slice of whole numbers or (first, past the last), "
                 f"got {self.queries!r}"
@@ -193,8 +194,20 @@ class Wants:
             raise TypeError(
                 f"received must be True, False or a Received(...), got {self.received!r}"
             )
-        if self.top is not None and self.top < 1:
-            raise ValueError(f"top must be at least 1, got {self.top}")
+        if self.top is not None:
+            if isinstance(self.top, bool) or not _is_whole(self.top):
+                raise TypeError(f"top must be a whole number, got {self.top!r}")
+            if self.top < 1:
+                raise ValueError(f"top must be at least 1, got {self.top}")
+        if self.map is not None and not isinstance(self.map, Map) and not _is_pair(self.map):
+            raise TypeError(f"map must be (height, width) or a Map(...), got {self.map!r}")
+        if self.rows is not None and not (
+            isinstance(self.rows, (Sequence, Set)) and all(map(_is_whole, self.rows))
+        ):
+            raise TypeError(
+                "rows must be a list of whole numbers, the queries wanted, "
+                f"got {_describe(self.rows)}; a tensor or array becomes one by .tolist()"
+            )
         if self.above is not None and not 0.0 < self.above <= 1.0:
             raise ValueError(
                 "above must lie over 0 and at most at 1 (a row has at most 1/above such weights), "
@@ -364,6 +377,16 @@ def _count_from(end: int | None, size: int, default: int) -> int:
     if end is None:
         return default
     return min(max(end + size if end < 0 else end, 0), size)
+
+
+def _is_whole(value: object) -> bool:
+    """Whether Python takes it for an index."""
+    return hasattr(value, "__index__")
+
+
+def _is_pair(ends: object) -> TypeGuard[Sequence[int]]:
+    """Whether these are two whole numbers."""
+    return isinstance(ends, (tuple, list)) and len(ends) == 2 and all(map(_is_whole, ends))
 
 
 def _describe(value: object) -> str:
