@@ -29,7 +29,7 @@ from regard.ops.bias import Sum, alibi_slopes, t5_bucket
 from regard.ops.call import Rule
 from regard.ops.flex import score_function
 from regard.ops.pack import pack, unpack
-from regard.ops.shape import Shape, Tile
+from regard.ops.shape import SampleTile, Shape, Tile
 from regard.ops.wants import Wants
 
 Adds = Callable[[int, int, int, int], float]
@@ -173,7 +173,12 @@ def test_block_is_the_tile_of_dense(name: str, shape: Shape) -> None:
     for tile in grid(shape, 3, 5):
         t0, t1, s0, s1 = tile
         block = claims(shape)[name][0].block(shape, tile, torch.device("cpu"), torch.float64)
-        close(block.expand(B, H, t1 - t0, s1 - s0), pairs(name, shape)[:, :, t0:t1, s0:s1])
+        whole = pairs(name, shape)[:, :, t0:t1, s0:s1]
+        close(block.expand(B, H, t1 - t0, s1 - s0), whole)
+        for b in range(B):
+            part = SampleTile.of(tile, b, b + 1)
+            one = claims(shape)[name][0].block(shape, part, torch.device("cpu"), torch.float64)
+            close(one.expand(1, H, t1 - t0, s1 - s0), whole[b, None])
 
 
 @every_bias

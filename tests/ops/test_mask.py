@@ -33,7 +33,7 @@ from regard.ops import (
 )
 from regard.ops.call import Rule
 from regard.ops.pack import pack, parse, spell, unpack
-from regard.ops.shape import Shape, Tile
+from regard.ops.shape import SampleTile, Shape, Tile
 
 Sees = Callable[[int, int, int, int], bool]
 
@@ -204,8 +204,12 @@ def test_block_is_the_tile_of_dense(name: str, shape: Shape) -> None:
         (t0, t1), (s0, s1) = (
             sorted(torch.randint(0, n + 1, (2,), generator=made).tolist()) for n in shape[2:]
         )
-        block = mask.block(shape, Tile(t0, t1, s0, s1), torch.device("cpu"))
+        tile = Tile(t0, t1, s0, s1)
+        block = mask.block(shape, tile, torch.device("cpu"))
         assert torch.equal(block.expand(B, H, t1 - t0, s1 - s0), whole[:, :, t0:t1, s0:s1])
+        for b in range(B):
+            one = mask.block(shape, SampleTile.of(tile, b, b + 1), torch.device("cpu"))
+            assert torch.equal(one.expand(1, H, t1 - t0, s1 - s0), whole[b, None, :, t0:t1, s0:s1])
 
 
 @every_mask

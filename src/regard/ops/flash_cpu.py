@@ -27,7 +27,7 @@ from regard._torch import flash_backward, flash_forward, is_batched_gradient
 from regard.ops.blockwise_op import run_blockwise
 from regard.ops.call import Call, Rule, outside_autocast, score_dtype
 from regard.ops.mask import edges, tile_bounds
-from regard.ops.shape import Bools, Ints, Shape, Tile
+from regard.ops.shape import Bools, Ints, SampleTile, Shape, Tile
 
 BAND = 256
 """Queries in a piece: few enough to follow a mask's edge, enough to fill the kernel's blocks."""
@@ -96,8 +96,10 @@ class Plan:
         if piece.full and rule.bias is None:
             return None
         if len(self.pieces) == 1 or not rule.is_relative():
-            rendered = rule.block(tile, q)
-            return rendered[piece.b0 : piece.b1] if rendered.shape[0] != 1 else rendered
+            rendered = rule.block(SampleTile.of(tile, piece.b0, piece.b1), q)
+            # A mask with a `block` of its own may tell of all samples.
+            is_of_all = rendered.shape[0] > piece.b1 - piece.b0
+            return rendered[piece.b0 : piece.b1] if is_of_all else rendered
         if self.band is None:
             self.band = self._band(q)
         # Row t and key s stand in the band at row t - t0 and column s - t0 + left.

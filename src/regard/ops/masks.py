@@ -27,6 +27,7 @@ from regard.ops.shape import (
     check_counts,
     count_pairs,
     cut,
+    of_samples,
     pick_axis,
     pick_batch,
     pick_broadcast,
@@ -175,7 +176,8 @@ class Lengths(Mask):
 
     def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
         j = torch.arange(tile.s0, tile.s1, device=device)
-        count = self.lengths.to(device, torch.int64).view(-1, 1, 1, 1)
+        lengths = of_samples(self.lengths, tile)
+        count = lengths.to(device, torch.int64).view(-1, 1, 1, 1)
         return j < count if self.side == "right" else j >= shape.S - count
 
     def bounds(self, box: Box) -> Bounds:
