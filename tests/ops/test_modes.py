@@ -7,6 +7,7 @@ take it refuse with a sentence. Autocast and types are in `test_types.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -465,6 +466,19 @@ class TestExplain:
         q, k, v = small(torch.float32)
         with pytest.raises(TypeError, match=said):
             attention(**{"q": q, "k": k, "v": v, **change})
+
+    @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+    @pytest.mark.parametrize("call", [attention, explain])
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+    def test_nested_tensors_are_refused_in_words(
+        self, layout: torch.layout, call: Callable[..., object]
+    ) -> None:
+        parts = [torch.randn(n, 6, 3) for n in (5, 7)]
+        nested = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+        plain = torch.randn(2, 6, 7, 3)
+        for q, k in ((nested, nested), (nested, plain), (plain, nested)):
+            with pytest.raises(TypeError, match=r"got a NestedTensor: pad with t\.to_padded"):
+                call(q, k, k)
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "auto"])
