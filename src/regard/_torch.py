@@ -110,7 +110,7 @@ def is_plainly_eager() -> bool:
     """
     if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
         return False
-    if torch._C._len_torch_dispatch_stack():
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
         return False
     return forward_ad._current_level < 0 and not is_any_autocast_enabled()
 

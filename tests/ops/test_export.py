@@ -96,3 +96,27 @@ def test_torchs_names_are_traced_with_tensors_that_have_data() -> None:
         return out
 
     torch.testing.assert_close(make_fx(run)(x)(other), run(other))
+
+
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning"
+)
+def test_a_layer_with_gradients_is_traced_by_torch_jit() -> None:
+    class Padded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor, padded: Tensor) -> Tensor:
+            out: Tensor = self.layer(x, x, x, key_padding_mask=padded)[0]
+            return out
+
+    whole, x, other = Padded(), *torch.randn(2, 2, 5, 8)
+    padded = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    traced = torch.jit.trace(whole, (x, torch.zeros_like(padded)))
+    out, same = traced(other, padded), whole(other, padded)
+    torch.testing.assert_close(out, same)
+    weights = list(whole.parameters())
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sum(), weights), torch.autograd.grad(same.sum(), weights)
+    )
