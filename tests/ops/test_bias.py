@@ -26,6 +26,7 @@ from regard.ops import (
     observe,
 )
 from regard.ops.bias import Sum, alibi_slopes, t5_bucket
+from regard.ops.blockwise_backward import add_part
 from regard.ops.call import Rule
 from regard.ops.flex import score_function
 from regard.ops.pack import pack, unpack
@@ -233,6 +234,17 @@ def test_relative_bias_is_the_same_along_every_diagonal(name: str, shape: Shape)
             close(line, line[:1, :, :1].expand_as(line))
 
 
+def gather(bias: Bias, grad: Tensor, shape: Shape, tiles: list[Tile]) -> list[Tensor]:
+    """The gradients of a bias's leaves, as the tiled path gathers them."""
+    parts: list[dict[Tile, Tensor]] = [{} for _ in bias.leaves()]
+    for tile in tiles:
+        part = grad[:, :, tile.t0 : tile.t1, tile.s0 : tile.s1]
+        given = bias.grad_places(tile), bias.grad_block(part, shape, tile)
+        for found, place, one in zip(parts, *given, strict=True):
+            add_part(found, place, one)
+    return bias.grad_join(parts, tiles)
+
+
 @every_bias
 @pytest.mark.parametrize(("height", "width"), [(3, 2), (101, 103)])
 def test_gradients_gathered_from_tiles_are_autograds_through_dense(
@@ -243,11 +255,7 @@ def test_gradients_gathered_from_tiles_are_autograds_through_dense(
     leaves = bias.leaves()
     dense = bias.dense(shape, dtype=torch.float64).expand(*shape)
     expected = torch.autograd.grad(dense, leaves, grad) if dense.requires_grad else None
-    tiles = {
-        tile: bias.grad_block(grad[:, :, tile.t0 : tile.t1, tile.s0 : tile.s1], shape, tile)
-        for tile in reversed(list(grid(shape, height, width)))
-    }
-    gathered = bias.grad_join(tiles, shape)
+    gathered = gather(bias, grad, shape, list(grid(shape, height, width))[::-1])
     assert [x.shape for x in gathered] == [x.shape for x in leaves]
     if (
         name == "sum with itself"
@@ -260,7 +268,7 @@ def test_gradients_gathered_from_tiles_are_autograds_through_dense(
 @every_bias
 def test_no_tiles_give_a_gradient_of_zeros(name: str, shape: Shape) -> None:
     bias = claims(shape)[name][0]
-    for leaf, grad in zip(bias.leaves(), bias.grad_join({}, shape), strict=True):
+    for leaf, grad in zip(bias.leaves(), gather(bias, torch.zeros(0), shape, []), strict=True):
         assert torch.equal(grad, torch.zeros_like(leaf))
 
 
@@ -280,11 +288,7 @@ def test_gradient_over_many_tiles_is_rounded_once(
     for dtype in (kind, torch.float64):
         bias = make(values.to(dtype))
         part = grad.to(torch.float64 if dtype == torch.float64 else torch.float32)
-        tiles = {
-            tile: bias.grad_block(part[:, :, tile.t0 : tile.t1, tile.s0 : tile.s1], shape, tile)
-            for tile in grid(shape, 7, 5)
-        }
-        gathered.append(bias.grad_join(tiles, shape)[0])
+        gathered.append(gather(bias, part, shape, list(grid(shape, 7, 5)))[0])
     ours, truth = gathered
     assert ours.dtype == kind
     eps = max(torch.finfo(kind).eps, 16 * torch.finfo(torch.float32).eps)
