@@ -15,6 +15,7 @@ Seen in torch 2.11 and 2.13:
 - `torch.autograd.forward_ad._current_level`: whether forward-mode derivatives are being taken.
 - `torch._subclasses.FakeTensor`: tensors without data, in tracing.
 - `torch._C._len_torch_dispatch_stack`: whether a mode sees every operation, as in tracing.
+- `torch._C._get_dispatch_mode`, `_TorchDispatchModeKey.PROXY`: whether `make_fx` is tracing.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward: the CPU's kernel,
   with its logsumexp. It takes rows of stride 1 for granted.
 - `torch._fused_sdp_choice`: which of torch's kernels a call of SDPA takes.
@@ -56,6 +57,7 @@ sdp_order = torch._C._get_sdp_priority_order
 set_sdp_order = torch._C._set_sdp_priority_order
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+PROXY = torch._C._TorchDispatchModeKey.PROXY
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -108,6 +110,8 @@ def is_plainly_eager() -> bool:
     """
     if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
         return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return False
     return forward_ad._current_level < 0 and not is_any_autocast_enabled()
 
 
@@ -140,6 +144,11 @@ def is_fake(tensor: Tensor) -> bool:
 def is_intercepted() -> bool:
     """Whether a mode sees every operation, and may give tensors that are not plain."""
     return int(torch._C._len_torch_dispatch_stack()) > 0
+
+
+def is_traced_by_fx() -> bool:
+    """Whether `make_fx` is tracing; of tensors that have data, too, it is told no values."""
+    return is_intercepted() and torch._C._get_dispatch_mode(PROXY) is not None
 
 
 @contextmanager

@@ -513,13 +513,24 @@ def test_a_growing_cache_reorders_its_rows_and_grows_on() -> None:
     assert torch.equal(kept.k, x[index]) and torch.equal(kept.v, x[index])
 
 
-def test_a_growing_cache_filled_in_inference_mode_grows_on_outside() -> None:
-    cache, x = KVCache.growing(), torch.randn(1, 2, 6, 5)
-    with torch.inference_mode():
-        for t in range(4):
-            cache.update(x[:, :, t : t + 1], x[:, :, t : t + 1])
-    kept = cache.update(x[:, :, 4:], x[:, :, 4:])
-    assert torch.equal(kept.k, x)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_filled_and_reordered_in_inference_mode_goes_on_outside(
+    kind: str, padded: bool
+) -> None:
+    layer, x, cache = make(window=(LEFT, 0), rotary=ROTARY), draw(), CACHES[kind]()
+    index = torch.tensor([2, 0, 1, 2])
+    at = padded_positions("left") if padded else None
+    whole, exact = run_uncached(layer, x[index], positions=None if at is None else at[index])
+    for _ in range(2):  # a second time after a reset
+        with torch.inference_mode():
+            first = None if at is None else at[:, :7]
+            run_in_chunks(layer, x[:, :7], cache, (5, 1, 1), first)
+            cache.reorder(index)
+        rest = None if at is None else at[index, 7:]
+        out = run_in_chunks(layer, x[index, 7:], cache, (1, 3, 2), rest)
+        assert_same(out, (whole[:, 7:], exact[:, 7:]))
+        cache.reset()
 
 
 def test_a_growing_cache_in_a_compiled_layer_takes_one_graph_for_all_later_steps() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from interpreted import run_interpreted
-from torch import nn
+from torch import Tensor, nn
 
-from regard.layers import FeedForward, MultiHeadAttention
-from regard.layers.fused_linear import FusedLinear
+from regard.layers import FeedForward, MultiHeadAttention, fused_linear
+from regard.layers.fused_linear import FusedLinear, run_fused, trusting
 
 
 def make_layers(*biases: bool) -> list[nn.Linear]:
@@ -60,13 +61,50 @@ def test_fused_layers_give_the_same_with_and_without_gradients_moved_and_copied(
         assert list(layer.state_dict()) == names
         twin = copy.deepcopy(layer)
         with torch.no_grad():
-            for parameter in twin.parameters():
-                parameter.mul_(0.5)
-            halved = twin(x)
-            twin.fused = None
-            torch.testing.assert_close(halved, twin(x))
+            torch.testing.assert_close(twin(x), expected)
             moved = layer.double()
             torch.testing.assert_close(moved(x.double()), expected.double(), atol=1e-5, rtol=0)
+
+
+def test_a_compiled_layer_reads_its_own_weights_whatever_became_of_the_joint_memory() -> None:
+    x, attend = torch.randn(2, 7, 12), MultiHeadAttention(12, 6, causal=True)
+    attend.fuse()
+    twin, saved = copy.deepcopy(attend), copy.deepcopy(attend.state_dict())
+    assert twin.fused is None
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+        attend.load_state_dict({name: x * 2 for name, x in saved.items()}, assign=True)
+        for layer in (twin, attend):
+            torch._dynamo.reset()
+            compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+            torch.testing.assert_close(compiled(x), layer(x))
+        attend.fuse()
+        torch._dynamo.reset()
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), attend(x))
+        attend.load_state_dict(saved, assign=True)
+        torch.testing.assert_close(compiled(x), attend(x))
+
+
+def test_a_graph_reads_the_joint_memory_where_it_is_trusted() -> None:
+    x, layers = torch.randn(2, 11), make_layers(True, True, True)
+    joint, graphs = FusedLinear(layers), list[Any]()
+
+    def run(x: Tensor) -> list[Tensor]:
+        with trusting():
+            return run_fused(joint, layers, x)
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        torch._dynamo.reset()
+        found = torch.compile(run, backend=keep, fullgraph=True)(x)
+        torch.testing.assert_close(found, run(x))
+    called = [str(node.target) for node in graphs[0].graph.nodes]
+    assert sum("linear" in name for name in called) == 1 and not fused_linear.trusted
 
 
 def run_cases() -> None:

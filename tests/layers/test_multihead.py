@@ -627,6 +627,7 @@ def test_a_cache_of_the_wrong_kind_is_refused_in_words() -> None:
     refused("no KVCache, .* give a CrossCache", lambda: make()(x, memory, cache=KVCache.growing()))
     refused("takes no positions", lambda: make()(x, memory, positions=torch.arange(T)))
     refused("the CrossCache is empty", lambda: make()(x, cache=CrossCache()))
+    refused("cache is a bool; expected a KVCache", lambda: make()(x, cache=True), TypeError)
     refused(
         r"keeps 2 keys back, but the layer's window is \(3, 0\)",
         lambda: make(window=(3, 0))(x, cache=KVCache.windowed(2)),

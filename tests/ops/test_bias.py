@@ -26,10 +26,11 @@ from regard.ops import (
     observe,
 )
 from regard.ops.bias import Sum, alibi_slopes, t5_bucket
+from regard.ops.blockwise_backward import add_part
 from regard.ops.call import Rule
 from regard.ops.flex import score_function
 from regard.ops.pack import pack, unpack
-from regard.ops.shape import Shape, Tile
+from regard.ops.shape import SampleTile, Shape, Tile
 from regard.ops.wants import Wants
 
 Adds = Callable[[int, int, int, int], float]
@@ -173,7 +174,12 @@ def test_block_is_the_tile_of_dense(name: str, shape: Shape) -> None:
     for tile in grid(shape, 3, 5):
         t0, t1, s0, s1 = tile
         block = claims(shape)[name][0].block(shape, tile, torch.device("cpu"), torch.float64)
-        close(block.expand(B, H, t1 - t0, s1 - s0), pairs(name, shape)[:, :, t0:t1, s0:s1])
+        whole = pairs(name, shape)[:, :, t0:t1, s0:s1]
+        close(block.expand(B, H, t1 - t0, s1 - s0), whole)
+        for b in range(B):
+            part = SampleTile.of(tile, b, b + 1)
+            one = claims(shape)[name][0].block(shape, part, torch.device("cpu"), torch.float64)
+            close(one.expand(1, H, t1 - t0, s1 - s0), whole[b, None])
 
 
 @every_bias
@@ -228,6 +234,17 @@ def test_relative_bias_is_the_same_along_every_diagonal(name: str, shape: Shape)
             close(line, line[:1, :, :1].expand_as(line))
 
 
+def gather(bias: Bias, grad: Tensor, shape: Shape, tiles: list[Tile]) -> list[Tensor]:
+    """The gradients of a bias's leaves, as the tiled path gathers them."""
+    parts: list[dict[Tile, Tensor]] = [{} for _ in bias.leaves()]
+    for tile in tiles:
+        part = grad[:, :, tile.t0 : tile.t1, tile.s0 : tile.s1]
+        given = bias.grad_places(tile), bias.grad_block(part, shape, tile)
+        for found, place, one in zip(parts, *given, strict=True):
+            add_part(found, place, one)
+    return bias.grad_join(parts, tiles)
+
+
 @every_bias
 @pytest.mark.parametrize(("height", "width"), [(3, 2), (101, 103)])
 def test_gradients_gathered_from_tiles_are_autograds_through_dense(
@@ -238,11 +255,7 @@ def test_gradients_gathered_from_tiles_are_autograds_through_dense(
     leaves = bias.leaves()
     dense = bias.dense(shape, dtype=torch.float64).expand(*shape)
     expected = torch.autograd.grad(dense, leaves, grad) if dense.requires_grad else None
-    tiles = {
-        tile: bias.grad_block(grad[:, :, tile.t0 : tile.t1, tile.s0 : tile.s1], shape, tile)
-        for tile in reversed(list(grid(shape, height, width)))
-    }
-    gathered = bias.grad_join(tiles, shape)
+    gathered = gather(bias, grad, shape, list(grid(shape, height, width))[::-1])
     assert [x.shape for x in gathered] == [x.shape for x in leaves]
     if (
         name == "sum with itself"
@@ -255,7 +268,7 @@ def test_gradients_gathered_from_tiles_are_autograds_through_dense(
 @every_bias
 def test_no_tiles_give_a_gradient_of_zeros(name: str, shape: Shape) -> None:
     bias = claims(shape)[name][0]
-    for leaf, grad in zip(bias.leaves(), bias.grad_join({}, shape), strict=True):
+    for leaf, grad in zip(bias.leaves(), gather(bias, torch.zeros(0), shape, []), strict=True):
         assert torch.equal(grad, torch.zeros_like(leaf))
 
 
@@ -275,11 +288,7 @@ def test_gradient_over_many_tiles_is_rounded_once(
     for dtype in (kind, torch.float64):
         bias = make(values.to(dtype))
         part = grad.to(torch.float64 if dtype == torch.float64 else torch.float32)
-        tiles = {
-            tile: bias.grad_block(part[:, :, tile.t0 : tile.t1, tile.s0 : tile.s1], shape, tile)
-            for tile in grid(shape, 7, 5)
-        }
-        gathered.append(bias.grad_join(tiles, shape)[0])
+        gathered.append(gather(bias, part, shape, list(grid(shape, 7, 5)))[0])
     ours, truth = gathered
     assert ours.dtype == kind
     eps = max(torch.finfo(kind).eps, 16 * torch.finfo(torch.float32).eps)
@@ -417,6 +426,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "nothing": (ALiBi, ValueError, "either the number of heads or slopes=(H,), one of the two"),
     "both": (lambda: ALiBi(3, slopes=ONES), ValueError, "one of the two"),
     "no heads": (lambda: ALiBi(0), ValueError, "n_heads is 0; expected a whole number"),
+    "bare slopes": (lambda: ALiBi(ONES), TypeError, "given by name, ALiBi(slopes=t)"),  # type: ignore[arg-type]
+    "half a head": (lambda: ALiBi(3.0), TypeError, "n_heads must be a whole number, got float"),  # type: ignore[arg-type]
     "slopes": (lambda: ALiBi(slopes=ONES[None]), ValueError, "one axis (H), got shape (1, 3)"),
     "int slopes": (lambda: ALiBi(slopes=INT3), TypeError, "slopes must be one of float64"),
     "list slopes": (lambda: ALiBi(slopes=[1.0]), TypeError, "slopes must be"),  # type: ignore[arg-type]
@@ -434,7 +445,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "a bias must be a float tensor, or a Bias such as ALiBi(n_heads); got a list",
     ),  # type: ignore[arg-type]
     "a tensor": (lambda: ALiBi(3) + ONES, TypeError, "write bias + DenseBias(tensor)"),  # type: ignore[operator]
-    "heads as text": (lambda: ALiBi("8"), ValueError, "n_heads is '8'; expected a whole number"),  # type: ignore[arg-type]
+    "heads as text": (lambda: ALiBi("8"), TypeError, "n_heads must be a whole number, got str"),  # type: ignore[arg-type]
     "at": (lambda: ALiBi(3).at(ONES), TypeError, "queries must hold whole numbers"),
     "at keys": (lambda: ALiBi(3).at(INT3, ONES), TypeError, "keys must hold whole numbers"),
     "dense at": (lambda: DenseBias(ONES).at(INT3), ValueError, "DenseBias counts rows"),

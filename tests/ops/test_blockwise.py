@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -146,3 +148,28 @@ def test_vmap_over_one_input_alone_equals_a_loop(carried: str, small_tiles: None
 
     each = torch.stack([run(one) for one in many[carried]])
     torch.testing.assert_close(torch.func.vmap(run)(many[carried]), each)
+
+
+GROWTH = """
+import torch
+from regard.ops import ALiBi, Causal, Window, attention
+torch.set_num_threads(1)
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+def train(n):
+    x, slopes = (torch.randn(*size, requires_grad=True) for size in ((1, 1, n, 64), (1,)))
+    rule = {"mask": Causal() & Window(512, 0), "bias": ALiBi(slopes=slopes)}
+    attention(x, x, x, **rule, backend="blockwise").sum().backward()
+train(2048)
+before = peak()
+train(16384)
+print(peak() - before)
+"""
+
+
+def test_a_learned_bias_of_16384_tokens_takes_memory_for_rows_and_keys_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # One number a pair would be 1,024 MiB.
+    assert float(done.stdout) < 1024 / 3, f"the peak grew by {done.stdout.strip()} MiB"

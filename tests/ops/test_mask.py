@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ from regard.ops import (
 )
 from regard.ops.call import Rule
 from regard.ops.pack import pack, parse, spell, unpack
-from regard.ops.shape import Shape, Tile
+from regard.ops.shape import SampleTile, Shape, Tile
 
 Sees = Callable[[int, int, int, int], bool]
 
@@ -203,8 +204,12 @@ def test_block_is_the_tile_of_dense(name: str, shape: Shape) -> None:
         (t0, t1), (s0, s1) = (
             sorted(torch.randint(0, n + 1, (2,), generator=made).tolist()) for n in shape[2:]
         )
-        block = mask.block(shape, Tile(t0, t1, s0, s1), torch.device("cpu"))
+        tile = Tile(t0, t1, s0, s1)
+        block = mask.block(shape, tile, torch.device("cpu"))
         assert torch.equal(block.expand(B, H, t1 - t0, s1 - s0), whole[:, :, t0:t1, s0:s1])
+        for b in range(B):
+            one = mask.block(shape, SampleTile.of(tile, b, b + 1), torch.device("cpu"))
+            assert torch.equal(one.expand(1, H, t1 - t0, s1 - s0), whole[b, None, :, t0:t1, s0:s1])
 
 
 @every_mask
@@ -342,6 +347,15 @@ def test_window_zero_sees_only_itself() -> None:
 
 def test_window_sides_do_not_count_the_query_itself() -> None:
     assert Window(2, 1).dense(Shape(1, 1, 7, 7))[3].nonzero().flatten().tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("far", [sys.maxsize, 10**20])
+@pytest.mark.parametrize("backend", ["sdpa", "blockwise", "reference"])
+def test_a_side_of_a_window_may_be_any_number(far: int, backend: str) -> None:
+    q, k, v = (torch.randn(1, 2, n, 3, dtype=torch.float64) for n in (5, 7, 7))
+    for mask, same in ((Window(2, far), Window(2, None)), (Window(far, 1), Window(None, 1))):
+        seen = attention(q, k, v, mask=mask, backend=backend)
+        assert torch.equal(seen, attention(q, k, v, mask=same, backend=backend))
 
 
 def test_last_query_sits_on_the_last_key_whatever_the_lengths() -> None:

@@ -7,6 +7,7 @@ take it refuse with a sentence. Autocast and types are in `test_types.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -249,6 +250,24 @@ class TestTransformed:
             known = torch.autograd.grad(out, inputs, pull, retain_graph=True)
             torch.testing.assert_close(tuple(g[n] for g in found), known)
 
+    @pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
+    def test_a_rule_that_was_written_to_since_gives_no_wrong_gradient(self, backend: str) -> None:
+        inputs, counts = leaves(*small()), torch.tensor([6, 3])
+        out = attention(*inputs, mask=Causal() & Lengths(counts), backend=backend)
+        counts.fill_(7)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+    def test_fused_kernels_train_with_a_rule_of_inference_mode(self) -> None:
+        inputs = leaves(*small())
+        with torch.inference_mode():
+            counts = torch.tensor([6, 3])
+        out = attention(*inputs, mask=Causal() & Lengths(counts), backend="sdpa")
+        same = attention(*inputs, mask=Causal() & Lengths(counts.clone()), backend="reference")
+        torch.testing.assert_close(
+            torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(same.sum(), inputs)
+        )
+
     def test_second_derivative_through_the_fused_kernel(self) -> None:
         q, k, v = leaves(*small(b=1, h=2, g=1, t=3, s=4, d=2, e=2))
         assert str(explain(q, k, v, mask=Causal())).startswith("sdpa       runs")
@@ -453,6 +472,19 @@ class TestExplain:
         q, k, v = small(torch.float32)
         with pytest.raises(TypeError, match=said):
             attention(**{"q": q, "k": k, "v": v, **change})
+
+    @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+    @pytest.mark.parametrize("call", [attention, explain])
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+    def test_nested_tensors_are_refused_in_words(
+        self, layout: torch.layout, call: Callable[..., object]
+    ) -> None:
+        parts = [torch.randn(n, 6, 3) for n in (5, 7)]
+        nested = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+        plain = torch.randn(2, 6, 7, 3)
+        for q, k in ((nested, nested), (nested, plain), (plain, nested)):
+            with pytest.raises(TypeError, match=r"got a NestedTensor: pad with t\.to_padded"):
+                call(q, k, k)
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "auto"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,10 +20,25 @@ from torch.nn.attention import SDPBackend
 
 import regard
 from regard._torch import sdp_order
-from regard.ops import Causal, Window, attention, explain, sdpa
+from regard.ops import Causal, Documents, Mask, Window, attention, explain, flash_cpu, sdpa
 from regard.ops.flash_cpu import in_rows
+from regard.ops.shape import Shape
 
 HOUSE = str(Path(regard.__file__).parent)
+
+
+@dataclass(frozen=True, eq=False)
+class Counted(Mask):
+    """All keys, counting of how many samples it is asked at once."""
+
+    asked: list[int]
+
+    def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
+        self.asked.append(b.numel())
+        return (b >= 0) & (i >= 0) & (j >= 0)
+
+    def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(i), torch.full_like(i, shape.S)
 
 
 @pytest.fixture
@@ -164,6 +180,22 @@ def test_tensors_of_a_gpu_that_have_no_data_are_asked_for_none(T: int) -> None:
         for mask in (None, Window(3, 0)):
             output = attention(q, k, k, mask=mask)
             assert output.shape == q.shape and output.is_cuda
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_rule_is_rendered_for_the_samples_of_a_piece_alone(
+    learned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_cpu, "BAND", 4)
+    monkeypatch.setattr(flash_cpu, "PIECE_COST", 0)
+    q, asked, ids = torch.randn(5, 2, 12, 8), list[int](), torch.arange(60).view(5, 12) // 7
+    rule = Documents(ids) & Counted(asked)
+    x = q.clone().requires_grad_(learned)
+    output = attention(x, q, q, mask=rule, backend="sdpa")
+    if learned:
+        output.sum().backward()
+    torch.testing.assert_close(output, attention(q, q, q, mask=Documents(ids), backend="reference"))
+    assert set(asked) == {1}
 
 
 def test_explain_names_the_cpus_kernel() -> None:

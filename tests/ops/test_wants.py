@@ -15,7 +15,7 @@ import torch
 from rounding import bound_sum
 from torch import Tensor
 
-from regard.ops import Causal, Lengths, Map, Wants, Window, blockwise, observe
+from regard.ops import Causal, Lengths, Map, Wants, Window, blockwise, explain, observe
 from regard.ops.wants import Peak
 
 BOTH = pytest.mark.parametrize("backend", ["reference", "blockwise"])
@@ -256,6 +256,7 @@ def test_rows_with_large_scores_are_told_to_the_last_digits(backend: str) -> Non
 BOOLS = torch.ones(5, dtype=torch.bool)
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "top": (lambda: Wants(top=0), ValueError, "top must be at least 1, got 0"),
+    "half a top": (lambda: Wants(top=2.5), TypeError, "top must be a whole number, got 2.5"),  # type: ignore[arg-type]
     "above 0": (lambda: Wants(above=0.0), ValueError, "above must be greater than 0 and at most 1"),
     "above 1": (lambda: Wants(above=1.1), ValueError, "at most 1/above"),
     "above nan": (lambda: Wants(above=math.nan), ValueError, "above must be greater than 0"),
@@ -267,6 +268,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "masses": (lambda: Wants(mass=BOOLS.expand(3, 5)), ValueError, "B=2, S=5, got shape (3, 5)"),
     "cells": (lambda: Wants(map=(3, 0)), ValueError, "at least 1 × 1 cells, got 3 × 0"),
     "rows": (lambda: Wants(rows=[0, 3]), ValueError, "rows must lie between 0 and T-1=2, got 3"),
+    "slice": (
+        lambda: Map(height=1, width=1, keys=slice(0, 2)),  # type: ignore[arg-type]
+        TypeError,
+        "keys of a map must be (first, past the last), got slice(0, 2, None)",
+    ),
+    "tensor": (lambda: Wants(rows=torch.tensor([0, 1])), TypeError, "(2,); a tensor or array bec"),  # type: ignore[arg-type]
     "row -1": (lambda: Wants(rows=[-1]), ValueError, "rows must lie between 0 and T-1=2, got -1"),
     "a dict": (lambda: {"top": 3}, TypeError, "wants must be a Wants(...), got a dict"),
     "the class": (lambda: Wants, TypeError, "got the class Wants; make one of it, Wants(...)"),
@@ -276,7 +283,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "one size": (lambda: Wants(map=5), TypeError, "map must be (height, width) or a Map"),  # type: ignore[arg-type]
     "a size alone": (lambda: Wants(map=(5,)), TypeError, "map must be (height, width)"),  # type: ignore[arg-type]
     "half a cell": (lambda: Wants(map=(5.5, 2)), TypeError, "height must be a whole number"),  # type: ignore[arg-type]
-    "one row": (lambda: Wants(rows=3), TypeError, "rows must be numbers of queries, [0, 7]"),  # type: ignore[arg-type]
+    "one row": (lambda: Wants(rows=3), TypeError, "rows must be a list of whole numbers"),  # type: ignore[arg-type]
     "half a row": (lambda: Wants(rows=[1.5]), TypeError, "each of rows must be a whole number"),  # type: ignore[list-item]
 }
 WINDOWS = [((2, 4), None), ((1, 1), None), ((-1, 2), None), (None, (0, 6)), (None, (3, 2))]
@@ -287,6 +294,8 @@ def test_what_cannot_be_told_is_refused_in_words(name: str) -> None:
     make, kind, words = REFUSED[name]
     with pytest.raises(kind, match=re.escape(words)):
         observe(torch.ones(2, 1, 3, 5), torch.ones(2, 1, 5, 5), None, wants=make())
+    with pytest.raises(kind, match=re.escape(words)):
+        explain(torch.ones(2, 1, 3, 5), *2 * [torch.ones(2, 1, 5, 5)], wants=make())
 
 
 @pytest.mark.parametrize(("queries", "keys"), WINDOWS)

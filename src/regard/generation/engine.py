@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from regard.layers import DecoderCache, FeedForward, MultiHeadAttention
-from regard.layers.fused_linear import FusedLinear
+from regard.layers.fused_linear import FusedLinear, trusting
 from regard.models import Memory, ModelConfig, Transformer
 from regard.ops import call_hook, edit_hook
 from regard.positions import DynamicNTK, LongRoPE
@@ -235,7 +235,8 @@ def take_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logits (B, V) after one token a row, the likeliest tokens (B, 1), and which are finite."""
     assert model.head is not None
-    x_btc = model.run(ids_b1, cache=cache)
+    with trusting():  # `find_graph` takes no graph whose fused weights hold no more
+        x_btc = model.run(ids_b1, cache=cache)
     logits_bv = model.head(x_btc[:, -1]).float()
     # The largest of the largest of each part: one long search would keep a GPU waiting.
     best_bp, at_bp = logits_bv.view(ids_b1.shape[0], n_parts, -1).max(-1)

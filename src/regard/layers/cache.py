@@ -42,6 +42,7 @@ from regard.layers.cache_slots import (
     Slots,
     Step,
     reorder_in_place,
+    writable,
 )
 
 
@@ -189,14 +190,12 @@ class KVCache:
             self._kept = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
             return self._kept
         buffers = self._buffers
-        # What inference mode made cannot be written outside of it.
-        locked = buffers is not None and buffers[0].is_inference()
-        locked = locked and not torch.is_inference_mode_enabled()
-        if buffers is None or locked or buffers[0].shape[2] < after:
+        if buffers is None or buffers[0].shape[2] < after:
             k_buffer, v_buffer = allocate(old_k, old_v, after + max(after // 2, 64))
             k_buffer[:, :, :before], v_buffer[:, :, :before] = old_k, old_v
-            self._buffers = buffers = k_buffer, v_buffer
-        k_buffer, v_buffer = buffers
+            buffers = k_buffer, v_buffer
+        k_buffer, v_buffer = map(writable, buffers)
+        self._buffers = k_buffer, v_buffer
         k_buffer[:, :, before:after], v_buffer[:, :, before:after] = k, v
         self._kept = k_buffer[:, :, :after], v_buffer[:, :, :after]
         return self._kept
@@ -213,7 +212,7 @@ class KVCache:
         if buffers is None or (step.first and not fits(buffers, k, v)):
             buffers = allocate(k, v, slots.n_slots)
         check_fit(buffers, k, v)
-        self._buffers = buffers
+        self._buffers = buffers = writable(buffers[0]), writable(buffers[1])
         read = (k, v) if step.first else buffers
         if slots.n_read < slots.n_slots and not step.first:
             read = buffers[0][:, :, : slots.n_read], buffers[1][:, :, : slots.n_read]

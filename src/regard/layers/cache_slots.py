@@ -183,8 +183,8 @@ class StaticSlots(Slots):
     def reset(self) -> None:
         self._started = False
         if self._keys is not None and self._next is not None:
-            self._keys.fill_(-1)
-            self._next.zero_()
+            self._keys = writable(self._keys).fill_(-1)
+            self._next = writable(self._next).zero_()
 
     def reorder(self, index: Tensor) -> None:
         if self._keys is not None and self._next is not None and self._keys.shape[0] > 1:
@@ -214,7 +214,7 @@ class StaticSlots(Slots):
             last = torch.zeros_like(keys[:, 0])
         if n > keys.shape[0]:
             keys, last = keys.expand(n, -1).clone(), last.expand(n).clone()
-        self._keys, self._next = keys, last
+        self._keys, self._next = keys, last = writable(keys), writable(last)
         return keys, last
 
     @abstractmethod
@@ -238,13 +238,13 @@ class FixedSlots(StaticSlots):
     def reset(self) -> None:
         super().reset()
         if self._used is not None:
-            self._used.zero_()
+            self._used = writable(self._used).zero_()
 
     def _map(self, queries: Tensor, last: Tensor) -> Tensor:
         n_new, device, size = queries.shape[1], queries.device, self.n_slots
         if self._used is None or self._used.device != device:
             self._used = torch.zeros((), dtype=torch.int64, device=device)
-        used = self._used
+        self._used = used = writable(self._used)
         words = f"a fixed cache of size {size} has no room for {n_new} more tokens"
         advice = "; make it larger, or reset() it for a new text"
         if not self._started and n_new > size:
@@ -318,11 +318,16 @@ def past_the_last(next_n: Tensor | None, at_nt: Tensor) -> Tensor:
     return join_rows(next_n[:, None] - 1, at_nt).amax(1) + 1
 
 
+def writable(x: Tensor) -> Tensor:
+    """x, or a copy where inference mode made it, which outside of that mode cannot be written."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return x
+    return x.clone() if x.is_inference() else x
+
+
 def reorder_in_place(pair: tuple[Tensor, Tensor], index: Tensor) -> tuple[Tensor, Tensor]:
     """Row b of both as row index[b] was, in the same memory where the number of rows stays."""
     one, other = (x.index_select(0, index) for x in pair)
     if one.shape != pair[0].shape:
         return one, other
-    pair[0].copy_(one)
-    pair[1].copy_(other)
-    return pair
+    return writable(pair[0]).copy_(one), writable(pair[1]).copy_(other)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from regard._check import check_choice, check_count, check_probability
 from regard.layers.dropout import Dropout
-from regard.layers.fused_linear import FusedLinear, run_fused
+from regard.layers.fused_linear import FusedLinear, is_usable, run_fused
 from regard.layers.matvec import is_one_row, linear_row, project
 from regard.layers.norm import Factory
 
@@ -75,7 +75,12 @@ class FeedForward(nn.Module):
     def forward(self, x_btc: Tensor) -> Tensor:
         if self.gate_proj is None:
             hidden_btf = self.activation(project(self.up_proj, x_btc))
-        elif self.fused is not None and is_one_row(x_btc) and isinstance(self.activation, nn.SiLU):
+        elif (
+            self.fused is not None
+            and is_one_row(x_btc)
+            and isinstance(self.activation, nn.SiLU)
+            and is_usable(self.fused)
+        ):
             hidden_btf = linear_row(x_btc, self.fused.weight, self.fused.bias, gated=True)
         else:
             layers = (self.gate_proj, self.up_proj)

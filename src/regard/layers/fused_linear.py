@@ -5,19 +5,36 @@ more than one long one.
 
 How: `FusedLinear` lays the weights out in a new piece of memory and makes each layer's own weight a
 view of its part: nothing is held twice, and layers are saved and loaded one by one. When a layer's
-weight is replaced, say by `.to()`, `holds` is False.
+weight is replaced, say by `.to()`, `holds` is False, and the layers answer one by one. A compiled
+graph cannot look: it reads the joint memory only where it is traced inside of `trusting`.
 
-Left out: gradients; autograd does not know the joint memory.
+Left out: gradients; autograd does not know the joint memory. Copies: a copy of a layer is not
+fused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from regard.layers.matvec import linear, project
+
+trusted = False
+"""Whether who compiles makes sure, before each run of the graph, that the weights still hold."""
+
+
+@contextmanager
+def trusting() -> Iterator[None]:
+    """In which compiled graphs read the joint memory."""
+    global trusted
+    trusted = True
+    try:
+        yield
+    finally:
+        trusted = False
 
 
 class FusedLinear:
@@ -38,6 +55,9 @@ class FusedLinear:
                     if layer.bias is not None:
                         layer.bias.data = part.copy_(layer.bias)
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
     def holds(self) -> bool:
         """Whether every layer still reads its weights from here."""
         parts = zip(self.layers, torch.split(self.weight, self.sizes), strict=True)
@@ -47,13 +67,16 @@ class FusedLinear:
         return list(torch.split(linear(x, self.weight, self.bias), self.sizes, -1))
 
 
+def is_usable(fused: FusedLinear) -> bool:
+    """Whether the joint memory may stand for the layers' own weights, here and now."""
+    if torch.is_grad_enabled():
+        return False
+    return trusted if torch.compiler.is_compiling() else fused.holds()
+
+
 def run_fused(fused: FusedLinear | None, layers: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
     """Each layer's answer to x, by one product where `fused` holds and no gradient is asked for."""
-    if (
-        fused is not None
-        and not torch.is_grad_enabled()
-        and (torch.compiler.is_compiling() or fused.holds())
-    ):
+    if fused is not None and is_usable(fused):
         return fused(x)
     answers = []
     for layer in layers:

@@ -309,7 +309,10 @@ class MultiHeadAttention(Observable):
                 "pass memory="
             )
         if cache is not None and not isinstance(cache, KVCache):
-            raise TypeError(f"cache is a {type(cache).__name__}; expected a KVCache for this layer")
+            raise TypeError(
+                f"cache is a {type(cache).__name__}; expected a KVCache: make one with "
+                "KVCache.growing(), .fixed(size) or .windowed(left)"
+            )
         if not isinstance(places, Places):
             places = self.place(x_btc, places, cache)
         parts = run_fused(self.fused, (self.q_proj, self.k_proj, self.v_proj), x_btc)

@@ -157,7 +157,7 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
     form = decode_relaunch.form_of(q, k, v, given)
     if form is not None and (output := decode_relaunch.attend_again(form)) is not None:
         return output
-    if type(q) is not Tensor or q.dim() != 4:
+    if type(q) is not Tensor or q.is_nested or q.dim() != 4:
         return None
     if triton.refuse_tensors(q, q.shape[3]) is not None:
         return None

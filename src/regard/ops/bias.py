@@ -3,8 +3,9 @@
 The one definition is `add(b, h, i, j, shape, dtype)`, the number added to the score of the query at
 position i and the key at position j. The dense tensor (`dense`, `block`) and the FlexAttention
 function are derived from it. Biases with learned numbers also define how a gradient of the scores
-becomes a gradient of those numbers: `grad_at` and `grad_block` for one tile, `grad_join` for all
-tiles together. A bias without these can be differentiated by the reference backend only.
+becomes a gradient of those numbers: `grad_at` and `grad_block` for one tile, `grad_places` and
+`grad_join` for all tiles together. A bias without these can be differentiated by the reference
+backend only.
 
 -inf, and the most negative number of the bias's own type, mean "may not look": both are read as
 -inf.
@@ -78,16 +79,18 @@ class Bias(Term):
         _, _, i, j = indices(shape, tile, grad_bhts.device)
         return self.grad_at(grad_bhts, i, j)
 
-    def grad_join(self, blocks: dict[Tile, list[Tensor]], shape: Shape) -> list[Tensor]:
-        """The leaves' gradients from those of all tiles: their sum, unless a class differs."""
-        leaves = self.leaves()
-        if not blocks:
-            return [torch.zeros_like(leaf) for leaf in leaves]
-        columns = zip(*blocks.values(), strict=True)
-        # Summed in the scores' type and rounded once.
+    def grad_places(self, tile: Tile) -> list[Tile]:
+        """Where in each leaf belongs what a tile gives to it; what has one place is added up."""
+        return [Tile(0, 0, 0, 0)] * len(self.leaves())
+
+    def grad_join(self, parts: list[dict[Tile, Tensor]], tiles: Sequence[Tile]) -> list[Tensor]:
+        """The leaves' gradients from what the tiles gave, by its place; `tiles` are all there are.
+
+        What was summed in the scores' type is rounded once, here.
+        """
         return [
-            sum(column[1:], column[0]).to(leaf)
-            for column, leaf in zip(columns, leaves, strict=True)
+            next(iter(found.values())).to(leaf) if found else torch.zeros_like(leaf)
+            for found, leaf in zip(parts, self.leaves(), strict=True)
         ]
 
     def block(self, shape: Shape, tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -286,15 +289,23 @@ class DenseBias(Bias):
     def _four(self) -> Tensor:
         return self.values[(None,) * (4 - self.values.dim())]
 
-    def grad_join(self, blocks: dict[Tile, list[Tensor]], shape: Shape) -> list[Tensor]:
-        rows: dict[tuple[int, int], list[Tensor]] = {}
-        for tile, (part,) in sorted(blocks.items()):
-            rows.setdefault((tile.t0, tile.t1), []).append(part)
-        if not rows:
-            return [torch.zeros_like(self.values)]
+    def grad_places(self, tile: Tile) -> list[Tile]:
         four = self._four()
-        bands = [merge(parts, -1, four.shape[-1] == 1) for parts in rows.values()]
-        return [merge(bands, -2, four.shape[-2] == 1).reshape(self.values.shape).to(self.values)]
+        rows = (0, 0) if four.shape[-2] == 1 else (tile.t0, tile.t1)
+        return [Tile(*rows, *((0, 0) if four.shape[-1] == 1 else (tile.s0, tile.s1)))]
+
+    def grad_join(self, parts: list[dict[Tile, Tensor]], tiles: Sequence[Tile]) -> list[Tensor]:
+        (found,), four = parts, self._four()
+        if not found:
+            return [torch.zeros_like(self.values)]
+        like, rows = next(iter(found.values())), dict[tuple[int, int], list[Tensor]]()
+        for place in sorted({self.grad_places(tile)[0] for tile in tiles}):
+            part = found.get(place)
+            if part is None:
+                part = like.new_zeros(cut(four, place).shape)
+            rows.setdefault((place.t0, place.t1), []).append(part)
+        whole = torch.cat([torch.cat(band, -1) for band in rows.values()], -2)
+        return [whole.reshape(self.values.shape).to(self.values)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,16 +379,12 @@ class Sum(Joined, Bias):
     def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
         return self.one.grad_at(grad_bhts, i, j) + self.other.grad_at(grad_bhts, i, j)
 
-    def grad_join(self, blocks: dict[Tile, list[Tensor]], shape: Shape) -> list[Tensor]:
+    def grad_places(self, tile: Tile) -> list[Tile]:
+        return self.one.grad_places(tile) + self.other.grad_places(tile)
+
+    def grad_join(self, parts: list[dict[Tile, Tensor]], tiles: Sequence[Tile]) -> list[Tensor]:
         n = len(self.one.leaves())
-        first = {tile: parts[:n] for tile, parts in blocks.items()}
-        second = {tile: parts[n:] for tile, parts in blocks.items()}
-        return self.one.grad_join(first, shape) + self.other.grad_join(second, shape)
-
-
-def merge(parts: Sequence[Tensor], axis: int, shared: bool) -> Tensor:
-    """Parts side by side along an axis, or their sum where all tiles share one entry."""
-    return torch.stack(list(parts)).sum(0) if shared else torch.cat(list(parts), axis)
+        return self.one.grad_join(parts[:n], tiles) + self.other.grad_join(parts[n:], tiles)
 
 
 def lowest_as_inf(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -395,6 +402,11 @@ def alibi_slopes(n_heads: int) -> Tensor:
     Other counts take those of the next lower power of two, then every second one of the next
     higher.
     """
+    if isinstance(n_heads, Tensor) or not hasattr(n_heads, "__index__"):
+        raise TypeError(
+            f"n_heads must be a whole number, got {type(n_heads).__name__}; slopes of your own are "
+            "given by name, ALiBi(slopes=t)"
+        )
     check_count("n_heads", n_heads)
     lower = 2 ** int(math.log2(n_heads))
     slopes = [2 ** (-8 * (k + 1) / lower) for k in range(lower)]

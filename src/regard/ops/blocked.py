@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard._check import readable
 from regard.ops.mask import Bounds, Box, Mask
-from regard.ops.shape import Bools, Ints, Shape, Tile, pick_broadcast
+from regard.ops.shape import Bools, Ints, Shape, Tile, of_samples, pick_broadcast
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +35,9 @@ class Blocked(Mask):
         return ~(looking & pick_broadcast(self.keys[..., None, :], where))
 
     def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
-        looking = self.queries[..., tile.t0 : tile.t1, None].to(device)
-        return ~(looking & self.keys[..., None, tile.s0 : tile.s1].to(device))
+        queries, keys = of_samples(self.queries, tile), of_samples(self.keys, tile)
+        looking = queries[..., tile.t0 : tile.t1, None].to(device)
+        return ~(looking & keys[..., None, tile.s0 : tile.s1].to(device))
 
     def bounds(self, box: Box) -> Bounds:
         if not readable(self.queries, self.keys):

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard._check import known_finite
+from regard._check import known_finite, readable
 from regard._torch import is_transformed
 from regard.ops.call import Call, Rule, score_dtype
 from regard.ops.dropout import keep_factor
@@ -293,7 +293,7 @@ class _Band:
 
 def better_key(scores_bhts: Tensor, better_bht1: Tensor, key_bht1: Tensor, first: Tensor) -> Tensor:
     """Each row's best key so far, looked for only in rows where this tile holds a better one."""
-    if is_transformed(scores_bhts):
+    if not readable(scores_bhts):
         best = scores_bhts.argmax(-1, keepdim=True) + first
         return torch.where(better_bht1, best, key_bht1)
     rows = better_bht1.flatten().nonzero().squeeze(1)

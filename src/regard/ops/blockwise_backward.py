@@ -14,7 +14,7 @@ sizes of a tile.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from regard.ops.call import Call, Rule, outside_autocast, score_dtype
 from regard.ops.dropout import keep_factor
 from regard.ops.reference import add_rule, finite_part, group_matmul, raw_scores
 from regard.ops.shape import Tile
+
+Place = TypeVar("Place", bound=tuple[int, ...])
 
 
 class Grads(NamedTuple):
@@ -55,7 +57,8 @@ class _Walk:
         self.dtype = score_dtype(self.q.dtype)
         self.k_parts: dict[tuple[int, int], Tensor] = {}
         self.v_parts: dict[tuple[int, int], Tensor] = {}
-        self.bias_parts: dict[Tile, list[Tensor]] = {}
+        # Added up at once: small tensors kept between large ones would hold the heap's memory.
+        self.bias_parts: list[dict[Tile, Tensor]] = [{} for _ in self.rule.bias_leaves()]
         self.lse = rows.lse.masked_fill(rows.lse == -math.inf, 0.0)[..., None]
         self.slope = self._slope_of_rows()
 
@@ -100,19 +103,22 @@ class _Walk:
             pull = group_matmul(g, v.to(self.dtype).mT)
             kept = p if keep is None else p * keep
             slope = slope + (pull if keep is None else pull * keep)
-            add_part(self.v_parts, tile, group_outer(kept, g, v.shape[1]))
+            add_part(self.v_parts, keys, group_outer(kept, g, v.shape[1]))
         if self.given.entropy is not None:
             log_p = log_p.masked_fill(p == 0, 0.0)
             slope = slope - run_of(self.given.entropy, rows).unsqueeze(-1) * log_p
         ds = p * slope if hidden is None else (p * slope).masked_fill(hidden, 0.0)
         if wants_bias:
-            assert self.rule.bias is not None
-            self.bias_parts[tile] = self.rule.bias.grad_block(ds, self.rule.shape, tile)
+            bias = self.rule.bias
+            assert bias is not None
+            given = bias.grad_places(tile), bias.grad_block(ds, self.rule.shape, tile)
+            for parts, place, part in zip(self.bias_parts, *given, strict=True):
+                add_part(parts, place, part)
         if self.rule.softcap is not None:
             capped = capped if hidden is None else capped.masked_fill(hidden, 0.0)
             ds = ds * (1.0 - (capped / self.rule.softcap) ** 2)
         ds = ds * self.rule.factor(q.shape[3])
-        add_part(self.k_parts, tile, group_outer(ds, q.to(self.dtype), k.shape[1]))
+        add_part(self.k_parts, keys, group_outer(ds, q.to(self.dtype), k.shape[1]))
         return group_matmul(ds, k.to(self.dtype))
 
 
@@ -138,7 +144,7 @@ def _walk_back(call: Call, rows: Rows, given: Given, wants_bias: bool) -> Grads:
     leaves: list[Tensor] = []
     if wants_bias:
         assert rule.bias is not None
-        leaves = rule.bias.grad_join(filled(walk.bias_parts, rule), rule.shape)
+        leaves = rule.bias.grad_join(walk.bias_parts, grid_tiles(rule.shape))
     return Grads(
         q=torch.cat(q_parts, 2).to(q.dtype) if q_parts else torch.zeros_like(q),
         k=join_parts(walk.k_parts, k, rule),
@@ -166,9 +172,8 @@ def group_outer(a_bhts: Tensor, b_bhtx: Tensor, n_groups: int) -> Tensor:
     )
 
 
-def add_part(parts: dict[tuple[int, int], Tensor], tile: Tile, part: Tensor) -> None:
-    """Add a tile's share to what its keys have gathered so far."""
-    place = (tile.s0, tile.s1)
+def add_part(parts: dict[Place, Tensor], place: Place, part: Tensor) -> None:
+    """Add a tile's share to what its place has gathered so far."""
     parts[place] = parts[place] + part if place in parts else part
 
 
@@ -185,16 +190,3 @@ def join_parts(parts: dict[tuple[int, int], Tensor], like: Tensor, rule: Rule) -
     if at < rule.shape.S:
         pieces.append(torch.zeros_like(like[:, :, at:]))
     return torch.cat(pieces, 2)
-
-
-def filled(parts: dict[Tile, list[Tensor]], rule: Rule) -> dict[Tile, list[Tensor]]:
-    """Bias gradients of all tiles of the grid: the skipped ones are zero."""
-    assert rule.bias is not None
-    whole = dict(parts)
-    like = rule.bias.leaves()[0]
-    for tile in grid_tiles(rule.shape):
-        if tile not in whole:
-            shape = (rule.shape.B, rule.shape.H, tile.t1 - tile.t0, tile.s1 - tile.s0)
-            zero = torch.zeros(shape, dtype=score_dtype(like.dtype), device=like.device)
-            whole[tile] = rule.bias.grad_block(zero, rule.shape, tile)
-    return whole

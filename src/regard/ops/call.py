@@ -21,7 +21,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from regard._check import FLOAT_TYPES, check_float, check_probability, check_shapes
-from regard._torch import is_plainly_eager, is_transformed, is_transforming, takes_tangents
+from regard._torch import (
+    is_plainly_eager,
+    is_traced_by_fx,
+    is_transformed,
+    is_transforming,
+    takes_tangents,
+)
 from regard.ops.bias import Bias, DenseBias
 from regard.ops.dropout import as_seed, draw_seed
 from regard.ops.mask import Mask
@@ -150,7 +156,7 @@ class Call:
 
     def is_unreadable(self) -> bool:
         """Whether values cannot be looked at now."""
-        return torch.compiler.is_compiling() or self.transformed
+        return torch.compiler.is_compiling() or is_traced_by_fx() or self.transformed
 
     def has_tangent(self) -> bool:
         """Whether a forward-mode derivative is, or may be, taken through the call.
@@ -233,7 +239,9 @@ def plain_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int] | 
     None sends a call the long way: inputs that are empty or do not fit, values of another width,
     tracing, transforms, forward-mode derivatives, autocast.
     """
-    if not (type(q) is type(k) is type(v) is Tensor) or not is_plainly_eager():
+    if not (type(q) is type(k) is type(v) is Tensor) or q.is_nested or k.is_nested:
+        return None
+    if not is_plainly_eager():
         return None
     of_q, of_k, dtype, device = q.shape, k.shape, q.dtype, q.device
     if len(of_q) != 4 or len(of_k) != 4 or v.shape != of_k:
@@ -269,6 +277,12 @@ def as_bias(bias: Bias | Tensor | None) -> Bias | None:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Shape:
     """The sizes of a call whose tensors fit each other; else an error that says what does not."""
     fits = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if fits and (q.is_nested or k.is_nested or v.is_nested):
+        raise TypeError(
+            "q, k and v must be plain tensors, got a NestedTensor: pad with "
+            "t.to_padded_tensor(0.0) and name the padding by mask=Lengths(lengths), or pack with "
+            "mask=Documents(ids)"
+        )
     if not fits or q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         check_shapes({"q": (q, "B H T D"), "k": (k, "B G S D"), "v": (v, "B G S E")})
     (B, H, T, D), (b, G, S, d), of_v = q.shape, k.shape, v.shape

@@ -27,7 +27,7 @@ from regard._torch import flash_backward, flash_forward, is_batched_gradient
 from regard.ops.blockwise_op import run_blockwise
 from regard.ops.call import Call, Rule, outside_autocast, score_dtype
 from regard.ops.mask import edges, tile_bounds
-from regard.ops.shape import Bools, Ints, Shape, Tile
+from regard.ops.shape import Bools, Ints, SampleTile, Shape, Tile
 
 BAND = 256
 """Queries in a piece: few enough to follow a mask's edge, enough to fill the kernel's blocks."""
@@ -96,8 +96,10 @@ class Plan:
         if piece.full and rule.bias is None:
             return None
         if len(self.pieces) == 1 or not rule.is_relative():
-            rendered = rule.block(tile, q)
-            return rendered[piece.b0 : piece.b1] if rendered.shape[0] != 1 else rendered
+            rendered = rule.block(SampleTile.of(tile, piece.b0, piece.b1), q)
+            # A mask with a `block` of its own may tell of all samples.
+            is_of_all = rendered.shape[0] > piece.b1 - piece.b0
+            return rendered[piece.b0 : piece.b1] if is_of_all else rendered
         if self.band is None:
             self.band = self._band(q)
         # Row t and key s stand in the band at row t - t0 and column s - t0 + left.
@@ -212,12 +214,14 @@ class _Pieces(torch.autograd.Function):
         else:
             rows = run_blockwise(Call(q=q, k=k, v=v, rule=rule))
             out, lse = rows.output, rows.lse
-        ctx.save_for_backward(q, k, v, out, lse)
+        # The backward pass renders the rule again: autograd is to notice if it was written to.
+        watched = [tensor for tensor in rule.tensors() if not tensor.is_inference()]
+        ctx.save_for_backward(q, k, v, out, lse, *watched)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *_ = ctx.saved_tensors
         plan: Plan = ctx.plan
         if torch.is_grad_enabled() or is_batched_gradient(grad) or not ctx.finite:
             twice = torch.is_grad_enabled()

@@ -27,6 +27,7 @@ from regard.ops.shape import (
     check_counts,
     count_pairs,
     cut,
+    of_samples,
     pick_axis,
     pick_batch,
     pick_broadcast,
@@ -87,6 +88,10 @@ class Causal(Mask):
         return shape.T == 1 and self.align == "end"
 
 
+ENDLESS = 2**62
+"""The side of a window from which on it counts as open: sums with positions stay within 64 bits."""
+
+
 @dataclass(frozen=True, eq=False)
 class Window(Mask):
     """A sliding window: the query at position i sees the keys i - left .. i + right.
@@ -119,6 +124,8 @@ class Window(Mask):
                     f"{name} must be None (open) or a whole number from 0 (itself only) on, "
                     f"got {side!r}"
                 )
+            if side is not None and side >= ENDLESS:
+                object.__setattr__(self, name, None)
 
     def allows(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor, shape: Shape) -> Tensor:
         seen = j == j if self.left is None else j >= i - self.left
@@ -194,7 +201,8 @@ class Lengths(Mask):
 
     def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
         j = torch.arange(tile.s0, tile.s1, device=device)
-        count = self.lengths.to(device, torch.int64).view(-1, 1, 1, 1)
+        lengths = of_samples(self.lengths, tile)
+        count = lengths.to(device, torch.int64).view(-1, 1, 1, 1)
         return j < count if self.side == "right" else j >= shape.S - count
 
     def bounds(self, box: Box) -> Bounds:

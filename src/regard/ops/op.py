@@ -162,14 +162,19 @@ def observe(
 
 def observe_call(call: Call, wants: Wants, backend: str = "auto") -> Observation:
     """What is wanted about a call that has been checked; hooks do not hear of it."""
+    call = wanting(call, wants)
+    with outside_autocast(call.q.device.type):
+        return choose(call, backend).observe(call)
+
+
+def wanting(call: Call, wants: Wants) -> Call:
+    """A call that is asked about its weights, where they can be."""
     if not isinstance(wants, Wants):
         raise TypeError(f"wants must be a Wants(...), got {name_kind(wants)}")
     wants.check(call.rule.shape)
     asked = wants.receiving()
     inside = asked is not None and asked.rows is not None and is_transformed(asked.rows)
-    call = replace(call, wants=wants, transformed=call.transformed or inside)
-    with outside_autocast(call.q.device.type):
-        return choose(call, backend).observe(call)
+    return replace(call, wants=wants, transformed=call.transformed or inside)
 
 
 def explain(
@@ -205,7 +210,5 @@ def explain(
         'sdpa'
     """
     rule: Given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
-    if wants is not None and not isinstance(wants, Wants):
-        raise TypeError(f"wants must be a Wants(...), got {name_kind(wants)}")
     call = make_call(q, k, v, **rule, dropout=dropout)
-    return explain_call(replace(call, wants=wants), backend)
+    return explain_call(call if wants is None else wanting(call, wants), backend)

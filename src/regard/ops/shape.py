@@ -10,7 +10,7 @@ Letters: B batch, H heads, T queries, S keys.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -37,19 +37,40 @@ class Shape(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Query rows t0..t1 and keys s0..s1 of the matrix, ends excluded."""
+    """Query rows t0..t1 and keys s0..s1 of the matrix, ends excluded, of all samples."""
 
     t0: int
     t1: int
     s0: int
     s1: int
 
+    @property
+    def samples(self) -> slice | None:
+        """The samples it is of, None for all."""
+        return None
+
+
+class SampleTile(Tile):
+    """A tile of the samples b0..b1 alone."""
+
+    _samples: slice
+
+    @classmethod
+    def of(cls, tile: Tile, b0: int, b1: int) -> Self:
+        part = cls(*tile)
+        part._samples = slice(b0, b1)
+        return part
+
+    @property
+    def samples(self) -> slice:
+        return self._samples
+
 
 def indices(
     shape: Shape, tile: Tile, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Indices b, h, i, j of a tile, shaped to broadcast to (B, H, t, s); i is a position."""
-    b = torch.arange(shape.B, device=device).view(-1, 1, 1, 1)
+    b = of_samples(torch.arange(shape.B, device=device), tile).view(-1, 1, 1, 1)
     h = torch.arange(shape.H, device=device).view(-1, 1, 1)
     return b, h, *positions(shape, tile, device)
 
@@ -67,7 +88,14 @@ def cut(tensor: Tensor, tile: Tile) -> Tensor:
         tensor = tensor[..., tile.s0 : tile.s1]
     if tensor.dim() >= 2 and tensor.shape[-2] != 1:
         tensor = tensor[..., tile.t0 : tile.t1, :]
-    return tensor
+    return of_samples(tensor, tile) if tensor.dim() == 4 else tensor
+
+
+def of_samples(values: Tensor, tile: Tile) -> Tensor:
+    """What a tensor (B, ...) or (1, ...) has of the samples of a tile."""
+    if tile.samples is None or values.shape[0] == 1:
+        return values
+    return values[tile.samples]
 
 
 def pick_batch(values: Tensor, b: Tensor) -> Tensor:

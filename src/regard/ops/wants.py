@@ -11,9 +11,9 @@ Letters: B batch, H heads, T queries, S keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -49,6 +49,9 @@ class Map:
     keys: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        for name, ends in (("queries", self.queries), ("keys", self.keys)):
+            if ends is not None and not _is_pair(ends):
+                raise TypeError(f"{name} of a map must be (first, past the last), got {ends!r}")
         check_whole("a map's height", self.height)
         check_whole("a map's width", self.width)
         if self.height < 1 or self.width < 1:
@@ -115,11 +118,7 @@ class Received:
                     "zeros leave out single queries"
                 )
             ends = (ends.start or 0, ends.stop or 0)
-        if ends is not None and not (
-            isinstance(ends, tuple)
-            and len(ends) == 2
-            and all(hasattr(n, "__index__") for n in ends)
-        ):
+        if ends is not None and not _is_pair(ends):
             raise TypeError(
                 "queries must be a slice of whole numbers or (first, past the last), "
                 f"got {self.queries!r}"
@@ -251,8 +250,11 @@ class Wants:
                 f"weights), got {self.above}"
             )
         if self.rows is not None:
-            if not isinstance(self.rows, Iterable) or isinstance(self.rows, str):
-                raise TypeError(f"rows must be numbers of queries, [0, 7], got {self.rows!r}")
+            if not isinstance(self.rows, (Sequence, Set)) or isinstance(self.rows, str):
+                raise TypeError(
+                    "rows must be a list of whole numbers, the queries wanted, "
+                    f"got {_describe(self.rows)}; a tensor or array becomes one by .tolist()"
+                )
             for row in self.rows:
                 check_whole("each of rows", row)
         if self.map is not None and not isinstance(self.map, Map):
@@ -440,6 +442,16 @@ def _count_from(end: int | None, size: int, default: int) -> int:
     if end is None:
         return default
     return min(max(end + size if end < 0 else end, 0), size)
+
+
+def _is_whole(value: object) -> bool:
+    """Whether Python takes it for an index."""
+    return hasattr(value, "__index__")
+
+
+def _is_pair(ends: object) -> TypeGuard[Sequence[int]]:
+    """Whether these are two whole numbers."""
+    return isinstance(ends, (tuple, list)) and len(ends) == 2 and all(map(_is_whole, ends))
 
 
 def _describe(value: object) -> str:
