@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from lens_subjects import SUBJECTS, TWO_SIDED, draw, question
+from lens_subjects import SUBJECTS, TWO_SIDED, draw, question, text_model
 from torch import Tensor, nn
 
 import regard
@@ -235,6 +235,24 @@ def test_perceiver_looks_at_its_input_and_then_at_itself() -> None:
             model(x)
         found = [(place.kind, place.n_queries, place.n_keys) for place in record.places]
         assert found == [("cross", 8, n_inputs), ("self", 8, 8), ("self", 8, 8)]
+
+
+def test_queries_that_experts_make_are_of_their_own_text() -> None:
+    """JetMoE: what experts give is added up in empty places, each token where it was."""
+    config = hf.JetMoeConfig(
+        vocab_size=83,
+        hidden_size=36,
+        num_hidden_layers=2,
+        num_key_value_heads=3,
+        kv_channels=12,
+        intermediate_size=52,
+        num_local_experts=4,
+    )
+    model, ids = text_model(config), draw(1, 11)
+    with torch.no_grad(), watch(model) as record:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    found = [(place.kind, place.causal, place.n_queries, place.n_keys) for place in record.places]
+    assert found == [("self", True, 14, 14)] * 2
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

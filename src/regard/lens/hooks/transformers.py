@@ -134,10 +134,8 @@ def recording(function: Attend) -> Attend:
 
 def name_arguments(function: Attend, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What a function is given, but for the module, by the names of the interface."""
-    names = FIRST
-    if len(args) > len(FIRST):
-        names = *FIRST, *list(signature_of(function).parameters)[1 + len(FIRST) :]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    more = list(signature_of(function).parameters)[1 + len(FIRST) :] if args[len(FIRST) :] else []
+    return {**dict(zip((*FIRST, *more), args, strict=False)), **kwargs}
 
 
 def read_call(
