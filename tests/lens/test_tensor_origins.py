@@ -255,10 +255,32 @@ def test_queries_that_experts_make_are_of_their_own_text() -> None:
     assert found == [("self", True, 14, 14)] * 2
 
 
+@pytest.mark.parametrize("length", [6, 12])
+def test_a_decoder_looks_at_its_source_also_where_both_read_parts_of_one_input(length: int) -> None:
+    """A time series: its past and its future are cut out of one tensor."""
+    config = hf.TimeSeriesTransformerConfig(
+        prediction_length=6,
+        context_length=length,
+        lags_sequence=[1, 2],
+        num_time_features=1,
+        d_model=12,
+        encoder_layers=1,
+        decoder_layers=2,
+    )
+    model, (past, future) = hf.TimeSeriesTransformerModel(config).eval(), torch.randn(2, 1, 14)
+    given = {"past_values": past[:, : length + 2], "future_values": future[:, :6]}
+    more = {f"{name[:-7]}_time_features": x[..., None] for name, x in given.items()}
+    with torch.no_grad(), watch(model) as record:
+        model(**given, **more, past_observed_mask=torch.ones(1, length + 2))
+    found = [(place.kind, place.layer) for place in record.places]
+    assert found == [("self", 0), ("self", 0), ("cross", 0), ("self", 1), ("cross", 1)]
+
+
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_kinds_of_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without their modules' word and their names, by the tensors alone."""
-    monkeypatch.setattr("regard.lens.recorder.CROSS", re.compile("(?!)"))
+    for names in ("CROSS", "SOURCE"):
+        monkeypatch.setattr(f"regard.lens.recorder.{names}", re.compile("(?!)"))
     model = SUBJECTS[name]()
     for module in model.modules():
         if isinstance(getattr(module, "is_cross_attention", None), bool):
