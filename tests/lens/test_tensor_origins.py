@@ -255,6 +255,33 @@ def test_queries_that_experts_make_are_of_their_own_text() -> None:
     assert found == [("self", True, 14, 14)] * 2
 
 
+def test_keys_that_layers_share_in_a_fixed_cache_are_the_texts_own() -> None:
+    """Gemma 3n writes into its streams, and its last layers take the keys of earlier ones."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = hf.Gemma3nTextConfig(
+        vocab_size=83,
+        hidden_size=36,
+        intermediate_size=[52] * 4,
+        num_hidden_layers=4,
+        layer_types=kinds * 2,
+        num_kv_shared_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=12,
+        sliding_window=5,
+        vocab_size_per_layer_input=83,
+        hidden_size_per_layer_input=6,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    model, given = text_model(config), {"cache_implementation": "static", "disable_compile": True}
+    with torch.no_grad(), watch(model) as record:
+        model.generate(draw(1, 11), max_new_tokens=4, do_sample=False, **given)
+    found = [(place.kind, place.layer, place.n_queries, place.n_keys) for place in record.places]
+    assert found == [("self", layer, 14, 14) for layer in range(4)]
+
+
 @pytest.mark.parametrize("length", [6, 12])
 def test_a_decoder_looks_at_its_source_also_where_both_read_parts_of_one_input(length: int) -> None:
     """A time series: its past and its future are cut out of one tensor."""

@@ -163,11 +163,12 @@ class TensorOrigins:
         return Origin(known.source, known.joined + joined, projected or known.projected)
 
     def _write(self, args: Any, result: Any) -> None:
-        """What is written into comes from what was written, with the rest beside it."""
+        """What is written into comes from what was written, with the rest of another beside it."""
         written = [x for x in args[1:] if isinstance(x, Tensor) and x.is_floating_point()]
         if not written:
             return
-        origin = self._origin(written[-1], joined=True)
+        rest, source = self._origins.get(args[0]), self._origin(written[-1]).source
+        origin = self._origin(written[-1], joined=rest is None or rest.source != source)
         for tensor in (args[0], args[0]._base, result):
             if isinstance(tensor, Tensor):
                 self._origins.put(tensor, origin)
