@@ -55,6 +55,24 @@ def test_several_rows_are_written_on_each_in_its_own_place() -> None:
         assert_within(found, exact, bound_weights(plain, exact))
 
 
+def test_a_second_batch_of_texts_may_begin_in_a_cache_of_fixed_size() -> None:
+    """Its first call has slots for keys that are yet to come, which are none of calls before it."""
+    model, given = SUBJECTS["llama"](), {"do_sample": False, "max_new_tokens": 5}
+    given |= {"cache_implementation": "static", "disable_compile": True}
+    given["attention_mask"] = torch.ones(2, 7).long().index_fill_(1, torch.arange(2), 0)
+    given["attention_mask"][1] = 1
+    with torch.no_grad(), watch(model, keep="qk", row=1) as record:
+        texts = [model.generate(draw(2, 7, seed), **given)[1:, :-1] for seed in (5, 9)]
+    n_layers = len(record.places) // 2
+    for text, first in zip(texts, (0, n_layers), strict=True):
+        judged = judge(model, {"input_ids": text})
+        assert len(judged) == n_layers
+        for number, maps in enumerate(judged, first):
+            plain, exact = (map_bhts[0] for map_bhts in maps)
+            found = np.stack([record.map(number, head) for head in range(len(plain))])
+            assert_within(found, exact, bound_weights(plain, exact))
+
+
 def test_what_is_found_of_a_row_is_kept_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows come layer by layer: with fewer kept than there are rows, none is found again."""
     named: list[Any] = []
@@ -275,12 +293,12 @@ def test_what_was_measured_is_let_go_when_the_block_ends() -> None:
     model = torch.nn.TransformerEncoderLayer(20, 4, 37, batch_first=True).eval()
     kept: list[weakref.ref[Any]] = []
     # Of tests before, whose errors may hold what they were raised in.
-    others = {id(x): x for x in gc.get_objects() if isinstance(x, Take)}
+    others = {id(x): x for x in gc.get_objects() if type(x) is Take}
     gc.disable()
     try:
         with torch.no_grad(), watch(model) as record:
             model(torch.ones(1, 7, 20))
-            found = [x for x in gc.get_objects() if isinstance(x, Take) and id(x) not in others]
+            found = [x for x in gc.get_objects() if type(x) is Take and id(x) not in others]
             kept = list(map(weakref.ref, found))
             assert len(kept) == 1
             del found

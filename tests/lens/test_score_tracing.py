@@ -362,6 +362,29 @@ def test_scores_that_are_written_into_are_those_of_the_record(how: str, inferenc
     assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.parametrize("how", ["followed", "kept whole"])
+def test_rows_that_a_large_number_hides_whole_see_nothing(how: str) -> None:
+    """Padding of pairs by -1e9, as in hand-written attention: all weights of such a row were 1."""
+    real = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])
+
+    class Padded(FiveAxes):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.split(x)[:, 0]
+            scores = q @ k.mT / 2 + (1 - real[:, None] * real) * -1e9
+            self.weights = (scores if how == "followed" else scores.clamp(min=-2e9)).softmax(-1)
+            return self.weights @ v
+
+    model, x = Padded(""), torch.randn(1, 6, 5, 12)
+    with torch.no_grad(), watch(model, keep="qk", row=2) as record:
+        model(x)
+    found = np.stack([record.map(0, head) for head in range(3)])
+    want = model.weights[2] * real[:, None]
+    assert_within(found, want, 8 * torch.finfo(torch.float32).eps)
+    assert record.statistics(0)["received"].sum() == pytest.approx(9)
+    looks = want[:, range(1, 3), range(2)].mean(1)
+    assert_within(record.heads()["previous"][0], looks, 8 * torch.finfo(torch.float32).eps)
+
+
 HIDDEN = torch.tensor(-torch.inf)
 CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
     "chosen last": lambda x: torch.where(LATER, HIDDEN, x).softmax(-1),

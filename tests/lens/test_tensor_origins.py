@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from lens_subjects import SUBJECTS, TWO_SIDED, draw, question
+from lens_subjects import SUBJECTS, TWO_SIDED, draw, question, text_model
 from torch import Tensor, nn
 
 import regard
@@ -237,10 +237,77 @@ def test_perceiver_looks_at_its_input_and_then_at_itself() -> None:
         assert found == [("cross", 8, n_inputs), ("self", 8, 8), ("self", 8, 8)]
 
 
+def test_queries_that_experts_make_are_of_their_own_text() -> None:
+    """JetMoE: what experts give is added up in empty places, each token where it was."""
+    config = hf.JetMoeConfig(
+        vocab_size=83,
+        hidden_size=36,
+        num_hidden_layers=2,
+        num_key_value_heads=3,
+        kv_channels=12,
+        intermediate_size=52,
+        num_local_experts=4,
+    )
+    model, ids = text_model(config), draw(1, 11)
+    with torch.no_grad(), watch(model) as record:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    found = [(place.kind, place.causal, place.n_queries, place.n_keys) for place in record.places]
+    assert found == [("self", True, 14, 14)] * 2
+
+
+def test_keys_that_layers_share_in_a_fixed_cache_are_the_texts_own() -> None:
+    """Gemma 3n writes into its streams, and its last layers take the keys of earlier ones."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = hf.Gemma3nTextConfig(
+        vocab_size=83,
+        hidden_size=36,
+        intermediate_size=[52] * 4,
+        num_hidden_layers=4,
+        layer_types=kinds * 2,
+        num_kv_shared_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=12,
+        sliding_window=5,
+        vocab_size_per_layer_input=83,
+        hidden_size_per_layer_input=6,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    model, given = text_model(config), {"cache_implementation": "static", "disable_compile": True}
+    with torch.no_grad(), watch(model) as record:
+        model.generate(draw(1, 11), max_new_tokens=4, do_sample=False, **given)
+    found = [(place.kind, place.layer, place.n_queries, place.n_keys) for place in record.places]
+    assert found == [("self", layer, 14, 14) for layer in range(4)]
+
+
+@pytest.mark.parametrize("length", [6, 12])
+def test_a_decoder_looks_at_its_source_also_where_both_read_parts_of_one_input(length: int) -> None:
+    """A time series: its past and its future are cut out of one tensor."""
+    config = hf.TimeSeriesTransformerConfig(
+        prediction_length=6,
+        context_length=length,
+        lags_sequence=[1, 2],
+        num_time_features=1,
+        d_model=12,
+        encoder_layers=1,
+        decoder_layers=2,
+    )
+    model, (past, future) = hf.TimeSeriesTransformerModel(config).eval(), torch.randn(2, 1, 14)
+    given = {"past_values": past[:, : length + 2], "future_values": future[:, :6]}
+    more = {f"{name[:-7]}_time_features": x[..., None] for name, x in given.items()}
+    with torch.no_grad(), watch(model) as record:
+        model(**given, **more, past_observed_mask=torch.ones(1, length + 2))
+    found = [(place.kind, place.layer) for place in record.places]
+    assert found == [("self", 0), ("self", 0), ("cross", 0), ("self", 1), ("cross", 1)]
+
+
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_kinds_of_every_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without their modules' word and their names, by the tensors alone."""
-    monkeypatch.setattr("regard.lens.recorder.CROSS", re.compile("(?!)"))
+    for names in ("CROSS", "SOURCE"):
+        monkeypatch.setattr(f"regard.lens.recorder.{names}", re.compile("(?!)"))
     model = SUBJECTS[name]()
     for module in model.modules():
         if isinstance(getattr(module, "is_cross_attention", None), bool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ from lens_subjects import (
 )
 from rounding import assert_within, bound_weights
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+import regard
 from regard.lens.hooks.transformers import flash_mask, read_rule
 from regard.lens.record import Record
 from regard.lens.watch import watch
@@ -216,6 +219,53 @@ def test_no_mask_means_causal_where_it_does() -> None:
         make("bert")(input_ids=draw(1, 11))
     assert not any(place.causal for place in record.places)
     assert record.map(0, 0)[np.triu_indices(11, 1)].min() > 0
+
+
+def attend_as_given(*args: Any, **kwargs: Any) -> Any:
+    """As the library's guide to functions of one's own has it."""
+    return sdpa_attention_forward(*args, **kwargs)
+
+
+def attend_by_other_names(
+    module: Any,
+    query_states: Tensor,
+    key_states: Tensor,
+    value_states: Tensor,
+    mask: Any,
+    **more: Any,
+) -> Any:
+    return sdpa_attention_forward(module, query_states, key_states, value_states, mask, **more)
+
+
+OWN = (
+    attend_as_given,
+    attend_by_other_names,
+    functools.partial(attend_as_given, position_bias=None),
+)
+
+
+@pytest.mark.parametrize("function", OWN)
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_functions_that_somebody_registered_are_watched_and_edited(
+    name: str, function: Any
+) -> None:
+    """Without a mask function of their own they are given no mask, and are causal by the module."""
+    model, ids = copy.deepcopy(make(name)), draw(1, 11)
+    judged = judge(model, {"input_ids": ids})
+    edits = regard.Block(7, (2, 3)), regard.Ablate(1, 0)
+    with torch.no_grad():
+        with regard.edit(model, *edits):
+            want = outputs(model(input_ids=ids))
+        hf.AttentionInterface.register("somebodys", function)
+        model.set_attn_implementation("somebodys")
+        with watch(model, keep="qk") as record:
+            model(input_ids=ids)
+        with regard.edit(model, *edits):
+            edited = outputs(model(input_ids=ids))
+    assert_record(record, judged, 0, [np.ones(11, bool)] * len(judged))
+    for one, two in zip(edited, want, strict=True):
+        torch.testing.assert_close(one, two)
+    assert ["given no mask" in note for note in record.notes] == [True] * (name == "llama")
 
 
 def test_sinks_take_their_share() -> None:

@@ -176,6 +176,11 @@ class FoundRuns:
         return np.cumsum(edge)[:-1] > 0
 
     @functools.cached_property
+    def reach(self) -> int:
+        """Past the last key that some row sees."""
+        return int(self.pairs[:, 1].max()) if len(self.pairs) else 0
+
+    @functools.cached_property
     def ahead(self) -> int:
         """The most by which the last key that a row sees has a higher number than it, from -T."""
         counts, n_rows = self.counts.numpy(), self.counts.shape[1]

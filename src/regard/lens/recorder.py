@@ -61,6 +61,8 @@ from regard.ops.call import under_autocast
 from regard.ops.call_hook import own_blocks
 
 CROSS = re.compile(r"cross|encoder_attn|EncDec|enc_dec|multihead_attn|encoder_decoder", re.I)
+SOURCE = re.compile(r"encoder_attn|EncDec|enc_dec|encoder_decoder", re.I)
+"""Modules that look at what an encoder read, also where both read parts of one input."""
 NO_WORDS = re.compile(r"pos|type|seg|rel|bias|wpe|dist|time|layer_norm", re.I)
 LENGTHS = ("trained_len", "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Under which names configs say how long a text may be, the most telling first."""
@@ -268,11 +270,11 @@ class Recorder:
         """Whether a call looks at another text: as its hook says, else as before, else by name."""
         if call.shape.T > call.shape.S:
             return True  # fewer keys than queries are not the queries' own
+        last = call.name.rpartition(".")[2]
         if call.cross is not None:
-            self._kinds[call.name] = call.cross
+            self._kinds[call.name] = call.cross or SOURCE.search(last) is not None
         elif call.name not in self._kinds:
-            own = "self" in call.name.rpartition(".")[2].lower()
-            return CROSS.search(call.name) is not None and not own
+            return CROSS.search(call.name) is not None and "self" not in last.lower()
         return self._kinds[call.name]
 
     def wanted(self, call: Call, found: Located) -> bool:

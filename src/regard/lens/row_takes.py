@@ -162,7 +162,7 @@ class RowTakes:
         else:
             if found is None:
                 return False
-            if B > 1 and call.is_step and earlier:
+            if B > 1 and earlier and self._sees_before(call):
                 raise ValueError(
                     f"row {row} of the batch is no longer the text that it was, as in a search "
                     "whose beams change places; watch the model read what was written"
@@ -175,6 +175,11 @@ class RowTakes:
         fresh.add(fit, ids)
         self.extras.follow(fresh, whole, row % B)
         return True
+
+    def _sees_before(self, call: Call) -> bool:
+        """Whether a call sees keys of calls before it, not only slots that are still empty."""
+        runs = self.runs_of(call) if call.is_step else None
+        return call.is_step and (runs is None or runs.reach > call.shape.T)
 
     def _continue(self, take: Take, call: Call, ids: Tensor | None) -> bool:
         """Put a call behind those of a take, where it continues them."""

@@ -127,7 +127,7 @@ class Take:
     def fit(self, call: Call, runs: FoundRuns | None) -> Fit | None:
         """The call as part of this take, or None where it does not continue it."""
         T, S, N = call.shape.T, call.shape.S, self.n_keys
-        reach = S if runs is None or not len(runs.pairs) else int(runs.pairs[:, 1].max())
+        reach = S if runs is None or not len(runs.pairs) else runs.reach
         if not self.calls:
             # Slots of a fixed cache that nothing was written to yet.
             cached = not self.cross and S > T and call.follows_keys

@@ -6,10 +6,11 @@ image of 64 tokens may look at 77 words, or at 64.
 How: each tensor that a function of torch makes has the origin of what it was made from: of the
 first activation among the arguments, or the largest in sums and products number by number, where
 others are factors and positions. So projections, norms, rotations and changes of shape keep the
-origin, and what was made before the model ran, or by looking words up, is one of its own. Queries
-and keys of one origin are a text that looks at itself; more keys than queries are its own where
-something was put before them, as a cache does, and not before the queries too: one token that was
-taken out of a text does not stand at its end.
+origin, and what was made before the model ran, or by looking words up, is one of its own. What is
+added up in empty places, as experts' shares are, comes from what was added. Queries and keys of one
+origin are a text that looks at itself; more keys than queries are its own where something was put
+before them, as a cache does, and not before the queries too: one token that was taken out of a text
+does not stand at its end.
 
 Left out: what is computed by code that torch's functions are not part of; it has no origin, and
 others say what it is.
@@ -39,6 +40,8 @@ WRITING = {
     *(Tensor.copy_, Tensor.index_copy_, Tensor.__setitem__, Tensor.scatter_, Tensor.index_put_),
     *(Tensor.slice_scatter, Tensor.index_copy, torch.index_copy, torch.slice_scatter),
 }
+ADDING = {torch.index_add, Tensor.index_add, Tensor.index_add_}
+ADDING |= {torch.scatter_add, Tensor.scatter_add, Tensor.scatter_add_}
 BEGINNING = {F.embedding, F.softmax, torch.softmax, Tensor.softmax, F.scaled_dot_product_attention}
 PROJECTING = {
     *(F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.addmm, torch.einsum),
@@ -136,8 +139,11 @@ class TensorOrigins:
         elif isinstance(result, Tensor):
             if func in BEGINNING or not is_activation(result):
                 return
-            operand = find_operand(func, args)
-            if operand is not None:
+            operand = find_operand(func, args[1:] if func in ADDING else args)
+            if operand is not None and func in ADDING:
+                # Each part where it belongs, and nothing beside it.
+                self._origins.put(result, self._origin(operand)._replace(joined=0))
+            elif operand is not None:
                 joined = func in JOINING and operand.shape[-1] == result.shape[-1]
                 projected = func in PROJECTING and any(map(is_parameter, args))
                 self._origins.put(result, self._origin(operand, joined, projected))
@@ -157,11 +163,12 @@ class TensorOrigins:
         return Origin(known.source, known.joined + joined, projected or known.projected)
 
     def _write(self, args: Any, result: Any) -> None:
-        """What is written into comes from what was written, with the rest beside it."""
+        """What is written into comes from what was written, with the rest of another beside it."""
         written = [x for x in args[1:] if isinstance(x, Tensor) and x.is_floating_point()]
         if not written:
             return
-        origin = self._origin(written[-1], joined=True)
+        rest, source = self._origins.get(args[0]), self._origin(written[-1]).source
+        origin = self._origin(written[-1], joined=rest is None or rest.source != source)
         for tensor in (args[0], args[0]._base, result):
             if isinstance(tensor, Tensor):
                 self._origins.put(tensor, origin)

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from regard.lens.call_edits import caller_of, is_edited, torchs_caller
 from regard.lens.hooks.torch_nn import FORWARDS, patched_forwards
-from regard.lens.hooks.transformers import implementation, read_rule, signature_of
+from regard.lens.hooks.transformers import implementation, name_arguments, read_rule
 from regard.lens.shared_patch import patched
 from regard.ops import Causal, DenseBias, Wants
 from regard.ops.call import Call, make_call
@@ -118,8 +118,7 @@ def edit_function(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not is_edited(module):
             return function(module, *args, **kwargs)
-        bound = signature_of(function).bind(module, *args, **kwargs)
-        call = read_function(module, function, {**bound.arguments, **bound.kwargs})
+        call = read_function(module, function, name_arguments(function, args, kwargs))
         edited = edit_call(call, caller_of(module))
         output_bthd, weights = function(module, *args, **kwargs)
         if edited is None:

@@ -51,6 +51,8 @@ HIDDEN = -1e4
 """What is filled in with this or less is meant to be hidden."""
 NEARLY_HIDDEN = 0.99 * HIDDEN
 """What becomes of it in half types, and with a score added to it."""
+DROWNED = -float(1 << 20)
+"""A score that is this or less was hidden: in float32 hardly anything else is left of it."""
 COMPARED = 1 << 22
 """Scores that are made again together."""
 
@@ -216,7 +218,7 @@ class ScoreTrace:
             step = reshaped(step, scores)
         found = None if step is None or step.opaque else call_of(name, step)
         if found is None or not agrees(found, scores):
-            found = whole_scores(name, scores)
+            found = whole_scores(name, hide_drowned(scores))
         return replace(found, cross=cross)
 
 
@@ -311,13 +313,22 @@ def transposed(step: Step) -> Step:
 def call_of(name: str, step: Step) -> Call | None:
     if step.q.dim() != 4 or step.q.shape[:2] != step.k.shape[:2]:
         return None
-    biases = [DenseBias(part.detach().to(score_dtype(part.dtype))) for part in step.added]
+    added = (part.detach().to(score_dtype(part.dtype)) for part in step.added)
+    biases = [DenseBias(hide_drowned(part)) for part in added]
     masks = [Dense(~part.detach().bool()) for part in step.hidden]
     bias = functools.reduce(operator.add, biases) if biases else None
     mask = functools.reduce(operator.and_, masks) if masks else None
     dtype = step.q.dtype if step.k.dtype == step.q.dtype else torch.float32
     q, k = step.q.to(dtype), step.k.to(dtype)
     return Call(name=name, q=q, k=k, mask=mask, bias=bias, scale=float(step.scale))
+
+
+def hide_drowned(numbers: Tensor) -> Tensor:
+    """Numbers to add, with -inf for those that leave nothing of a score.
+
+    Rows of padding have such a number at every key: they see nothing, and do not count.
+    """
+    return numbers.masked_fill(numbers <= DROWNED, -torch.inf)
 
 
 def agrees(call: Call, scores_bhts: Tensor) -> bool:

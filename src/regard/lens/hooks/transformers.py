@@ -9,8 +9,9 @@ How: for the time of the block the interface itself hands out, for modules of th
 function that records q, k, the mask and all else it was given, and then calls the very function
 that the model would have had, with the same arguments. The model keeps its implementation and with
 it its mask function, so causality cannot be lost on the way. What the arguments mean depends on the
-implementation: "no mask" is causal for some (SDPA, flash), and nothing hidden for eager; a mask of
-flash attention has padding only; flex attention has a mask that is a function.
+implementation: "no mask" is causal for some (SDPA, flash, and functions that somebody registered,
+where the module says that it is causal; then the record notes it), and nothing hidden for eager; a
+mask of flash attention has padding only; flex attention has a mask that is a function.
 
 Left out: paged caches and variable-length batches of flash attention, refused in words.
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from regard.lens.recorder import Recorder
 
 Attend = Callable[..., Any]
+FIRST = "query", "key", "value", "attention_mask"
+"""What the interface gives after the module, in this order; functions may have other names."""
 # Read once: it takes longer than all else that reading a call needs.
 signature_of = functools.lru_cache(maxsize=16)(inspect.signature)
 
@@ -120,15 +123,19 @@ def recording(function: Attend) -> Attend:
             return function(module, *args, **kwargs)
 
         def read(recorder: Recorder) -> Call:
-            bound = signature_of(function).bind(module, *args, **kwargs)
-            # Those that the function takes as further ones too.
-            given = {**bound.arguments, **bound.kwargs}
+            given = name_arguments(function, args, kwargs)
             return read_call(recorder, module, function, given)
 
         return run_recorded(recorders, read, function, module, *args, **kwargs)
 
     record._records = function  # type: ignore[attr-defined]
     return record
+
+
+def name_arguments(function: Attend, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a function is given, but for the module, by the names of the interface."""
+    more = list(signature_of(function).parameters)[1 + len(FIRST) :] if args[len(FIRST) :] else []
+    return {**dict(zip((*FIRST, *more), args, strict=False)), **kwargs}
 
 
 def read_call(
@@ -140,7 +147,11 @@ def read_call(
             f"{name} attends over texts packed without padding or over a paged cache, which cannot "
             "be watched yet; give it a padded batch"
         )
-    mask, bias, k = read_rule(module, implementation(function), given)
+    kind = implementation(function)
+    mask, bias, k = read_rule(module, kind, given)
+    if kind == "own" and given.get("attention_mask") is None and mask is not None:
+        what = f"{getattr(function, '__name__', 'a function')} was given no mask; it is taken to be"
+        recorder.takes.remarks[f"{what} causal, as modules say that call it (is_causal)"] = None
     mask = edited_mask(caller_of(module), given["query"], k, mask, bias)
     scale, sinks = given.get("scaling"), given.get("s_aux")
     cross = is_cross(recorder, module, query, key)
@@ -167,9 +178,10 @@ def is_cross(recorder: Recorder, module: nn.Module, query: Tensor, key: Tensor) 
 
 
 def implementation(function: Attend) -> str:
-    named = getattr(function, "__name__", "")
-    kinds = ("flex", "sdpa", "flash", "paged", "regard")
-    return next((kind for kind in kinds if kind in named), "eager")
+    """Which of the library's functions it is, or "own": one that somebody has registered."""
+    named = getattr(getattr(function, "func", function), "__name__", "")
+    kinds = ("flex", "sdpa", "flash", "paged", "regard", "eager")
+    return next((kind for kind in kinds if kind in named), "own")
 
 
 def read_rule(
@@ -195,7 +207,7 @@ def read_rule(
         # Longer masks than keys are cut, as all of these functions do.
         seen = seen[..., :S]
         mask, bias = (Dense(seen), None) if seen.dtype == torch.bool else (None, DenseBias(seen))
-    elif kind == "sdpa" and causal and T > 1:
+    elif kind in ("sdpa", "own") and causal and T > 1:
         k = k[:, :, :T] if S > T else k
         mask = Causal(align="start")
     more = given.get("position_bias")
