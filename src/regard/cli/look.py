@@ -195,13 +195,15 @@ def tell(record: "Record", server: "Server | None", token: str | None = None) ->
         server.wait()
 
 
-def check_layer(subject: Subject, layer: int | None, head: int | None) -> None:
-    """Refuse what the model cannot have, before it reads."""
+def check_layer(subject: Subject, layer: int | None, head: int | None, png: Path | None) -> None:
+    """Refuse what the model cannot have, before it reads, and what nothing would come of."""
     if layer is None and head is not None:
         raise ValueError("--head is one of a layer's heads: give --layer too")
     for option, asked, n in (("layer", layer, subject.n_layers), ("head", head, subject.n_heads)):
         if asked is not None and n is not None and not 0 <= asked < n:
             raise ValueError(f"--{option} is {asked}; the model has {option}s 0 to {n - 1}")
+    if layer is not None and png is None:
+        raise ValueError("--layer says which layer --png draws: give --png too, or leave it out")
 
 
 def find_place(record: "Record", layer: int | None, head: int | None) -> int | None:
@@ -261,7 +263,7 @@ def add_look(app: "typer.Typer") -> None:
             if model is None:
                 model = choose_inside(whole, fit, asks_next, partial(write_line, notes))
             subject = load_subject(model, notes, device=device)
-            check_layer(subject, layer, head)
+            check_layer(subject, layer, head, png)
             subject = replace(subject, keep=(*subject.keep, "values")) if values else subject
             if asks_next:
                 check_effect(subject, whole, fit, edge)
