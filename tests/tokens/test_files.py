@@ -95,6 +95,87 @@ def test_vocab_and_merges_become_a_byte_level_tokenizer(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+NEW = {"content": "<new>", **dict.fromkeys(("lstrip", "rstrip", "single_word"), False)}
+
+
+@pytest.mark.parametrize(
+    ("stem", "told"),
+    [
+        ("tokenizer_config", {"added_tokens_decoder": {"397": {**NEW, "special": True}}}),
+        ("tokenizer_config", {"added_tokens_decoder": {"397": {**NEW, "special": False}}}),
+        ("tokenizer_config", {"additional_special_tokens": ["<new>", "<pad>"]}),
+        ("tokenizer_config", {"additional_special_tokens": ["animal", "<new>"]}),
+        ("tokenizer_config", {"extra_special_tokens": {"image_token": "<new>"}}),
+        ("special_tokens_map", {"additional_special_tokens": ["<new>"]}),
+        ("added_tokens", {"<newer>": 398, "<new>": 397}),
+    ],
+)
+def test_tokens_added_beside_the_vocabulary_are_tokens(
+    stem: str, told: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    fill(tmp_path, tokenizer=byte_level(), **{stem: json.dumps(told)})
+    ours, theirs = Tokenizer.load(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in ("The <new> animal<newer>", "<new><new>", "it<pad>"):
+        ids = ours.encode(text).ids
+        assert ids == theirs(text)["input_ids"]
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special=skip) == theirs.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
+    assert ours.id("<new>") == theirs.convert_tokens_to_ids("<new>")
+    ours.save(tmp_path / "again")
+    assert Tokenizer.load(tmp_path / "again").special == ours.special
+
+
+def test_vocab_and_merges_may_have_tokens_added_beside_them(tmp_path: Path) -> None:
+    told = json.loads(byte_level())["model"]
+    vocab = {**told["vocab"], "<|endoftext|>": len(told["vocab"])}
+    merges = "".join(f"{a} {b}\n" for a, b in told["merges"])
+    more = {"<|pad|>": len(vocab), "<|sep|>": len(vocab) + 1}
+    fill(tmp_path, vocab=json.dumps(vocab), merges=merges, added_tokens=json.dumps(more))
+    fill(tmp_path, special_tokens_map='{"pad_token": "<|pad|>"}')
+    ours = Tokenizer.load(tmp_path)
+    assert ours.special.pad == len(vocab) and ours.vocab_size == len(vocab) + 2
+    assert ours.encode("<|sep|><|pad|>").ids == [len(vocab) + 1, len(vocab)]
+    assert ours.decode([len(vocab) + 1, len(vocab)]) == "<|sep|>"
+
+
+def test_names_of_special_tokens_may_be_text(tmp_path: Path) -> None:
+    fill(tmp_path, tokenizer=byte_level(), tokenizer_config='{"split_special_tokens": true}')
+    said = Tokenizer.load(tmp_path).encode("it<pad>")
+    assert len(said.ids) > 3 and not any(said.special_mask)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "there"),
+    [
+        ("do_lower_case", False, {"normalizer": {"lowercase": True}}),
+        ("do_lower_case", True, {"normalizer": {"lowercase": False}}),
+        ("strip_accents", False, {"normalizer": {"lowercase": True}}),
+        ("tokenize_chinese_chars", False, {"normalizer": {"handle_chinese_chars": True}}),
+        ("add_prefix_space", True, {"pre_tokenizer": {"add_prefix_space": False}}),
+    ],
+)
+def test_a_config_that_contradicts_the_tokenizer_is_refused(
+    key: str, value: bool, there: dict[str, Any], tmp_path: Path
+) -> None:
+    kinds = {
+        "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
+        | {"strip_accents": None, "lowercase": True},
+        "pre_tokenizer": {"type": "ByteLevel", "trim_offsets": False, "use_regex": True},
+    }
+    told = json.loads(word_pieces())
+    for part, words in there.items():
+        told[part] = {**kinds[part], **words}
+    fill(tmp_path, tokenizer=json.dumps(told), tokenizer_config=json.dumps({key: not value}))
+    Tokenizer.load(tmp_path)
+    fill(tmp_path, tokenizer_config=json.dumps({key: value}))
+    with pytest.raises(ValueError, match=f"tokenizer_config.json has {key} {value}, but"):
+        Tokenizer.load(tmp_path)
+
+
 def test_what_is_not_there_is_said_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         Tokenizer.load(tmp_path / "nowhere")
@@ -135,6 +216,16 @@ def change(*path: Any, to: Any) -> str:
         ("tokenizer_config", '{"pad_token": "\\ud800"}', "has half a character"),
         ("tokenizer_config", '{"chat_template": 3}', "gives chat_template as 3"),
         ("tokenizer_config", '{"chat_template": [{"name": "x"}]}', "gives chat_template as"),
+        ("tokenizer_config", '{"added_tokens_decoder": [3]}', r"adds the token \[3\] with id ''"),
+        ("tokenizer_config", '{"added_tokens_decoder": {"9": 3}}', "adds the token 3 with id '9'"),
+        ("tokenizer_config", '{"added_tokens_decoder": {"9": {}}}', r"adds the token \{\} with"),
+        (
+            "tokenizer_config",
+            '{"added_tokens_decoder": {"99": {"content": "<new>"}}}',
+            "the id of '<new>' is told as 99, but the vocabulary",
+        ),
+        ("tokenizer_config", '{"additional_special_tokens": 3}', "adds the token 3 with id None"),
+        ("added_tokens", '{"<new>": "first"}', "adds the token '<new>' with id 'first'"),
         ("special_tokens_map", "7", r"special_tokens_map\.json is a JSON int"),
         ("special_tokens_map", '{"sep_token": "nope"}', "sep_token is 'nope'"),
     ],

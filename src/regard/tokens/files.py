@@ -5,8 +5,9 @@ and any of them may be damaged or come from a stranger.
 
 How: every file is read once as text and kept under its name, so that saving writes back what was
 read, byte by byte. The functions here turn these texts into plain data: the names of the special
-tokens, the chat templates, and, where a folder has GPT-2's `vocab.json` and `merges.txt` only, the
-`tokenizer.json` that says the same. Whatever is wrong is one ValueError that names the file.
+tokens, tokens added beside the vocabulary, the chat templates, and, where a folder has GPT-2's
+`vocab.json` and `merges.txt` only, the `tokenizer.json` that says the same. Whatever is wrong is
+one ValueError that names the file.
 
 Left out: SentencePiece models, BERT's lone `vocab.txt` and other folders without a
 `tokenizer.json`; they are refused with the way to make one.
@@ -15,7 +16,7 @@ Left out: SentencePiece models, BERT's lone `vocab.txt` and other folders withou
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,21 @@ from regard._files import parse_json, read_bytes, replace_file
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 TEMPLATE = "chat_template.jinja"
 OLD_TEMPLATE = "chat_template.json"
 MAX_BYTES = 200_000_000  # six times the largest tokenizer.json of a known model
 MAX_VALUES = 10_000_000
-KNOWN = (TOKENIZER, CONFIG, SPECIAL, TEMPLATE, OLD_TEMPLATE)
+KNOWN = (TOKENIZER, CONFIG, SPECIAL, ADDED, TEMPLATE, OLD_TEMPLATE)
+SAID_TWICE = {
+    "do_lower_case": ("normalizer", "BertNormalizer", "lowercase"),
+    "strip_accents": ("normalizer", "BertNormalizer", "strip_accents"),
+    "tokenize_chinese_chars": ("normalizer", "BertNormalizer", "handle_chinese_chars"),
+    "add_prefix_space": ("pre_tokenizer", "ByteLevel", "add_prefix_space"),
+}
+"""What a config may say of a step of `tokenizer.json`: its part, type and word there."""
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "Llama")
+"""The classes of `transformers` that go by `tokenizer.json` alone."""
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 ANOTHER_COPY = "fetch the file again, or save the tokenizer again where it came from"
@@ -100,6 +111,56 @@ def special_tokens(texts: Mapping[str, str], origin: str) -> dict[str, dict[str,
                 )
             found[role] = entry
     return found
+
+
+def added_tokens(texts: Mapping[str, str], origin: str) -> list[dict[str, Any]]:
+    """Tokens told beside `tokenizer.json`, in order: "content", flags, and "id" where it is told.
+
+    As `transformers` finds them: in the config, else in `added_tokens.json` of older folders; then
+    special tokens without a role.
+    """
+    named = [parse(texts, name, origin) for name in (CONFIG, SPECIAL)]
+    told = named[0].get("added_tokens_decoder")
+    if told is None:
+        told = {at: token for token, at in parse(texts, ADDED, origin).items()}
+    entries: list[tuple[Any, Any]] = [*told.items()] if isinstance(told, dict) else [("", told)]
+    for words in named:
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            more = words.get(key) or []
+            more = [*more.values()] if isinstance(more, dict) else more
+            entries += [(None, token) for token in (more if isinstance(more, list) else [more])]
+    roles = {entry["content"] for entry in special_tokens(texts, origin).values()}
+    found = [_added_token(at, token, roles, origin) for at, token in entries]
+    return sorted(found, key=lambda entry: entry.get("id", float("inf")))
+
+
+def _added_token(at: Any, token: Any, roles: Collection[str], origin: str) -> dict[str, Any]:
+    entry = token if isinstance(token, dict) else {"content": token}
+    content, number = entry.get("content"), "" if at is None else str(at)
+    if not isinstance(content, str) or not content or not (at is None or number.isdecimal()):
+        what = f"{origin}: {CONFIG}, {SPECIAL} or {ADDED} adds the token {token!r:.99}"
+        raise ValueError(f"{what} with id {at!r:.20}; expected a text and an id; {ANOTHER_COPY}")
+    special = bool(entry.get("special", False)) or at is None or content in roles
+    how = {flag: bool(entry.get(flag, False)) for flag in ("lstrip", "rstrip", "single_word")}
+    how |= {"special": special, "normalized": bool(entry.get("normalized", not special))}
+    return {"content": content, **how, **({} if at is None else {"id": int(number)})}
+
+
+def check_agreement(texts: Mapping[str, str], described: Mapping[str, Any], origin: str) -> None:
+    """Refuse a config that says otherwise than `tokenizer.json`: `transformers` goes by it."""
+    config = parse(texts, CONFIG, origin)
+    if str(config.get("tokenizer_class")).startswith(PLAIN_CLASSES):
+        return
+    for key, (part, kind, word) in SAID_TWICE.items():
+        step = described.get(part)
+        if not isinstance(step, dict) or step.get("type") != kind:
+            continue
+        there = step.get(word)
+        if there is None:  # accents go where letters are lowered
+            there = step.get("lowercase")
+        if isinstance(there, bool) and isinstance(config.get(key), bool) and config[key] != there:
+            what = f"{origin}: {CONFIG} has {key} {config[key]}, but {TOKENIZER} has {word} {there}"
+            raise ValueError(f"{what} in its {part}; make the two say what the model was made for")
 
 
 def chat_templates(texts: Mapping[str, str], origin: str) -> dict[str, str]:
