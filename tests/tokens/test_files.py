@@ -245,6 +245,18 @@ def test_a_file_that_is_not_text_is_one_clear_error(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "merges.txt"])
+def test_a_link_to_a_file_that_is_lost_is_told(name: str, tmp_path: Path) -> None:
+    stems = (
+        {"vocab": '{"<|endoftext|>": 0}'} if name == "merges.txt" else {"tokenizer": byte_level()}
+    )
+    fill(tmp_path, **stems)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(tmp_path / "blobs" / "lost")
+    with pytest.raises(ValueError, match=rf"{name}' \(a link to .*lost'\) is missing"):
+        Tokenizer.load(tmp_path)
+
+
 def test_a_file_has_a_largest_size(tmp_path: Path) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(200_000_001)  # a hole: nothing is written

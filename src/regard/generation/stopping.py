@@ -15,6 +15,7 @@ Left out: bad words of more than one token, which `generation_config.json` may n
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -36,7 +37,7 @@ def find_tokens(model: Transformer) -> SpecialTokens:
     """
     tokens = model.config.tokens
     path = None if model.origin is None else model.origin / BESIDE
-    if path is None or not path.is_file():
+    if path is None or not os.path.lexists(path):  # a link to a file that is lost is told
         return tokens
     beside = read_json(path, MAX_BYTES, BadCheckpoint)
 

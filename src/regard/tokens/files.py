@@ -16,6 +16,7 @@ Left out: SentencePiece models, BERT's lone `vocab.txt` and other folders withou
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,11 @@ def read_texts(path: Path) -> dict[str, str]:
         raise FileNotFoundError(
             f"{path}: no such file or folder; give a folder with a {TOKENIZER}, or that file itself"
         )
-    texts = {name: _read(path / name) for name in KNOWN if (path / name).is_file()}
+    # A link that leads nowhere is there: the file that it stands for is not to be passed over.
+    texts = {name: _read(path / name) for name in KNOWN if os.path.lexists(path / name)}
     if TOKENIZER in texts:
         return texts
-    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+    if os.path.lexists(path / "vocab.json") and os.path.lexists(path / "merges.txt"):
         return texts | _byte_level(path, texts)
     pieces = sorted(p.name for p in path.iterdir() if p.suffix in (".model", ".spm"))
     if pieces:
