@@ -348,6 +348,19 @@ def test_a_chat_agrees_with_transformers(tmp_path: Path) -> None:
         assert ours.apply_chat(TALK, asked, tools=tools) == told
 
 
+def test_a_template_that_asks_for_tools_is_told_that_there_are_none(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    ours = chatty(
+        "{% if tools is not none %}tools{% endif %}{% if documents is not none %}texts{% endif %}"
+        "{{ tools is defined }} {{ documents is defined }}"
+    )
+    ours.save(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ours.apply_chat(TALK) == theirs.apply_chat_template(TALK, tokenize=False)
+    assert ours.apply_chat(TALK, tools=[]) == "toolsTrue True"
+
+
 def test_templates_are_found_wherever_they_are_kept(tmp_path: Path) -> None:
     fill(tmp_path, tokenizer=word_pieces(), tokenizer_config='{"chat_template": "old"}')
     assert Tokenizer.load(tmp_path).apply_chat(TALK) == "old"
