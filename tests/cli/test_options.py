@@ -1,7 +1,9 @@
-"""Options that nothing would come of are refused in one line, by every command."""
+"""What is given to commands: options that nothing would come of are refused; pipes are read."""
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,14 @@ def test_an_option_that_nothing_would_come_of_is_refused(
     code, out, err = run(capsys, *arguments, *training)
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lines.txt", "p.tsv"]
+
+
+def test_a_pipe_is_read_as_a_file_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pipe, page = tmp_path / "pipe", tmp_path / "x.html"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=[TEXT], daemon=True)
+    writer.start()
+    code, out, err = run(capsys, "look", pipe, "--html", page)
+    assert code == 0, err
+    writer.join()
+    assert out == run(capsys, "look", TEXT, "--html", page)[1]

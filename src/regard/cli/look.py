@@ -81,7 +81,7 @@ def read_text(words: Sequence[str], notes: "Console") -> str:
     """The words of the command line; or what is in the file, or on standard input, they name."""
     if list(words) == ["-"]:
         text = read_utf8(None)
-    elif len(words) == 1 and os.path.isfile(words[0]):  # Path's raises where a name is too long
+    elif len(words) == 1 and is_readable(words[0]):
         text = read_utf8(Path(words[0]))
     else:
         text = " ".join(words)
@@ -90,6 +90,12 @@ def read_text(words: Sequence[str], notes: "Console") -> str:
     if not text.strip():
         raise ValueError(f'the text is empty; try: regard look "{EXAMPLE_TEXT}"')
     return text
+
+
+def is_readable(word: str) -> bool:
+    """Whether this is a file or a pipe, such as the shell makes of <(command)."""
+    # Path's raises where a name is too long.
+    return os.path.exists(word) and not os.path.isdir(word)
 
 
 def check_no_path(word: str, notes: "Console") -> None:
