@@ -149,31 +149,34 @@ def test_names_of_special_tokens_may_be_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "there"),
+    ("key", "cls", "counts"),
     [
-        ("do_lower_case", False, {"normalizer": {"lowercase": True}}),
-        ("do_lower_case", True, {"normalizer": {"lowercase": False}}),
-        ("strip_accents", False, {"normalizer": {"lowercase": True}}),
-        ("tokenize_chinese_chars", False, {"normalizer": {"handle_chinese_chars": True}}),
-        ("add_prefix_space", True, {"pre_tokenizer": {"add_prefix_space": False}}),
+        ("do_lower_case", "BertTokenizer", True),
+        ("strip_accents", "BertTokenizer", True),
+        ("tokenize_chinese_chars", "BertTokenizer", True),
+        ("do_lower_case", "PreTrainedTokenizerFast", False),
+        ("add_prefix_space", "GPT2Tokenizer", True),
+        ("add_prefix_space", "PreTrainedTokenizerFast", False),
     ],
 )
-def test_a_config_that_contradicts_the_tokenizer_is_refused(
-    key: str, value: bool, there: dict[str, Any], tmp_path: Path
+def test_what_the_config_says_of_a_step_counts_as_in_transformers(
+    key: str, cls: str, counts: bool, tmp_path: Path
 ) -> None:
-    kinds = {
-        "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
-        | {"strip_accents": None, "lowercase": True},
-        "pre_tokenizer": {"type": "ByteLevel", "trim_offsets": False, "use_regex": True},
-    }
-    told = json.loads(word_pieces())
-    for part, words in there.items():
-        told[part] = {**kinds[part], **words}
-    fill(tmp_path, tokenizer=json.dumps(told), tokenizer_config=json.dumps({key: not value}))
-    Tokenizer.load(tmp_path)
-    fill(tmp_path, tokenizer_config=json.dumps({key: value}))
-    with pytest.raises(ValueError, match=f"tokenizer_config.json has {key} {value}, but"):
-        Tokenizer.load(tmp_path)
+    from transformers import AutoTokenizer
+
+    told = json.loads(byte_level() if key == "add_prefix_space" else word_pieces())
+    if key != "add_prefix_space":
+        told["normalizer"]["strip_accents"] = None  # as letters are lowered or not
+        words = ["日本", "Caf\xe9", "cafe", "caf\xe9", "Cafe"]
+        told["model"]["vocab"] |= {word: 90 + n for n, word in enumerate(words)}
+    text, found = "Caf\xe9 caf\xe9 日本 the bird", []
+    for value in (True, False):
+        config = {"tokenizer_class": cls, key: value}
+        fill(tmp_path, tokenizer=json.dumps(told), tokenizer_config=json.dumps(config))
+        found.append(Tokenizer.load(tmp_path).encode(text, special=False).ids)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        assert found[-1] == theirs(text, add_special_tokens=False).input_ids
+    assert (found[0] != found[1]) == counts
 
 
 def test_what_is_not_there_is_said_with_the_way_out(tmp_path: Path) -> None:

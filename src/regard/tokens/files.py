@@ -148,21 +148,18 @@ def _added_token(at: Any, token: Any, roles: Collection[str], origin: str) -> di
     return {"content": content, **how, **({} if at is None else {"id": int(number)})}
 
 
-def check_agreement(texts: Mapping[str, str], described: Mapping[str, Any], origin: str) -> None:
-    """Refuse a config that says otherwise than `tokenizer.json`: `transformers` goes by it."""
+def apply_config(texts: Mapping[str, str], described: Mapping[str, Any], origin: str) -> str:
+    """The `tokenizer.json`, with what the config says otherwise: `transformers` goes by that."""
     config = parse(texts, CONFIG, origin)
-    if str(config.get("tokenizer_class")).startswith(PLAIN_CLASSES):
-        return
-    for key, (part, kind, word) in SAID_TWICE.items():
-        step = described.get(part)
-        if not isinstance(step, dict) or step.get("type") != kind:
-            continue
-        there = step.get(word)
-        if there is None:  # accents go where letters are lowered
-            there = step.get("lowercase")
-        if isinstance(there, bool) and isinstance(config.get(key), bool) and config[key] != there:
-            what = f"{origin}: {CONFIG} has {key} {config[key]}, but {TOKENIZER} has {word} {there}"
-            raise ValueError(f"{what} in its {part}; make the two say what the model was made for")
+    changed: dict[str, Any] = {}
+    if not str(config.get("tokenizer_class")).startswith(PLAIN_CLASSES):
+        for key, (part, kind, word) in SAID_TWICE.items():
+            step, said = changed.get(part, described.get(part)), config.get(key)
+            if not isinstance(step, dict) or step.get("type") != kind:
+                continue
+            if isinstance(said, bool) and step.get(word) != said:
+                changed[part] = {**step, word: said}
+    return json.dumps({**described, **changed}) if changed else texts[TOKENIZER]
 
 
 def chat_templates(texts: Mapping[str, str], origin: str) -> dict[str, str]:

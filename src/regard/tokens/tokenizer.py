@@ -105,13 +105,12 @@ class Tokenizer:
     def __init__(self, texts: Mapping[str, str], origin: str) -> None:
         """`texts`: file name -> content, as `load` reads them; `origin` stands in errors."""
         described = files.parse(texts, files.TOKENIZER, origin)
-        files.check_agreement(texts, described, origin)
         named = files.special_tokens(texts, origin)
         self._texts = dict(texts)
         self._origin = origin
         self.chat_templates = MappingProxyType(files.chat_templates(texts, origin))
         with _plain_errors(f"{origin}: {files.TOKENIZER} is damaged", files.ANOTHER_COPY):
-            text = texts[files.TOKENIZER]
+            text = files.apply_config(texts, described, origin)
             backend: tokenizers.Tokenizer = _backend_module().Tokenizer.from_str(text)
             backend.no_truncation()
             backend.no_padding()
