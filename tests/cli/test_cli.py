@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 from commands import run_command as run
 from rich.console import Console
 
@@ -52,8 +54,6 @@ def test_what_is_not_understood_leaves_with_2(
 
 
 def test_doctor_tells_versions_devices_and_backends(capsys: pytest.CaptureFixture[str]) -> None:
-    import torch
-
     code, out, _ = run(capsys, "doctor")
     assert code == 0
     assert f"regard           {__version__}\n" in out
@@ -88,3 +88,43 @@ def test_python_dash_m_regard_is_the_command() -> None:
     )
     assert (done.returncode, done.stdout) == (2, b"")
     assert b"surrogate" in done.stderr and done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("doctor >&- 2>&- <&-", 0), ("fill '[MASK]' >&-", 0), ("look - <&-", 2)]
+)
+def test_streams_that_are_closed_are_empty_ones(command: str, code: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    shell = ["sh", "-c", f'"$0" -m regard {command}', sys.executable]
+    done = subprocess.run(shell, capture_output=True, env=environment, text=True)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_lines_of_a_windows_file_end_as_others_do(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_bytes(b"\xef\xbb\xbfOne\r\n\r\ntwo\r\n")
+    assert cli.printing.read_utf8(file) == "One\n\ntwo\n"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nSee more"),
+    ],
+)
+def test_too_little_memory_is_one_line(fault: BaseException) -> None:
+    page = io.StringIO()
+    with pytest.raises(typer.Exit) as left, cli.printing.refusing(Console(file=page)):
+        raise fault
+    said = page.getvalue()
+    assert left.value.exit_code == 2
+    assert said.startswith("there is not enough memory: give") and said.count("\n") == 1
+    assert str(fault).partition("\n")[0] in said
+
+
+def test_faults_of_our_own_are_no_refusals() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), cli.printing.refusing(Console()):
+        raise RuntimeError("shapes differ")

@@ -56,6 +56,9 @@ def test_standard_input_is_a_text(
     said = run(capsys, "-m", folder, TEXT)
     monkeypatch.setattr("sys.stdin", io.StringIO(TEXT + "\n"))
     assert run(capsys, "-m", folder, "-") == said
+    raw = io.BytesIO(f"{TEXT}\r\n".encode())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(raw, encoding="utf-8"))
+    assert run(capsys, "-m", folder, "-") == said, "with Windows' end of line"
 
 
 def test_unasked_the_encoder_inside_fills(capsys: pytest.CaptureFixture[str]) -> None:

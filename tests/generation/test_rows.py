@@ -8,7 +8,7 @@ from scripted import make_model, play, play_scores
 from tiny_writers import EOS, PAD, ask_ours, make_pair, make_rows
 
 from regard.generation import Decoding, decode_loop, generate_ids, stream_ids
-from regard.models import Transformer, config_of
+from regard.models import BadCheckpoint, Transformer, config_of, named_config
 
 LENGTHS = (5, 13, 1, 9, 2)
 WAYS: dict[str, dict[str, Any]] = {
@@ -228,6 +228,37 @@ def test_stop_tokens_are_the_models_and_those_given(monkeypatch: pytest.MonkeyPa
     assert rows(ignore_eos=True, stop_tokens=[8, 9]) == [[5, 9], [5, 5, 5, 9]]
     assert rows(min_new_tokens=3)[0][:2] == [5, 9]
     assert rows(min_new_tokens=3)[0][2] != 7
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"pad_token_id": 17},
+        {"eos_token_id": 50256},
+        {"eos_token_id": 50256, "bos_token_id": 50256, "pad_token_id": 50257},
+    ],
+)
+def test_numbers_of_a_larger_vocabulary_are_no_tokens(words: dict[str, int]) -> None:
+    torch.manual_seed(4)
+    model = make_model(17, **words)
+    rows = [[3, 4, 6], [7, 8, 9], [2, 2, 5], [11]] if "pad_token_id" in words else [[3], [7], [2]]
+    free = generate_ids(model, rows, max_new_tokens=9).rows()
+    assert all(len(row) == 9 for row in free)
+    end = next(x for x in free[0] if sum(x in row for row in free) < len(rows))
+    found = generate_ids(model, rows, max_new_tokens=9, stop_tokens=[50256, end])
+    assert found.rows() == [row[: row.index(end) + 1] if end in row else row for row in free]
+    assert int(found.ids.max()) < 17
+    with pytest.raises(ValueError, match="no bos token"):
+        generate_ids(model, [[]])
+
+
+@pytest.mark.parametrize("name", ["decoder_start", "forced_bos", "forced_eos"])
+def test_a_token_that_every_text_gets_must_be_one(name: str) -> None:
+    source = {**named_config("bart-base").source, "d_model": 24, "vocab_size": 17}
+    source |= {f"{side}_layers": 1 for side in ("encoder", "decoder")}
+    model = Transformer(config_of({**source, f"{name}_token_id": 17})).eval()
+    with pytest.raises(BadCheckpoint, match=f"{name}_token_id is 17; expected a token id below 17"):
+        generate_ids(model, source=[[3, 4]])
 
 
 def test_a_penalty_does_not_count_padding() -> None:

@@ -331,3 +331,11 @@ def test_the_file_beside_the_weights_tells_the_tokens(tmp_path: Path) -> None:
 def test_a_damaged_file_beside_the_weights_is_refused_by_name(tmp_path: Path, told: Any) -> None:
     with pytest.raises(BadCheckpoint, match="generation_config"):
         find_tokens(write_beside(tmp_path, told))
+
+
+def test_a_link_beside_the_weights_to_a_file_that_is_lost_is_told(tmp_path: Path) -> None:
+    model = write_beside(tmp_path, {})
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").symlink_to(tmp_path / "blobs" / "lost")
+    with pytest.raises(BadCheckpoint, match=r"generation_config.json' \(a link to .*\) is missing"):
+        find_tokens(model)

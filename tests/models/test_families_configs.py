@@ -115,6 +115,30 @@ def test_gemma3_has_a_base_for_each_kind_of_layer() -> None:
     assert kinds == [near, near, far, near, near, far, near]
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "yarn", "factor": 4.0},
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.3, 1.7],
+            "long_factor": [1.0, 2.3, 3.1, 4.7],
+            "original_max_position_embeddings": 71,  # the one outside goes before it
+        },
+    ],
+)
+def test_length_of_training_may_stand_beside_the_scaling(
+    scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    words = {**LLAMA, "head_dim": 8, "original_max_position_embeddings": 11}
+    subject = make_subject(hf.LlamaConfig(**words, rope_scaling={**scaling}), tmp_path)
+    # What `transformers` writes has it inside, too.
+    words |= {"model_type": "llama", "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(words))
+    batch, ours = draw_batch(subject), load(tmp_path)
+    assert_same_answer(ask_ours(subject, batch, ours), ask_original(subject, batch), batch)
+
+
 def test_window_counts_the_token_itself() -> None:
     """A token sees sliding_window tokens, itself among them."""
     assert config_of(config_dict("mistral")).decoder[0].window == (6, None)
@@ -126,6 +150,13 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "gpt2-cross": ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     "gpt2-bend": ("gpt2", {"activation_function": "quick_gelu"}, "activation_function"),
     "llama-scaling": ("llama", {"rope_parameters": {"rope_type": "mrope"}}, "mrope"),
+    "llama-both-ways": ("llama", {"is_causal": False}, "is_causal"),
+    "llama-trained-on": (
+        "llama-yarn",
+        {"original_max_position_embeddings": "23"},
+        "original_max_position_embeddings",
+    ),
+    "llama-part": ("llama-linear", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "llama-heads": ("llama", {"num_key_value_heads": 4}, "n_kv_heads=4"),
     "mistral-layers": ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types"),
     "qwen2-layers": ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
@@ -141,6 +172,16 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], str]] = {
     "gemma2-scale": ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
     "gemma-bend": ("gemma", {"hidden_act": "silu"}, "hidden_act"),
     "gemma3-pattern": ("gemma3", {"_sliding_window_pattern": 0}, "_sliding_window_pattern"),
+    "gpt_neox-base": (
+        "gpt_neox",
+        {"rope_parameters": None, "rotary_emb_base": 700, "rope_theta": 9000},
+        "rope_theta is 9000.* rotary_emb_base 700",
+    ),
+    "gpt_neox-part": (
+        "gpt_neox",
+        {"rope_parameters": None, "rotary_pct": 0.5, "partial_rotary_factor": 0.25},
+        "partial_rotary_factor is 0.25.* rotary_pct 0.5",
+    ),
     "gptj-dim": ("gptj", {"rotary_dim": None}, "rotary_dim"),
     "opt-affine": ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise"),
     "opt-norm": ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),

@@ -271,6 +271,10 @@ def test_a_position_table_in_a_file_must_be_the_sinusoids(tmp_path: Path) -> Non
     ("size", "key", "value"),
     [
         ("t5-small", "feed_forward_proj", "gated-mish"),
+        ("t5-small", "dense_act_fn", "gelu_new"),
+        ("flan-t5-small", "dense_act_fn", "relu"),
+        ("t5-small", "is_gated_act", True),
+        ("t5-small", "is_causal", False),
         ("t5-small", "architectures", ["T5ForSequenceClassification"]),
         ("bart-base", "tie_word_embeddings", False),
         ("bart-base", "normalize_before", True),

@@ -18,6 +18,7 @@ from tokenmakers import byte_level
 from torch import Tensor, nn
 
 from regard.models import (
+    BadCheckpoint,
     HeadConfig,
     ModelConfig,
     Transformer,
@@ -170,6 +171,14 @@ def put_beside(root: Path) -> dict[str, bytes]:
     for name, data in files.items():
         (root / name).write_bytes(data)
     return files
+
+
+def test_a_link_to_a_file_that_is_lost_is_not_left_out_of_a_copy(tmp_path: Path) -> None:
+    root = make_folder("llama", tmp_path / "root")
+    model = load(root)
+    (root / "vocab.txt").symlink_to(tmp_path / "lost")
+    with pytest.raises(BadCheckpoint, match=r"vocab.txt' \(a link to .*\) is missing"):
+        save(model, tmp_path / "copy")
 
 
 def test_tokenizer_and_generation_config_go_along(tmp_path: Path) -> None:

@@ -95,6 +95,90 @@ def test_vocab_and_merges_become_a_byte_level_tokenizer(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+NEW = {"content": "<new>", **dict.fromkeys(("lstrip", "rstrip", "single_word"), False)}
+
+
+@pytest.mark.parametrize(
+    ("stem", "told"),
+    [
+        ("tokenizer_config", {"added_tokens_decoder": {"397": {**NEW, "special": True}}}),
+        ("tokenizer_config", {"added_tokens_decoder": {"397": {**NEW, "special": False}}}),
+        ("tokenizer_config", {"additional_special_tokens": ["<new>", "<pad>"]}),
+        ("tokenizer_config", {"additional_special_tokens": ["animal", "<new>"]}),
+        ("tokenizer_config", {"extra_special_tokens": {"image_token": "<new>"}}),
+        ("special_tokens_map", {"additional_special_tokens": ["<new>"]}),
+        ("added_tokens", {"<newer>": 398, "<new>": 397}),
+    ],
+)
+def test_tokens_added_beside_the_vocabulary_are_tokens(
+    stem: str, told: dict[str, Any], tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    fill(tmp_path, tokenizer=byte_level(), **{stem: json.dumps(told)})
+    ours, theirs = Tokenizer.load(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in ("The <new> animal<newer>", "<new><new>", "it<pad>"):
+        ids = ours.encode(text).ids
+        assert ids == theirs(text)["input_ids"]
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special=skip) == theirs.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
+    assert ours.id("<new>") == theirs.convert_tokens_to_ids("<new>")
+    ours.save(tmp_path / "again")
+    assert Tokenizer.load(tmp_path / "again").special == ours.special
+
+
+def test_vocab_and_merges_may_have_tokens_added_beside_them(tmp_path: Path) -> None:
+    told = json.loads(byte_level())["model"]
+    vocab = {**told["vocab"], "<|endoftext|>": len(told["vocab"])}
+    merges = "".join(f"{a} {b}\n" for a, b in told["merges"])
+    more = {"<|pad|>": len(vocab), "<|sep|>": len(vocab) + 1}
+    fill(tmp_path, vocab=json.dumps(vocab), merges=merges, added_tokens=json.dumps(more))
+    fill(tmp_path, special_tokens_map='{"pad_token": "<|pad|>"}')
+    ours = Tokenizer.load(tmp_path)
+    assert ours.special.pad == len(vocab) and ours.vocab_size == len(vocab) + 2
+    assert ours.encode("<|sep|><|pad|>").ids == [len(vocab) + 1, len(vocab)]
+    assert ours.decode([len(vocab) + 1, len(vocab)]) == "<|sep|>"
+
+
+def test_names_of_special_tokens_may_be_text(tmp_path: Path) -> None:
+    fill(tmp_path, tokenizer=byte_level(), tokenizer_config='{"split_special_tokens": true}')
+    said = Tokenizer.load(tmp_path).encode("it<pad>")
+    assert len(said.ids) > 3 and not any(said.special_mask)
+
+
+@pytest.mark.parametrize(
+    ("key", "cls", "counts"),
+    [
+        ("do_lower_case", "BertTokenizer", True),
+        ("strip_accents", "BertTokenizer", True),
+        ("tokenize_chinese_chars", "BertTokenizer", True),
+        ("do_lower_case", "PreTrainedTokenizerFast", False),
+        ("add_prefix_space", "GPT2Tokenizer", True),
+        ("add_prefix_space", "PreTrainedTokenizerFast", False),
+    ],
+)
+def test_what_the_config_says_of_a_step_counts_as_in_transformers(
+    key: str, cls: str, counts: bool, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    told = json.loads(byte_level() if key == "add_prefix_space" else word_pieces())
+    if key != "add_prefix_space":
+        told["normalizer"]["strip_accents"] = None  # as letters are lowered or not
+        words = ["日本", "Caf\xe9", "cafe", "caf\xe9", "Cafe"]
+        told["model"]["vocab"] |= {word: 90 + n for n, word in enumerate(words)}
+    text, found = "Caf\xe9 caf\xe9 日本 the bird", []
+    for value in (True, False):
+        config = {"tokenizer_class": cls, key: value}
+        fill(tmp_path, tokenizer=json.dumps(told), tokenizer_config=json.dumps(config))
+        found.append(Tokenizer.load(tmp_path).encode(text, special=False).ids)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        assert found[-1] == theirs(text, add_special_tokens=False).input_ids
+    assert (found[0] != found[1]) == counts
+
+
 def test_what_is_not_there_is_said_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         Tokenizer.load(tmp_path / "nowhere")
@@ -135,6 +219,16 @@ def change(*path: Any, to: Any) -> str:
         ("tokenizer_config", '{"pad_token": "\\ud800"}', "has half a character"),
         ("tokenizer_config", '{"chat_template": 3}', "gives chat_template as 3"),
         ("tokenizer_config", '{"chat_template": [{"name": "x"}]}', "gives chat_template as"),
+        ("tokenizer_config", '{"added_tokens_decoder": [3]}', r"adds the token \[3\] with id ''"),
+        ("tokenizer_config", '{"added_tokens_decoder": {"9": 3}}', "adds the token 3 with id '9'"),
+        ("tokenizer_config", '{"added_tokens_decoder": {"9": {}}}', r"adds the token \{\} with"),
+        (
+            "tokenizer_config",
+            '{"added_tokens_decoder": {"99": {"content": "<new>"}}}',
+            "the id of '<new>' is told as 99, but the vocabulary",
+        ),
+        ("tokenizer_config", '{"additional_special_tokens": 3}', "adds the token 3 with id None"),
+        ("added_tokens", '{"<new>": "first"}', "adds the token '<new>' with id 'first'"),
         ("special_tokens_map", "7", r"special_tokens_map\.json is a JSON int"),
         ("special_tokens_map", '{"sep_token": "nope"}', "sep_token is 'nope'"),
     ],
@@ -151,6 +245,18 @@ def test_a_damaged_file_is_one_clear_error(
 def test_a_file_that_is_not_text_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b'{"\xff\xfe')
     with pytest.raises(ValueError, match="not UTF-8 text"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "merges.txt"])
+def test_a_link_to_a_file_that_is_lost_is_told(name: str, tmp_path: Path) -> None:
+    stems = (
+        {"vocab": '{"<|endoftext|>": 0}'} if name == "merges.txt" else {"tokenizer": byte_level()}
+    )
+    fill(tmp_path, **stems)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to(tmp_path / "blobs" / "lost")
+    with pytest.raises(ValueError, match=rf"{name}' \(a link to .*lost'\) is missing"):
         Tokenizer.load(tmp_path)
 
 
@@ -243,6 +349,19 @@ def test_a_chat_agrees_with_transformers(tmp_path: Path) -> None:
             TALK, tools=tools, tokenize=False, add_generation_prompt=asked
         )
         assert ours.apply_chat(TALK, asked, tools=tools) == told
+
+
+def test_a_template_that_asks_for_tools_is_told_that_there_are_none(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    ours = chatty(
+        "{% if tools is not none %}tools{% endif %}{% if documents is not none %}texts{% endif %}"
+        "{{ tools is defined }} {{ documents is defined }}"
+    )
+    ours.save(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ours.apply_chat(TALK) == theirs.apply_chat_template(TALK, tokenize=False)
+    assert ours.apply_chat(TALK, tools=[]) == "toolsTrue True"
 
 
 def test_templates_are_found_wherever_they_are_kept(tmp_path: Path) -> None:

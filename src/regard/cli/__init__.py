@@ -82,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         # Read when numpy is loaded. Its products here are small: threads would wait for each other.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # whoever started us had closed it
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a sign gets its number instead of a traceback.

@@ -7,7 +7,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from regard._version import __version__
-from regard.cli.printing import write_line
+from regard.cli.printing import refusing, write_line
 
 if TYPE_CHECKING:
     import typer
@@ -62,4 +62,5 @@ def add_doctor(app: "typer.Typer") -> None:
 
     @app.command("doctor", help=DOCTOR_HELP)
     def doctor_command() -> None:
-        doctor(Console())
+        with refusing(Console(stderr=True)):
+            doctor(Console())

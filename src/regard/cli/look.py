@@ -81,7 +81,7 @@ def read_text(words: Sequence[str], notes: "Console") -> str:
     """The words of the command line; or what is in the file, or on standard input, they name."""
     if list(words) == ["-"]:
         text = read_utf8(None)
-    elif len(words) == 1 and os.path.isfile(words[0]):  # Path's raises where a name is too long
+    elif len(words) == 1 and is_readable(words[0]):
         text = read_utf8(Path(words[0]))
     else:
         text = " ".join(words)
@@ -90,6 +90,12 @@ def read_text(words: Sequence[str], notes: "Console") -> str:
     if not text.strip():
         raise ValueError(f'the text is empty; try: regard look "{EXAMPLE_TEXT}"')
     return text
+
+
+def is_readable(word: str) -> bool:
+    """Whether this is a file or a pipe, such as the shell makes of <(command)."""
+    # Path's raises where a name is too long.
+    return os.path.exists(word) and not os.path.isdir(word)
 
 
 def check_no_path(word: str, notes: "Console") -> None:
@@ -195,13 +201,15 @@ def tell(record: "Record", server: "Server | None", token: str | None = None) ->
         server.wait()
 
 
-def check_layer(subject: Subject, layer: int | None, head: int | None) -> None:
-    """Refuse what the model cannot have, before it reads."""
+def check_layer(subject: Subject, layer: int | None, head: int | None, png: Path | None) -> None:
+    """Refuse what the model cannot have, before it reads, and what nothing would come of."""
     if layer is None and head is not None:
         raise ValueError("--head is one of a layer's heads: give --layer too")
     for option, asked, n in (("layer", layer, subject.n_layers), ("head", head, subject.n_heads)):
         if asked is not None and n is not None and not 0 <= asked < n:
             raise ValueError(f"--{option} is {asked}; the model has {option}s 0 to {n - 1}")
+    if layer is not None and png is None:
+        raise ValueError("--layer says which layer --png draws: give --png too, or leave it out")
 
 
 def find_place(record: "Record", layer: int | None, head: int | None) -> int | None:
@@ -263,7 +271,7 @@ def add_look(app: "typer.Typer") -> None:
             if model is None:
                 model = choose_inside(whole, fit, asks_next, partial(write_line, notes))
             subject = load_subject(model, notes, device=device)
-            check_layer(subject, layer, head)
+            check_layer(subject, layer, head, png)
             subject = replace(subject, keep=(*subject.keep, "values")) if values else subject
             if asks_next:
                 check_effect(subject, whole, fit, edge)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # Joiners are invisible, but emoji and several scripts are spelled with them.
 JOINERS = "\u200c\u200d"
+# How torch says it: on a GPU, and, as a RuntimeError like many others, on a CPU.
+NO_MEMORY = re.compile(r"out of memory|can't allocate memory")
 
 
 def make_printable(text: str, encoding: str, kept: str = "") -> str:
@@ -69,7 +72,7 @@ def write_or_drop(text: str) -> None:
 
 
 def read_utf8(path: Path | None) -> str:
-    """The text of a file, or of standard input, which must be UTF-8."""
+    """The text of a file, or of standard input, which must be UTF-8; lines of Windows too."""
     if path is not None:
         data, where = path.read_bytes(), str(path)
     elif isinstance(sys.stdin, io.TextIOWrapper):
@@ -77,7 +80,7 @@ def read_utf8(path: Path | None) -> str:
     else:  # a stand-in that has text already
         return sys.stdin.read()
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as wrong:
         line = data.count(b"\n", 0, wrong.start) + 1
         raise ValueError(
@@ -97,6 +100,13 @@ def refusing(notes: Console) -> Iterator[None]:
         raise
     except (ValueError, TypeError, OSError, ImportError, ArithmeticError) as refusal:
         write_line(notes, make_printable(str(refusal), notes.encoding))
+        raise typer.Exit(code=2) from None
+    except (MemoryError, RuntimeError) as fault:
+        if isinstance(fault, RuntimeError) and NO_MEMORY.search(str(fault)) is None:
+            raise
+        said = make_printable(str(fault).partition("\n")[0][:200], notes.encoding)
+        what = "there is not enough memory: give a shorter text, fewer beams, or a smaller model"
+        write_line(notes, f"{what} ({said})" if said else what)
         raise typer.Exit(code=2) from None
     except KeyboardInterrupt:
         raise typer.Exit(code=130) from None

@@ -142,6 +142,11 @@ def add_survey(app: "typer.Typer") -> None:
         with refusing(Console(stderr=True)):
             plan = Plan(limit=limit, batch=batch, resume=resume)
             check_outputs({"--out": out, "--html": html}, [texts, model])
+            if top < 1:
+                raise ValueError(f"--top is {top}; expected 1 or more heads for each score")
+            if key != "text" and texts.suffix.lower() != ".jsonl":
+                what = f"--key is for .jsonl, and {str(texts)!r} is read as a text a line"
+                raise ValueError(f"{what}: leave --key out, or name the file .jsonl if it is one")
             if resume and out is None:
                 raise ValueError("--resume goes on with the state beside --out: give --out too")
             if out is not None:

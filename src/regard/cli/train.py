@@ -178,6 +178,7 @@ def launch(task: "TaskKind", options: Options) -> dict[str, Any]:
     if isinstance(options, PairOptions):
         paths |= {"target": options.target, "valid_target": options.valid_target}
         paths["languages"] = split_languages(options.languages)
+        check_targets(options)
         target = options.test_target
     elif isinstance(options, TextOptions):
         wanted = replace(wanted, context=options.context_parallel)
@@ -206,6 +207,14 @@ def launch(task: "TaskKind", options: Options) -> dict[str, Any]:
             resume=options.resume,
             tensorboard=options.tensorboard,
         )
+
+
+def check_targets(options: PairOptions) -> None:
+    """Refuse the targets of sources that are not there: they would not be read."""
+    for name in ("valid", "test"):
+        if getattr(options, f"{name}_target") is not None and not getattr(options, name):
+            what = f"--{name}-target has the targets of --{name}"
+            raise ValueError(f"{what}: give --{name} too, or leave it out")
 
 
 def split_languages(words: str) -> tuple[str, str]:

@@ -172,7 +172,11 @@ def add_translate(app: "typer.Typer") -> None:
             check_outputs({"--html": html})
             if from_file is not None and text:
                 raise ValueError("give a text or --from-file, not both")
+            if html is not None and not look:
+                raise ValueError("--html is where --look writes its page: give --look too")
             if from_file is not None or text == ["-"]:
+                if look:
+                    raise ValueError("--look shows one text: give it on the command line")
                 lines = read_lines(from_file)
                 loaded = load_model(model, notes, device=device)
                 translate_lines(loaded, lines, notes, to, beams)

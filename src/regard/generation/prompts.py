@@ -86,7 +86,7 @@ class Task:
                 raise ValueError(
                     f"ids has {len(rows)} rows and source {len(sources)}; give as many of each"
                 )
-            memory, n_read = read_source(model, sources, device), sum(map(len, sources))
+            memory, n_read = read_source(model, sources, tokens.pad or 0), sum(map(len, sources))
         elif source is not None or source_real is not None:
             raise ValueError("source= is for encoder–decoder models; this one continues ids")
         spent = time.perf_counter() - start
@@ -104,8 +104,8 @@ class Task:
     @property
     def pad(self) -> int:
         """What stands behind the end of a row: padding, or an end token where there is none."""
-        pad = self.processor.tokens.pad
-        return pad if pad is not None else next(iter(self.stop_tokens), 0)
+        pad, known = self.processor.tokens.pad, range(self.processor.vocab_size)
+        return pad if pad is not None else next((x for x in self.stop_tokens if x in known), 0)
 
     def watch(self, row: int) -> TextWatch:
         """What turns the tokens of a row into text."""
@@ -208,7 +208,8 @@ def find_limit(config: ModelConfig, n_prompt: int, max_new: int) -> int:
     return min(max_new, config.max_len - n_prompt)
 
 
-def read_source(model: Transformer, rows: list[list[int]], device: torch.device) -> Memory:
+def read_source(model: Transformer, rows: list[list[int]], pad: int) -> Memory:
+    assert model.head is not None
     most = model.config.max_len
     for place, row in enumerate(rows):
         if not row:
@@ -218,7 +219,7 @@ def read_source(model: Transformer, rows: list[list[int]], device: torch.device)
                 f"source row {place} has {len(row)} tokens, and this model reads {most}; split "
                 "the text into parts"
             )
-    ids_bs, real_bs = pad_rows(rows, "right", model.config.tokens.pad or 0, device)
+    ids_bs, real_bs = pad_rows(rows, "right", pad, model.head.weight.device)
     with torch.inference_mode():
         return model.encode(ids_bs, real_bs)
 

@@ -15,6 +15,7 @@ Left out: bad words of more than one token, which `generation_config.json` may n
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,10 +35,10 @@ def find_tokens(model: Transformer) -> SpecialTokens:
 
     A file that is there says alone what is forced and suppressed; of the others, what it names.
     """
-    tokens = model.config.tokens
+    tokens, size = model.config.tokens, model.config.vocab_size
     path = None if model.origin is None else model.origin / BESIDE
-    if path is None or not path.is_file():
-        return tokens
+    if path is None or not os.path.lexists(path):  # a link to a file that is lost is told
+        return known_tokens(tokens, size)
     beside = read_json(path, MAX_BYTES, BadCheckpoint)
 
     def ids(key: str) -> tuple[int, ...] | None:
@@ -63,7 +64,7 @@ def find_tokens(model: Transformer) -> SpecialTokens:
     if not good or not all(type(at) is int and at >= 0 for at in bad):
         raise BadCheckpoint(f"{path}: bad_words_ids is {words!r:.99}; expected lists of token ids")
     eos = ids("eos_token_id")
-    return replace(
+    told = replace(
         tokens,
         pad=one("pad_token_id", tokens.pad),
         bos=one("bos_token_id", tokens.bos),
@@ -73,6 +74,18 @@ def find_tokens(model: Transformer) -> SpecialTokens:
         forced_eos=one("forced_eos_token_id", None),
         suppressed=(ids("suppress_tokens") or ()) + bad,
     )
+    return known_tokens(told, size)
+
+
+def known_tokens(tokens: SpecialTokens, size: int) -> SpecialTokens:
+    """Those that a vocabulary of this size has: small models often keep a large one's numbers."""
+    for name in ("decoder_start", "forced_bos", "forced_eos"):
+        at = getattr(tokens, name)
+        if at is not None and at >= size:
+            what = f"config.json: {name}_token_id is {at}; expected a token id below {size}"
+            raise BadCheckpoint(f"{what}, since every text gets this token; correct the file")
+    pad, bos = (None if at is None or at >= size else at for at in (tokens.pad, tokens.bos))
+    return replace(tokens, pad=pad, bos=bos, eos=tuple(at for at in tokens.eos if at < size))
 
 
 def find_stop_tokens(

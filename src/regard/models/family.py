@@ -176,8 +176,11 @@ class ConfigReader(Values):
             key = "partial_rotary_factor (or rotary_pct)"
             raise self.wrong(key, fraction, "a number above 0, 1 at most")
         rotary_dim = int(head_dim * fraction)
+        key = "original_max_position_embeddings"  # which some files have beside the dict
+        original = self.count(key) if self.has(key) else None
+        longest = self.source.get("max_position_embeddings")
         try:
-            scaling = scaling_from_dict(given, max_len=self.source.get("max_position_embeddings"))
+            scaling = scaling_from_dict(given, max_len=longest, original_max_len=original)
         except (ValueError, TypeError) as wrong:
             raise BadCheckpoint(f"config.json: rotary scaling is not usable: {wrong}") from None
         return RotaryConfig(

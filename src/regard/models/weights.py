@@ -206,7 +206,7 @@ def check_written(model: Transformer, links: Iterable[Link]) -> None:
 def files_beside(model: Transformer) -> dict[str, bytes]:
     origin = model.origin
     if origin is not None and origin.is_dir():
-        found = [name for name in KEPT_FILES if (origin / name).is_file()]
+        found = [name for name in KEPT_FILES if os.path.lexists(origin / name)]
         return {name: read_bytes(origin / name, MAX_KEPT_BYTES, BadCheckpoint) for name in found}
     texts = {} if model.tokenizer is None else model.tokenizer.texts
     return {name: text.encode() for name, text in texts.items()}

@@ -6,8 +6,9 @@ does it. The template comes with the weights, so it is as trustworthy as the pla
 How: Jinja's immutable sandbox, in which a template can neither reach Python's internals nor change
 what it is given. Ours refuses such a reach in words instead of printing nothing for it, and counts
 the turns of loops, the calls of macros, and what ranges and products make. The names
-that templates expect are there: the messages, the special tokens, `raise_exception`,
-`strftime_now`, `tojson` without HTML escapes, `break` and `continue`, and the `generation` block.
+that templates expect are there: the messages, tools and documents, the special tokens,
+`raise_exception`, `strftime_now`, `tojson` without HTML escapes, `break` and `continue`, and the
+`generation` block.
 
 Left out: a bound on memory and on the clock. A template that doubles a text over and over can
 still fill the one, and one that sorts long lists over and over can take its time.
@@ -48,7 +49,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[
             node.set_lineno(node.lineno)
         tree.set_environment(environment)
         known = {"messages": [*messages], "raise_exception": _refuse, "strftime_now": _now}
-        return environment.from_string(tree).render({**known, **names})
+        unasked = {"tools": None, "documents": None}  # templates ask whether these are none
+        return environment.from_string(tree).render({**known, **unasked, **names})
     except Exception as error:  # a template can raise whatever Python can
         said, todo = f"{error or type(error).__name__}", "write the prompt as text yourself"
         if isinstance(error, jinja2.exceptions.SecurityError):

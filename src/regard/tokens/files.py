@@ -5,8 +5,9 @@ and any of them may be damaged or come from a stranger.
 
 How: every file is read once as text and kept under its name, so that saving writes back what was
 read, byte by byte. The functions here turn these texts into plain data: the names of the special
-tokens, the chat templates, and, where a folder has GPT-2's `vocab.json` and `merges.txt` only, the
-`tokenizer.json` that says the same. Whatever is wrong is one ValueError that names the file.
+tokens, tokens added beside the vocabulary, the chat templates, and, where a folder has GPT-2's
+`vocab.json` and `merges.txt` only, the `tokenizer.json` that says the same. Whatever is wrong is
+one ValueError that names the file.
 
 Left out: SentencePiece models, BERT's lone `vocab.txt` and other folders without a
 `tokenizer.json`; they are refused with the way to make one.
@@ -15,7 +16,8 @@ Left out: SentencePiece models, BERT's lone `vocab.txt` and other folders withou
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,21 @@ from regard._files import parse_json, read_bytes, replace_file
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 TEMPLATE = "chat_template.jinja"
 OLD_TEMPLATE = "chat_template.json"
 MAX_BYTES = 200_000_000  # six times the largest tokenizer.json of a known model
 MAX_VALUES = 10_000_000
-KNOWN = (TOKENIZER, CONFIG, SPECIAL, TEMPLATE, OLD_TEMPLATE)
+KNOWN = (TOKENIZER, CONFIG, SPECIAL, ADDED, TEMPLATE, OLD_TEMPLATE)
+SAID_TWICE = {
+    "do_lower_case": ("normalizer", "BertNormalizer", "lowercase"),
+    "strip_accents": ("normalizer", "BertNormalizer", "strip_accents"),
+    "tokenize_chinese_chars": ("normalizer", "BertNormalizer", "handle_chinese_chars"),
+    "add_prefix_space": ("pre_tokenizer", "ByteLevel", "add_prefix_space"),
+}
+"""What a config may say of a step of `tokenizer.json`: its part, type and word there."""
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "Llama")
+"""The classes of `transformers` that go by `tokenizer.json` alone."""
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 ANOTHER_COPY = "fetch the file again, or save the tokenizer again where it came from"
@@ -45,10 +57,11 @@ def read_texts(path: Path) -> dict[str, str]:
         raise FileNotFoundError(
             f"{path}: no such file or folder; give a folder with a {TOKENIZER}, or that file itself"
         )
-    texts = {name: _read(path / name) for name in KNOWN if (path / name).is_file()}
+    # A link that leads nowhere is there: the file that it stands for is not to be passed over.
+    texts = {name: _read(path / name) for name in KNOWN if os.path.lexists(path / name)}
     if TOKENIZER in texts:
         return texts
-    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+    if os.path.lexists(path / "vocab.json") and os.path.lexists(path / "merges.txt"):
         return texts | _byte_level(path, texts)
     pieces = sorted(p.name for p in path.iterdir() if p.suffix in (".model", ".spm"))
     if pieces:
@@ -100,6 +113,53 @@ def special_tokens(texts: Mapping[str, str], origin: str) -> dict[str, dict[str,
                 )
             found[role] = entry
     return found
+
+
+def added_tokens(texts: Mapping[str, str], origin: str) -> list[dict[str, Any]]:
+    """Tokens told beside `tokenizer.json`, in order: "content", flags, and "id" where it is told.
+
+    As `transformers` finds them: in the config, else in `added_tokens.json` of older folders; then
+    special tokens without a role.
+    """
+    named = [parse(texts, name, origin) for name in (CONFIG, SPECIAL)]
+    told = named[0].get("added_tokens_decoder")
+    if told is None:
+        told = {at: token for token, at in parse(texts, ADDED, origin).items()}
+    entries: list[tuple[Any, Any]] = [*told.items()] if isinstance(told, dict) else [("", told)]
+    for words in named:
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            more = words.get(key) or []
+            more = [*more.values()] if isinstance(more, dict) else more
+            entries += [(None, token) for token in (more if isinstance(more, list) else [more])]
+    roles = {entry["content"] for entry in special_tokens(texts, origin).values()}
+    found = [_added_token(at, token, roles, origin) for at, token in entries]
+    return sorted(found, key=lambda entry: entry.get("id", float("inf")))
+
+
+def _added_token(at: Any, token: Any, roles: Collection[str], origin: str) -> dict[str, Any]:
+    entry = token if isinstance(token, dict) else {"content": token}
+    content, number = entry.get("content"), "" if at is None else str(at)
+    if not isinstance(content, str) or not content or not (at is None or number.isdecimal()):
+        what = f"{origin}: {CONFIG}, {SPECIAL} or {ADDED} adds the token {token!r:.99}"
+        raise ValueError(f"{what} with id {at!r:.20}; expected a text and an id; {ANOTHER_COPY}")
+    special = bool(entry.get("special", False)) or at is None or content in roles
+    how = {flag: bool(entry.get(flag, False)) for flag in ("lstrip", "rstrip", "single_word")}
+    how |= {"special": special, "normalized": bool(entry.get("normalized", not special))}
+    return {"content": content, **how, **({} if at is None else {"id": int(number)})}
+
+
+def apply_config(texts: Mapping[str, str], described: Mapping[str, Any], origin: str) -> str:
+    """The `tokenizer.json`, with what the config says otherwise: `transformers` goes by that."""
+    config = parse(texts, CONFIG, origin)
+    changed: dict[str, Any] = {}
+    if not str(config.get("tokenizer_class")).startswith(PLAIN_CLASSES):
+        for key, (part, kind, word) in SAID_TWICE.items():
+            step, said = changed.get(part, described.get(part)), config.get(key)
+            if not isinstance(step, dict) or step.get("type") != kind:
+                continue
+            if isinstance(said, bool) and step.get(word) != said:
+                changed[part] = {**step, word: said}
+    return json.dumps({**described, **changed}) if changed else texts[TOKENIZER]
 
 
 def chat_templates(texts: Mapping[str, str], origin: str) -> dict[str, str]:

@@ -113,11 +113,14 @@ class Tokenizer:
         self._origin = origin
         self.chat_templates = MappingProxyType(files.chat_templates(texts, origin))
         with _plain_errors(f"{origin}: {files.TOKENIZER} is damaged", files.ANOTHER_COPY):
-            text = texts[files.TOKENIZER]
+            text = files.apply_config(texts, described, origin)
             backend: tokenizers.Tokenizer = _backend_module().Tokenizer.from_str(text)
             backend.no_truncation()
             backend.no_padding()
+            if files.parse(texts, files.CONFIG, origin).get("split_special_tokens") is True:
+                backend.encode_special_tokens = True
         self._backend = backend
+        self._add_missing(files.added_tokens(texts, origin))
         self._ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self._pieces = {number: piece for piece, number in self._ids.items()}
         self._check_vocabulary(described)
@@ -340,6 +343,21 @@ class Tokenizer:
             if wanted != got:
                 what = f"{where} adds {entry['content']!r} as id {wanted}, but the vocabulary"
                 raise ValueError(f"{what} in the same file makes it {got}; {files.ANOTHER_COPY}")
+
+    def _add_missing(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Tokens that stand beside `tokenizer.json` alone; what it has itself stays as it says."""
+        there = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        new = {entry["content"]: entry for entry in reversed(told) if entry["content"] not in there}
+        entries = [entry for entry in told if new.get(entry["content"]) is entry]
+        make = _backend_module().AddedToken
+        words = [{key: x for key, x in entry.items() if key != "id"} for entry in entries]
+        self._backend.add_tokens([make(entry.pop("content"), **entry) for entry in words])
+        for entry in entries:
+            got = self._backend.token_to_id(entry["content"])
+            if entry.get("id", got) != got:
+                what = f"{self._origin}: the id of {entry['content']!r} is told as {entry['id']}"
+                more = f"but the vocabulary of {files.TOKENIZER} makes it {got}"
+                raise ValueError(f"{what}, {more}; {files.ANOTHER_COPY}")
 
     def _mark_special(self, named: Mapping[str, Mapping[str, Any]]) -> SpecialTokens:
         """A named token is special even where `tokenizer.json` does not say so."""

@@ -81,6 +81,8 @@ def config_of(source: Mapping[str, Any]) -> ModelConfig:
     except (ValueError, TypeError, OverflowError) as wrong:
         raise BadCheckpoint(f"config.json makes no {family.name} model: {wrong}") from None
     ConfigReader(source).expect_class(*HEADS)
+    if config.decoder:
+        ConfigReader(source).expect("is_causal", True)
     n_parameters = count_parameters(config)
     if n_parameters > MAX_PARAMETERS:
         what = f"config.json makes a {family.name} model of {n_parameters:,} parameters; expected"

@@ -21,6 +21,14 @@ def config_from(read: ConfigReader) -> ModelConfig:
     dim, n_heads = read.count("hidden_size"), read.count("num_attention_heads")
     dropout = read.number("hidden_dropout", 0.0)
     base, fraction = read.number("rotary_emb_base", 10000.0), read.number("rotary_pct", 0.25)
+    for key, other, value in (
+        ("rope_theta", "rotary_emb_base", base),
+        ("partial_rotary_factor", "rotary_pct", fraction),
+    ):
+        # Some files say both twice; there the older words alone count in `transformers`.
+        inside = key in read.mapping("rope_parameters")
+        if not inside and (given := read.number(key, value)) != value:
+            raise read.wrong(key, given, f"{value:g} beside {other} {value:g}: which one is meant?")
     rotary = read.rotary(max(dim // n_heads, 1), base=base, fraction=fraction)
     block = BlockConfig(
         dim=dim,

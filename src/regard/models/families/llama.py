@@ -19,6 +19,10 @@ def make_block(read: ConfigReader, **more: Any) -> BlockConfig:
     """A layer of LLaMA's, with `more` in place of what a descendant does otherwise."""
     dim, n_heads = read.count("hidden_size"), read.count("num_attention_heads")
     head_dim = read.count("head_dim", max(dim // n_heads, 1))
+    rotary = more.get("rotary") or read.rotary(head_dim)
+    if rotary.rotary_dim is not None:  # `transformers` rotates whole heads all the same, or fails
+        part = rotary.rotary_dim / head_dim
+        raise read.wrong("partial_rotary_factor", part, "1: in this family whole heads rotate")
     found: dict[str, Any] = {
         "dim": dim,
         "n_heads": n_heads,
@@ -32,7 +36,7 @@ def make_block(read: ConfigReader, **more: Any) -> BlockConfig:
         "attention_bias": read.flag("attention_bias", False),
         "ffn_bias": read.flag("mlp_bias", False),
         "attention_dropout": read.number("attention_dropout", 0.0),
-        "rotary": more.get("rotary") or read.rotary(head_dim),
+        "rotary": rotary,
     }
     return BlockConfig(**{**found, **more})
 

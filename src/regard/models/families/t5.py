@@ -13,7 +13,7 @@ from typing import Any
 
 from regard.layers import BlockConfig, RelativeConfig
 from regard.models.config import EmbedConfig, HeadConfig, ModelConfig
-from regard.models.family import ConfigReader, Family, Source, link_head
+from regard.models.family import ACTIVATIONS, ConfigReader, Family, Source, link_head
 from regard.models.weight_map import Link, renamed, same, weight
 
 FEEDS: dict[str, tuple[Any, bool]] = {
@@ -33,6 +33,9 @@ def config_from(read: ConfigReader) -> ModelConfig:
     multilingual = read.word("model_type", "t5") == "mt5"
     feed = read.choice("feed_forward_proj", FEEDS, "gated-gelu" if multilingual else "relu")
     activation, gated = FEEDS[feed]
+    # Newer files say this once more in other words, which count where the two differ.
+    read.expect("is_gated_act", gated)
+    read.expect("dense_act_fn", *(word for word, ours in ACTIVATIONS.items() if ours == activation))
     dim, dropout = read.count("d_model"), read.number("dropout_rate", 0.1)
     n_layers = read.layers("num_layers")
     tied = read.flag("tie_word_embeddings", True)
