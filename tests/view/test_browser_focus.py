@@ -116,3 +116,26 @@ def test_the_first_step_of_a_generation_keeps_the_focus_in_the_player(show: Show
     settle(page)
     assert page.evaluate("document.activeElement.closest('.player') !== null")
     assert page.evaluate("document.activeElement.tagName") == "INPUT"
+
+
+def test_the_words_of_the_start_page_are_one_stop_and_arrows_go_as_the_text_runs(
+    show: Show,
+) -> None:
+    hebrew = ["שלום", "לכל", "העולם", "הזה", "היפה"]
+    for words, onward in ((view_fakes.ENGLISH, "ArrowRight"), (hebrew, "ArrowLeft")):
+        page = show(view_fakes.decoder(list(words)), "start?token=1")
+        page.wait_for_selector(".start[data-ready]")
+        page.locator('[data-focus="search-To"]').focus()
+        page.keyboard.press("Tab")
+        assert page.evaluate(ACTIVE) == "query-1"  # the chosen one
+        page.keyboard.press(onward)
+        page.keyboard.press(onward)
+        assert page.evaluate(ACTIVE) == "query-3"
+        page.keyboard.press("Tab")
+        assert page.evaluate(ACTIVE) == "Keys-all"
+        page.keyboard.press("Shift+Tab")
+        assert page.evaluate(ACTIVE) == "query-3"
+        page.keyboard.press("Enter")
+        settle(page)
+        assert "token=1&mate=3" in page.evaluate("location.hash")
+        assert page.evaluate(ACTIVE) == "query-3"

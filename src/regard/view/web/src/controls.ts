@@ -120,7 +120,7 @@ export class Legend {
     this.canvas = h("canvas", { width: 256, height: 1, "aria-hidden": "true" });
     this.ends = h("div", { class: "ends" });
     const chance = curve === "chance" && !signed ? h("p", { class: "hint", text: "Times chance: 1 is what each key would get if a query looked at all it may see alike." }) : null;
-    this.element = h("div", { class: "legend" }, of ? h("p", { class: "hint", text: of }) : null, this.canvas, this.ends, chance);
+    this.element = h("div", { class: "legend", role: "group" }, of ? h("p", { class: "hint", text: of }) : null, this.canvas, this.ends, chance);
     this.update(0);
   }
 

@@ -10,7 +10,7 @@ import { Legend, notes, savers, shade, sinkPicker } from "../controls";
 import { h, hundredth, many, message, select } from "../dom";
 import { signed } from "../effects";
 import { keepFocus } from "../focus";
-import { allLayers, headTitle, placeLabel, type Finding, type Recorded } from "../manifest";
+import { allLayers, headTitle, isExact, placeLabel, type Finding, type Recorded } from "../manifest";
 import { headline } from "./overview";
 import { rove } from "../rove";
 import { WordSearch } from "../search";
@@ -170,7 +170,8 @@ class StartView {
     const next = async (): Promise<void> => {
       const wanted = () => !this.closed && (given === this.keptGiven || given === this.given);
       for (let one = heads.shift(); one && wanted(); one = heads.shift()) {
-        given.set(one.join("."), await this.ask(asked, ...one).catch(() => null));
+        const kept = isExact(this.record.places[one[0]]!);
+        given.set(one.join("."), kept ? await this.ask(asked, ...one).catch(() => null) : null);
         this.timer ||= window.setTimeout(() => this.paint(), Math.max(NEWS, 8 * this.took));
       }
     };
@@ -266,7 +267,7 @@ class StartView {
     const word = (which: Which, at: number) => h("bdi", { dir: "auto", text: at < 0 ? "anything" : label(this.units[which].list[at]!.name) });
     const [from, to] = this.side === "query" ? [this.chosen, this.mate] : [this.mate, this.chosen];
     if (this.chosen < 0) this.answer.replaceChildren("Choose a word of the text.");
-    else this.answer.replaceChildren(word("query", from), " → ", word("key", to), ranked.length ? ": " : this.given.size ? ": no head does." : " …", ranked.slice(0, 3).map(({ place, head, value }) => `${this.headName(place, head)} ${hundredth(value)}`).join(", "), ranked.length > 3 ? ", …" : "");
+    else this.answer.replaceChildren(word("query", from), " → ", word("key", to), ranked.length ? ": " : !this.given.size ? " …" : [...this.given.values()].some(Boolean) ? ": no head does." : ": not known here.", ranked.slice(0, 3).map(({ place, head, value }) => `${this.headName(place, head)} ${hundredth(value)}`).join(", "), ranked.length > 3 ? ", …" : "");
     const left = this.one ? "the word itself, the first one, signs and special tokens" : "signs and special tokens";
     this.rule.textContent = this.chosen >= 0 && this.mate < 0 ? `Of each head the one word with most; ${left} are left out.` : "";
     this.ranking.replaceChildren(
@@ -310,6 +311,7 @@ class StartView {
     if (this.one) this.chips.replaceChildren(...this.flow("query", best));
     else this.chips.replaceChildren(h("p", { class: "hint", text: "Who looks" }), ...this.flow("query", best), h("p", { class: "hint", text: "At what" }), ...this.flow("key", best));
     this.chips.querySelectorAll<HTMLElement>(".flow").forEach((flow, at) => {
+      rove(flow, [".word"]);
       const chosen = flow.querySelector<HTMLElement>(".own, .mate");
       flow.scrollTop = scrolled[at] ?? Math.max(0, (chosen?.offsetTop ?? 0) - flow.clientHeight / 2);
     });
@@ -352,11 +354,14 @@ class StartView {
   }
 
   private explain(): void {
-    const missing = [...this.given.values()].filter((values) => values === null).length;
+    const coarse = this.places.filter((place) => !isExact(this.record.places[place]!));
+    const heads = coarse.reduce((sum, place) => sum + this.record.places[place]!.n_heads, 0);
+    const missing = [...this.given.values()].filter((values) => values === null).length - (this.given.size ? heads : 0);
     const { source, state } = this.context;
     const cut = this.side === "query" && this.places.some((place) => [...Array(this.record.places[place]!.n_heads).keys()].some((head) => this.given.get(`${place}.${head}`) && !source.exact(state.record, place, head)));
     const words = [
-      missing ? `The weights of ${many(missing, "head")} are not here; “regard view” shows all.` : "",
+      heads ? `Of ${many(heads, "head")} this record kept statistics and a coarse picture, not single weights. Record with watch(model, keep="qk") to ask for them.` : "",
+      missing > 0 ? `The weights of ${many(missing, "head")} are not here; “regard view” shows all.` : "",
       cut ? "Of some heads only each word’s largest weights fit into this file: where a weight is not among them it counts as 0." : "",
     ].filter(Boolean).join(" ");
     this.trouble.replaceChildren(...(words ? [message(words)] : []));
