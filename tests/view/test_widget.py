@@ -284,3 +284,33 @@ def test_two_views_of_one_widget_each_hear_their_own_answers(page: Any) -> None:
         for head in range(4)
     }
     assert views == [want, want]
+
+
+NARROW = """async manifest => {
+  const {default: widget} = await import('./regard.js');
+  const model = {get: name => (name === 'manifest' ? manifest : 'start?token=5'),
+    set: () => {}, save_changes: () => {}, on: () => {}, off: () => {}, send: () => {}};
+  const el = document.createElement('div');
+  el.style.width = '640px';
+  document.body.replaceChildren(el);
+  widget.render({model, el});
+  while (!document.querySelector('.start[data-ready]'))
+    await new Promise(done => setTimeout(done, 50));
+  const end = el.getBoundingClientRect().right;
+  const inside = '.tools button, .matrix .cell, .heads-ranking .value';
+  const nav = el.querySelector('nav');
+  return [nav.scrollWidth <= nav.clientWidth,
+    ...[...el.querySelectorAll(inside)].map(e => e.getBoundingClientRect().right <= end - 24 + 8)];
+}"""
+
+
+def test_a_narrow_cell_in_a_wide_window_shows_all_tabs_and_the_whole_heat(page: Any) -> None:
+    record = view_fakes.decoder(layers=3, n_heads=12)
+    manifest = make_widget(record).manifest
+    page.set_viewport_size({"width": 1440, "height": 900})
+    with Server(record) as server:  # type: ignore[arg-type]
+        page.goto(server.url)
+        page.wait_for_selector(".start[data-ready]")
+        fits = page.evaluate(NARROW, manifest)
+        page.goto("about:blank")
+    assert len(fits) > 40 and all(fits)
