@@ -194,3 +194,13 @@ def test_nothing_is_wider_than_the_window(show: Show, width: int) -> None:
         "all => all.map(l => [...l.children].map(c => c.getBoundingClientRect().top))"
     )
     assert all(np.ptp(row) < 12 for row in rows) and len(rows) == 12
+
+
+def test_a_record_of_statistics_says_that_it_has_no_weights_to_ask_for(show: Show) -> None:
+    """Neither that no head looks so, nor that another command would show it."""
+    page = show(view_fakes.coarse(), "start?token=5")
+    page.wait_for_selector(".start[data-ready]")
+    assert page.inner_text(".answer") == "w5 → anything: not known here."
+    said = page.inner_text(".finder .message")
+    assert "not single weights" in said and 'keep="qk"' in said and "regard view" not in said
+    assert page.locator(".matrix .missing").count() == 2

@@ -101,6 +101,8 @@ def test_many_heads_are_shown_when_asked_for_and_a_phone_has_its_width(
     assert len(rows(page)) == 300
     page.get_by_role("button", name="Show 20 more heads").click()
     page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 320")
+    # The button is gone; the first of the rows that came has the focus.
+    assert page.evaluate("document.activeElement === document.querySelectorAll('tbody tr')[300]")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 

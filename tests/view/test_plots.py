@@ -63,6 +63,7 @@ def test_labels_end_where_they_no_longer_fit() -> None:
         assert len(words) == (count if count == LABELS else 0)
 
 
+@pytest.mark.filterwarnings("ignore:no installed font has")  # Japanese
 def test_cross_attention_has_source_across_and_target_down() -> None:
     record = view_fakes.translator()
     figure = plot(record, place=3, head=0)
@@ -132,6 +133,14 @@ def test_a_script_without_a_font_is_told_once(monkeypatch: pytest.MonkeyPatch) -
     plots._warn_missing.cache_clear()
 
 
+def test_a_font_of_placeholders_is_no_font_that_has_a_script() -> None:
+    """matplotlib brings one with a box for every character, such as this one of nobody's."""
+    plots._warn_missing.cache_clear()
+    with pytest.warns(UserWarning, match="no installed font has"):
+        assert fonts_for("a\U0010fffd") == ["DejaVu Sans"]
+    plots._warn_missing.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -154,6 +163,9 @@ def test_what_cannot_be_drawn_is_refused_in_words(options: dict[str, Any], words
         ("Ġcat", "cat"),
         ("a\nb", "a⏎b"),
         ("\u202e", "⟨202E⟩"),
+        ("a\u2028b\ufeff", "a⟨2028⟩b⟨FEFF⟩"),
+        (" ", "␣"),
+        ("\u3000", "␣"),
         ("$5", r"\$5"),
         ("", "∅"),
         ("猫", "猫"),

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import view_fakes
 
-from regard.view import make_widget
+from regard.view import Server, make_widget
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -237,3 +237,80 @@ def wait_for(url: str) -> None:
         else:
             return
     raise AssertionError(f"nothing answers at {url}")
+
+
+TWO_VIEWS = """async manifest => {
+  const {default: widget} = await import('./regard.js');
+  const heard = new Set(), turned = new Set();
+  const model = {
+    line: 'text?place=1&head=2&token=4', waiting: 0,
+    get: name => name === 'manifest' ? manifest : model.line,
+    set: () => {}, save_changes: () => {},
+    on: (event, listen) => (event === 'msg:custom' ? heard : turned).add(listen),
+    off: (event, listen) => (event === 'msg:custom' ? heard : turned).delete(listen),
+    send: async ({id, question}) => {
+      const reply = await fetch(`data/${question}`);
+      const bytes = new DataView(await reply.arrayBuffer());
+      await new Promise(done => setTimeout(done, 40));
+      for (const listen of heard) listen({id}, [bytes]);
+    },
+  };
+  const views = [document.createElement('div'), document.createElement('div')];
+  document.body.replaceChildren(...views);
+  widget.render({model, el: views[0]});
+  await new Promise(done => setTimeout(done, 400));
+  model.line = 'start?token=5&mate=3';
+  for (const listen of turned) listen();
+  widget.render({model, el: views[1]});
+  while (document.querySelectorAll('.start[data-ready]').length < 2)
+    await new Promise(done => setTimeout(done, 50));
+  return views.map(view => Object.fromEntries([...view.querySelectorAll('a.cell')].map(
+    cell => cell.getAttribute('aria-label').split(' '))));
+}"""
+
+
+def test_two_views_of_one_widget_each_hear_their_own_answers(page: Any) -> None:
+    """As two cells that show it, or a view in a window of its own: one kernel answers both."""
+    record = view_fakes.decoder(layers=3, n_heads=4)
+    manifest = make_widget(record, budget=0).manifest
+    with Server(record) as server:  # type: ignore[arg-type]
+        page.goto(server.url)
+        page.wait_for_selector(".start[data-ready]")
+        views = page.evaluate(TWO_VIEWS, manifest)
+        page.goto("about:blank")
+    want = {
+        f"{place}.{head}": f"{record.weight(place, head, 5, 3):.3f}"
+        for place in range(3)
+        for head in range(4)
+    }
+    assert views == [want, want]
+
+
+NARROW = """async manifest => {
+  const {default: widget} = await import('./regard.js');
+  const model = {get: name => (name === 'manifest' ? manifest : 'start?token=5'),
+    set: () => {}, save_changes: () => {}, on: () => {}, off: () => {}, send: () => {}};
+  const el = document.createElement('div');
+  el.style.width = '640px';
+  document.body.replaceChildren(el);
+  widget.render({model, el});
+  while (!document.querySelector('.start[data-ready]'))
+    await new Promise(done => setTimeout(done, 50));
+  const end = el.getBoundingClientRect().right;
+  const inside = '.tools button, .matrix .cell, .heads-ranking .value';
+  const nav = el.querySelector('nav');
+  return [nav.scrollWidth <= nav.clientWidth,
+    ...[...el.querySelectorAll(inside)].map(e => e.getBoundingClientRect().right <= end - 24 + 8)];
+}"""
+
+
+def test_a_narrow_cell_in_a_wide_window_shows_all_tabs_and_the_whole_heat(page: Any) -> None:
+    record = view_fakes.decoder(layers=3, n_heads=12)
+    manifest = make_widget(record).manifest
+    page.set_viewport_size({"width": 1440, "height": 900})
+    with Server(record) as server:  # type: ignore[arg-type]
+        page.goto(server.url)
+        page.wait_for_selector(".start[data-ready]")
+        fits = page.evaluate(NARROW, manifest)
+        page.goto("about:blank")
+    assert len(fits) > 40 and all(fits)

@@ -230,6 +230,8 @@ def _labels(record: Record, place: int, window: Window) -> tuple[list[str], list
 
 def printable(word: str, length: int = 24) -> str:
     """A label on one line, without signs that matplotlib would read as a formula or not draw."""
+    if word and not word.strip(" \u00a0\u3000"):
+        return "␣"
     seen = "".join(_sign(character) for character in cut(word.lstrip("▁Ġ ") or word, length))
     return seen.replace("$", r"\$") or "∅"
 
@@ -238,8 +240,8 @@ def _sign(character: str) -> str:
     if character in "\n\t\r":
         return {"\n": "⏎", "\t": "⇥", "\r": "␍"}[character]
     code = ord(character)
-    hidden = code < 32 or 0x7F <= code < 0xA0 or 0x202A <= code <= 0x202E or 0xD800 <= code < 0xE000
-    return f"⟨{code:04X}⟩" if hidden or 0x2066 <= code <= 0x2069 else character
+    hidden = code < 32 or 0x7F <= code < 0xA0 or 0x2028 <= code <= 0x202E or 0xD800 <= code < 0xE000
+    return f"⟨{code:04X}⟩" if hidden or 0x2066 <= code <= 0x2069 or code == 0xFEFF else character
 
 
 def _label_axis(axes: Axes, which: str, words: Sequence[str], inches: float, first: int) -> None:
@@ -299,7 +301,9 @@ def _plot_heads(record: Record, places: list[int], title: str | None, style: Sty
 def _installed() -> dict[str, str]:
     from matplotlib import font_manager
 
-    return {font.name: font.fname for font in font_manager.fontManager.ttflist}
+    # A font of last resort has a box for every character, and the letters of none.
+    fonts = font_manager.fontManager.ttflist
+    return {font.name: font.fname for font in fonts if "last resort" not in font.name.lower()}
 
 
 @lru_cache(maxsize=64)

@@ -4,6 +4,7 @@ import { BareSource } from "./bare";
 import { brand, clear, h, message, strip, tool } from "./dom";
 import { opening, shorten } from "./words";
 import { words, type Context, type Page } from "./context";
+import { keepFocus } from "./focus";
 import { MATTERS } from "./effects";
 import { measureOf } from "./measures";
 import type { Manifest } from "./manifest";
@@ -111,9 +112,10 @@ export class App implements Context {
   }
 
   private show(): void {
-    const focus = this.focusMark();
-    // Never let the focus fall out: in a notebook the next key would be a command to it.
-    if (this.main.contains(this.focused())) this.main.focus({ preventScroll: true });
+    keepFocus(this.root, () => this.build(), this.main, {});
+  }
+
+  private build(): void {
     this.page?.close?.();
     this.page = null;
     clear(this.main);
@@ -131,20 +133,6 @@ export class App implements Context {
     } catch (problem) {
       this.main.append(message(`This page could not be drawn: ${words(problem)}`, "error"));
     }
-    if (focus) this.main.querySelector<HTMLElement>(focus)?.focus();
-  }
-
-  private focused(): Element | null {
-    return (this.root.getRootNode() as Document | ShadowRoot).activeElement;
-  }
-
-  /** What had the focus, so that it has it again after the page was built anew. */
-  private focusMark(): string | null {
-    const active = this.focused();
-    if (!active || !this.main.contains(active)) return null;
-    if (active instanceof HTMLCanvasElement) return ".map canvas";
-    const mark = (active as HTMLElement).dataset.focus;
-    return mark && /^[\w-]+$/.test(mark) ? `[data-focus="${mark}"]` : null;
   }
 
   private bar(): HTMLElement {

@@ -18,6 +18,8 @@ export interface Pen {
 }
 
 export const FITS = 12; // pixels a token needs for its label
+const NUMBER = 40; // pixels of a position, with some space
+const TITLES = 70; // pixels beside the rows that the names of the axes need
 const SLANT = -Math.PI / 3.4;
 
 export function visibleRange(axis: Axis): [number, number] {
@@ -32,8 +34,9 @@ interface Mark {
   strong: boolean;
 }
 
-/** What is written along an axis: every word, or round positions; always the chosen one. */
-function marks(axis: Axis, chosen: number | null): Mark[] {
+/** What is written along an axis: every word, or round positions; always the chosen one, which has so
+ * many pixels of room on either side. */
+function marks(axis: Axis, chosen: number | null, room = 16): Mark[] {
   const [first, last] = visibleRange(axis);
   const out: Mark[] = [];
   if (axis.step >= FITS) {
@@ -44,7 +47,7 @@ function marks(axis: Axis, chosen: number | null): Mark[] {
   }
   const every = roundStep((last - first) / Math.max(2, Math.min(10, axis.size / 90)));
   for (let at = Math.ceil(first / every) * every; at < last; at += every) {
-    const near = chosen !== null && Math.abs(chosen - at) * axis.step < 16;
+    const near = chosen !== null && Math.abs(chosen - at) * axis.step < room;
     if (!near) {
       out.push({ at, text: (axis.named ? at : Number(axis.tokens[at])).toLocaleString("en"), strong: false });
     }
@@ -82,7 +85,9 @@ export function drawRows(draw: CanvasRenderingContext2D, axis: Axis, edge: numbe
 export function drawColumns(draw: CanvasRenderingContext2D, axis: Axis, edge: number, chosen: number | null, pen: Pen): void {
   draw.textBaseline = "middle";
   const flat = axis.step < FITS;
-  for (const mark of marks(axis, chosen)) {
+  draw.font = `600 ${pen.font}`;
+  const wide = flat && chosen !== null ? draw.measureText(label(axis.tokens[chosen]!, 16)).width : 0;
+  for (const mark of marks(axis, chosen, Math.max(16, Math.min(120, wide) / 2 + NUMBER / 2))) {
     const x = axis.start + (mark.at + 0.5) * axis.step;
     if (x < 0 || x > axis.size) continue;
     draw.font = mark.strong ? `600 ${pen.font}` : pen.font;
@@ -108,8 +113,8 @@ export function drawTitles(draw: CanvasRenderingContext2D, x: number, y: number,
   draw.textAlign = "right";
   draw.textBaseline = "alphabetic";
   draw.direction = "ltr";
-  draw.fillText("keys →", x - 8, y - 20);
-  draw.fillText("queries ↓", x - 8, y - 5);
+  draw.fillText("keys →", x - 8, y - 24);
+  draw.fillText("queries ↓", x - 8, y - 10);
 }
 
 /** How long the labels of an axis are, in pixels along their own line. */
@@ -122,6 +127,11 @@ export function labelLength(draw: CanvasRenderingContext2D, tokens: string[], na
     most = Math.max(most, draw.measureText(label(tokens[at]!)).width);
   }
   return Math.min(most, 132);
+}
+
+/** The pixels to the left of a map, for the labels of its rows and the names of its axes. */
+export function rowMargin(draw: CanvasRenderingContext2D, tokens: string[], named: boolean, pen: Pen): number {
+  return Math.max(TITLES, labelLength(draw, tokens, named, pen) + 16);
 }
 
 /** How far the label of the last column reaches beyond it, in pixels. */

@@ -120,7 +120,7 @@ export class Legend {
     this.canvas = h("canvas", { width: 256, height: 1, "aria-hidden": "true" });
     this.ends = h("div", { class: "ends" });
     const chance = curve === "chance" && !signed ? h("p", { class: "hint", text: "Times chance: 1 is what each key would get if a query looked at all it may see alike." }) : null;
-    this.element = h("div", { class: "legend" }, of ? h("p", { class: "hint", text: of }) : null, this.canvas, this.ends, chance);
+    this.element = h("div", { class: "legend", role: "group" }, of ? h("p", { class: "hint", text: of }) : null, this.canvas, this.ends, chance);
     this.update(0);
   }
 
@@ -174,8 +174,9 @@ export function scoreBars(context: Context): HTMLElement {
   return list;
 }
 
-/** Save what is on the screen: as SVG for paper, as PNG for slides. `source`: a map, or a part of the page. */
-export function savers(context: Context, source: Heatmap | HTMLElement, name: string): HTMLElement {
+/** Save what is on the screen: as SVG for paper, as PNG for slides. `source`: a map, or a part of the page;
+ * `ready`: draws what of it is not drawn yet. */
+export function savers(context: Context, source: Heatmap | HTMLElement, name: string, ready?: () => Promise<void>): HTMLElement {
   const hand = (part: Blob, ending: string) => {
     const link = h("a", { href: URL.createObjectURL(part), download: `${name.replace(/[^\p{L}\p{N}]+/gu, "-")}.${ending}` });
     link.click();
@@ -186,7 +187,7 @@ export function savers(context: Context, source: Heatmap | HTMLElement, name: st
     const ground = getComputedStyle(element).getPropertyValue("--paper").trim();
     return source instanceof HTMLElement ? elementSvg(source, ground) : source.toSvg(ground);
   };
-  const asSvg = () => hand(new Blob([draw()], { type: "image/svg+xml" }), "svg");
+  const asSvg = async () => hand(new Blob([draw()], { type: "image/svg+xml" }), "svg");
   const asPng = async () => {
     const picture = h("img", { src: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(draw())}` });
     await picture.decode();
@@ -195,9 +196,14 @@ export function savers(context: Context, source: Heatmap | HTMLElement, name: st
     sheet.getContext("2d")!.drawImage(picture, 0, 0, sheet.width, sheet.height);
     sheet.toBlob((blob) => blob && hand(blob, "png"), "image/png");
   };
-  const button = (text: string, act: () => void) =>
-    h("button", { type: "button", class: "plain", text, title: `Save what is on the screen as ${text}`, on: { click: () => { act(); context.announce("Saved."); } } });
-  return h("div", { class: "savers", role: "group", "aria-label": "Save this view" }, h("span", { class: "said", text: "Save" }), button("SVG", asSvg), button("PNG", () => void asPng()));
+  const save = async (act: () => Promise<void>) => {
+    await ready?.();
+    await act();
+    context.announce("Saved.");
+  };
+  const button = (text: string, act: () => Promise<void>) =>
+    h("button", { type: "button", class: "plain", text, title: `Save what is on the screen as ${text}`, on: { click: () => void save(act) } });
+  return h("div", { class: "savers", role: "group", "aria-label": "Save this view" }, h("span", { class: "said", text: "Save" }), button("SVG", asSvg), button("PNG", asPng));
 }
 
 /** Show all keys, or leave out those that take what nobody wants; and say so. */

@@ -19,8 +19,9 @@ function visit(element: Element, sheet: SVGElement, clip: Box): void {
   const box = element.getBoundingClientRect();
   if (!meets(box, clip)) return;
   const place = { x: box.left, y: box.top, width: box.width, height: box.height };
-  if (element instanceof HTMLCanvasElement) {
-    sheet.append(svg("image", { ...place, href: element.toDataURL("image/png"), preserveAspectRatio: "none", "image-rendering": "pixelated" }));
+  if (element instanceof HTMLCanvasElement || element instanceof HTMLImageElement) {
+    const href = element instanceof HTMLImageElement ? element.src : element.toDataURL("image/png");
+    sheet.append(svg("image", { ...place, href, preserveAspectRatio: "none", "image-rendering": "pixelated" }));
     return;
   }
   if (element instanceof SVGSVGElement) {

@@ -6,7 +6,7 @@
 
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type ZoomBehavior, type ZoomTransform } from "d3-zoom";
-import { drawColumns, drawRows, drawTitles, overhang, labelLength, slantedHeight, type Axis, type Pen } from "./axes";
+import { drawColumns, drawRows, drawTitles, labelLength, overhang, rowMargin, slantedHeight, type Axis, type Pen } from "./axes";
 import { inkOn, paint, paintDifference, table, onScale, type Curve, type Ramp, type Table } from "./colour";
 import { visibleTo } from "./chance";
 import { h, hundredths } from "./dom";
@@ -80,11 +80,12 @@ export class Heatmap {
       options.onLoad?.(this);
     }, options.curve === "chance" && !options.difference);
     this.zoomer = zoom<HTMLCanvasElement, unknown>()
-      .filter((event: MouseEvent) => !event.button)
+      // With all of the map in view one finger has nothing to move: it scrolls the page.
+      .filter((event: MouseEvent & TouchEvent) => !event.button && (this.transform.k > 1 || event.touches?.length !== 1))
       .on("zoom", (event) => this.moved(event.transform, event.sourceEvent !== null));
     select(this.canvas).call(this.zoomer).on("dblclick.zoom", null);
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
-    this.canvas.addEventListener("pointerleave", () => this.leave());
+    this.canvas.addEventListener("pointerleave", () => this.point(null));
     this.canvas.addEventListener("click", (event) => this.pick(event));
     this.canvas.addEventListener("dblclick", () => this.fit());
     this.canvas.addEventListener("keydown", (event) => this.key(event));
@@ -183,7 +184,7 @@ export class Heatmap {
     this.canvas.height = Math.round(height * scale);
     const pen = this.pen;
     this.margin = {
-      left: Math.min(width / 3, labelLength(this.draw, rows, place.queries !== "positions", pen) + 16),
+      left: Math.min(width / 3, rowMargin(this.draw, rows, place.queries !== "positions", pen)),
       top: Math.min(height / 3, slantedHeight(labelLength(this.draw, columns, place.keys !== "positions", pen))),
     };
     const right = Math.max(30, Math.min(width / 6, overhang(this.draw, columns, pen)));
@@ -214,6 +215,7 @@ export class Heatmap {
 
   private moved(transform: ZoomTransform, byHand: boolean): void {
     this.transform = transform;
+    this.canvas.style.touchAction = transform.k > 1 ? "none" : "pan-y";
     this.redraw();
     if (!this.quietly || byHand) this.options.onMove?.(this.at);
   }
@@ -229,8 +231,9 @@ export class Heatmap {
     return s >= 0 && t >= 0 && s < n_keys && t < n_queries ? { t, s } : null;
   }
 
-  private point(event: PointerEvent): void {
-    this.hover = this.place(event);
+  /** null: the pointer has left. */
+  private point(event: PointerEvent | null): void {
+    this.hover = event && this.place(event);
     this.options.onCell?.(this.hover ? this.cell(this.hover) : this.cursor && this.cell(this.cursor), false);
     this.redraw();
   }
@@ -240,12 +243,6 @@ export class Heatmap {
     const { n_queries, n_keys } = this.options.place;
     this.hover = cell && cell.t < n_queries && cell.s < n_keys ? { t: cell.t, s: cell.s } : null;
     this.canvas.dataset.hover = this.hover ? `${this.hover.t},${this.hover.s}` : "";
-    this.redraw();
-  }
-
-  private leave(): void {
-    this.hover = null;
-    this.options.onCell?.(this.cursor && this.cell(this.cursor), false);
     this.redraw();
   }
 
@@ -278,12 +275,13 @@ export class Heatmap {
   /** The end of the colour scale being shown, and whether cells may lie beyond it. */
   get scale(): [number, boolean] {
     const all = (this.options.peers?.() ?? [this]).map((map) => map.ownScale);
-    return [Math.max(...all.map(([max]) => max)), all.some(([, beyond]) => beyond)];
+    const max = Math.max(...all.map(([end]) => end));
+    return [max, all.some(([, most]) => most > max)];
   }
 
-  private get ownScale(): [number, boolean] {
+  private get ownScale(): [number, number] {
     const { lt, ls } = this.tiles.problem ? smallTile(this.options.place, this.options.small) : this.levels;
-    return [this.tiles.largest(lt, ls), this.tiles.beyond(lt, ls)];
+    return [this.tiles.largest(lt, ls), this.tiles.most(lt, ls)];
   }
 
   private key(event: KeyboardEvent): void {

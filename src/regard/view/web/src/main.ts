@@ -89,9 +89,10 @@ class WidgetLine implements Line {
   }
 }
 
-/** Questions to the kernel and its answers, matched by number. */
+/** Questions to the kernel and its answers, matched by name: all views of a widget hear every answer. */
 function askKernel(model: Model): { ask: (question: string) => Promise<Uint8Array>; close: () => void } {
-  const waiting = new Map<number, { done: (bytes: Uint8Array) => void; failed: (problem: Error) => void }>();
+  const waiting = new Map<string, { done: (bytes: Uint8Array) => void; failed: (problem: Error) => void }>();
+  const view = crypto.getRandomValues(new Uint32Array(2)).join("-");
   let last = 0;
   const heard = (content: any, buffers: DataView[]) => {
     const one = waiting.get(content?.id);
@@ -104,7 +105,7 @@ function askKernel(model: Model): { ask: (question: string) => Promise<Uint8Arra
   model.on("msg:custom", heard);
   const ask = (question: string) =>
     new Promise<Uint8Array>((done, failed) => {
-      const id = (last += 1);
+      const id = `${view}-${(last += 1)}`;
       waiting.set(id, { done, failed });
       model.send({ id, question });
       setTimeout(() => {

@@ -67,6 +67,9 @@ export class Player {
     const { back, play, on } = this.buttons;
     back.disabled = this.step < 0;
     on.disabled = this.step >= this.steps - 1;
+    // A button that has become of no use lets the focus go.
+    const { activeElement } = this.element.getRootNode() as Document | ShadowRoot;
+    if (activeElement?.matches(":disabled") && this.element.contains(activeElement)) this.slider.focus();
     play.textContent = this.timer ? "❚❚" : "▶";
     play.setAttribute("aria-label", this.timer ? "Pause  p" : "Play  p");
     this.slider.value = String(this.step);

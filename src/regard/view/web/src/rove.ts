@@ -3,11 +3,15 @@
 /** `kinds`: selectors, each of things that arrows move among. */
 export function rove(grid: HTMLElement, kinds: string[]): void {
   const groups = kinds.map((kind) => [...grid.querySelectorAll<HTMLElement>(kind)]);
-  for (const all of groups) all.forEach((one, at) => one.setAttribute("tabindex", at ? "-1" : "0"));
+  for (const all of groups) {
+    const stop = Math.max(0, all.findIndex((one) => one.ariaPressed === "true")); // what is chosen, else the first
+    all.forEach((one, at) => one.setAttribute("tabindex", at === stop ? "0" : "-1"));
+  }
   grid.onkeydown = (event) => {
     const active = (grid.getRootNode() as Document | ShadowRoot).activeElement as HTMLElement;
     const all = groups.find((group) => group.includes(active));
-    const next = all ? neighbour(all, all.indexOf(active), event.key) : null;
+    const turned = getComputedStyle(active).direction === "rtl" ? { ArrowLeft: "ArrowRight", ArrowRight: "ArrowLeft" }[event.key] : null;
+    const next = all ? neighbour(all, all.indexOf(active), turned ?? event.key) : null;
     if (!all || next === null) return;
     event.preventDefault();
     event.stopPropagation();

@@ -2,6 +2,7 @@
 // neighbours; Enter goes to the next.
 
 import { h, many } from "./dom";
+import { keepFocus } from "./focus";
 import type { Units } from "./units";
 import { label } from "./words";
 
@@ -41,7 +42,7 @@ export class WordSearch {
     this.list.replaceChildren(
       ...this.matches.slice(from, from + LISTED).map((at, index) => {
         const said = (first: number, last: number) => this.units.list.slice(Math.max(0, first), last).map((unit) => label(unit.name, 14)).join(" ");
-        return h("li", {}, h("button", { type: "button", "data-at": at, on: { click: () => this.go(from + index) } },
+        return h("li", {}, h("button", { type: "button", "data-at": at, "data-focus": `found-${at}`, on: { click: () => this.go(from + index) } },
           h("span", { class: "hint", text: said(at - AROUND, at) }), " ", h("bdi", { dir: "auto", text: label(this.units.list[at]!.name) }), h("sub", { text: String(this.units.list[at]!.first) }), " ", h("span", { class: "hint", text: said(at + 1, at + 1 + AROUND) })));
       }),
     );
@@ -51,7 +52,7 @@ export class WordSearch {
     const at = this.matches[turn];
     if (at === undefined) return;
     this.turn = turn;
-    this.show();
+    keepFocus(this.element, () => this.show());
     this.choose(at);
   }
 

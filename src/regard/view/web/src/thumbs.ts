@@ -4,14 +4,18 @@
 
 import { chanceOf, overChance } from "./chance";
 import { ceiling, largest, paint, table, type Curve, type Table } from "./colour";
-import { colours, words, type Context } from "./context";
+import { colours, current, words, type Context } from "./context";
 import type { Legend } from "./controls";
+import { h } from "./dom";
 import { mapPlace } from "./manifest";
 import { cellsOf } from "./source";
 import { smallTile } from "./tiles";
 
+export type Picture = HTMLCanvasElement | HTMLImageElement;
+const MANY = 600; // maps, from which on each is an image: thousands of canvases stop a browser for minutes
+
 interface Thumb {
-  canvas: HTMLCanvasElement;
+  picture: Picture;
   values: Float32Array;
   chance: Float32Array | null; // of each cell, where that is what values are held against
   top: number; // the end of its own scale
@@ -20,10 +24,13 @@ interface Thumb {
 
 export class Thumbs {
   private readonly jobs = new Map<Element, () => Promise<void>>();
+  private readonly running = new Set<Promise<void>>();
+  private readonly sheet = h("canvas"); // that images are drawn on
+  private readonly many: boolean;
   private drawn: Thumb[] = [];
   private waiting = new Set<Thumb>();
   private max = 0; // the end of the scale of all maps
-  private beyond = false; // whether cells lie beyond it
+  private most = 0; // the largest weight, which may lie beyond it
   private frame = 0;
   private table: [string, Table] | null = null;
   private readonly seen: IntersectionObserver;
@@ -31,20 +38,36 @@ export class Thumbs {
 
   /** `own`: each map has a scale of its own. */
   constructor(private readonly context: Context, grid: HTMLElement, private readonly legend: Legend, private readonly curve: Curve, private readonly own: boolean) {
+    this.many = current(context).record.places.reduce((sum, place) => sum + place.n_heads, 0) > MANY;
     this.seen = new IntersectionObserver((entries) => {
-      for (const { target } of entries.filter((entry) => entry.isIntersecting)) {
-        this.seen.unobserve(target);
-        void this.jobs.get(target)?.();
-        this.jobs.delete(target);
-      }
+      for (const { target } of entries.filter((entry) => entry.isIntersecting)) this.start(target);
     }, { rootMargin: "200px" });
     this.sized = new ResizeObserver(() => this.repaint());
     this.sized.observe(grid);
   }
 
-  watch(card: HTMLElement, canvas: HTMLCanvasElement, place: number, head: number): void {
-    this.jobs.set(card, () => this.load(card, canvas, place, head));
+  /** What a map is drawn in. */
+  picture(): Picture {
+    return this.many ? h("img", { alt: "" }) : h("canvas", { "aria-hidden": "true" });
+  }
+
+  watch(card: HTMLElement, picture: Picture, place: number, head: number): void {
+    this.jobs.set(card, () => this.load(card, picture, place, head));
     this.seen.observe(card);
+  }
+
+  private start(card: Element): void {
+    this.seen.unobserve(card);
+    const done = this.jobs.get(card)?.().finally(() => this.running.delete(done!));
+    this.jobs.delete(card);
+    if (done) this.running.add(done);
+  }
+
+  /** Draw also the maps that have not been in view. */
+  async all(): Promise<void> {
+    for (const card of [...this.jobs.keys()]) this.start(card);
+    await Promise.all(this.running);
+    while (this.frame) await new Promise(requestAnimationFrame);
   }
 
   forget(): void {
@@ -71,14 +94,14 @@ export class Thumbs {
     this.frame ||= requestAnimationFrame(() => {
       this.frame = 0;
       if (this.own) this.legend.updateOwn();
-      else this.legend.update(this.max, this.beyond);
-      const sized = [...this.waiting].map((thumb): [Thumb, number, number] => [thumb, thumb.canvas.clientWidth, thumb.canvas.clientHeight]);
+      else this.legend.update(this.max, this.most > this.max);
+      const sized = [...this.waiting].map((thumb): [Thumb, number, number] => [thumb, thumb.picture.clientWidth, thumb.picture.clientHeight]);
       this.waiting.clear();
       for (const each of sized) this.draw(...each);
     });
   }
 
-  private async load(card: HTMLElement, canvas: HTMLCanvasElement, place: number, head: number): Promise<void> {
+  private async load(card: HTMLElement, picture: Picture, place: number, head: number): Promise<void> {
     const { manifest, source, state } = this.context;
     const here = mapPlace(manifest.records[state.record]!.places[place]!);
     const { lt, ls } = smallTile(here, manifest.small);
@@ -88,8 +111,8 @@ export class Thumbs {
       const chance = this.curve === "chance" ? chanceOf(here, { lt, ls, ti: 0, si: 0 }, values.length / width, width) : null;
       const shown = chance ? overChance(values, chance) : values;
       const top = ceiling(shown, lt + ls > 0);
-      const thumb = { canvas, values, chance, top, width };
-      this.beyond ||= largest(shown) > Math.max(top, this.max);
+      const thumb = { picture, values, chance, top, width };
+      this.most = Math.max(this.most, largest(shown));
       this.drawn.push(thumb);
       if (top > this.max) {
         this.max = top;
@@ -114,14 +137,16 @@ export class Thumbs {
     return this.table[1];
   }
 
-  private draw({ canvas, values, chance, top, width }: Thumb, wide: number, tall: number): void {
+  private draw({ picture, values, chance, top, width }: Thumb, wide: number, tall: number): void {
+    const canvas = picture instanceof HTMLCanvasElement ? picture : this.sheet;
     const side = (length: number) => Math.max(1, Math.round(length * (devicePixelRatio || 1)));
     canvas.width = side(wide);
     canvas.height = side(tall);
     const scaled = (numbers: Float32Array) => pool(pool(numbers, numbers.length / width, width, canvas.width, 1), canvas.width, numbers.length / width, canvas.height, canvas.width);
     const pixels = chance ? overChance(scaled(values), scaled(chance)) : scaled(values);
     const max = this.own ? top : this.max;
-    canvas.getContext("2d")!.putImageData(paint(pixels, canvas.width, max, this.curve, this.colours()), 0, 0);
+    canvas.getContext("2d", { willReadFrequently: this.many })!.putImageData(paint(pixels, canvas.width, max, this.curve, this.colours()), 0, 0);
+    if (picture instanceof HTMLImageElement) picture.src = canvas.toDataURL("image/png");
   }
 }
 

@@ -40,7 +40,7 @@ export class Tiles {
   private readonly asked = new Map<string, AbortController>();
   private readonly failed = new Map<string, string>();
   private readonly largestAt = new Map<string, number>();
-  private readonly beyondAt = new Set<string>();
+  private readonly mostAt = new Map<string, number>();
   private wanted: TileAt[] = [];
   private clock = 0;
   private closed = false;
@@ -63,9 +63,9 @@ export class Tiles {
     return this.largestAt.get(`${lt}/${ls}`) ?? 0;
   }
 
-  /** Whether some weights at a level lie beyond the end of its scale. */
-  beyond(lt: number, ls: number): boolean {
-    return this.beyondAt.has(`${lt}/${ls}`);
+  /** The largest weight seen at a level, which may lie beyond the end of its scale. */
+  most(lt: number, ls: number): number {
+    return this.mostAt.get(`${lt}/${ls}`) ?? 0;
   }
 
   get waiting(): number {
@@ -142,7 +142,7 @@ export class Tiles {
     const shown = this.chance ? overChance(values, chanceOf(this.place, at, height, width)) : values;
     const top = ceiling(shown, at.lt + at.ls > 0);
     this.largestAt.set(level, Math.max(this.largestAt.get(level) ?? 0, top));
-    if (largest(shown) > top) this.beyondAt.add(level);
+    this.mostAt.set(level, Math.max(this.mostAt.get(level) ?? 0, largest(shown)));
     this.held.set(tileKey(at), { ...at, values, shown, width, height, canvas: null, painted: "", used: (this.clock += 1) });
     if (this.held.size > KEPT) {
       const oldest = [...this.held.entries()].sort((a, b) => a[1].used - b[1].used)[0]!;

@@ -6,6 +6,7 @@
 import { inkOn } from "./colour";
 import type { Context } from "./context";
 import { h } from "./dom";
+import { keepFocus } from "./focus";
 import type { Units } from "./units";
 import { direction, isSpecial, label, visible } from "./words";
 
@@ -114,7 +115,7 @@ export class WordFlow {
   private page(last: number): void {
     if (this.count <= WINDOW) return;
     const turn = (words: string, to: number, open: boolean) =>
-      h("button", { type: "button", text: words, disabled: !open, on: { click: () => this.show(to) } });
+      h("button", { type: "button", text: words, "data-focus": words, disabled: !open, on: { click: () => keepFocus(this.pager, () => this.show(to)) } });
     this.pager.replaceChildren(
       turn("‹ Earlier", this.first - WINDOW, this.first > 0),
       h("span", { text: `words ${this.first.toLocaleString("en")}–${(last - 1).toLocaleString("en")} of ${this.count.toLocaleString("en")}` }),

@@ -8,6 +8,7 @@
 import { current, question, words, type Context, type Page } from "../context";
 import { headPicker, notes, savers, sinkPicker } from "../controls";
 import { h, message, percent, select, svg } from "../dom";
+import { keepFocus } from "../focus";
 import { isExact, keyTokens, queryTokens } from "../manifest";
 import { TILE, cellsOf, wholeLevel } from "../source";
 import { MOST_HEADS } from "../state";
@@ -128,7 +129,7 @@ class AlignView {
       const others = also.map((head) => this.context.source.get(["map", record, place, head, 0, this.level, this.tile.ti, this.tile.si].join("/")));
       this.beside = (await Promise.all(others)).map((values, at) => [also[at]!, sum(values)]);
       this.weights = sum(means);
-      this.draw();
+      keepFocus(this.stage, () => this.draw());
     } catch (problem) {
       this.stage.replaceChildren(message(words(problem), "error"));
     }
@@ -244,7 +245,7 @@ class AlignView {
   private turner(): HTMLElement[] {
     if (this.rows.length <= TILE && this.columns.length <= TILE) return [];
     const turn = (words: string, change: { ti?: number; si?: number }, open: boolean) =>
-      h("button", { type: "button", text: words, disabled: !open, on: { click: () => { this.tile = { ...this.tile, ...change }; this.context.go({ token: -1 }, true); void this.turn(); } } });
+      h("button", { type: "button", text: words, "data-focus": words, disabled: !open, on: { click: () => { this.tile = { ...this.tile, ...change }; this.context.go({ token: -1 }, true); void this.turn(); } } });
     const { ti, si } = this.tile;
     const pager = h(
       "div", { class: "pager" },

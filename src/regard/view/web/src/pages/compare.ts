@@ -39,7 +39,8 @@ export function compare(context: Context): Page {
   const [one, two] = sides(context);
   const readout = h("p", { class: "weights" }, "Point at a cell, or use the arrow keys.");
   const curve = mapCurve(context, [one.place, two.place]);
-  const maps = new Maps(context, readout, curve);
+  const names = joint(labelsOf(one), labelsOf(two));
+  const maps = new Maps(context, readout, curve, names);
   const figures = [
     maps.make(one, title("A", one, two), (at, signal) => tileOf(context, one, at, signal)),
     maps.make(two, title("B", two, one), (at, signal) => tileOf(context, two, at, signal)),
@@ -50,7 +51,7 @@ export function compare(context: Context): Page {
       const [a, b] = await Promise.all([tileOf(context, one, at, signal), tileOf(context, two, at, signal)]);
       return b.map((value, index) => value - a[index]!);
     };
-    figures.push(maps.make(one, "B − A", less, true));
+    figures.push(maps.make(one, "B − A", less, names));
   }
   const pair = chosenPair(context.state);
   if (pair && isExact(one.place)) maps.choose(pair);
@@ -103,7 +104,7 @@ class Maps {
   readonly signed: Legend;
   private readonly all: Heatmap[] = [];
 
-  constructor(private readonly context: Context, private readonly readout: HTMLElement, private readonly curve: Curve) {
+  constructor(private readonly context: Context, private readonly readout: HTMLElement, private readonly curve: Curve, private readonly names: Labels) {
     this.legend = new Legend(context, curve, null, "A and B");
     this.signed = new Legend(context, curve, differenceRamp(context.dark()), "B − A");
   }
@@ -116,9 +117,12 @@ class Maps {
     this.all.forEach(act);
   }
 
-  make({ record, place }: Side, title: string, fetch: MapOptions["fetch"], difference = false): HTMLElement {
+  /** `names`: of a difference, the words of both. */
+  make(side: Side, title: string, fetch: MapOptions["fetch"], names: Labels | null = null): HTMLElement {
     const { context, all } = this;
-    const [rows, columns] = labelsOf(record, place);
+    const { place } = side;
+    const [rows, columns] = names ?? labelsOf(side);
+    const difference = names !== null;
     const map: Heatmap = new Heatmap({
       place: mapPlace(place), fetch, difference, label: title, rows, columns, small: context.manifest.small,
       ramp: () => (difference ? differenceRamp(context.dark()) : colours(context)),
@@ -130,12 +134,12 @@ class Maps {
         context.go({ at }, true);
       },
       onCell: (cell, kept) => {
-        tell(this.readout, all, cell, rows, columns, this.context.manifest.bound);
+        tell(this.readout, all, cell, this.names, this.context.manifest.bound);
         for (const other of all) if (other !== map) other.follow(kept ? null : cell);
         if (kept && cell && isExact(place)) context.go({ token: cell.t, side: "query", mate: cell.s }, true);
       },
       onLoad: () => {
-        if (map.cursor) tell(this.readout, all, map.cell(map.cursor), rows, columns, this.context.manifest.bound);
+        if (map.cursor) tell(this.readout, all, map.cell(map.cursor), this.names, this.context.manifest.bound);
         (difference ? this.signed : this.legend).update(...map.scale);
         for (const other of all) other.redraw();
       },
@@ -149,13 +153,22 @@ function tileOf(context: Context, { which, at, head }: Side, { lt, ls, ti, si }:
   return context.source.get(["map", which, at, head, lt, ls, ti, si].join("/"), signal);
 }
 
-function labelsOf(record: Recorded, place: Place): [string[], string[]] {
+type Labels = [string[], string[]]; // of queries and keys
+
+function labelsOf({ record, place }: Side): Labels {
   if (isExact(place)) return [queryTokens(record, place), keyTokens(record, place)];
   const drawn = mapPlace(place);
   return [cellStarts(drawn.n_queries, place.n_queries), cellStarts(drawn.n_keys, place.n_keys)];
 }
 
-function tell(readout: HTMLElement, maps: Heatmap[], cell: Cell | null, rows: string[], columns: string[], bound: number): void {
+/** The words of two records that are set against each other: where they differ, both. */
+function joint(one: Labels, two: Labels): Labels {
+  const pair = (a: string, b: string) => (label(a) === label(b) ? a : `${label(a, 10)} | ${label(b, 10)}`);
+  const zip = (a: string[], b: string[]) => (a.length < b.length ? b : a).map((word, at) => pair(a[at] ?? word, b[at] ?? word));
+  return [zip(one[0], two[0]), zip(one[1], two[1])];
+}
+
+function tell(readout: HTMLElement, maps: Heatmap[], cell: Cell | null, [rows, columns]: Labels, bound: number): void {
   if (!cell) {
     readout.textContent = "Point at a cell, or use the arrow keys.";
     return;
@@ -181,7 +194,7 @@ function differences(context: Context, one: Recorded): HTMLElement[] {
   const list = h(
     "ol", { class: "differing" },
     ...found.slice(0, 12).map(([place, head, distance]) =>
-      h("li", {}, h("button", { type: "button", "aria-current": place === here && head === chosen ? "true" : null, on: { click: () => context.go({ place, head }) } },
+      h("li", {}, h("button", { type: "button", "data-focus": `differs-${place}.${head}`, "aria-current": place === here && head === chosen ? "true" : null, on: { click: () => context.go({ place, head }) } },
         h("span", { text: `${placeLabel(one, place)} · ${one.places[place]!.heads[head]}` }), h("span", { text: percent(distance) }))),
     ),
   );

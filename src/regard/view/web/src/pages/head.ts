@@ -82,7 +82,8 @@ async function showChosen(context: Context, map: Heatmap): Promise<void> {
   if (pair) return map.setCursor(pair);
   try {
     const values = await context.source.get(question(side === "query" ? "row" : "column", context, token));
-    const best = values.indexOf(Math.max(...values.filter(Number.isFinite)));
+    let best = -1; // one by one: a call takes no more than about a hundred thousand arguments
+    for (const [at, value] of values.entries()) if (Number.isFinite(value) && (best < 0 || value > values[best]!)) best = at;
     if (context.state.token !== token || best < 0 || !map.element.isConnected) return;
     map.setCursor(side === "query" ? { t: token, s: best } : { t: best, s: token });
   } catch {

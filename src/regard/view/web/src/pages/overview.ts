@@ -63,7 +63,7 @@ export function overview(context: Context): Page {
   const found = h("p", { class: "hint", role: "status" });
   const beside = matters && !context.state.sort;
   const worth = matters ? [h("div", { class: "matters-controls" }, ...matters.controls, h("div", { class: "sayings" }, matters.hint, beside ? matters.readout : null))] : [];
-  const element = h("section", { class: "page overview", "aria-label": "Overview of all heads" }, headline(context), ...notes(context), controls(context, () => fill(), legend, curve, grid), found, ...worth, grid);
+  const element = h("section", { class: "page overview", "aria-label": "Overview of all heads" }, headline(context), ...notes(context), controls(context, () => fill(), legend, curve, grid, painter), found, ...worth, grid);
   const fill = () => {
     painter.forget();
     matters?.forget();
@@ -96,7 +96,7 @@ export function headline(context: Context): HTMLElement {
   );
 }
 
-function controls(context: Context, refill: () => void, legend: Legend, curve: Curve, grid: HTMLElement): HTMLElement {
+function controls(context: Context, refill: () => void, legend: Legend, curve: Curve, grid: HTMLElement, painter: Thumbs): HTMLElement {
   const { record } = current(context);
   const { state } = context;
   const names = Object.keys(record.scores);
@@ -120,7 +120,7 @@ function controls(context: Context, refill: () => void, legend: Legend, curve: C
     row.append(h("label", { class: "field" }, h("span", { text: words }), slider, shown));
   }
   const own = strip("Each map’s scale", [["shared", "One scale"], ["own", "Its own"]], state.own ? "own" : "shared", (value) => context.go({ own: value === "own" }));
-  row.append(h("div", { class: "field" }, own), sinkPicker(context), colourPicker(context, curve, record.places.every(isExact) && !state.bare), legend.element, savers(context, grid, `${record.model} heads`));
+  row.append(h("div", { class: "field" }, own), sinkPicker(context), colourPicker(context, curve, record.places.every(isExact) && !state.bare), legend.element, savers(context, grid, `${record.model} heads`, () => painter.all()));
   return row;
 }
 
@@ -192,18 +192,18 @@ function roleOf(context: Context, place: number, head: number): string {
 function card(context: Context, painter: Thumbs, entry: Entry, caption: string, matters: Matters | null): HTMLElement {
   const { record } = current(context);
   const { place, head } = entry;
-  const canvas = h("canvas", { "aria-hidden": "true" });
+  const picture = painter.picture();
   const here = record.places[place]!;
   const name = headTitle(record, place, head);
   const said = [caption, matters?.words(place, head)].filter(Boolean);
   const link = h(
     "a",
     { class: "card", ...toHead(context, place, head), "aria-label": said.length ? `${name}: ${said.join(", ")}` : name, title: [name, ...said].join(" · "), "data-place": place, "data-head": head },
-    h("span", { class: "thumb" }, canvas),
+    h("span", { class: "thumb" }, picture),
     h("span", { class: "caption" }, h("span", { class: "id", text: context.state.sort ? `${placeLabel(record, place)} · ${here.heads[head]}` : String(here.heads[head]) }), h("span", { class: "does", text: caption })),
   );
   if (context.state.sort) repaintChip(context, link);
-  painter.watch(link, canvas, place, head);
+  painter.watch(link, picture, place, head);
   return link;
 }
 

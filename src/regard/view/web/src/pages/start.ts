@@ -9,8 +9,10 @@ import { current, wordCurve, type Context, type Page } from "../context";
 import { Legend, notes, savers, shade, sinkPicker } from "../controls";
 import { h, hundredth, many, message, select } from "../dom";
 import { signed } from "../effects";
-import { allLayers, headTitle, placeLabel, type Finding, type Recorded } from "../manifest";
+import { keepFocus } from "../focus";
+import { allLayers, headTitle, isExact, placeLabel, type Finding, type Recorded } from "../manifest";
 import { headline } from "./overview";
+import { rove } from "../rove";
 import { WordSearch } from "../search";
 import { wordUnits, type Units } from "../units";
 import { direction, isSpecial, label } from "../words";
@@ -64,6 +66,7 @@ class StartView {
   private closed = false;
   private timer = 0;
   private resting = 0;
+  private took = 0; // milliseconds of the last look: of very many heads a look takes longer than news come
 
   constructor(private readonly context: Context) {
     const { record, place } = current(context);
@@ -150,8 +153,10 @@ class StartView {
   async load(): Promise<void> {
     this.paint();
     await new Promise(requestAnimationFrame); // when it is on the page, the chosen word is scrolled to
-    this.chips.replaceChildren();
-    this.paint();
+    keepFocus(this.element, () => {
+      this.chips.replaceChildren();
+      this.paint();
+    });
     await this.askAll();
     if (this.closed) return;
     this.element.dataset.ready = "yes";
@@ -165,8 +170,9 @@ class StartView {
     const next = async (): Promise<void> => {
       const wanted = () => !this.closed && (given === this.keptGiven || given === this.given);
       for (let one = heads.shift(); one && wanted(); one = heads.shift()) {
-        given.set(one.join("."), await this.ask(asked, ...one).catch(() => null));
-        this.timer ||= window.setTimeout(() => this.paint(), NEWS);
+        const kept = isExact(this.record.places[one[0]]!);
+        given.set(one.join("."), kept ? await this.ask(asked, ...one).catch(() => null) : null);
+        this.timer ||= window.setTimeout(() => this.paint(), Math.max(NEWS, 8 * this.took));
       }
     };
     await Promise.all(Array.from({ length: AT_ONCE }, next));
@@ -226,6 +232,7 @@ class StartView {
   }
 
   paint(): void {
+    const began = performance.now();
     clearTimeout(this.timer);
     this.timer = 0;
     const all = new Map<string, Found>();
@@ -237,10 +244,13 @@ class StartView {
     const ranked = [...all.values()].filter(({ value }) => value > 0).sort((a, b) => b.value - a.value);
     const max = ranked[0]?.value ?? 0;
     this.legend.update(max);
-    this.tell(ranked.slice(0, RANKED), max);
-    this.fill(all, max);
-    if (this.asked === this.kept) this.spread();
+    keepFocus(this.element, () => {
+      this.tell(ranked.slice(0, RANKED), max);
+      this.fill(all, max);
+      if (this.asked === this.kept) this.spread();
+    });
     this.explain();
+    this.took = performance.now() - began;
   }
 
   private headName(place: number, head: number): string {
@@ -257,7 +267,7 @@ class StartView {
     const word = (which: Which, at: number) => h("bdi", { dir: "auto", text: at < 0 ? "anything" : label(this.units[which].list[at]!.name) });
     const [from, to] = this.side === "query" ? [this.chosen, this.mate] : [this.mate, this.chosen];
     if (this.chosen < 0) this.answer.replaceChildren("Choose a word of the text.");
-    else this.answer.replaceChildren(word("query", from), " → ", word("key", to), ranked.length ? ": " : this.given.size ? ": no head does." : " …", ranked.slice(0, 3).map(({ place, head, value }) => `${this.headName(place, head)} ${hundredth(value)}`).join(", "), ranked.length > 3 ? ", …" : "");
+    else this.answer.replaceChildren(word("query", from), " → ", word("key", to), ranked.length ? ": " : !this.given.size ? " …" : [...this.given.values()].some(Boolean) ? ": no head does." : ": not known here.", ranked.slice(0, 3).map(({ place, head, value }) => `${this.headName(place, head)} ${hundredth(value)}`).join(", "), ranked.length > 3 ? ", …" : "");
     const left = this.one ? "the word itself, the first one, signs and special tokens" : "signs and special tokens";
     this.rule.textContent = this.chosen >= 0 && this.mate < 0 ? `Of each head the one word with most; ${left} are left out.` : "";
     this.ranking.replaceChildren(
@@ -265,7 +275,7 @@ class StartView {
         const bar = h("span", { class: "fill" });
         bar.style.width = `${(found.value / max) * 100}%`;
         const other = this.mate >= 0 ? null : h("bdi", { dir: "auto", text: label(this.units[this.other].list[found.other]!.name, 14) });
-        return h("li", {}, h("a", { class: "name", ...this.link(found), title: headTitle(this.record, found.place, found.head) }, h("b", { text: this.headName(found.place, found.head) }), other), h("span", { class: "bar" }, bar), h("span", { class: "value", text: hundredth(found.value) }));
+        return h("li", {}, h("a", { class: "name", ...this.link(found), "data-focus": `rank-${found.place}.${found.head}`, title: headTitle(this.record, found.place, found.head) }, h("b", { text: this.headName(found.place, found.head) }), other), h("span", { class: "bar" }, bar), h("span", { class: "value", text: hundredth(found.value) }));
       }),
     );
   }
@@ -280,13 +290,17 @@ class StartView {
         const found = all.get(`${place}.${head}`);
         const name = `${this.headName(place, head)}`;
         if (!found) return h("span", { class: this.given.get(`${place}.${head}`) === null ? "cell missing" : "cell", title: name, "data-head": name });
-        const cell = h("a", { class: "cell", ...this.link(found), "data-head": name, "aria-label": `${name} ${found.value.toFixed(3)}`, title: `${name} ${found.value.toFixed(3)}${this.mate >= 0 ? "" : ` ${label(this.units[this.other].list[found.other]!.name, 14)}`}`, tabindex: -1 });
+        const cell = h("a", { class: "cell", ...this.link(found), "data-head": name, "data-focus": `cell-${name}`, "aria-label": `${name} ${found.value.toFixed(3)}`, title: `${name} ${found.value.toFixed(3)}${this.mate >= 0 ? "" : ` ${label(this.units[this.other].list[found.other]!.name, 14)}`}` });
         cell.style.backgroundColor = shade(this.context, found.value, max);
         return cell;
       });
       return h("div", { class: "line" }, h("span", { class: "name", text: here.label, title: placeLabel(this.record, place) }), ...cells);
     });
-    this.matrix.replaceChildren(h("p", { class: "hint", text: "Rows are layers, columns heads." }), ...rows);
+    const last = this.places.at(-1)!;
+    const head = this.record.places[last]!.n_heads - 1;
+    const named = `${this.headName(last, head)} is ${headTitle(this.record, last, head)}`;
+    this.matrix.replaceChildren(h("p", { class: "hint", text: `Rows are layers, columns heads: ${named}.` }), ...rows);
+    rove(this.matrix, ["a.cell"]);
   }
 
   /** The words themselves, each shaded by the largest weight that a head has on it. */
@@ -297,6 +311,7 @@ class StartView {
     if (this.one) this.chips.replaceChildren(...this.flow("query", best));
     else this.chips.replaceChildren(h("p", { class: "hint", text: "Who looks" }), ...this.flow("query", best), h("p", { class: "hint", text: "At what" }), ...this.flow("key", best));
     this.chips.querySelectorAll<HTMLElement>(".flow").forEach((flow, at) => {
+      rove(flow, [".word"]);
       const chosen = flow.querySelector<HTMLElement>(".own, .mate");
       flow.scrollTop = scrolled[at] ?? Math.max(0, (chosen?.offsetTop ?? 0) - flow.clientHeight / 2);
     });
@@ -339,11 +354,14 @@ class StartView {
   }
 
   private explain(): void {
-    const missing = [...this.given.values()].filter((values) => values === null).length;
+    const coarse = this.places.filter((place) => !isExact(this.record.places[place]!));
+    const heads = coarse.reduce((sum, place) => sum + this.record.places[place]!.n_heads, 0);
+    const missing = [...this.given.values()].filter((values) => values === null).length - (this.given.size ? heads : 0);
     const { source, state } = this.context;
     const cut = this.side === "query" && this.places.some((place) => [...Array(this.record.places[place]!.n_heads).keys()].some((head) => this.given.get(`${place}.${head}`) && !source.exact(state.record, place, head)));
     const words = [
-      missing ? `The weights of ${many(missing, "head")} are not here; “regard view” shows all.` : "",
+      heads ? `Of ${many(heads, "head")} this record kept statistics and a coarse picture, not single weights. Record with watch(model, keep="qk") to ask for them.` : "",
+      missing > 0 ? `The weights of ${many(missing, "head")} are not here; “regard view” shows all.` : "",
       cut ? "Of some heads only each word’s largest weights fit into this file: where a weight is not among them it counts as 0." : "",
     ].filter(Boolean).join(" ");
     this.trouble.replaceChildren(...(words ? [message(words)] : []));

@@ -165,7 +165,7 @@ export class SurveyPage {
     const caption = h("caption", { class: "unseen", text: "Each head by layer and number; each score as its mean and standard deviation over texts" });
     const list = h("table", {}, caption, h("thead", {}, h("tr", {}, h("th", { scope: "col", text: "Head" }), ...scores.map(title))), h("tbody", {}, ...body));
     const rest = order.length - shown.length;
-    const button = rest > 0 ? h("button", { type: "button", class: "plain", text: `Show ${many(rest, "more head")}`, on: { click: () => { this.all = true; this.fillTable(); } } }) : null;
+    const button = rest > 0 ? h("button", { type: "button", class: "plain", text: `Show ${many(rest, "more head")}`, on: { click: () => { this.all = true; this.fillTable(); this.rows.querySelector<HTMLElement>(`tr[data-at="${order[ROWS]}"]`)?.focus({ preventScroll: true }); } } }) : null;
     this.rows.replaceChildren(list, ...(button ? [button] : []));
   }
 
