@@ -28,7 +28,7 @@ from regard.training.prepare import (
     hold_out_text,
     prepare,
 )
-from regard.training.recipes import Recipe, llama, original
+from regard.training.recipes import Recipe, llama, original, sized
 from regard.training.tasks import LanguageTask, TranslationTask
 
 TRAIN = TrainConfig(steps=3, seed=5)
@@ -371,6 +371,39 @@ def test_ids_are_used_again_while_the_texts_stay(tmp_path: Path) -> None:
     assert after["train.tokens"] != before["train.tokens"]
     assert after["valid.tokens"] == before["valid.tokens"]
     assert second.task.fingerprint != first.task.fingerprint
+
+
+# ---- Models of named sizes
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "words"),
+    [
+        (LM, "opt-125m", "hidden_size=12 ffn_dim=17 num_hidden_layers=1"),
+        (LM, "bloom-560m", "hidden_size=16 n_layer=1 n_head=2"),
+        (MASKED, "roberta-base", "hidden_size=12 intermediate_size=17 num_hidden_layers=1"),
+        (PAIRS, "bart-large-cnn", "d_model=16 encoder_layers=1 decoder_layers=1"),
+        (PAIRS, "opus-mt-en-de", "d_model=16 encoder_layers=1 decoder_layers=1"),
+        (PAIRS, "t5-small", "d_model=12 d_ff=17 num_layers=1"),
+    ],
+)
+def test_no_token_of_a_sizes_own_vocabulary_is_left(
+    tmp_path: Path, kind: Recipe, size: str, words: str
+) -> None:
+    recipe = sized(kind, size)
+    small: dict[str, Any] = {name: int(x) for name, x in (w.split("=") for w in words.split())}
+    data = write_pairs(tmp_path) if kind is PAIRS else write_documents(tmp_path)
+    recipe = replace(recipe, model={**recipe.model, **small})
+    made, _ = prepare_quietly(Files(data=data), recipe, tmp_path / "run")
+    special, tokens = made.tokenizer.special, made.model.config.tokens
+    assert tokens.pad == special.pad and (tokens.bos, *tokens.eos) == (
+        (None,) if kind is MASKED else (special.bos or special.eos, special.eos)
+    )
+    assert tokens.forced_bos is None and tokens.forced_eos is None and not tokens.suppressed
+    assert tokens.decoder_start == (special.bos if kind is PAIRS else None)
+    named = {n: x for n, x in made.model.config.source.items() if n.endswith("_token_id")}
+    assert set(named.values()) <= {None, *special.all}
+    assert made.model.config.source.get("bad_words_ids") is None
 
 
 # ---- Pairs

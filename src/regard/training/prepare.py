@@ -30,7 +30,7 @@ from regard.training.data.reading import BadData, Notice, read_documents, read_p
 from regard.training.data.store import TokenFile, encode_texts, reuse_tokens, write_tokens
 from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
 from regard.training.init import start, start_at_frequencies
-from regard.training.recipes import COMMANDS, Recipe, TaskKind
+from regard.training.recipes import COMMANDS, Recipe, TaskKind, names_tokens
 from regard.training.tasks import LanguageTask, Task, TranslationTask, count_ids, count_tokens
 
 END, PAD, START = "<|endoftext|>", "<pad>", "<s>"
@@ -201,7 +201,9 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: b
 
 
 def build(recipe: Recipe, tokenizer: Tokenizer, extra: dict[str, Any]) -> Transformer:
-    words = {**recipe.model, **extra, "vocab_size": tokenizer.vocab_size}
+    # None, and not left out: transformers would put the ids of its default vocabulary there.
+    unknown: dict[str, Any] = dict.fromkeys(filter(names_tokens, recipe.model))
+    words = {**recipe.model, **unknown, **extra, "vocab_size": tokenizer.vocab_size}
     if recipe.task == "masked":
         words = {"max_position_embeddings": recipe.context, **words}
     config = config_of(words)

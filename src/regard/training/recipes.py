@@ -113,12 +113,20 @@ def check_words(model: Mapping[str, Any], names: Iterable[str]) -> None:
     words = _AskedWords({"vocab_size": 1000, **model})
     config_of(words)
     for name in names:
-        if name == "vocab_size" or name.endswith("_token_id"):
+        if name == "vocab_size" or names_tokens(name):
             todo = "set vocab_size" if name == "vocab_size" else "leave it out"
             raise ValueError(f"model.{name} is what the vocabulary says: {todo}")
         if name not in words.asked:
             has = f"{model['model_type']!r} has {', '.join(sorted(words.asked))}"
             raise ValueError(f"no setting is named {'model.' + name!r}; a model of the kind {has}")
+
+
+def names_tokens(word: str) -> bool:
+    """Whether a word of a config.json has ids of tokens, which mean nothing in another vocabulary.
+
+    Configs of named sizes have those of the vocabularies that they were published with.
+    """
+    return word.endswith("_token_id") or word == "bad_words_ids"
 
 
 def as_json(word: str) -> Any:
