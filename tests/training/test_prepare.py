@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from regard.generation.translation import Reader
 from regard.models import Transformer
 from regard.tokens import Tokenizer
 from regard.training.config import TrainConfig
@@ -427,6 +428,25 @@ def test_pairs_become_ids_that_are_the_pairs(tmp_path: Path) -> None:
         (ids["<|endoftext|>"],),
     )
     assert tokens.decoder_start == ids["<s>"] == task.pairs.bos
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_a_translator_reads_a_text_as_it_has_learned_to(tmp_path: Path, both_ways: bool) -> None:
+    files = Files(data=write_pairs(tmp_path), languages=("en", "de"))
+    recipe = replace(PAIRS, both_ways=both_ways)
+    made, _ = prepare_quietly(files, recipe, tmp_path / "run")
+    assert isinstance(made.task, TranslationTask)
+    reader, said = Reader(made.model, split=False), {}
+    for batch in made.task.pairs.in_order():
+        for number, row, real in zip(batch.rows, batch.source, batch.source_real, strict=True):
+            said[number] = row[real].tolist()
+    to = "de" if both_ways else None
+    assert all(said[n] == reader.encode(f"the cat {n} sat", to) for n in range(48))
+    assert said[0][-1] == made.tokenizer.special.eos
+    # Others, such as transformers, read with the tokenizer alone.
+    assert made.model.tokenizer is not None
+    alone = [*made.tokenizer.encode("the cat").ids, said[0][-1]]
+    assert both_ways or made.model.tokenizer.encode("the cat").ids == alone
 
 
 def test_two_files_of_lines_are_pairs_too(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from regard._files import replace_folder
 from regard.models import ModelConfig, Transformer
 from regard.models.families import config_of
@@ -28,7 +30,7 @@ from regard.training.data.packing import MaskedTokens, PackedText
 from regard.training.data.pairs import PairedText
 from regard.training.data.reading import BadData, Notice, read_documents, read_pairs
 from regard.training.data.store import TokenFile, encode_texts, reuse_tokens, write_tokens
-from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
+from regard.training.data.vocabulary import ending, train_tokenizer, vocabulary_notices
 from regard.training.init import start, start_at_frequencies
 from regard.training.recipes import COMMANDS, Recipe, TaskKind, names_tokens
 from regard.training.tasks import LanguageTask, Task, TranslationTask, count_ids, count_tokens
@@ -99,21 +101,22 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bo
         assert special.mask is not None
         ids = {"pad_token_id": special.pad}
         hide = MaskedTokens(special.mask, tokenizer.vocab_size, special.all, recipe.train.seed)
-        check_known(tokens, tokenizer, say)
+        check_known(tokens, tokenizer, recipe, say)
     model = build(recipe, tokenizer, ids)
     text, valid = pack(tokens, recipe, ends), None
     if held:
         held_tokens = encode_texts(held, tokenizer, folder / "valid.tokens", **how)
-        valid = pack(held_tokens, recipe, ends, shorten=True)
-        if masked and count_asked(held_tokens, tokenizer) == 0:
+        if count_asked(held_tokens, tokenizer, recipe):
+            valid = pack(held_tokens, recipe, ends, shorten=True)
+        else:
             say("no token of the held-out text can be asked for: there is no evaluation")
     return Prepared(model, LanguageTask(text, valid, hide), tokenizer)
 
 
-def check_known(tokens: TokenFile, tokenizer: Tokenizer, say: Say) -> None:
+def check_known(tokens: TokenFile, tokenizer: Tokenizer, recipe: Recipe, say: Say) -> None:
     """Tell how many tokens are unknown, which are never asked for; refuse a text of these alone."""
     unk = tokenizer.special.unk
-    n_known = count_asked(tokens, tokenizer)
+    n_known = count_asked(tokens, tokenizer, recipe)
     n_unknown = 0 if unk is None else int(count_ids(tokens)[unk])
     of = f"{n_unknown:,} of {n_unknown + n_known:,}" if n_known else f"all {n_unknown:,}"
     what = f"{of} tokens of the text are {None if unk is None else tokenizer.token(unk)}"
@@ -125,9 +128,12 @@ def check_known(tokens: TokenFile, tokenizer: Tokenizer, say: Say) -> None:
         say(said)
 
 
-def count_asked(tokens: TokenFile, tokenizer: Tokenizer) -> int:
-    """Tokens that a gap may hide: those that are not special."""
-    return tokens.n_tokens - int(count_ids(tokens)[list(tokenizer.special.all)].sum())
+def count_asked(tokens: TokenFile, tokenizer: Tokenizer, recipe: Recipe) -> int:
+    """Tokens that a gap may hide, those that are not special; or those with another before them."""
+    if recipe.task == "masked":
+        return tokens.n_tokens - int(count_ids(tokens)[list(tokenizer.special.all)].sum())
+    n_first = np.count_nonzero(np.diff(tokens.bounds)) if recipe.documents else 1
+    return max(0, tokens.n_tokens - int(n_first))
 
 
 class Ends(NamedTuple):
@@ -194,6 +200,9 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: b
         one, other = files.languages
         extra["directions"] = {name: {"prefix": f"<2{name}>"} for name in (other, one)}
     model = build(recipe, tokenizer, extra)
+    if not recipe.both_ways:
+        # Without directions a text is read as the model's own tokenizer has it: as it was learned.
+        model.tokenizer = ending(tokenizer, END)
     return Prepared(model, TranslationTask(paired, pair("valid", held)), tokenizer)
 
 

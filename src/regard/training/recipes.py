@@ -64,6 +64,8 @@ class Recipe:
         check_choice("cutting", self.cutting, CUTTINGS[self.task])
         for name in ("vocab_size", "context", "rows", "max_tokens", "max_len"):
             check_count(name, getattr(self, name))
+        if type(self.judge) is not int or self.judge < 0:
+            raise ValueError(f"judge is {self.judge!r}; expected a number of sentences, or 0")
 
     def changed(self, settings: Mapping[str, str]) -> Recipe:
         """The recipe with settings changed, as a command line words them."""
