@@ -15,6 +15,7 @@ import torch
 from regard.generation.translation import Reader
 from regard.models import Transformer
 from regard.tokens import Tokenizer
+from regard.tokens.files import surround
 from regard.training.config import TrainConfig
 from regard.training.data.reading import BadData
 from regard.training.data.store import TokenFile
@@ -315,6 +316,25 @@ def test_a_tokenizer_that_is_given_is_taken(tmp_path: Path) -> None:
     assert made.tokenizer.texts == given.tokenizer.texts
     with pytest.raises(ValueError, match="the tokenizer names no mask token, which filling gaps"):
         prepare_quietly(files, MASKED, tmp_path / "masked")
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_language_model_reads_a_text_as_it_has_learned_to(tmp_path: Path, count: int) -> None:
+    """LLaMA's tokenizer, say, puts a token before every text, and so before every prompt."""
+    words = ["<s>", "</s>"]
+    bare = train_tokenizer(DOCUMENTS, 300, special=words, bos="<s>", eos="</s>")
+    plan = {**json.loads(bare.texts["tokenizer.json"]), "post_processor": surround({"<s>": 0}, {})}
+    config = json.loads(bare.texts["tokenizer_config.json"])
+    Tokenizer.from_parts(json.dumps(plan), config).save(tmp_path / "given")
+    data = write_documents(tmp_path, DOCUMENTS[:count])
+    files = Files(data=data, tokenizer=tmp_path / "given")
+    made, _ = prepare_quietly(files, LM, tmp_path / "run")
+    assert isinstance(made.task, LanguageTask) and made.model.tokenizer is not None
+    (first, *_) = rows_of(made.task.text.tokens)
+    whole = made.model.tokenizer.encode(DOCUMENTS[0]).ids
+    assert whole[0] == 0 and first[:9] == whole[:9], "of one text the end is held out"
+    assert count == 1 or first == [*whole, 1]
+    assert (made.model.config.tokens.bos, made.model.config.tokens.eos) == (0, (1,))
 
 
 def test_a_given_tokenizer_frames_texts_with_its_own_tokens(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,7 +96,8 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bo
     tokens = encode_texts(texts, tokenizer, folder / "train.tokens", **how)
     say(f"{tokens.n_tokens:,} tokens in {tokens.n_documents:,} documents")
     special, hide = tokenizer.special, None
-    ids = {"eos_token_id": special.eos, "bos_token_id": special.eos}
+    first = special.eos if special.bos is None else special.bos
+    ids = {"eos_token_id": special.eos, "bos_token_id": first}
     if masked:
         assert special.mask is not None
         ids = {"pad_token_id": special.pad}
@@ -144,11 +145,16 @@ class Ends(NamedTuple):
 
 
 def find_ends(tokenizer: Tokenizer, recipe: Recipe, *, single: bool) -> Ends:
-    """A masked model's [CLS] and [SEP]; else the end of a text, where it is not the only one."""
+    """A masked model's [CLS] and [SEP]; else the end of a text, where it is not the only one.
+
+    A tokenizer that is given may put tokens before every text, and so before every prompt.
+    """
+    around = tokenizer.encode("").ids
     if recipe.task != "masked":
         eos = tokenizer.special.eos
-        return Ends((), () if single or eos is None else (eos,))
-    around = tokenizer.encode("").ids
+        read = tokenizer.encode("a" if around else "")
+        before = takewhile(lambda one: one[1], zip(read.ids, read.special_mask, strict=True))
+        return Ends(tuple(n for n, _ in before), () if single or eos is None else (eos,))
     if tokenizer.special.mask is None or len(around) != 2:
         has = "names no mask token" if tokenizer.special.mask is None else ""
         has = has or f"puts {len(around)} tokens around a text, not one before it and one behind it"
