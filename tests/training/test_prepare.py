@@ -90,6 +90,19 @@ def rows_of(tokens: TokenFile) -> list[list[int]]:
 # ---- Holding out
 
 
+def test_what_is_held_out_and_learned_from_is_told(tmp_path: Path) -> None:
+    data, pairs = write_documents(tmp_path), write_pairs(tmp_path)
+    some = write(tmp_path / "some.tsv", "new\tneu\nthe cat 3 sat\tdie Katze 3 saß\n")
+    for files, recipe, told in (
+        (Files(data=data, valid=data), LM, "40 of 40 held-out documents are learned from too"),
+        (Files(data=pairs, valid=some), PAIRS, "1 of 2 held-out pairs are learned from too"),
+    ):
+        _, said = prepare_quietly(files, recipe, tmp_path / recipe.task)
+        assert sum(line.startswith(told) for line in said) == 1
+        _, said = prepare_quietly(Files(data=files.data), recipe, tmp_path / f"{recipe.task} alone")
+        assert not any("learned from too" in line for line in said)
+
+
 def test_the_last_tenth_of_one_document_or_the_last_twentieth_of_many() -> None:
     text = "".join(map(str, range(100)))
     (kept,), (held,) = hold_out_text([text])
