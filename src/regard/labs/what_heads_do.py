@@ -26,6 +26,7 @@ from regard.generation.translation import Reader
 from regard.labs.interval import mean_interval, share_interval, side_of, spell_interval
 from regard.labs.lab import Lab, Results
 from regard.labs.parts import Run
+from regard.labs.sentences import mean_share
 from regard.labs.word_pairs import RELATIONS, Sentence, Span
 from regard.lens.batch_scores import score_batch
 from regard.lens.lazy_weights import Array
@@ -291,7 +292,7 @@ def pick_best(values_nlh: Array, sentences: Sequence[Sentence], role: str) -> di
     found: dict[str, Any] = {"layer": layer, "head": head}
     found["all"] = np.round(values_nlh.mean(0), 3).tolist()
     if role in SCORED:
-        return {**found, "found": mean_interval(values.tolist())}
+        return {**found, "found": mean_share(values.tolist())}
     found["found"] = share_interval(int(values.sum()), len(values))
     for name in ("nearest", "first"):
         right = np.array([getattr(one, name) == one.gold for one in sentences[1::2]], np.float64)
