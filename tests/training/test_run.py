@@ -441,5 +441,7 @@ def test_two_processes_write_one_folder_with_the_same_losses(
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     one, two = weights_in(tmp_path / "one"), weights_in(tmp_path / "two")
     assert one.keys() == two.keys()
-    assert all(two[name].shape == x.shape for name, x in one.items())
+    # Shards of ranks that read another snapshot as the best would be off by steps of 2e-3.
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-4)
     assert load(tmp_path / "two").tokenizer is not None
