@@ -266,6 +266,17 @@ def test_settings_given_on_the_way_are_told(
     assert code == 2 and f"the run in {out} is for `regard train lm`" in err
 
 
+def test_a_run_goes_on_by_its_own_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = write_text(tmp_path), tmp_path / "run"
+    command = ("train", "lm", text, "-o", out, "--recipe", "lm-small", *words("lm"))
+    assert run(capsys, *command)[0] == run(capsys, *command, "--resume")[0] == 0
+    other = (*command[:5], "--recipe", "shakespeare", "--resume")
+    code, _, err = run(capsys, *other)
+    assert code == 2 and "goes on as it was told, which 'shakespeare' is not" in err
+
+
 def test_a_folder_with_a_run_is_refused_and_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

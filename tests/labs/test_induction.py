@@ -183,6 +183,16 @@ def test_sentences_turn_with_the_numbers(measured: dict[str, Any]) -> None:
     assert "there are no others in that layer" in said[3]
 
 
+def test_no_accuracy_is_said_to_be_above_1(measured: dict[str, Any]) -> None:
+    found = learned(measured, turned=False)
+    two = [one for one in found["runs"] if one["n_layers"] == 2]
+    for one, end in zip(two, (0.9, 1.0), strict=True):
+        one["accuracy"][-1] = one["score"][-1] = end
+        one["ablated"] |= {"nothing": end, "one": end, "other look": end}
+    said = " ".join(induction.find(found))
+    assert said.count("0.95 (95% interval 0.315 to 1)") == 5
+
+
 def test_a_look_that_costs_little_is_not_called_the_cause(measured: dict[str, Any]) -> None:
     found = learned(measured, turned=False)
     for seed, one in enumerate(found["runs"]):

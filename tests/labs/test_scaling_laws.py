@@ -170,6 +170,15 @@ def test_findings_turn_with_the_numbers() -> None:
     assert "which lies below the language's entropy" in " ".join(find(made_up(fits=fits)))
 
 
+def test_a_best_number_beyond_all_runs_is_told() -> None:
+    told = find(made_up())[1]
+    assert told.startswith("By the fit 1e+15 FLOPs are best spent on 2 million (95% interval 1 ")
+    assert " 3 million) parameters and 40 million (" in told
+    assert " 50 million) tokens (2.5 times the most of any run), 20 (" in told
+    runs = [{"n_params": 1e6, "n_tokens": 4e7, "loss": 2.5}, *made_up()["runs"]]
+    assert "the most of any run" not in find(made_up(runs=runs))[1]
+
+
 def test_a_law_without_a_best_size_is_told() -> None:
     spent = [{"compute": 1e15, "n_params": None, "n_tokens": None, "ratio": None}]
     said = find(made_up(optimal=spent, growth=None))[1]

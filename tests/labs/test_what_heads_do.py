@@ -193,7 +193,10 @@ def test_sentences_turn_with_the_numbers(measured: dict[str, Any]) -> None:
         antecedents, costs, roles, losses, _ = lab.find(results)
         assert antecedents.count("in no model") == (0 if side > 0 else 3)
         assert antecedents.count("in embedded:lm (") == (3 if side > 0 else 0)
-        assert costs.startswith(f"Of 5 heads that were switched off, {5 if side > 0 else 0} cost")
+        assert costs.startswith("Of 5 roles' heads, switched off one by one, ")
+        assert (" 0 (none) cost clearly more" not in costs) == (side > 0)
+        assert (" 0 (none) clearly less" not in costs) == ("against" in costs) == (side < 0)
+        assert costs.count(" of embedded:lm") == (5 if side else 0)
         assert roles.count(f" sentences, {found} than the ") == 3
         assert losses.count(f": {lost}") == 5
 

@@ -54,6 +54,14 @@ def test_without_sacrebleu_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -
         score(["a"], ["a"])
 
 
+def test_ways_to_cut_texts_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="tokenize is '13b'; expected one of 'none', 'zh', '13a'"):
+        score(["a"], ["a"], "13b")
+    monkeypatch.setitem(sys.modules, "MeCab", None)
+    with pytest.raises(ModuleNotFoundError, match=r"tokenize='ja-mecab': .* pip install s"):
+        score(["a"], ["a"], "ja-mecab")
+
+
 # ---- Translating rows
 
 

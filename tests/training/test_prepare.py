@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from regard.generation.translation import Reader
 from regard.models import Transformer
 from regard.tokens import Tokenizer
+from regard.tokens.files import surround
 from regard.training.config import TrainConfig
 from regard.training.data.reading import BadData
 from regard.training.data.store import TokenFile
@@ -28,7 +30,7 @@ from regard.training.prepare import (
     hold_out_text,
     prepare,
 )
-from regard.training.recipes import Recipe, llama, original
+from regard.training.recipes import Recipe, llama, original, sized
 from regard.training.tasks import LanguageTask, TranslationTask
 
 TRAIN = TrainConfig(steps=3, seed=5)
@@ -86,6 +88,19 @@ def rows_of(tokens: TokenFile) -> list[list[int]]:
 
 
 # ---- Holding out
+
+
+def test_what_is_held_out_and_learned_from_is_told(tmp_path: Path) -> None:
+    data, pairs = write_documents(tmp_path), write_pairs(tmp_path)
+    some = write(tmp_path / "some.tsv", "new\tneu\nthe cat 3 sat\tdie Katze 3 saß\n")
+    for files, recipe, told in (
+        (Files(data=data, valid=data), LM, "40 of 40 held-out documents are learned from too"),
+        (Files(data=pairs, valid=some), PAIRS, "1 of 2 held-out pairs are learned from too"),
+    ):
+        _, said = prepare_quietly(files, recipe, tmp_path / recipe.task)
+        assert sum(line.startswith(told) for line in said) == 1
+        _, said = prepare_quietly(Files(data=files.data), recipe, tmp_path / f"{recipe.task} alone")
+        assert not any("learned from too" in line for line in said)
 
 
 def test_the_last_tenth_of_one_document_or_the_last_twentieth_of_many() -> None:
@@ -316,6 +331,25 @@ def test_a_tokenizer_that_is_given_is_taken(tmp_path: Path) -> None:
         prepare_quietly(files, MASKED, tmp_path / "masked")
 
 
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_language_model_reads_a_text_as_it_has_learned_to(tmp_path: Path, count: int) -> None:
+    """LLaMA's tokenizer, say, puts a token before every text, and so before every prompt."""
+    words = ["<s>", "</s>"]
+    bare = train_tokenizer(DOCUMENTS, 300, special=words, bos="<s>", eos="</s>")
+    plan = {**json.loads(bare.texts["tokenizer.json"]), "post_processor": surround({"<s>": 0}, {})}
+    config = json.loads(bare.texts["tokenizer_config.json"])
+    Tokenizer.from_parts(json.dumps(plan), config).save(tmp_path / "given")
+    data = write_documents(tmp_path, DOCUMENTS[:count])
+    files = Files(data=data, tokenizer=tmp_path / "given")
+    made, _ = prepare_quietly(files, LM, tmp_path / "run")
+    assert isinstance(made.task, LanguageTask) and made.model.tokenizer is not None
+    (first, *_) = rows_of(made.task.text.tokens)
+    whole = made.model.tokenizer.encode(DOCUMENTS[0]).ids
+    assert whole[0] == 0 and first[:9] == whole[:9], "of one text the end is held out"
+    assert count == 1 or first == [*whole, 1]
+    assert (made.model.config.tokens.bos, made.model.config.tokens.eos) == (0, (1,))
+
+
 def test_a_given_tokenizer_frames_texts_with_its_own_tokens(tmp_path: Path) -> None:
     data = write_documents(tmp_path)
     words = ["<s>", "<pad>", "</s>", "<mask>"]
@@ -373,6 +407,39 @@ def test_ids_are_used_again_while_the_texts_stay(tmp_path: Path) -> None:
     assert second.task.fingerprint != first.task.fingerprint
 
 
+# ---- Models of named sizes
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "words"),
+    [
+        (LM, "opt-125m", "hidden_size=12 ffn_dim=17 num_hidden_layers=1"),
+        (LM, "bloom-560m", "hidden_size=16 n_layer=1 n_head=2"),
+        (MASKED, "roberta-base", "hidden_size=12 intermediate_size=17 num_hidden_layers=1"),
+        (PAIRS, "bart-large-cnn", "d_model=16 encoder_layers=1 decoder_layers=1"),
+        (PAIRS, "opus-mt-en-de", "d_model=16 encoder_layers=1 decoder_layers=1"),
+        (PAIRS, "t5-small", "d_model=12 d_ff=17 num_layers=1"),
+    ],
+)
+def test_no_token_of_a_sizes_own_vocabulary_is_left(
+    tmp_path: Path, kind: Recipe, size: str, words: str
+) -> None:
+    recipe = sized(kind, size)
+    small: dict[str, Any] = {name: int(x) for name, x in (w.split("=") for w in words.split())}
+    data = write_pairs(tmp_path) if kind is PAIRS else write_documents(tmp_path)
+    recipe = replace(recipe, model={**recipe.model, **small})
+    made, _ = prepare_quietly(Files(data=data), recipe, tmp_path / "run")
+    special, tokens = made.tokenizer.special, made.model.config.tokens
+    assert tokens.pad == special.pad and (tokens.bos, *tokens.eos) == (
+        (None,) if kind is MASKED else (special.bos or special.eos, special.eos)
+    )
+    assert tokens.forced_bos is None and tokens.forced_eos is None and not tokens.suppressed
+    assert tokens.decoder_start == (special.bos if kind is PAIRS else None)
+    named = {n: x for n, x in made.model.config.source.items() if n.endswith("_token_id")}
+    assert set(named.values()) <= {None, *special.all}
+    assert made.model.config.source.get("bad_words_ids") is None
+
+
 # ---- Pairs
 
 
@@ -394,6 +461,25 @@ def test_pairs_become_ids_that_are_the_pairs(tmp_path: Path) -> None:
         (ids["<|endoftext|>"],),
     )
     assert tokens.decoder_start == ids["<s>"] == task.pairs.bos
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_a_translator_reads_a_text_as_it_has_learned_to(tmp_path: Path, both_ways: bool) -> None:
+    files = Files(data=write_pairs(tmp_path), languages=("en", "de"))
+    recipe = replace(PAIRS, both_ways=both_ways)
+    made, _ = prepare_quietly(files, recipe, tmp_path / "run")
+    assert isinstance(made.task, TranslationTask)
+    reader, said = Reader(made.model, split=False), {}
+    for batch in made.task.pairs.in_order():
+        for number, row, real in zip(batch.rows, batch.source, batch.source_real, strict=True):
+            said[number] = row[real].tolist()
+    to = "de" if both_ways else None
+    assert all(said[n] == reader.encode(f"the cat {n} sat", to) for n in range(48))
+    assert said[0][-1] == made.tokenizer.special.eos
+    # Others, such as transformers, read with the tokenizer alone.
+    assert made.model.tokenizer is not None
+    alone = [*made.tokenizer.encode("the cat").ids, said[0][-1]]
+    assert both_ways or made.model.tokenizer.encode("the cat").ids == alone
 
 
 def test_two_files_of_lines_are_pairs_too(tmp_path: Path) -> None:

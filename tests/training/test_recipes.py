@@ -95,6 +95,7 @@ def test_settings_go_to_the_run_the_recipe_or_the_model() -> None:
         ("cutting", "wordpiece", "cutting is 'wordpiece'; expected one of 'bpe', 'scripts'"),
         ("model.vocab_size", "50", "model.vocab_size is what the vocabulary says: set vocab_size"),
         ("model.eos_token_id", "3", "model.eos_token_id is what the vocabulary says: leave it out"),
+        ("model.bad_words_ids", "[[3]]", "model.bad_words_ids is what the vocabulary says"),
         ("max_len", "9", "max_len is a setting of `regard train translate` alone"),
         ("both_ways", "true", "both_ways is a setting of `regard train translate` alone"),
         ("tokenize", "none", "tokenize is a setting of `regard train translate` alone"),

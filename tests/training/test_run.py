@@ -306,6 +306,30 @@ def test_what_the_model_is_to_be_put_to_is_read_before_it_is_trained(
         assert not out.exists()
 
 
+def test_how_scores_are_counted_is_judged_before_training(pairs: Path, tmp_path: Path) -> None:
+    recipe, out = replace(PAIRS, tokenize="13b"), tmp_path / "run"
+    for judge, files in ((5, []), (0, [pairs])):
+        with pytest.raises(ValueError, match="tokenize is '13b'; expected one of"):
+            tests = run_module.Tests(files=files)
+            run(Files(data=pairs, valid=pairs), replace(recipe, judge=judge), out, tests=tests)
+        assert not out.exists()
+    with pytest.raises(ValueError, match="judge is -1; expected a number of sentences, or 0"):
+        replace(PAIRS, judge=-1)
+
+
+def test_a_text_of_one_token_has_no_score(text: Path, tmp_path: Path) -> None:
+    one, whole = tmp_path / "one.txt", tmp_path / "whole.txt"
+    one.write_text("a", encoding="utf-8")
+    whole.write_text(text.read_text(encoding="utf-8").replace("<|endoftext|>", ""))
+    for number, documents in enumerate((True, False)):
+        out, tests = tmp_path / str(number), run_module.Tests(files=[one, text])
+        report = run(
+            Files(data=whole, valid=one), replace(LM, documents=documents), out, tests=tests
+        )
+        assert report["best"] is None and report["tests"]["one.txt"] == {"tokens": 0, "bytes": 1}
+        assert math.isfinite(report["tests"]["text.txt"]["loss"])
+
+
 def test_a_text_in_which_nothing_can_be_asked_for_has_no_score(text: Path, tmp_path: Path) -> None:
     recipe = replace(LM, task="masked", model=BERT, cutting="wordpiece")
     strange = tmp_path / "strange.txt"
@@ -417,5 +441,7 @@ def test_two_processes_write_one_folder_with_the_same_losses(
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     one, two = weights_in(tmp_path / "one"), weights_in(tmp_path / "two")
     assert one.keys() == two.keys()
-    assert all(two[name].shape == x.shape for name, x in one.items())
+    # Shards of ranks that read another snapshot as the best would be off by steps of 2e-3.
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-4)
     assert load(tmp_path / "two").tokenizer is not None

@@ -15,7 +15,7 @@ from regard.cli.printing import refusing, write_line
 if TYPE_CHECKING:
     import typer
 
-    from regard.training.recipes import TaskKind
+    from regard.training.recipes import Recipe, TaskKind
 
 TRAIN_HELP = """Train a model; the folder that comes of it opens with regard and transformers.
 
@@ -162,14 +162,22 @@ def start(task: "TaskKind", options: Options) -> None:
         raise typer.Exit(code=130)
 
 
+def change(recipe: "Recipe", options: Options) -> "Recipe":
+    """The recipe with what a command says besides."""
+    from regard.training.config import split_settings
+    from regard.training.recipes import sized
+
+    recipe = recipe if options.size is None else sized(recipe, options.size)
+    return recipe.changed(split_settings(options.settings or ()))
+
+
 def launch(task: "TaskKind", options: Options) -> dict[str, Any]:
     import torch
 
     from regard.models.weights import find_device
-    from regard.training.config import split_settings
     from regard.training.parallel import Layout, Mesh
     from regard.training.prepare import Files
-    from regard.training.recipes import COMMANDS, named_recipe, sized
+    from regard.training.recipes import COMMANDS, named_recipe
     from regard.training.run import Tests, old_recipe, run
 
     paths: dict[str, Any] = {"data": options.data, "valid": options.valid}
@@ -190,8 +198,10 @@ def launch(task: "TaskKind", options: Options) -> dict[str, Any]:
     if recipe.task != task:
         what = f"the run in {options.out}" if old else f"the recipe {options.recipe!r}"
         raise ValueError(f"{what} is for {COMMANDS[recipe.task]}")
-    if options.size is not None:
-        recipe = sized(recipe, options.size)
+    recipe = change(recipe, options)
+    if old and options.recipe and change(named_recipe(options.recipe), options) != recipe:
+        what = f"the run in {options.out} goes on as it was told, which {options.recipe!r} is not"
+        raise ValueError(f"{what}: leave --recipe out, or train into another folder")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         mesh = Mesh.alone(find_device(device)) if wanted.size == 1 else Mesh.launch(wanted, device)
@@ -200,7 +210,7 @@ def launch(task: "TaskKind", options: Options) -> dict[str, Any]:
     with mesh:
         return run(
             Files(**paths, tokenizer=options.tokenizer),
-            recipe.changed(split_settings(options.settings or ())),
+            recipe,
             options.out,
             tests=Tests(files=tuple(options.test or ()), target=target),
             mesh=mesh,

@@ -340,8 +340,8 @@ LAB = Lab(
     "letters before them. The table of chances, and so the entropy, is known; what counts is the "
     "loss minus that of the table itself on the same letters, none of which were trained on. All "
     "kinds have the same learning rate; each seed has its own text and weights, and differences "
-    "are between models of the same seed. A step is timed with its batch, backward pass and "
-    "update; the first ten are left out.",
+    "are between models of the same seed. Intervals are over seeds. A step is timed with its "
+    "batch, backward pass and update; the first ten are left out.",
     measure=measure,
     find=find,
     draw=draw,

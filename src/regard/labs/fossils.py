@@ -311,7 +311,8 @@ def spell_crossing(results: Results, other: str) -> str:
     found = [find_crossing(lengths, ours[:, n], theirs[:, n]) for n in range(ours.shape[1])]
     crossing, (low, high) = found[0], np.quantile(found[1:], (0.025, 0.975), method="nearest")
     if math.isinf(low):
-        return f"that of attention does not cross that of the {other} up to {lengths[-1]:,} tokens"
+        longest = f"in the longest texts ({lengths[-1]:,} tokens)"
+        return f"that of attention is not above that of the {other} {longest}"
     if high == 0:
         return f"that of attention is above that of the {other} from {lengths[0]:,} tokens on"
     outside = {0.0: f"under {lengths[0]:,}", math.inf: f"beyond {lengths[-1]:,}"}

@@ -22,6 +22,7 @@ from regard import Ablate, Block, MultiHeadAttention, edit, load
 from regard.labs.interval import mean_interval, side_of, spell_interval
 from regard.labs.lab import Lab, Results
 from regard.labs.parts import Run
+from regard.labs.sentences import mean_share
 from regard.labs.small_training import generator_of, train
 from regard.layers import make_norm
 from regard.lens.batch_scores import score_batch
@@ -336,8 +337,7 @@ def find(results: Results) -> list[str]:
 def find_layers(one: list[Any], two: list[Any], jumped: list[Any]) -> str:
     also = [each for each in one if each["accuracy"][-1] >= 0.5]
     said = "does not learn it" if not also else f"learns it in {len(also)}, against the prediction"
-    ends = ([each["accuracy"][-1] for each in runs] for runs in (one, two))
-    with_one, with_two = map(mean_interval, ends)
+    with_one, with_two = (mean_share([x["accuracy"][-1] for x in runs]) for runs in (one, two))
     return (
         f"{len(jumped)} of {len(two)} models with two layers learn to go on with a repeated "
         f"segment (at least half of its tokens right): {spell_interval(with_two)} of them at the "
@@ -350,7 +350,7 @@ def find_jump(jumped: list[Any]) -> str:
     steps = {name: [step_of(each, name, 0.5) for each in jumped] for name in METRICS}
     later = mean_interval(np.subtract(steps["score"], steps["accuracy"]).tolist())
     said = {1: "after it", 0: "not clearly before or after", -1: "before it"}[side_of(later)]
-    ends = [mean_interval([each["score"][at] for each in jumped]) for at in (0, -1)]
+    ends = [mean_share([each["score"][at] for each in jumped]) for at in (0, -1)]
     return (
         f"Accuracy is half-way at step {spell_interval(mean_interval(steps['accuracy']))}, and the "
         f"best induction head's score, which goes from {spell_interval(ends[0])} to "
@@ -384,7 +384,7 @@ def find_sharpness(jumped: list[Any]) -> str:
 
 def find_heads(jumped: list[Any], n_heads: int) -> str:
     all_off, one_off, no_previous, whole = (
-        mean_interval([each["ablated"][name] for each in jumped])
+        mean_share([each["ablated"][name] for each in jumped])
         for name in ("induction", "one", "previous", "nothing")
     )
     counts = [each["ablated"]["n_doing"] for each in jumped]
@@ -413,8 +413,8 @@ def find_looks(jumped: list[Any]) -> str:
     }[side_of(lost)]
     return (
         f"With all heads on, but each token forbidden to look at what came after it before, one "
-        f"key of all, in the last layer, accuracy is {spell_interval(mean_interval(look))}; with "
-        f"the key behind that one forbidden {spell_interval(mean_interval(other))}: {said}."
+        f"key of all, in the last layer, accuracy is {spell_interval(mean_share(look))}; with the "
+        f"key behind that one forbidden {spell_interval(mean_share(other))}: {said}."
     )
 
 

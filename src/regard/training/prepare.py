@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from regard._files import replace_folder
 from regard.models import ModelConfig, Transformer
@@ -28,9 +30,9 @@ from regard.training.data.packing import MaskedTokens, PackedText
 from regard.training.data.pairs import PairedText
 from regard.training.data.reading import BadData, Notice, read_documents, read_pairs
 from regard.training.data.store import TokenFile, encode_texts, reuse_tokens, write_tokens
-from regard.training.data.vocabulary import train_tokenizer, vocabulary_notices
+from regard.training.data.vocabulary import ending, train_tokenizer, vocabulary_notices
 from regard.training.init import start, start_at_frequencies
-from regard.training.recipes import COMMANDS, Recipe, TaskKind
+from regard.training.recipes import COMMANDS, Recipe, TaskKind, names_tokens
 from regard.training.tasks import LanguageTask, Task, TranslationTask, count_ids, count_tokens
 
 END, PAD, START = "<|endoftext|>", "<pad>", "<s>"
@@ -82,6 +84,7 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bo
         held = read_texts(files.valid, files.separator, say)
     else:
         texts, held = hold_out_text(texts)
+    say_shared(held, texts, "documents", say)
     masked = recipe.task == "masked"
     words: dict[str, Any] = {"special": (END,), "eos": END}
     if masked:
@@ -94,26 +97,28 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bo
     tokens = encode_texts(texts, tokenizer, folder / "train.tokens", **how)
     say(f"{tokens.n_tokens:,} tokens in {tokens.n_documents:,} documents")
     special, hide = tokenizer.special, None
-    ids = {"eos_token_id": special.eos, "bos_token_id": special.eos}
+    first = special.eos if special.bos is None else special.bos
+    ids = {"eos_token_id": special.eos, "bos_token_id": first}
     if masked:
         assert special.mask is not None
         ids = {"pad_token_id": special.pad}
         hide = MaskedTokens(special.mask, tokenizer.vocab_size, special.all, recipe.train.seed)
-        check_known(tokens, tokenizer, say)
+        check_known(tokens, tokenizer, recipe, say)
     model = build(recipe, tokenizer, ids)
     text, valid = pack(tokens, recipe, ends), None
     if held:
         held_tokens = encode_texts(held, tokenizer, folder / "valid.tokens", **how)
-        valid = pack(held_tokens, recipe, ends, shorten=True)
-        if masked and count_asked(held_tokens, tokenizer) == 0:
+        if count_asked(held_tokens, tokenizer, recipe):
+            valid = pack(held_tokens, recipe, ends, shorten=True)
+        else:
             say("no token of the held-out text can be asked for: there is no evaluation")
     return Prepared(model, LanguageTask(text, valid, hide), tokenizer)
 
 
-def check_known(tokens: TokenFile, tokenizer: Tokenizer, say: Say) -> None:
+def check_known(tokens: TokenFile, tokenizer: Tokenizer, recipe: Recipe, say: Say) -> None:
     """Tell how many tokens are unknown, which are never asked for; refuse a text of these alone."""
     unk = tokenizer.special.unk
-    n_known = count_asked(tokens, tokenizer)
+    n_known = count_asked(tokens, tokenizer, recipe)
     n_unknown = 0 if unk is None else int(count_ids(tokens)[unk])
     of = f"{n_unknown:,} of {n_unknown + n_known:,}" if n_known else f"all {n_unknown:,}"
     what = f"{of} tokens of the text are {None if unk is None else tokenizer.token(unk)}"
@@ -125,9 +130,12 @@ def check_known(tokens: TokenFile, tokenizer: Tokenizer, say: Say) -> None:
         say(said)
 
 
-def count_asked(tokens: TokenFile, tokenizer: Tokenizer) -> int:
-    """Tokens that a gap may hide: those that are not special."""
-    return tokens.n_tokens - int(count_ids(tokens)[list(tokenizer.special.all)].sum())
+def count_asked(tokens: TokenFile, tokenizer: Tokenizer, recipe: Recipe) -> int:
+    """Tokens that a gap may hide, those that are not special; or those with another before them."""
+    if recipe.task == "masked":
+        return tokens.n_tokens - int(count_ids(tokens)[list(tokenizer.special.all)].sum())
+    n_first = np.count_nonzero(np.diff(tokens.bounds)) if recipe.documents else 1
+    return max(0, tokens.n_tokens - int(n_first))
 
 
 class Ends(NamedTuple):
@@ -138,11 +146,16 @@ class Ends(NamedTuple):
 
 
 def find_ends(tokenizer: Tokenizer, recipe: Recipe, *, single: bool) -> Ends:
-    """A masked model's [CLS] and [SEP]; else the end of a text, where it is not the only one."""
+    """A masked model's [CLS] and [SEP]; else the end of a text, where it is not the only one.
+
+    A tokenizer that is given may put tokens before every text, and so before every prompt.
+    """
+    around = tokenizer.encode("").ids
     if recipe.task != "masked":
         eos = tokenizer.special.eos
-        return Ends((), () if single or eos is None else (eos,))
-    around = tokenizer.encode("").ids
+        read = tokenizer.encode("a" if around else "")
+        before = takewhile(lambda one: one[1], zip(read.ids, read.special_mask, strict=True))
+        return Ends(tuple(n for n, _ in before), () if single or eos is None else (eos,))
     if tokenizer.special.mask is None or len(around) != 2:
         has = "names no mask token" if tokenizer.special.mask is None else ""
         has = has or f"puts {len(around)} tokens around a text, not one before it and one behind it"
@@ -172,6 +185,7 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: b
         held = read_sides(files.valid, files.valid_target, say)
     else:
         sides, held = hold_out_pairs(sides)
+    say_shared([*zip(*held, strict=True)], zip(*sides, strict=True), "pairs", say)
     names = [f"<2{name}>" for name in files.languages] if recipe.both_ways else []
     words = {"special": (PAD, START, END, *names), "pad": PAD, "bos": START, "eos": END}
     texts = [*sides.sources, *sides.targets]
@@ -194,6 +208,9 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: b
         one, other = files.languages
         extra["directions"] = {name: {"prefix": f"<2{name}>"} for name in (other, one)}
     model = build(recipe, tokenizer, extra)
+    if not recipe.both_ways:
+        # Without directions a text is read as the model's own tokenizer has it: as it was learned.
+        model.tokenizer = ending(tokenizer, END)
     return Prepared(model, TranslationTask(paired, pair("valid", held)), tokenizer)
 
 
@@ -201,7 +218,9 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: b
 
 
 def build(recipe: Recipe, tokenizer: Tokenizer, extra: dict[str, Any]) -> Transformer:
-    words = {**recipe.model, **extra, "vocab_size": tokenizer.vocab_size}
+    # None, and not left out: transformers would put the ids of its default vocabulary there.
+    unknown: dict[str, Any] = dict.fromkeys(filter(names_tokens, recipe.model))
+    words = {**recipe.model, **unknown, **extra, "vocab_size": tokenizer.vocab_size}
     if recipe.task == "masked":
         words = {"max_position_embeddings": recipe.context, **words}
     config = config_of(words)
@@ -246,6 +265,13 @@ def read_sides(path: Path, target: Path | None, say: Say) -> Sides:
 def say_notices(notices: Iterable[Notice], say: Say) -> None:
     for notice in notices:
         say(notice.text)
+
+
+def say_shared(held: Sequence[Any], texts: Iterable[Any], units: str, say: Say) -> None:
+    """Tell where what is held out is learned from too, which makes an evaluation look better."""
+    known = set(texts)
+    if n_shared := sum(one in known for one in held):
+        say(f"{n_shared:,} of {len(held):,} held-out {units} are learned from too, word for word")
 
 
 def hold_out_text(texts: list[str]) -> tuple[list[str], list[str]]:

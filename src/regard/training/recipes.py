@@ -64,6 +64,8 @@ class Recipe:
         check_choice("cutting", self.cutting, CUTTINGS[self.task])
         for name in ("vocab_size", "context", "rows", "max_tokens", "max_len"):
             check_count(name, getattr(self, name))
+        if type(self.judge) is not int or self.judge < 0:
+            raise ValueError(f"judge is {self.judge!r}; expected a number of sentences, or 0")
 
     def changed(self, settings: Mapping[str, str]) -> Recipe:
         """The recipe with settings changed, as a command line words them."""
@@ -113,12 +115,20 @@ def check_words(model: Mapping[str, Any], names: Iterable[str]) -> None:
     words = _AskedWords({"vocab_size": 1000, **model})
     config_of(words)
     for name in names:
-        if name == "vocab_size" or name.endswith("_token_id"):
+        if name == "vocab_size" or names_tokens(name):
             todo = "set vocab_size" if name == "vocab_size" else "leave it out"
             raise ValueError(f"model.{name} is what the vocabulary says: {todo}")
         if name not in words.asked:
             has = f"{model['model_type']!r} has {', '.join(sorted(words.asked))}"
             raise ValueError(f"no setting is named {'model.' + name!r}; a model of the kind {has}")
+
+
+def names_tokens(word: str) -> bool:
+    """Whether a word of a config.json has ids of tokens, which mean nothing in another vocabulary.
+
+    Configs of named sizes have those of the vocabularies that they were published with.
+    """
+    return word.endswith("_token_id") or word == "bad_words_ids"
 
 
 def as_json(word: str) -> Any:

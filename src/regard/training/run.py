@@ -36,7 +36,17 @@ from regard.training.loss import summed_loss
 from regard.training.monitor import Monitor
 from regard.training.parallel import Mesh
 from regard.training.plotting import plot_losses
-from regard.training.prepare import END, Files, Prepared, Say, find_ends, one_id, pack, prepare
+from regard.training.prepare import (
+    END,
+    Files,
+    Prepared,
+    Say,
+    count_asked,
+    find_ends,
+    one_id,
+    pack,
+    prepare,
+)
 from regard.training.recipes import Recipe
 from regard.training.snapshot import list_snapshots, load_latest
 from regard.training.tasks import LanguageTask
@@ -229,7 +239,9 @@ def make_report(
 
 
 def read_tests(tests: Tests, files: Files, recipe: Recipe) -> None:
-    """Refuse what cannot be read before hours of training, and not after them."""
+    """Refuse what cannot be read or scored before hours of training, and not after them."""
+    if recipe.task == "translate" and (tests.files or recipe.judge):
+        score(["a"], ["a"], recipe.tokenize)
     for path in tests.files:
         if recipe.task == "translate":
             read_pairs(path, target_path=tests.target)
@@ -296,6 +308,8 @@ def score_text(
     ends = find_ends(prepared.tokenizer, recipe, single=len(texts) == 1)
     where = folder / f"{path.name}.tokens"
     tokens = encode_texts(texts, prepared.tokenizer, where, **ends._asdict())
+    if count_asked(tokens, prepared.tokenizer, recipe) == 0:
+        return {"tokens": 0, "bytes": n_bytes}
     tested = LanguageTask(task.text, pack(tokens, recipe, ends, shorten=True), task.masked)
     device = next(model.parameters()).device
     total, n_tokens = 0.0, 0
@@ -303,8 +317,6 @@ def score_text(
         own = {name: x.to(device) for name, x in batch.items()}
         total += float(summed_loss(model.head, task.vectors(model, own), own["targets"]))
         n_tokens += int((batch["targets"] != NOTHING).sum())
-    if not n_tokens:  # a masked model's text of unknown words
-        return {"tokens": 0, "bytes": n_bytes}
     figures = {"loss": total / n_tokens, "perplexity": math.exp(min(total / n_tokens, 700.0))}
     if tested.unigram is None:
         figures["bits_per_byte"] = total / math.log(2.0) / n_bytes

@@ -39,7 +39,7 @@ from typing import Any, Literal, get_args
 
 from regard._check import check_choice
 from regard.tokens import Tokenizer
-from regard.tokens.files import ROLES
+from regard.tokens.files import ROLES, TOKENIZER, surround
 from regard.training.data.reading import BadData, Notice
 
 Kind = Literal["bpe", "scripts", "words", "characters", "wordpiece"]
@@ -108,6 +108,14 @@ def train_tokenizer(
     config["clean_up_tokenization_spaces"] = False
     config |= {f"{role}_token": token for role, token in roles.items() if token is not None}
     return Tokenizer.from_parts(json.dumps(plan, ensure_ascii=False), config)
+
+
+def ending(tokenizer: Tokenizer, end: str) -> Tokenizer:
+    """The same tokenizer, which puts the token `end` behind every text."""
+    plan = json.loads(tokenizer.texts[TOKENIZER])
+    plan["post_processor"] = surround({}, {end: tokenizer.id(end)})
+    texts = {**tokenizer.texts, TOKENIZER: json.dumps(plan, ensure_ascii=False)}
+    return Tokenizer(texts, "the tokenizer of a translator")
 
 
 def vocabulary_notices(tokenizer: Tokenizer, vocab_size: int) -> tuple[Notice, ...]:
