@@ -20,7 +20,19 @@ from torch.nn.attention import SDPBackend
 
 import regard
 from regard._torch import sdp_order
-from regard.ops import Causal, Documents, Mask, Window, attention, explain, flash_cpu, sdpa
+from regard.ops import (
+    ALiBi,
+    Causal,
+    Documents,
+    Lengths,
+    Mask,
+    Window,
+    attention,
+    explain,
+    flash_cpu,
+    sdpa,
+)
+from regard.ops.call import make_call
 from regard.ops.flash_cpu import in_rows
 from regard.ops.shape import Shape
 
@@ -196,6 +208,19 @@ def test_a_rule_is_rendered_for_the_samples_of_a_piece_alone(
         output.sum().backward()
     torch.testing.assert_close(output, attention(q, q, q, mask=Documents(ids), backend="reference"))
     assert set(asked) == {1}
+
+
+@pytest.mark.parametrize("mask", [None, Lengths(torch.tensor([2083, 1999])), Causal()])
+def test_a_bias_of_a_long_text_is_rendered_in_bands(mask: Mask | None) -> None:
+    q = torch.randn(2, 2, 2083, 8, dtype=torch.float64)
+    call = make_call(q, q, q, mask=mask, bias=ALiBi(2))
+    heights = [
+        piece.tile.t1 - piece.tile.t0 for piece in flash_cpu.make_plan(call.rule, None).pieces
+    ]
+    assert max(heights) <= flash_cpu.BAND
+    output = attention(q, q, q, mask=mask, bias=ALiBi(2), backend="sdpa")
+    same = attention(q, q, q, mask=mask, bias=ALiBi(2), backend="blockwise")
+    torch.testing.assert_close(output, same)
 
 
 def test_explain_names_the_cpus_kernel() -> None:

@@ -31,6 +31,8 @@ from regard.ops.shape import Bools, Ints, SampleTile, Shape, Tile
 
 BAND = 256
 """Queries in a piece: few enough to follow a mask's edge, enough to fill the kernel's blocks."""
+MOST_RENDERED = 2**22
+"""Numbers of a bias that are rendered at once; beyond, it is cut whatever that costs."""
 PIECE_COST = 2**17
 """What one more kernel call costs, counted in scores."""
 
@@ -131,9 +133,11 @@ def make_plan(rule: Rule, causal: bool | None) -> Plan:
     one = [Piece(0, shape.B, Tile(0, shape.T, 0, shape.S), whole)]
     if causal is not None or not shape.S or not shape.T:
         return Plan(rule, one, bool(causal))
-    if rule.mask is None or cost(one, shape) <= 2 * PIECE_COST:
+    if cost(one, shape) <= 2 * PIECE_COST:
         return Plan(rule, one)
     pieces = cut_pieces(rule)
+    if rule.bias is not None and shape.T * shape.S > MOST_RENDERED:
+        return Plan(rule, pieces)
     return min((Plan(rule, one), Plan(rule, pieces)), key=lambda plan: cost(plan.pieces, shape))
 
 
@@ -161,7 +165,14 @@ def cut_pieces(rule: Rule) -> list[Piece]:
             s0, s1 = int(low[some].min()), int(high[some].max())
             full = bool(exact and (low == s0).all() and (high == s1).all())
             last = pieces[-1] if pieces else None
-            if full and last and last.full and last.b0 == b0 and last.tile[1:] == (t0, s0, s1):
+            if (
+                full
+                and rule.bias is None
+                and last
+                and last.full
+                and last.b0 == b0
+                and last.tile[1:] == (t0, s0, s1)
+            ):
                 pieces[-1] = last._replace(tile=last.tile._replace(t1=t1))
             else:
                 pieces.append(Piece(b0, b1, Tile(t0, t1, s0, s1), full))
@@ -171,7 +182,8 @@ def cut_pieces(rule: Rule) -> list[Piece]:
 def key_runs(rule: Rule) -> tuple[Ints, Ints, bool]:
     """First and past-the-last visible key of each row, (B or 1, T), and if all between are."""
     shape = rule.shape
-    assert rule.mask is not None
+    if rule.mask is None:
+        return np.zeros((1, shape.T), np.int64), np.full((1, shape.T), shape.S), True
     i = torch.arange(shape.T)[None] + shape.offset
     run = rule.mask.interval(i, shape)
     if run is not None:
