@@ -291,10 +291,10 @@ class Recorder:
         What fails in this is noted, and the place left out; the model's own call goes on.
         """
         name = self.name_of() or ""
-        if self._leaves_out_capture():
-            # Of a graph that the model captures inside, of a part of itself.
-            return True
         try:
+            if self._leaves_out_capture():
+                # Of a graph that the model captures inside, of a part of itself.
+                return True
             with self.alone():
                 call = None if name in self.left_out else read(self)
                 if call is None:
