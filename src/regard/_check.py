@@ -15,13 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from regard._torch import (
-    is_fake,
-    is_traced_by_fx,
-    is_traced_by_jit,
-    is_transformed,
-    is_transforming,
-)
+from regard._torch import is_fake, is_traced, is_transformed, is_transforming
 
 FLOAT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -140,7 +134,7 @@ def is_one(size: int) -> bool:
 
 def readable(*tensors: Tensor | None) -> bool:
     """Whether the values may be looked at now: plain tensors with data, outside tracing."""
-    if torch.compiler.is_compiling() or is_traced_by_fx() or is_traced_by_jit():
+    if torch.compiler.is_compiling() or is_traced():
         return False
     inside = is_transforming()
     for t in tensors:

@@ -148,7 +148,8 @@ def is_intercepted() -> bool:
 
 def is_traced_by_fx() -> bool:
     """Whether `make_fx` is tracing; of tensors that have data, too, it is told no values."""
-    return is_intercepted() and torch._C._get_dispatch_mode(PROXY) is not None
+    modes = torch._C._len_torch_dispatch_stack()
+    return modes > 0 and torch._C._get_dispatch_mode(PROXY) is not None
 
 
 @contextmanager
@@ -198,6 +199,14 @@ def set_modes(modes: list[TorchFunctionMode]) -> None:
 def is_backward() -> bool:
     """Whether the backward pass is running, in which checkpointing runs layers again."""
     return int(torch._C._current_graph_task_id()) != -1
+
+
+def is_traced() -> bool:
+    """Whether `make_fx` or `torch.jit.trace` is tracing, outside of `torch.compile`."""
+    # One function, not two: a step of generation asks this many times.
+    modes = torch._C._len_torch_dispatch_stack()
+    by_fx = modes > 0 and torch._C._get_dispatch_mode(PROXY) is not None
+    return by_fx or torch._C._get_tracing_state() is not None
 
 
 def is_traced_by_jit() -> bool:

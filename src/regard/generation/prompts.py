@@ -11,6 +11,7 @@ Letters: B rows, T tokens of the longest prompt, S of the longest source.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Sequence
@@ -101,7 +102,7 @@ class Task:
             model, config, tokenizer, processor, stops, ids_bt, real_bt, rows, limits, memory, *read
         )
 
-    @property
+    @functools.cached_property
     def pad(self) -> int:
         """What stands behind the end of a row: padding, or an end token where there is none."""
         pad, known = self.processor.tokens.pad, range(self.processor.vocab_size)

@@ -194,7 +194,9 @@ class KVCache:
             k_buffer, v_buffer = allocate(old_k, old_v, after + max(after // 2, 64))
             k_buffer[:, :, :before], v_buffer[:, :, :before] = old_k, old_v
             buffers = k_buffer, v_buffer
-        k_buffer, v_buffer = map(writable, buffers)
+        k_buffer, v_buffer = buffers
+        if k_buffer.is_inference() and not torch.is_inference_mode_enabled():
+            k_buffer, v_buffer = writable(k_buffer), writable(v_buffer)
         self._buffers = k_buffer, v_buffer
         k_buffer[:, :, before:after], v_buffer[:, :, before:after] = k, v
         self._kept = k_buffer[:, :, :after], v_buffer[:, :, :after]

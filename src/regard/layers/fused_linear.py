@@ -61,7 +61,7 @@ class FusedLinear:
     def holds(self) -> bool:
         """Whether every layer still reads its weights from here."""
         parts = zip(self.layers, torch.split(self.weight, self.sizes), strict=True)
-        return all(layer.weight.data_ptr() == part.data_ptr() for layer, part in parts)
+        return all([layer.weight.data_ptr() == part.data_ptr() for layer, part in parts])
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         return list(torch.split(linear(x, self.weight, self.bias), self.sizes, -1))

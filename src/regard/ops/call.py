@@ -152,7 +152,7 @@ class Call:
             return False
         if self.q.requires_grad or self.k.requires_grad or self.v.requires_grad:
             return True
-        return any(t.requires_grad for t in self.tensors())
+        return any([t.requires_grad for t in self.tensors()])
 
     def is_unreadable(self) -> bool:
         """Whether values cannot be looked at now."""
