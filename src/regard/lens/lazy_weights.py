@@ -218,8 +218,7 @@ class Kept:
         return cells
 
     def _on_base(self, window: Window, size: tuple[int, int]) -> tuple[int, int]:
-        """How many rows and columns of cells are whole base cells; none if the grids do not
-        align."""
+        """How many rows and columns of cells are whole base cells; 0 if the grids do not align."""
         if self.base is None:
             return 0, 0
         counts = []
