@@ -183,7 +183,8 @@ class FoundRuns:
 
     @functools.cached_property
     def ahead(self) -> int:
-        """The largest difference of a row's last visible key and its own number; at least -T."""
+        """The largest of (last visible key - row number) over all rows that see a key; at
+        least -T."""
         counts, n_rows = self.counts.numpy(), self.counts.shape[1]
         rows = np.repeat(np.tile(np.arange(n_rows), len(counts)), counts.reshape(-1))
         return int((self.pairs[:, 1].numpy() - 1 - rows).max(initial=-n_rows))
@@ -236,7 +237,7 @@ def _interval(rule: Rule, device: torch.device) -> tuple[Tensor, Tensor] | None:
 
 
 def _hides_nothing(bias: Bias | None, shape: Shape) -> bool:
-    """Whether a bias has no -inf: it declares that, or all its numbers are checked."""
+    """Whether a bias is known to have no -inf: it declares that, or its table has none."""
     if bias is None or not bias.hides:
         return True
     if bias.parts():
@@ -250,7 +251,7 @@ def _hides_nothing(bias: Bias | None, shape: Shape) -> bool:
 
 
 def positions_under(bias: Bias, shape: Shape) -> tuple[Bias, Array, Array]:
-    """A positional bias without its `BiasAt`, and the positions of queries and keys."""
+    """A positional bias without its `BiasAt`, and its positions: as given by that, or in order."""
     queries, keys = np.arange(shape.T) + shape.offset, np.arange(shape.S)
     if not isinstance(bias, BiasAt):
         return bias, queries, keys

@@ -238,7 +238,7 @@ class Record:
     def gradients(self, place: int) -> tuple[Array, Array] | None:
         """The sums of attention × gradient by query (H, T) and by key (H, S), where kept.
 
-        Of heads that share a key head, each has the mean of what their columns come to.
+        Heads that share a key head all have the mean of their column sums.
         """
         rows, columns = (self._kept(place, f"gradient_{name}") for name in ("rows", "columns"))
         return None if rows is None or columns is None else (rows, columns)
@@ -273,7 +273,7 @@ class Record:
         return self._arrays.get(place, name) if self._arrays.has(place, name) else None
 
     def visible(self, place: int) -> Array:
-        """How many keys each query may look at, (T,), in the head that may look at most."""
+        """How many keys each query sees, (T,), in the head that sees most."""
         here = self._check_place(place)
         T, S = here.n_queries, here.n_keys
         runs = self._weights(place).runs if here.exact_zoom else None

@@ -463,7 +463,7 @@ def stack_of(name: str) -> str:
 
 
 def find_trained_len(config: Any) -> int | None:
-    """The longest text of a model's training, by its config, ours or another's; None if unknown."""
+    """The text length that a model was made for, by its config, ours or another's; or None."""
     source = getattr(config, "source", None)
     if not isinstance(source, Mapping):
         text = config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -53,8 +53,7 @@ class Place:
 
     @property
     def stack(self) -> str:
-        """The stack by the dotted name, "encoder", "decoder" or ""; `encoder_attn` is a
-        decoder's."""
+        """The stack by the dotted name: "decoder" (with its `encoder_attn`), "encoder" or ""."""
         name = self.name.lower()
         return next((stack for stack in ("decoder", "encoder") if stack in name), "")
 
