@@ -183,8 +183,7 @@ class FoundRuns:
 
     @functools.cached_property
     def ahead(self) -> int:
-        """The largest of (last visible key - row number) over all rows that see a key; at
-        least -T."""
+        """The largest (last visible key - row number) of rows that see a key; at least -T."""
         counts, n_rows = self.counts.numpy(), self.counts.shape[1]
         rows = np.repeat(np.tile(np.arange(n_rows), len(counts)), counts.reshape(-1))
         return int((self.pairs[:, 1].numpy() - 1 - rows).max(initial=-n_rows))

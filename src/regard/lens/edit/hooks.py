@@ -7,7 +7,7 @@ does nothing disables the fused path), and their call of `scaled_dot_product_att
 The patches belong to no block: they ask which editors are open where they are called, and outside
 of blocks do nothing. The first block installs them, and the last one removes them.
 
-If a function returns weights too, they are recomputed where a look is forbidden.
+If a function returns weights too, they are recomputed if a look in its call is forbidden.
 
 Left out: attention that a model writes out in its own code, and direct calls of torch's functions.
 

@@ -169,7 +169,7 @@ def read_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call |
     nested = given["src"].is_nested
     x = nested_row(recorder, given["src"]) if nested else given["src"]
     with torch.no_grad():
-        x = module.norm1.forward(x) if module.norm_first else x  # no hooks of it
+        x = module.norm1.forward(x) if module.norm_first else x  # without its hooks
     passed = {
         "attn_mask": given["src_mask"],
         "key_padding_mask": None if nested else given["src_key_padding_mask"],
