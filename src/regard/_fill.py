@@ -1,8 +1,8 @@
-"""What a masked model puts into the gaps of a text: `regard.fill`.
+"""Predict the words for the gaps of a text, by a masked language model: `regard.fill`.
 
 Why: the shortest question to BERT and its like, and the first to one that was just trained.
 
-How: the model is checked to be one that fills gaps, and `lens/fill.py` has it read the text.
+How: check that the model is one that fills gaps, and run it by `lens/fill.py`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def fill(
 
 
 def check_masked(model: Transformer, name: str) -> None:
-    """Refuse a model that fills no gaps, with what it does instead."""
+    """Refuse a model that fills no gaps, and say what it does instead."""
     config = model.config
     if config.head.kind == "masked":
         return

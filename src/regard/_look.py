@@ -1,18 +1,18 @@
 """From a text to a record of what every head of a model does with it.
 
-Why: two lines in a notebook should show a picture, and `regard look` and `regard translate --look`
-are the same two steps with a terminal around them.
+Why: two lines in a notebook should show a picture. `regard look` and `regard translate --look` are
+the same steps in a terminal.
 
-How: a `Subject` is a model that a text can be given to, whoever runs it: `own_subject` makes one of
-ours, the command line one of `transformers`'. `see` has it read the text once while it is watched
-(`lens`), with queries and keys kept, so that every weight can be asked for; and of a language model
-what it said would come next, unless a text is so long that its logits would be too many. An
-encoder–decoder first writes what it makes of the text, and `see_translation` then watches it read
-the one and write the other. `look` is these, from a name or a model; commands put their bars around
-the reading. `survey` has a model read many texts, of which only the means of all heads' scores are
-kept (`lens/survey.py`).
+How: a `Subject` is a model that can read a text, ours or not: `own_subject` makes one of ours, the
+command line makes one of `transformers`'. `see` runs it on the text once under `watch`, and keeps
+queries and keys, so that every weight can be computed later; for a language model also its
+predictions of next tokens, unless a text is so long that the logits would be too large. An
+encoder–decoder first writes its translation, and `see_translation` then watches it read the text
+and write the translation. `look` does this for a name or a model; commands show progress bars
+around the reading. `survey` runs a model on many texts, of which only the means of all heads'
+scores are kept (`lens/survey.py`).
 
-Left out: models that are not regard's, which `regard.watch` watches where they are.
+Left out: models that are not regard's, which `regard.watch` can watch in the caller's own code.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from regard.models import Transformer
 
 Fit: TypeAlias = Literal["refuse", "truncate", "window"]
-"""What is done with a text that is longer than the model takes."""
+"""What to do with a text that is longer than the model accepts."""
 KEEP = ("qk", "predictions")
 MOST_LOGITS = 1 << 29
-"""Tokens times vocabulary up to which logits are made: two gigabytes in float32."""
+"""Tokens times vocabulary up to which logits are computed: two gigabytes in float32."""
 Showing: TypeAlias = "Callable[[int, int | None], AbstractContextManager[Progress | None]]"
-"""Called with how many tokens will be read, and at how many places where that is known; gives the
-block to read in, and in it what `watch` takes as its progress."""
+"""Called with the number of tokens to read, and of attention calls if known; gives a context to
+read in, which yields a progress for `watch`."""
 
 
 def look(
@@ -111,7 +111,7 @@ def look(
 
 
 def choose_inside(text: str, fit: Fit, asks_next: bool, say: Callable[[str], None]) -> str:
-    """The model inside the package that shall read a text; why not the encoder is said."""
+    """Choose the model inside the package for a text; `say` gets the reason if not the encoder."""
     from regard.models.embedded import choose_reader
 
     name, why = choose_reader(text, in_parts=fit != "refuse", asks_next=asks_next)
@@ -121,7 +121,7 @@ def choose_inside(text: str, fit: Fit, asks_next: bool, say: Callable[[str], Non
 
 
 def check_effect(subject: Subject, text: str, fit: Fit, edges: tuple[Where, Where] | None) -> None:
-    """Refuse what could not be measured, before the model reads."""
+    """Refuse, before the model reads, effects that could not be measured."""
     from regard.lens.edit.positions import with_numbers
     from regard.lens.effect import check_gap, make_block
     from regard.lens.word_links import find_words
@@ -144,9 +144,9 @@ def check_effect(subject: Subject, text: str, fit: Fit, edges: tuple[Where, Wher
 def add_effects(
     subject: Subject, record: Record, heads: bool, edges: tuple[Where, Where] | None
 ) -> Record:
-    """Keep in a record what its heads are worth to the next token, or to a masked word in it.
+    """Measure how much heads matter to the next token, or to a masked word, and add it to a record.
 
-    heads: with each of them switched off; edges: with this look forbidden in each.
+    heads: with each head switched off; edges: with this look forbidden in each.
     """
     from regard.lens.effect import effect
 
@@ -160,7 +160,7 @@ def load_named(
     model: str | os.PathLike[str] | Transformer,
     others: str = "others are watched where they are: with regard.watch(model) as record: ...",
 ) -> tuple[Transformer, str]:
-    """A model and what it is called; `others` says what to do with one that is not ours."""
+    """Load a model, with the name to show; `others`: advice for the error if it is not ours."""
     from regard.lens.head_names import name_model
     from regard.models import Transformer, load
 
@@ -225,7 +225,7 @@ def survey_subject(
     out: str | os.PathLike[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> HeadTable:
-    """`survey` of whatever can read; progress is called with how many texts it has read."""
+    """`survey` of any `Subject`; progress is called with the number of texts read so far."""
     from regard.lens.corpus import read_texts
     from regard.lens.head_table import check_table_path
     from regard.lens.survey import Reader, Tokens, is_main, survey_texts
@@ -254,7 +254,7 @@ def survey_subject(
 
 
 def choose_fit(truncate: bool, window: bool) -> Fit:
-    """What is done with a text that is too long; one thing, or it is refused."""
+    """Choose what to do with a text that is too long; refuse two answers."""
     if truncate and window:
         raise ValueError("truncate reads the beginning of a text, window all of it; give one")
     return "truncate" if truncate else "window" if window else "refuse"
@@ -262,19 +262,19 @@ def choose_fit(truncate: bool, window: bool) -> Fit:
 
 @dataclass(frozen=True)
 class Said:
-    """A text as tokens: their ids, what to call each, and its characters where they are known."""
+    """A tokenized text: ids, labels, and the characters of each token, if known."""
 
     ids: list[int]
     labels: list[str]
     spans: list[tuple[int, int]] | None
 
     def first(self, n: int) -> Said:
-        """The first n tokens; those at the end that stand for no text, as [SEP] does, stay."""
+        """Cut to n tokens, but keep those at the end that stand for no text, as [SEP] does."""
         tail = min(self.specials()[1], n)
         return self.part([*range(n - tail), *range(len(self.ids) - tail, len(self.ids))])
 
     def specials(self) -> tuple[int, int]:
-        """How many tokens that stand for no text come first, and last."""
+        """How many special tokens, which stand for no text, come first, and last."""
         if self.spans is None:
             return 0, 0
         real = [at for at, (first, last) in enumerate(self.spans) if last > first]
@@ -285,15 +285,15 @@ class Said:
         return Said([self.ids[at] for at in numbers], [self.labels[at] for at in numbers], own)
 
     def covered(self, text: str) -> str:
-        """The text as far as its tokens go."""
+        """The part of the text that its tokens cover."""
         return text if self.spans is None else text[: max(end for _, end in self.spans)]
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What it takes to watch a model read; `run` takes ids (1, T), its answer is not looked at.
+    """What is needed to watch a model read; `run` runs it on ids (1, T), and its result is ignored.
 
-    `say` is `run` with logits, of a language model; `tokenizer` names what it says.
+    `say` is `run` with logits, for a language model; `tokenizer` names its predictions.
     """
 
     name: str
@@ -311,7 +311,7 @@ class Subject:
     """The token that stands for every word that the model does not know."""
 
     def limit(self) -> int | None:
-        """How many tokens it reads, or was trained on where that is less; None where neither is."""
+        """The most tokens that it accepts, or the most of its training if less; None if unknown."""
         from regard.lens.recorder import find_trained_len
 
         known = (self.max_len, find_trained_len(getattr(self.module, "config", None)))
@@ -334,7 +334,7 @@ class Subject:
         return said
 
     def note_unknown(self, said: Said) -> str | None:
-        """What to say of words that the model does not know; None where it knows all."""
+        """A note if the text has words that the model does not know, else None."""
         n = 0 if self.unknown is None else said.ids.count(self.unknown)
         if n == 0:
             return None
@@ -343,7 +343,7 @@ class Subject:
 
 
 def own_subject(model: Transformer, name: str) -> Subject:
-    """One of our models; it must have a tokenizer, and one stack."""
+    """A subject from one of our models, which must have a tokenizer and a single stack."""
     config, tokenizer = model.config, model.tokenizer
     if tokenizer is None:
         raise ValueError(f"{name} has no tokenizer beside its weights, so it cannot read a text")
@@ -358,7 +358,7 @@ def own_subject(model: Transformer, name: str) -> Subject:
     blocks = (*config.encoder, *config.decoder)
     n_heads = max(block.n_heads for block in blocks)
     special = tokenizer.special
-    # Where every text has tokens, the name of the unknown one is that of another.
+    # A tokenizer that can encode every text may name bos or eos as its unknown token.
     unknown = None if special.unk in (special.bos, special.eos) else special.unk
     subject = Subject(
         name, model, config.max_len, len(blocks), n_heads, encode, model.run, unknown=unknown
@@ -369,7 +369,7 @@ def own_subject(model: Transformer, name: str) -> Subject:
 
 
 def name_tokens(text: str, pieces: list[str], spans: list[tuple[int, int]]) -> list[str]:
-    """Each token by its characters in the text; by its piece where it has none."""
+    """Label each token by its characters in the text, or by its piece if it has none."""
     return [
         piece if end <= start else text[start:end]
         for piece, (start, end) in zip(pieces, spans, strict=True)
@@ -379,7 +379,7 @@ def name_tokens(text: str, pieces: list[str], spans: list[tuple[int, int]]) -> l
 def see(
     subject: Subject, text: str, progress: Showing | None = None, fit: Fit = "refuse"
 ) -> Record:
-    """What the heads of a model do while it reads the text, or its beginning, as far as it goes."""
+    """Record the heads of a model while it reads a text, or if truncated, its beginning."""
     read = subject.read(text, fit)
     most = subject.limit()
     if fit == "window" and most is not None and len(read.ids) > most:
@@ -397,7 +397,7 @@ def see(
 def _see_windows(
     subject: Subject, text: str, read: Said, most: int, progress: Showing | None
 ) -> Record:
-    """A text read in windows of at most so many tokens, its special ones in each, as one record."""
+    """Record a long text in windows of at most `most` tokens, special ones included."""
     from regard.lens.windows import join_windows, lay_out, plan_windows
 
     if "values" in subject.keep:
@@ -434,7 +434,7 @@ def _see_windows(
 
 
 def _shift(tell: Progress, done: int) -> Progress:
-    """Progress that goes on where that of earlier windows ended."""
+    """Progress that continues the count of earlier windows."""
     return lambda place, n: tell(place, done + n)
 
 
@@ -447,7 +447,7 @@ def see_translation(
     progress: Showing | None = None,
     keep: tuple[str, ...] = KEEP,
 ) -> Record:
-    """What the heads do while the model reads a text and writes its translation."""
+    """Record the heads while a model reads a text and writes its translation."""
     from regard.generation.translation import Reader, choose
 
     reader = Reader(model, split=False)
@@ -479,7 +479,7 @@ def _watching(
     progress: Showing | None,
     keep: tuple[str, ...],
 ) -> Iterator[tuple[Record, Callable[[list[int]], Tensor]]]:
-    """`_watched`, with its progress shown."""
+    """`_watched`, with a progress display around it."""
     around = nullcontext() if progress is None else progress(n_tokens, n_places)
     with around as tell, _watched(module, tell, keep) as watched:
         yield watched
@@ -489,7 +489,7 @@ def _watching(
 def _watched(
     module: nn.Module, tell: Progress | None, keep: tuple[str, ...]
 ) -> Iterator[tuple[Record, Callable[[list[int]], Tensor]]]:
-    """The record that is being made, and what makes ids into a batch of one."""
+    """Yield the record being made, and a function that makes ids into a batch of one."""
     import torch
 
     from regard.lens.watch import watch

@@ -6,19 +6,18 @@
     model.set_attn_implementation("regard")  # or later
 
 Why: every architecture that takes its attention from `transformers`' interface then runs on our
-operation and its backends: masks are values, so a padded batch, a window or packed texts need no
-matrix, forward and backward, and our kernels skip what is hidden.
-
-How: importing registers two functions. The one that makes masks is told a rule as functions of two
-positions; those that the library itself makes (causal, window, packed texts, padding) are known by
-name, and become our masks. A rule with any other function in it is made as a matrix by the
-library's own function for SDPA, and taken as it is. So is a mask that a caller made. A model that
-computes with its mask, instead of handing it on, gets the matrix too: `RuleMask` is a tensor that
-has none until someone asks for it. A model that does not take SDPA's masks, which are booleans,
-gets those of eager attention, which are numbers to add.
+operation and its backends. Masks are values, so a padded batch, a window or packed texts need no
+mask matrix, forward and backward, and our kernels skip what is hidden.
+How: importing registers two functions, for attention and for masks. The mask function is given
+functions of two positions. Those of the library itself (causal, window, packed texts, padding) are
+recognised by name, and become our masks. If there is any other, the library's own function for SDPA
+builds the matrix, which is used as it is; so is a mask that a caller built. A model that computes
+with its mask, instead of passing it on, gets the matrix too: `RuleMask` is a tensor whose matrix is
+built when it is needed. A model that does not accept SDPA's masks, which are booleans, gets those
+of eager attention, which are numbers to add.
 
 Left out: attention weights as outputs, which `regard.watch` shows; padding as lengths under
-`torch.compile`, where the mask is a matrix, as its numbers cannot be read.
+`torch.compile`, where the mask is a matrix, since its values cannot be read.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
 """
@@ -51,9 +50,9 @@ Rule = Callable[..., Any]
 
 
 class RuleMask(Tensor):
-    """A mask (B, 1, T, S) of which only the rule is kept; computing with it makes the matrix.
+    """A mask (B, 1, T, S) of which only the rule is stored; computing with it builds the matrix.
 
-    dtype: bool where it says what may be seen, else of numbers to add to scores.
+    dtype: bool, True where a look is allowed, or floating point, numbers to add to scores.
     """
 
     rule: Mask | None
@@ -85,7 +84,7 @@ class RuleMask(Tensor):
 
 
 def _whole(value: Any) -> Any:
-    """The matrix of a mask, in lists of tensors too; anything else as it is."""
+    """Replace masks by their matrices, in lists of tensors too; leave anything else as it is."""
     if isinstance(value, RuleMask):
         return value.make()
     return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
@@ -105,7 +104,7 @@ def regard_attention(
     position_bias: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """What `transformers` calls: (B, H, T, D) queries, (B, G, S, D) keys; gives (B, T, H, D)."""
+    """The attention function of the interface: (B, H, T, D), (B, G, S, D) in, (B, T, H, D) out."""
     if more.get("cu_seq_lens_q") is not None or more.get("cache") is not None:
         raise ValueError(
             'attn_implementation="regard" does not support packing by cu_seq_lens or paged caches '
@@ -141,7 +140,7 @@ def regard_attention(
 
 
 def read_mask(seen: Tensor | None, n_keys: int) -> tuple[Mask | None, Bias | None]:
-    """What a model hands on: our rule, or a matrix, of booleans or of numbers to add."""
+    """The mask that a model passes on: our rule, or a matrix of booleans or numbers to add."""
     if seen is None:
         return None, None
     if isinstance(seen, RuleMask):
@@ -151,9 +150,9 @@ def read_mask(seen: Tensor | None, n_keys: int) -> tuple[Mask | None, Bias | Non
 
 
 def hide_unchosen(mask: Mask | None, indices_btn: Tensor, n_keys: int) -> Mask:
-    """Only the keys that a model's indexer chose for each query (DeepSeek's sparse attention).
+    """Restrict a mask to the keys that a model's indexer chose (DeepSeek's sparse attention).
 
-    In eager attention and SDPA such a model joins them to the mask; any other is told of them.
+    For eager attention and SDPA such a model adds them to the mask; others get them as an argument.
     """
     B, T, _ = indices_btn.shape
     chosen_bts = torch.zeros(B, T, n_keys, dtype=torch.bool, device=indices_btn.device)
@@ -172,7 +171,7 @@ def regard_mask(
     device: Any = "cpu",
     **more: Any,
 ) -> Tensor | None:
-    """The mask of a forward pass: its rule where that is known, else the matrix."""
+    """The mask function for `transformers`: a `RuleMask` if the rule is known, else the matrix."""
     config = more.get("config")
     bools = config is None or takes_bools(type(config))
 
@@ -209,7 +208,7 @@ def regard_mask(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def takes_bools(config_class: Any) -> bool:
-    """Whether models of a config take masks of booleans, as SDPA does; not where it is unknown."""
+    """Whether models of a config accept boolean masks, as SDPA does; False if that is unknown."""
     return _takes_bools(config_class)
 
 
@@ -221,7 +220,7 @@ def _takes_bools(config_class: Any) -> bool:
 
 
 def leaves_of(rule: Rule) -> list[Rule]:
-    """The functions that must all allow a look."""
+    """The functions of a rule, all of which must allow a look."""
     if _name_of(rule) != "and_masks.and_mask":
         return [rule]
     return [leaf for part in _kept_by(rule, "mask_functions") for leaf in leaves_of(part)]
@@ -229,7 +228,7 @@ def leaves_of(rule: Rule) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Placed:
-    """Queries and keys of a call, and where they stand in their text."""
+    """The queries and keys of a call, and their positions in the text."""
 
     n_queries: int
     n_keys: int
@@ -237,7 +236,7 @@ class Placed:
     kv_offset: int
 
     def read(self, rule: Rule) -> list[Mask] | None:
-        """The masks that a function of the library stands for; None where it is not known."""
+        """The masks that a function of the library stands for; None if it is not recognised."""
         name = _name_of(rule)
         if rule is masking_utils.causal_mask_function:
             return self.look_back(None)
@@ -245,7 +244,8 @@ class Placed:
             return []
         if name == "sliding_window_overlay.inner_mask":  # always beside the causal function
             window = int(_kept_by(rule, "sliding_window"))
-            # A config without windows may say 0 (Qwen2-MoE): a mask of nothing, which none takes.
+            # A config without windows may say 0 (Qwen2-MoE): a mask of nothing, which no layer
+            # uses.
             return self.look_back(window - 1) if window > 0 else [Causal(), ~Causal()]
         if name == "packed_sequence_mask_function.inner_mask":
             ids = _kept_by(rule, "packed_sequence_mask")
@@ -254,7 +254,7 @@ class Placed:
         return None
 
     def look_back(self, left: int | None) -> list[Mask] | None:
-        """No later key, and at most so many earlier ones."""
+        """Masks for no later key, and at most `left` earlier ones."""
         ahead = self.q_offset - self.kv_offset  # keys before the first query
         if ahead == self.n_keys - self.n_queries:
             return [Causal() if left is None else Window(left, 0)]
@@ -263,9 +263,9 @@ class Placed:
         return None
 
     def read_padding(self, real: Tensor) -> list[Mask]:
-        """Padding on one side as lengths, elsewhere as it is; keys that it does not name are none.
+        """Padding as `Lengths` if it is on one side, else `Dense`; unnamed keys count as padding.
 
-        Its numbers are read once a forward pass, which waits for the device.
+        Its values are read once per forward pass, which synchronizes with the device.
         """
         end = self.kv_offset + self.n_keys
         real = functional.pad(real.bool(), (0, max(0, end - real.shape[1])))[
@@ -283,13 +283,13 @@ class Placed:
 
 
 def _name_of(rule: Rule) -> str:
-    """The name of a function of the library, without what its inner functions are marked by."""
+    """The name of a function of the library, without the `<locals>` of inner functions; else ""."""
     own = getattr(rule, "__module__", None) == masking_utils.__name__
     return rule.__qualname__.replace("<locals>.", "") if own else ""
 
 
 def _kept_by(rule: Rule, name: str) -> Any:
-    """What an inner function keeps of the one that made it."""
+    """A variable that an inner function captured from the function around it."""
     return inspect.getclosurevars(rule).nonlocals[name]
 
 

@@ -1,7 +1,7 @@
-"""The lens: watch what the heads of any model do, measure it, keep it as a record.
+"""The lens: watch what the attention heads of any model do, measure it, keep it as a record.
 
-Names are loaded when first used, so that a record opens where torch is not installed. `watch`
-itself is in `regard.lens.watch`, and is `regard.watch`.
+Names are imported when first used, so that a record can be opened where torch is not installed.
+`watch` itself is in `regard.lens.watch`, and is `regard.watch`.
 """
 
 from __future__ import annotations

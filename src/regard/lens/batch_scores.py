@@ -1,11 +1,12 @@
-"""What every head does in each text of a batch: the scores of `head_scores.py`, and how much it
-links words (`link_scores.py`), without a record.
+"""The scores of every head for each text of a batch, without making records.
 
-Why: a corpus has too many texts for a record of each, and a batch is read in the time of a few.
+Why: a corpus has too many texts for a record of each, and a batch takes hardly longer than a few
+texts.
 
-How: the hooks of `watch` hand over each call of attention as it is, all rows of the batch. What is
-measured stays on the device until the model is done. The texts of a batch have as many tokens each,
-so none is padded, and every token counts.
+How: the hooks of `watch` hand over each attention call with all rows of the batch. The scores of
+`head_scores.py` and `link_scores.py` are computed on the model's device and copied to the CPU when
+the model is done. All texts of a batch have the same number of tokens, so there is no padding, and
+every token counts.
 
 Left out: texts of different lengths, cross-attention, and windows.
 
@@ -45,10 +46,10 @@ def score_batch(
     labels: Sequence[Sequence[str]],
     words: Sequence[Sequence[Word]] = (),
 ) -> dict[Located, Array]:
-    """Place -> (B, H, K), scores in the order of `SURVEYED`; NaN where a text has no such score.
+    """Compute the scores of every head: place -> (B, H, K), in the order of `SURVEYED`.
 
-    run: what has the model read `ids_bt`; labels: of the tokens of each text; words: of each text,
-    where they are known.
+    A score that a text does not have is NaN. run: runs the model on `ids_bt`; labels: the token
+    labels of each text; words: the words of each text, where they are known.
     """
     texts = _Texts(ids_bt, labels, words)
     found: dict[Located, Tensor] = {}
@@ -67,12 +68,12 @@ def score_batch(
     if recorder.shards:
         raise ValueError("heads are shared among ranks (tensor parallel): survey on one device")
     if not found:
-        recorder.finish()  # says why nothing was seen
+        recorder.finish()  # raises an error that says why nothing was seen
     return {place: scores_bhk.cpu().numpy() for place, scores_bhk in found.items()}
 
 
 class _Texts:
-    """What is asked of every layer alike: the keys of each score, and which tokens are marks."""
+    """What all layers share: the key that each score reads, and which tokens are separators."""
 
     def __init__(
         self, ids_bt: Tensor, labels: Sequence[Sequence[str]], words: Sequence[Sequence[Word]]
@@ -117,12 +118,12 @@ def _score(call: Call, texts: _Texts, recorder: Recorder) -> Tensor:
 
 
 def _mean_spot(call: Call, lse_bht: Tensor, keys_bt: Tensor) -> Tensor:
-    """The mean weight on the key named for each query, (B, H); -1 names none."""
+    """The mean weight on the key named for each query, (B, H); queries with key -1 are left out."""
     B, T = keys_bt.shape
     named_bt = keys_bt >= 0
     b_p = torch.arange(B, device=keys_bt.device).repeat_interleave(T)
     t_p = torch.arange(T, device=keys_bt.device).repeat(B)
     weights_hp = spot_weights(call, lse_bht, b_p, t_p, keys_bt.clamp(min=0).reshape(-1))
     weights_hbt = weights_hp.double().view(-1, B, T).masked_fill(~named_bt, 0.0)
-    # Of no queries the mean is 0 / 0, NaN.
+    # If no query has a key, the mean is 0 / 0, NaN.
     return (weights_hbt.sum(-1) / named_bt.sum(-1)).T

@@ -1,13 +1,13 @@
-"""Writing the biases of a place down in the forms that a record keeps, call by call.
+"""Convert the biases of an attention layer, call by call, to the forms that a record stores.
 
-Why: a model gives its bias as a dense tensor in every call, also where it is ALiBi or T5's table;
-a record of 16,000 tokens cannot keep those, and its reader must make the same numbers again.
+Why: a model passes its bias as a dense tensor in every call, even where it is ALiBi or T5's table.
+A record of 16,000 tokens cannot store those, and its reader must compute exactly the same numbers.
 
-How: our own relative biases are kept as a table over differences of positions, made when all calls
-are over. A dense bias is looked at: where nothing is seen its numbers do not count; if the rest is
-zero it is dropped, if it is the same for all queries it is a column, if it depends on key minus
-query it is a table, else it is kept whole, up to `MOST` numbers. Nothing is rounded: a form is
-taken only where it gives every visible number exactly.
+How: our own relative biases are stored as a table over differences of positions, which is computed
+after the last call. A dense bias is examined: numbers at hidden pairs do not count. If the rest is
+zero the bias is dropped, if it is the same for all queries it is stored as a column, if it depends
+on key minus query as a table, else whole, up to `MOST` numbers. Nothing is rounded: a form is used
+only if it reproduces every visible number exactly.
 
 Letters: H heads, T queries, S keys, N keys so far.
 """
@@ -29,16 +29,16 @@ from regard.ops.shape import Tile
 
 MOST = 1 << 24
 LOOK_AT = 1 << 26
-"""Numbers of a dense bias that are looked at; a larger one cannot be zoomed into."""
+"""Numbers of a dense bias up to which it is examined; with a larger one there is no exact zoom."""
 
 
 class TooLarge(Exception):
-    """A bias that would have to be kept whole and is too large for it."""
+    """A bias that would have to be stored whole, and is too large for that."""
 
 
 @dataclass
 class Written:
-    """One bias as a record keeps it: its kind, the lowest difference, and arrays by name."""
+    """One bias as a record stores it: its kind, the lowest difference, and arrays by name."""
 
     kind: str
     arrays: dict[str, Array]
@@ -46,7 +46,7 @@ class Written:
 
 
 class RelativeBook:
-    """A relative bias of ours: the positions of all calls, and the bias that has the numbers."""
+    """One of our relative biases: the positions in all calls, and the bias itself."""
 
     def __init__(self) -> None:
         self.bias: Bias | None = None
@@ -83,13 +83,13 @@ class RelativeBook:
 
 @dataclass
 class Lookup:
-    """Numbers by head and index, the first of which is `lowest`; NaN where none is known yet."""
+    """A table of numbers by head and index; the first index is `lowest`. NaN: not known yet."""
 
     table: Array = field(default_factory=lambda: np.zeros((1, 0), np.float32))
     lowest: int = 0
 
     def take(self, values_hts: Array, index_ts: Array) -> Lookup | None:
-        """With these numbers too, NaN where nothing is seen; None where they contradict."""
+        """The table with these numbers added (NaN: hidden pairs), or None if they contradict it."""
         width = self.table.shape[1]
         lowest, highest = int(index_ts.min()), int(index_ts.max())
         if width:
@@ -113,13 +113,13 @@ class Lookup:
 
 
 def without_nan(values: Array) -> Array:
-    """NaN is where nothing is seen, so that any number does; 0 is written."""
+    """Replace NaN, which marks hidden pairs, where any number would do, by 0."""
     return np.where(np.isnan(values), np.float32(0), values)
 
 
 @dataclass
 class DenseBook:
-    """A dense bias, in the plainest form that has fitted so far: zero, column, relative, whole."""
+    """A dense bias in the simplest form that has fitted so far: zero, column, relative, whole."""
 
     form: str = "zero"
     lookup: Lookup = field(default_factory=Lookup)
@@ -128,7 +128,7 @@ class DenseBook:
     n_keys: int = 0
 
     def add(self, values_hts: Array, offset: int, own_t: Array) -> None:
-        """Numbers (1 or H, T, S), NaN where nothing is seen; own_t: each query's own key."""
+        """Add a call's numbers, (1 or H, T, S), NaN at hidden pairs; own_t: each query's key."""
         n_keys = max(self.n_keys, offset + values_hts.shape[2])
         if self.form != "zero" or np.any(values_hts[~np.isnan(values_hts)]):
             for form in (self.form,) if self.n_queries else ("column", "relative"):
@@ -193,14 +193,14 @@ Book = RelativeBook | DenseBook
 
 
 class Biases:
-    """All biases of a place: those of the first call, and the same ones in each call after it."""
+    """All biases of one attention layer: those of the first call, which later calls repeat."""
 
     def __init__(self) -> None:
         self.books: list[Book] = []
         self.calls = 0
 
     def add(self, call: Call, offset: int, own_t: Array) -> None:
-        """One more call; `TooLarge` where it cannot be written down."""
+        """Add the biases of one more call; raise `TooLarge` if they cannot be stored."""
         parts = [] if call.bias is None else call.bias.leaf_terms()
         while len(self.books) < len(parts):
             if _is_relative(parts[len(self.books)]):
@@ -230,7 +230,7 @@ def _is_relative(bias: Bias) -> bool:
 
 
 def _dense(bias: Bias | None, call: Call) -> Array:
-    """A bias given whole as (1 or H, T, S), NaN where it hides."""
+    """A dense bias as (1 or H, T, S), NaN at pairs that it hides."""
     _, _, T, S = call.shape
     if bias is None:
         return np.zeros((1, T, S), np.float32)

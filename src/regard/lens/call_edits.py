@@ -1,7 +1,7 @@
-"""What those who read calls of other people's models must know of edits: who calls, and the mask.
+"""For hooks on foreign models: which module calls attention, and its mask as open edits leave it.
 
-A record that is made in a block of edits is of the attention as it is then, so whoever reads a call
-asks here for its mask as edits leave it.
+A record that is made inside a block of edits shows the edited attention. So hooks that read calls
+of attention get the edited mask here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from regard.ops.edit_hook import Caller
 
 
 def caller_of(module: nn.Module) -> Caller:
-    """Who calls; whether it looks at another text, where the module says so."""
+    """The module that calls attention, and whether it is cross-attention, if the module says so."""
     cross = getattr(module, "is_cross_attention", None)
     return Caller(module, cross if isinstance(cross, bool) else None)
 
 
 def torchs_caller(module: nn.Module, cross: bool, q: Tensor, k: Tensor, n_given: int) -> Caller:
-    """One of torch.nn's modules, which reads texts at once; keys it has learned stand behind."""
+    """A module of torch.nn's as the caller: it reads whole texts; its learned keys come last."""
     T, S = q.shape[2], k.shape[2]
     keys = np.where(np.arange(S) < n_given, np.arange(S), -1)[None]
     lengths = np.full((1, 1), T), np.full((1, 1), n_given)
@@ -32,7 +32,7 @@ def torchs_caller(module: nn.Module, cross: bool, q: Tensor, k: Tensor, n_given:
 def edited_mask(
     caller: Caller, q: Tensor, k: Tensor, mask: Mask | None, bias: Bias | None
 ) -> Mask | None:
-    """The mask of a module's call as edits of this thread and context leave it."""
+    """The mask of a module's call after the edits that are open in this thread and context."""
     if not edit_hook.n_open:
         return mask
     edited = edit_hook.edit_call(make_call(q, k, k, mask=mask, bias=bias), caller)
@@ -40,5 +40,5 @@ def edited_mask(
 
 
 def is_edited(module: nn.Module) -> bool:
-    """Whether a module is of a model that is edited here."""
+    """Whether the module belongs to a model that is being edited in this thread and context."""
     return any(id(module) in getattr(editor, "names", ()) for editor in edit_hook.open_editors())

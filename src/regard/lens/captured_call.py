@@ -1,9 +1,10 @@
-"""One call of attention, as a hook saw it, cut down to the row and the heads that are recorded.
+"""One attention call as a hook captured it, cut down to the recorded row and heads.
 
-Why: hooks see batches of calls in many dialects; behind them everything speaks of one row of the
-batch, q (1, H, T, D) and k (1, G, S, D), and one rule in the words of `regard.attention`.
+Why: hooks see batched calls with arguments in many conventions. All code behind them handles one
+form: one row of the batch, q (1, H, T, D) and k (1, G, S, D), and one rule in the terms of
+`regard.attention`.
 
-How: masks and biases say which axes their tensors have, and so can be cut like q and k.
+How: masks and biases know which axes their tensors have, so they can be cut like q and k.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
 """
@@ -26,10 +27,12 @@ from regard.ops.term import Cut, Keys
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
-    """q, k and the rule of one call; `is_row`: the hook took the recorded row out already.
+    """q, k and the rule of one call.
 
-    `v` is there where the hook sees it, for those who record what keys add; `rows` where the pass
-    that gave the output told of rows (`ops.call.Call`): of these queries, keys and rule alone.
+    `is_row`: the hook has already extracted the recorded row. `v` is set if the hook sees it; it is
+    needed to record how much keys add. `rows` are row statistics from the pass that computed the
+    output (`ops.call.Call`), if it did: they are valid only for exactly these queries, keys and
+    rule.
     """
 
     name: str
@@ -51,7 +54,7 @@ class Call:
 
     @property
     def is_step(self) -> bool:
-        """Whether some of its keys are of calls before it."""
+        """Whether some keys come from earlier calls, by way of a KV cache."""
         return not self.cross and self.shape.S > self.shape.T
 
     @functools.cached_property
@@ -62,7 +65,7 @@ class Call:
         return rule.on(self.q.device)
 
     def of(self, row: int, heads: Sequence[int] | None) -> Call:
-        """The same for one row of the batch, and for these heads alone."""
+        """The call for one row of the batch and the given heads only, with tensors detached."""
         q, k, sinks = self.q[row : row + 1].detach(), self.k[row : row + 1].detach(), self.sinks
         v = None if self.v is None else self.v[row : row + 1].detach()
         for term in (self.mask, self.bias):
@@ -84,7 +87,7 @@ class Call:
         return self._cut(Cut(row=row, heads=picked), q=q, k=k, v=v, sinks=sinks, rows=rows)
 
     def with_keys(self, keys: Keys) -> Call:
-        """The same with some of the keys, or with all in another order."""
+        """The call with a subset of the keys, or with all of them in another order."""
         v = None if self.v is None else self.v[:, :, keys]
         return self._cut(Cut(keys=keys), k=self.k[:, :, keys], v=v, rows=None)
 
@@ -95,18 +98,18 @@ class Call:
 
     @property
     def follows_keys(self) -> bool:
-        """Whether what its rule says of a key goes with the key when others are taken away."""
+        """Whether the rule stays valid for the remaining keys when other keys are removed."""
         return all(term is None or term.follows_keys for term in (self.mask, self.bias))
 
 
 @functools.lru_cache(maxsize=64)
 def numbers_on(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
-    """Numbers of heads as an index, copied once: each layer would wait for its GPU."""
+    """Head numbers as an index tensor, cached: a copy in every layer would wait for the GPU."""
     return torch.tensor(numbers, device=device)
 
 
 def whole_scores(name: str, scores_bhts: Tensor, mask: Mask | None = None) -> Call:
-    """A call of which the scores are known and nothing else: heads of no width, and a bias."""
+    """A call of which only the scores are known: q and k of width 0, and the scores as a bias."""
     B, H, T, S = scores_bhts.shape
     none_q, none_k = (scores_bhts.new_zeros(B, H, n, 0) for n in (T, S))
     return Call(name=name, q=none_q, k=none_k, mask=mask, bias=DenseBias(scores_bhts), scale=1.0)

@@ -1,4 +1,4 @@
-"""Two records head by head: what differs, as the second less the first."""
+"""Compare two records head by head: the second minus the first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from regard.lens.lazy_weights import Array
 
 
 class Comparable(Protocol):
-    """What a record tells that two of them are compared by."""
+    """The parts of a record that a comparison reads."""
 
     places: Any
     tokens: list[str]
@@ -24,10 +24,10 @@ class Comparable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What differs between two records: the second less the first.
+    """The differences between two records: the second minus the first.
 
-    `heads`: score -> (places, heads). `statistics`: for each place, by name, where the sizes agree
-    (none when the texts have other lengths). `same_text`: whether the tokens are the same.
+    `heads`: score -> (places, heads). `statistics`: for each place, by name, where the shapes agree
+    (none if the texts differ in length). `same_text`: whether the tokens are the same.
     """
 
     heads: dict[str, Array]
@@ -37,7 +37,7 @@ class Comparison:
     def largest(self, score: str, n: int = 10) -> list[tuple[int, int, float]]:
         """The n heads that differ most in a score: (place, head, difference)."""
         gaps = self.heads[score]
-        # NaN is a head without this score: such heads are left out, not ranked.
+        # NaN marks a head without this score: it is left out, not ranked.
         known = np.argwhere(np.isfinite(gaps)).tolist()
         found = [(place, head, float(gaps[place, head])) for place, head in known]
         return sorted(found, key=lambda each: -abs(each[2]))[:n]

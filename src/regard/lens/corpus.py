@@ -1,7 +1,7 @@
-"""Texts of a corpus, one after another, so that their number costs no memory.
+"""Stream the texts of a corpus, so that memory does not grow with their number.
 
-How: `read_texts` goes through a file line by line. `Hashed` deals texts out in blocks, and knows by
-a hash which texts those were.
+How: `read_texts` reads a file line by line. `Hashed` hands out texts in blocks, and hashes all that
+it has handed out, so that a resumed survey can check that the texts are the same.
 
 Left out: compressed files, and texts of several lines that are not in JSON.
 """
@@ -21,7 +21,7 @@ BOM = codecs.BOM_UTF8
 
 
 def read_texts(path: Path, key: str = "text") -> Iterator[str]:
-    """The texts of a file, one a line; of .jsonl what each line has under the key."""
+    """Yield the texts of a file, one per line; for .jsonl the string under `key` in each line."""
     in_json = path.suffix.lower() == ".jsonl"
     with open_file(path, ValueError) as file:
         for number, line in enumerate(file, 1):
@@ -48,7 +48,7 @@ def decode(line: bytes, where: str) -> str:
 
 
 def count_lines(path: Path) -> int:
-    """How many lines a file has; the last may lack its end."""
+    """Count the lines of a file; the last one may lack a newline."""
     n_lines, last = 0, b"\n"
     with open_file(path, ValueError) as file:
         for piece in iter(lambda: file.read(1 << 20), b""):
@@ -58,7 +58,7 @@ def count_lines(path: Path) -> int:
 
 @final
 class Hashed:
-    """Texts one after another, with a hash over all that were taken so far."""
+    """An iterator over texts, with a running hash of all that were taken so far."""
 
     def __init__(self, texts: Iterable[str], limit: int | None) -> None:
         self._texts = iter(islice(texts, limit))
@@ -78,11 +78,11 @@ class Hashed:
         return taken
 
     def pass_over(self, n: int) -> None:
-        """Pass over the first n, or as many as there are."""
+        """Skip the first n texts (or all, if there are fewer); they are hashed too."""
         for first in range(0, n, 256):
             self.take(min(n - first, 256))
 
     def rounds(self, block: int, n_processes: int) -> Iterator[list[list[str]]]:
-        """A block for each process, until there are no more."""
+        """Yield rounds: one block of texts per process, until the texts run out."""
         while blocks := [texts for _ in range(n_processes) if (texts := self.take(block))]:
             yield blocks

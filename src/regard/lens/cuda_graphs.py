@@ -1,17 +1,17 @@
-"""What is asked about a layer, launched for the next layers as one CUDA graph.
+"""Replay the measurements of a call as one CUDA graph for the layers that follow.
 
-Why: the layers of a model are asked the same, by some fifty small kernels each. To launch these
-takes Python longer than they take the GPU, so that the model would wait for its watching.
+Why: the same is measured in every layer of a model, by some fifty small kernels. To launch them
+takes Python longer than they run, so the model would wait for launch overhead.
 
-How: the answers of a call follow from its tensors and its form, which is all the rest: sizes, rule,
-what is asked. The first call of a form is answered as it comes, from a copy of its tensors, so that
-all kernels are compiled. The second is captured, from a copy at the same place, and from then on
-the graph is launched again whenever such a call has been copied there. In later blocks the first is
-captured too. What a graph has written is copied before it runs anew; graphs run one after the
-other, and so share what memory they need in between.
+How: what is measured is a function of the call's tensors and its *form*, which is everything else:
+sizes, rule, what is wanted. The first call of a form is measured eagerly, on a copy of its tensors,
+so that all kernels are compiled. At the second call the graph is captured on static inputs, and
+from then on each call of that form is copied into these inputs and the graph is replayed. In later
+blocks the graph is captured at the first call. A graph's results are copied before the next replay
+overwrites them. Graphs run one after the other, so they share one memory pool.
 
-Left out: calls that cannot be captured, since they wait for the device. They, and all behind them
-in the block, are answered as they come.
+Left out: calls that cannot be captured, because they synchronize with the device. They and all
+calls after them in the block are measured eagerly.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from torch import Tensor
 from regard._torch import copy_all, end_allocation
 
 COMPILED: set[Hashable] = set()
-"""Forms of which a call was answered in this process."""
+"""Forms that were measured eagerly in this process, so that their kernels are compiled."""
 
 Answers: TypeAlias = dict[str, Tensor]
 Look: TypeAlias = Callable[[], Answers]
-"""Answers from tensors that stay where they are."""
+"""Computes the answers from static tensors, whose contents may be replaced between calls."""
 
 
 class Replays:
-    """The graphs of one block, by the form of calls; at most so many at a time."""
+    """The CUDA graphs of one block, by the form of calls; at most `most` at a time."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._known: dict[Hashable, Replay] = {}
-        # By stream: graphs that share memory must not run at the same time. Beside each pool is the
-        # one stream on which they are captured, as torch keeps the memory of streams apart.
+        # The memory pool of each stream: graphs that share memory must not run at the same time.
+        # Each pool has one stream on which its graphs are captured, since torch keeps separate
+        # memory for each stream.
         self._pools: dict[Any, tuple[Any, torch.cuda.Stream]] = {}
-        # The first graph of each pool: with its last one torch lets go of a pool, and takes its
-        # handle no longer.
+        # The first graph of each pool is kept: torch frees a pool together with its last graph, and
+        # does not accept its handle any more.
         self._first: dict[Any, torch.cuda.CUDAGraph | None] = {}
         self._can_capture = True
 
@@ -53,10 +54,11 @@ class Replays:
         given: list[Tensor],
         make: Callable[[list[Tensor]], Look],
     ) -> Answers:
-        """What `make` finds out about tensors of a form, as new tensors of ours.
+        """Run what `make` returns on the `given` tensors; the answers are new tensors.
 
-        make: gives what looks at the tensors it is given, whose numbers will change. All that it
-        reads beside these must follow from the form, and live as long as it does.
+        make: gets the static input tensors, whose contents will be replaced, and returns the
+        function that measures them. All else that this function reads must follow from the form,
+        and live as long as it.
         """
         with torch.cuda.device(given[0].device):
             if not self._can_capture:
@@ -83,16 +85,17 @@ class Replays:
             return known.run() if self._can_capture else known.look_now()
 
     def clear(self) -> None:
-        """Let go of all graphs and their memory."""
+        """Release all graphs and their memory."""
         self._known.clear()
         self._first.clear()
         self._pools.clear()
 
 
 class Replay:
-    """The calls of one form: tensors that stay where they are, and the graph that reads them.
+    """The calls of one form: static input tensors, and the graph that reads them.
 
-    joint: all that it writes, end to end, in this `order`; as `answers` are named.
+    joint: all outputs of the graph as one flat buffer, laid out in this `order`; `answers`: the
+    outputs by name.
     """
 
     def __init__(self, inputs: list[Tensor], look: Look) -> None:
@@ -103,16 +106,17 @@ class Replay:
         self.order: Answers = {}
 
     def look_now(self) -> Answers:
-        """The answers for what is in the inputs now, without the graph."""
+        """The answers for the current contents of the inputs, computed without the graph."""
         own = {x.untyped_storage().data_ptr() for x in self.inputs}
         return {
-            # What was told beforehand is an answer as it is; the next call is put in its place.
+            # An answer that shares storage with an input (row statistics that came with the call)
+            # is cloned, because the next call overwrites the inputs.
             name: x.clone() if x.untyped_storage().data_ptr() in own else x
             for name, x in self.look().items()
         }
 
     def run(self) -> Answers:
-        """The same, by the graph."""
+        """The answers for the current contents of the inputs, by replaying the graph."""
         assert self.graph is not None and self.joint is not None
         self.graph.replay()
         sizes = [x.nbytes for x in self.order.values()]
@@ -120,10 +124,10 @@ class Replay:
         return {name: parts[name].view(x.dtype).view(x.shape) for name, x in self.answers.items()}
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> bool:
-        """Capture the graph; whether that could be done."""
+        """Capture the graph; return whether that worked."""
         with capturing(pool, stream) as graph:
             found = self.look()
-            # The widest types first, so that each begins at a multiple of its size.
+            # The widest types first, so that each starts at a multiple of its element size.
             order = sorted(found, key=lambda name: -found[name].element_size())
             joint = torch.cat([found[name].reshape(-1).view(torch.uint8) for name in order])
         if not graph:
@@ -135,33 +139,34 @@ class Replay:
 
 @contextmanager
 def capturing(pool: Any, stream: torch.cuda.Stream) -> Iterator[list[torch.cuda.CUDAGraph]]:
-    """A block that is captured and not run; it gives the graph, or none where that fails."""
+    """Capture the block instead of running it; the yielded list gets the graph, if that works."""
     found: list[torch.cuda.CUDAGraph] = []
     graph, failed = torch.cuda.CUDAGraph(), False
     with torch.cuda.stream(stream):
-        # Other threads may go on using the GPU as they like.
+        # Other threads may continue to use the GPU.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield found
         except RuntimeError:
             failed = True
         finally:
-            # Whatever went wrong: in a capture that nobody ends, nothing on this stream would run.
+            # Always end the capture: while it is open, nothing else would run on this stream.
             failed = not end_capture(graph, pool) or failed
     if not failed:
         found.append(graph)
 
 
 def end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> bool:
-    """End a capture on the current stream; whether there is a graph."""
+    """End a capture on the current stream; return whether there is a graph."""
     try:
         graph.capture_end()
     except RuntimeError:
-        # Torch stops where CUDA says that the capture has failed. To its allocator that would go on
-        # for ever: memory that several streams used would not be used again, and
+        # Torch raises where CUDA reports that the capture failed. Its allocator would believe that
+        # the capture goes on for ever: memory used by several streams would not be reused, and
         # `torch.cuda.empty_cache` would fail.
         end_allocation(torch.cuda.current_device(), pool)
-        # Torch's random numbers would wait for the end of this capture; that of another serves.
+        # Torch's random number generator would wait for this capture to end; ending another one
+        # serves.
         empty = torch.cuda.CUDAGraph()
         empty.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device="cuda")

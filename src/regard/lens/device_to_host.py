@@ -1,16 +1,16 @@
-"""Copies of results from a GPU to the host while the model goes on, through pinned memory.
+"""Copy results from a GPU to the host through pinned memory, while the model continues.
 
-Why: maps of 256 × 256 cells of 512 heads are 134 MB. Memory that nobody has written to yet is slow
-to write to, and `tensor.cpu()` lets the model wait for it: longer than the measuring itself takes.
+Why: maps of 256 × 256 cells for 512 heads are 134 MB. The first write to fresh memory is slow, and
+`tensor.cpu()` makes the model wait for it, longer than the measurement itself takes.
 
-How: what a call gave is laid end to end, in the order of the device's own work, so that a cache may
-overwrite afterwards what was there. From there it goes into pinned staging buffers on a stream of
-its own, while the device goes on. A thread moves it on into plain memory, and torch takes the
-staging buffers back. The thread is asked once a call, since whenever it wakes, it takes the GIL
-from the thread that runs the model. The plain memory is numpy's, which asks Linux for huge pages:
-the first write to a page of 4 KiB costs more than what is written there.
+How: the results of a call are concatenated on the device, on the stream that computed them, so that
+a cache may overwrite their sources afterwards. A separate stream copies them into pinned staging
+buffers while the device continues. A thread copies them from there into ordinary memory, and torch
+reuses the staging buffers. The thread is used once per call, since whenever it wakes, it takes the
+GIL from the thread that runs the model. The ordinary memory is allocated by numpy, which asks Linux
+for huge pages: the first write to a page of 4 KiB costs more than the data written there.
 
-Small results are not worth it.
+Small results are copied directly.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import torch
 from torch import Tensor
 
 LARGE = 2**18
-"""Bytes from which a result is copied by the thread."""
+"""Results of at least this many bytes are copied by the thread."""
 PIECE = 2**25
-"""Bytes that are staged together."""
+"""Bytes that are staged in one pinned buffer."""
 BACKLOG = 2**27
-"""Bytes that may be under way; who copies more waits for those before."""
+"""The most bytes in flight; a further copy waits until earlier ones have arrived."""
 
 HostCopy: TypeAlias = Future[dict[str, Tensor]]
 
 
 def is_large(values: Tensor) -> bool:
-    """Whether a tensor is on a GPU, and large enough to be copied while others are computed."""
+    """Whether a tensor is on a GPU, and large enough to be copied asynchronously."""
     return values.is_cuda and values.nbytes >= LARGE
 
 
@@ -47,14 +47,14 @@ class HostCopier:
         self._under_way = 0
 
     def copy(self, values: dict[str, Tensor]) -> HostCopy:
-        """What some tensors hold now, as soon as all have arrived."""
+        """Copy the current contents of tensors to the host; the future is done when all arrived."""
         if not any(is_large(x) for x in values.values()):
             here: HostCopy = Future()
             here.set_result({name: x.to("cpu", copy=True) for name, x in values.items()})
             return here
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "regard-device-to-host")
-        # The widest types first, so that each begins at a multiple of its size.
+        # The widest types first, so that each starts at a multiple of its element size.
         order = sorted(values, key=lambda name: -values[name].element_size())
         flat = [values[name].reshape(-1).view(torch.uint8) for name in order]
         joint = torch.cat(flat)
@@ -65,7 +65,8 @@ class HostCopier:
         for piece, there in zip(torch.split(joint, PIECE), torch.split(host, PIECE), strict=True):
             self._wait_for_backlog(len(piece))
             with ExitStack() as failing:
-                # What never gets under way, as where no memory can be pinned, keeps nobody waiting.
+                # A copy that never starts, for example if no memory can be pinned, must not keep
+                # others waiting.
                 failing.callback(self._leave_backlog, len(piece))
                 staged = torch.empty(len(piece), dtype=torch.uint8, pin_memory=True)
                 with torch.cuda.stream(stream):
@@ -82,7 +83,7 @@ class HostCopier:
             self._thread = None
 
     def _stream_behind(self, values: Tensor) -> torch.cuda.Stream:
-        """The stream that copies, once it has waited for what was written."""
+        """The copy stream, which waits until the current stream has written the values."""
         device = values.device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -108,10 +109,11 @@ class HostCopier:
         there: Tensor,
         copies: dict[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Move a piece on; until it has arrived its memory on the device is nobody else's."""
+        """Copy a piece from pinned to ordinary memory; `piece` keeps its device memory in use."""
         try:
             done.synchronize()
-            # As the model may have been: only then may its tensors be written to.
+            # If the model ran in inference mode, its tensors can only be written to in inference
+            # mode.
             with torch.inference_mode():
                 there.copy_(staged)
         finally:

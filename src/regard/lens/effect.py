@@ -1,14 +1,14 @@
-"""What each head is worth to what a model says: `regard.effect(model, text)`.
+"""How much each head matters to what a model predicts: `regard.effect(model, text)`.
 
-Why: a head that looks at a word may add nothing of it. How much less likely the model finds its
-next token without the head, or without the look, is a number for it.
+Why: a head that attends to a word may add nothing from it. How much less likely the model finds its
+next token without the head, or without that look, measures it.
 
-How: the log-probability of one token, of a continuation or of a masked word is read once as the
-model is, and once for each edit: each head switched off alone, or one look forbidden in each head
-alone; all heads of each layer; and all heads at once. The variants are rows of one batch, each with
-its own edit (`edit/`), as many as fit at a time. A layer's edit changes nothing before it, so
-variants come in the order of layers, and the layers before the first of a batch read one row, which
-is then repeated.
+How: the log-probability of one token, of a continuation or of a masked word is computed once for
+the unedited model, and once for each edit: each head switched off alone, or one look forbidden in
+each head alone; all heads of each layer; and all heads at once. The variants are rows of one batch,
+each row with its own edit (`edit/`), as many at a time as fit. An edit of a layer changes nothing
+before that layer, so variants are in the order of layers, and the layers before the first edited
+one of a batch compute a single row, which is then repeated.
 
 Left out: encoder–decoders, and pairs of edits.
 
@@ -35,13 +35,12 @@ from regard.lens.token_labels import name_ids
 from regard.lens.word_links import SPACELESS
 
 BATCH_TOKENS = {"cpu": 512, "cuda": 16384}
-"""Tokens that are read at a time, in as many variants: on a CPU few, so that many layers are read
-once for all of them."""
+"""Tokens per batch of variants. Few on a CPU: layers before a batch's first edit are computed once,
+for a single row, and small batches have more such layers."""
 
 
 class Asked(NamedTuple):
-    """Token ids of a text, and the log-probabilities that are asked for: of targets, said at
-    positions."""
+    """Token ids of a text; the log-probabilities that count are of `targets` at `positions`."""
 
     ids: list[int]
     positions: list[int]
@@ -132,14 +131,14 @@ def make_block(edges: tuple[Where, Where]) -> Block:
 
 
 def find_tokens(where: Where, asked: Asked) -> tuple[int, ...]:
-    """The tokens that are meant of those that are read."""
+    """The positions in the model's input that `where` names."""
     n = len(asked.ids)
     inside = holds(find_spans(where, np.full((1, 1), n)), np.arange(n)[None])[0]
     return tuple(np.flatnonzero(inside).tolist())
 
 
 def check_layers(model: nn.Module, layers: Sequence[Layer]) -> None:
-    """Refuse a model with none that can be edited, or with more than one text."""
+    """Refuse a model whose attention layers do not form exactly one stack that can be edited."""
     n_stacks = len({layer.stack for layer in layers})
     if n_stacks != 1:
         raise ValueError(
@@ -156,7 +155,7 @@ def with_heads(sample: Block | Ablate, layer: int, head: int | None) -> Edit:
 
 
 def find_asked(model: nn.Module, text: str, on: str | None, tokenizer: Any) -> Asked:
-    """What is read, and which log-probabilities count."""
+    """Tokenize the text, and find the positions and targets whose log-probabilities count."""
     ids, mask = read_text(tokenizer, text).ids, find_mask(tokenizer)
     if mask is not None:
         return find_masked(model, text, on, tokenizer, mask)
@@ -175,7 +174,7 @@ def find_asked(model: nn.Module, text: str, on: str | None, tokenizer: Any) -> A
 
 
 def check_gap(tokenizer: Any, text: str) -> None:
-    """Refuse a text in which a tokenizer that knows masked words finds none, or several."""
+    """Refuse a text without exactly one masked word, if the tokenizer has a mask token."""
     mask = find_mask(tokenizer)
     if mask is None:
         return
@@ -203,7 +202,7 @@ def find_masked(model: nn.Module, text: str, on: str | None, tokenizer: Any, mas
 def read_variants(
     model: nn.Module, asked: Asked, layers: Sequence[Layer], edits: Sequence[Edit]
 ) -> Iterator[float]:
-    """The log-probability under each edit, many at a time; edits come in the order of layers."""
+    """Yield the log-probability under each edit, in batches; edits are in the order of layers."""
     device = next(model.parameters()).device.type
     n_rows = max(BATCH_TOKENS.get(device, 512) // len(asked.ids), 1)
     for start in range(0, len(edits), n_rows):
@@ -219,7 +218,7 @@ def read_variants(
 
 
 def find_block(model: nn.Module, name: str) -> nn.Module | None:
-    """The layer around a module that attends: the last numbered one in its name."""
+    """Find the block around an attention module: its name up to the last number."""
     parts = name.split(".")
     numbered = [n for n, part in enumerate(parts) if part.isdecimal()]
     return model.get_submodule(".".join(parts[: numbered[-1] + 1])) if numbered else None
@@ -227,7 +226,7 @@ def find_block(model: nn.Module, name: str) -> nn.Module | None:
 
 @contextmanager
 def repeat_rows(block: nn.Module, n: int) -> Iterator[None]:
-    """The single row that a layer is given, n times; all else that it is given suits any number."""
+    """Repeat the single row of a block's input n times; its other inputs broadcast over rows."""
 
     def repeat(module: nn.Module, args: Any, kwargs: Any) -> Any:
         name = "hidden_states"
@@ -240,7 +239,7 @@ def repeat_rows(block: nn.Module, n: int) -> Iterator[None]:
 
 
 def read_log_probs(model: nn.Module, rows: list[list[int]], asked: Asked) -> Tensor:
-    """The sum of the log-probabilities that are asked for, one a row, in float32."""
+    """The sum of the targets' log-probabilities, one per row, in float32."""
     logits_bnv = read_logits(model, rows, asked.positions)
     targets = torch.tensor(asked.targets, device=logits_bnv.device)
     log_probs_bnv = logits_bnv.float().log_softmax(-1)

@@ -1,10 +1,11 @@
-"""What is recorded beside weights, where it was asked for: predictions, values and gradients.
+"""What is recorded beside weights if it was asked for: predictions, values and gradients.
 
-How: the recorder tells of modules that begin and end, and of calls that open a place. The logits of
-the model are taken when its outermost module is done, the matrices of a place's output projection
-are found, and hooks are put on values and on what the projection reads.
+How: the recorder calls `begin` and `end` when modules begin and end, and `prepare` and `follow`
+when a call opens a place. The model's logits are kept until its outermost module ends, the weight
+of a place's output projection is looked up, and tensor hooks are put on values and on the
+projection's input.
 
-Left out: gradients of a text that is read in several calls, which have no sum of their own.
+Left out: gradients of a text that is read in several calls, which are not summed over calls.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ EXTRAS = ("values", "predictions", "gradients")
 
 
 class Extras:
-    """What was asked for, by name, and what has been seen of it."""
+    """Which extras were asked for, by name, and what has been seen of them."""
 
     def __init__(
         self,
@@ -44,11 +45,11 @@ class Extras:
 
     @property
     def wants_values(self) -> bool:
-        """Whether calls must come with their values."""
+        """Whether calls must be recorded with their values."""
         return not self.asked.isdisjoint({"values", "gradients"})
 
     def begin(self, module: nn.Module, args: Sequence[Any]) -> None:
-        """A module begins: perhaps a projection that reads what heads gave."""
+        """A module begins; if it is a projection that is waited for, put a hook on its input."""
         read = self._readers.pop(id(module), None)
         if read is not None and args:
             read(args[0])
@@ -56,9 +57,9 @@ class Extras:
     def end(
         self, output: Any, outermost: bool, ids_bt: Tensor | None, rows: Mapping[int, int]
     ) -> None:
-        """A module has ended. The last logits before the outermost one did are the model's.
+        """A module has ended; the last logits before the outermost one ends are the model's.
 
-        rows: for each row of the record where it is in the batch.
+        rows: for each row of the record, its row in the batch now.
         """
         found = logits_of(output, self.vocab_sizes)
         self._logits_blv = self._logits_blv if found is None else found
@@ -74,14 +75,14 @@ class Extras:
                 said.add(ids_t, logits_blv[now].detach())
 
     def prepare(self, take: Take, whole: Call) -> None:
-        """A place is opened by a call of all rows and heads."""
+        """A place is opened by `whole`, the call with all rows and heads: find its projection."""
         if "values" in self.asked and whole.v is not None:
             found = self._projection(whole, whole.v)
             if found is not None:
                 take.projection_hce = head_matrices(found, whole.shape.H, self.heads)
 
     def follow(self, take: Take, whole: Call, row: int) -> None:
-        """Have the gradients of a call's values recorded, and those of what its heads give."""
+        """Put hooks on a call's values and on the output of its heads, to record gradients."""
         v = whole.v
         if "gradients" not in self.asked or v is None or not v.requires_grad:
             return
@@ -110,7 +111,7 @@ class Extras:
         return self._projections[whole.name]
 
     def finish(self, places: Sequence[Place], arrays: dict[str, Array]) -> dict[str, Array]:
-        """The arrays of predictions, at the last place that read these very tokens one by one."""
+        """Arrays of predictions, stored at the last causal place that read exactly these tokens."""
         reading = [
             number
             for number, place in enumerate(places)
@@ -126,7 +127,7 @@ class Extras:
         return found
 
     def check(self, arrays: dict[str, Array]) -> None:
-        """Say where something was asked for, and nothing of it was seen."""
+        """Raise ValueError if something was asked for and nothing of it was seen."""
         names = {"values": "value_norms", "gradients": "gradient_rows"}
         for asked, name in names.items():
             if asked in self.asked and not any(full.endswith(f".{name}") for full in arrays):

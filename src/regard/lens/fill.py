@@ -1,11 +1,11 @@
-"""What a masked language model puts into the gaps of a text: `regard.fill(model, text)`.
+"""What a masked language model predicts for the gaps of a text: `regard.fill(model, text)`.
 
-Why: BERT and its like know a word from what stands on both sides of it; a gap asks for it.
+Why: BERT and its like predict a word from the words on both sides of it.
 
-How: [MASK] in a text is the model's own mask token, whatever that is called. The text is read once,
-and the softmax over the vocabulary at each gap gives its candidates. Each gap is filled by itself,
-with the others left open: the likeliest of two gaps need not go together. `regard.effect` asks for
-a masked word by the same functions.
+How: [MASK] in a text is replaced by the model's own mask token. The model reads the text once, and
+the softmax over the vocabulary at each gap gives its candidates. Each gap is filled on its own,
+with the others left open: the likeliest words of two gaps need not fit together. `regard.effect`
+uses the same functions for a masked word.
 
 Left out: words of several tokens, filling one gap after another, several texts at once.
 
@@ -29,7 +29,7 @@ GAP = "[MASK]"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A token for a gap: as text, with the space before it where it has one; how likely; its id."""
+    """A candidate token for a gap: its text (with a leading space, if any), probability and id."""
 
     token: str
     probability: float
@@ -37,13 +37,13 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The token to be shown: without spaces around it; of spaces alone, as Python writes it."""
+        """The token as shown: without spaces around it; if it is only spaces, its Python repr."""
         return self.token.strip() or repr(self.token)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A gap: its place among the tokens, and what may stand there, the likeliest first."""
+    """A gap: its token position, and the candidates for it, the likeliest first."""
 
     position: int
     candidates: tuple[Candidate, ...]
@@ -51,14 +51,14 @@ class Gap:
 
 @dataclass(frozen=True)
 class Filled:
-    """A text with gaps, as it was given, and for each gap, in order, its candidates."""
+    """A text with gaps, as it was given, and the candidates for each gap, in order."""
 
     text: str
     gaps: tuple[Gap, ...]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know of several gaps."""
+        """A note for texts with several gaps; none for a single gap."""
         if len(self.gaps) < 2:
             return ()
         return ("Each gap is filled by itself: candidates of two gaps need not go together.",)
@@ -72,7 +72,7 @@ class Filled:
 
 
 class Gapped(NamedTuple):
-    """Token ids of a text, and where among them its gaps are."""
+    """Token ids of a text, and the positions of its gaps among them."""
 
     ids: list[int]
     positions: list[int]
@@ -113,7 +113,7 @@ def check_eval(model: nn.Module) -> None:
 
 
 def find_mask(tokenizer: Any) -> int | None:
-    """The id of the mask token, by our tokenizer or one of Hugging Face's."""
+    """The id of the mask token of a tokenizer, ours or Hugging Face's; None if it has none."""
     if hasattr(tokenizer, "special"):
         own: int | None = tokenizer.special.mask
         return own
@@ -122,7 +122,7 @@ def find_mask(tokenizer: Any) -> int | None:
 
 
 def use_own_mask(tokenizer: Any, text: str) -> str:
-    """The text with [MASK] as this tokenizer writes it."""
+    """The text with [MASK] replaced by this tokenizer's own mask token."""
     mask = find_mask(tokenizer)
     return text if mask is None else text.replace(GAP, name_ids(tokenizer, [mask])[mask].strip())
 
@@ -133,7 +133,7 @@ def find_gaps(tokenizer: Any, text: str) -> Gapped:
 
 
 def read_logits(model: nn.Module, rows: list[list[int]], positions: list[int]) -> Tensor:
-    """Logits (B, N, V) at positions, computed there alone where the model can be asked so."""
+    """Logits (B, N, V) at the given positions; only these are computed if the model allows it."""
     ids_bt = torch.tensor(rows, device=next(model.parameters()).device)
     head, run = getattr(model, "head", None), getattr(model, "run", None)
     if isinstance(head, nn.Module) and run is not None:

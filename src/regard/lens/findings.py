@@ -1,13 +1,14 @@
-"""What stands out in a record, in a few sections of lines: the digest of a terminal and of a page.
+"""What stands out in a record, as a few sections of lines: the digest of the terminal and the page.
 
-Why: the shortest answer to "what does it look at?", the same wherever it is read.
+Why: the shortest answer to "what does it look at?", the same wherever it is shown.
 
-How: up to four sections. What heads look at most, one line for each kind of head. The most telling
-links of the text (`word_links.py`), or of a translation which word looks at which of the source.
-And for one word what it looks at, and who looks at it, each with the head in which that shows most.
+How: up to four sections. What heads attend to most, one line for each kind of head. The most
+telling links of the text (`word_links.py`), or for a translation, which word attends to which
+source word. And for one word, which words it attends to and which attend to it, each with the head
+in which the link is strongest.
 
-Left out: links between all words of a long text, of which there are heads and one word; and how a
-section looks, which is for those who show it.
+Left out: links between all words of a long text, for which only heads and one word are reported;
+and the layout of a section, which is up to the code that shows it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from regard.lens.word_links import (
 )
 
 N_HEADS, N_LINKS, N_SIDES = 4, 8, 5
-LEAST = 0.2  # a head that gives a kind less than this does something else
-# Those that stand for something of the text are asked about before those that may just join.
+LEAST = 0.2  # a head that gives a kind of token less weight than this does something else
+# Pronouns that refer to something in the text come before words that may just be conjunctions.
 PRONOUNS = (
     ("it", "he", "she", "they", "him", "her", "them", "itself", "himself", "herself", "themselves"),
     ("his", "hers", "its", "their", "theirs"),
@@ -43,7 +44,7 @@ PRONOUNS = (
 
 @dataclass(frozen=True)
 class Line:
-    """Words, the heads that they are of with their numbers, and the tokens, of a link."""
+    """A line of a section: its text, heads with their numbers, and the tokens of a link."""
 
     text: str
     heads: tuple[tuple[int, int, float], ...]
@@ -59,7 +60,7 @@ class Section:
 
 
 def find_sections(record: Record, word: str | None = None) -> list[Section]:
-    """All that stands out; `word` is the one to ask about, or its number among the words."""
+    """Find all sections; `word` is the word to report on, or its index among the words."""
     own, source = words_of(record)
     short = max(len(own), len(source)) <= MOST_WORDS
     aligned = _alignment(record, own, source) if short else []
@@ -75,9 +76,9 @@ def head_label(record: Record, place: int, head: int) -> str:
 def _roles(record: Record) -> Section:
     lines, counts = [], record.counts()
     for name, values in known_scores(record).items():
-        if name in ("local", "broad"):  # no weights
+        if name in ("local", "broad"):  # these are not attention weights
             continue
-        # A head without this score has NaN, which is not above anything: it is left out.
+        # NaN marks a head without this score; it is not >= LEAST, so it is left out.
         found = [(float(values[at]), *at) for at in map(tuple, np.argwhere(values >= LEAST))]
         found.sort(key=lambda each: -each[0])
         best = tuple((int(place), int(head), value) for value, place, head in found[:N_HEADS])
@@ -90,7 +91,7 @@ def _roles(record: Record) -> Section:
 
 
 def _alignment(record: Record, own: Sequence[Word], source: Sequence[Word]) -> list[Section]:
-    """Which word of a translation looks at which of its source; nothing where there is none."""
+    """Which word of a translation attends to which source word; empty if there is no alignment."""
     aligned = find_alignment(record)
     if aligned is None:
         return []
@@ -103,7 +104,7 @@ def _alignment(record: Record, own: Sequence[Word], source: Sequence[Word]) -> l
 
 
 def _links(record: Record, own: Sequence[Word], chosen: int | None, short: bool) -> list[Section]:
-    """The most telling links of a short text, and those of one word."""
+    """The most telling links (of a short text only), and those of the chosen word."""
     if short:
         found = survey(record, chosen)
     elif chosen is not None:
@@ -132,7 +133,7 @@ def _line(link: Link, own: Sequence[Word], other: Sequence[Word], text: str | No
 
 
 def _pick(links: Iterable[Link]) -> list[Link]:
-    """The most telling ones, each word looking twice at most, so that one word is not all."""
+    """The most telling links, at most two per query word, so that no word fills the list."""
     picked: list[Link] = []
     for link in links:
         if sum(other.query == link.query for other in picked) < 2:
@@ -143,7 +144,7 @@ def _pick(links: Iterable[Link]) -> list[Link]:
 
 
 def choose_word(words: Sequence[Word], asked: str | None) -> int | None:
-    """The number of the word asked for; unasked the first pronoun, else the last real word."""
+    """The index of the word asked for; by default the first pronoun, else the last real word."""
     plain = [number for number, word in enumerate(words) if not word.is_mark]
     if asked is None:
         for kind in PRONOUNS:

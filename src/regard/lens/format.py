@@ -1,14 +1,14 @@
-"""A record as one file: how it is written, and how a stranger's file is read without harm.
+"""The file format of records: how a file is written, and how an untrusted file is read safely.
 
 A file is in the safetensors format: 8 bytes with the length of a JSON header, the header, and the
 arrays one after the other. The header's metadata holds the record's own JSON as text (`regard`) and
 its CRC-32 (`regard.crc`); that JSON lists a CRC-32 for each array. `record.py` says what is in it.
 
-Nothing in a file is believed. `regard._files` bounds the header before it is parsed, and the
-safetensors library judges it: arrays must lie side by side and fill the file. The description's
-checksum is judged before it is parsed. Each array is checked when it is first used: its CRC, its
-type and shape against what its place says, and its numbers against the range they can have.
-Whatever is wrong is a `BadRecord`. Nothing is ever run.
+Nothing in a file is trusted. `regard._files` bounds the header before it is parsed, and the
+safetensors library validates it: arrays must be contiguous and fill the file. The description's
+checksum is verified before it is parsed. Each array is checked when it is first used: its CRC, its
+type and shape against what its place says, and its numbers against their valid range. Whatever is
+wrong raises `BadRecord`. Nothing is ever executed.
 
 Left out: compression, and writing other versions than the newest.
 """
@@ -30,7 +30,7 @@ from regard.lens.lazy_weights import Array, BadRecord
 
 VERSION = 1
 MAX_VALUES = 1 << 24
-"""Values of the description: labels and spans of four million tokens."""
+"""The most JSON values in a description: enough for labels and spans of four million tokens."""
 TYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -93,7 +93,7 @@ class File(Mapping[str, Array]):
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], File]:
-    """The record's own JSON and its arrays, checked as far as the header goes."""
+    """Read the record's own JSON and its arrays, which are checked as far as the header goes."""
     path = Path(path)
     os.lstat(path)  # a missing file is a FileNotFoundError, not a bad record
     header = read_header(path, BadRecord)

@@ -1,10 +1,10 @@
-"""What heads are worth, as a value; and how a record keeps such values.
+"""How much heads matter, as a value (`Effect`), and how a record stores such values.
 
 Why: where a head looks and whether that matters belong side by side, in the file and on the page.
 
-How: an `Effect` is what `regard.effect` finds. A record has a list of them in its description: what
-was asked, and what changes with all heads at once; and for each place the change of every head that
-was recorded there, and of its layer. Read with numpy alone; `effect.py` measures.
+How: an `Effect` is what `regard.effect` returns. A record's description has a list of them: what
+was measured, and the change with all heads edited at once. For each place, arrays hold the change
+of every recorded head, and of its layer. Only numpy is needed to read them; `effect.py` measures.
 
 Letters: N effects, L layers, H heads.
 """
@@ -50,7 +50,7 @@ class Effect:
 
     def top(self, n: int = 5) -> list[tuple[int, int, float]]:
         """The n heads whose edit changes most, as (layer, head, change)."""
-        # NaN, of a head that is not there, is sorted last.
+        # NaN, which marks a head that does not exist, sorts last.
         order = np.argsort(-np.abs(self.heads), axis=None, kind="stable")
         order = order[: min(n, np.count_nonzero(~np.isnan(self.heads)))]
         numbers = zip(*np.unravel_index(order, self.heads.shape), strict=True)
@@ -68,7 +68,7 @@ class Effect:
 
 
 def put_effect(effect: Effect, about: Description, arrays: CheckedArrays) -> None:
-    """Add one to a record; refused where it is not of this text, or of a model of another shape."""
+    """Add an effect to a record; refuse one of another text, or of a model of another shape."""
     check_fits(effect, about)
     for number, place in enumerate(about.places):
         own = effect.heads[place.layer, list(place.heads)]
@@ -122,7 +122,7 @@ def check_fits(effect: Effect, about: Description) -> None:
 
 
 def read_effects(about: Description, arrays: CheckedArrays) -> list[Effect]:
-    """Those of a record; heads and layers that were not recorded are NaN."""
+    """The effects of a record; heads and layers that were not recorded are NaN."""
     N, places = len(about.effects), about.places
     if not N:
         return []

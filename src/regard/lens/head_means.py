@@ -1,7 +1,7 @@
-"""What heads do, as means over queries that are no padding, from what a record keeps of a place.
+"""Means of head scores over queries that are not padding, computed from a record's arrays.
 
-With numpy alone: records are read where torch is not. `head_scores.py` has the formulas and makes
-the sums.
+With numpy alone, since records are read where torch is not installed. `head_scores.py` has the
+formulas and computes the sums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from regard.lens.lazy_weights import Array
 from regard.lens.schema import SPOTS, Place
 from regard.lens.token_labels import is_separator
 
-MOST_ADDED = 1 << 22  # weights of a place, for a score that was not measured
+MOST_ADDED = 1 << 22  # weights of a place up to which `reach` is computed from them
 
 
 def mean_scores(
@@ -23,13 +23,13 @@ def mean_scores(
     weights: Callable[[int], Array] | None,
     labels: Sequence[str] | None,
 ) -> dict[str, Array]:
-    """Score -> (H,). weights: all of a head, where known; labels: of the keys, where known."""
+    """Score -> (H,). weights: computes all weights of a head; labels: of the keys; where known."""
     found: dict[str, Array] = {}
     if "spots" in kept:
         sums, counts = kept["spots"], kept["counts"]
         means = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
         found.update(zip(SPOTS, means, strict=True))
-    # 0 sees nothing, 1 is padding, 2 counts.
+    # 0: sees nothing, 1: padding, 2: counts.
     real = np.asarray(kept["real"]) if "real" in kept else np.full(place.n_queries, 2)
     if "entropy" in kept and (real == 2).any():
         found["broad"] = np.asarray(kept["entropy"])[:, real == 2].mean(1)
@@ -47,7 +47,7 @@ def mean_scores(
 def reach(
     place: Place, kept: Mapping[str, Array], weights: Callable[[int], Array] | None
 ) -> Array | None:
-    """The mean of |i - j| of each row, (H, T); added up where it was not measured, if small."""
+    """The mean of |i - j| of each row, (H, T); computed from few enough weights if not measured."""
     if "reach" in kept or "distance" not in kept or place.causal:
         return kept.get("reach", kept.get("distance"))
     T, S = place.n_queries, place.n_keys

@@ -1,11 +1,11 @@
-"""What layers and heads are called, and what they do, in words: the same ones everywhere.
+"""Names of layers and heads, and what heads do in words: the same ones everywhere.
 
-Why: the digest in a terminal, the page and the pictures speak of the same heads; a reader goes from
-one to the other.
+Why: the digest in a terminal, the page and the plots name the same heads, and readers go from one
+to the other.
 
-How: `label_places` names the layers of a record, `known_scores` has what heads do as far as there
-is evidence for it, `SCORE_WORDS` says each score in words, `length_note` says where a text is
-longer than its model was made for. The page gets all of it in its manifest.
+How: `label_places` names the layers of a record, `known_scores` returns the scores of heads for
+which there is enough evidence, `SCORE_WORDS` describes each score in words, and `length_note` warns
+if a text is longer than its model was trained for. The page gets all of it in its manifest.
 
 Left out: the scores themselves (`head_scores.py`), and the words of the text (`word_links.py`).
 """
@@ -26,7 +26,7 @@ from regard.lens.word_links import reads_source
 
 @dataclass(frozen=True)
 class ScoreWords:
-    """A score in words: what is looked at, or measured; and what a head with much of it does."""
+    """A score in words: what is attended to, or measured; and what heads with a high score do."""
 
     what: str
     does: str
@@ -43,17 +43,17 @@ SCORE_WORDS = {
     "first": _looks_at("the first token"),
     "induction": _looks_at("what came after the same token"),
     "separator": _looks_at("signs and ends"),
-    "local": ScoreWords("distance in tokens", "stays near"),  # the smaller, the more
+    "local": ScoreWords("distance in tokens", "stays near"),  # the smaller, the more local
     "broad": ScoreWords("entropy in nats", "spreads wide"),
-    "links": ScoreWords("words, beyond habit", "links words"),  # of surveys
+    "links": ScoreWords("words, beyond habit", "links words"),  # in surveys only
 }
 LEAST_EVIDENCE = 5
-"""Queries with an earlier token of their own kind, before heads are said to look behind it."""
+"""How many queries must have an earlier token like their own for an induction score to be given."""
 _PATH = re.compile(r"(?:[A-Za-z]:)?[\\/]|\.{1,2}[\\/]|~")
 
 
 def label_places(record: Record) -> list[str]:
-    """Each place in a word or two: "3", "encoder 3", "cross 3"; by its name where two are alike."""
+    """A short label for each place, such as "3" or "cross 3"; its dotted name if labels repeat."""
     stacks = [_stack_of(record, number) for number in range(len(record.places))]
     told = len(set(stacks)) > 1
     labels = [
@@ -78,7 +78,7 @@ def _stack_of(record: Record, number: int) -> str:
 
 
 def known_scores(record: Record) -> dict[str, Array]:
-    """What heads do, as `Record.heads`; NaN too where it would be said from too few tokens."""
+    """`Record.heads`, with induction scores that rest on too few queries set to NaN."""
     scores, counts = record.heads(), record.counts()
     if "induction" in scores:
         few = counts["induction"] < LEAST_EVIDENCE
@@ -87,7 +87,7 @@ def known_scores(record: Record) -> dict[str, Array]:
 
 
 def length_note(record: Record) -> str | None:
-    """A sentence where the text is longer than the model was made for; None where it is not."""
+    """A sentence if the text was read in windows or is longer than the model was trained for."""
     if record.window is not None:
         return (
             f"The text was read in windows of {record.window:,} tokens that overlap by half; a "
@@ -103,12 +103,12 @@ def length_note(record: Record) -> str | None:
 
 
 def name_model(name: str) -> str:
-    """What a model is called that was loaded by this name: a path by its last part."""
+    """The name to show for a model loaded by this name: for a path, its last part."""
     return short_model_name(os.path.abspath(name) if os.path.exists(name) else name)
 
 
 def short_model_name(name: str) -> str:
-    """A model by its folder's or its file's name, where it was named by its path."""
+    """The name of the folder or file, if the model is named by a path; else the name as it is."""
     if not _PATH.match(name):
         return name
     parts = [part for part in re.split(r"[\\/]", name) if part not in ("", ".", "..", "~")]

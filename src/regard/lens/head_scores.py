@@ -1,13 +1,13 @@
-"""What heads do, one number a head, each by one formula on single weights.
+"""What heads do: one number per head and score, each defined by one formula on single weights.
 
-w(t, s) is the weight of query t on key s. Means are over the queries that are no padding and see
-something; a key that the query may not see counts as 0. In self-attention query t has its own key,
-here also called t.
+w(t, s) is the weight of query t on key s. Means are over the queries that are not padding and see
+something; a key that the query may not see counts as 0. In self-attention each query has its own
+key, here also called t.
 
     previous    mean of w(t, t - 1) over queries with a key before their own
     next        mean of w(t, t + 1) over queries with a key after their own
     same        mean of w(t, t)
-    induction   mean of w(t, p + 1), where p is the last place before t - 1 with the token of t,
+    induction   mean of w(t, p + 1), where p is the last position before t - 1 with the token of t,
                 over queries that have one: "... A B ... A" looks at B
     first       mean of w(t, f) over queries after f, the first key that any query sees
     separator   mean over all queries that see something, padding too, of Σ w(t, s), s the tokens
@@ -16,9 +16,9 @@ here also called t.
     broad       mean of -Σ w(t, s) log w(t, s), in nats
 
 and for given relations the mean of w(t, s) over the pairs (`Record.pairs`). The first five need one
-weight a query, and are summed here while the model runs; the others come from the statistics
-(`Record.heads`). Cross-attention has no own key: of the first five it has `first` only, over all
-queries.
+weight per query, and are summed here while the model runs; the others are computed from the
+statistics (`Record.heads`). Cross-attention has no own key: of the first five it has only `first`,
+over all queries.
 
 Letters: H heads, T queries, S keys; P pairs.
 """
@@ -39,7 +39,7 @@ from regard.ops.shape import Shape
 
 
 class NamedSpots:
-    """The keys whose weights are summed, of up to `most` texts: all layers ask for the same."""
+    """The keys whose weights are summed, cached for up to `most` texts: all layers share them."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -48,7 +48,7 @@ class NamedSpots:
     def find(
         self, shape: Shape, real_t: Tensor, first: int, ids_s: Tensor | None, cross: bool
     ) -> NamedKeys:
-        """Those of one text; `real_t`: queries that count."""
+        """The keys for one text; `real_t`: which queries count."""
         tokens = b""
         if not cross and ids_s is not None and len(ids_s) == shape.S:
             tokens = ids_s.numpy().astype(np.int64).tobytes()
@@ -62,7 +62,7 @@ class NamedSpots:
 
 @functools.lru_cache(maxsize=4)
 def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: bool) -> NamedKeys:
-    """The key for each score and query, (scores, T)."""
+    """The key that each score reads for each query, (scores, T); -1: none."""
     is_real = np.frombuffer(real, np.bool_)
     own = np.arange(T) + S - T
     keys = np.full((len(SPOTS), T), -1, np.int32)
@@ -85,13 +85,13 @@ def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: boo
 
 
 def last_seen(ids: Array) -> Array:
-    """For each place the last one before its neighbour that has the same token, or -1."""
+    """For each position the last one before its predecessor with the same token, or -1."""
     found = np.full(len(ids), -1, np.int64)
     place = np.argsort(ids, kind="stable")
     token = ids[place]
     for back in (1, 2):
-        # Same tokens are neighbours in order; the one before may be the neighbour in the text,
-        # which does not count, and then the one before that does.
+        # After sorting, equal tokens are neighbours. The one before may be the direct predecessor
+        # in the text, which does not count; then the one before that does.
         earlier = np.full(len(ids), -1, np.int64)
         earlier[back:] = np.where(token[back:] == token[:-back], place[:-back], -1)
         good = (earlier >= 0) & (earlier < place - 1)

@@ -1,17 +1,18 @@
-"""Heads that several ranks share (tensor parallel): which of them are here, and one record of all.
+"""Heads sharded over ranks (tensor parallel): which of them are local, and one record of all.
 
 Why: under tensor parallel a rank computes some heads of each layer, and numbers them from 0. A
-record of these alone would be of half a model, and its head 0 on the second rank another one.
+record of these alone would show part of a model, and its head 0 would be a different head on each
+rank.
 
-How: a module that attends knows it by its weights: those that are sharded, as DTensors, over an
-axis that has as many numbers here as the heads of the call have, are cut by heads. FSDP2's weights
-are whole while a module runs, and cut nothing. When a block ends, the ranks of a group give each
-other what they recorded, and join it head by head, by the axes that `schema.py` names; so every
-rank has the same record. All ranks must watch, as all must run the model. Heads that were asked for
-are chosen after that.
+How: the shards are found from the weights of the attention module: DTensors that are sharded along
+an axis whose local size matches the heads of the call are cut by heads. FSDP2 unshards its weights
+while a module runs, so they are not mistaken for this. When a block ends, the ranks of a group
+exchange what they recorded and join it head by head, along the axes that `schema.py` names; so
+every rank has the same record. All ranks must watch, as all must run the model. A selection of
+heads is applied after that.
 
-Left out: queries that are spread by another axis than heads; ranks on which other places failed
-have those places left out.
+Left out: queries that are sharded along another axis than heads; places that failed on some rank
+are left out on all.
 
 Letters: H heads, G key heads, T queries, S keys, D head width.
 """
@@ -33,49 +34,49 @@ from regard.lens.left_out import LeftOut
 from regard.lens.schema import FORMS, Place, plain_form
 
 Finished = tuple[Place, dict[str, Any], dict[str, Array]]
-"""A place, the rule that its weights are made by, and its arrays."""
+"""A place, the rule from which its weights are computed, and its arrays."""
 WHOLE = ("scale", "softcap", "cell", "biases")
-"""What a rule says of all heads alike."""
+"""Fields of a rule that must be equal on all ranks."""
 RUNS: tuple[str, ...] = ("first", "pairs")
 
 
 @dataclass(frozen=True, eq=False)
 class HeadShard:
-    """The heads of a layer that are here: from `first` on, of `total`; `group` has the others."""
+    """The local heads of a layer: from head `first` on, of `total`; `group` holds all of them."""
 
     group: Any
     first: int
     total: int
 
     def local(self, heads: Sequence[int] | None, n_here: int) -> list[int] | None:
-        """Those of the heads that are here, by their numbers here; None for all of them."""
+        """The local ones of these heads, by their local numbers; None for all of them."""
         if heads is None:
             return None
         return [head - self.first for head in heads if 0 <= head - self.first < n_here]
 
 
 def is_sharded(x: Any) -> bool:
-    """Whether a tensor is spread over ranks."""
+    """Whether a tensor is a DTensor."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(x, tensors.DTensor)
 
 
 def local_part(x: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
+    """This rank's local part of a tensor."""
     return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def cuts_of(x: Any) -> Iterator[tuple[Any, int, int]]:
-    """The axes along which a tensor is cut: a mesh of ranks, its axis, and that of the tensor."""
+    """Yield (mesh, mesh axis, tensor axis) for each axis along which a DTensor is sharded."""
     for axis, placement in enumerate(x.placements):
         if placement.is_shard():
             yield x.device_mesh, axis, placement.dim % x.dim()
 
 
 def find_shard(weights: Iterable[Tensor], n_heads: int, sizes: Iterable[int]) -> HeadShard | None:
-    """How heads are shared among ranks, by the weights of the module that attends.
+    """Find how heads are sharded, from the weights of the attention module; None if they are not.
 
-    sizes: how many numbers all heads have here, in the ways in which weights may hold them.
+    sizes: the possible local sizes of a weight's head axis, such as H · D.
     """
     sizes = set(sizes)
     for weight in weights:
@@ -94,13 +95,13 @@ def make_shard(mesh: Any, axis: int, total: int) -> HeadShard:
 
 
 def shard_of(module: nn.Module, q: Tensor, k: Tensor) -> HeadShard | None:
-    """How the heads of a call (B, H, T, D) are shared that a module makes."""
+    """How the heads of a module's call, (B, H, T, D), are sharded."""
     (_, H, _, D), G = q.shape, k.shape[1]
     return find_shard(module.parameters(), H, (H * D, (H + 2 * G) * D))
 
 
 def take_local(call: Call) -> tuple[Call, HeadShard | None]:
-    """A call whose tensors are spread over ranks by their heads, with those that are here."""
+    """The call with the local parts of its tensors, and the shard if they are sharded by heads."""
     shard = None
     for x in (call.q, call.k):
         for mesh, axis, dim in cuts_of(x) if is_sharded(x) else ():
@@ -114,7 +115,7 @@ def take_local(call: Call) -> tuple[Call, HeadShard | None]:
 
 
 def gather(finished: list[Finished], shards: dict[str, HeadShard], left_out: LeftOut) -> None:
-    """Make each place that is shared one of all heads, on all ranks of its group."""
+    """Join each sharded place over its group of ranks, in place; failures go to `left_out`."""
     import torch.distributed as dist
 
     groups = {id(shard.group): shard.group for shard in shards.values()}
@@ -139,13 +140,13 @@ def gather(finished: list[Finished], shards: dict[str, HeadShard], left_out: Lef
 
 
 def place_shard(place: Place, shards: dict[str, HeadShard], key: int) -> bool:
-    """Whether a place is shared among the ranks of a group."""
+    """Whether a place is sharded over the group with this id."""
     module = place.name.partition("@")[0].partition("[")[0]
     return module in shards and id(shards[module].group) == key
 
 
 def join(parts: Sequence[Finished]) -> Finished:
-    """One place of the heads of all ranks, in their order."""
+    """Join one place from all ranks: the heads in the order of ranks."""
     places, rules = [part[0] for part in parts], [part[1] for part in parts]
     sizes = [place.n_heads for place in places]
     same = {(p.layer, p.kind, p.n_queries, p.n_keys, p.exact_zoom) for p in places}
@@ -168,7 +169,7 @@ def join(parts: Sequence[Finished]) -> Finished:
 
 
 def join_arrays(name: str, arrays: Sequence[Array], sizes: Sequence[int]) -> Array:
-    """An array of all heads; what is not by head is the same on all ranks."""
+    """Join an array over ranks; an array without a head axis is the same on all ranks."""
     axes = FORMS[plain_form(name)].axes.split()
     if name == "k":
         return np.concatenate(arrays)
@@ -183,7 +184,7 @@ def join_arrays(name: str, arrays: Sequence[Array], sizes: Sequence[int]) -> Arr
 def join_runs(
     arrays: Sequence[dict[str, Array]], sizes: Sequence[int], place: Place
 ) -> dict[str, Array]:
-    """The runs of keys that rows see: once where all ranks have the same, else head by head."""
+    """Join the runs of visible keys: shared by all heads if all ranks agree, else head by head."""
     kept: list[dict[str, Array]] = [
         {name: part[name] for name in RUNS if name in part} for part in arrays
     ]
@@ -201,7 +202,7 @@ def join_runs(
 
 
 def runs_by_head(part: dict[str, Array], n_heads: int, place: Place) -> list[tuple[Array, Array]]:
-    """How many runs each row has, and these, for each head."""
+    """For each head, the number of runs in each row, and the runs."""
     T = place.n_queries
     if "first" not in part:
         every = np.tile(np.array([[0, place.n_keys]], np.int32), (T, 1))
@@ -220,7 +221,7 @@ def same_arrays(one: dict[str, Array], other: dict[str, Array]) -> bool:
 
 
 def choose_heads(finished: Finished, heads: Sequence[int]) -> Finished:
-    """A place with some of its heads alone."""
+    """A place with only the given heads."""
     place, rule, arrays = finished
     if not all(0 <= head < place.n_heads for head in heads):
         raise ValueError(f"heads are {tuple(heads)}, and there are {place.n_heads}")

@@ -1,14 +1,13 @@
-"""What the heads of a model do over many texts: a mean and its spread for each head and score.
+"""What the heads of a model do over many texts: mean and spread for each head and score.
 
-How: `Moments` are the count, the mean and the sum of squared deviations of each number, in float64;
-two of them are merged by Chan's formulas, so that texts can be added block by block, in any number
-of processes, without any being kept. Each text counts once, whatever its length; where it has no
-such score (NaN), it does not count. A `HeadTable` is what comes out: a row for each head and score,
-written as .csv, .json or .parquet, which every program for tables reads; or as .regard, which opens
-here again, and as a page.
+How: `Moments` are the count, the mean and the sum of squared deviations of each number, in float64.
+Two of them are merged by Chan's formulas, so texts can be added block by block, in any number of
+processes, without keeping any. Each text counts once, whatever its length; a text without a score
+(NaN) does not count for it. The result is a `HeadTable`: a row for each head and score, written as
+.csv, .json or .parquet for other programs; as .regard, which opens here again; or as a page.
 
-A .regard file of a table is laid out as that of a record (`format.py`). Its description: table (the
-version, 1), model, texts, empty, truncated, scores, and heads, each the name of its place, its
+A .regard file of a table has the layout of a record's (`format.py`). Its description: table (the
+version, 1), model, texts, empty, truncated, scores, and heads, each as the name of its place, its
 layer and its number. Its arrays, (N, K): count, mean and squares.
 
 Letters: N heads of all places, K scores.
@@ -40,7 +39,7 @@ from regard.lens.viewers import VIEWERS
 
 ENDINGS = (".parquet", ".csv", ".json", ".regard")
 SURVEYED = (*SCORES, "links")
-"""The scores of a survey: those of `Record.heads`, and how much a head links words."""
+"""The scores of a survey: those of `Record.heads`, and how strongly a head links words."""
 VERSION = 1
 MOST_TEXTS = 1 << 53
 MOST_HEADS = 1 << 18
@@ -56,7 +55,7 @@ class Moments:
 
     @staticmethod
     def of(values_xnk: Array) -> Moments:
-        """Those of numbers along the first axis; NaN does not count."""
+        """The moments of numbers along the first axis; NaN does not count."""
         there = ~np.isnan(values_xnk)
         count = there.sum(0)
         total = np.where(there, values_xnk, 0.0).sum(0, dtype=np.float64)
@@ -77,7 +76,7 @@ class Moments:
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, Array], shape: tuple[int, int]) -> Moments:
-        """Those of a file, of which nothing is believed."""
+        """Validate and read the moments in a file, which is not trusted."""
         if set(arrays) != {"count", "mean", "squares"}:
             refuse("it holds other arrays than count, mean and squares")
         count, mean, squares = (np.array(arrays[name]) for name in ("count", "mean", "squares"))
@@ -93,13 +92,13 @@ class Moments:
 
     @property
     def spread(self) -> Array:
-        """The standard deviation over texts; NaN of fewer than two."""
+        """The standard deviation over texts; NaN with fewer than two."""
         least = np.maximum(self.count - 1, 1)
         return np.where(self.count > 1, np.sqrt(self.squares / least), np.nan)
 
 
 class Head(NamedTuple):
-    """A head by the dotted name of its place, its layer, and its number there."""
+    """A head: the dotted name of its place, its layer, and its number there."""
 
     place: str
     layer: int
@@ -107,7 +106,7 @@ class Head(NamedTuple):
 
 
 def label_layers(heads: Sequence[Head]) -> list[str]:
-    """What the layer of each head is called: by the name of its place where numbers are alike."""
+    """The layer label of each head: its number, or its place's name where numbers are ambiguous."""
     layers = {(head.place, head.layer) for head in heads}
     plain = len({layer for _, layer in layers}) == len(layers)
     return [str(head.layer) if plain else head.place for head in heads]
@@ -128,7 +127,7 @@ class Row(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class HeadTable:
-    """What a survey found; `means`, `stds` and `counts` are (heads, scores), as `scores` names."""
+    """The result of a survey; `means`, `stds` and `counts` are (heads, len(scores))."""
 
     model: str
     heads: Sequence[Head]
@@ -167,7 +166,7 @@ class HeadTable:
         return self.moments.count
 
     def top(self, score: str, n: int = 5) -> list[Row]:
-        """The n heads with most of a score, the most first; of "local" those that stay nearest."""
+        """The n heads with the highest mean of a score; for "local", a distance, the lowest."""
         if score not in SURVEYED:
             raise ValueError(f"score is {score!r}; expected one of {', '.join(SURVEYED)}")
         rows = [row for row in self.rows() if row.score == score and row.texts]
@@ -252,7 +251,7 @@ ABOUT = {
 
 
 def is_table(path: str | os.PathLike[str]) -> bool:
-    """Whether a .regard file is of a table; one that is no such file at all, is said to be bad."""
+    """Whether a .regard file holds a table; raises `BadRecord` if it is no such file at all."""
     return "table" in files.read(path)[0]
 
 
@@ -261,7 +260,7 @@ def _is_nan(value: object) -> bool:
 
 
 def check_table_path(path: Path) -> None:
-    """Refuse what could not be written at the end, before any work."""
+    """Refuse a path that could not be written at the end, before any work is done."""
     if path.suffix.lower() not in ENDINGS:
         raise ValueError(
             f"the table is to go to {path.name!r}; expected a name that ends in "

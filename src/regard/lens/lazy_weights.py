@@ -1,18 +1,18 @@
-"""What a place keeps, and every weight from it again, in numpy: no torch is needed to look.
+"""What is stored of an attention layer, and how any weight is recomputed from it, with numpy alone.
 
-With q, k, the rule and the logsumexp of each row a weight is
+From q, k, the rule and the logsumexp of each row a weight is
 
-    exp(softcap(scale · q·k) + biases - lse), where the row's runs allow a look, else 0
+    exp(softcap(scale · q·k) + biases - lse) where the row's runs include the key, else 0
 
-so any part of the matrix is made when it is asked for, in pieces of bounded memory. The rule is
-kept in three plain forms, into which every mask and bias of a call is turned exactly:
+so any part of the matrix is computed on demand, in pieces of bounded memory. The rule is stored in
+three simple forms, into which every mask and bias of a call is converted exactly:
 - `Runs`: each row sees a few runs of neighbouring keys (causal, windows, padding, documents);
 - `Relative`: a number for each head and each difference of two positions (ALiBi, T5);
 - `Whole`: a number for each head and pair, or for each head and key (BLOOM).
 
-Maps are exact at every zoom. A cell is the mean of all weights in it. Where cells are whole
-multiples of the cells of `Base` (exact means, made when the model ran) and lie on its grid, a cell
-is the mean of whole base cells; everywhere else it is made from q and k.
+Maps are exact at every zoom: a cell is the mean of all weights in it. Where the cells of a map are
+whole multiples of the cells of `Base` (exact means, computed while the model ran) and aligned to
+its grid, they are means of base cells; everywhere else they are computed from q and k.
 
 Letters: H heads, G key heads, T queries, S keys, D head width; t, s sizes of a piece.
 """
@@ -31,27 +31,27 @@ Window: TypeAlias = tuple[int, int, int, int]
 
 
 class BadRecord(ValueError):
-    """A file that is no record, or a damaged or dishonest one; says what is wrong with it."""
+    """A file is no record, or a damaged or malicious one; the message says what is wrong."""
 
 
 PIECE = 1 << 20
-"""Weights made at once."""
+"""Weights computed at once."""
 STRIP = 256
-"""Rows made at once: short enough that what a causal row does not see is mostly left out."""
+"""Rows computed at once: few, so that most keys that causal rows do not see are skipped."""
 WEIGHT_LIMIT = 1.01
-"""No weight is over 1; the rest is rounding in half types."""
+"""The largest weight accepted: 1, with room for rounding in half types."""
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Row r of (heads or 1) · T sees the keys of pairs first[r] .. first[r + 1], each (lo, hi)."""
+    """Row r of (H or 1) · T sees the keys of pairs[first[r] : first[r + 1]], each (lo, hi)."""
 
     first: Array
     pairs: Array
     n_queries: int
 
     def of(self, head: int, t0: int, t1: int) -> tuple[Array, Array]:
-        """The part of `first`, from 0 on, and the pairs of some rows of a head."""
+        """`first`, shifted to start at 0, and the pairs for rows t0 to t1 of a head."""
         shared = len(self.first) == self.n_queries + 1
         at = t0 if shared else head * self.n_queries + t0
         first = np.asarray(self.first[at : at + t1 - t0 + 1])
@@ -64,7 +64,7 @@ class Runs:
         return np.asarray(ends[first[1:]] - ends[first[:-1]])
 
     def bounds(self, head: int, t0: int, t1: int) -> tuple[Array, Array]:
-        """The first and past-the-last key of each row, the same where a row sees nothing."""
+        """The first and past-the-last visible key of each row; equal if a row sees nothing."""
         first, pairs = self.of(head, t0, t1)
         lo, hi = np.zeros(t1 - t0, np.int64), np.zeros(t1 - t0, np.int64)
         some = first[1:] > first[:-1]
@@ -90,7 +90,7 @@ class Runs:
 
 
 class Added(Protocol):
-    """A number added to each score."""
+    """A bias: a number that is added to each score."""
 
     def at(self, head: int, window: Window) -> Array:
         """The numbers of a window, which broadcast to (t, s)."""
@@ -108,14 +108,14 @@ class Relative:
     def at(self, head: int, window: Window) -> Array:
         t0, t1, s0, s1 = window
         gap = self.keys_at[None, s0:s1].astype(np.int64) - self.queries_at[t0:t1, None]
-        # Pairs that nobody sees (empty slots) may lie outside; any number does for them.
+        # Hidden pairs (empty cache slots) may be out of range; any number does for them.
         place = np.clip(gap - self.lowest, 0, self.table.shape[1] - 1)
         return np.asarray(self.table[_one(self.table, head)][place])
 
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """values[head, t, s]; one row for all queries is a column."""
+    """values[head, t, s]; with one row for all queries it is a column."""
 
     values: Array
 
@@ -127,7 +127,7 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """Exact means of cells of `cell` × `cell` weights, (H, rows, columns), from the first pair."""
+    """Exact means of `cell` × `cell` weights, (H, rows, columns), starting at the first pair."""
 
     cell: int
     means: Array
@@ -146,7 +146,7 @@ class Kept:
     base: Base | None
 
     def piece(self, head: int, window: Window) -> Array:
-        """The weights of a window, (t, s) float32, made at once: for windows of bounded size."""
+        """The weights of a window, (t, s) float32, all at once: for windows of bounded size."""
         t0, t1, s0, s1 = window
         q = as_float(self.q_htd[head, t0:t1])
         k = as_float(self.k_gsd[self.key_heads[head], s0:s1])
@@ -174,7 +174,7 @@ class Kept:
         return scores
 
     def pieces(self, head: int, window: Window) -> Iterator[tuple[Window, Array]]:
-        """The weights of a window in pieces; what is left out of it is 0."""
+        """Yield the weights of a window in pieces; weights in no piece are 0."""
         t0, t1, s0, s1 = window
         width = max(PIECE // STRIP, 1)
         for a in range(t0, t1, STRIP):
@@ -204,7 +204,7 @@ class Kept:
         rows, columns = self._on_base(window, size)
         if not rows or not columns:
             return self._direct(head, window, size)
-        # Whole base cells first, then what lies right of them, then what lies below.
+        # The part covered by whole base cells first, then what is right of it, then what is below.
         t0, t1, s0, s1 = window
         height, width = size
         t_in, s_in = t0 + rows * ((t1 - t0) // height), s0 + columns * ((s1 - s0) // width)
@@ -218,7 +218,7 @@ class Kept:
         return cells
 
     def _on_base(self, window: Window, size: tuple[int, int]) -> tuple[int, int]:
-        """How many rows and columns of cells are whole base cells; none unless the grids agree."""
+        """How many rows and columns of cells are whole base cells; 0 if the grids do not align."""
         if self.base is None:
             return 0, 0
         counts = []
@@ -249,9 +249,9 @@ class Kept:
 
 
 def shares(cells: int, window: tuple[int, int], part: tuple[int, int]) -> tuple[int, Array]:
-    """The first cell that a part of a window touches, and each index's share of the cells from it.
+    """The first cell that a part of a window touches, and the share of each index in the cells.
 
-    Cell x of the window a..z covers a + x · (z - a) / cells onwards. Overlaps are counted in whole
+    Cell x of the window a..z starts at a + x · (z - a) / cells. Overlaps are counted in integer
     units of 1 / cells, so that they are exact at any size.
     """
     first, span = window[0], window[1] - window[0]
@@ -264,12 +264,12 @@ def shares(cells: int, window: tuple[int, int], part: tuple[int, int]) -> tuple[
 
 
 def as_float(values: Array) -> Array:
-    """Numbers as float32, float64 as they are; bfloat16 comes as the bits of its upper half."""
+    """Numbers as float32, float64 unchanged; uint16 is bfloat16, whose bits are its upper half."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return np.asarray(values if values.dtype == np.float64 else values.astype(np.float32))
 
 
 def _one(values: Array, head: int) -> int:
-    """A head's row in what has one row a head, or one for all."""
+    """The row of a head in an array with one row per head, or one for all heads."""
     return head if values.shape[0] > 1 else 0

@@ -1,18 +1,18 @@
 """What could not be recorded, and why.
 
-A recorder runs inside other people's models, and must not be what ends them: an error of its own
-leaves out the place where it happened. That is told once, when the block ends, since a warning may
-be an error too where warnings are.
+A recorder runs inside other people's models and must not stop them: where an error of its own
+occurs, it leaves out the place. The errors are reported once, when the block ends, since warnings
+may be configured to raise.
 """
 
 from __future__ import annotations
 
 MOST_REASON = 400
-"""Characters of an error that are told."""
+"""The most characters of an error that are reported."""
 
 
 class LeftOut:
-    """The names of places that are left out, each with its reason."""
+    """The names of places that were left out, each with its reason."""
 
     def __init__(self) -> None:
         self._reasons: dict[str, str] = {}

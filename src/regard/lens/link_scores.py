@@ -1,14 +1,14 @@
-"""How much each head links words: one number a text and head, for a whole batch.
+"""How strongly each head links words: one number per text and head, for a whole batch.
 
-    links   the mean, over the words that look, of what is telling of their most telling look
+    links   the mean, over the query words, of how telling their most telling link is
 
-What is telling of a look is said in `word_links.py`: its weight over what the head gives that word
-from elsewhere, and over what it gives any word at that distance. Looks at the first word, at signs
-and at the word itself do not count. A head that looks by habit alone has 0, one that picks one word
-for each, and another for each, up to 1.
+`word_links.py` defines how telling a link is: its weight minus what the head gives that key word
+from other words, or minus what it gives any word at that distance, whichever is larger. Links to
+the first word, to punctuation and to the word itself do not count. A head that only follows habits
+has 0; one that picks a different word for each word has up to 1.
 
-How: weights are made whole for as many texts at a time as a bounded number of them takes, summed up
-to words by two products with 0s and 1s, and compared on the device. Texts are padded with words
+How: whole weight matrices are computed for as many texts at a time as a memory bound allows, summed
+to words by two products with 0/1 matrices, and compared on the device. Texts are padded with words
 that nobody sees.
 
 Left out: texts of more than `MOST_WORDS` words or `MOST_TOKENS` tokens, which have no such score.
@@ -32,7 +32,7 @@ MOST_TOKENS = 4096
 
 
 class WordGroups:
-    """Which tokens the words of each text are, as 0s and 1s; and which looks count."""
+    """0/1 matrices of which tokens form the words of each text, and which links count."""
 
     def __init__(self, words: Sequence[Sequence[Word]], T: int, device: torch.device) -> None:
         most = MOST_WORDS if T <= MOST_TOKENS else 0
@@ -60,7 +60,7 @@ class WordGroups:
 
 
 def score_links(call: Call, groups: WordGroups, causal: bool) -> Tensor:
-    """The score of each text and head, (B, H) float64; NaN where no word could look at another."""
+    """The score of each text and head, (B, H) float64; NaN if no link between words is possible."""
     weights_bhqk = word_weights(call, groups)
     Q = weights_bhqk.shape[2]
     seen_bqk = groups.there_bq[:, :, None] & groups.there_bq[:, None]
@@ -75,9 +75,10 @@ def score_links(call: Call, groups: WordGroups, causal: bool) -> Tensor:
 
 
 def word_weights(call: Call, groups: WordGroups) -> Tensor:
-    """The weight of each word on each, (B, H, Q, K) float64: a mean over tokens of sums over them.
+    """The weight of each word on each, (B, H, Q, K) float64: as W in `word_links.py`.
 
-    Of few texts all heads at once, of long ones some heads of one text.
+    Small batches are computed for all heads at once, longer ones for some heads of one text at a
+    time.
     """
     B, H, T = call.shape.B, call.shape.H, call.shape.T
 
@@ -99,7 +100,7 @@ def word_weights(call: Call, groups: WordGroups) -> Tensor:
 
 
 def find_telling(weights_bhqk: Tensor, seen_bqk: Tensor) -> Tensor:
-    """How telling each look is, as `word_links.telling_of` has it, for a batch; -1 if not seen."""
+    """How telling each link is, as `word_links.telling_of`, but for a batch; -1 where hidden."""
     seen_b1qk = seen_bqk[:, None]
     kept_bhqk = weights_bhqk.masked_fill(~seen_b1qk, 0.0)
     one_b1qk = seen_b1qk.to(kept_bhqk.dtype)
@@ -111,9 +112,10 @@ def find_telling(weights_bhqk: Tensor, seen_bqk: Tensor) -> Tensor:
 
 
 def sum_gaps(values_bhqk: Tensor) -> Tensor:
-    """For each look the sum over all at the same distance: rows are shifted until it is a column.
+    """For each pair the sum over all pairs at the same distance.
 
-    Neither scattered nor gathered, so that the order of sums is the same on every device.
+    Rows are shifted until each diagonal is a column. There is no scatter or gather, so that the
+    order of summation is the same on every device.
     """
     B, H, Q, K = values_bhqk.shape
     wide = torch.nn.functional.pad(values_bhqk.flip(2), (0, Q)).flatten(2)

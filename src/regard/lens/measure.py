@@ -1,9 +1,9 @@
-"""Measuring one call: wants by `observe`, single weights, and the runs of keys that rows see.
+"""Measure one attention call: its row statistics, single weights, and runs of visible keys.
 
-All of it in O(T + S) memory: `measure` asks `regard.observe`, which works in tiles, on the device
-where q and k are. `spot_weights` makes chosen weights alone, each from one query, one key and the
-logsumexp of its row; what heads do is summed up from these (`head_scores.py`). `find_runs` writes a
-mask down as runs of neighbouring keys, which any mask is made of, in pieces of bounded memory.
+All of it needs O(T + S) memory. `measure` calls `regard.observe`, which works in tiles, on the
+device of q and k. `spot_weights` computes selected weights alone, each from one query, one key and
+the logsumexp of its row; head scores are summed from these (`head_scores.py`). `find_runs` converts
+a mask, of any kind, to runs of neighbouring visible keys, in pieces of bounded memory.
 
 Letters: B batch (here 1), T queries, S keys, H query heads, G key heads, D head width; P pairs.
 """
@@ -34,10 +34,10 @@ from regard.ops.shape import Shape, Tile
 from regard.ops.weight_stats import visible
 
 PIECE = 1 << 24
-"""Entries of a mask, or numbers of queries and keys, that are looked at together."""
+"""Entries of a mask, or numbers of queries and keys, that are processed at once."""
 MOST_RUNS = 1 << 23
 FINGERPRINTED = 1 << 23
-"""Numbers of keys that are made into fingerprints together."""
+"""Numbers of keys that are hashed at once."""
 
 
 def measure(call: Call, wants: Wants) -> Observation:
@@ -48,9 +48,10 @@ def measure(call: Call, wants: Wants) -> Observation:
 
 
 def reach(call: Call, seen: Observation) -> Tensor:
-    """How far each row looks, to either side, (B, H, T): the mean of |i - j| under its weights.
+    """The mean of |i - j| under each row's weights, (B, H, T): how far it looks, to either side.
 
-    Twice the distance to the left, less the signed one: a second look, that a causal mask cuts.
+    Computed as twice the distance to the left, minus the signed distance; for the left side the
+    call is measured once more under a causal mask.
     """
     assert seen.lse is not None and seen.distance is not None
     mask = Causal() if call.mask is None else call.mask & Causal()
@@ -61,7 +62,7 @@ def reach(call: Call, seen: Observation) -> Tensor:
 
 
 def spot_weights(call: Call, lse_bht: Tensor, b_p: Tensor, t_p: Tensor, s_p: Tensor) -> Tensor:
-    """The weights of query t_p[p] on key s_p[p] in text b_p[p], (H, P); rows count from 0."""
+    """The weights of query t_p[p] on key s_p[p] in text b_p[p], (H, P); t_p counts rows from 0."""
     rule, shape = call.rule, call.shape
     dtype = score_dtype(call.q.dtype)
     h_h1 = torch.arange(shape.H, device=call.q.device)[:, None]
@@ -85,7 +86,7 @@ def spot_weights(call: Call, lse_bht: Tensor, b_p: Tensor, t_p: Tensor, s_p: Ten
 
 @dataclass(frozen=True, eq=False)
 class NamedKeys:
-    """A key for each query, (N, T) of them, int32; -1 names none. On the CPU, but in a graph."""
+    """A key for each query, N times, (N, T) int32; -1: none. On the CPU, except in a CUDA graph."""
 
     keys_nt: Tensor
     _there: dict[torch.device, tuple[Tensor, torch.cuda.Stream, torch.cuda.Event]] = field(
@@ -94,11 +95,11 @@ class NamedKeys:
 
     @functools.cached_property
     def counts(self) -> Tensor:
-        """How many queries have a key named, (N,)."""
+        """How many queries have a key, (N,)."""
         return (self.keys_nt >= 0).sum(1)
 
     def on(self, device: torch.device) -> Tensor:
-        """The keys on a device, copied there once from pinned memory, without waiting for it."""
+        """The keys on a device: copied there once, from pinned memory, without synchronizing."""
         if self.keys_nt.device == device:
             return self.keys_nt
         here = torch.cuda.current_stream(device)
@@ -106,7 +107,7 @@ class NamedKeys:
             keys_nt = self.keys_nt.pin_memory().to(device, non_blocking=True)
             self._there[device] = keys_nt, here, here.record_event()
         keys_nt, stream, copied = self._there[device]
-        # Blocks of other threads and streams are given the same keys.
+        # `watch` blocks in other threads, on other streams, share these keys.
         if here != stream:
             here.wait_event(copied)
             keys_nt.record_stream(here)
@@ -114,7 +115,7 @@ class NamedKeys:
 
 
 def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
-    """Sums over queries of the weight on the key named for each, (N, H) float64, where q is."""
+    """Sums over queries of the weight on each query's named key, (N, H) float64, on q's device."""
     rule = call.rule
     refused = is_little(rule.shape) or refuse_tensors(call.q, call.q.shape[3]) is not None
     refused = refused or renders_whole(rule)
@@ -122,7 +123,7 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
         keys_nt = named.on(call.q.device)
         with on_device_of(call.q):
             return row_stats.sum_singles(call.q, call.k, rule, lse_ht[None], keys_nt)[:, 0]
-    # Many pairs at once: a step costs about the same for a few of them.
+    # Many pairs at once, since a step costs about the same for a few of them.
     n_p, t_p = (named.keys_nt >= 0).nonzero(as_tuple=True)
     n_pairs = max(PIECE // (call.shape.H * max(call.q.shape[3], 1)), 1)
     ends = t_p.to(call.q.device), named.keys_nt[n_p, t_p].to(call.q.device)
@@ -131,19 +132,19 @@ def sum_weights(call: Call, lse_ht: Tensor, named: NamedKeys) -> Tensor:
         spot_weights(call, lse_ht[None], torch.zeros_like(t), t, s).double()
         for t, s in zip(*pairs, strict=True)
     ]
-    # Counted anew: in a graph the keys change.
+    # Not `named.counts`, which is cached: in a CUDA graph the keys change.
     counts = torch.bincount(n_p, minlength=len(named.keys_nt)).tolist()
     parts = torch.split(torch.cat(found, 1), counts, 1)
     return torch.stack([part.sum(-1) for part in parts])
 
 
 def fingerprints(k_gsd: Tensor) -> Tensor:
-    """A number for each key, by which it is known again; caches may move what they hold."""
+    """A hash of each key, by which it is recognised: caches may move what they hold."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[k_gsd.element_size()]
     G, S, D = k_gsd.shape
     total = torch.zeros(S, dtype=torch.int64, device=k_gsd.device)
     mix_gd = mixing(G, D, k_gsd.device)
-    # So many heads at a time that their numbers, eight bytes each, do not fill the memory.
+    # As many heads at a time as fit: each of their numbers becomes an int64 of eight bytes.
     step = max(1, FINGERPRINTED // max(S * D, 1))
     for g in range(0, G, step):
         bits_gsd = k_gsd[g : g + step].contiguous().view(bits).long()
@@ -153,22 +154,22 @@ def fingerprints(k_gsd: Tensor) -> Tensor:
 
 @functools.cache
 def mixing(n_heads: int, width: int, device: torch.device) -> Tensor:
-    """What the numbers of a key are multiplied by, (G, D): products that wrap round."""
-    # Made on the CPU: what one stream had computed, another might read too early.
+    """Factors of a key's numbers in its hash, (G, D); the products wrap around."""
+    # Computed on the CPU: another stream might read what this one has not finished computing.
     mix_d = torch.arange(width) * 2654435761 + 1013904223
     return (1000003 ** torch.arange(n_heads)[:, None] * mix_d).to(device)
 
 
 @dataclass(frozen=True, eq=False)
 class FoundRuns:
-    """How many runs each row has, (1 or H, T), and all of them in order, (R, 2): lo, hi."""
+    """The number of runs in each row, (1 or H, T), and all runs in order, (R, 2): lo, hi."""
 
     counts: Tensor
     pairs: Tensor
 
     @functools.cached_property
     def seen(self) -> Array:
-        """Which keys some row sees, up to the last that any does."""
+        """Which keys are seen by any row, up to the last key that is."""
         lo, hi = self.pairs.numpy().T
         edge = np.zeros(hi.max(initial=0) + 1, np.int64)
         np.add.at(edge, lo, 1)
@@ -177,19 +178,19 @@ class FoundRuns:
 
     @functools.cached_property
     def reach(self) -> int:
-        """Past the last key that some row sees."""
+        """One past the last key that any row sees."""
         return int(self.pairs[:, 1].max()) if len(self.pairs) else 0
 
     @functools.cached_property
     def ahead(self) -> int:
-        """The most by which the last key that a row sees has a higher number than it, from -T."""
+        """The largest (last visible key - row number) of rows that see a key; at least -T."""
         counts, n_rows = self.counts.numpy(), self.counts.shape[1]
         rows = np.repeat(np.tile(np.arange(n_rows), len(counts)), counts.reshape(-1))
         return int((self.pairs[:, 1].numpy() - 1 - rows).max(initial=-n_rows))
 
 
 def find_runs(rule: Rule) -> FoundRuns | None:
-    """The runs of keys that each row sees, by mask and by a bias of -inf; None if they are many."""
+    """The runs of keys that each row sees, by mask and -inf in the bias; None if too many."""
     device = torch.device("cpu") if not rule.tensors() else rule.tensors()[0].device
     ends = _interval(rule, device)
     if ends is not None:
@@ -220,7 +221,7 @@ def find_runs(rule: Rule) -> FoundRuns | None:
 
 
 def _interval(rule: Rule, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """First and past-the-last key of each row, where the mask knows them at once."""
+    """The first and past-the-last key of each row, if the mask knows them without rendering."""
     T, S = rule.shape.T, rule.shape.S
     i = torch.arange(T, device=device)[None] + rule.shape.offset
     if not _hides_nothing(rule.bias, rule.shape):
@@ -235,7 +236,7 @@ def _interval(rule: Rule, device: torch.device) -> tuple[Tensor, Tensor] | None:
 
 
 def _hides_nothing(bias: Bias | None, shape: Shape) -> bool:
-    """Whether no number of a bias is -inf: as it says itself, or as all its numbers tell."""
+    """Whether a bias is known to have no -inf: it declares that, or its table has none."""
     if bias is None or not bias.hides:
         return True
     if bias.parts():
@@ -249,7 +250,7 @@ def _hides_nothing(bias: Bias | None, shape: Shape) -> bool:
 
 
 def positions_under(bias: Bias, shape: Shape) -> tuple[Bias, Array, Array]:
-    """A bias by positions, and those of the queries and keys: as it was given them, or in line."""
+    """A positional bias without its `BiasAt`, and its positions: as given by that, or in order."""
     queries, keys = np.arange(shape.T) + shape.offset, np.arange(shape.S)
     if not isinstance(bias, BiasAt):
         return bias, queries, keys
@@ -259,7 +260,7 @@ def positions_under(bias: Bias, shape: Shape) -> tuple[Bias, Array, Array]:
 
 
 def _heads_of(rule: Rule, device: torch.device) -> int:
-    """1 where all heads see the same, else H."""
+    """1 if all heads see the same keys, else H."""
     tile = Tile(0, min(rule.shape.T, 1), 0, min(rule.shape.S, 1))
     parts = []
     if rule.mask is not None:
@@ -271,15 +272,16 @@ def _heads_of(rule: Rule, device: torch.device) -> int:
 
 
 def rule_key(rule: Rule) -> Any:
-    """What tells two rules apart, without reading large tensors."""
+    """A key that identifies a rule, without reading large tensors."""
     packed = pack(rule)
     tensors = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, _age(t)) for t in packed.tensors)
     return packed.form, tensors, tuple(packed.ints), tuple(packed.floats), rule.shape
 
 
 def _age(tensor: Tensor) -> Any:
-    """What changes when a tensor is written to in place, as the positions in a cache are."""
+    """A value that changes when a tensor is modified in place, as positions in a cache are."""
     if not tensor.is_inference():
         return tensor._version
-    # In inference mode torch does not count; small tensors are read, large masks are made anew.
+    # Torch counts no versions in inference mode: small tensors are read; large masks are assumed to
+    # be new tensors each time.
     return tuple(tensor.flatten().tolist()) if tensor.numel() <= 1 << 16 else 0

@@ -1,14 +1,15 @@
-"""Which module runs: hooks on all modules, for eager code and traced along in compiled graphs.
+"""Track which module is running, by hooks on all modules, in eager code and in compiled graphs.
 
-How: the two hooks are global, since torch.nn's fast paths avoid any others, and the same objects
-for all blocks, so that a compiled model has one graph for all of them and one for outside. In eager
-code they tell the recorders of the blocks around the call. The compiler traces them: then they
-keep the modules that are being traced (`call_hook.tracing`), and put operations into the graph that
-tell the same when it runs: where its outermost modules begin and end, and which tokens are read.
+How: the two hooks are global, since torch.nn's fast paths are not taken with hooks on single
+modules. They are the same objects for all blocks, so that a compiled model has one graph for all
+blocks and one outside of them. In eager code they notify the recorders of the blocks around the
+call. The compiler traces them: then they keep a stack of the modules that are being traced
+(`call_hook.tracing`), and put custom operators into the graph that notify the recorders when it
+runs: where its outermost modules begin and end, and which tokens are read.
 
 Left out: compiled code that attends neither by `regard.attention` nor by the attention interface of
-`transformers`: of torch.nn's attention, and of kernels that the interface has, a note says so. And
-gradients.
+`transformers`: for torch.nn's attention, and for kernels that the interface has, a note says so.
+And gradients.
 
 Letters: B batch, T tokens, L tokens with logits, V vocabulary.
 """
@@ -84,7 +85,7 @@ def trace_enter(module: nn.Module, args: Any) -> None:
 
 
 def trace_unseen(module: nn.Module) -> None:
-    """A module attends in a way that cannot be seen in compiled code."""
+    """Note that a module attends in a way that cannot be seen in compiled code."""
     _unseen_op(call_hook.effect, id(module))
 
 

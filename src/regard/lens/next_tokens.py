@@ -1,10 +1,11 @@
-"""What a language model said would come next: candidates after each token, and how they fared.
+"""The next tokens that a language model predicted: candidates after each token, and which one came.
 
-Why: where a head looks is half of the story; what the model makes of it is the other half.
+Why: where a head looks is half of the story; what the model predicts is the other half.
 
-How: the candidates after a token are its few likeliest next tokens, and a token's own probability
-is what it was given before it was read. Both are small arrays of a record (`record.py`), by query
-of the place that read the tokens. Read with numpy alone; `predictions.py` makes them.
+How: the candidates after a token are its few likeliest next tokens. A token's own probability is
+the one that the model gave it before reading it. Both are small arrays of a record (`record.py`),
+by query of the place that read the tokens. Only numpy is needed to read them; `predictions.py`
+makes them.
 
 Letters: N tokens, K candidates.
 """
@@ -24,9 +25,12 @@ MOST_CANDIDATES = 64
 
 @dataclass(frozen=True, eq=False)
 class NextTokens:
-    """`probs` and `ids` (N, K): the likeliest to come after each token, likeliest first; id -1 and
-    0 where the model said nothing. `given` (N,): the probability that a token had before it was
-    read, NaN where none is known, as of the first. `came` (N,): the id after each token, or -1."""
+    """The next tokens that a language model predicted, and those that came.
+
+    `probs` and `ids` (N, K): the likeliest tokens after each token, likeliest first; 0 and -1 where
+    there is no prediction. `given` (N,): the probability of each token before it was read; NaN if
+    unknown, as for the first. `came` (N,): the id after each token, or -1.
+    """
 
     probs: Array
     ids: Array
@@ -35,7 +39,7 @@ class NextTokens:
 
 
 def read_next_tokens(get: Callable[[str], Array]) -> NextTokens:
-    """From the arrays of a place, by name."""
+    """Read them from the arrays of a place, which `get` returns by name."""
     given, read = np.asarray(get("given")), np.asarray(get("ids"))
     probs, ids = get("next_probs"), get("next_ids")
     if probs.shape != ids.shape or not 1 <= ids.shape[1] <= MOST_CANDIDATES:

@@ -1,11 +1,12 @@
 """Which recorders see a call: those of the blocks that are open in its thread and its context.
 
 Why: two threads, or two tasks of an event loop, may watch two models or the same one at the same
-time, and each record must be of its own block alone.
+time, and each record must contain its own block only.
 
-How: a context variable holds the recorders of the blocks around; a task has a copy of what was open
-where it was made. A thread that was given a copy of a context is still another thread. What hooks
-put in place for all asks here whom to tell.
+How: a context variable holds the recorders of the enclosing blocks; a task inherits a copy of those
+open where it was created. A thread that runs in a copied context is still a different thread, so
+the recorder's thread is checked too. Hooks that are shared by all blocks ask here which recorders
+to notify.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def opened(recorder: Recorder) -> Iterator[None]:
 
 
 def recorders_around(module: nn.Module | None = None) -> list[Recorder]:
-    """The recorders of the blocks around a call made here; of those whose model has the module."""
+    """The recorders of the blocks around this call; of a module, those that watch its model."""
     if torch.compiler.is_compiling():
         return []
     thread = threading.get_ident()
@@ -52,7 +53,7 @@ def recorders_around(module: nn.Module | None = None) -> list[Recorder]:
 
 
 def recorders_of(module: nn.Module | None = None) -> list[Recorder]:
-    """Those of them that hear a call: modules of their model run, and no hook handles it yet."""
+    """The recorders that record a call: their model runs, and no hook is handling it yet."""
     around = recorders_around(module)
     return [recorder for recorder in around if recorder.stack and not recorder.handling]
 
@@ -64,9 +65,9 @@ def run_recorded(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Record what `read` makes of a call for each recorder, and run it.
+    """Run the call, and record for each recorder what `read` returns.
 
-    What it calls in turn is its own affair, unless it was read as no call of attention.
+    Calls inside it are not recorded, unless `read` found that it is no attention call.
     """
     inside = [recorder for recorder in recorders if recorder.record(read)]
     for recorder in inside:

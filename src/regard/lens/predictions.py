@@ -1,9 +1,9 @@
-"""What a language model says will come next, taken from its logits while it is watched.
+"""The next tokens that a language model predicts, from its logits while it is watched.
 
-How: the logits of a call are those of its last tokens, of all of them or of the very last alone.
-They are made into probabilities in pieces of bounded memory, and of each token the likeliest next
-ones are kept, on the device where they are. The probability of the token that came is read off
-where it is known: within a call at once, after its last token when the next call has read one.
+How: a call has logits for all its tokens, for the last few, or for the very last one. They are
+turned into probabilities in pieces of bounded memory, on their device, and only the likeliest next
+tokens are kept. The probability of the token that actually came is read off where it is known:
+within a call at once, and after its last token when the next call has read one.
 
 Letters: T tokens of a call, L of which have logits, V vocabulary, K candidates.
 """
@@ -20,11 +20,11 @@ from regard.lens.lazy_weights import Array
 
 CANDIDATES = 5
 PIECE = 1 << 24
-"""Logits that are made into probabilities together."""
+"""Logits that are turned into probabilities at once."""
 
 
 def logits_of(output: Any, vocab_sizes: set[int]) -> Tensor | None:
-    """The logits in what a module gave, (B, L, V), where it gave any."""
+    """The logits in a module's output, (B, L, V), if it has any."""
     found = getattr(output, "logits", output)
     if not isinstance(found, Tensor) or not found.is_floating_point():
         return None
@@ -34,7 +34,7 @@ def logits_of(output: Any, vocab_sizes: set[int]) -> Tensor | None:
 
 
 class Predictions:
-    """What was said so far of one text, token after token."""
+    """The predictions so far for one text, token after token."""
 
     def __init__(self) -> None:
         self.ids_t = torch.zeros(0, dtype=torch.int64)
@@ -44,7 +44,7 @@ class Predictions:
 
     @torch.no_grad()
     def add(self, ids_t: Tensor, logits_lv: Tensor) -> None:
-        """A call that read these tokens, after earlier ones or anew from the first, and more."""
+        """Add a call that read these tokens: new ones, or all from the first on, and more."""
         known = len(self.ids_t)
         anew = len(ids_t) > known and torch.equal(ids_t[:known], self.ids_t)
         self.ids_t = ids_t if anew else torch.cat([self.ids_t, ids_t])
@@ -63,7 +63,7 @@ class Predictions:
             self._last_v = logp_lv[-1]
 
     def finish(self) -> dict[str, Array]:
-        """Arrays by token; -1 where nothing was said."""
+        """The arrays of a record, by token; -1 where there is no prediction."""
         n, k = len(self.ids_t), self._candidates[0][1].shape[1]
         probs, ids = np.zeros((n, k), np.float32), np.full((n, k), -1, np.int32)
         given = np.full(n, -1, np.float32)

@@ -1,4 +1,4 @@
-"""A record: what was seen in a model, in memory and as one `.regard` file.
+"""A record: what was recorded of a model's attention, in memory and as one `.regard` file.
 
 The format, version 1: a safetensors file (`format.py`) whose metadata holds one JSON description:
 version, model, created, kept ("statistics" or "qk"), text, tokens (labels), spans (characters of
@@ -130,7 +130,7 @@ class Record:
         return self._checked
 
     def _fill(self, seen: Description, arrays: Mapping[str, Array]) -> None:
-        """Take what was seen, at the end of a block; what was described before stays."""
+        """Store what was recorded, when the block ends; earlier descriptions of it are kept."""
         about = self._about
         about.places, about.rules, about.kept = seen.places, seen.rules, seen.kept
         about.model, about.created = about.model or seen.model, seen.created
@@ -238,7 +238,7 @@ class Record:
     def gradients(self, place: int) -> tuple[Array, Array] | None:
         """The sums of attention × gradient by query (H, T) and by key (H, S), where kept.
 
-        Of heads that share a key head, each has the mean of what their columns come to.
+        Heads that share a key head all have the mean of their column sums.
         """
         rows, columns = (self._kept(place, f"gradient_{name}") for name in ("rows", "columns"))
         return None if rows is None or columns is None else (rows, columns)
@@ -273,7 +273,7 @@ class Record:
         return self._arrays.get(place, name) if self._arrays.has(place, name) else None
 
     def visible(self, place: int) -> Array:
-        """How many keys each query may look at, (T,), in the head that may look at most."""
+        """How many keys each query sees, (T,), in the head that sees most."""
         here = self._check_place(place)
         T, S = here.n_queries, here.n_keys
         runs = self._weights(place).runs if here.exact_zoom else None
@@ -296,7 +296,7 @@ class Record:
         return found
 
     def counts(self) -> dict[str, Array]:
-        """How many queries a mean in `heads` is of, for scores of single weights: likewise."""
+        """How many queries each mean of single weights in `heads` is over; same shapes."""
         found = {name: np.zeros(self._no_numbers().shape, np.int64) for name in SPOTS}
         for number, place in enumerate(self.places):
             if self._arrays.has(number, "counts"):
@@ -312,7 +312,7 @@ class Record:
         return max(read, default=0)
 
     def _no_numbers(self) -> Array:
-        """NaN for each place and head; it stays where a place has no such head."""
+        """An array of NaN, (places, heads); it stays NaN where a place has no such head."""
         return np.full((len(self.places), max(place.n_heads for place in self.places)), np.nan)
 
     def _heads_of(self, place: int) -> dict[str, Array]:
@@ -434,13 +434,13 @@ class Record:
         return rolling.find_stack(self.places)
 
     def _strip_of(self, place: int) -> rolling.Strip:
-        """Rows of a place's weights, the mean of its heads, made when they are asked for."""
+        """A function that computes rows of a place's weights, averaged over its heads."""
         heads, n = range(self.places[place].n_heads), self.places[place].n_keys
-        if not self.has_weights(place):  # a picture that is finer than the weights tells them too
+        if not self.has_weights(place):  # a map that is finer than the weights determines them too
             maps = (self.map(place, head, size=(n, n)).astype(np.float64) for head in heads)
             whole = np.asarray(sum(maps)) / len(heads)
             return lambda a, z: whole[a:z]
-        self._all_of(place, 0, (0, 1, 0, 1))  # what is wrong with a place is told before anything
+        self._all_of(place, 0, (0, 1, 0, 1))  # a damaged place raises here, before any work
         return rolling.mean_strip(len(heads), n, partial(self._all_of, place))
 
     def compare(self, other: Record) -> Comparison:

@@ -1,12 +1,12 @@
-"""The recorder of a `watch` block: hooks give it the calls of attention, and it sorts them.
+"""The recorder of a `watch` block: it receives the attention calls from the hooks and sorts them.
 
-How: global module hooks tell it which module of the model is running. Each call goes on to the
+How: global module hooks tell it which module of the model is running. Each call is passed to the
 takes of its place (`row_takes.py`). An error in any of this leaves out the place and is reported
-when the block ends; it never ends the model's own call. An error in following the modules ends the
+when the block ends; it never ends the model's own call. An error in tracking the modules ends the
 recording, with a note. Layers are numbered in the order in which they are called, from 0 in each
 stack and kind (`stack_of`): one module whose weights are shared by twelve layers is twelve layers,
-and list entries that do not attend are none. Layers that are not asked for count too. If `on_call`
-is set, it gets each call with all rows of the batch, and nothing is recorded.
+and list entries that do not attend are none. Layers that are not recorded are counted too. If
+`on_call` is set, it gets each call with all rows of the batch, and nothing is recorded.
 
 Letters: B batch, T queries, S keys, H heads.
 """
@@ -62,22 +62,22 @@ from regard.ops.call_hook import own_blocks
 
 CROSS = re.compile(r"cross|encoder_attn|EncDec|enc_dec|multihead_attn|encoder_decoder", re.I)
 SOURCE = re.compile(r"encoder_attn|EncDec|enc_dec|encoder_decoder", re.I)
-"""Modules that look at what an encoder read, also where both read parts of one input."""
+"""Modules that attend to an encoder's output, even where both read parts of one input."""
 NO_WORDS = re.compile(r"pos|type|seg|rel|bias|wpe|dist|time|layer_norm", re.I)
 LENGTHS = ("trained_len", "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-"""Under which names configs say how long a text may be, the most telling first."""
+"""Config fields that give the longest text of training, the most reliable first."""
 MANY_BYTES, CHECKERS = 2**24, 8
-"""Bytes of a record from which on its places are checked by threads, and by how many at most."""
+"""Bytes of a record from which its places are checked by threads, and the most threads."""
 HIDDEN = (
     "its forward was replaced, by a function that does not keep torch.nn's own as an attribute of "
     "the module: the fused path behind it cannot be seen"
 )
 Progress: TypeAlias = Callable[[str, int], None]
-"""Called with the place that was just recorded, and how many calls have been so far."""
+"""Called with the place that was just recorded, and the number of calls so far."""
 
 
 class Recorder:
-    """Where hooks give their calls; knows the model's modules and which of them is running."""
+    """Receives calls from hooks; knows the model's modules and which of them is running."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Recorder:
         layers: Collection[int | str] | None,
         progress: Progress | None,
     ) -> None:
-        # Where weights are spread over ranks, all heads are recorded, and chosen at the end.
+        # Where weights are sharded over ranks, all heads are recorded, and selected at the end.
         self._spread = any(map(is_sharded, model.parameters()))
         self._late_heads = chosen.heads if self._spread else None
         chosen = replace(chosen, heads=None) if self._spread else chosen
@@ -105,14 +105,14 @@ class Recorder:
         self.copier = HostCopier()
         self.takes = RowTakes(chosen, self.copier, self.extras)
         self.thread, self.is_open = threading.get_ident(), False
-        # The modules that run, outermost first; how often the outermost has run each of its
-        # modules, and how often each name has attended; how many hooks are handling a call.
+        # The running modules, outermost first; how often each module has begun since the outermost
+        # did, and how often each name has attended; how many hooks are handling a call.
         self.stack: list[nn.Module] = []
         self.entered: Counter[int] = Counter()
         self.attended: Counter[str] = Counter()
         self.handling = self.paused = self.n_entered = 0
-        self.entries: list[int] = []  # of each module that runs: which number it had as it began
-        # Modules that may run fused behind a `forward` into which nobody sees.
+        self.entries: list[int] = []  # for each running module, the value of n_entered as it began
+        # Modules that may run fused behind a replaced `forward`, where no hook can see it.
         self.hidden: set[int] = set()
         self.origins = TensorOrigins()
         self.left_out = LeftOut()
@@ -126,12 +126,12 @@ class Recorder:
         self._passed_over: dict[str, int] = {}
 
     def unseen(self) -> AbstractContextManager[None]:
-        """In which functions of torch are given to no recorder."""
+        """A context in which no recorder sees functions of torch: without its mode."""
         return nullcontext() if self.mode is None else without_modes(type(self.mode))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """In which nothing is a call of the model's."""
+        """A context in which no call counts as the model's, for the recorder's own work."""
         self.handling += 1
         try:
             with self.unseen():
@@ -141,14 +141,14 @@ class Recorder:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Forget what was running when the block ends."""
+        """A context that clears the stack of running modules when it ends."""
         try:
             yield
         finally:
             self._end()
 
     def enter(self, module: nn.Module, args: Any, compiled: bool = False) -> None:
-        """A module of the model begins; `compiled`: in code that must not see our mode."""
+        """A module of the model begins; `compiled`: in compiled code that must not see our mode."""
         name, outermost = self.names[id(module)], not self.stack or module is self.model
         if outermost and not self._begin(compiled):
             return
@@ -185,7 +185,7 @@ class Recorder:
 
     @contextmanager
     def running(self, module: int | None) -> Iterator[None]:
-        """In which the module of this id runs, where a compiled graph says so."""
+        """A context in which the module of this id is running, as a compiled graph says."""
         found = None if module is None else self.by_id.get(module)
         if found is not None:
             self.safely(self.enter, found, (), True)
@@ -196,11 +196,11 @@ class Recorder:
                 self.safely(self.leave, found, None)
 
     def read_ids(self, module: nn.Module, ids: Tensor) -> None:
-        """The tokens that a compiled graph looks up."""
+        """Note the token ids that a compiled graph looks up."""
         self.attempt(self.names[id(module)], self._read_inputs, module, (ids,))
 
     def _begin(self, compiled: bool) -> bool:
-        """Whether a module that is entered first is recorded, with what it calls."""
+        """Begin an outermost module; return whether it and what it calls is recorded."""
         if self.paused or not own_blocks() or is_backward():
             return False
         if is_traced_by_jit():
@@ -217,7 +217,7 @@ class Recorder:
         return True
 
     def _leaves_out_capture(self) -> bool:
-        """Whether a CUDA graph is captured here; what is in it is left out, with a note."""
+        """Whether a CUDA graph is being captured; its contents are then left out, with a note."""
         if not is_capturing():
             return False
         unseen = "nothing is computed yet; watch the model run without a graph of its own"
@@ -233,18 +233,18 @@ class Recorder:
             remove_mode(self.mode)
 
     def _count_inputs(self, args: Any) -> None:
-        """How many inputs the model itself is given, by the tensor that has most."""
+        """Note the batch size of the model's inputs: the largest first axis among them."""
         found = batch_sizes((*args, *given_by_name().values()))
         self.inputs.n_inputs = max(found, default=None)
 
     def _read_inputs(self, module: nn.Module, args: Any) -> None:
         ids = args[0] if id(module) in self._words and not is_capturing() else None
         if self.inputs.n_inputs is None:
-            # What is no floating number is positions, where it is not words.
+            # An integer tensor that is not looked up as words holds positions.
             given = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
             self.inputs.n_inputs = next(iter(batch_sizes(given if ids is None else [ids])), None)
         if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
-            # Once for all layers, and before any of them keeps the device busy.
+            # Copied once for all layers, and before any of them keeps the device busy.
             self.inputs.ids_bt = ids.detach().cpu()
 
     def _read_logits(self, output: Any) -> None:
@@ -252,13 +252,13 @@ class Recorder:
         self.extras.end(output, not self.stack, self.inputs.ids_bt, rows)
 
     def name_of(self, module: nn.Module | None = None) -> str | None:
-        """The dotted name of a module, or of the one that is running; None if it is not ours."""
+        """A module's dotted name, by default the running one's; None if it is not in the model."""
         if module is None:
             return self.names[id(self.stack[-1])] if self.stack else None
         return self.names.get(id(module))
 
     def locate(self, call: Call) -> Located:
-        """The layer of a call and the name of its place, by how often it has been there."""
+        """The layer and place name of a call, from how often its module has attended."""
         attended = self.attended
         entry = call.name, self.entered[id(self.stack[-1])] if self.stack else 0
         numbers = self._layers.setdefault((stack_of(call.name), bool(call.cross)), {})
@@ -267,9 +267,9 @@ class Recorder:
         return Located(name, numbers.setdefault(entry, len(numbers)))
 
     def is_cross(self, call: Call) -> bool:
-        """Whether a call looks at another text: as its hook says, else as before, else by name."""
+        """Whether a call is cross-attention: as its hook says, as earlier calls, or by name."""
         if call.shape.T > call.shape.S:
-            return True  # fewer keys than queries are not the queries' own
+            return True  # with fewer keys than queries, the keys are not the queries' own tokens
         last = call.name.rpartition(".")[2]
         if call.cross is not None:
             self._kinds[call.name] = call.cross or SOURCE.search(last) is not None
@@ -281,19 +281,19 @@ class Recorder:
         self._passed_over[found.name] = found.layer
         if self.layers is None:
             return True
-        # "" is around everything, and "a" around "a.b".
+        # The module's name and those of all modules around it; "" contains everything.
         around = itertools.accumulate(call.name.split("."), "{}.{}".format)
         return not {found.layer, found.name, "", *around}.isdisjoint(self.layers)
 
     def record(self, read: Callable[[Recorder], Call | None]) -> bool:
-        """Record the call that `read` reads, and say whether it was one of attention.
+        """Record the call that `read` returns; return whether it was an attention call.
 
-        What fails in this is noted, and the place left out; the model's own call goes on.
+        An error is noted and the place left out; the model's own call continues.
         """
         name = self.name_of() or ""
         try:
             if self._leaves_out_capture():
-                # Of a graph that the model captures inside, of a part of itself.
+                # A graph that the model itself captures, of a part of it.
                 return True
             with self.alone():
                 call = None if name in self.left_out else read(self)
@@ -309,14 +309,14 @@ class Recorder:
         return True
 
     def attempt(self, name: str, step: Callable[..., None], *args: Any) -> None:
-        """Do something for the record; what fails in this is noted, and the place left out."""
+        """Run a step for the record; if it fails, that is noted, and the place left out."""
         try:
             step(*args)
         except Exception as error:
             self.leave_out(name, error)
 
     def safely(self, step: Callable[..., None], *args: Any) -> None:
-        """Follow which module runs; where that fails, nothing more is recorded in the block."""
+        """Run a step that tracks modules; if it fails, nothing more is recorded in the block."""
         try:
             step(*args)
         except Exception as error:
@@ -339,7 +339,7 @@ class Recorder:
 
     @torch.no_grad()
     def take(self, call: Call) -> bool:
-        """Record a call where it is wanted, and say whether it was."""
+        """Record a call if it is wanted; return whether it was recorded."""
         if is_transforming():
             raise ValueError("it runs under torch.func (vmap, grad), whose numbers cannot be read")
         call, shard = self._find_shard(call)
@@ -348,7 +348,8 @@ class Recorder:
         call = replace(call, cross=self.is_cross(call))
         located = self.locate(call)
         found = located if self.wanted(call, located) else None
-        # What is not wanted may still continue what is recorded, in a loop of the model's own.
+        # A call that is not wanted may still continue a recorded text, in a model's own decoding
+        # loop.
         if found is None and not self.takes.knows(call):
             return False
         q, k, _ = under_autocast(call.q, call.k, call.k)
@@ -364,17 +365,17 @@ class Recorder:
             )
 
     def _find_shard(self, call: Call) -> tuple[Call, HeadShard | None]:
-        """The call with the heads that are here, and where the others are."""
+        """The call with its local heads, and how they are sharded, if they are."""
         call, shard = take_local(call)
         if shard is not None or call.name in self.shards or not self._spread:
             return call, shard
-        # A module without weights is given its queries by one around it.
+        # A module without weights gets its queries from a module around it that has them.
         around = [self.modules_by_name[call.name], *reversed(self.stack)]
         home = next((module for module in around if any(True for _ in module.parameters())), None)
         return call, None if home is None else shard_of(home, call.q, call.k)
 
     def _finish_takes(self) -> list[Finished]:
-        """What was seen of each place, of all ranks that share its heads."""
+        """Finish all places: check their numbers, gather sharded heads, and select heads."""
         made: list[Finished] = []
         for take in list(self.takes.order):
             self.attempt(take.name, lambda one: made.append(one.finish()), take)
@@ -427,17 +428,17 @@ class Recorder:
 
 
 def find_faults(finished: list[Finished]) -> list[str | None]:
-    """Which places have numbers that are not those of attention, and what is wrong with these."""
+    """For each place, what is wrong with its numbers, or None."""
     size = sum(x.nbytes for _, _, arrays in finished for x in arrays.values())
     if size < MANY_BYTES:
         return [find_fault(one) for one in finished]
-    # Numpy lets other threads run while it reads.
+    # Numpy releases the GIL while it reads.
     with ThreadPoolExecutor(min(len(finished), CHECKERS)) as threads:
         return list(threads.map(find_fault, finished))
 
 
 def find_fault(finished: Finished) -> str | None:
-    """What is wrong with the numbers of a place."""
+    """What is wrong with the numbers of a place, or None."""
     place, _, arrays = finished
     for name in (*STATISTICS, "lse"):
         form, array = FORMS[name], arrays.get(name)
@@ -448,13 +449,13 @@ def find_fault(finished: Finished) -> str | None:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is captured here: who asks the device for numbers would end that."""
+    """Whether a CUDA graph is being captured; reading from the device would invalidate it."""
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(begun and torch.cuda.is_current_stream_capturing())
 
 
 def stack_of(name: str) -> str:
-    """The stack of a module: what comes before the last number of its name, without numbers."""
+    """The stack of a module: its name up to the last number, without the numbers."""
     parts = name.split(".")
     numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
     last = numbers[-1] if numbers else len(parts) - 1
@@ -462,7 +463,7 @@ def stack_of(name: str) -> str:
 
 
 def find_trained_len(config: Any) -> int | None:
-    """How long the texts were that a model was made for, as its config says: ours, or another's."""
+    """The text length that a model was made for, by its config, ours or another's; or None."""
     source = getattr(config, "source", None)
     if not isinstance(source, Mapping):
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -472,7 +473,7 @@ def find_trained_len(config: Any) -> int | None:
 
 
 def batch_sizes(given: Iterable[Any]) -> list[int]:
-    """How many rows each tensor has of what a module is given; those in a dictionary count too."""
+    """The batch sizes of all tensors among a module's arguments, those in dictionaries too."""
     found = []
     for value in given:
         for x in value.values() if isinstance(value, Mapping) else (value,):

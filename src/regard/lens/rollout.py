@@ -1,10 +1,10 @@
 """Attention rollout: how much the last states draw on each token, by way of all layers.
 
-Rollout takes a layer for half the mean of its heads and half the token itself, with rows made to
-sum to 1, and multiplies the layers. Here no layer is made whole. What a few states draw on is a row
-each; from the last layer to the first such rows are multiplied by the layer, of which a strip of
-rows is made at a time. So one state costs O(N) memory at any length, and all of them are blocks of
-rows one after the other.
+Rollout models a layer as half the mean of its heads and half the identity, with rows normalised to
+1, and multiplies the layers. Here no layer's matrix is ever whole. What a few states draw on is one
+row each; these rows are multiplied by each layer, from the last to the first, and of the layer a
+strip of rows is computed at a time. So one state costs O(N) memory at any length, and all states
+are computed in blocks of rows.
 
 Letters: N tokens, R states asked about; n rows of a strip.
 """
@@ -20,15 +20,15 @@ from regard.lens.lazy_weights import Array
 from regard.lens.schema import Place
 
 Strip: TypeAlias = Callable[[int, int], Array]
-"""The mean weights of a layer's heads in some rows, first and past the last: (n, N) float64."""
+"""The mean weights of a layer's heads in the given rows (first, past the last), (n, N) float64."""
 
 Part: TypeAlias = Callable[[int, tuple[int, int, int, int]], Array]
-"""The weights of a head in a window: first and past the last query, and key."""
+"""The weights of a head in a window: first and past-the-last query, then key."""
 
 BLOCK = 1 << 25
-"""Numbers that a block of rows holds: while it is rolled there are two such blocks."""
+"""Numbers in a block of rows; while it is multiplied there are two such blocks."""
 STRIP = 1 << 22
-"""Numbers of a layer made at once."""
+"""Weights of a layer that are computed at once."""
 
 
 def find_stack(places: Sequence[Place]) -> list[int]:
@@ -45,7 +45,7 @@ def _stem(name: str) -> str:
 
 
 def mean_strip(n_heads: int, n_keys: int, part: Part) -> Strip:
-    """The mean of heads, made when its rows are asked for."""
+    """A function that computes the mean over heads of the rows it is asked for."""
 
     def strip(a: int, z: int) -> Array:
         total = np.zeros((z - a, n_keys))
@@ -57,7 +57,7 @@ def mean_strip(n_heads: int, n_keys: int, part: Part) -> Strip:
 
 
 def token_numbers(tokens: int | Sequence[int], n_tokens: int) -> Array:
-    """Numbers of tokens, negative ones from the end, as numbers from 0."""
+    """Token indices, of which negative ones count from the end, as an array of indices from 0."""
     numbers = np.atleast_1d(tokens)
     if not numbers.size or not np.issubdtype(numbers.dtype, np.integer):
         raise TypeError(f"tokens must be the number of a token, or several, got {tokens!r}")
@@ -67,7 +67,7 @@ def token_numbers(tokens: int | Sequence[int], n_tokens: int) -> Array:
 
 
 def roll_rows(states: Array, n_tokens: int, layers: Sequence[Strip]) -> Array:
-    """What each of these last states draws on, (R, N); `layers` from the first to the last."""
+    """What each of these last states draws on, (R, N); `layers` are ordered first to last."""
     drawn_rn = np.zeros((len(states), n_tokens))
     drawn_rn[np.arange(len(states)), states] = 1.0
     for strip in reversed(layers):
@@ -76,7 +76,7 @@ def roll_rows(states: Array, n_tokens: int, layers: Sequence[Strip]) -> Array:
 
 
 def roll_columns(tokens: Array, n_tokens: int, layers: Sequence[Strip]) -> Array:
-    """How much each last state draws on these tokens, (N, R): the layers from the first on."""
+    """How much each last state draws on these tokens, (N, R); `layers` from first to last."""
     drawn_nr = np.zeros((n_tokens, len(tokens)))
     drawn_nr[tokens, np.arange(len(tokens))] = 1.0
     for strip in layers:
@@ -85,7 +85,7 @@ def roll_columns(tokens: Array, n_tokens: int, layers: Sequence[Strip]) -> Array
 
 
 def roll_all(n_tokens: int, layers: Sequence[Strip]) -> Array:
-    """The same of every state, (N, N)."""
+    """What every last state draws on, (N, N)."""
     found_nn = np.empty((n_tokens, n_tokens))
     height = max(BLOCK // n_tokens, 1)
     for a in range(0, n_tokens, height):
@@ -95,7 +95,7 @@ def roll_all(n_tokens: int, layers: Sequence[Strip]) -> Array:
 
 
 def step_on(drawn_nr: Array, strip: Strip) -> Array:
-    """What a layer's input draws on, as its output draws on it."""
+    """From how much a layer's input states draw on the tokens, compute it for its output states."""
     n_tokens = len(drawn_nr)
     found_nr = np.empty_like(drawn_nr)
     height = max(STRIP // n_tokens, 1)
@@ -107,7 +107,7 @@ def step_on(drawn_nr: Array, strip: Strip) -> Array:
 
 
 def step_back(drawn_rn: Array, strip: Strip) -> Array:
-    """What is drawn from a layer's output, as drawn from its input."""
+    """From what the last states draw on a layer's output, compute what they draw on its input."""
     n_tokens = drawn_rn.shape[1]
     found_rn = np.zeros_like(drawn_rn)
     height = max(STRIP // n_tokens, 1)

@@ -1,9 +1,9 @@
 """Which rows of the batch are recorded, and which earlier calls a call continues.
 
 How: each place has, for each recorded row, a list of takes, one for each text. A call is added to
-the take whose keys it has, or opens a new one (`stitch_calls.py`). Finished texts may leave the
-batch during generation; the row of the record is then found again by its keys. Rows that change
-places in the batch, as beams do, are refused.
+the take whose keys it extends, or opens a new one (`stitch_calls.py`). Finished texts may leave the
+batch during generation; a recorded row is then found again by its keys. Rows that are reordered in
+the batch, as beams are, are refused.
 
 Letters: B batch, T queries, S keys, H heads.
 """
@@ -25,14 +25,14 @@ from regard.lens.stitch_calls import Take
 from regard.ops import Wants
 
 MOST_TEXTS = 16
-"""Texts of which what their layers share is kept; or four times the rows of a batch."""
+"""Texts for which the data that layers share is cached; or four times the recorded rows."""
 MOST_TAKES = 256
-"""Places that one module may become; a training loop is not to be watched."""
+"""The most places per module, since a training loop is not meant to be watched."""
 
 
 @dataclass(frozen=True)
 class Located:
-    """The name of the place that a call is of, and its layer."""
+    """The place that a call belongs to: its name and its layer."""
 
     name: str
     layer: int
@@ -40,7 +40,7 @@ class Located:
 
 @dataclass(eq=False)
 class Inputs:
-    """What a model has been given in one call: how many inputs, and the last ids it looked up."""
+    """The inputs of one call of the model: its batch size, and the last token ids it looked up."""
 
     n_inputs: int | None = None
     ids_bt: Tensor | None = None
@@ -48,7 +48,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is recorded of each place."""
+    """What is recorded of each place: measurements, queries and keys, rows, heads, extras."""
 
     wants: Wants
     keep: str
@@ -58,7 +58,7 @@ class Chosen:
 
 
 class RowTakes:
-    """The takes of all places, by name and row, and in the order in which they were begun."""
+    """The takes of all places, by name and row, and in the order in which they were opened."""
 
     def __init__(self, chosen: Chosen, copier: HostCopier, extras: Extras) -> None:
         self.chosen, self.copier, self.extras = chosen, copier, extras
@@ -67,10 +67,11 @@ class RowTakes:
         self.order: list[Take] = []
         self.remarks: dict[str, None] = {}
         self._read, self._entry = Inputs(), 0
-        # Where each row of the record is now, if rows have left the batch; none if it has too.
+        # The batch rows where each recorded row is now, if rows have left the batch; empty if it
+        # left too.
         self._moved: dict[int, tuple[int, ...]] = {}
         self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
-        # Layer by layer all rows come again: what is found for one must last until then.
+        # Every layer comes with all rows again: what is cached for a row must last until then.
         self._most = max(MOST_TEXTS, 4 * len(self.rows or ()))
         self._replays, self._named = Replays(self._most), NamedSpots(self._most)
 
@@ -79,9 +80,9 @@ class RowTakes:
         return any(self.takes.get(self._key(call, row)) for row in self.rows or (0,))
 
     def take(self, call: Call, found: Located | None, read: Inputs, entry: int) -> bool:
-        """Record a call, and say whether it was: one that is not `found` only continues others.
+        """Record a call; return whether it was. If `found` is None, it may only continue a take.
 
-        entry: which entry of a module it belongs to.
+        entry: the number of the module's run that the call belongs to.
         """
         if not call.shape.T or not call.shape.S:
             return False
@@ -92,19 +93,19 @@ class RowTakes:
         return any([self._take_row(call, found, row) for row in self._rows_of(call)])
 
     def drop(self, name: str) -> None:
-        """Forget all that was recorded of a module."""
+        """Discard everything that was recorded of a module."""
         for key in [key for key in self.takes if key == name or key.startswith(f"{name}[")]:
             for take in self.takes.pop(key):
                 self.order.remove(take)
 
     def clear(self) -> None:
-        """Forget all that was recorded."""
+        """Discard everything that was recorded."""
         self.takes.clear()
         self.order.clear()
         self._replays.clear()
 
     def rows_now(self) -> dict[int, int]:
-        """The rows of the record, and where each is in the batch now."""
+        """The recorded rows, and the row of the batch in which each is now."""
         rows = self.rows or (0,)
         return {row: now for row in rows for now in self._moved.get(row, (row,))}
 
@@ -148,13 +149,14 @@ class RowTakes:
         ids, suffix = self._ids(B, row % B, call.shape.T), self._key(call, row)[len(call.name) :]
         whole = call if self.extras.wants_values else replace(call, v=None)
         call = whole.of(row % B, self.heads)
-        # A second stream over the same keys in one run of a module is no later text (ProphetNet).
+        # A second stream over the same keys in one run of a module is not a later text
+        # (ProphetNet).
         earlier = [take for take in takes if take.entry != self._entry or call.shape.T == 1]
         for take in earlier:
             if self._continue(take, call, ids):
                 return True
             if take.grows(call, ids):
-                # The same text, read anew and farther: generation without a cache.
+                # The same text read from its start again, and further: generation without a cache.
                 fresh = replace(take)
                 fresh.reads = take.reads
                 takes[takes.index(take)] = self.order[self.order.index(take)] = fresh
@@ -177,12 +179,12 @@ class RowTakes:
         return True
 
     def _sees_before(self, call: Call) -> bool:
-        """Whether a call sees keys of calls before it, not only slots that are still empty."""
+        """Whether a call sees keys of earlier calls, and not only empty cache slots."""
         runs = self.runs_of(call) if call.is_step else None
         return call.is_step and (runs is None or runs.reach > call.shape.T)
 
     def _continue(self, take: Take, call: Call, ids: Tensor | None) -> bool:
-        """Put a call behind those of a take, where it continues them."""
+        """Append a call to a take if it continues it; return whether it does."""
         fit = take.fit(call, self.runs_of(call))
         if fit is None:
             moved = take.fit_slots(call)
@@ -193,13 +195,13 @@ class RowTakes:
         return fit is not None
 
     def _has_left(self, call: Call, takes: list[Take], row: int) -> bool:
-        """Whether rows have left the batch since the text of the record was begun."""
+        """Whether rows have left the batch since the recorded text began."""
         if call.cross:
             return row in self._moved
         return call.is_step and any(take.n_rows > call.shape.B for take in takes)
 
     def _follow_row(self, call: Call, takes: list[Take], row: int) -> bool:
-        """Find a row of the record again, by its keys; it may have left too."""
+        """Find a recorded row in the smaller batch by its keys; it may be gone too."""
         B = call.shape.B
         for now in self._moved[row] if call.cross else range(B):
             one, ids = call.of(now, self.heads), self._ids(B, now, call.shape.T)
@@ -218,7 +220,7 @@ class RowTakes:
         base, *again = found.name.rsplit("@", 1)
         name, number = "@".join([base + suffix, *again]), len(takes)
         known = {take.name for take in takes}
-        while name in known:  # another text
+        while name in known:  # the place of another text
             number += 1
             name = name_place(call.name + suffix, number)
         take = Take(
@@ -237,20 +239,20 @@ class RowTakes:
         return take
 
     def _ids(self, B: int, row: int, T: int) -> Tensor | None:
-        """The tokens of the queries, where as many were read last as there are queries."""
+        """The token ids of the queries, if the ids that were last looked up are as many."""
         ids = self._read.ids_bt
         if ids is None or ids.shape[1] != T or ids.shape[0] not in (1, B):
             return None
         return ids[row if ids.shape[0] > 1 else 0]
 
     def runs_of(self, call: Call) -> FoundRuns | None:
-        """The runs of a call; layers share masks, so each is looked at once."""
+        """The runs of a call's visible keys, cached, since layers share masks."""
         rule = call.rule
         key = rule_key(rule)
         if key not in self._runs:
             while len(self._runs) >= self._most:
                 self._runs.pop(next(iter(self._runs)))
-            # Held with its tensors, so that no other tensor can have their addresses.
+            # The rule is kept, so that no other tensor can get its tensors' addresses.
             self._runs[key] = (rule, find_runs(rule))
         return self._runs[key][1]
 

@@ -1,9 +1,9 @@
-"""What is in a record, and how each part of it is checked before it is believed.
+"""What is in a record, and how each part of it is checked before it is used.
 
 A record is a description (plain JSON: `Description`, and a `Place` for each place) and arrays by
-name; place p's are `p.q`, `p.lse` and so on. `FORMS` says of each array which types, axes and
-numbers it can have. It is the same for a record in memory and one from a file, and an array is
-checked when it is first used.
+name; those of place p are `p.q`, `p.lse` and so on. `FORMS` defines the types, axes and range of
+each array. They are the same for a record in memory and one from a file, and an array is checked
+when it is first used.
 
 Letters: H heads, G key heads, T queries, S keys, D head width; see `record.py` for the format.
 """
@@ -28,17 +28,17 @@ MAX_HEADS = 4096
 MOST_EFFECTS = 16
 FLOATS = ("F32", "F64")
 SPOTS = ("previous", "next", "same", "induction", "first")
-"""The scores that are sums over single pairs, in the order of the rows of `spots`."""
+"""The scores that are sums of single weights, in the order of the rows of `spots`."""
 LATER = ("trained_len", "window", "vocabulary", "notes", "effects")
-"""What earlier records do not say, and others only where there is something to say."""
+"""Fields that older records lack, and that are written only where they have a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One place in a model where heads attend: an attention layer, by its dotted name.
+    """An attention layer of a recorded model, by its dotted name: a place where heads attend.
 
-    `heads` are the numbers, in the model, of the heads that were recorded. `exact_zoom`: whether
-    any part of the map can be made; else there are the statistics and a picture of the whole.
+    `heads` are the numbers, in the model, of the recorded heads. `exact_zoom`: whether any part of
+    the map can be computed; else there are only statistics and a coarse map of the whole.
     """
 
     name: str
@@ -53,14 +53,14 @@ class Place:
 
     @property
     def stack(self) -> str:
-        """By the dotted name; an `encoder_attn` is the decoder's look at the encoder."""
+        """The stack by the dotted name: "decoder" (with its `encoder_attn`), "encoder" or ""."""
         name = self.name.lower()
         return next((stack for stack in ("decoder", "encoder") if stack in name), "")
 
 
 @dataclass(kw_only=True)
 class Description:
-    """All of a record but its arrays; `rules` has, for each place, what its weights are made by."""
+    """Everything in a record but its arrays; `rules` has, per place, what its weights depend on."""
 
     version: int = VERSION
     model: str = ""
@@ -100,7 +100,7 @@ def refuse(why: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Is:
-    """What a value of the description must be: a test of it, and the same in words."""
+    """What a value of the description must be: a test for it, and the same in words."""
 
     fits: Callable[[Any], bool]
     words: str
@@ -249,7 +249,7 @@ class CheckedArrays:
         return f"{place}.{name}" in self._good or f"{place}.{name}" in self._arrays
 
     def put(self, place: int, name: str, array: Array) -> None:
-        """Add an array, or have another in its place."""
+        """Add or replace an array."""
         self._check(array, place, name)
         self._good[f"{place}.{name}"] = array
 
@@ -417,7 +417,7 @@ def read_bias(arrays: CheckedArrays, place: int, number: int, bias: dict[str, An
 
 
 def find_ends(steps: Array, n_queries: int) -> Array:
-    """The last query of each step; all steps together must be all queries."""
+    """The last query of each step; raises if the steps do not add up to all queries."""
     ends = np.cumsum(steps)
     if not len(ends) or ends[-1] != n_queries:
         refuse("the steps of a place do not add up to its queries")
@@ -425,7 +425,7 @@ def find_ends(steps: Array, n_queries: int) -> Array:
 
 
 def check_runs(first: Array, pairs: Array, place: int) -> None:
-    """Runs must lie in order, none empty, and all of them belong to rows."""
+    """Check that runs are in order, that none is empty, and that all belong to rows."""
     good = first[0] == 0 and first[-1] == len(pairs) and (np.diff(first) >= 0).all()
     if good:
         row = np.repeat(np.arange(len(first) - 1), np.diff(first))
@@ -436,7 +436,7 @@ def check_runs(first: Array, pairs: Array, place: int) -> None:
 
 
 def check_index(what: str, value: int, count: int) -> None:
-    """Refuse what is no index of so many; `what` is a place, a head, a query or a key."""
+    """Refuse what is no index below `count`; `what` names it: a place, head, query or key."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         hint = "; record.find(name) gives it" if what == "place" else ""
         raise TypeError(f"{what} is {value!r}; expected its number, from 0 to {count - 1}{hint}")

@@ -1,14 +1,14 @@
-"""Attributes that several blocks replace at once: replaced by the first, put back by the last.
+"""Monkey-patches that several blocks share: installed by the first block, removed by the last.
 
 Why: some models can only be seen or edited by replacing a function of torch or of `transformers`.
-Blocks open and close in several threads and in any order; if each put back what it found, one would
-take away the other's replacement, or leave its own behind.
+Blocks open and close in several threads and in any order; if each restored what it found, one would
+remove the other's replacement, or leave its own behind.
 
-How: an attribute has a list of wrappers, each counted, under a lock; what is in place is the
-original with all of them around it, and is made anew when one comes or goes. A wrapper belongs to
+How: an attribute has a list of wrappers, each with a count, under a lock. What is installed is the
+original inside all of them, and is rebuilt when a wrapper is added or removed. A wrapper belongs to
 no block: it asks which recorders or editors are open where it is called, and outside of blocks does
 nothing. A function that an instance holds is replaced by a `StandIn`, which is copied and pickled
-as what it stands for.
+as the original.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 @dataclass(eq=False)
 class Patch:
-    """An attribute that is replaced now; `own`: whether its owner had it, or inherited it."""
+    """An attribute that is patched now; `own`: its owner defines it, and does not inherit it."""
 
     owner: Any
     name: str
@@ -53,7 +53,7 @@ class Patch:
 
     def put_in_place(self) -> None:
         if vars(self.owner).get(self.name, self.original) is not self.current:
-            return  # Someone else has replaced it since, and calls ours, which does nothing.
+            return  # Someone else has patched it since; ours stays inside, and does nothing.
         self.current = self.original
         for wrap in self.wraps:
             self.current = wrap(self.current)
@@ -64,7 +64,7 @@ class Patch:
 
 
 class StandIn:
-    """A function in the place of one that an instance holds; copies are of that one."""
+    """Replaces a function that an instance holds; copies and pickles yield the original."""
 
     def __init__(self, original: Any, function: Callable[..., Any]) -> None:
         self.original, self.function = original, function
@@ -81,12 +81,12 @@ def give_back(original: Any) -> Any:
 
 
 def original_of(value: Any) -> Any:
-    """What a function stands for, or the function itself."""
+    """The original that a stand-in replaces, or the function itself."""
     return value.original if isinstance(value, StandIn) else value
 
 
 def kind_of(wrap: Wrap) -> Any:
-    """What tells wrappers apart: a function, with what it was made for."""
+    """What identifies a wrapper: its function and, if it is a partial, its arguments."""
     return (wrap.func, wrap.args) if isinstance(wrap, functools.partial) else wrap
 
 

@@ -1,14 +1,14 @@
-"""A take: the calls of one place for one text, joined into one matrix as they come in.
+"""A take: the calls of one attention layer for one text, stitched into one matrix as they come in.
 
-Why: in generation a place is called for the prompt and then for each token, with keys from a cache
-that grows, slides, or lies in slots. A record is one matrix, so each call must find its rows and
-its keys in it.
+Why: in generation a layer is called for the prompt and then for each token, with keys from a cache
+that grows, slides, or has fixed slots. A record is one matrix, so the rows and keys of each call
+must be located in it.
 
-How: `fit` tells which keys of a call are those of the record, by comparing them with the keys of
-the calls before: growing and fixed caches keep them at the front, sliding ones keep the last. A
-call that continues nothing is another take, and the recorder opens a new place for it. `add`
-measures the call on its own device, where the answers stay until `finish`, so that a device is not
-waited for. Large ones are copied to the CPU at once (`device_to_host.py`): those of a first call,
+How: `fit` finds which keys of a call are those of the record, by comparing hashes of them with
+those of earlier calls: growing and fixed caches keep them at the front, sliding ones keep the last.
+A call that continues nothing is another take, for which the recorder opens a new place. `add`
+measures the call on its own device, where the results stay until `finish`, so that nothing
+synchronizes. Large ones are copied to the CPU at once (`device_to_host.py`): those of a first call,
 in case it stays the only one, and with keep="qk" queries and new keys, which are many.
 
 Letters: B batch (here 1), T queries, S keys, H heads, G key heads, D head width; N keys so far.
@@ -41,19 +41,19 @@ from regard.ops.mask import At
 from regard.ops.pack import pack, unpack
 
 DIRECT = 1 << 22
-"""Weights up to which a map is made from q and k whenever it is asked for."""
+"""Weights of a call up to which a map is always computed from q and k, without a base map."""
 BASE_CELLS = 1024
 LONG = 1 << 33
-"""Weights of all heads from which on kernels take longer than launching them."""
+"""Weights of all heads from which kernels take longer than launching them."""
 COPIED = 1 << 28
-"""Bytes of masks and biases up to which they are copied to where a graph reads them."""
+"""Bytes of masks and biases up to which they are copied to a graph's static inputs."""
 PICTURE = 128
-"""Cells on a side of the map that is kept with statistics."""
+"""Cells per side of the map that is kept with statistics."""
 
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A call with the keys that belong to the record, the first of which is key `offset` there."""
+    """A call, cut to the keys that belong to the record; the first is key `offset` there."""
 
     call: Call
     offset: int
@@ -63,9 +63,9 @@ class Fit:
 class Asked(NamedTuple):
     """What is measured of a call.
 
-    base: the map from which larger ones are made. offset: of its first key in the record. new: so
-    many of its last keys are new there. reaches: whether it is asked how far rows look to either
-    side; ahead: whether any looks at keys after its own.
+    base: the map from which larger maps are computed. offset: the number of its first key in the
+    record. new: how many of its last keys are new there. reaches: whether to measure how far rows
+    look to either side; ahead: whether any row sees keys after its own.
     """
 
     wants: Wants
@@ -77,9 +77,9 @@ class Asked(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries that see something, (T,), and those whose own key is seen too; on the CPU.
+    """`sees`: queries that see some key; `real`: whose own key is seen too, (T,), on the CPU.
 
-    spots: the keys that are named for these.
+    spots: the keys of head scores, named for the real queries.
     """
 
     sees: Tensor
@@ -89,7 +89,7 @@ class Queries(NamedTuple):
 
 @dataclass(eq=False)
 class Take:
-    """What has been seen of one place; `replace(take)` is an empty one of the same place."""
+    """What has been recorded of one place; `replace(take)` is an empty take of the same place."""
 
     name: str
     layer: int
@@ -125,11 +125,11 @@ class Take:
         self.spot_counts: Any = 0
 
     def fit(self, call: Call, runs: FoundRuns | None) -> Fit | None:
-        """The call as part of this take, or None where it does not continue it."""
+        """The call as part of this take, or None if it does not continue it."""
         T, S, N = call.shape.T, call.shape.S, self.n_keys
         reach = S if runs is None or not len(runs.pairs) else runs.reach
         if not self.calls:
-            # Slots of a fixed cache that nothing was written to yet.
+            # A fixed cache has slots to which nothing was written yet.
             cached = not self.cross and S > T and call.follows_keys
             return first_keys(call, max(T, reach) if cached else S, runs)
         prints, known = fingerprints(call.k[0]), self.prints
@@ -145,7 +145,7 @@ class Take:
         return None
 
     def fit_slots(self, call: Call) -> Call | None:
-        """The call with its keys in the order of their positions, where a mask tells these."""
+        """The call with its keys in the order of their positions, if its mask has positions."""
         at = key_positions(call.mask)
         if at is None or not self.calls:
             return None
@@ -199,7 +199,7 @@ class Take:
             self.first = int(runs.pairs[:, 0].min())
 
     def _look(self, fit: Fit, own: Array, new: int) -> tuple[dict[str, Tensor], Queries]:
-        """What is measured of a call, and which queries count."""
+        """Measure a call; return the measurements and which queries count."""
         call, asked = fit.call, self._ask(fit, new)
         if fit.runs is None or call.sinks is not None:
             found = look_at(call, asked)
@@ -211,7 +211,7 @@ class Take:
         return look_again(call, asked, queries.spots, self.replays), queries
 
     def _ask(self, fit: Fit, new: int) -> Asked:
-        """What is measured of a call."""
+        """Choose what to measure of a call."""
         call, runs = fit.call, fit.runs
         T, S = call.shape.T, call.shape.S
         wants, base = replace(self.wants, lse=True), None
@@ -234,11 +234,11 @@ class Take:
         return known if len(known) == S else None
 
     def _count(self, fit: Fit, lse_ht: Tensor | None, own: Array) -> Queries:
-        """The queries that count; lse_ht: where a mask alone does not tell."""
+        """The queries that count; lse_ht: needed where the mask alone does not determine it."""
         call, runs = fit.call, fit.runs
         if lse_ht is not None:
             sees = (lse_ht > -math.inf).any(0).cpu()
-        else:  # what the mask says needs no device to be waited for
+        else:  # the mask's runs are on the CPU, so this does not synchronize
             assert runs is not None
             sees = (runs.counts > 0).any(0)
         real = sees
@@ -250,7 +250,7 @@ class Take:
         return Queries(sees, real, self.named.find(call.shape, real, first, ids, self.cross))
 
     def _add_found(self, fit: Fit, found: dict[str, Tensor], queries: Queries) -> None:
-        """Put what was measured of a call behind what is there."""
+        """Append the measurements of a call to those of earlier calls."""
         call, offset = fit.call, fit.offset
         spots, prints = found.pop("spots"), found.pop("prints")
         self.spots = spots if self.spots is None else self.spots.to(spots) + spots
@@ -310,7 +310,7 @@ class Take:
         measured = {
             name: join(parts, dim=0 if name == "real" else 1)
             for name, parts in self.rows.items()
-            # Where no key comes after its query, the reach is the distance.
+            # If no key comes after its query, the reach equals the distance.
             if {"lse": self.keep == "qk" and self.exact, "reach": not self.causal}.get(name, True)
         }
         if len(self.pictures) == 1 == self.calls:
@@ -323,7 +323,7 @@ class Take:
         measured = self._measured() | early
         arrays: dict[str, Array] = {name: x.cpu().numpy() for name, x in measured.items()}
         if self.cross and "distance" in arrays:
-            # Each call counted from its own last query; the record's last one sits on the last key.
+            # A call's distances count from its own last query, a record's from the last of all.
             wanted = np.arange(self.n_queries) + self.n_keys - self.n_queries
             moved = (wanted - np.concatenate(self.own)) * (arrays["real"] > 0)
             arrays["distance"] = arrays["distance"] + moved.astype(arrays["distance"].dtype)
@@ -341,7 +341,7 @@ class Take:
         return arrays
 
     def _joint_picture(self) -> dict[str, Array]:
-        """The map of the whole, where all calls made it weight by weight."""
+        """The map of the whole record, if every call measured a cell for each weight."""
         rows = sum(picture.shape[1] for _, picture in self.pictures)
         ends = max((at + picture.shape[2] for at, picture in self.pictures), default=0)
         if (rows, ends) != (self.n_queries, self.n_keys):
@@ -350,7 +350,7 @@ class Take:
         return {"map": torch.cat(wide, 1).numpy()}
 
     def _runs(self) -> dict[str, Array]:
-        """All rows' runs; a place where every row sees every key needs none."""
+        """The runs of all rows; empty if every row sees every key."""
         first, pairs = [], []
         for head in range(max(len(counts) for counts, _ in self.runs)):
             for counts, found in self.runs:
@@ -366,7 +366,7 @@ class Take:
 
 
 def look_at(call: Call, asked: Asked, spots: NamedKeys | None = None) -> dict[str, Tensor]:
-    """What is measured of a call on its device, by the names that the record has."""
+    """Measure a call on its device; tensors by the names that they have in the record."""
     S, found = call.shape.S, dict[str, Tensor]()
     wants = asked.wants
     if asked.base is not None:
@@ -403,13 +403,13 @@ def look_at(call: Call, asked: Asked, spots: NamedKeys | None = None) -> dict[st
 
 
 def look_again(call: Call, asked: Asked, spots: NamedKeys, replays: Replays) -> dict[str, Tensor]:
-    """The same by the graph that looks at all calls of one form, of whatever layer, row and text.
+    """`look_at` by replaying a CUDA graph that is shared by all calls of one form.
 
-    What it reads is copied where the graph looks: queries and keys, what is known of rows, the keys
-    that are named, and all that the rule holds.
+    They may differ in layer, row and text. All that the graph reads is copied to its static inputs:
+    queries and keys, row statistics, named keys, and the tensors of the rule.
     """
     rows, packed, device = call.rows or {}, pack(call.rule), call.q.device
-    # Each tensor once, so that parts of a rule that share one still do.
+    # Each tensor once, so that parts of a rule that share a tensor still do.
     held = list({id(x): x for x in packed.tensors}.values())
     order = [next(n for n, y in enumerate(held) if y is x) for x in packed.tensors]
 
@@ -419,7 +419,7 @@ def look_again(call: Call, asked: Asked, spots: NamedKeys, replays: Replays) -> 
         moved = [x.expand(was.shape) for x, was in zip(others[len(rows) :], held, strict=True)]
         rule = unpack(packed._replace(tensors=[moved[n] for n in order]), call.shape)
         there = replace(call, q=q, k=k, v=None, rows=told, mask=rule.mask, bias=rule.bias)
-        # What is copied to the device would be waited for, which ends a capture.
+        # A copy to the device inside the graph would synchronize and end the capture.
         mass = asked.wants.mass
         mass = None if mass is None else mass.to(device)
         placed = asked._replace(wants=replace(asked.wants, mass=mass))
@@ -434,19 +434,19 @@ def look_again(call: Call, asked: Asked, spots: NamedKeys, replays: Replays) -> 
 
 
 def form_of(value: Any) -> Any:
-    """A value that a graph follows from; of a tensor or a list, what it is."""
+    """A value as part of a graph's form: a tensor's shape and dtype, another object's type."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     return value if value is None or isinstance(value, int | float | tuple | Map) else type(value)
 
 
 def once(x: Tensor) -> Tensor:
-    """A tensor without what it repeats along an axis."""
+    """A tensor without the repetitions of expanded axes (stride 0)."""
     return x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride())]
 
 
 def suits_graphs(call: Call) -> bool:
-    """Whether a call is so large that kernels look at it, and so small that the host is slower."""
+    """Whether a call is so large that kernels run it, and so small that launches take longer."""
     B, H, T, S = call.shape
     if not call.q.is_cuda or type(call.q) is not Tensor or type(call.k) is not Tensor:
         return False
@@ -456,12 +456,12 @@ def suits_graphs(call: Call) -> bool:
 
 
 def base_cell(call: Call) -> int:
-    """Rows and keys of a cell of the map from which larger ones are made."""
+    """Rows and keys per cell of the base map, a power of 2."""
     return int(2 ** math.ceil(math.log2(max(call.shape.T, call.shape.S) / BASE_CELLS)))
 
 
 def first_keys(call: Call, n: int, runs: FoundRuns | None) -> Fit:
-    """The call with its first n keys, of which no others are seen."""
+    """The call cut to its first n keys; the others are not visible."""
     if n == call.shape.S:
         return Fit(call, 0, runs)
     if not call.follows_keys:
@@ -473,7 +473,7 @@ def first_keys(call: Call, n: int, runs: FoundRuns | None) -> Fit:
 
 
 def key_positions(mask: Mask | None) -> Tensor | None:
-    """The positions that a mask gives to keys, (S,), where it does."""
+    """The positions that a mask gives to keys, (S,), or None."""
     leaves = [] if mask is None else mask.leaf_terms()
     given = (leaf.keys for leaf in leaves if isinstance(leaf, At) and leaf.keys is not None)
     keys = next(given, None)
@@ -481,12 +481,12 @@ def key_positions(mask: Mask | None) -> Tensor | None:
 
 
 def join(parts: list[Tensor], dim: int) -> Tensor:
-    """One tensor of all parts; a single one is not copied."""
+    """Concatenate parts; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def put_at(known: Tensor | None, new: Tensor, offset: int) -> Tensor:
-    """Numbers by key, added to those of the calls before, from key `offset` on."""
+    """Add numbers by key, from key `offset` on, to those of earlier calls."""
     size = max(0 if known is None else known.shape[1], offset + new.shape[1])
     total = F.pad(new, (offset, size - offset - new.shape[1]))
     return total if known is None else total + F.pad(known, (0, size - known.shape[1]))

@@ -1,16 +1,16 @@
-"""Over a corpus: the scores of every head as means over any number of texts, in bounded memory.
+"""Survey a corpus: means of every head's scores over any number of texts, in bounded memory.
 
-How: texts are dealt out in blocks of a fixed number. A block is read in batches of texts that have
-as many tokens each (`batch_scores.py`), and becomes `Moments`. Processes that torchrun started take
-one block each, round by round; after a round all of them merge its blocks, in the order of the
-texts. So the result does not depend on how many processes there were.
+How: texts are split into blocks of a fixed number. A block is read in batches of texts with the
+same number of tokens (`batch_scores.py`), and becomes `Moments`. Processes that torchrun started
+take one block each, round by round; after a round all of them merge its blocks, in the order of the
+texts. So the result does not depend on the number of processes.
 
-After a round the state goes to a file, written beside and renamed, when the last one is old enough:
-a survey that was killed goes on behind the last block of its state. The state knows the model, by
-its name and samples of all its weights, and the texts, by a hash over those that were read. Others
-are refused.
+After a round a checkpoint (the state) is written atomically, if the last one is old enough: a
+survey that was killed resumes after the last block of its state. The state identifies the model, by
+its name and samples of all its weights, and the texts, by a hash over those that were read. A state
+of another model or other texts is refused.
 
-Left out: what a text is made of (`encode` says it), and where texts come from (`corpus.py`).
+Left out: tokenization (`encode` does it), and where texts come from (`corpus.py`).
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from regard.lens.word_links import Word
 
 VERSION = 2
 SAMPLES = 256
-"""Numbers of each weight by which a model is known again."""
+"""Numbers sampled from each weight to identify a model."""
 EVERY_S = 10.0
 """Seconds between two states."""
 Progress: TypeAlias = Callable[[int], None]
-"""Called with about how many texts have been read."""
+"""Called with the approximate number of texts read so far."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A text as the model reads it; `truncated`: it was longer than the model takes.
+    """A tokenized text; `truncated`: it was longer than the model accepts.
 
-    `words` are those that its tokens make, for how heads link them; none where that is not known.
+    `words` are formed by its tokens, for the score of links; empty if they are not known.
     """
 
     ids: list[int]
@@ -62,7 +62,10 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """A model: what a text is to it, and what has it read ids (B, T). An empty text has no ids."""
+    """A model as a survey needs it: `encode` tokenizes a text, `run` runs the model on ids (B, T).
+
+    An empty text has no ids.
+    """
 
     name: str
     module: nn.Module
@@ -72,7 +75,7 @@ class Reader:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How many texts make a block and a batch, and where the state lies, if anywhere."""
+    """How many texts make a block and a batch, and the path of the state, if one is kept."""
 
     block: int = 256
     batch: int = 32
@@ -89,7 +92,7 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What some texts came to; no heads are known before the first text that is not empty."""
+    """The result over some texts; the heads are unknown before the first text that is not empty."""
 
     heads: Sequence[Head] = ()
     moments: Moments | None = None
@@ -121,7 +124,7 @@ def _check_heads(known: Sequence[Head], others: Sequence[Head]) -> None:
 def survey_texts(
     reader: Reader, texts: Iterable[str], plan: Plan, progress: Progress | None = None
 ) -> HeadTable:
-    """The means over all texts; the same in every process that takes part."""
+    """Survey all texts; every process that takes part returns the same table."""
     if isinstance(texts, str):
         raise TypeError("texts is one str; expected several texts, such as a list of str")
     with join_processes() as processes:
@@ -141,7 +144,8 @@ def survey_texts(
                 own = read_block(reader, blocks[processes.rank], plan.batch, shown)
             for part in processes.gather(own)[:n_blocks]:
                 found = found.merge(part)
-            # A block that is not full is the last; it would be another one with more texts.
+            # A block that is not full is the last one; with more texts it would be a different
+            # block.
             if processes.rank == 0 and len(blocks[-1]) == plan.block:
                 state.write(found, hashed.digest)
     if found.moments is None:
@@ -152,12 +156,12 @@ def survey_texts(
 
 
 def _scale(progress: Progress | None, n_before: int, n_blocks: int) -> Progress:
-    """Progress of one block, as that of all that are read at the same time."""
+    """Scale the progress of one block to that of all blocks that are read in parallel."""
     return lambda n: None if progress is None else progress(n_before + n * n_blocks)
 
 
 def read_block(reader: Reader, texts: Sequence[str], batch: int, progress: Progress) -> Found:
-    """The scores of some texts, read in batches of texts that have as many tokens each."""
+    """Score some texts, in batches of texts with the same number of tokens."""
     read = [reader.encode(text) for text in texts]
     by_length: dict[int, list[int]] = defaultdict(list)
     for number, tokens in enumerate(read):
@@ -195,7 +199,7 @@ def read_block(reader: Reader, texts: Sequence[str], batch: int, progress: Progr
 
 
 class State:
-    """The file from which a survey goes on that was stopped: what was found, of what, by what."""
+    """A survey's checkpoint: the result so far, and what identifies the texts and the model."""
 
     def __init__(self, reader: Reader, plan: Plan) -> None:
         self._path, self._resume = plan.state, plan.resume
@@ -206,7 +210,7 @@ class State:
         self._written = time.monotonic()
 
     def read(self) -> Found:
-        """What was found before; nothing where there is no state."""
+        """The result of earlier blocks; empty if there is no state."""
         if self._path is None or not self._path.exists():
             return Found()
         if not self._resume:
@@ -227,7 +231,7 @@ class State:
         return Found(heads, moments, **counts)
 
     def check(self, found: Found, digest: str) -> None:
-        """Refuse to go on with other texts than those that were read."""
+        """Refuse to resume with other texts than those that were read."""
         if found.n_texts and digest != self._digest:
             raise ValueError(
                 f"{self._path} is of another survey: its first {found.n_texts:,} texts are not the "
@@ -235,7 +239,7 @@ class State:
             )
 
     def write(self, found: Found, digest: str) -> None:
-        """Keep what was found, unless the last state is still young."""
+        """Write the result so far, unless the last state is still recent."""
         if self._path is None or found.moments is None:
             return
         if time.monotonic() - self._written < EVERY_S:
@@ -256,7 +260,7 @@ def _differ(name: str, about: dict[str, Any], value: object) -> str:
 
 
 def sample_weights(module: nn.Module) -> str:
-    """A hash by which a model is known again: names, shapes, and some numbers of each weight."""
+    """A hash that identifies a model: names, shapes, and some numbers of each weight."""
     found = hashlib.sha256()
     for name, weight in module.state_dict().items():
         found.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
@@ -268,7 +272,7 @@ def sample_weights(module: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Processes:
-    """Those that torchrun started together, seen from one of them."""
+    """The processes that torchrun started together, from the view of one of them."""
 
     rank: int
     size: int
@@ -284,7 +288,7 @@ class Processes:
 
 @contextmanager
 def join_processes() -> Iterator[Processes]:
-    """Join the others, if there are any; over gloo, since little is exchanged, on the CPU."""
+    """Join the process group, if there is one; over gloo, since little is exchanged, on the CPU."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
         yield Processes(0, 1)
         return
@@ -300,5 +304,5 @@ def join_processes() -> Iterator[Processes]:
 
 
 def is_main() -> bool:
-    """Whether this process is the first of those that torchrun started; alone it is."""
+    """Whether this is the first of the processes that torchrun started, or the only process."""
     return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0

@@ -1,19 +1,19 @@
-"""Where queries and keys come from: whether a place looks at its own text or at another.
+"""Track where queries and keys come from, to tell self-attention from cross-attention.
 
-Why: a module does not say whether it was given keys of another text, and lengths do not tell: an
-image of 64 tokens may look at 77 words, or at 64.
+Why: a module does not say whether its keys are of another text, and lengths do not tell: an image
+of 64 tokens may attend to 77 words, or to 64.
 
-How: each tensor that a function of torch makes has the origin of what it was made from: of the
-first activation among the arguments, or the largest in sums and products number by number, where
-others are factors and positions. So projections, norms, rotations and changes of shape keep the
-origin, and what was made before the model ran, or by looking words up, is one of its own. What is
-added up in empty places, as experts' shares are, comes from what was added. Queries and keys of one
-origin are a text that looks at itself; more keys than queries are its own where something was put
-before them, as a cache does, and not before the queries too: one token that was taken out of a text
-does not stand at its end.
+How: each tensor that a function of torch returns inherits the origin of an argument: of the first
+activation, or in elementwise functions of the largest, since others are factors and positions. So
+projections, norms, rotations and reshapes keep the origin. A tensor that existed before the model
+ran, or that was looked up in an embedding, is an origin of its own. A sum that is accumulated in an
+empty tensor, as experts' shares are, has the origin of what was added. Queries and keys of one
+origin are self-attention. More keys than queries are that too if something was concatenated before
+the keys, as from a cache, but not before the queries: a single query that was taken out of a text
+need not be its last token.
 
-Left out: what is computed by code that torch's functions are not part of; it has no origin, and
-others say what it is.
+Left out: what is computed by code that does not go through torch's functions. It has no origin, and
+the caller decides by other means.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ PROJECTING = {
 }
 NOT_PLAIN = ELEMENTWISE | JOINING | WRITING | BEGINNING | PROJECTING
 MOST = 1 << 15
-"""Tensors that are remembered; a loop of the model's own may make any number."""
+"""The most tensors that are remembered; a model's own loop may make any number."""
 
 
 Value = TypeVar("Value")
 
 
 class Origin(NamedTuple):
-    """Which source a tensor comes from, and what happened on the way.
+    """The source of a tensor, and what happened to it on the way.
 
-    `joined`: how often something was put beside it; `projected`: it was multiplied by weights.
+    `joined`: how often something was concatenated to it; `projected`: it was multiplied by weights.
     """
 
     source: int
@@ -67,16 +67,16 @@ class Origin(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Scores that were put in other places: by which function, and their shape before."""
+    """Scores whose entries were moved: by which function, and their shape before."""
 
     by: str
     shape: tuple[int, ...]
 
 
 class TensorTable(Generic[Value]):
-    """Something about each tensor, as long as it lives; quicker than a dictionary of weak keys.
+    """A weak table of values by tensor, faster than a dictionary of weak keys.
 
-    One that is spread over ranks is known by what is here, which it was made from and gives back.
+    A DTensor is represented by its local tensor.
     """
 
     def __init__(self) -> None:
@@ -95,14 +95,14 @@ class TensorTable(Generic[Value]):
 
 
 class TensorOrigins:
-    """Also `moved`: scores that were put in other places on their way."""
+    """The origins of tensors; also `moved`: scores whose entries were moved on their way."""
 
     def __init__(self) -> None:
         self.moved: TensorTable[Moved] = TensorTable()
         self._origins: TensorTable[Origin] = TensorTable()
         self._numbers = itertools.count()
         self.is_whole = True
-        """Whether all was followed; else nothing is known of what comes from what."""
+        """Whether every function was followed; if not, all origins are unknown."""
 
     def clear(self) -> None:
         self.is_whole = True
@@ -110,15 +110,16 @@ class TensorOrigins:
         self._origins.known.clear()
 
     def relate(self, q: Tensor, k: Tensor, n_queries: int, n_keys: int) -> bool | None:
-        """Whether keys come from elsewhere than queries; None where it is not known."""
+        """Whether keys have another origin than queries; None if unknown."""
         if q is k:
             return False
         if not self.is_whole:
             return None
         of_q, of_k = self._origins.get(q), self._origins.get(k)
         if of_q is None or of_k is None:
-            # One was made here and the other was there before: keys of another text, or learned
-            # queries. Or keys of a cache that no function of torch writes to, and these are many.
+            # One has an origin and the other does not: keys of another text, or learned queries. Or
+            # keys in a cache that no function of torch writes to; then there are more keys than
+            # queries.
             known = of_q or of_k
             made_here = known is not None and known.projected
             return True if made_here and (of_q is None or n_keys <= n_queries) else None
@@ -127,9 +128,9 @@ class TensorOrigins:
         return n_keys != n_queries and of_k.joined <= of_q.joined
 
     def follow(self, func: Any, args: Any, result: Any) -> None:
-        """Remember where the result of a function comes from."""
+        """Store the origin of a function's result."""
         if type(result) is Tensor and args and func not in NOT_PLAIN:
-            # Most functions: a view, a norm or an activation of one tensor.
+            # The common case: a view, a norm or an activation of one tensor.
             known = self._origins.get(args[0])
             if known is not None:
                 self._origins.put(result, known)
@@ -141,7 +142,7 @@ class TensorOrigins:
                 return
             operand = find_operand(func, args[1:] if func in ADDING else args)
             if operand is not None and func in ADDING:
-                # Each part where it belongs, and nothing beside it.
+                # Parts are added at their own positions; nothing is concatenated.
                 self._origins.put(result, self._origin(operand)._replace(joined=0))
             elif operand is not None:
                 joined = func in JOINING and operand.shape[-1] == result.shape[-1]
@@ -151,7 +152,8 @@ class TensorOrigins:
             operands = [x for x in args if isinstance(x, Tensor)]
             for n, each in enumerate(result):
                 if isinstance(each, Tensor) and operands:
-                    # One result for each argument, as rotations of q and k have, or parts of one.
+                    # One result per argument, as from a rotation of q and k, or several parts of
+                    # one argument.
                     alike = n < len(operands) and operands[n].shape == each.shape
                     self._origins.put(each, self._origin(operands[n if alike else 0]))
 
@@ -163,7 +165,7 @@ class TensorOrigins:
         return Origin(known.source, known.joined + joined, projected or known.projected)
 
     def _write(self, args: Any, result: Any) -> None:
-        """What is written into comes from what was written, with the rest of another beside it."""
+        """A tensor that is written into gets the origin of what was written, joined to the rest."""
         written = [x for x in args[1:] if isinstance(x, Tensor) and x.is_floating_point()]
         if not written:
             return
@@ -179,16 +181,17 @@ def is_parameter(x: Any) -> bool:
 
 
 def is_activation(x: Tensor) -> bool:
-    # Asked of every function's result: most are plain tensors, and only others can be parameters.
+    # Checked for every function's result: most are plain tensors, and only others can be
+    # parameters.
     plain = type(x) is Tensor or not isinstance(x, nn.Parameter)
     return plain and (x.is_floating_point() or x.is_complex())
 
 
 def find_operand(func: Any, args: Any) -> Tensor | None:
-    """The argument that a result comes from: an activation, not a weight."""
+    """The argument whose origin a result inherits: an activation, not a weight."""
     best: Tensor | None = None
     for given in args:
-        # Of what is joined the last, which is the newest in a cache.
+        # Of concatenated tensors the last, which is the newest in a cache.
         x = given[-1] if isinstance(given, (tuple, list)) and given else given
         if not isinstance(x, Tensor) or not is_activation(x):
             continue

@@ -1,9 +1,9 @@
-"""From token ids to labels: what a record's pictures call its tokens.
+"""Labels for token ids: what a record's pictures call its tokens.
 
-A tokenizer is known by its methods: ours has `spans` and `token`, Hugging Face's has
-`convert_ids_to_tokens` and `decode`. Ours tells which characters each token is, so labels are parts
-of the text; parts of one character (emoji, Japanese in bytes) are all called by it. Elsewhere they
-are the vocabulary's own pieces.
+A tokenizer is recognised by its methods: ours has `spans` and `token`, Hugging Face's has
+`convert_ids_to_tokens` and `decode`. Ours knows the characters of each token, so labels are parts
+of the text; the tokens of one character (emoji, Japanese in bytes) all get that character as label.
+Otherwise labels are the vocabulary's own pieces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from regard.lens.schema import MAX_LABEL
 
 @dataclass(frozen=True)
 class Labels:
-    """A text, its tokens' labels, and which characters each is, where that is known."""
+    """A text, the labels of its tokens, and the characters of each, if known."""
 
     text: str
     tokens: list[str]
@@ -47,7 +47,7 @@ def label(tokenizer: Any, ids: Sequence[int]) -> Labels:
 
 
 def name_ids(tokenizer: Any, ids: Iterable[int]) -> dict[int, str]:
-    """Token ids as text, each by itself: with the space before it, where it has one."""
+    """Token ids as text, each decoded alone: with a leading space, if it has one."""
     numbers = [int(number) for number in ids]
     plain = hasattr(tokenizer, "spans") and hasattr(tokenizer, "token")
     keep = {"skip_special": False} if plain else {"skip_special_tokens": False}
@@ -62,11 +62,11 @@ def is_separator(label: str) -> bool:
 
 
 def clean(text: str) -> str:
-    """A text that can be written to a file: halves of characters become question marks."""
+    """The text with lone surrogates replaced by question marks, so that UTF-8 can encode it."""
     return text.encode("utf-8", "replace").decode()
 
 
 def clean_label(text: str) -> str:
-    """The same of a name to show, which is cut where a file would not take it."""
+    """A label that can be written to a file: as `clean`, and cut to `MAX_LABEL` characters."""
     whole = clean(text)
     return whole if len(whole) <= MAX_LABEL else whole[: MAX_LABEL - 1] + "…"

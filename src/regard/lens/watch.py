@@ -1,29 +1,29 @@
 """Watching a model: `with watch(model) as record: model(...)`.
 
-Why: to see what heads look at in any model, without changing the model or what it computes.
+Why: to see what heads attend to in any model, without changing the model or what it computes.
 
-How: hooks are set for the time of the block, and removed when it ends, also by an error. Our own
-`attention` has a call hook; Hugging Face's attention interface hands out functions that record and
-then call the very one they stand for; torch.nn's attention modules are asked for their inputs as
-they are called; and a torch-function mode, which is on while modules of the model run, sees what
-other modules give to torch's attention functions, or to a softmax of a product of queries and keys.
-Hooks hand a `Call` to the `Recorder`, which puts it behind earlier calls of the same place
-(`row_takes.py`). The model's own computation is the same in every bit, with and without.
+How: hooks are set for the duration of the block, and removed when it ends, even by an exception.
+Our own `attention` has a call hook. Hugging Face's attention interface is patched to return
+functions that record and then call the original. The `forward` of torch.nn's attention modules is
+wrapped to read their inputs. And a torch-function mode, which is on while modules of the model run,
+sees what other modules pass to torch's attention functions, or to a softmax of a product of queries
+and keys. Hooks hand a `Call` to the `Recorder`, which appends it to earlier calls of the same place
+(`row_takes.py`). The model's own computation is bit-identical with and without.
 
-A place is named by the module that attends, as `named_modules` has it. A module that is called
-again for something else than the next tokens (layers that share weights, a second text) is a
-further place, `name@2`. Layers that share weights are layers of their own, by number too; the same
-layer of several rows is `name[row]`. Whether keys are of another text is known from where the
-tensors come from (`tensor_origins.py`). A beam search is recorded as the text that wins.
+A place is named by the module that attends, as in `named_modules`. A module that is called again
+for something else than the next tokens (layers that share weights, a second text) is a further
+place, `name@2`. Layers that share weights are separate layers, with their own numbers; the same
+layer of several rows is `name[row]`. Cross-attention is recognised by where the tensors come from
+(`tensor_origins.py`). A beam search is recorded as the text that wins.
 
-Nothing that fails in recording ends the model's own call: the place is left out, told in a warning
-when the block ends, and named in the record's `notes`; so is a place that has no such row or head
-as was asked for. Layers that checkpointing runs again in the backward pass are recorded once.
+An error while recording never ends the model's own call: the place is left out, reported in a
+warning when the block ends, and named in the record's `notes`; so is a place that lacks the
+requested row or head. Layers that checkpointing recomputes in the backward pass are recorded once.
 
-Compiled models are recorded where they attend by `regard.attention` or by the attention interface
-of `transformers`: in a block they run by graphs of their own (`hooks/compiled.py`).
+Compiled models are recorded if they attend by `regard.attention` or by the attention interface of
+`transformers`: in a block they run by graphs of their own (`hooks/compiled.py`).
 
-Under tensor parallel each rank has its own heads, and the ranks join what they have seen when the
+Under tensor parallel each rank has its own heads, and the ranks join what they recorded when the
 block ends: every rank gets the same record, of all heads (`head_shards.py`). So all of them must
 watch, as all of them must run the model.
 
@@ -122,7 +122,7 @@ def watch(
         raise TypeError(f'keep is {keep!r}; expected "statistics", "qk", or several words')
     asked = {keep} if isinstance(keep, str) else set(keep)
     heads = [heads] if isinstance(heads, int) else heads
-    model = getattr(model, "_orig_mod", model)  # of one that torch.compile gave
+    model = getattr(model, "_orig_mod", model)  # unwrap what torch.compile returned
     _check(model, wants, asked, heads)
     rows = _check_rows(row)
     kept = "qk" if "qk" in asked else "statistics"
@@ -138,7 +138,7 @@ def watch(
             yield record
         record._fill(*recorder.finish())
     finally:
-        # What refers to itself would keep the answers on their device until it is searched for.
+        # Reference cycles would keep the results on their device until the garbage collector runs.
         recorder.takes.clear()
     left_out = recorder.left_out.notes()
     if left_out:
@@ -147,7 +147,7 @@ def watch(
 
 @contextmanager
 def hooks_to(recorder: Recorder) -> Iterator[None]:
-    """All hooks, for the time of the block."""
+    """Install all hooks for the duration of the block."""
     with ExitStack() as hooks:
         for hook in HOOKS:
             hooks.enter_context(hook(recorder))

@@ -1,13 +1,13 @@
-"""A long text read in windows by a model that takes short ones, as one record of the whole text.
+"""Read a long text in windows, by a model with a shorter limit, as one record of the whole text.
 
-Windows are as long as the model takes, and overlap by half, so that every token is in one or two of
-them. Each token's row is taken from the window in which it has most context: the middle of a window
-in a model that looks both ways, the later half in a causal one. A row sees the keys of its own
-window, special tokens included, so each window brings its own [CLS] and [SEP]: they stand before
-and after the tokens whose rows are taken from it. What a token's key is in its two windows differs,
-so keys are twice as wide: a row of an even window has numbers in the first half of its query and 0
-in the second, a row of an odd window the other way round. Every weight is then made as in any other
-record (`lazy_weights.py`).
+Windows are as long as the model accepts, and overlap by half, so that every token is in one or two
+of them. Each token's row is taken from the window in which it has most context: the middle of a
+window in a bidirectional model, the later half in a causal one. A row sees the keys of its own
+window, special tokens included, so each window brings its own [CLS] and [SEP]: they are placed
+before and after the tokens whose rows are taken from it. A token's key differs between its two
+windows, so keys are twice as wide: a row of an even window has its query in the first half and 0 in
+the second, a row of an odd window the other way round. Every weight is then computed as in any
+other record (`lazy_weights.py`).
 
 Left out: cross-attention; and biases that depend on more than a distance, which are refused.
 
@@ -28,11 +28,11 @@ from regard.lens.record import Record
 from regard.lens.schema import SPOTS, Description
 
 BY_QUERY = ("entropy", "peak", "distance", "reach", "mass", "top_weights")
-"""Statistics of rows in which no key is named."""
+"""Row statistics that contain no key numbers."""
 
 
 class Window(NamedTuple):
-    """Which tokens a window reads, and which rows are taken from it: first, and past the last."""
+    """The tokens that a window reads, and the rows taken from it: first, and past the last."""
 
     first: int
     last: int
@@ -41,7 +41,7 @@ class Window(NamedTuple):
 
 
 def plan_windows(n_tokens: int, most: int, causal: bool) -> list[Window]:
-    """Windows of at most `most` tokens that cover so many, each token in one or two of them."""
+    """Windows of at most `most` tokens that cover the text, each token in one or two of them."""
     step = (most + 1) // 2
     starts = [0]
     while starts[-1] + most < n_tokens:
@@ -59,11 +59,11 @@ def plan_windows(n_tokens: int, most: int, causal: bool) -> list[Window]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each token of each window stands in the record.
+    """The position of each token of each window in the record.
 
-    `columns`: for each window the number in the record of each of its tokens. `rows`: its tokens
-    whose rows are taken, by their numbers in the window. `order`: what stands in the record, by the
-    numbers of all tokens, special ones included, in the text read whole.
+    `columns`: for each window the position in the record of each of its tokens. `rows`: the tokens
+    of each window whose rows are taken, by their numbers in the window. `order`: the token at each
+    position of the record, by its number in the text tokenized whole, special tokens included.
     """
 
     windows: Sequence[Window]
@@ -73,7 +73,7 @@ class Layout:
 
 
 def lay_out(windows: Sequence[Window], n_before: int, n_after: int) -> Layout:
-    """n_before, n_after: special tokens before and after the text in every window."""
+    """Lay out the windows; n_before, n_after: special tokens around the text of each window."""
     n_tokens = n_before + windows[-1].last + n_after
     column_of: dict[int, int] = {}
     columns, rows, order = list[Array](), list[Array](), list[int]()
@@ -93,7 +93,7 @@ def lay_out(windows: Sequence[Window], n_before: int, n_after: int) -> Layout:
 
 
 def join_windows(records: Sequence[Record], layout: Layout) -> Record:
-    """One record of what was seen in each window; words are to be described anew."""
+    """Join the records of all windows; text and tokens must be described again."""
     about = records[0]._about
     arrays: dict[str, Array] = {}
     n_tokens = len(layout.order)
@@ -127,7 +127,7 @@ def _check_place(records: Sequence[Record], number: int) -> None:
 
 @dataclass(frozen=True)
 class _Joined:
-    """One place of all windows."""
+    """The arrays of one place, joined over all windows."""
 
     records: Sequence[Record]
     number: int
@@ -161,7 +161,7 @@ class _Joined:
         return np.concatenate([self.get(w, name)[rows] for w, rows, _ in self.each()])
 
     def keys_of(self, name: str) -> Array:
-        """Keys by their numbers in the record; -1, none, stays."""
+        """Key numbers, converted to positions in the record; -1 (none) stays."""
         found = []
         for window, rows, columns in self.each():
             keys = self.get(window, name)[:, rows]
@@ -169,7 +169,7 @@ class _Joined:
         return np.concatenate(found, 1)
 
     def widened(self, name: str) -> Array:
-        """Queries or keys in the half of their window; keys of every window, queries of rows."""
+        """Queries of the rows taken, or all keys, in the half of their window (even or odd)."""
         one = self.get(0, name)
         width = one.shape[2]
         found = np.zeros((one.shape[0], len(self.layout.order), 2 * width), one.dtype)
@@ -180,14 +180,14 @@ class _Joined:
         return found
 
     def allowed(self, window: int, head: int) -> Array:
-        """Which keys of a window each of its rows sees, (rows, T)."""
+        """Which keys of a window each of its taken rows sees, (rows, T)."""
         rows, n_keys = self.layout.rows[window], len(self.layout.columns[window])
         runs = self.records[window]._weights(self.number).runs
         seen = None if runs is None else runs.allowed(head, (0, n_keys, 0, n_keys))
         return np.ones((len(rows), n_keys), np.bool_) if seen is None else seen[rows]
 
     def runs(self) -> tuple[Array, Array]:
-        """What each row sees as runs of the record's columns; by head where heads differ."""
+        """The runs of the record's columns that each row sees; by head if heads differ."""
         kept = [record._weights(self.number).runs for record in self.records]
         heads = range(1 if all(map(_is_shared, kept)) else len(self.get(0, "lse")))
         found = [
@@ -200,7 +200,7 @@ class _Joined:
         return np.r_[0, np.cumsum(counts)].astype(np.int64), pairs.astype(np.int32)
 
     def sums(self) -> dict[str, Array]:
-        """What is summed over rows: what keys receive, by how many they are seen, head scores."""
+        """Sums over rows: received weights, how many rows see each key, and head scores."""
         n_heads, n_tokens = len(self.get(0, "lse")), len(self.layout.order)
         found = {
             name: np.zeros((n_heads, n_tokens), np.float32) for name in ("received", "seen_by")
@@ -218,7 +218,7 @@ class _Joined:
         return {**found, "spots": spots, "counts": counts}
 
     def spots(self, window: int) -> Array:
-        """The key of each score, of the rows that are taken, (scores, T)."""
+        """The key that each score reads for the taken rows of a window, (scores, T)."""
         rows, n_keys = self.layout.rows[window], len(self.layout.columns[window])
         real = np.zeros(n_keys, np.bool_)
         real[rows] = True
@@ -228,7 +228,7 @@ class _Joined:
         return spot_keys(n_keys, n_keys, real.tobytes(), 0, ids, False).keys_nt.numpy()
 
     def bias(self, start: str) -> dict[str, Array]:
-        """A relative bias: positions go on from window to window as the text does."""
+        """A relative bias, with positions continued from window to window, as in the text."""
         at = {
             name: np.zeros(len(self.layout.order), np.int32) for name in ("queries_at", "keys_at")
         }
@@ -247,7 +247,7 @@ def _is_shared(runs: Runs | None) -> bool:
 
 
 def _find_runs(allowed: Array, columns: Array) -> tuple[Array, Array]:
-    """How many runs of columns each row sees, and the runs: first, and past the last."""
+    """The number of runs of columns in each row, and the runs: first, and past the last."""
     low = columns.min()
     seen = np.zeros((len(allowed), columns.max() - low + 3), np.int8)
     seen[:, columns - low + 1] = allowed

@@ -1,27 +1,27 @@
 r"""Words of a record, and which heads link them.
 
-Why: heads look at tokens, people read words; and of all that a head looks at, most says nothing: a
-first token that takes what nobody wants, or whatever stands just before.
+Why: heads attend to tokens, people read words; and most of what a head attends to says nothing: a
+first token that collects surplus weight, or whatever comes just before.
 
-How: tokens become words by the text they stand for: letters and digits with their apostrophes, one
-word a sign; of scripts without spaces each token is a word. A word's weight on another is the mean
-over its tokens of the sum over the other's,
+How: tokens become words by the text that they cover: letters and digits with their apostrophes, one
+word per punctuation mark; in scripts without spaces each token is a word. A word's weight on
+another is the mean over its tokens of the sum over the other's,
 
     W[q, k] = 1/|q| · Σ_{t ∈ q} Σ_{s ∈ k} w[t, s]
 
-and how *telling* it is, is what is left of it over what the head gives that word from elsewhere,
-and over what it gives any word at that distance:
+and how *telling* a link is, is its weight minus what the head gives that key from elsewhere, or
+minus what it gives any word at that distance, whichever is larger:
 
     W[q, k] - max( mean_{p ≠ q} W[p, k],  mean_{p ≠ q} W[p, k + p - q] )
 
-over the words p that could look there. A head that always looks at the first word, or one back, has
-nothing to tell; one that looks from "it" to "animal" and does so nowhere else, has. Looks at the
-first token of the text, which takes what nobody wants, at special tokens, at signs and at the word
-itself are never told.
+over the words p that could look there. A head that always attends to the first word, or one back,
+has no telling link; one that attends from "it" to "animal" and does so nowhere else, has. Links to
+the first token of the text, which collects surplus weight, to special tokens, to punctuation and to
+the word itself are never reported.
 
-Each head's map is made once, and of all heads only the best for each two words is kept.
+Each head's map is computed once, and for each pair of words only the best head is kept.
 
-Left out: texts of more than `MOST_WORDS` words, of which only chosen words are looked at.
+Left out: texts of more than `MOST_WORDS` words, for which links are only found for a chosen word.
 
 Letters: T queries, S keys, Q words that look, K words looked at.
 """
@@ -50,7 +50,7 @@ SPACELESS = re.compile(
 
 @dataclass(frozen=True)
 class Word:
-    """A word: how it reads, and the tokens that it is made of. Marks say nothing of themselves."""
+    """A word: its text, and its tokens; `is_mark`: punctuation or a special token."""
 
     text: str
     tokens: tuple[int, ...]
@@ -59,7 +59,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Link:
-    """One head in which one word looks at another."""
+    """A link: one head in which one word attends to another."""
 
     query: int
     key: int
@@ -72,13 +72,14 @@ class Link:
 def find_words(text: str, tokens: Sequence[str], spans: Sequence[tuple[int, int]]) -> list[Word]:
     """The words of a text, in order; a token that covers no text is a word of its own."""
     if sum(end - start for start, end in spans) > 4 * len(text):
-        # Bytes of one character may be several tokens; no tokenizer reads a text more often.
+        # The bytes of one character may be several tokens; but no tokenizer covers a text more
+        # often than this.
         spans = [(0, 0)] * len(spans)
     word_at = np.full(len(text) + 1, -1)
     for number, found in enumerate(_WORD.finditer(text)):
         if not SPACELESS.search(found.group()):
             word_at[found.start() : found.end()] = number
-    # Where, from each character on, the next word begins or goes on.
+    # For each character, where the next word begins or continues.
     steps = np.where(word_at >= 0, np.arange(len(word_at)), len(word_at))
     next_at = np.minimum.accumulate(steps[::-1])[::-1]
     groups: list[list[int]] = []
@@ -101,7 +102,7 @@ def find_words(text: str, tokens: Sequence[str], spans: Sequence[tuple[int, int]
 
 
 def words_of(record: Record) -> tuple[list[Word], list[Word]]:
-    """The words that look, and those looked at in cross-attention (else the same)."""
+    """The query words, and the key words of cross-attention (else the same)."""
     spans = record.spans or [(0, 0)] * len(record.tokens)
     own = find_words(record.text, record.tokens, spans)
     if record.source_tokens is None:
@@ -111,7 +112,7 @@ def words_of(record: Record) -> tuple[list[Word], list[Word]]:
 
 
 def reads_source(record: Record, place: int) -> bool:
-    """Whether an encoder–decoder's encoder reads here: by name, else by a length of the source."""
+    """Whether a place is in an encoder–decoder's encoder: by name, else by the source's length."""
     here = record.places[place]
     if record.source_tokens is None or here.kind == "cross":
         return False
@@ -121,7 +122,7 @@ def reads_source(record: Record, place: int) -> bool:
 
 @dataclass(frozen=True)
 class Alignment:
-    """The firmest cross-attention head, and `pairs` (word, its word of the source, weight)."""
+    """The clearest cross-attention head; `pairs`: (word, its source word, weight)."""
 
     place: int
     head: int
@@ -150,7 +151,7 @@ def find_alignment(record: Record) -> Alignment | None:
 def _word_weights(
     record: Record, place: int, queries: Sequence[Word], keys: Sequence[Word]
 ) -> Iterator[tuple[int, Array]]:
-    """Each head of a place and its W (Q, K); none where its weights or other words were kept."""
+    """Yield each head and its W (Q, K); nothing if weights were not kept, or words do not fit."""
     here = record.places[place]
     sizes = tuple(sum(len(word.tokens) for word in words) for words in (queries, keys))
     if (here.n_queries, here.n_keys) != sizes or not record.has_weights(place):
@@ -167,13 +168,13 @@ def sum_words(weights_ts: Array, queries: Sequence[Word], keys: Sequence[Word]) 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Which tokens each word is made of; `order` None: all of them as they come."""
+    """Which tokens form each word; `order` is None if the tokens are in the words' order."""
 
     sizes: Array
     order: Array | None
 
     def sum(self, values: Array, axis: int = 0) -> Array:
-        """Each word's sum of what its tokens have along an axis."""
+        """Sum over each word's tokens along an axis."""
         if self.order is not None:
             values = values.take(self.order, axis)
         if self.sizes.max() == 1:
@@ -206,7 +207,7 @@ def telling_of(weights_qk: Array, causal: bool) -> Array:
 
 @lru_cache(maxsize=2)
 def _pairs_seen(Q: int, K: int, causal: bool, dtype: str) -> tuple[Array, Array, Array]:
-    """Which pairs can be; and one over how many others can look at that key, and that far."""
+    """Which pairs are visible, and 1 / the number of others with that key, and at that distance."""
     seen = np.tri(Q, K, dtype=bool) if causal else np.ones((Q, K), bool)
     n_others = seen.sum(0)[None] - seen
     n_at_gap = _spread_gaps(_sum_gaps(seen.astype(float)), K) - seen
@@ -215,7 +216,7 @@ def _pairs_seen(Q: int, K: int, causal: bool, dtype: str) -> tuple[Array, Array,
 
 
 def _sum_gaps(values_qk: Array) -> Array:
-    """Sums over each diagonal k - q, from 1 - Q to K - 1: rows are shifted until it is a column."""
+    """Sums over the diagonals k - q from 1 - Q to K - 1; shifted rows make diagonals columns."""
     Q, K = values_qk.shape
     wide = np.zeros((Q, Q + K), values_qk.dtype)
     wide[:, :K] = values_qk[::-1]
@@ -223,13 +224,13 @@ def _sum_gaps(values_qk: Array) -> Array:
 
 
 def _spread_gaps(by_gap: Array, K: int) -> Array:
-    """The sum of its diagonal for each pair, (Q, K)."""
+    """For each pair the sum of its diagonal, (Q, K)."""
     return sliding_window_view(by_gap, K)[::-1]
 
 
 @final
 class BestHeads:
-    """For each two words the head that tells most of them so far."""
+    """For each pair of words, the head with the most telling link so far."""
 
     def __init__(self, n_queries: int, n_keys: int) -> None:
         self._telling = np.full((n_queries, n_keys), -1.0)
@@ -243,7 +244,7 @@ class BestHeads:
         self._head[q, k] = place, head
 
     def links(self, first_query: int = 0, first_key: int = 0) -> Iterator[Link]:
-        """The most telling first; the numbers of the words count from the first ones given."""
+        """Yield links, the most telling first; words are numbered from the first ones given."""
         q, k = np.nonzero(self._telling > -1.0)
         order = np.argsort(-self._telling[q, k], kind="stable")
         for at in zip(q[order].tolist(), k[order].tolist(), strict=True):
@@ -254,7 +255,7 @@ class BestHeads:
 
 @dataclass(frozen=True)
 class Survey:
-    """The most telling links of a text, and of one word: what it looks at and who looks at it."""
+    """The most telling links of a text, and those from and to one word."""
 
     links: Iterator[Link]
     looks_at: Iterator[Link]
@@ -262,7 +263,7 @@ class Survey:
 
 
 def survey(record: Record, word: int | None = None) -> Survey:
-    """All that is told of a short text, from each map of its heads once."""
+    """Find all telling links of a short text, computing each head's map once."""
     own, source = words_of(record)
     shape = len(own), max(len(own), len(source))
     every = BestHeads(*shape)
@@ -284,7 +285,7 @@ def survey(record: Record, word: int | None = None) -> Survey:
 def _telling_heads(
     record: Record, own: Sequence[Word], source: Sequence[Word]
 ) -> Iterator[tuple[int, int, Array, Array]]:
-    """Place, head, how telling each two words are, -1 where nothing is told, and W; (Q, K) both."""
+    """Yield place, head, telling scores (Q, K), -1 for pairs that do not count, and W (Q, K)."""
     if max(len(own), len(source)) > MOST_WORDS:
         raise ValueError(
             f"{max(len(own), len(source)):,} words are too many to look for links between all of "
@@ -308,10 +309,10 @@ def _telling_heads(
 def links_of_word(
     record: Record, own: Sequence[Word], word: int, *, looking: bool
 ) -> Iterator[Link]:
-    """What a word looks at or who looks at it, by weight, from its rows or columns alone."""
+    """The links from a word, or to it, by weight; only its rows or columns are computed."""
     plain = np.array([not (them.is_mark or n in (0, word)) for n, them in enumerate(own)])
     if not looking and word == 0:
-        plain[:] = False  # everyone looks there
+        plain[:] = False  # every word attends to the first one
     shape = (1, len(own)) if looking else (len(own), 1)
     best, groups = BestHeads(*shape), _group(own)
     read = record.rows if looking else record.column

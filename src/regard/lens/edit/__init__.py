@@ -1,1 +1,1 @@
-"""Editing attention: what is forbidden, switched off or replaced, and how models are reached."""
+"""Editing attention: forbid looks, switch heads off or replace their outputs, in any model."""

@@ -1,7 +1,7 @@
-"""What becomes of a call and its output: looks forbidden, heads switched off or replaced.
+"""Apply edits to a call and its output: looks are forbidden, heads switched off or replaced.
 
-Looks are forbidden by a mask that is joined to the call's own (`ops/blocked.py`); the rows that it
-touches are computed again, and no others. What heads give is changed afterwards.
+Looks are forbidden by a mask that is combined with the call's own (`ops/blocked.py`); only the rows
+that it affects are recomputed. The outputs of heads are changed afterwards.
 
 Letters: B batch, H heads, T queries, S keys, E value width; N rows of positions, B or 1.
 """
@@ -24,7 +24,7 @@ from regard.ops.edit_hook import run_rows
 
 
 def pick(numbers: Sequence[int] | None, n: int) -> Tensor:
-    """Rows or heads by their numbers; all of them unless given."""
+    """Indices of rows or heads; all of them if `numbers` is None."""
     return torch.arange(n) if numbers is None else torch.tensor(numbers, dtype=torch.int64)
 
 
@@ -35,7 +35,7 @@ def make_blocked(
     heads: Sequence[int] | None,
     call: Call,
 ) -> Blocked:
-    """A rectangle of forbidden looks, of some rows of the batch and some heads."""
+    """A mask that forbids the looks from some queries at some keys, in some rows and heads."""
     B, H, _, _ = call.rule.shape
     queries = torch.from_numpy(looking_nt)[:, None]
     if rows is not None or heads is not None:
@@ -47,7 +47,7 @@ def make_blocked(
 
 
 def block_call(call: Call, masks: Sequence[Blocked]) -> Call:
-    """The call with looks forbidden."""
+    """The call with the masks of forbidden looks added."""
     mask = call.rule.mask
     for blocked in masks:
         mask = blocked if mask is None else mask & blocked
@@ -55,7 +55,7 @@ def block_call(call: Call, masks: Sequence[Blocked]) -> Call:
 
 
 def redo_rows(call: Call, masks: Sequence[Blocked], output_bhte: Tensor) -> Tensor:
-    """The output with those rows as the call now has them in which a look is forbidden."""
+    """Recompute the rows that have a forbidden look with the edited `call`, in place."""
     touched_bht = masks[0].queries
     for blocked in masks[1:]:
         touched_bht = touched_bht | blocked.queries
@@ -67,14 +67,14 @@ def redo_rows(call: Call, masks: Sequence[Blocked], output_bhte: Tensor) -> Tens
 
 
 def average(output_bhte: Tensor, real_bt: Tensor) -> Tensor:
-    """The mean over real tokens, at every token."""
+    """The mean over real tokens, repeated at every token."""
     weights = real_bt[:, None, :, None].to(output_bhte.dtype)
     mean = (output_bhte * weights).sum(2, keepdim=True) / weights.sum(2, keepdim=True)
     return mean.expand_as(output_bhte)
 
 
 def find_real(call: Call, standing: Standing, cross: bool) -> Tensor:
-    """Which queries are real tokens, (B, T): in their own text those that may see themselves."""
+    """Which queries are real tokens, (B, T): in self-attention, those that may see themselves."""
     B, _, T, S = shape = call.rule.shape
     device = call.q.device
     real = torch.from_numpy(standing.queries >= 0).to(device).expand(B, T)
@@ -92,7 +92,7 @@ def find_real(call: Call, standing: Standing, cross: bool) -> Tensor:
 def find_source(
     patch: Patch, name: str, standing: Standing, call: Call, chosen_nt: Array | None
 ) -> tuple[Tensor, Tensor]:
-    """Which queries are replaced, those chosen or all, and what by, (B or 1, H, queries, E)."""
+    """Which queries are replaced (all if none are chosen), and by what, (B or 1, H, queries, E)."""
     if name not in patch.source:
         raise ValueError(f"the source has no outputs of {name}; it has {', '.join(patch.source)}")
     source = patch.source[name]
@@ -126,6 +126,6 @@ def find_source(
 
 
 def keep_outputs(outputs: HeadOutputs, name: str, standing: Standing, output: Tensor) -> None:
-    """Add what heads gave to those of earlier calls of the same text."""
+    """Store the outputs of heads, appended to those of earlier calls of the same text."""
     kept, new = outputs._outputs, output.detach().clone()
     kept[name] = new if standing.begins or name not in kept else torch.cat([kept[name], new], 2)

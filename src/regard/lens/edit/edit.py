@@ -1,22 +1,23 @@
 """Editing a model's attention: `with regard.edit(model, Block("it", "animal")): model(...)`.
 
-Why: where a head looks is not yet whether it matters. What the model says when a look is forbidden
-or a head is switched off, tells.
+Why: where a head looks does not say whether it matters. What the model predicts when a look is
+forbidden, or a head is switched off, does.
 
-How: edits are values (`values.py`). In the block every call of attention in the model is asked
-which of them it is for (`editor.py`) and runs as ever; then rows in which a look is forbidden are
-computed again, and what heads give is changed (`change.py`). So nothing the size of the matrix is
-made, at any length, and what no edit speaks of keeps its bits. Models of ours, those of Hugging
-Face's attention interface and torch.nn's modules are reached (`hooks.py`); of torch.nn's the fused
-path is left, which may change last bits.
+How: edits are values (`values.py`). In the block the editor looks up the edits for every attention
+call of the model (`editor.py`). The call runs unchanged; then rows in which a look is forbidden are
+recomputed, and the outputs of heads are changed (`change.py`). So nothing of the size of the
+attention matrix is built, at any length, and all that no edit concerns keeps its bits. Our own
+models, those of Hugging Face's attention interface and torch.nn's modules can be edited
+(`hooks.py`); for torch.nn's the fused path is switched off, which may change last bits.
 
-A block edits what is called in its own thread and context (`contextvars`); blocks may lie in each
-other, and the inner one has the last word. A record that is made in a block (`regard.watch`) is of
-the edited heads.
+A block edits what is called in its own thread and context (`contextvars`). Blocks may be nested;
+the inner one is applied last. A record that is made in a block (`regard.watch`) shows the edited
+heads.
 
-Left out: compiled models, which run unseen, and attention that a model writes out itself. A module
-that is called attention, runs, and is not reached is refused where an edit speaks of it. Where
-layers are checkpointed, the backward pass runs them again as they are then: call it in the block.
+Left out: compiled models, which bypass the hooks, and attention that a model writes out itself. A
+module that is named as attention, runs, and is not reached is refused if an edit concerns it. With
+activation checkpointing the backward pass recomputes layers with the edits open then: call it in
+the block.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def head_outputs(model: nn.Module, layers: Layers = None) -> Iterator[HeadOutput
 
 @contextmanager
 def editing_model(model: nn.Module, bound: Sequence[Bound]) -> Iterator[Editor]:
-    """An editor at work; nothing is refused when the block ends."""
+    """Run an editor for the duration of the block, without checks at its end."""
     editor = Editor(model, bound)
     with hook_models(model), editing(editor), editor.follow():
         yield editor

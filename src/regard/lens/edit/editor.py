@@ -1,14 +1,15 @@
-"""Who edits: knows the model's modules and which of them runs, and which edits a call is for.
+"""The editor of a block: it knows which module is running, and which edits apply to a call.
 
-How: the running module is tracked by global hooks, as watching does. Layers are numbered in the
-order in which they are called, each stack and each kind from 0 on. An edit speaks of one stack: in
-a model with several, an encoder–decoder say, layers must be named. Where queries and keys stand is
-told by the call's mask, where it has positions (our caches); else by what the cache of a Hugging
-Face model holds as it is called, and by the padding it is told of; else they stand as they lie, the
-last query on the last key.
+How: the running module is tracked by global hooks, as in watching. Layers are numbered in the order
+in which they are called, from 0 in each stack and each kind. An edit applies to the layers of one
+stack: in a model with several, such as an encoder–decoder, layers must be named. The positions of
+queries and keys are read from the call's mask, if it has positions (our caches). Otherwise they
+follow from the length of a Hugging Face model's cache before the call, and from the padding in its
+attention mask; otherwise tokens are in order, the last query on the last key.
 
-Whatever an edit names and the model does not have is refused: heads and positions in the first call
-that they are for, layers when the model has been run once, and at the latest when the block ends.
+An edit that names something that the model does not have is refused: heads and positions in the
+first call that they are for, layers when the model has run once, and at the latest when the block
+ends.
 
 Letters: B batch, H heads, T queries, S keys, E value width; N rows of positions, B or 1.
 """
@@ -39,17 +40,17 @@ from regard.ops.mask import At
 
 NO_PADDING = np.zeros((1, 1), np.int64)
 HIDDEN = -1e4
-"""What is added to a score to hide its key is this or less."""
+"""Numbers up to this, added to a score, hide its key."""
 
 
 def count_hidden(real_bs: Tensor) -> Array:
-    """How many keys come before the first real one, (B, 1)."""
+    """The number of keys before the first real one in each row, (B, 1): left padding."""
     counted: Array = (real_bs.cumsum(-1) == 0).sum(-1, keepdim=True).cpu().numpy()
     return counted
 
 
 def is_around(outer: str, name: str) -> bool:
-    """Whether a module is another, or holds it, by their dotted names; "" is the whole model."""
+    """Whether a module is or contains another, by their dotted names; "" is the whole model."""
     return not outer or f"{name}.".startswith(f"{outer}.")
 
 
@@ -57,8 +58,8 @@ def is_around(outer: str, name: str) -> bool:
 class Layer:
     """One layer's attention: the module's name, its number in its stack, and its heads.
 
-    `key` tells layers apart that share a module: name, name@2, ... as `watch` names them. `shard`:
-    where ranks share its heads, those that are here.
+    `key` distinguishes layers that share a module: name, name@2, ... as in `watch`. `shard`: if the
+    heads are sharded over ranks, those that are local.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Layer:
     shard: HeadShard | None = None
 
     def heads_here(self, bound: Bound, n_here: int) -> Sequence[int] | None:
-        """The heads that an edit speaks of, as they are numbered here; None for all of them."""
+        """The heads that an edit names, by their local numbers; None for all of them."""
         heads = bound.heads()
         return heads if self.shard is None else self.shard.local(heads, n_here)
 
@@ -81,7 +82,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Capture:
-    """Keep what heads give; the output stays as it is."""
+    """Store the outputs of heads, without changing them."""
 
     outputs: HeadOutputs
     layers: Any = None
@@ -90,10 +91,10 @@ class Capture:
 
 @dataclass(eq=False)
 class Bound:
-    """An edit of a model, for these rows of its batches, or all.
+    """An edit in an open block, for some rows of the batch, or all.
 
-    `spans` are its positions in the text that is being read; `seen` says of which of them there
-    have been tokens.
+    `spans` are its positions in the text that is being read; `seen` names the fields of the edit
+    for which there have been tokens.
     """
 
     edit: Edit | Capture
@@ -103,7 +104,7 @@ class Bound:
     spans: dict[str, list[Span]] = field(default_factory=dict)
 
     def find(self, name: str, standing: Standing, side: str) -> Array:
-        """Which queries or keys it speaks of, (N, T) or (N, S)."""
+        """Which queries or keys its field `name` covers, (N, T) or (N, S)."""
         if standing.begins or name not in self.spans:
             lengths = getattr(standing, f"{side}_lengths")
             self.spans[name] = find_spans(getattr(self.edit, name), lengths)
@@ -118,14 +119,14 @@ class Bound:
 
 
 class Editor:
-    """Edits of one model, in one block."""
+    """The edits of one model in one block."""
 
     def __init__(self, model: nn.Module, bound: Sequence[Bound]) -> None:
         self.model, self.bound = model, list(bound)
         named = list(model.named_modules())
         self.names = {id(module): name for name, module in named}
         self.modules = [module for _, module in named]
-        # Those that are called attention, and which of them have run.
+        # Modules that have "attention" in their class name, and which of them have run.
         self._attentions = {
             id(x): name for name, x in named if "attention" in type(x).__name__.lower()
         }
@@ -138,12 +139,12 @@ class Editor:
         self._queries: Array | None = None
         self._before: int | None = None
         self._padding: dict[str, Array] = {}
-        # Of the texts that caches hold, which begin before the call that asks.
+        # The padding of texts that caches hold, which began in earlier calls.
         self._padded: WeakKeyDictionary[Any, Array] = WeakKeyDictionary()
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Track the running module, and what the cache holds as the model is called."""
+        """Track the running module, and how many tokens its cache holds as the model is called."""
         hooks = torch.nn.modules.module
         with ExitStack() as handles:
             handles.enter_context(hooks.register_module_forward_pre_hook(self._enter))
@@ -184,9 +185,9 @@ class Editor:
             self.check(whole=False)
 
     def _read_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """How many tokens a Hugging Face model has read, and how many of each row are padding.
+        """Read how many tokens a Hugging Face model's cache holds, and the padding of each row.
 
-        The first module that is given the cache tells: inner ones see it change.
+        The cache is read in the first module that is given it: inner ones see it change.
         """
         if not self._is_here():
             return
@@ -204,9 +205,10 @@ class Editor:
             self._padding[name] = self._find_padding(real, cache)
 
     def _find_padding(self, masks: Any, cache: Any) -> Array:
-        """The padding of a text of which the whole mask is given, or one for each kind of layer.
+        """The padding of a text, from 4-dimensional masks: one, or one for each kind of layer.
 
-        So `generate` does for a cache of fixed size. Masks of windows tell as a text begins alone.
+        `generate` makes these for a cache of fixed size. Masks of windows are only read as a text
+        begins.
         """
         if cache in self._padded and self._before:
             return self._padded[cache]
@@ -223,7 +225,7 @@ class Editor:
         return padding
 
     def _padding_around(self, name: str) -> Array | None:
-        """What the innermost module around one was told of padding."""
+        """The padding that the innermost module around this one was given."""
         around = [outer for outer in self._padding if is_around(outer, name)]
         return self._padding[max(around, key=len)] if around else None
 
@@ -331,7 +333,7 @@ class Editor:
             output_bhte[b, h] = change.average(output_bhte, real_bt)[b, h]
 
     def check(self, whole: bool = True) -> None:
-        """Refuse edits that did nothing; `whole`: positions too, which may come later."""
+        """Refuse edits that did nothing; `whole`: positions too, which may come in later calls."""
         kind = type(self.model).__name__
         if not self.layers:
             if whole:
@@ -363,7 +365,7 @@ class Editor:
                 )
 
     def _unreached(self) -> list[str]:
-        """Innermost modules that are called attention and have run, of which no call was seen."""
+        """Innermost modules named as attention that have run, but of which no call was seen."""
         seen = {layer.name for layer in self.layers.values()}
         return [
             name
@@ -374,10 +376,10 @@ class Editor:
 
 
 def speaks_of(bound: Bound, name: str) -> bool:
-    """Whether a module is among the layers that an edit names, or would count among them."""
+    """Whether an edit names a module as a layer, or counts it among its layers by number."""
     asked = as_tuple(bound.edit.layers)
     if isinstance(bound.edit, Capture):
-        return False  # What it keeps has names.
+        return False  # The outputs that it stores are by name.
     if asked is None:
         return True
     counts = bound.stack is not None and bound.stack[0] == stack_of(name)
@@ -385,7 +387,7 @@ def speaks_of(bound: Bound, name: str) -> bool:
 
 
 def check_layer(bound: Bound, layer: Layer) -> None:
-    """Refuse heads that are not there, and a second stack."""
+    """Refuse heads that do not exist, and layers of a second stack."""
     heads = bound.heads() or ()
     missing = [head for head in heads if head >= layer.n_heads]
     if missing:

@@ -1,16 +1,15 @@
-"""Reaching attention that is not ours: Hugging Face's interface, and torch.nn's modules.
+"""Hooks that edit attention other than ours: Hugging Face's interface, and torch.nn's modules.
 
-How: while a block is open, somewhere, the attention interface of `transformers` hands out functions
-that call the very one they stand for and then let editors change what it gives. torch.nn's modules
-compute their heads in fused code; for modules of an edited model they take the path of plain
-functions (a torch-function mode that does nothing keeps them from the other), on which the call of
-`scaled_dot_product_attention` is edited. What is put in place belongs to no block: it asks which
-editors are open where it is called, and outside of blocks does nothing. It is put in place by the
-first block, and taken away by the last.
+How: while any block is open, the attention interface of `transformers` returns functions that call
+the original and then let editors change its output. torch.nn's modules compute their heads in fused
+code; modules of an edited model are made to run plain functions instead (a torch-function mode that
+does nothing disables the fused path), and their call of `scaled_dot_product_attention` is edited.
+The patches belong to no block: they ask which editors are open where they are called, and outside
+of blocks do nothing. The first block installs them, and the last one removes them.
 
-Where a function gives weights too, those of rows in which a look is forbidden are replaced.
+If a function returns weights too, they are recomputed if a look in its call is forbidden.
 
-Left out: attention that a model writes out in its own code, or calls from torch itself.
+Left out: attention that a model writes out in its own code, and direct calls of torch's functions.
 
 Letters: B batch, H heads, T queries, S keys, D head width.
 """
@@ -42,7 +41,7 @@ from regard.ops.op import observe_call
 
 @contextmanager
 def hook_models(model: nn.Module) -> Iterator[None]:
-    """Reach every kind of attention that a model may have."""
+    """Install the hooks for every kind of attention that a model may have."""
     loaded = sys.modules.get("transformers.modeling_utils")
     interface = getattr(loaded, "AttentionInterface", None)
     with ExitStack() as patches:
@@ -64,7 +63,7 @@ def hook_models(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`OptimizedModule.__call__`, which would run a model that is edited here unseen."""
+    """Wrap `OptimizedModule.__call__`: refuse an edited model, whose edits it would not see."""
 
     @wraps(call)
     def run(compiled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,14 +74,15 @@ def refuse_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
                 "compiled code cannot be edited, as it runs unseen: in the block call the model "
                 "that was compiled (model._orig_mod)"
             )
-        # Not by its own method, which warns of hooks on all modules: ours leave others alone.
+        # Not by OptimizedModule's own method, which warns about global module hooks: ours do not
+        # affect other modules.
         return nn.Module.__call__(compiled, *args, **kwargs)
 
     return run
 
 
 def hand_out_plain(get: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_compiled_call`, by which `generate` compiles: a model that is edited runs as it is."""
+    """Wrap `get_compiled_call`, which `generate` uses: an edited model runs without compilation."""
 
     @wraps(get)
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def hand_out_edited(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def hand_out(self: Any, *args: Any, **kwargs: Any) -> Any:
         function = method(self, *args, **kwargs)
-        # Our own function is edited where it calls our attention.
+        # Our own function is edited where it calls `regard.attention`.
         ours = not callable(function) or implementation(function) == "regard"
         if ours or hasattr(function, "_edits") or not open_editors():
             return function
@@ -112,7 +112,7 @@ def hand_out_edited(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def edit_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function of `transformers` whose outputs (B, T, H, D) are edited."""
+    """Wrap an attention function of `transformers`, and edit its output (B, T, H, D)."""
 
     @wraps(function)
     def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ def read_function(module: nn.Module, function: Callable[..., Any], given: dict[s
 
 
 class PlainPath(TorchFunctionMode):
-    """Does nothing, but that torch.nn's modules leave their fused path while it is on."""
+    """Does nothing; while it is on, torch.nn's modules do not take their fused path."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -175,7 +175,7 @@ def run_plainly(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(eq=False)
 class Attending:
-    """A module of torch.nn's that attends, the keys that it was given, and its call as edited."""
+    """A running module of torch.nn's, how many keys it was given, and its call after edits."""
 
     module: nn.Module
     cross: bool
@@ -187,7 +187,7 @@ _attending: ContextVar[Attending | None] = ContextVar("regard_attending", defaul
 
 
 def attend_edited(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`MultiheadAttention.forward` on its plain path, without weights: these are made beside."""
+    """Wrap `MultiheadAttention.forward`: run unfused; get weights from the edited call."""
     signature = inspect.signature(forward)
 
     @wraps(forward)
@@ -239,7 +239,7 @@ def read_sdpa(
     is_causal: bool = False,
     **more: Any,
 ) -> tuple[Call, Edited | None]:
-    """A call in `multi_head_attention_forward`, as edited; learned keys stand behind the text."""
+    """The call in `multi_head_attention_forward` after edits; learned keys come last."""
     call = make_call(
         q,
         k,

@@ -1,9 +1,9 @@
-"""Where tokens stand, and which of them an edit speaks of.
+"""Positions of tokens, and which of them an edit covers.
 
-How: every query and key of a call has a position in its text, in a KV cache too: a `Standing`.
-What an edit says of positions becomes `Span`s once the length of the text is known, which is when
-its first tokens are read. Numbers and ranges must be there; slices, as in Python, take what there
-is, and what is written later. Words are found in a text by its tokens, as `regard look` finds them.
+How: every query and key of a call has a position in its text, in a KV cache too: a `Standing`. The
+positions that an edit gives become `Span`s once the length of the text is known, which is when its
+first tokens are read. Numbers and ranges must exist; slices, as in Python, cover what there is, and
+tokens that are generated later. Words are located in a text by its tokens, as in `regard look`.
 
 Letters: N rows of a batch, or 1 where all are alike; T queries, S keys.
 """
@@ -24,9 +24,10 @@ AnEdit = TypeVar("AnEdit", bound=Edit)
 
 
 class Standing(NamedTuple):
-    """Positions of queries (N, T) and of keys (N, S), negative for padding and empty slots.
+    """The positions of queries (N, T) and of keys (N, S); negative for padding and empty slots.
 
-    `lengths` (N, 1) of the text that is looked at, as far as it is read, with the queries' own.
+    `query_lengths` and `key_lengths` (N, 1) count the tokens read so far of the queries' text and
+    of the keys', those of this call included.
     """
 
     queries: Array
@@ -36,13 +37,16 @@ class Standing(NamedTuple):
 
     @property
     def begins(self) -> bool:
-        """Whether a text begins with this call, or goes on in a cache."""
+        """Whether a text begins with this call; else it continues in a cache."""
         real = self.queries[self.queries >= 0]
         return bool(len(real) and real.min() == 0)
 
 
 def in_line(n_queries: int, n_keys: int, before: int, padding_n1: Array) -> Standing:
-    """`before` tokens were read in earlier calls; a cache may have more slots, or fewer keys."""
+    """A standing for tokens in order, after `before` tokens in earlier calls.
+
+    A cache may have more slots than tokens, or keep fewer keys.
+    """
     end = before + n_queries
     queries = before + np.arange(n_queries)[None] - padding_n1
     keys = max(0, end - n_keys) + np.arange(n_keys)[None] - padding_n1
@@ -51,14 +55,14 @@ def in_line(n_queries: int, n_keys: int, before: int, padding_n1: Array) -> Stan
 
 
 def across(queries_nt: Array, n_keys: int) -> Standing:
-    """Keys are of another text, which is read at once."""
+    """A standing for cross-attention, whose other text is read at once."""
     lengths = queries_nt.max(1, keepdims=True, initial=-1) + 1
     return Standing(queries_nt, np.arange(n_keys)[None], lengths, np.full((1, 1), n_keys))
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Positions start, start + step, ... below stop, each (N, 1); a stop of -1 is none."""
+    """Positions start, start + step, ... below stop, each (N, 1); a stop of -1 means no end."""
 
     start: Array
     stop: Array
@@ -71,7 +75,7 @@ class Span:
 
 
 def find_spans(where: Where, lengths: Array) -> list[Span]:
-    """What is meant in texts of these lengths, (N, 1); numbers that are not there are refused."""
+    """The spans that `where` names in texts of these lengths, (N, 1); refuse missing numbers."""
     return [_span(part, lengths) for part in as_tuple(where) or ()]
 
 
@@ -99,13 +103,13 @@ def _span(part: Any, lengths: Array) -> Span:
 
 
 def holds(spans: Sequence[Span], positions: Array) -> Array:
-    """Whether a position is in one of the spans, (N, positions)."""
+    """Whether each position is in one of the spans, (N, positions)."""
     found = [span.holds(positions) for span in spans]
     return np.asarray(np.logical_or.reduce(found))
 
 
 def with_numbers(edit: AnEdit, words: Sequence[Word] | None) -> AnEdit:
-    """The same with positions for words."""
+    """The edit with words replaced by positions."""
     if isinstance(edit, Block):
         queries, keys = (_number(where, words) for where in (edit.queries, edit.keys))
         return replace(edit, queries=queries, keys=keys)
@@ -125,7 +129,7 @@ def _number(where: Any, words: Sequence[Word] | None) -> Any:
 
 
 def find_word(words: Sequence[Word] | None, asked: str) -> tuple[int, ...]:
-    """The tokens of a word, which must stand in the text once, whatever its case."""
+    """The tokens of a word, which must occur in the text exactly once, ignoring case."""
     if words is None:
         raise ValueError(f"{asked!r} is a word, and no text is given to find it in: give text=")
     found = [word.tokens for word in words if word.text.lower() == asked.strip().lower()]
@@ -142,7 +146,7 @@ def find_word(words: Sequence[Word] | None, asked: str) -> tuple[int, ...]:
 
 
 class Reading(NamedTuple):
-    """A text as tokens: ids, labels, and the characters that each is."""
+    """A tokenized text: ids, labels, and the characters of each token."""
 
     ids: list[int]
     labels: list[str]
@@ -150,7 +154,7 @@ class Reading(NamedTuple):
 
 
 def read_text(tokenizer: Any, text: str) -> Reading:
-    """A text by our tokenizer, or by one of Hugging Face's that tells characters (a fast one)."""
+    """Tokenize a text by our tokenizer, or a fast one of Hugging Face's, which has offsets."""
     if tokenizer is None:
         raise ValueError(
             "the model has no tokenizer beside its weights: give tokenizer=, or positions"

@@ -2,8 +2,8 @@
 
 Layers are numbers, from 0 in the order in which they are called, or names of modules or of modules
 around them; heads are numbers. None means all of them. Positions count the tokens of a text from 0,
-without padding: numbers, negative ones from the end of the text as it is first read (a prompt), the
-ranges and slices of Python, words of a text, or several of these.
+without padding. They are given as numbers (negative ones from the end of the text as it is first
+read, a prompt), as Python's ranges and slices, as words of a text, or as several of these.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Patch:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...] | None:
-    """One or several as a tuple; None stays."""
+    """Wrap one value, or several, in a tuple; None stays None."""
     if value is None:
         return None
     many = isinstance(value, Collection) and not isinstance(value, str | range)
@@ -141,7 +141,7 @@ def as_tuple(value: Any) -> tuple[Any, ...] | None:
 
 
 def check_heads(layers: Layers, heads: Heads) -> None:
-    """Refuse what are no layers or heads."""
+    """Refuse layers or heads of the wrong type, or below 0."""
     for name, value, kinds in (("layers", layers, (int, str)), ("heads", heads, (int,))):
         parts = as_tuple(value)
         if parts is None:

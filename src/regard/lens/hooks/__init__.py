@@ -1,1 +1,1 @@
-"""The hooks: each knows one way in which models attend, and gives calls to the recorder."""
+"""The hooks: each captures one way in which models attend, and passes the calls to the recorder."""

@@ -1,14 +1,14 @@
 """The hook on beam search in `transformers`: the record is of the text that wins.
 
-Why: a search runs many texts side by side, in rows that change places and die at every step. No row
-of its steps is a text, and which text wins is known at the end. So it is where an assistant writes
-drafts, of which the model takes back what it does not agree with.
+Why: a beam search decodes many texts in parallel, in rows that are reordered and dropped at every
+step. No row of its steps is a text, and which text wins is known only at the end. The same holds
+for assisted decoding, where an assistant drafts tokens, some of which the model rejects.
 
 How: while `generate` searches, recorders pause. Then the model reads the best text of each prompt
 once, all of its tokens but the last, as it would have been fed step by step, and that is recorded.
-The search itself is the same in every bit. Our own search does the same (`generation/beams.py`).
+The search itself is bit-identical. Our own search does the same (`generation/beams.py`).
 
-Left out: searches in other people's loops. A row that is no longer the text it was is left out, and
+Left out: searches in other people's loops. A row that is no longer the same text is left out, and
 the record says so.
 
 Letters: B prompts, K beams, T tokens.
@@ -36,12 +36,12 @@ STEPWISE = {
     *("past_key_values", "use_cache", "cache_position", "position_ids", "labels"),
     "logits_to_keep",
 }
-"""What `generate` gives a step, and a reading of the whole text does not want."""
+"""Arguments that `generate` passes to a step, and that a reading of the whole text omits."""
 
 
 @contextmanager
 def hook_beam_search(recorder: Recorder) -> Iterator[None]:
-    """Hook the search, where the package is loaded at all: a model of it cannot be without."""
+    """Hook the search if `transformers` is loaded; otherwise no model can be one of its models."""
     mixin = getattr(sys.modules.get("transformers.generation.utils"), "GenerationMixin", None)
     with ExitStack() as patches:
         for name in ("_beam_search", "_assisted_decoding"):
@@ -104,7 +104,7 @@ def read_best(model: Any, given: dict[str, Any], found: Any, all_logits: bool) -
 
 
 def fed(ids_bt: Tensor, width: int, stops: Tensor | None) -> Tensor:
-    """Which tokens are read to write the rest: all up to the last, or to the one that stops."""
+    """Which tokens the model was fed to write the rest: all before the last or a stop token."""
     n_tokens = torch.full_like(ids_bt[:, 0], ids_bt.shape[1])
     if stops is not None:
         ends_bt = torch.isin(ids_bt[:, width:], stops)
@@ -114,7 +114,7 @@ def fed(ids_bt: Tensor, width: int, stops: Tensor | None) -> Tensor:
 
 
 def pick(value: Any, rows: slice) -> Any:
-    """One row of each prompt, of a tensor or of all tensors in a model's output."""
+    """Select one row per prompt, in a tensor or in all tensors of a model's output."""
     if isinstance(value, Tensor):
         return value[rows] if value.dim() else value
     if hasattr(value, "items"):

@@ -1,12 +1,12 @@
-"""The hook on compiled models: in a block they run by graphs of their own, which tell of attention.
+"""The hook on compiled models: in a block they run graphs of their own, with our hooks in them.
 
-Why: a graph that was traced outside of a block knows nothing of it, and runs unseen; and one that
-tells would be slower outside.
+Why: a graph that was traced outside of a block has no hooks in it, so its calls are not seen; and
+one with hooks would be slower outside.
 
 How: in a block, what `torch.compile(model)`, `model.compile()` and transformers' `generate` call is
-replaced by the same model, compiled in the same way once more. Its graph is traced with our hooks
-in it (`module_hooks.py`, `ops/call_hook.py`), and kept for further blocks. The compiler would trace
-our torch-function mode too, which is taken away before.
+replaced by the same model, compiled once more in the same way. Its graph is traced with our hooks
+in it (`module_hooks.py`, `ops/call_hook.py`), and kept for later blocks. Our torch-function mode is
+removed before, since the compiler would trace it too.
 
 Left out: functions that call a model and are compiled themselves. These are seen if the model
 attends by `regard.attention`, or if they are first called in a block.
@@ -56,7 +56,7 @@ def run_inside(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def call_watched(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`OptimizedModule.__call__`, for a module that is watched or has one inside."""
+    """Wrap `OptimizedModule.__call__`, for modules that are watched or contain a watched one."""
 
     @wraps(call)
     def run(compiled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,8 @@ def call_watched(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(compiled, *args, **kwargs)
         recorders = find_recorders(compiled)
         if not recorders:
-            # Not by its own method, which warns of hooks on all modules: ours leave others alone.
+            # Not by OptimizedModule's own method, which warns about global module hooks: ours do
+            # not affect other modules.
             return nn.Module.__call__(compiled, *args, **kwargs)
         watched = compile_alike(compiled, run_module)
         with recorders[0].unseen():
@@ -74,7 +75,7 @@ def call_watched(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hand_out_watched(get: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_compiled_call` of a model that is watched."""
+    """Wrap `get_compiled_call`, for models that are watched."""
 
     @wraps(get)
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +88,7 @@ def hand_out_watched(get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replace_compiled(module: nn.Module, compiled: Any) -> Callable[..., Any]:
-    """What `module.compile()` left in a module."""
+    """Wrap what `module.compile()` stored in a module."""
 
     @wraps(compiled)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +102,7 @@ def replace_compiled(module: nn.Module, compiled: Any) -> Callable[..., Any]:
 
 
 def find_recorders(module: nn.Module) -> list[Recorder]:
-    """The recorders around a call of a module that see something in it."""
+    """The recorders around a call whose models contain the module or a part of it."""
     return [
         recorder
         for recorder in recorders_around()

@@ -1,4 +1,4 @@
-"""FlexAttention's rules, which are functions of indices, written down as masks and scores.
+"""Convert FlexAttention's mask_mod and score_mod, functions of indices, to masks and scores.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
 """
@@ -17,7 +17,7 @@ from regard.ops.call import score_dtype
 
 Function = Callable[..., Tensor]
 MOST = 1 << 28
-"""Pairs for which a function is asked, one after the other in pieces."""
+"""The most pairs for which a function is evaluated, in pieces one after the other."""
 PIECE = 1 << 22
 
 
@@ -30,7 +30,7 @@ def flex_rule(mask_mod: Function, q_bhtd: Tensor, k_bgsd: Tensor) -> Mask | None
 
 
 def flex_scores(score_mod: Function, q_bhtd: Tensor, k_bgsd: Tensor, scale: float) -> Tensor:
-    """The scores of all pairs after a function of them, (B, H, T, S)."""
+    """The scores of all pairs after a score_mod, (B, H, T, S)."""
     (B, H, T, _), S = q_bhtd.shape, k_bgsd.shape[2]
     check_pairs("scores", B * H * T * S, MOST // 4)
     dtype = score_dtype(q_bhtd.dtype)
@@ -50,7 +50,7 @@ def check_pairs(what: str, n_pairs: int, most: int) -> None:
 
 
 def ask(function: Function, sizes: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A function of single indices at all of them, by vmap over b, h, t, s."""
+    """Evaluate a function of single indices at all of them, by vmap over b, h, t, s."""
     B, H, T, S = sizes
     over = function
     for axis in (3, 2, 1, 0):

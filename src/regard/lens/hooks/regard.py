@@ -1,8 +1,8 @@
 """The hook on our own attention: every call of `regard.attention` in the model's modules.
 
-Whoever makes the call: our layers, a module of anyone's, or a model of `transformers` with
-attn_implementation="regard". What is wanted is asked of the very call that the operation checked;
-and what is wanted of rows, of the pass that gives the output, where its kernel can tell it.
+The caller may be one of our layers, a module of anyone's, or a model of `transformers` with
+attn_implementation="regard". The call that is measured is the one that the operation checked. Row
+statistics are requested from the pass that computes the output, if its kernel can return them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def hook_regard(recorder: Recorder) -> Iterator[None]:
         rows = seen.rows
         T, S = seen.q.shape[2], k.shape[2]
         if isinstance(mask, Causal) and mask.align == "start" and S > T and seen.rule.bias is None:
-            # The rest is slots of a fixed cache, which nobody sees.
+            # The other keys are slots of a fixed cache that no query sees.
             k, v, rows = k[:, :, :T], v[:, :, :T], None
         return Call(name=name, q=seen.q, k=k, v=v, sinks=seen.sinks, cross=cross, rows=rows, **rule)
 
     def choose_wants(seen: call.Call) -> Wants | None:
-        """What is recorded of rows, where nearly all that it is told of them will be."""
+        """The wanted row statistics, if at least half of the batch's rows are recorded."""
         takes, wants = recorder.takes, recorder.takes.chosen.wants
         if recorder.handling or not recorder.is_open or not recorder.stack:
             return None

@@ -1,11 +1,11 @@
-"""Following scores from a product of queries and keys to a softmax, through code of any kind.
+"""Trace scores from a product of queries and keys to a softmax, through code of any kind.
 
-Each step that scores go through is known by its function: products, scaling by numbers, additions,
-fillings, and changes of type or shape. At the softmax they are made again from the trace, some rows
-at a time, and compared with what is there. Where they do not agree, or something else happened to
-the numbers on the way, the scores themselves are recorded. What moves scores to other places, as
-sliding windows in pieces do (Longformer), or heads that are mixed where they lie last (talking
-heads), ends the trace: a softmax of that is left out, and the record says so.
+Each step between them is recognised by its function: products, scaling by numbers, additions,
+masked fills, and changes of type or shape. At the softmax the scores are recomputed from the trace,
+some rows at a time, and compared with the actual ones. Where they disagree, or something else
+happened to the numbers on the way, the scores themselves are recorded. A function that moves scores
+to other positions ends the trace, as sliding windows in pieces do (Longformer), or heads that are
+mixed while they are the last axis (talking heads): its softmax is left out, and the record says so.
 
 Letters: B batch, T queries, S keys, H heads, D head width.
 """
@@ -45,23 +45,23 @@ MOVING |= {torch.roll, Tensor.roll, torch.gather, Tensor.gather, torch.sort, Ten
 MOVING |= {Tensor.mT.__get__, Tensor.T.__get__, Tensor.swapaxes, Tensor.index_select}  # type: ignore[attr-defined]
 JOINING = {torch.cat, torch.concat, torch.concatenate, torch.stack}
 AXES = (3, 4, 5)
-"""How many axes scores may have; the last two are queries and keys."""
+"""The numbers of axes that scores may have; the last two are queries and keys."""
 SHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten}
 HIDDEN = -1e4
-"""What is filled in with this or less is meant to be hidden."""
+"""A fill value up to this is meant to hide the key."""
 NEARLY_HIDDEN = 0.99 * HIDDEN
-"""What becomes of it in half types, and with a score added to it."""
+"""What HIDDEN may become in half types, and with a score added to it."""
 DROWNED = -float(1 << 20)
-"""A score that is this or less was hidden: in float32 hardly anything else is left of it."""
+"""A score up to this was hidden: in float32 hardly anything of the original score is left."""
 COMPARED = 1 << 22
-"""Scores that are made again together."""
+"""Scores that are recomputed at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Scores on their way: scale · q kᵀ + added, some hidden; q (..., T, D), k (..., S, D).
+    """A traced state of scores: scale · q kᵀ + added, some hidden; q (..., T, D), k (..., S, D).
 
-    `given` are queries and keys as the model has them, by which their origin is known. `opaque`:
+    `given`: queries and keys as the model has them, by which their origin is known. `opaque`:
     something else has happened to the numbers too.
     """
 
@@ -81,11 +81,11 @@ class ScoreTrace:
         self.origins = origins
 
     def concerns(self, func: Any) -> bool:
-        """Whether a function can begin a trace, or continue one; most often not."""
+        """Whether a function can begin or continue a trace; most often it cannot."""
         return func in BEGINNINGS or bool(self.steps.data) or bool(self.origins.moved.known)
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Remember what a function did, where it made scores or changed them."""
+        """Extend the trace by a function that computed scores or changed them."""
         if func not in BEGINNINGS:
             self._follow_change(func, args, kwargs, result)
             return
@@ -124,7 +124,7 @@ class ScoreTrace:
                 moved.put(result, Moved(name_of(func), tuple(scores.shape)))
 
     def _follow_mixing(self, func: Any, args: Any, result: Any) -> None:
-        """Scores of heads that are mixed by weights are scores still, where keys stay last."""
+        """Scores whose heads are mixed by weights are still scores if keys remain the last axis."""
         operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args
         if not isinstance(result, Tensor) or not any(map(is_parameter, operands)):
             return
@@ -147,7 +147,7 @@ class ScoreTrace:
         return next(known, None)
 
     def _follow_moved(self, args: Any, result: Any) -> None:
-        """Scores that were moved stay so, also when they are written into other tensors."""
+        """Scores that were moved remain so, even when they are written into other tensors."""
         moved, found = self.origins.moved, None
         for given in args:
             for x in given if isinstance(given, (tuple, list)) else (given,):
@@ -190,14 +190,14 @@ class ScoreTrace:
         return found
 
     def other_axis(self, args: Any, kwargs: dict[str, Any]) -> int | None:
-        """The axis of a softmax of scores, where it is not that of keys."""
+        """The axis of a softmax of traced scores, if it is not that of keys; else None."""
         scores: Any = args[0] if args else kwargs.get("input")
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         found = self._known(scores) is not None and dim not in (-1, scores.dim() - 1)
         return dim if found else None
 
     def end(self, name: str, heads: Heads, args: Any, kwargs: dict[str, Any]) -> Call | None:
-        """The call that a softmax ends, if what it is taken of was followed."""
+        """The attention call that ends in this softmax, if its argument was traced; else None."""
         scores = args[0] if args else kwargs.get("input")
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         step, moved = self._known(scores), self.origins.moved.get(scores)
@@ -226,7 +226,8 @@ def product(q: Any, k_t: Any, result: Tensor) -> Step | None:
     if not isinstance(q, Tensor) or not isinstance(k_t, Tensor) or q.dim() != k_t.dim():
         return None
     if q.shape[-1] == 1 and q.dim() == 3:
-        # Frequencies by positions, as rotary embeddings have them: no heads, and nothing to sum.
+        # Rotary embeddings multiply frequencies by positions like this: no heads, and nothing to
+        # sum.
         return None
     weights = any(isinstance(x, nn.Parameter) for y in (q, k_t) for x in (y, y._base))
     one_key_head = q.dim() == 4 and k_t.shape[:2] == (q.shape[0], 1)
@@ -257,7 +258,7 @@ def summed_product(args: Any, result: Tensor) -> Step | None:
     ins, arrow, out = args[0].replace(" ", "").partition("->")
     letters = ins.split(",")
     if "..." in out:
-        # Letters that nobody else has, for as many axes as the dots stand for.
+        # Unused letters for the axes that the dots stand for.
         dots = "\u2460\u2461\u2462\u2463"[: result.dim() - len(out) + 3]
         letters, out = [each.replace("...", dots) for each in letters], out.replace("...", dots)
     lengths = [len(each) for each in (out, *letters)]
@@ -275,7 +276,7 @@ def summed_product(args: Any, result: Tensor) -> Step | None:
 
 
 def reshaped(step: Step, result: Tensor) -> Step | None:
-    """The step, where only axes before the last two were joined or split."""
+    """The step after a reshape, if only axes before the last two were merged or split."""
     T, S, D = step.q.shape[-2], step.k.shape[-2], step.q.shape[-1]
     if result.shape[-2:] != (T, S):
         return None
@@ -296,7 +297,7 @@ def reshaped(step: Step, result: Tensor) -> Step | None:
 
 
 def transposed(step: Step) -> Step:
-    """The step with the second and third of five axes in the other order."""
+    """The step with the second and third of its five axes swapped."""
 
     def transpose(x: Tensor) -> Tensor:
         return x if x.dim() < 3 else x[(None,) * (4 - x.dim())].transpose(-4, -3)
@@ -324,18 +325,18 @@ def call_of(name: str, step: Step) -> Call | None:
 
 
 def hide_drowned(numbers: Tensor) -> Tensor:
-    """Numbers to add, with -inf for those that leave nothing of a score.
+    """Replace numbers to add that leave nothing of a score by -inf.
 
-    Rows of padding have such a number at every key: they see nothing, and do not count.
+    Padded rows have such a number at every key: they see nothing, and do not count.
     """
     return numbers.masked_fill(numbers <= DROWNED, -torch.inf)
 
 
 def agrees(call: Call, scores_bhts: Tensor) -> bool:
-    """Whether the trace gives the scores that are there, and hides what they hide.
+    """Whether the trace reproduces the actual scores, and hides what they hide.
 
-    Of all rows, some at a time: writing into scores (`scores[:, :, later] = -inf`) is no step of a
-    trace, nor is writing into queries after their product.
+    All rows are compared, some at a time: writing into scores (`scores[:, :, later] = -inf`) is not
+    traced, nor is writing into queries after their product.
     """
     if tuple(scores_bhts.shape) != tuple(call.shape):
         return False
@@ -359,7 +360,7 @@ def rows_agree(call: Call, scores_bhts: Tensor, rows: Tensor) -> Tensor:
     if rule.mask is not None:
         hidden = hidden | ~rule.mask.allows(*where)
     slack = 1e-4 if dtype == scores_bhts.dtype else 3e-2
-    # Of infinity everything is near.
+    # The slack would be infinite at infinite scores.
     near = ((traced - seen).abs() <= slack * (1 + seen.abs())) & seen.isfinite()
     return torch.where(hidden, seen <= NEARLY_HIDDEN, near).all()
 
@@ -380,7 +381,7 @@ def name_of(func: Any) -> str:
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads a module says that it has, if it does, and how many inputs there are."""
+    """The number of heads that a module declares, if it does, and the number of inputs."""
 
     said: int | None
     n_inputs: int | None
@@ -392,21 +393,21 @@ class Heads:
         return Heads(next((n for n in found if isinstance(n, int) and n > 0), None), n_inputs)
 
     def count(self, rows: int) -> int:
-        """How many there are where rows are samples and heads together.
+        """The number of heads, where one axis holds samples and heads together.
 
-        As many as the module says that it has, unless there are no more rows than inputs, as where
-        heads are called one by one; if it does not say, all rows of one input are heads.
+        It is what the module declares, unless there are no more rows than inputs, as when heads are
+        called one by one. If the module declares none, all rows of a single input are heads.
         """
         if self.said is not None and rows % self.said == 0 and not 1 < rows == self.n_inputs:
             return self.said
         return rows if self.n_inputs == 1 else 1
 
     def come_first(self, shape: Sequence[int]) -> bool:
-        """Whether of five axes the second is that of heads, and the third of windows."""
+        """Whether, of five axes, the second is that of heads, and the third that of windows."""
         return shape[-4] == self.said != shape[-3]
 
     def doubt(self, shape: Sequence[int]) -> str | None:
-        """What is not known of axes."""
+        """A remark if it is unclear which axis is that of heads; else None."""
         said = self.said or 1
         if len(shape) == 3 and 1 < said <= shape[0] == self.n_inputs and shape[0] % said == 0:
             return (

@@ -1,18 +1,18 @@
-"""The hook on torch: its attention functions, and softmaxes of products, wherever they are called.
+"""The hook on torch's functions: its attention functions, and softmaxes of products, by any caller.
 
 Why: most models in the world call `scaled_dot_product_attention`, `flex_attention` or
 `multi_head_attention_forward`, or write `softmax(q kᵀ / √d + bias)` out in their own code, as BLOOM
-and GPT-J do. None of them offers a hook.
+and GPT-J do. None of these offers a hook.
 
-How: a torch-function mode sees every function of torch that the model calls, and calls it as it
-came. For code that writes attention out it follows the scores: a product of two activations is
-remembered with its queries and keys, and so are the numbers that it is scaled by, what is added,
-and what is filled in, until a softmax over the keys is taken. Then the scores are made again from
-what was remembered; if they agree, that is the call, and if not, the scores themselves are kept
-(`score_tracing.py`). `flex_attention` is a plain function, and is replaced, for the time of the
-block, in the modules where the model's classes were written.
+How: a torch-function mode sees every function of torch that the model calls, and calls it
+unchanged. For attention that is written out it traces the scores: a product of two activations is
+remembered with its queries and keys, and so are the factors, what is added, and what is masked,
+until a softmax over the keys is computed. Then the scores are recomputed from the trace; if they
+agree, that is the call, and if not, the scores themselves are recorded (`score_tracing.py`).
+`flex_attention` is a plain function, and is patched, for the duration of the block, in the modules
+in which the model's classes are defined.
 
-torch.nn's fast paths are not taken under a mode, so `torch_nn.py` takes it away there.
+torch.nn's fast paths are not taken under a mode, so `torch_nn.py` removes it there.
 
 Left out: calls inside compiled code, and nested tensors.
 
@@ -71,7 +71,7 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         recorder = self.recorder
-        # In this order, and attention last: it is asked about every function of a whole model.
+        # The cheapest checks first: this runs for every torch function of a whole model.
         if recorder.handling or not recorder.is_open or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         if func not in ATTENDING or not recorder.record(lambda _: self.read(func, args, kwargs)):
@@ -91,7 +91,7 @@ class AttentionMode(TorchFunctionMode):
             recorder.handling -= 1
 
     def read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Call | None:
-        """The call of attention that a function is, if it is one and not our own."""
+        """The attention call that a function makes; None if none, or if it is our attention's."""
         recorder = self.recorder
         name, module = recorder.name_of() or "", recorder.stack[-1]
         if func is F.multi_head_attention_forward:
@@ -116,7 +116,7 @@ class AttentionMode(TorchFunctionMode):
         return self.with_doubt(call, heads, query)
 
     def with_doubt(self, call: Call, heads: Heads, like: Any) -> Call:
-        """The call, and a remark where it is not known which of its axes is that of heads."""
+        """The call, with a remark in the record if it is unclear which axis is that of heads."""
         doubt = heads.doubt(like.shape)
         if doubt is not None:
             self.recorder.takes.remarks[f"{call.name} {doubt}"] = None
@@ -125,7 +125,7 @@ class AttentionMode(TorchFunctionMode):
 
 @contextmanager
 def hook_torch_functions(recorder: Recorder) -> Iterator[None]:
-    """The mode is on while modules of the model run, and so changes nothing for others."""
+    """Create the mode; it is on while the model's modules run, so it does not affect other code."""
     recorder.mode = AttentionMode(recorder)
     with hook_flex(recorder):
         yield
@@ -133,7 +133,7 @@ def hook_torch_functions(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def hook_flex(recorder: Recorder) -> Iterator[None]:
-    """Replace `flex_attention` by one that records, wherever the model's code names it."""
+    """Patch `flex_attention` with one that records, in all modules of the model's code."""
     function = getattr(sys.modules.get(FLEX), "flex_attention", None)
     if function is None:
         yield
@@ -163,7 +163,7 @@ def record_flex(function: Callable[..., Any]) -> Callable[..., Any]:
             cross = recorder.origins.relate(given["query"], given["key"], *call.shape[2:])
             return replace(call, cross=cross)
 
-        # Traced by the compiler, and so without our mode.
+        # The compiler traces it, so our mode must be off.
         with recorders[0].unseen():
             return run_recorded(recorders, read, function, *args, **kwargs)
 
@@ -194,7 +194,7 @@ def read_sdpa(
     is_causal: bool = False,
     **more: Any,
 ) -> Call | None:
-    """What a call of `scaled_dot_product_attention` means; None where it is none of attention's."""
+    """Convert a call of `scaled_dot_product_attention`; None if its shapes are not attention's."""
     if query.is_nested:
         raise ValueError("its queries are nested tensors; give it a padded batch")
     if min(query.dim(), key.dim()) < 2:
@@ -211,7 +211,8 @@ def read_sdpa(
     q, k = (x[(None,) * (4 - x.dim())] for x in (query, key))
     n_heads = heads.count(query.shape[0])
     if query.dim() == 3 == key.dim():
-        # Rows and heads in one axis, of which the module says how many heads it has, or one.
+        # One axis holds rows and heads; the module declares how many heads it has, else there is
+        # one.
         q, k = (x.reshape(-1, n_heads, *x.shape[1:]) for x in (query, key))
     rows = max(q.shape[0], k.shape[0])
     q, k = q.expand(rows, *q.shape[1:]), k.expand(rows, *k.shape[1:])
@@ -235,7 +236,7 @@ def read_sdpa(
 
 
 def from_us() -> bool:
-    """Whether the function is called by our own attention, which has a hook of its own."""
+    """Whether the function is called by our own attention, which has its own hook."""
     frame = sys._getframe(2)
     for _ in range(24):
         if frame.f_globals.get("__name__", "").startswith("regard.ops"):

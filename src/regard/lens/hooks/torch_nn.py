@@ -1,17 +1,18 @@
 """The hook on torch.nn's attention modules, whose fast paths call nothing that a mode could see.
 
-Why: in evaluation `TransformerEncoderLayer` and `MultiheadAttention` run as one fused call. Under a
+Why: in eval mode `TransformerEncoderLayer` and `MultiheadAttention` run as one fused call. Under a
 torch-function mode, or with a hook on any module inside, they take the slow path, whose last bits
-differ; so seeing them by either would change what they compute.
+differ; so observing them by either would change what they compute.
 
-How: for the time of the block the `forward` of their classes is replaced, so that instances can be
-pickled and copied as ever. For modules of a watched model the replacement works out the queries and
-keys from the arguments, beside the call, records them, takes our mode away and calls the original
-as it came; for others it calls the original. A module whose `forward` was replaced, as `accelerate`
-does, is seen where it holds the one of its class; where it holds none, and may run fused, it runs
-without our mode, and is left out. Inside an encoder that turned padding into nested tensors a row
-has its real tokens only. `read_heads` is what torch's multi-head attention computes before its
-heads attend, from the same arguments.
+How: for the duration of the block the `forward` of their classes is patched, so that instances can
+be pickled and copied as before. For modules of a watched model the patch computes the queries and
+keys from the arguments, in addition to the call, records them, turns our mode off and calls the
+original with the same arguments; for others it only calls the original. A module whose own
+`forward` was replaced, as `accelerate` does, is seen if it holds the class's `forward` in an
+attribute; if not, and if it may run fused, it runs without our mode, and is left out. Inside an
+encoder that turned padding into nested tensors a row has its real tokens only. `read_heads`
+computes what torch's multi-head attention computes before its heads attend, from the same
+arguments.
 
 Left out: subclasses with a `forward` of their own; what they call is seen by other hooks.
 
@@ -45,13 +46,13 @@ OWN = (
     *("num_heads", "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight"),
     *("bias_k", "add_zero_attn"),
 )
-"""The arguments of `multi_head_attention_forward` that a module holds itself."""
+"""The arguments of `multi_head_attention_forward` that a module holds as attributes."""
 Read = Callable[["Recorder", Any, dict[str, Any]], Call | None]
 FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     kind: kind.forward
     for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 }
-"""torch.nn's classes with a fused path, and what they compute."""
+"""torch.nn's classes with a fused path, and their original `forward`."""
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def hook_torch_nn(recorder: Recorder) -> Iterator[None]:
 def patched_forwards(
     modules: Iterable[nn.Module], wrappers: Mapping[type[nn.Module], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Wrap the `forward` of torch.nn's classes, where the modules have some; also a held one."""
+    """Patch the `forward` of torch.nn's classes that the modules have, and held originals."""
     with ExitStack() as patches:
         for kind, wrap in wrappers.items():
             found = [module for module in modules if isinstance(module, kind)]
@@ -87,7 +88,7 @@ def patched_forwards(
 
 
 def held_forwards(module: nn.Module, kind: type[nn.Module]) -> list[str]:
-    """The attributes in which a module holds the `forward` of its class, for one of its own."""
+    """The attributes in which a module with a replaced `forward` holds that of its class."""
     return [
         name
         for name, value in vars(module).items()
@@ -106,7 +107,7 @@ def stand_in(
 
 
 def record_forward(read: Read, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A `forward` that records the call, and then runs the module's own without our mode."""
+    """Wrap a `forward`: record the call, then run the original without our mode."""
     signature = inspect.signature(forward)
 
     @wraps(forward)
@@ -127,9 +128,9 @@ def record_forward(read: Read, forward: Callable[..., Any]) -> Callable[..., Any
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module computes what torch.nn's does, and no more; FSDP2 makes classes of its own.
+    """Whether a module computes exactly what torch.nn's does; FSDP2 creates subclasses.
 
-    A stack of layers that compute something else may not be seen where it is.
+    A stack with layers that compute something else keeps our mode, without which they are not seen.
     """
     if isinstance(module, nn.MultiheadAttention):
         return True
@@ -143,7 +144,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def read_stack(recorder: Recorder, module: Any, given: dict[str, Any]) -> None:
-    """No call: the layers of a stack are read."""
+    """Return no call: the layers of a stack are read instead."""
 
 
 def read_attention(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call:
@@ -157,18 +158,18 @@ def read_attention(recorder: Recorder, module: Any, given: dict[str, Any]) -> Ca
 
 
 def is_cross(recorder: Recorder, query: Tensor, key: Tensor, axis: int = 0) -> bool:
-    """Whether keys are of another text; where their origin does not tell, if they are others."""
+    """Whether keys are of another text: by their origin, or else if `key` is not `query`."""
     cross = recorder.origins.relate(query, key, query.shape[axis], key.shape[axis])
     return key is not query if cross is None else cross
 
 
 def read_layer(recorder: Recorder, module: Any, given: dict[str, Any]) -> Call | None:
     if is_edited(module):
-        return None  # It runs in pieces, and its attention is read where it is called.
+        return None  # It runs unfused, and its attention is read where it is called.
     nested = given["src"].is_nested
     x = nested_row(recorder, given["src"]) if nested else given["src"]
     with torch.no_grad():
-        x = module.norm1.forward(x) if module.norm_first else x  # and not its hooks
+        x = module.norm1.forward(x) if module.norm_first else x  # without its hooks
     passed = {
         "attn_mask": given["src_mask"],
         "key_padding_mask": None if nested else given["src_key_padding_mask"],
@@ -219,7 +220,7 @@ def nested_row(recorder: Recorder, x: Tensor) -> Tensor:
 def read_heads(
     recorder: Recorder, name: str, given: dict[str, Any], cross: bool | None = None
 ) -> Call:
-    """A call of `multi_head_attention_forward`, its arguments by name, as ours."""
+    """Convert a call of `multi_head_attention_forward`, its arguments by name, to ours."""
     query, key = given["query"].detach(), given["key"].detach()
     if query.dim() == 2:
         query, key = query[:, None], key[:, None]
@@ -252,7 +253,7 @@ def project(query_tbc: Tensor, key_sbc: Tensor, given: dict[str, Any]) -> tuple[
 
 
 def extend(k_bhsd: Tensor, given: dict[str, Any]) -> Tensor:
-    """Keys with the learned one and the one of zeros behind them, where there are any."""
+    """The keys, followed by the learned one and the one of zeros, if there are any."""
     B, H, _, D = k_bhsd.shape
     parts = [k_bhsd]
     if given.get("bias_k") is not None:

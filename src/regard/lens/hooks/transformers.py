@@ -1,19 +1,19 @@
-"""The hook on Hugging Face models in place: the interface from which they take their attention.
+"""The hook on Hugging Face models as they are: their attention interface.
 
 Why: a model asks the attention interface for its function in every call, by the name in its config.
-Registering another function under another name would work, but the name itself is asked in many
+Registering another function under another name would work, but the name itself is checked in many
 places: for which mask to make, for which kernel to load, for what is supported. A model whose name
-is changed may take another way; one whose name stays computes the same in every bit.
+is changed may take another path; one whose name stays computes the same bits.
 
-How: for the time of the block the interface itself hands out, for modules of the watched model, a
-function that records q, k, the mask and all else it was given, and then calls the very function
-that the model would have had, with the same arguments. The model keeps its implementation and with
+How: for the duration of the block the interface is patched. For modules of the watched model it
+returns a function that records q, k, the mask and all other arguments, and then calls the function
+that the model would have had, with the same arguments. The model keeps its implementation, and with
 it its mask function, so causality cannot be lost on the way. What the arguments mean depends on the
-implementation: "no mask" is causal for some (SDPA, flash, and functions that somebody registered,
-where the module says that it is causal; then the record notes it), and nothing hidden for eager; a
-mask of flash attention has padding only; flex attention has a mask that is a function.
+implementation. "No mask" means causal for some (SDPA, flash, and functions that somebody
+registered, where the module says that it is causal; then the record notes it), and nothing hidden
+for eager. A mask of flash attention has padding only. Flex attention has a mask that is a function.
 
-Left out: paged caches and variable-length batches of flash attention, refused in words.
+Left out: paged caches and variable-length batches of flash attention, which raise an error.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width.
 """
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 Attend = Callable[..., Any]
 FIRST = "query", "key", "value", "attention_mask"
-"""What the interface gives after the module, in this order; functions may have other names."""
-# Read once: it takes longer than all else that reading a call needs.
+"""The interface's arguments after the module, in order; functions may name them differently."""
+# Cached, since reading a signature takes longer than all else that reading a call needs.
 signature_of = functools.lru_cache(maxsize=16)(inspect.signature)
 
 
 @contextmanager
 def hook_transformers(recorder: Recorder) -> Iterator[None]:
-    """Hook the interface, where the package is loaded at all: a model of it cannot be without."""
+    """Hook the interface if `transformers` is loaded; otherwise no model can be of that package."""
     loaded = sys.modules.get("transformers.modeling_utils")
     interface = getattr(loaded, "AttentionInterface", None)
     if interface is None:
@@ -75,7 +75,7 @@ def record_handed_out(method: Callable[..., Any]) -> Callable[..., Any]:
             return traced(function) if call_hook.listening else function
         if not callable(function) or hasattr(function, "_records") or not recorders_of():
             return function
-        if implementation(function) == "regard":  # heard where our own operation is
+        if implementation(function) == "regard":  # recorded by the hook on our own attention
             return function
         return recording(function)
 
@@ -83,7 +83,7 @@ def record_handed_out(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def traced(function: Attend) -> Attend:
-    """A function that has a compiled graph tell of its calls."""
+    """Wrap a function so that a compiled graph reports its calls."""
     kind = implementation(function)
 
     def attend_traced(
@@ -110,7 +110,7 @@ def traced(function: Attend) -> Attend:
         call_hook.trace_call(call)
         return function(module, query, key, value, *args, **kwargs)
 
-    # One of the two methods that hand out functions calls the other.
+    # One of the two patched methods calls the other, so a function may be wrapped already.
     twice = getattr(function, "__name__", "") == "attend_traced"
     return function if twice or kind == "regard" else attend_traced
 
@@ -133,7 +133,7 @@ def recording(function: Attend) -> Attend:
 
 
 def name_arguments(function: Attend, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What a function is given, but for the module, by the names of the interface."""
+    """A function's arguments except the module, by the names of the interface."""
     more = list(signature_of(function).parameters)[1 + len(FIRST) :] if args[len(FIRST) :] else []
     return {**dict(zip((*FIRST, *more), args, strict=False)), **kwargs}
 
@@ -170,7 +170,7 @@ def read_call(
 
 
 def is_cross(recorder: Recorder, module: nn.Module, query: Tensor, key: Tensor) -> bool | None:
-    """Whether a module looks at another text: as it says itself, else as tensors were made."""
+    """Whether a module does cross-attention: as it declares, else by the tensors' origins."""
     said = getattr(module, "is_cross_attention", None)
     if isinstance(said, bool):
         return said
@@ -178,7 +178,7 @@ def is_cross(recorder: Recorder, module: nn.Module, query: Tensor, key: Tensor) 
 
 
 def implementation(function: Attend) -> str:
-    """Which of the library's functions it is, or "own": one that somebody has registered."""
+    """Which of the library's functions it is, or "own" if somebody registered it."""
     named = getattr(getattr(function, "func", function), "__name__", "")
     kinds = ("flex", "sdpa", "flash", "paged", "regard", "eager")
     return next((kind for kind in kinds if kind in named), "own")
@@ -187,7 +187,7 @@ def implementation(function: Attend) -> str:
 def read_rule(
     module: nn.Module, kind: str, given: dict[str, Any]
 ) -> tuple[Mask | None, Bias | None, Tensor]:
-    """Mask and bias, and the keys that the function really looks at."""
+    """The mask, the bias, and the keys that the function actually uses."""
     q, k, seen = given["query"], given["key"], given.get("attention_mask")
     T, S = q.shape[2], k.shape[2]
     causal = given.get("is_causal")
@@ -204,7 +204,7 @@ def read_rule(
     elif kind == "flex" and seen is not None and not isinstance(seen, Tensor):
         mask = flex_rule(seen.mask_mod, q, k)
     elif isinstance(seen, Tensor):
-        # Longer masks than keys are cut, as all of these functions do.
+        # Masks that are longer than the keys are cut, as all of these functions do.
         seen = seen[..., :S]
         mask, bias = (Dense(seen), None) if seen.dtype == torch.bool else (None, DenseBias(seen))
     elif kind in ("sdpa", "own") and causal and T > 1:
@@ -220,7 +220,7 @@ def read_rule(
 def flash_mask(
     seen: Tensor | None, causal: bool, window: int | None, T: int, S: int
 ) -> Mask | None:
-    """What flash attention hides: padding by a mask of the keys, causality and window by flags."""
+    """The mask of flash attention: padding from a mask of keys, causality and window from flags."""
     parts: list[Mask] = [Causal()] if causal and T > 1 else []
     if window is not None and window < S:
         parts.append(Window(window - 1, 0 if causal else window - 1))
