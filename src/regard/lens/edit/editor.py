@@ -396,7 +396,7 @@ def check_layer(bound: Bound, layer: Layer) -> None:
         )
     if bound.stack not in (None, layer.stack) and not isinstance(bound.edit, Capture):
         raise ValueError(
-            f"{bound.edit} gives layers by number, and the model has several stacks of layers, one "
-            f"with {layer.name}; name modules: layers=('decoder.blocks.0.self_attn',)"
+            f"{bound.edit} reaches layers of several stacks, such as an encoder's and a decoder's; "
+            f"give one edit for each, layers=({layer.name!r},) for one"
         )
     bound.stack = layer.stack
