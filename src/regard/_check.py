@@ -57,7 +57,7 @@ def check_shapes(tensors: Mapping[str, tuple[Tensor, str]]) -> dict[str, int]:
 
 
 def name_kind(value: object) -> str:
-    """The kind of a value in words, for an error message: "a list", "the class Causal"."""
+    """The kind of a value, for an error message: "a list", "the class Causal"."""
     if isinstance(value, type):
         return f"the class {value.__name__}; make one of it, {value.__name__}(...)"
     return "None" if value is None else f"a {type(value).__name__}"
@@ -106,7 +106,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether all entries are finite, judged by sums: a sum that overflows gives a false False."""
+    """Whether all entries are finite, judged by their sums, which may overflow: then False too."""
     total = 0.0
     for tensor in tensors:
         plain = tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor

@@ -1,7 +1,7 @@
 """Stop tokens and stop strings: where a generated text ends.
 
-Why: a stop string may span several tokens, end within one, or share its beginning with text that
-goes on. Streamed text cannot be taken back.
+Why: a stop string may span several tokens, end within one, or share its beginning with ordinary
+text. Streamed text cannot be taken back.
 
 How: `find_tokens` returns the special tokens of a model, including those in the
 `generation_config.json` beside its weights: chat models name their end-of-turn token only there.
@@ -151,7 +151,7 @@ class TextWatch:
         return copy.copy(self._stream).finish() if self._stream.waiting else ""
 
     def _n_begun(self) -> int:
-        """How many characters at the end of the kept text are the beginning of a stop string."""
+        """How many characters at the end of `_kept` are the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         ends = (self._kept[-n:] for n in range(min(longest, len(self._kept)), 0, -1))
         return len(next((end for end in ends if any(s.startswith(end) for s in self._stops)), ""))

@@ -1,4 +1,4 @@
-"""`translate`: text in another language, whatever the encoder–decoder.
+"""`translate`: translation of texts by any encoder–decoder model.
 
 Why: translation models differ in how they are given a direction, and are made for sentences, not
 for texts.
@@ -247,7 +247,7 @@ def write_rows(
     beams: int,
     progress: Progress | None,
 ) -> list[str]:
-    """The translation of each row; a row without ids stays as it is."""
+    """The translation of each row; the text of a row without ids is returned unchanged."""
     written = [row.sentence.text for row in rows]
     done = sum(not row.ids for row in rows)
     for places in make_batches(rows):

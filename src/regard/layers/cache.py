@@ -17,7 +17,7 @@ a batch has its own positions.
 The first call gets back its own keys and values, so a prompt costs no more than without a cache.
 
 `evict` keeps some keys of a growing cache, different ones in each head, and loses their positions:
-layers with a window or a bias then refuse the cache.
+layers with a window, a bias or a rotary scaling that `rotates_kept_keys` then refuse the cache.
 
 Left out: pages shared between rows, quantised keys, rewinding to an earlier position.
 

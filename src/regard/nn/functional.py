@@ -41,8 +41,8 @@ def scaled_dot_product_attention(
     """softmax(scale · query keyᵀ + mask) value, over the last two axes.
 
     query (..., H, T, D), key (..., G, S, D), value (..., G, S, E) give (..., H, T, E). attn_mask
-    broadcasts to (..., H, T, S): bool, True = may look, or float, added to the scores. is_causal:
-    query t sees the keys up to t (counted from the start). dropout_p applies always; pass 0 in
+    broadcasts to (..., H, T, S): bool, True = may attend, or float, added to the scores. is_causal:
+    query t sees the keys up to t (counted from the start). dropout_p always applies; pass 0 in
     evaluation. enable_gqa: G divides H, and neighbouring query heads share a key head.
     """
     refuse_nested(query, key, value)
@@ -172,8 +172,8 @@ def multi_head_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """What `MultiheadAttention` computes, with its weights passed in; query (T, B, C) or (T, C).
 
-    static_k and static_v, (B·H, S, D), stand for keys and values that are projected and split
-    already.
+    static_k and static_v, (B·H, S, D), are keys and values that are already projected and split
+    into heads.
     """
     masks = Masks(attn_mask, key_padding_mask, is_causal)
     masks.check_kinds()

@@ -49,7 +49,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """One layer; masks as in `MultiheadAttention` (bool True = may not look)."""
+        """Run one layer; masks as in `MultiheadAttention` (bool True = may not attend)."""
         refuse_nested(src)
         masks = (src_mask, src_key_padding_mask)
         if self.norm_first:
@@ -139,7 +139,7 @@ class TransformerDecoder(nn.TransformerDecoder):
 class Transformer(nn.Transformer):
     """An encoder and a decoder.
 
-    src (S, B, C) and tgt (T, B, C) give (T, B, C); or batch first, or without a batch.
+    src (S, B, C) and tgt (T, B, C) give (T, B, C); or batch first, or without a batch axis.
     """
 
     __prepare_scriptable__ = refuse_script

@@ -71,7 +71,7 @@ class DynamicNTK(Stretch):
     The fastest pair keeps its frequency, the slowest is divided by the whole stretch, the others by
     a power between. The stretch depends on the length of this text alone. Keys in a cache stay as
     they were rotated in their own call, as in `transformers`. So a text that grows past
-    `original_max_len` in a cache gives other outputs than when it is read at once; read a long
+    `original_max_len` in a cache has other outputs than when it is read at once; read a long
     prompt in one call.
 
     Args:

@@ -77,8 +77,8 @@ class TextStream:
         self.waiting = False
         """Whether something is held back now."""
         self.start = 0
-        """The index in the whole text at which the latest token starts; for a byte in a run, the
-        start of the run."""
+        """The index in the whole text at which the latest token starts; bytes in a run do not
+        update it."""
 
     def step(self, token: int) -> str:
         """The text that became certain with this id; "" while a character is incomplete."""
