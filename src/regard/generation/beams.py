@@ -106,7 +106,7 @@ class Search:
     def __init__(self, task: Task) -> None:
         device, n_rows, k = task.ids_bt.device, len(task.rows), task.config.num_beams
         self.config, self.processor = task.config, task.processor
-        self.rows = list(range(n_rows))  # those still searching, by their place in the batch
+        self.rows = list(range(n_rows))  # rows still searching, by their index in the task
         self.found: list[Beams] = [empty_beams(1, 0, 0, 0, device)] * n_rows
         self.step_n = 0
         self._stops = torch.tensor(list(task.stop_tokens), dtype=torch.int64, device=device)

@@ -29,7 +29,7 @@ from regard.tokens import Tokenizer
 
 Ids = Tensor | Sequence[Sequence[int]]
 Model = Transformer | str | os.PathLike[str]
-"""A model, or what `regard.load` takes: a folder, a GGUF file, a name."""
+"""A model, or an argument of `regard.load`: a folder, a GGUF file, a name."""
 
 
 @dataclass(frozen=True, eq=False)

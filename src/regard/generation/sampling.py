@@ -126,7 +126,7 @@ class LogitsProcessor:
 
     @property
     def counts_seen(self) -> bool:
-        """Whether `process` needs to know which tokens a row has."""
+        """Whether `process` needs `seen_bv`, for the repetition penalty."""
         return self.config.repetition_penalty != 1.0
 
     def process(

@@ -47,7 +47,7 @@ from regard.layers.cache_slots import (
 
 
 class Kept(NamedTuple):
-    """What a layer attends to: keys (B, G, S, D), values (B, G, S, E), the keys' positions (N, S).
+    """What a call attends to: keys (B, G, S, D), values (B, G, S, E), the keys' positions (N, S).
 
     `queries` (N, T) are the new tokens' positions. `in_line`: masks need no positions, see `Step`.
     """
@@ -97,7 +97,7 @@ class KVCache:
 
     @staticmethod
     def windowed(left: int) -> KVCache:
-        """A ring for a layer with the window (left, 0): the last `left` keys and the newest.
+        """A ring buffer for a layer with the window (left, 0): the last `left` keys and the newest.
 
         No gradients.
         """
@@ -276,7 +276,7 @@ class DecoderCache:
 
     @property
     def length(self) -> Tensor | None:
-        """How long each row's text is so far, (N,); None before the first call."""
+        """The length of each row's text so far, (N,); None before the first call."""
         return self.slots[0].length if self.slots else None
 
     @property

@@ -38,7 +38,7 @@ def trusting() -> Iterator[None]:
 
 
 class FusedLinear:
-    """Linear layers with the same input."""
+    """Linear layers with the same input, whose weights are views of one joint weight."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)

@@ -36,7 +36,7 @@ def _sum_rows(
     for start in range(0, K, COLUMNS):
         k = start + tl.arange(0, COLUMNS)
         at = weight + m[:, None] * stride + k[None, :]
-        # Weights are read once; x is read by every program.
+        # Eviction policies: weights are read once, x is read by every program.
         if EVEN:
             x_k = tl.load(x + k, eviction_policy="evict_last")
             weight_mk = tl.load(at, eviction_policy="evict_first")

@@ -106,7 +106,7 @@ class Rule(TypedDict):
 
 
 class AttentionInputs(NamedTuple):
-    """All that one call of attention needs."""
+    """The arguments of one call of `attention`."""
 
     q: Tensor
     k: Tensor

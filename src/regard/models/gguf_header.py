@@ -85,7 +85,7 @@ class Metadata(Values):
         return found
 
     def token(self, key: str, n_tokens: int) -> int | None:
-        """A token id below `n_tokens`; absent, or the -1 of old files, is None."""
+        """A token id below `n_tokens`; None if absent, or -1 as in old files."""
         value = self.get(key, -1)
         if type(value) is int and value in (-1, 2**32 - 1):
             return None

@@ -22,14 +22,14 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class Link:
-    """Tensors of theirs and of ours that hold the same numbers."""
+    """Tensors of theirs and of ours that hold the same numbers, and functions between them."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     read: Callable[[Tensors], Tensors]
-    """Theirs to ours."""
+    """From tensors of theirs to tensors of ours."""
     write: Callable[[Tensors], Tensors]
-    """Ours to theirs."""
+    """From tensors of ours to tensors of theirs."""
 
 
 def same(theirs: str, ours: str) -> Link:

@@ -107,7 +107,7 @@ class Masks(NamedTuple):
 
 def is_causal_mask(mask: Tensor) -> bool:
     """Whether a mask (T, S) hides exactly the keys after each query; False if it is unreadable."""
-    # Nothing may be read back while a CUDA graph is being recorded.
+    # Nothing may be read back while a CUDA graph is being captured.
     captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     if mask.dim() != 2 or not readable(mask) or captured:
         return False

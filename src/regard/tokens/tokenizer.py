@@ -276,7 +276,7 @@ class Tokenizer:
         """The prompt that the model's chat template makes of messages ("role", "content").
 
         Encode it with `special=False`: templates write the special tokens themselves. Further
-        `names` (such as `tools`) are handed to the template. It runs in a sandbox (`chat.py`).
+        `names` (such as `tools`) are passed to the template. It runs in a sandbox (`chat.py`).
         """
         if template not in self.chat_templates:
             there = ", ".join(sorted(self.chat_templates)) or "none"
