@@ -1,6 +1,6 @@
 """Blocks of the Transformer.
 
-Why: all Transformers are built of the same few sublayers in one of four orders, so a model is
+Why: the models here are all built of the same few sublayers in one of four orders, so a model is
 described by a `BlockConfig` for each layer.
 
 How: a block adds the outputs of its sublayers to the residual stream x.

@@ -136,7 +136,7 @@ class ConfigReader(Values):
             raise self.wrong(key, value, f"{known}; other settings are not supported")
 
     def expect_class(self, *endings: str) -> None:
-        """Refuse a class with a head that is not supported, as BertForSequenceClassification."""
+        """Refuse classes with unsupported heads, such as BertForSequenceClassification."""
         value = self.source.get("architectures")
         named = value[0] if isinstance(value, list) and value else None
         if isinstance(named, str) and "For" in named and not named.endswith(endings):

@@ -157,7 +157,7 @@ def unpack(data: Any, packed: Packed) -> Tensor:
     raw = np.frombuffer(data, np.uint8, packed.n_bytes, packed.start).reshape(rows)
     with np.errstate(all="ignore"):  # damaged scales overflow; the loader checks for inf and NaN
         numbers = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(packed.kind))
-    # Float32 is returned as a read-only view of the file, which torch does not accept: copied.
+    # Float32 is returned as a read-only view of the file, which torch could not write to: copied.
     owned = np.array(numbers, dtype=np.float32, copy=None if numbers.flags.writeable else True)
     return torch.from_numpy(owned).reshape(packed.shape)
 

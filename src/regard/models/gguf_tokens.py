@@ -49,7 +49,8 @@ SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (QWEN2,)),
     "tekken": (TEKKEN,),
 }
-"""Regular expressions by rule; each one splits what the one before left over."""
+"""Regular expressions by rule: each splits the pieces of the one before; what it does not match
+stays whole."""
 LLAMA3_LIKE = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
 """Rules of vocabularies in which a word that is a piece becomes that piece, whatever the merges
 say, and whose models expect a bos token, unless the file says otherwise."""
