@@ -1,10 +1,10 @@
-"""Checks at the public doors, spoken in the letters of the house.
+"""Argument checks of public functions, with errors in terms of the letters B, H, T, S, D.
 
-A door names each tensor with its letters ("B H T D"); the first tensor that uses a letter binds its
-size, later ones must agree. Errors say what came, what was expected, and in which letters.
-`readable` tells whether a tensor's values may be looked at now: not while a graph is being traced,
-and not inside a `torch.func` transform. The values of tensors are not checked here; counts, numbers
-and words of a config are.
+A caller of `check_shapes` gives the letters of each tensor ("B H T D"); the first tensor with a
+letter binds its size, later ones must agree. Errors say what was given and what was expected, in
+these letters. `readable` says whether a tensor's values can be read now: not while a graph is being
+traced, and not inside a `torch.func` transform. The counts, numbers and names of a config are
+checked here, too; the values of tensors are not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLOAT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_shapes(tensors: Mapping[str, tuple[Tensor, str]]) -> dict[str, int]:
-    """Bind letters to sizes over all tensors and return them, or say which tensor disagrees.
+    """Bind letters to sizes over all tensors and return them; raise if a tensor disagrees.
 
     `tensors` maps a name to (tensor, letters), for example ``{"q": (q, "B H T D")}``.
     """
@@ -51,7 +51,7 @@ def check_shapes(tensors: Mapping[str, tuple[Tensor, str]]) -> dict[str, int]:
 
 
 def name_kind(value: object) -> str:
-    """What a value is, for an error: "a list", "the class Causal"."""
+    """The kind of a value, for an error message: "a list", "the class Causal"."""
     if isinstance(value, type):
         return f"the class {value.__name__}; make one of it, {value.__name__}(...)"
     return "None" if value is None else f"a {type(value).__name__}"
@@ -100,7 +100,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether all entries are finite, by sums; one that overflows says no where a look says yes."""
+    """Whether all entries are finite, judged by their sums, which may overflow: then False too."""
     total = 0.0
     for tensor in tensors:
         plain = tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
@@ -110,12 +110,12 @@ def all_finite(*tensors: Tensor) -> bool:
 
 
 def known_finite(*tensors: Tensor) -> bool:
-    """Whether all entries are known to be finite: asked on a CPU alone, where it costs little."""
+    """Whether all entries are known to be finite; checked on a CPU only, where it is cheap."""
     return tensors[0].device.type == "cpu" and readable(*tensors) and all_finite(*tensors)
 
 
 def is_empty(*tensors: Tensor) -> bool:
-    """Whether one of them surely has no entries; a size that tracing leaves open counts as some."""
+    """Whether a tensor surely has no entries; a size unknown in tracing counts as not zero."""
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -124,7 +124,7 @@ def is_empty(*tensors: Tensor) -> bool:
 
 
 def is_one(size: int) -> bool:
-    """Whether a size is surely 1; one that tracing leaves open counts as more."""
+    """Whether a size is surely 1; a size unknown in tracing counts as not 1."""
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -133,7 +133,7 @@ def is_one(size: int) -> bool:
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether the values may be looked at now: plain tensors with data, outside tracing."""
+    """Whether the tensors' values can be read now: plain tensors with data, outside tracing."""
     if torch.compiler.is_compiling() or is_traced():
         return False
     inside = is_transforming()

@@ -1,14 +1,15 @@
-"""Files as every part of regard reads and writes them: bounded, checked, and whole or not at all.
+"""Reading and writing of all files: bounded, checked, and atomic.
 
-Files from the net are torn, half downloaded, or made to hurt. So only plain files are opened (a
-pipe would wait for ever), sizes have limits, nesting and values of JSON are counted before it is
-parsed, its traps are closed (a key given twice, NaN, half a character), and the safetensors library
-judges the headers of its files. A checksum is judged (`check_crc`) before what it covers is parsed.
-Each reader takes `error`, the caller's class for whatever is wrong with a file or hinders reading.
+Files from the net may be truncated, damaged or malicious. So only regular files are opened (a pipe
+would block for ever), sizes are limited, the nesting and the values of JSON are counted before it
+is parsed, its pitfalls are refused (duplicate keys, NaN, lone surrogates), and the safetensors
+library checks the headers of its files. A checksum is verified (`check_crc`) before what it covers
+is parsed. Each reader is given `error`, the exception class to raise for any fault of a file.
 
-All is written beside under a name that starts with `.regard-`, brought to the disk, and renamed.
+Writing is atomic: into a temporary file beside the target whose name starts with `.regard-`, which
+is flushed to disk and renamed.
 
-Left out: what the bytes mean, and several files replaced as one (`models.save_folder`). Nothing
+Left out: what the bytes mean, and replacing several files as one (`models.save_folder`). Nothing
 here needs torch; numpy and safetensors are imported where used.
 """
 
@@ -61,7 +62,7 @@ _SPELLER.maxlevel = 2
 
 
 def spell(value: object) -> str:
-    """Any value from a file, safe to print: escapes for what does not print, and cut short."""
+    """Any value from a file, safe to print: shortened, with unprintable characters escaped."""
     return _SPELLER.repr(value)
 
 
@@ -72,12 +73,12 @@ def spell_some(names: Iterable[str]) -> str:
 
 
 def spell_path(path: Path) -> str:
-    """A path, safe to print and whole: the end of a long one is what tells most."""
+    """A path, safe to print and not shortened, since its end says most."""
     return repr(str(path))
 
 
 def is_text(word: str) -> bool:
-    """Whether a string can be written down: JSON's escapes can spell half a character."""
+    """Whether a string can be encoded: JSON's escapes can spell lone surrogates."""
     return not any("\ud800" <= letter <= "\udfff" for letter in word)
 
 
@@ -85,13 +86,13 @@ def is_text(word: str) -> bool:
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """Which file this was, so that a later look can tell that it is still the same one."""
+    """Identifies a file and its state, to check later that it is still the same one."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @contextlib.contextmanager
 def open_file(path: Path, error: Error) -> Iterator[BinaryIO]:
-    """A plain file, open for reading; an OSError inside the `with` is told as `error` too."""
+    """Open a regular file for reading; an OSError inside the `with` is raised as `error` too."""
     where = spell_path(path)
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
@@ -107,7 +108,7 @@ def open_file(path: Path, error: Error) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path, limit: int, error: Error) -> bytes:
-    """All bytes of a file that has no business being larger than `limit`."""
+    """All bytes of a file; `error` if it is larger than `limit`."""
     with open_file(path, error) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -129,7 +130,7 @@ def check_crc(data: Any, expected: object, where: str, error: Error) -> None:
 
 
 def parse_json(data: bytes, where: str, error: Error, max_values: int = MAX_VALUES) -> Json:
-    """The JSON object in `data`, with every trap of JSON closed; `where` names it in errors."""
+    """The JSON object in `data`, with JSON's pitfalls refused; `where` names it in errors."""
 
     def refuse(what: str) -> NoReturn:
         raise error(f"{where} {what}") from None
@@ -168,7 +169,7 @@ def parse_json(data: bytes, where: str, error: Error, max_values: int = MAX_VALU
 
 
 def count_json(data: bytes, max_values: int = MAX_VALUES) -> tuple[int, int]:
-    """How deep JSON is nested and how many values it has, counted up to a limit of either."""
+    """How deep JSON is nested and how many values it has; counting stops beyond either limit."""
     import numpy as np
 
     step = np.zeros(256, np.int8)
@@ -192,7 +193,7 @@ def count_json(data: bytes, max_values: int = MAX_VALUES) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor as the header tells it; `start` and `end` count bytes after the header."""
+    """One tensor as described in the header; `start` and `end` count bytes after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -202,7 +203,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """A checked header, its tensors in its order; `handle` is what `safetensors.safe_open` gave."""
+    """A checked header, with tensors in its order; `handle` is what `safe_open` returned."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
@@ -214,7 +215,7 @@ class Header:
 def read_header(
     path: Path, error: Error, *, limit: int = MAX_HEADER_BYTES, framework: str = "np"
 ) -> Header:
-    """Every tensor that a safetensors file holds, as that library and our own bounds find them."""
+    """The header of a safetensors file, checked by that library and against our own bounds."""
     from safetensors import SafetensorError, safe_open
 
     where = spell_path(path)
@@ -239,8 +240,8 @@ def read_header(
             raise error(f"{where} changed while it was opened; open it again")
     entries = {}
     for name, entry in described.items():
-        # safetensors takes the fields in a list too, and others beside them. Empty axes count as 1,
-        # so that a 0 cannot hide sizes whose strides would overflow; torch ends at 64 axes.
+        # safetensors also accepts the fields as a list, and further fields. Empty axes count as 1,
+        # so that a 0 cannot hide sizes whose strides would overflow; torch allows 64 axes.
         shape = entry["shape"] if isinstance(entry, dict) and len(entry) == 3 else None
         if shape is None or len(shape) > 64 or math.prod(size or 1 for size in shape) >= 2**60:
             raise error(f"{where}: tensor {spell(name)} is {spell(entry)}, which no tensor can be")
@@ -255,7 +256,7 @@ def make_header(
     order: Iterable[str],
     limit: int = MAX_HEADER_BYTES,
 ) -> bytes:
-    """The start of a safetensors file: name -> (type, shape, size), bytes to follow in `order`."""
+    """The header of a safetensors file of name -> (type, shape, bytes), with data in `order`."""
     order = list(order)
     ends = dict(zip(order, itertools.accumulate(tensors[name][2] for name in order), strict=True))
     header: Json = {"__metadata__": dict(metadata)}
@@ -274,9 +275,9 @@ def make_header(
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """Put a file in place whole: whatever happens, readers find the old one or the new one.
+    """Replace a file atomically: whatever happens, readers find the old one or the new one.
 
-    An error takes the new one away. What a kill leaves, `remove_leftovers` clears away.
+    After an error the temporary file is removed; after a kill, `remove_leftovers` removes it.
     """
     beside = path.with_name(_NEW + secrets.token_hex(8))
     if not path.parent.is_dir():
@@ -296,7 +297,7 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
-    """Put a folder in place whole, in place of an old one; gives the folder to write into."""
+    """Replace a folder by a new one; yields a temporary folder to write into, which is renamed."""
     beside = path.with_name(_NEW + secrets.token_hex(8))
     beside.mkdir(parents=True)
     try:
@@ -308,13 +309,13 @@ def replace_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left; nobody else may be writing there now."""
+    """Remove the temporary files of killed writers; nobody else may be writing there now."""
     for path in folder.glob(_NEW + "*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the folder's names to the disk, on systems where a folder can be opened for that."""
+    """Flush a folder's entries to disk, on systems where a folder can be opened for that."""
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -325,9 +326,10 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Be the only one that writes into a folder; a second one gets a BlockingIOError at once.
+    """Lock a folder for writing; a second process gets a BlockingIOError at once.
 
-    The lock is the system's: a killed process lets go of it. File systems may know no locks.
+    It is a lock of the operating system, so a killed process releases it. On file systems without
+    locks it has no effect.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

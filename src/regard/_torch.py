@@ -1,37 +1,39 @@
-"""What we use of torch that is private there, in one place, with the versions it was seen in.
+"""All private names of torch that regard uses, with the torch versions in which they were seen.
 
-Why: private names move without notice. Everything else in the package imports them from here, a
-test holds the rest of the tree to that, and CI runs on the newest torch we name; when one moves,
-this is the file to change.
+Why: private names change without notice. The rest of the package imports them from here, which a
+test checks, and CI runs on the newest torch named here; when a name changes, only this file does.
 
 Seen in torch 2.11 and 2.13:
-- `torch._assert_async`: a condition on a tensor that is checked on its device, without a wait.
+- `torch._assert_async`: an assertion on a tensor that is checked on its device, without a sync.
 - `torch._foreach_copy_`, `torch._foreach_mul_`: many tensors copied or multiplied in a few kernels.
-- `torch._C._cuda_endAllocateToPool`, `torch._C._cuda_releasePool`: what the end of a capture does.
+- `torch._C._cuda_endAllocateToPool`, `torch._C._cuda_releasePool`: what ending a CUDA graph capture
+  does with its memory pool.
 - `torch.utils._pytree`: registering a class as a node.
-- `torch._C._functorch`: whether a `torch.func` transform is under way, of which kind, and wrapped
+- `torch._C._functorch`: whether a `torch.func` transform is running, its kind, and its wrapped
   tensors.
-- `torch._C._is_any_autocast_enabled`: whether autocast is on, whatever the device.
-- `torch.autograd.forward_ad._current_level`: whether forward-mode derivatives are being taken.
+- `torch._C._is_any_autocast_enabled`: whether autocast is on for any device.
+- `torch.autograd.forward_ad._current_level`: whether forward-mode derivatives are being computed.
 - `torch._subclasses.FakeTensor`: tensors without data, in tracing.
-- `torch._C._len_torch_dispatch_stack`: whether a mode sees every operation, as in tracing.
+- `torch._C._len_torch_dispatch_stack`: whether a dispatch mode is active, as in tracing.
 - `torch._C._get_dispatch_mode`, `_TorchDispatchModeKey.PROXY`: whether `make_fx` is tracing.
-- `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward: the CPU's kernel,
-  with its logsumexp. It takes rows of stride 1 for granted.
-- `torch._fused_sdp_choice`: which of torch's kernels a call of SDPA takes.
-- `torch._C._get_sdp_priority_order`, `_set_sdp_priority_order`: in which order SDPA asks them.
-- `torch.overrides._get_current_function_mode_stack`, `_pop_mode`, `_push_mode`: taking a mode away.
+- `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward: the CPU kernel,
+  with its logsumexp. It assumes, unchecked, that the last axis has stride 1.
+- `torch._fused_sdp_choice`: the kernel that SDPA would choose for a call.
+- `torch._C._get_sdp_priority_order`, `_set_sdp_priority_order`: the order in which SDPA tries its
+  kernels.
+- `torch.overrides._get_current_function_mode_stack`, `_pop_mode`, `_push_mode`: removing a
+  torch-function mode.
 - `torch._C._current_graph_task_id`: whether the backward pass is running.
 - `torch._C._dynamo.eval_frame`: whether compiled code is running (`get_eval_frame_callback`), and
-  functions that are not compiled where it calls them (`set_code_exec_strategy`).
-- `OptimizedModule.dynamo_ctx`, and the same in a compiled function: how something was compiled.
-- `torch.nn.modules.module._global_forward_hooks` and their like: hooks on all modules, under one
-  key for good, as compiled graphs are guarded by keys.
-- `torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex`: indices under vmap.
+  excluding functions that it calls from compilation (`set_code_exec_strategy`).
+- `OptimizedModule.dynamo_ctx`, and its counterpart in a compiled function: the compile options.
+- `torch.nn.modules.module._global_forward_hooks` and similar: hooks on all modules, always under
+  the same key, since compiled graphs have guards on the keys.
+- `torch._dynamo._trace_wrapped_higher_order_op.TransformGetItemToIndex`: indexing under vmap.
 - `torch._C._get_tracing_state`: whether `torch.jit` is tracing.
-- `DTensor._local_tensor`: what a rank has of it; `to_local` gives a view, another tensor.
-- `kwargs` in the frame of `torch.nn.modules.module` that calls a hook on all modules, which is not
-  given what the module was given by name.
+- `DTensor._local_tensor`: this rank's part itself; `to_local` returns a view, another tensor.
+- `kwargs` in the frame of `torch.nn.modules.module` that calls a hook on all modules: such hooks
+  are not passed the module's keyword arguments.
 """
 
 from __future__ import annotations
@@ -63,11 +65,11 @@ flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 def end_allocation(device: int, pool: tuple[int, int]) -> None:
-    """Let go of a pool of GPU memory for a capture whose end has failed, if torch has not."""
+    """Release a graph capture's memory pool after ending the capture failed, if torch did not."""
     try:
         torch._C._cuda_endAllocateToPool(device, pool)
     except RuntimeError:
-        return  # The end failed later than that.
+        return  # Torch had ended the allocation before the failure.
     torch._C._cuda_releasePool(device, pool)
 
 
@@ -76,7 +78,7 @@ def register_pytree(
     flatten: Callable[[Any], tuple[dict[str, Any], Any]],
     unflatten: Callable[[Any, Any], Any],
 ) -> None:
-    """Make a class a node of torch's pytrees; flatten gives its children by name, and the rest."""
+    """Register a class as a pytree node; flatten returns (children by name, everything else)."""
 
     def with_keys(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
         children, rest = flatten(node)
@@ -96,7 +98,7 @@ def register_pytree(
 
 
 def is_transforming() -> bool:
-    """Whether a `torch.func` transform is under way; the compiler handles those of its own."""
+    """Whether a `torch.func` transform is running; False in compilation, which handles its own."""
     if torch.compiler.is_dynamo_compiling():
         return False
     inside = peek_interpreter_stack() is not None
@@ -104,9 +106,9 @@ def is_transforming() -> bool:
 
 
 def is_plainly_eager() -> bool:
-    """Whether operations run as they are called: nothing traces, transforms or converts tensors.
+    """Whether operations run just as they are called: nothing traces, transforms or casts tensors.
 
-    Such as graphs, `torch.func`, forward-mode derivatives, and autocast of whichever device.
+    False in compilation and tracing, `torch.func`, forward-mode derivatives, and any autocast.
     """
     if torch.compiler.is_compiling() or peek_interpreter_stack() is not None:
         return False
@@ -116,45 +118,45 @@ def is_plainly_eager() -> bool:
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether the tensor is being carried through a `torch.func` transform (vmap, grad, jvp)."""
+    """Whether the tensor is wrapped by a running `torch.func` transform (vmap, grad, jvp)."""
     return is_transforming() and bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def is_only_vmapped() -> bool:
-    """Whether every `torch.func` transform that is under way is a vmap."""
+    """Whether every running `torch.func` transform is a vmap."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return all(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
 
 
 def is_batched_gradient(tensor: Tensor) -> bool:
-    """Whether the tensor is a batch of gradients, as `is_grads_batched=True` has them."""
+    """Whether the tensor is a batch of gradients, as with `is_grads_batched=True`."""
     return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
 
 
 def takes_tangents() -> bool:
-    """Whether forward-mode derivatives are being taken."""
+    """Whether forward-mode derivatives are being computed."""
     return forward_ad._current_level >= 0
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor has a shape and no data, as in tracing."""
+    """Whether the tensor is a FakeTensor, which has a shape but no data, as in tracing."""
     return type(tensor) is not Tensor and isinstance(tensor, FakeTensor)
 
 
 def is_intercepted() -> bool:
-    """Whether a mode sees every operation, and may give tensors that are not plain."""
+    """Whether a dispatch mode is active, which may return tensors that are not plain."""
     return int(torch._C._len_torch_dispatch_stack()) > 0
 
 
 def is_traced_by_fx() -> bool:
-    """Whether `make_fx` is tracing; of tensors that have data, too, it is told no values."""
+    """Whether `make_fx` is tracing, which must not read values, even of tensors with data."""
     modes = torch._C._len_torch_dispatch_stack()
     return modes > 0 and torch._C._get_dispatch_mode(PROXY) is not None
 
 
 @contextmanager
 def without_modes(kind: type[TorchFunctionMode]) -> Iterator[None]:
-    """Take torch-function modes of one kind away; others stay, in their order."""
+    """Remove torch-function modes of one class inside a `with`; others stay, in their order."""
     stack: Any = overrides._get_current_function_mode_stack
     modes = stack()
     if not any(isinstance(mode, kind) for mode in modes):
@@ -173,7 +175,7 @@ def push_mode(mode: TorchFunctionMode) -> None:
 
 
 def remove_mode(mode: TorchFunctionMode) -> bool:
-    """Take a torch-function mode off this thread's stack, wherever it is; whether it was there."""
+    """Remove a torch-function mode from this thread's stack; return whether it was there."""
     stack: Any = overrides._get_current_function_mode_stack
     modes = stack()
     if mode in modes:
@@ -182,7 +184,7 @@ def remove_mode(mode: TorchFunctionMode) -> bool:
 
 
 def set_modes(modes: list[TorchFunctionMode]) -> None:
-    """Make these the torch-function modes of this thread, the innermost last."""
+    """Set the stack of torch-function modes of this thread, the innermost last."""
     stack: Any = overrides._get_current_function_mode_stack
     pop: Any = overrides._pop_mode
     push: Any = overrides._push_mode
@@ -197,7 +199,7 @@ def set_modes(modes: list[TorchFunctionMode]) -> None:
 
 
 def is_backward() -> bool:
-    """Whether the backward pass is running, in which checkpointing runs layers again."""
+    """Whether the backward pass is running, where checkpointing reruns layers' forward."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
@@ -210,22 +212,22 @@ def is_traced() -> bool:
 
 
 def is_traced_by_jit() -> bool:
-    """Whether `torch.jit.trace` is at work, into which all that is called goes."""
+    """Whether `torch.jit.trace` is running, which records every operation into its trace."""
     return torch._C._get_tracing_state() is not None
 
 
 def is_called_by_compiled() -> bool:
-    """Whether compiled code is running, part of which is left to Python."""
-    # What compiled code calls is compiled in turn, and so may this be.
+    """Whether compiled code is running; parts of it, such as this call, may be left to Python."""
+    # Functions that compiled code calls are compiled too, so this one may be.
     return torch.compiler.is_compiling() or callable(
         torch._C._dynamo.eval_frame.get_eval_frame_callback()
     )
 
 
 def run_uncompiled(*functions: Any, inside: bool) -> None:
-    """Compile these neither where compiled code calls them; nor what they call, if `inside`.
+    """Do not compile these functions when compiled code calls them; nor their callees, if `inside`.
 
-    The compiler still traces them where it traces a call of them.
+    The compiler still traces into them when it traces a call of them.
     """
     frames: Any = torch._C._dynamo.eval_frame
     skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
@@ -235,24 +237,24 @@ def run_uncompiled(*functions: Any, inside: bool) -> None:
 
 
 def compile_alike(compiled: Any, function: Any) -> Any:
-    """A function compiled as a module or function was, once for each, with graphs of its own."""
+    """Compile a function with the options of `compiled`; once for each, with graphs of its own."""
     if isinstance(compiled, torch.nn.Module):
         context: Any = compiled.dynamo_ctx
     else:
         context = compiled.get_compiler_config.__closure__[0].cell_contents
     if "_regard_alike" not in vars(context):
-        # Graphs are kept with the code.
+        # Graphs are cached per code object, hence the copy.
         code, names = function.__code__.replace(), function.__globals__
         context._regard_alike = context(FunctionType(code, names, function.__name__))
     return context._regard_alike
 
 
 HOOK_KEY = -1
-"""Of our hooks on all modules; those that others register have keys from 0 on."""
+"""The key of our hooks on all modules; torch gives other hooks keys from 0 on."""
 
 
 def set_module_hooks(enter: Any, leave: Any) -> None:
-    """Call these before and after the forward of every module, also where it fails; or None."""
+    """Set global hooks before and after every module's forward, even if it raises; None: remove."""
     hooks: Any = torch.nn.modules.module
     given = (
         (hooks._global_forward_pre_hooks, enter),
@@ -267,7 +269,7 @@ def set_module_hooks(enter: Any, leave: Any) -> None:
 
 
 def given_by_name() -> dict[str, Any]:
-    """What the module is given by name, in a hook on all modules; nothing where it is not known."""
+    """In a hook on all modules: the module's keyword arguments, or {} if they cannot be found."""
     frame, home = sys._getframe(1).f_back, torch.nn.modules.module.__file__
     for _ in range(16):
         if frame is None:
@@ -279,12 +281,12 @@ def given_by_name() -> dict[str, Any]:
 
 
 def on_this_rank(x: Any) -> Any:
-    """What this rank has of a tensor that is spread over several; anything else as it is."""
+    """This rank's local part of a DTensor; anything else is returned as it is."""
     return getattr(x, "_local_tensor", x)
 
 
 def indexing_by_vmap() -> AbstractContextManager[Any]:
-    """In which functions under vmap may index tensors by their indices, as FlexAttention lets."""
+    """A context in which functions under vmap may index tensors, as in FlexAttention."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()

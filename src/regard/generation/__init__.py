@@ -1,11 +1,10 @@
-"""Generation: text from a model, greedy, sampled or searched with beams; whole or as it comes.
+"""Generation: text from a model, by greedy, sampled or beam search; returned whole or streamed.
 
-`generate.py` and `streaming.py` are the doors, `config.py` says how a text is written;
+`generate.py` and `streaming.py` have the public functions, `config.py` the settings;
 `decode_loop.py` and `beams.py` are the two loops around `engine.py`, which runs prefill and decode
-steps; `sampling.py` turns logits into tokens, `prompts.py` makes rows of prompts, `stopping.py`
-knows where a text ends. `score.py` tells how likely texts are. `eviction.py` lets a KV cache keep
-some of its keys. `translation.py` translates texts sentence by sentence, as `sentences.py` finds
-them.
+steps; `sampling.py` turns logits into tokens, `prompts.py` pads prompts to a batch, `stopping.py`
+finds where a text ends. `score.py` computes how likely texts are. `eviction.py` removes keys from a
+KV cache. `translation.py` translates texts sentence by sentence, as split by `sentences.py`.
 """
 
 from regard.generation.config import GenerationConfig

@@ -2,18 +2,20 @@
 
 Why: a good text may begin with a token that is not the likeliest.
 
-How: each row has K running beams and up to K finished ones. A step looks at every continuation of
-every running beam, by the sum of log-probabilities. Of the best (1 + number of stop tokens) · K
-candidates at least K do not end, and the best K of these run on; of the first K, those that end
-are held against the finished ones, by their sum / length ** length_penalty. A row is over when no
-running beam can get in among the finished (see `early_stopping`), and leaves the batch: it never
-hangs on its neighbours. The prompt is read once for a row, not once for a beam.
+How: each row has K running beams and up to K finished ones. A step ranks every continuation of
+every running beam by its sum of log-probabilities. Of the best (1 + number of stop tokens) · K
+candidates at least K do not end, and the best K of these continue; of the first K, those that end
+compete with the finished ones, by their sum / length ** length_penalty. A row is done when no
+running beam can get among the finished ones (see `early_stopping`), and leaves the batch; its
+result never depends on other rows. The prompt is read once per row, not once per beam.
 
-Rows of a search are no texts: they change places at every step. So hooks on attention do not hear
-of its steps, and where there is one the best text of each row is read once more, for them.
+Rows of the cache change places at every step of a search, so they are no continuous texts. So call
+hooks are paused during the search; if there are any, the best text of each row is read once more
+for them afterwards.
 
-What is not possible has the score `BARRED` added: far below every sum, yet finite, so that order
-and sums stay defined while a row has fewer than K texts. At the start all beams but one are.
+Impossible candidates have `BARRED` added to their score: far below every sum, yet finite, so that
+order and sums stay defined while a row has fewer than K texts. At the start all beams but one are
+barred.
 
 Letters: B rows, A rows still searching, K beams, N candidates, T steps, V vocabulary.
 """
@@ -36,7 +38,7 @@ BARRED = -1.0e9
 class Beams(NamedTuple):
     """Texts and their scores, best first: tokens (A, K, T), scores and lengths (A, K).
 
-    `real_ak` is False where no text has come yet.
+    `real_ak` is False where there is no text yet.
     """
 
     tokens_akt: Tensor
@@ -48,7 +50,7 @@ class Beams(NamedTuple):
         return self.take(self.scores_ak.topk(k, dim=1).indices)
 
     def take(self, place_ak: Tensor) -> Beams:
-        """The beams at these places of each row."""
+        """The beams with these indices in each row."""
         deep = place_ak[:, :, None].expand(-1, -1, self.tokens_akt.shape[2])
         return Beams(self.tokens_akt.gather(1, deep), *(x.gather(1, place_ak) for x in self[1:]))
 
@@ -61,7 +63,7 @@ class Beams(NamedTuple):
 
 @torch.inference_mode()
 def search_beams(task: Task) -> list[Beams]:
-    """For each row its finished texts, `num_return_sequences` of them, as Beams with A = 1."""
+    """The `num_return_sequences` best finished texts of each row, as Beams with A = 1."""
     with call_hook.unheard() as hooked:
         found = run_search(task)
     if hooked:
@@ -74,7 +76,7 @@ def run_search(task: Task) -> list[Beams]:
     decoding = Decoding(task.model, max_len=n_tokens, memory=task.memory)
     search = Search(task)
     logits_av = decoding.read(task.ids_bt, task.real_bt, task.config.chunk)
-    # One row a prompt becomes K rows, all alike; from here on row a · K + k is beam k of row a.
+    # Each prompt's row is repeated K times; from here on row a · K + k is beam k of row a.
     alike = torch.arange(len(task.rows), device=logits_av.device)
     alike = alike.repeat_interleave(task.config.num_beams)
     decoding.reorder(alike)
@@ -99,12 +101,12 @@ def read_best(task: Task, found: list[Beams]) -> None:
 
 
 class Search:
-    """What is known of each row while beams run."""
+    """The state of a beam search: running and finished beams of each row."""
 
     def __init__(self, task: Task) -> None:
         device, n_rows, k = task.ids_bt.device, len(task.rows), task.config.num_beams
         self.config, self.processor = task.config, task.processor
-        self.rows = list(range(n_rows))  # those still searching, by their place in the batch
+        self.rows = list(range(n_rows))  # rows still searching, by their index in the task
         self.found: list[Beams] = [empty_beams(1, 0, 0, 0, device)] * n_rows
         self.step_n = 0
         self._stops = torch.tensor(list(task.stop_tokens), dtype=torch.int64, device=device)
@@ -117,7 +119,7 @@ class Search:
         self._seen = None if seen_bv is None else seen_bv.repeat_interleave(k, 0)
 
     def step(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the rows a · K + k run on, in order, and their next tokens."""
+        """Which of the rows a · K + k continue, in order, and their next tokens."""
         n_rows, k, n_vocab = len(self.rows), self.config.num_beams, logits.shape[-1]
         bad = (~logits.amax(-1).isfinite()).tolist()
         if any(bad):
@@ -147,7 +149,7 @@ class Search:
         return index, token
 
     def _hold(self, candidates: Beams, sum_an: Tensor, ends_an: Tensor) -> None:
-        """Of the first K candidates, those that end are held against the finished texts."""
+        """Merge those of the first K candidates that end into the finished; keep the best K."""
         k = self.config.num_beams
         new_ak = ends_an[:, :k]
         score_ak = sum_an[:, :k] / self.step_n**self.config.length_penalty + ~new_ak * BARRED
@@ -156,7 +158,7 @@ class Search:
         self._finished = self._finished.join(ended).best(k)
 
     def _close(self, ends_an: Tensor) -> Tensor:
-        """Put aside the rows that are over; the places of the others."""
+        """Store the results of rows that are done; return the indices of the others."""
         config, n = self.config, self.step_n
         full_a = self._finished.real_ak.all(1)
         worst_a = torch.where(full_a, self._finished.scores_ak.amin(1), BARRED)

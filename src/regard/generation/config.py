@@ -1,16 +1,16 @@
-"""How a text is written: `GenerationConfig`, one frozen value, checked when it is made.
+"""Settings of generation: `GenerationConfig`, one frozen value, checked when it is made.
 
-Why: a setting that the chosen way of taking tokens never looks at is a mistake of the caller's, so
-it is refused and not dropped.
+Why: a setting that the chosen decoding method never reads is a mistake of the caller, so it is
+refused and not ignored.
 
-How: two fields choose the way.
-- `temperature` above 0: tokens are drawn by chance; `top_k`, `top_p` and `min_p` narrow the choice.
+How: two fields choose the method.
+- `temperature` above 0: tokens are sampled; `top_k`, `top_p` and `min_p` narrow the choice.
 - `num_beams` above 1: beam search; `length_penalty`, `early_stopping` and `num_return_sequences`
   belong to it.
 - neither: greedy, the likeliest token each time. Temperature 0 is greedy too.
 
-Names are those that everybody uses. Left out: sampling within beams, and settings of how to choose
-that lie beside a model's weights: only the caller says how a text is written.
+The names are the usual ones. Left out: sampling within beams, and the decoding settings in a
+model's generation_config.json: only the caller chooses how a text is written.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class GenerationConfig:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn by chance."""
+        """Whether tokens are sampled."""
         return self.temperature is not None and self.temperature > 0
 
 

@@ -1,13 +1,13 @@
-"""Greedy search and sampling: a batch in which every row gets one token a step.
+"""Greedy search and sampling: a batch in which every row gets one token per step.
 
-Why: a row must come out as if it were alone, though rows end at different times; and a device must
-not be made to wait for questions that can be asked later.
+Why: a row's text must be as if it were alone, though rows end at different times; and the device
+must not wait for reads that can be done later.
 
-How: `advance` chooses a token for each row from the logits at hand, writes it down, and runs the
-decode step that gives the next logits. Whether rows have ended is asked at every step where asking
-is free or somebody is waiting for the tokens, else now and then: a row that has ended goes on with
-padding that is not looked at. Rows at their limit leave the batch at once, since the model has no
-position for them; others leave when half of the batch has ended. A compiled batch keeps all rows.
+How: `advance` runs the prefill or a decode step, chooses a token for each row from the logits, and
+stores it. Whether rows have ended is read back at every step on a CPU or if somebody waits for the
+tokens, else now and then: a row that has ended continues with padding that is ignored. Rows at
+their limit leave the batch at once, since the model has no position for them; others leave when
+half of the batch has ended. A compiled batch keeps all rows.
 
 Letters: B rows, T steps, V vocabulary; A rows that are still in the batch.
 """
@@ -23,15 +23,15 @@ from regard.generation.engine import Decoding
 from regard.generation.prompts import Task
 from regard.generation.sampling import draw, make_chances, make_seeds
 
-LOOK_EVERY = 16  # steps between two questions to a device that runs ahead
-LOOK_AT_MOST = 64  # and where steps follow each other without this program
+LOOK_EVERY = 16  # steps between two reads from the device (syncs)
+LOOK_AT_MOST = 64  # the most steps between two reads when compiled greedy steps run in bursts
 
 
 class DecodeLoop:
-    """A batch being written. Call `advance` until `over`, then `result`."""
+    """Generates one batch. Call `advance` until `over`, then `result`."""
 
     def __init__(self, task: Task, *, watched: bool = False, streaming: bool = False) -> None:
-        """watched: as text, too, which stop strings need. streaming: someone waits for tokens."""
+        """watched: decode to text, too (stop strings need it). streaming: tokens are awaited."""
         config, device, n_rows = task.config, task.ids_bt.device, len(task.rows)
         self.task, self.over = task, False
         self.watches = [task.watch(n) for n in range(n_rows)] if watched or config.stop else []
@@ -40,8 +40,8 @@ class DecodeLoop:
         self._runs_on = config.compiled and task.processor.plain and not (streaming or self.watches)
         self._stops = torch.tensor(list(task.stop_tokens), dtype=torch.int64, device=device)
         self._step = 0
-        self._rows = list(range(n_rows))  # of the batch, those still in it
-        self._ended: dict[int, int] = {}  # row -> how many tokens it has
+        self._rows = list(range(n_rows))  # the rows that are still in the batch
+        self._ended: dict[int, int] = {}  # row that has ended -> how many tokens it has
         n_steps = max(task.limits)
         if config.compiled and min(task.limits) < n_steps:
             raise ValueError(
@@ -68,8 +68,8 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def advance(self) -> Tensor:
-        """The next token (A,) of each row that was in the batch; the last of several, if nobody
-        waits for each."""
+        """Run a step and return its token (A,) for each row of the batch; a compiled greedy batch
+        may run several steps, and returns the last tokens."""
         task = self.task
         if self._runs_on and self._token_a is not None:
             return self._run_on(self._token_a)
@@ -77,7 +77,7 @@ class DecodeLoop:
             logits_av = self._decoding.read(task.ids_bt, task.real_bt, task.config.chunk)
         else:
             logits_av = self._decoding.step(self._token_a)
-        # Largest logit NaN or inf: some logit is; -inf: all are.
+        # The largest logit is NaN or inf if some logit is, and -inf if all are.
         self._bad_a = self._bad_a | (~logits_av.amax(-1).isfinite() & ~self._done_a)
         logits_av = task.processor.process(
             logits_av, self._seen_av, self._step, self._lone_a, self._limit_a
@@ -99,8 +99,9 @@ class DecodeLoop:
         return token_a
 
     def _run_on(self, token_a: Tensor) -> Tensor:
-        """Several greedy steps that nothing but the logits decides, without a look in between."""
-        # The longer the text, the longer may a step be in vain: at most as many as it has, or few.
+        """Run several plain greedy steps without reading anything back in between."""
+        # Steps after the end are wasted, so at most as many as the text has so far, but not below
+        # LOOK_EVERY.
         burst = min(max(LOOK_EVERY, self._step), LOOK_AT_MOST)
         start, stop = self._step, min(self._step + burst, max(self.task.limits))
         token_an, finite_a = self._decoding.run_on(token_a, stop - start)
@@ -112,10 +113,10 @@ class DecodeLoop:
         return self._token_a
 
     def result(self) -> tuple[Tensor, list[int], list[str]]:
-        """Tokens (B, T) filled up with padding, how many each row has, and why it ended."""
+        """Tokens (B, T) with padding, how many each row has, and why each row ended."""
         assert self.over
         lengths = [self._ended[row] for row in range(len(self.task.rows))]
-        # A copy made outside of inference mode is a tensor like any other.
+        # The copy is no inference tensor, as it is made outside of inference mode.
         out_bt = self._out_bt[:, : max(lengths)].clone()
         reasons = []
         for row, (tokens, n) in enumerate(zip(out_bt.tolist(), lengths, strict=True)):
@@ -129,12 +130,12 @@ class DecodeLoop:
         self._decoding.close()
 
     def take_text(self, row: int) -> str:
-        """The text of a watched row that became certain since it was taken last; "" of others."""
+        """A watched row's text that became certain since the last call; "" for other rows."""
         new, self._texts[row] = self._texts[row], ""
         return new
 
     def _look(self) -> None:
-        """Read back who has ended, and let rows leave."""
+        """Read back which rows have ended, and remove rows from the batch."""
         done, bad = torch.stack((self._done_a, self._bad_a)).tolist()
         if any(bad):
             refuse_logits(self._rows[bad.index(True)], self._step)
@@ -161,7 +162,7 @@ class DecodeLoop:
             self._leave(stays)
 
     def _follow_texts(self, done: list[bool]) -> None:
-        """Give each running row's token to its watch; a stop string ends the row."""
+        """Pass each running row's token to its `TextWatch`; a stop string ends the row."""
         assert self._token_a is not None
         for place, token in enumerate(self._token_a.tolist()):
             row = self._rows[place]
@@ -173,7 +174,7 @@ class DecodeLoop:
                 done[place] = self._done_a[place] = True
 
     def _leave(self, stays: list[int]) -> None:
-        """Go on with the rows at these places alone."""
+        """Keep only the rows at these indices of the batch."""
         index = torch.tensor(stays, device=self._row_a.device)
         self._decoding.reorder(index)
         self._rows = [self._rows[place] for place in stays]

@@ -1,14 +1,14 @@
-"""A batch of texts being written by one model: prefill, then one decode step a token.
+"""Runs a model on a batch of texts that it generates: prefill, then one decode step per token.
 
-Why: greedy search, sampling and beams differ in which token they take; reading the prompt, the KV
-cache and the decode step are the same for all.
+Why: greedy search, sampling and beams differ in which token they choose; the prefill, the KV cache
+and the decode step are the same for all.
 
-How: `read` is the prefill: it takes the prompts (padded on the left), in chunks where they are
-long, and gives the logits of the next token; `step` takes one token a row and gives the logits of
-the one after. Compiled, a step is one graph over a static cache, and on a GPU one replay of a CUDA
-graph. Graphs are kept with their model and used again for the next batch of the same shape.
+How: `read` is the prefill: given the prompts (padded on the left) it returns the logits of the next
+token, reading long prompts in chunks; `step` is given one token per row and returns the logits of
+the one after. If compiled, a step is one graph over a static cache, and on a GPU one replay of a
+CUDA graph. Graphs are kept with their model and reused for later batches of the same shape.
 
-Left out: batches that rows join and leave, and compiled encoder–decoders.
+Left out: batches that new rows can join (continuous batching), and compiled encoder–decoders.
 
 Letters: B batch, T tokens, V vocabulary.
 """
@@ -28,13 +28,13 @@ from regard.ops import call_hook, edit_hook
 from regard.positions import DynamicNTK, LongRoPE
 
 CHUNK = 2048  # tokens of a prompt that are read at a time
-ROUND = 64  # static caches and recorded prompts come in multiples of this: graphs are reused
+ROUND = 64  # static caches and prompt graphs have sizes in multiples of this, so they are reused
 MOST = 8  # graphs that are kept with a model, each with a static cache of its own
-SHORT = 512  # prompts up to this length are read by a CUDA graph: launching is what they wait for
+SHORT = 512  # prompts up to this length are read by a CUDA graph: launch overhead dominates there
 
 
 class Decoding:
-    """The state of a batch while it is written."""
+    """The state of a batch while its texts are generated."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Decoding:
         memory: Memory | None = None,
         compiled: bool = False,
     ) -> None:
-        """max_len: the most tokens a row can have, padding counted. memory: of the source."""
+        """max_len: the most tokens a row can have, with padding. memory: the encoded source."""
         if model.head is None:
             raise ValueError("this model has no head, so it cannot say which token comes next")
         if compiled and memory is not None:
@@ -61,12 +61,12 @@ class Decoding:
         self.cache: DecoderCache | None = None if compiled else model.make_cache()
 
     def read(self, ids_bt: Tensor, real_bt: Tensor | None = None, chunk: int = CHUNK) -> Tensor:
-        """Prefill, `chunk` tokens at a time; the logits (B, V) of what comes next, float32."""
+        """Prefill, `chunk` tokens at a time; returns the next token's logits (B, V), float32."""
         width = ids_bt.shape[1]
         if grows_in(self.model.config, width):
             chunk = width
         if self.compiled and self.graph is None:
-            # What inference mode makes could not be used outside of it later.
+            # Tensors made in inference mode could not be used outside of it later.
             with torch.inference_mode(False), torch.no_grad():
                 size = round_up(self.n_tokens + round_up(width) - width)
                 self.graph = find_graph(self.model, ids_bt.shape[0], size)
@@ -81,9 +81,9 @@ class Decoding:
         return logits_bv.float()
 
     def step(self, ids_b: Tensor) -> Tensor:
-        """One token a row; the logits (B, V) of what comes next, float32.
+        """Add one token per row; returns the next token's logits (B, V), float32.
 
-        A compiled step gives the same tensor each time, overwritten.
+        A compiled step returns the same tensor each time, overwritten.
         """
         if self.graph is not None:
             return self.graph.run(ids_b)
@@ -92,12 +92,12 @@ class Decoding:
         return logits_bv.float()
 
     def run_on(self, ids_b: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """The likeliest token, n times over: tokens (B, n), and which rows stayed finite (B,)."""
+        """n greedy steps without a sync: tokens (B, n), and which rows' logits were finite (B,)."""
         assert self.graph is not None
         return self.graph.run_on(ids_b, n)
 
     def reorder(self, index_b: Tensor) -> None:
-        """Row b becomes what row index_b[b] was; with more or fewer rows, if index_b has."""
+        """Replace row b by the old row index_b[b]; there are then as many rows as index_b has."""
         if self.graph is not None and index_b.shape[0] != self.graph.batch:
             raise ValueError("a compiled batch keeps its number of rows; leave compiled=False")
         assert self.cache is not None
@@ -114,8 +114,9 @@ class Decoding:
 class StepGraph:
     """One compiled decode step for batches of one shape, and the static cache it works on.
 
-    A step leaves its logits in `logits_bv`, the likeliest tokens in `ids_b1`, where the next step
-    reads, and in the next column of `written_bt`. `finite_b` turns False where a logit is not.
+    A step writes its logits to `logits_bv` and the likeliest tokens to `ids_b1`, from which the
+    next step reads, and to the next column of `written_bt`. `finite_b` becomes False for rows whose
+    largest logit is not finite.
     """
 
     def __init__(self, model: Transformer, batch: int, size: int) -> None:
@@ -123,8 +124,8 @@ class StepGraph:
         self.cache = model.make_cache(size)
         self.fused = fuse(model)
         device = next(model.parameters()).device
-        # The compiler counts what it makes of one piece of code, and refuses beyond a few; so each
-        # graph has its own copy, to which its model and cache belong as defaults.
+        # torch.compile limits how often one code object is compiled, so each graph has its own copy
+        # of the function, with model and cache bound as default arguments.
         n_parts = max(n for n in range(1, 257) if model.config.vocab_size % n == 0)
         given = model, self.cache, n_parts
         step = FunctionType(take_step.__code__.replace(), take_step.__globals__, "step", given)
@@ -138,7 +139,7 @@ class StepGraph:
         self.logits_bv: Tensor | None = None
         self.recorded: torch.cuda.CUDAGraph | None = None
         self.prompts: dict[int, PromptGraph] = {}
-        # Compile, and on a GPU record, with a text of two tokens that is forgotten again.
+        # Compile, and on a GPU capture, with a text of two tokens; the cache is then reset.
         positions = torch.arange(2, device=device).expand(batch, 2)
         model.run(self.ids_b1.expand(batch, 2), positions=positions, cache=self.cache)
         if self.ids_b1.is_cuda:
@@ -170,7 +171,7 @@ class StepGraph:
             if self.recorded is not None:
                 self.recorded.replay()
                 continue
-            # The mode is part of what a graph was compiled for.
+            # Compiled code is specialized to these modes, so they must be those of compilation.
             with torch.inference_mode(False), torch.no_grad():
                 self._step()
 
@@ -213,7 +214,7 @@ class PromptGraph:
 
 
 def record(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """What the run does on the GPU, to be replayed; it is run twice first, to warm up."""
+    """Capture `run` as a CUDA graph, after two runs to warm up."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -233,12 +234,12 @@ def round_up(n: int) -> int:
 def take_step(
     ids_b1: Tensor, model: Transformer, cache: DecoderCache, n_parts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (B, V) after one token a row, the likeliest tokens (B, 1), and which are finite."""
+    """Logits (B, V) after one token per row, likeliest tokens (B, 1), whether finite (B,)."""
     assert model.head is not None
-    with trusting():  # `find_graph` takes no graph whose fused weights hold no more
+    with trusting():  # `find_graph` discards graphs whose fused weights are out of date
         x_btc = model.run(ids_b1, cache=cache)
     logits_bv = model.head(x_btc[:, -1]).float()
-    # The largest of the largest of each part: one long search would keep a GPU waiting.
+    # argmax in two stages, per part and then over the parts: one long reduction is slow on a GPU.
     best_bp, at_bp = logits_bv.view(ids_b1.shape[0], n_parts, -1).max(-1)
     best_b, part_b = best_bp.max(-1)
     at_b1 = at_bp.gather(1, part_b[:, None])
@@ -247,14 +248,14 @@ def take_step(
 
 
 def grows_in(config: ModelConfig, n_tokens: int) -> bool:
-    """Whether rotary rotates the first part of a text of this length otherwise than alone."""
+    """Whether rotary depends on the text's length here, so that it must be read in one chunk."""
     scalings = [block.rotary.scaling for block in config.decoder if block.rotary is not None]
     kinds = DynamicNTK | LongRoPE
     return any(isinstance(x, kinds) and n_tokens > x.original_max_len for x in scalings)
 
 
 class Graphs(list[StepGraph]):
-    """The graphs of one model, kept with it, newest last; a copy of the model starts without."""
+    """The graphs of one model, kept with it, newest last; a copy of the model starts with none."""
 
     def __reduce__(self) -> tuple[type[Graphs], tuple[()]]:
         return Graphs, ()
@@ -266,7 +267,7 @@ def graphs_of(model: Transformer) -> Graphs:
 
 
 def find_graph(model: Transformer, batch: int, size: int) -> StepGraph:
-    """A graph for batches of this shape that nobody uses now, made if there is none."""
+    """An idle graph for batches of this shape, captured now if there is none."""
     graphs = graphs_of(model)
     graphs[:] = [graph for graph in graphs if all(fused.holds() for fused in graph.fused)]
     for graph in graphs:
@@ -284,7 +285,7 @@ def find_graph(model: Transformer, batch: int, size: int) -> StepGraph:
 
 
 def fuse(model: Transformer) -> list[FusedLinear]:
-    """Make fused linears of projections that read the same input, all over the model."""
+    """Fuse the projections that share an input, in all layers of the model."""
     found = []
     for module in model.modules():
         if isinstance(module, MultiHeadAttention | FeedForward):

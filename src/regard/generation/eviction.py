@@ -1,13 +1,13 @@
-"""Eviction: a KV cache keeps the keys with the highest scores, and forgets the others.
+"""Eviction: a KV cache keeps the keys with the highest scores, and drops the others.
 
-Why: the cache of a long text takes more memory than the model, and most of its keys are hardly
-looked at. Which they are is said by scores, such as what each key receives
+Why: the cache of a long text can need more memory than the model, and most of its keys get little
+attention. Scores say which, such as the weight that each key receives
 (`Wants(received=Received(...))`); `examples/evict` has H2O, SnapKV and TOVA.
 
-How: each layer and each key head keeps its own keys, all the same number of them, in the order of
-the text. The next token has the position that it would have had.
+How: each layer and each key head keeps its own keys, the same number everywhere, in the order of
+the text. The position of the next token does not change.
 
-Left out: scores; caches of windows and of a fixed size; and layers that ask where a key stood.
+Left out: computing scores; windowed and fixed caches; and layers that depend on keys' positions.
 
 Letters: B batch, H query heads, G key heads, S keys.
 """
@@ -65,7 +65,7 @@ def evict(cache: Any, scores: Sequence[Tensor], keep: int) -> None:
 
 
 def choose_keys(scores: Tensor, k_bgsd: Tensor, keep: int) -> Tensor:
-    """The keys to keep, (B, G, keep), in the order of the text; of equal ones the earlier."""
+    """Indices of the keys to keep, (B, G, keep), in text order; of equal scores the earlier key."""
     B, G, S = k_bgsd.shape[:3]
     n_heads = scores.shape[1] if scores.dim() == 3 else 0
     if scores.shape != (B, n_heads, S) or (n_heads != 1 and n_heads % G):

@@ -1,16 +1,16 @@
 """Text from a model: `generate`, `generate_batch`, and `generate_ids` for token ids.
 
-Why: one simple call for text, one for ids; the same answer alone and in a batch.
+Why: one simple call for text, one for ids; a text is the same alone and in a batch.
 
-How: a text is encoded, the ids are continued, and the new ids become text again. A decoder goes on
-with the prompt and gives what is new; an encoder–decoder reads the prompt as its source and gives
-all that it writes.
+How: a text is encoded, the ids are continued, and the new ids are decoded. A decoder continues the
+prompt, and what is new is returned; an encoder–decoder reads the prompt as its source, and all that
+it writes is returned.
 
-Nothing about the model is changed, also not when a call is interrupted; it must be in eval mode.
+The model is not changed, even if a call is interrupted; it must be in eval mode.
 
 Left out: chat. `tokenizer.apply_chat` makes a prompt of messages; give it with `special=False`.
 
-Letters: B rows, T new tokens, R texts that a row gives.
+Letters: B rows, T new tokens, R texts per row.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from regard.tokens import Tokenizer
 class Generated:
     """New tokens (B · R, T), without the prompt; R is `num_return_sequences`, best first.
 
-    A stop token that ended a row is its last. What stands behind a row's length is padding.
+    A stop token that ended a row is its last token. What follows a row's length is padding.
     """
 
     ids: Tensor
@@ -44,7 +44,7 @@ class Generated:
     reasons: tuple[str, ...]
     """Why each row ended: "stop" (a stop token or string) or "length"."""
     scores: tuple[float, ...] | None = None
-    """Of beams: the sum of log-probabilities / length ** length_penalty."""
+    """For beam search: the sum of log-probabilities / length ** length_penalty."""
 
     def rows(self) -> list[list[int]]:
         """Each row's tokens, without padding."""
@@ -52,7 +52,7 @@ class Generated:
 
 
 def run_task(task: Task) -> tuple[Generated, list[str] | None]:
-    """All of it; the texts too, where they were watched for stop strings."""
+    """Run the generation; also returns the texts, if they were decoded for stop strings."""
     if task.config.num_beams > 1:
         return search(task), None
     loop = DecodeLoop(task)

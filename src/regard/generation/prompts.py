@@ -1,10 +1,10 @@
-"""What a batch starts from: `Task`, with prompts padded on the left, and the memory of a source.
+"""The input of a generation: `Task`, with prompts padded on the left, and the encoded source.
 
-Why: callers have lists of different lengths, or tensors padded on either side; a decode step wants
-every row to end at the same place.
+Why: callers have lists of different lengths, or tensors padded on either side; a decode step needs
+every row to end in the same column.
 
-How: rows are taken apart into their real tokens, checked, and padded on the left. Each row has its
-own `limit`: how many tokens it may still get before the model's length ends.
+How: padding is removed, the real tokens are checked, and the rows are padded on the left. Each row
+has its own `limit`: how many tokens it may get before it reaches the model's max_len.
 
 Letters: B rows, T tokens of the longest prompt, S of the longest source.
 """
@@ -30,17 +30,17 @@ from regard.tokens import Tokenizer
 
 Ids = Tensor | Sequence[Sequence[int]]
 Model = Transformer | str | os.PathLike[str]
-"""A model, or what `regard.load` takes: a folder, a GGUF file, a name."""
+"""A model, or an argument of `regard.load`: a folder, a GGUF file, a name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
     """All that is known before the first new token.
 
-    `ids_bt` are the prompts, padded on the left, and `real_bt` is False at padding, None where
-    there is none. `rows` are the tokens of each prompt, `limits` how many each row may get.
-    `memory` is what the encoder gave for the sources. `n_read` counts the tokens to read: of the
-    prompts, or of the sources where there are any, which took `read_seconds`.
+    `ids_bt` are the prompts, padded on the left, and `real_bt` is False at padding, None if there
+    is none. `rows` are the tokens of each prompt, `limits` how many new ones each row may get.
+    `memory` is the encoder's output for the sources. `n_read` counts the tokens to read: of the
+    prompts, or of the sources if there are any; encoding these took `read_seconds`.
     """
 
     model: Transformer
@@ -67,7 +67,7 @@ class Task:
         source: Ids | None = None,
         source_real: Tensor | None = None,
     ) -> Task:
-        """Everything checked, and the sources read."""
+        """Check the arguments, pad the prompts, and encode the sources."""
         model = open_model(model)
         check_model(model)
         assert model.head is not None
@@ -104,17 +104,17 @@ class Task:
 
     @functools.cached_property
     def pad(self) -> int:
-        """What stands behind the end of a row: padding, or an end token where there is none."""
+        """The token after the end of a row: padding, else the first known stop token, else 0."""
         pad, known = self.processor.tokens.pad, range(self.processor.vocab_size)
         return pad if pad is not None else next((x for x in self.stop_tokens if x in known), 0)
 
     def watch(self, row: int) -> TextWatch:
-        """What turns the tokens of a row into text."""
+        """A `TextWatch` that decodes the new tokens of a row."""
         assert self.tokenizer is not None
         return TextWatch(self.tokenizer, self.rows[row], self.config.stop, self.stop_tokens)
 
     def mark_seen(self) -> Tensor | None:
-        """Which tokens each prompt has, (B, V), where that is asked for; without padding."""
+        """Which tokens each prompt contains, (B, V), padding aside; None if it is not needed."""
         if not self.processor.counts_seen:
             return None
         marked = torch.zeros(len(self.rows), self.processor.vocab_size, dtype=torch.bool)
@@ -124,12 +124,12 @@ class Task:
 
 
 def open_model(model: Model) -> Transformer:
-    """The model itself; one that is named is loaded."""
+    """The model itself; a path or name is loaded."""
     return load(model) if isinstance(model, str | os.PathLike) else model
 
 
 def check_model(model: Transformer) -> None:
-    """Refuse a model that cannot write, or would write with dropout."""
+    """Refuse a model that cannot generate, or would do so with dropout."""
     if not isinstance(model, Transformer):
         raise TypeError(f"model is a {type(model).__name__}; expected a regard Transformer")
     if model.decoder is None or model.head is None:
@@ -153,7 +153,7 @@ def need_tokenizer(model: Transformer, tokenizer: Tokenizer | None) -> Tokenizer
 
 
 def as_rows(name: str, ids: Ids, real: Tensor | None, config: ModelConfig) -> list[list[int]]:
-    """The real tokens of each row, as plain lists, every one a token of the vocabulary."""
+    """The real tokens of each row, as lists, checked to be in the vocabulary."""
     if isinstance(ids, Tensor):
         check_shapes({name: (ids, "B T")})
         if ids.dtype not in (torch.int64, torch.int32):
@@ -185,7 +185,7 @@ def as_rows(name: str, ids: Ids, real: Tensor | None, config: ModelConfig) -> li
 
 
 def first_token(config: ModelConfig, tokens: SpecialTokens) -> int:
-    """What a text without a prompt starts from."""
+    """The token from which a text without a prompt starts."""
     if config.encoder and tokens.decoder_start is not None:
         return tokens.decoder_start
     if tokens.bos is None:
@@ -198,7 +198,7 @@ def first_token(config: ModelConfig, tokens: SpecialTokens) -> int:
 
 
 def find_limit(config: ModelConfig, n_prompt: int, max_new: int) -> int:
-    """How many tokens a row may get: prompt and answer together are as long as the model reads."""
+    """How many new tokens a row may get: prompt and answer together fit into max_len."""
     if config.max_len is None:
         return max_new
     if n_prompt >= config.max_len:
@@ -228,7 +228,7 @@ def read_source(model: Transformer, rows: list[list[int]], pad: int) -> Memory:
 def pad_rows(
     rows: list[list[int]], side: str, pad: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows (B, T) of one length, and which tokens are real; None if all are."""
+    """Pad rows to one length, (B, T), and return which tokens are real; None if all are."""
     ids_bt = pad_sequence([torch.tensor(row) for row in rows], True, pad, side)
     real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     real_bt = pad_sequence(real, True, padding_side=side)

@@ -1,17 +1,17 @@
-"""From the logits of the next token to the token: pure functions on tensors.
+"""Logits processing and sampling: from the logits of the next token to the token.
 
 Why: what is likely, what is allowed and what is drawn are three questions; each is a few lines.
 
-How: logits (B, V) are processed in a fixed order, then one token a row is taken. The order is: the
-penalty for repeated tokens, tokens that may not come now, tokens that must; and when tokens are
-drawn, temperature, top-k, top-p, min-p. A token that cannot come has the logit -inf.
-`LogitsProcessor` holds what stays the same over a text and runs them.
+How: logits (B, V) are processed in a fixed order, then one token per row is chosen. The order is:
+repetition penalty, suppressed tokens, forced tokens; and for sampling, temperature, top-k, top-p,
+min-p. A token that is not possible has the logit -inf. `LogitsProcessor` holds what is constant
+over a text and runs the steps.
 
-A draw is one number in [0, 1) a row and step, made from the row's own seed, and the token is where
-the running sum of the probabilities passes it. So a row's text does not hang on who else is in the
-batch, and nothing of the size of the vocabulary is drawn.
+Sampling draws one random number in [0, 1) per row and step, from the row's own seed; the token is
+the one at which the cumulative probability exceeds it. So a row's text does not depend on the other
+rows of the batch, and there is no need for random numbers for the whole vocabulary.
 
-Nothing here reads a value back from the device.
+Nothing here synchronizes with the device.
 
 Letters: B rows, V vocabulary, T steps.
 """
@@ -36,16 +36,16 @@ def penalise_seen(logits_bv: Tensor, seen_bv: Tensor, penalty: float) -> Tensor:
 
 
 def keep_top_k(logits_bv: Tensor, k: int) -> Tensor:
-    """The k largest logits of each row, and those equal to the k-th."""
+    """Keep the k largest logits of each row, and those equal to the k-th; set others to -inf."""
     least_b1 = logits_bv.topk(min(k, logits_bv.shape[-1]), dim=-1).values[:, -1:]
     return logits_bv.masked_fill(logits_bv < least_b1, NEVER)
 
 
 def keep_top_p(logits_bv: Tensor, p: float) -> Tensor:
-    """The likeliest tokens up to and with the one whose probability brings their sum to p."""
+    """Keep the likeliest tokens up to the one that brings the sum of their probabilities to p."""
     rising_bv, order_bv = logits_bv.sort(dim=-1)
-    # Summed from the unlikely end, where the sum is small and exact: a token goes if all that are
-    # at most as likely sum to no more than what may be lost.
+    # Summed from the least likely token, where sums are small and exact: a token is dropped if it
+    # and all below it sum to at most 1 - p.
     tail_bv = rising_bv.softmax(-1).cumsum(-1)
     goes_bv = tail_bv <= 1 - p
     goes_bv[:, -1] = False
@@ -53,34 +53,34 @@ def keep_top_p(logits_bv: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(logits_bv: Tensor, share: float) -> Tensor:
-    """The tokens with at least this share of the likeliest one's probability."""
+    """Keep the tokens with at least this share of the likeliest one's probability."""
     weights_bv = logits_bv.softmax(-1)
     return logits_bv.masked_fill(weights_bv < share * weights_bv.amax(-1, keepdim=True), NEVER)
 
 
 def force_token(logits_bv: Tensor, rows_b: Tensor, token: int) -> Tensor:
-    """In the given rows nothing but this token, with logit 0."""
+    """In the rows where rows_b is True, allow only this token, with logit 0."""
     only_v = torch.full_like(logits_bv[0], NEVER)
     only_v[token] = 0
     return torch.where(rows_b[:, None], only_v, logits_bv)
 
 
 def draw(logits_bv: Tensor, chance_b: Tensor) -> Tensor:
-    """The token (B,) at which the running sum of the probabilities passes chance_b in [0, 1)."""
+    """The token (B,) at which the cumulative probability exceeds chance_b in [0, 1)."""
     reached_bv = logits_bv.double().softmax(-1).cumsum(-1)
     aim_b1 = (chance_b * reached_bv[:, -1])[:, None]
-    # The first sum above the aim: a token of probability 0 adds nothing, so it is never that.
+    # The first sum above the aim is never at a token of probability 0, which adds nothing.
     token_b1 = torch.searchsorted(reached_bv, aim_b1, right=True)
     return token_b1[:, 0].clamp(max=logits_bv.shape[-1] - 1)
 
 
 def make_chances(seeds: Sequence[int], n_steps: int) -> Tensor:
-    """A number below 1 for each row and step, (B, T) float64, each row from its own seed."""
+    """A random number in [0, 1) per row and step, (B, T) float64, each row from its own seed."""
     rows = [
         torch.rand(n_steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         for seed in seeds
     ]
-    # The last double below 1 times a sum may round up to the sum itself, which nothing passes.
+    # The largest double below 1 times a sum may round up to the sum itself, which none exceeds.
     return torch.stack(rows).clamp(max=1 - 2**-50)
 
 
@@ -96,7 +96,7 @@ def make_seeds(config: GenerationConfig, n_rows: int) -> list[int]:
 
 
 class LogitsProcessor:
-    """What is done to logits at each step of one batch; it holds nothing that changes."""
+    """Processes the logits at each step of one batch; it has no state that changes."""
 
     def __init__(
         self,
@@ -119,23 +119,23 @@ class LogitsProcessor:
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest token is taken whatever came before."""
+        """Whether each token is the argmax of the model's own logits, unprocessed."""
         forced = (self.tokens.forced_bos, self.tokens.forced_eos)
         held = (self.banned_v, self.early_v, *forced)
         return not self.config.samples and not self.counts_seen and held == (None,) * 4
 
     @property
     def counts_seen(self) -> bool:
-        """Whether `process` needs to know which tokens a row has."""
+        """Whether `process` needs `seen_bv`, for the repetition penalty."""
         return self.config.repetition_penalty != 1.0
 
     def process(
         self, logits_bv: Tensor, seen_bv: Tensor | None, step: int, lone_b: Tensor, limit_b: Tensor
     ) -> Tensor:
-        """The logits as they count at this step, from 0 on.
+        """The processed logits at this step; steps count from 0.
 
-        seen_bv: True for tokens that the row has. lone_b: whether its prompt is one token. limit_b:
-        how many steps it has in all.
+        seen_bv: True for tokens that the row contains. lone_b: whether its prompt is one token.
+        limit_b: how many steps it has in all.
         """
         config, tokens = self.config, self.tokens
         if seen_bv is not None:
@@ -152,9 +152,9 @@ class LogitsProcessor:
 
 
 def narrow(logits_bv: Tensor, config: GenerationConfig) -> Tensor:
-    """Logits for a draw: temperature, then the three ways to leave out the unlikely."""
+    """Logits for sampling: temperature, then top-k, top-p and min-p."""
     assert config.temperature is not None
-    # From the largest down, by no less than float32 can divide by: no infinity, no NaN.
+    # Relative to the largest logit, and with a divisor that float32 can hold: no inf, no NaN.
     temperature = max(config.temperature, 1e-30)
     logits_bv = (logits_bv - logits_bv.amax(-1, keepdim=True)) / temperature
     if config.top_k is not None:

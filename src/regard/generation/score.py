@@ -2,13 +2,13 @@
 
 Why: to choose between answers, as tasks like PIQA ask, or to compare texts and models.
 
-How: a text is read once, many at a time, and each token's log-probability after all before it is
-added up. Of a pair (context, continuation) the two are read as one text, as a model would meet it,
-and the tokens of the continuation count: those with a character behind the context. A text without
-a context begins after the model's token for that (bos); where it has none, its first token has
-nothing before it, and is not counted.
+How: texts are read in batches, in one forward pass, and the log-probabilities of their tokens are
+summed. A pair (context, continuation) is tokenized and read as one text, and only the tokens of the
+continuation count: those with a character after the context. A text without a context begins after
+the model's bos token; if the model has none, the first token is not counted, since nothing precedes
+it.
 
-Left out: encoders, which find no text likely, and encoder–decoders.
+Left out: encoders, which give texts no probability, and encoder–decoders.
 
 Letters: B rows, T tokens of the longest, C model width.
 """
@@ -32,7 +32,7 @@ from regard.tokens import Tokenizer
 
 Pair = tuple[str, str]
 BATCH_TOKENS = 4096
-MOST_LOGITS = 1 << 26  # made at once
+MOST_LOGITS = 1 << 26  # computed at once
 
 
 @final
@@ -54,7 +54,7 @@ class Score:
 
     @property
     def per_byte(self) -> float:
-        """What answers of different length are compared by, whatever the tokenizer."""
+        """For comparing answers of different lengths, independent of the tokenizer."""
         return self.log_prob / self.n_bytes
 
     @property
@@ -151,7 +151,7 @@ def _read(model: Transformer, tokenizer: Tokenizer, number: int, given: str | Pa
 
 
 def _batches(rows: Sequence[_Row], batch_tokens: int) -> Iterator[list[_Row]]:
-    """Rows of like length together; a row that is longer than a batch is one alone."""
+    """Batches of rows of similar length; a row longer than batch_tokens is a batch by itself."""
     batch: list[_Row] = []
     for row in sorted(rows, key=lambda row: -len(row.ids)):
         if batch and (len(batch) + 1) * len(batch[0].ids) > batch_tokens:
@@ -166,7 +166,7 @@ def _score_batch(model: Transformer, rows: Sequence[_Row]) -> dict[int, Score]:
     assert model.head is not None
     device = model.head.weight.device
     ids_bt = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)
-    last_btc = model.run(ids_bt.to(device))  # no token sees the padding, which comes after all
+    last_btc = model.run(ids_bt.to(device))  # causal: no token sees the padding on the right
     at = torch.tensor([(b, t) for b, row in enumerate(rows) for t in row.counts])
     before = last_btc[at[:, 0].to(device), at[:, 1].to(device) - 1]
     logs, likeliest = _judge(model, before, ids_bt[at[:, 0], at[:, 1]].to(device))
@@ -181,7 +181,7 @@ def _score_batch(model: Transformer, rows: Sequence[_Row]) -> dict[int, Score]:
 
 
 def _judge(model: Transformer, states_nc: Tensor, ids_n: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-probability of each id after its state, and whether it is the likeliest."""
+    """The log-probability of each id given the state before it, and whether it is the likeliest."""
     assert model.head is not None
     logs, likeliest = [], []
     rows = max(1, MOST_LOGITS // model.config.vocab_size)

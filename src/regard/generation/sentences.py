@@ -1,13 +1,13 @@
-"""A text as sentences, and back: where one ends, what stands between, and in which script it is.
+"""Splits a text into sentences, joins sentences to a text, and finds the script of a text.
 
-Why: translators are trained on single sentences, and people have texts.
+Why: translation models are trained on single sentences, but users have texts.
 
-How: 。！？ end a sentence wherever they stand outside brackets; . ! ? where white space and no
-small letter follow, and the word before is no title (Mr.) and no initial (J. S. Bach, e.g.).
-Closing quotes go with the sentence. A new line always ends one. What stands between two sentences
-is kept, so that a text can be joined again. Time grows with the text's length and no faster.
+How: 。！？ end a sentence anywhere outside brackets; . ! ? end one if white space follows that is
+not followed by a small letter, and the word before is no title (Mr.) and no initial (J. S. Bach,
+e.g.). Closing quotes belong to the sentence. A new line always ends one. The white space between
+two sentences is kept, so that a text can be joined again. The time is linear in the text's length.
 
-Left out: everything that takes knowing what is said, such as a full stop after p.m. or etc.
+Left out: whatever requires understanding the text, such as a full stop after p.m. or etc.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Sentence:
 
 
 def split_sentences(text: str) -> list[Sentence]:
-    """The sentences of a text, none of them empty; white space around the text is left out."""
+    """The sentences of a text, none of them empty; white space around the text is dropped."""
     parts = _LINES.split(text.strip())
     found: list[Sentence] = []
     for line, newline in zip(parts[::2], [*parts[1::2], ""], strict=True):
@@ -77,7 +77,7 @@ def _split_line(line: str) -> list[Sentence]:
 
 
 def _ends(line: str, mark: int, after: int) -> bool:
-    """Whether the signs from `mark` to `after` end a sentence, with more of the line behind."""
+    """Whether the signs from `mark` to `after` end a sentence, given that more text follows."""
     if any(sign in WIDE for sign in line[mark:after]):
         return True
     follows = line[after : after + 8].lstrip()[:1]
@@ -93,7 +93,7 @@ def _ends(line: str, mark: int, after: int) -> bool:
 
 
 def join_sentences(texts: list[str], gaps: list[str], to: str | None) -> str:
-    """The translations of sentences as one text; new lines stay, spaces as the language has."""
+    """Join translated sentences to one text; new lines are kept, spaces follow the language."""
     joined: list[str] = []
     for text, gap in zip(texts, [*gaps[:-1], ""], strict=True):
         spaced = "" if to in SPACELESS else gap or " "
@@ -102,7 +102,7 @@ def join_sentences(texts: list[str], gaps: list[str], to: str | None) -> str:
 
 
 def halve(sentence: Sentence) -> tuple[Sentence, Sentence]:
-    """Two parts, cut at the comma or space nearest to the middle, else in the middle itself."""
+    """Two parts, split at the comma or space nearest to the middle, else in the middle itself."""
     text, middle = sentence.text, len(sentence.text) // 2
     ends = [found.end() for found in _BREAKS.finditer(text)]
     cuts = [end for end in ends if 1 < end < len(text)]

@@ -1,13 +1,13 @@
-"""Where a text ends: the tokens and the strings that end it.
+"""Stop tokens and stop strings: where a generated text ends.
 
-Why: a stop string may span several tokens, end within one, or share its beginning with text that
-goes on. Shown text cannot be taken back.
+Why: a stop string may span several tokens, end within one, or share its beginning with ordinary
+text. Streamed text cannot be taken back.
 
-How: `find_tokens` gives the special tokens of a model, as `generation_config.json` beside the
-weights names them where there is one: chat models name their end of turn only there. `TextWatch`
-follows one row: it gives out text that is certain, whole characters only, and keeps back an end
-that could be the beginning of a stop string. A row stops with the first token after which its text
-contains a stop string, and its text ends just before it.
+How: `find_tokens` returns the special tokens of a model, including those in the
+`generation_config.json` beside its weights: chat models name their end-of-turn token only there.
+`TextWatch` decodes one row: it returns text that is certain, whole characters only, and holds back
+an ending that could be the beginning of a stop string. A row stops with the first token after which
+its text contains a stop string, and its text ends just before that string.
 
 Left out: bad words of more than one token, which `generation_config.json` may name.
 """
@@ -27,17 +27,18 @@ from regard.tokens import Tokenizer
 BESIDE = "generation_config.json"
 MAX_BYTES = 1 << 24
 HALF = "\N{REPLACEMENT CHARACTER}"
-N_BEFORE = 32  # tokens of the prompt that a decoder is shown first
+N_BEFORE = 32  # tokens of the prompt that are decoded first, as context
 
 
 def find_tokens(model: Transformer) -> SpecialTokens:
-    """The model's special tokens, with what stands beside its weights.
+    """The model's special tokens, updated from the generation_config.json beside its weights.
 
-    A file that is there says alone what is forced and suppressed; of the others, what it names.
+    If that file exists, forced and suppressed tokens come from it alone; other tokens only if it
+    names them.
     """
     tokens, size = model.config.tokens, model.config.vocab_size
     path = None if model.origin is None else model.origin / BESIDE
-    if path is None or not os.path.lexists(path):  # a link to a file that is lost is told
+    if path is None or not os.path.lexists(path):  # for a broken link, reading below raises
         return known_tokens(tokens, size)
     beside = read_json(path, MAX_BYTES, BadCheckpoint)
 
@@ -57,7 +58,7 @@ def find_tokens(model: Transformer) -> SpecialTokens:
     def one(key: str, default: int | None) -> int | None:
         return (ids(key) or (default,))[0]
 
-    # Bad words of one token; one of several may be refused only when its end is reached.
+    # Only bad words of one token: one of several tokens could be refused only at its last token.
     words = beside.get("bad_words_ids") or []
     good = isinstance(words, list) and all(isinstance(word, list) for word in words)
     bad = tuple(word[0] for word in words if len(word) == 1) if good else ()
@@ -78,7 +79,7 @@ def find_tokens(model: Transformer) -> SpecialTokens:
 
 
 def known_tokens(tokens: SpecialTokens, size: int) -> SpecialTokens:
-    """Those that a vocabulary of this size has: small models often keep a large one's numbers."""
+    """Drop ids outside the vocabulary: configs of small models often keep those of a large one."""
     for name in ("decoder_start", "forced_bos", "forced_eos"):
         at = getattr(tokens, name)
         if at is not None and at >= size:
@@ -91,7 +92,7 @@ def known_tokens(tokens: SpecialTokens, size: int) -> SpecialTokens:
 def find_stop_tokens(
     config: GenerationConfig, tokens: SpecialTokens, tokenizer: Tokenizer | None
 ) -> tuple[int, ...]:
-    """Every token that ends a row; a stop string that names a special token is that token."""
+    """Every token that ends a row; stop strings that name a special token stand for its id."""
     found = () if config.ignore_eos else tokens.eos
     found += tuple(config.stop_tokens)
     if tokenizer is not None:
@@ -100,12 +101,12 @@ def find_stop_tokens(
 
 
 class TextWatch:
-    """The text of one row as its tokens come."""
+    """Decodes one row token by token, and finds stop strings."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str], ends: Sequence[int]
     ) -> None:
-        """prompt: the tokens before, whose text is not given out. ends: the stop tokens."""
+        """prompt: the tokens before, whose text is not returned. ends: the stop tokens."""
         self.stopped = False  # whether a stop string was found
         self._stops = tuple(stops)
         self._ends = frozenset(ends)
@@ -113,12 +114,12 @@ class TextWatch:
         self._stream = tokenizer.decode_stream()
         for token in prompt[-N_BEFORE:]:
             self._add(token)
-        # What the stream holds back of the prompt will come out first, and is not ours.
+        # Prompt text that the stream still holds back will come out first, and must be skipped.
         self._foreign = len(self._held())
-        self._kept = ""  # certain, but it may be the beginning of a stop string
+        self._kept = ""  # text that is certain, but may be the beginning of a stop string
 
     def step(self, token: int) -> str:
-        """The text that this token makes certain; a stop token has none."""
+        """Add a token and return the text that is now certain; "" for a stop token."""
         if token in self._ends:
             return ""
         self._kept += self._own(self._add(token))
@@ -132,12 +133,12 @@ class TextWatch:
         return given
 
     def finish(self) -> str:
-        """What was kept back, when the row has ended; without a character that never was whole."""
+        """The text held back, at the end of the row; incomplete characters are dropped."""
         rest = self._own(self._stream.finish())
         return "" if self.stopped else self._kept + rest.rstrip(HALF)
 
     def _add(self, token: int) -> str:
-        # Models may have more rows than their tokenizer has tokens; those say nothing.
+        # A model's embedding may have more rows than its tokenizer has tokens; these have no text.
         return self._stream.step(token) if token < self._vocab_size else ""
 
     def _own(self, text: str) -> str:
@@ -146,11 +147,11 @@ class TextWatch:
         return text[n:]
 
     def _held(self) -> str:
-        """The text that the stream still holds back, if it were to end now."""
+        """The text that the stream holds back, as it would be if the stream ended now."""
         return copy.copy(self._stream).finish() if self._stream.waiting else ""
 
     def _n_begun(self) -> int:
-        """How many characters at the end of the kept text are the beginning of a stop string."""
+        """How many characters at the end of `_kept` are the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         ends = (self._kept[-n:] for n in range(min(longest, len(self._kept)), 0, -1))
         return len(next((end for end in ends if any(s.startswith(end) for s in self._stops)), ""))

@@ -1,11 +1,11 @@
-"""Text as it is written: `stream` for pieces of text, `stream_ids` for tokens.
+"""Streaming generation: `stream` for pieces of text, `stream_ids` for tokens.
 
-Why: a reader need not wait for the end, and may go away before it.
+Why: a reader need not wait for the end of a text, and may stop before it.
 
-How: both are iterators over one row that is written a token at a time, when the next piece is asked
-for. Pieces put together are what `generate` gives: whole characters, and never a part of a stop
-string. `close` (or leaving a `with`, or the garbage collector) ends the writing and frees what it
-kept. Beside the pieces stand the counts and times that a caller may show.
+How: both are iterators over one row that is generated a token at a time, when the next piece is
+requested. The pieces add up to what `generate` returns: whole characters, and never a part of a
+stop string. `close` (or leaving a `with`, or garbage collection) ends the generation and frees its
+memory. The stream also has token counts and times, for callers to show.
 
 Left out: beams, which know their text only at the end.
 """
@@ -27,17 +27,18 @@ Piece = TypeVar("Piece")
 
 @final
 class Stream(Iterator[Piece], Generic[Piece]):
-    """Pieces of one text, and what is known of it so far.
+    """An iterator over pieces of one text, with counts and times so far.
 
     `n_prompt` tokens were read first, of the prompt or the source; `ids` are the new ones so far.
-    `prefill_seconds` went up to the first of them, `decode_seconds` into the others, without the
-    time between two questions. `reason` is why the text ended, "stop" or "length".
+    `prefill_seconds` is the time up to the first of them, `decode_seconds` the time of the others,
+    without what the caller spends between two pieces. `reason` is why the text ended, "stop" or
+    "length".
     """
 
     def __init__(
         self, task: Task, choose: Callable[[Iterator[tuple[int, str]]], Iterator[Piece]], text: bool
     ) -> None:
-        """choose: what is given out of each step's token and text. text: whether there is any."""
+        """choose: turns the steps' (token, text) into pieces. text: whether to decode to text."""
         if task.config.num_beams > 1:
             raise ValueError("beams know their text only at the end: stream with num_beams=1")
         self.n_prompt = task.n_read
@@ -64,7 +65,7 @@ class Stream(Iterator[Piece], Generic[Piece]):
         self.close()
 
     def _write(self, task: Task, text: bool) -> Generator[tuple[int, str], None, None]:
-        """Each token, and the text that became certain with it."""
+        """Yield each token, and the text that became certain with it."""
         loop = DecodeLoop(task, watched=text, streaming=True)
         try:
             while not loop.over:
@@ -122,7 +123,7 @@ def stream_ids(
     config: GenerationConfig | None = None,
     **options: Any,
 ) -> Stream[int]:
-    """The tokens that `generate_ids` gives for this one row, as they come."""
+    """The tokens that `generate_ids` returns for this one row, one by one."""
     rows, sources = None if ids is None else [ids], None if source is None else [source]
     chosen = make_config(config, options)
     task = Task.make(model, chosen, tokenizer, ids=rows, source=sources)

@@ -1,21 +1,22 @@
-"""`translate`: text in another language, whatever the encoder–decoder.
+"""`translate`: translation of texts by any encoder–decoder model.
 
-Why: translators differ in how they are given a direction, and read sentences, not texts.
+Why: translation models differ in how they are given a direction, and are made for sentences, not
+for texts.
 
 How: a model that knows several directions says so in its config.json:
 
     "directions": {"ja": {"prefix": "<2ja>"}, "en": {"prefix": "<2en>"}}
 
-The prefix is a special token of its tokenizer. Its sources are prefix, tokens of the sentence, end
-token, as it was trained; the tokenizer itself adds nothing. `to` says which direction is
-meant, else the text's script. Texts are split into sentences, which are translated in batches of
-like length and joined again. A sentence comes out the same in any company; nothing is drawn by
-chance.
+The prefix is a special token of its tokenizer. A source is then prefix, tokens of the sentence, end
+token, as in training; the tokenizer itself adds nothing. `to` names the target language; without
+it, the text's script decides. Texts are split into sentences, which are translated in batches of
+similar length and joined again. A sentence's translation does not depend on the others; nothing is
+sampled.
 
-A model without "directions" (Marian, T5) reads what its own tokenizer makes of a whole text: it
-may read in the text itself what to do, so nothing is cut.
+A model without "directions" (Marian, T5) reads a whole text as its own tokenizer encodes it: the
+text may contain the instruction what to do, so it is not split.
 
-Left out: choosing a model, telling languages apart that share a script, glossaries.
+Left out: choosing a model, distinguishing languages that share a script, glossaries.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from regard.generation.sentences import (
 from regard.models import BadCheckpoint, Transformer
 
 BEAMS = 5
-MOST_TOKENS = 256  # of a sentence; a longer one is cut, as translators never saw its like
-MOST_ROWS, BATCH_TOKENS = 32, 2048  # of a batch: so many sentences, and so many tokens in all
+MOST_TOKENS = 256  # in a sentence; a longer one is split, as training had none that long
+MOST_ROWS, BATCH_TOKENS = 32, 2048  # per batch: at most so many sentences, and so many tokens
 BUCKET = 16
 
 Progress = Callable[[int, int], None]
@@ -49,7 +50,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Row:
-    """One sentence on its way: which text it belongs to, and what the model reads of it."""
+    """One sentence: the index of its text, and the token ids that the model reads for it."""
 
     text: int
     sentence: Sentence
@@ -130,7 +131,7 @@ def translate(
 
 
 def check_asked(model: Transformer, beams: int | None, config: GenerationConfig | None) -> None:
-    """Refuse what cannot translate, and settings that would be dropped."""
+    """Refuse models that cannot translate, and settings that would be ignored."""
     check_model(model)
     if not model.config.encoder:
         raise ValueError(
@@ -150,7 +151,7 @@ def check_asked(model: Transformer, beams: int | None, config: GenerationConfig 
 
 
 def read_directions(model: Transformer) -> dict[str, str]:
-    """Language -> the special token that asks for it, as the model's config.json names them."""
+    """Target language -> its special token, from "directions" in the model's config.json."""
     given = model.config.source.get("directions")
     if given is None:
         return {}
@@ -166,7 +167,7 @@ def read_directions(model: Transformer) -> dict[str, str]:
 
 
 def choose(model: Transformer, text: str, to: str | None, place: int | None) -> str | None:
-    """The language to translate this text to; None where the model knows but one thing to do."""
+    """The language to translate this text to; None if the model names no directions."""
     which = "the text" if place is None else f"text {place}"
     if not isinstance(text, str):
         raise TypeError(f"{which} is a {type(text).__name__}; expected str, or a list of str")
@@ -216,7 +217,7 @@ class Reader:
             self._prefixes[name] = known[prefix]
 
     def read(self, place: int, text: str, to: str | None) -> list[Row]:
-        """The sentences of a text, those that are too long in parts."""
+        """The sentences of a text, as rows; sentences that are too long are split."""
         waiting = split_sentences(text)[::-1] if self.split else [Sentence(text)]
         rows = []
         while waiting:
@@ -229,12 +230,12 @@ class Reader:
         return rows
 
     def encode(self, text: str, to: str | None) -> list[int]:
-        """The source's tokens, with what the model expects around them."""
+        """The token ids of a source, with the prefix and end token that the model expects."""
         if to is None:
             return self.tokenizer.encode(text).ids
         prefix, end = self._prefixes[to], self.model.config.tokens.eos[0]
         encoded = self.tokenizer.encode(text, special=False)
-        # The name of a special token in the text is not obeyed: it could change the direction.
+        # Special tokens written in the text are removed: they could change the direction.
         plain = zip(encoded.ids, encoded.special_mask, strict=True)
         return [prefix, *(at for at, special in plain if not special), end]
 
@@ -246,12 +247,12 @@ def write_rows(
     beams: int,
     progress: Progress | None,
 ) -> list[str]:
-    """The translation of each row; a row without ids stays as it is."""
+    """The translation of each row; the text of a row without ids is returned unchanged."""
     written = [row.sentence.text for row in rows]
     done = sum(not row.ids for row in rows)
     for places in make_batches(rows):
         sources = [rows[at].ids for at in places]
-        # By the bucket, not by the longest: no sentence hangs on its neighbours.
+        # From the bucket, not from the longest row, so that no sentence depends on the others.
         most = 2 * bucket_of(rows[places[0]]) + 24
         chosen = config or GenerationConfig(num_beams=beams, max_new_tokens=most)
         task = Task.make(reader.model, chosen, reader.tokenizer, source=sources)
@@ -268,7 +269,7 @@ def bucket_of(row: Row) -> int:
 
 
 def make_batches(rows: list[Row]) -> list[list[int]]:
-    """Places of rows of like length, shortest first; each row with ids once."""
+    """Batches of row indices, of rows of similar length, shortest first; rows without ids: none."""
     buckets: dict[int, list[int]] = {}
     for at, row in enumerate(rows):
         if row.ids:

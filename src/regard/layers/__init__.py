@@ -1,7 +1,7 @@
-"""Layers of the Transformer: attention with weights and memory, feed-forward, blocks, stacks.
+"""Layers of the Transformer: attention with weights and a KV cache, feed-forward, blocks, stacks.
 
-`multihead.py` is attention as a layer, `cache.py` its KV cache, `observing.py` how what it looked
-at is handed out; `feedforward.py` and `norm.py` are the rest of a block; `block.py` and
+`multihead.py` is attention as a layer, `cache.py` its KV cache, `observing.py` reads out its row
+statistics and weights; `feedforward.py` and `norm.py` are the rest of a block; `block.py` and
 `stack.py` put them together.
 """
 

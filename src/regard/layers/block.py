@@ -1,18 +1,18 @@
 """Blocks of the Transformer.
 
-Why: every model of the family is the same few sublayers in one of four orders, so a model is a
-`BlockConfig` for each layer.
+Why: the models here are all built of the same few sublayers in one of four orders, so a model is
+described by a `BlockConfig` for each layer.
 
-How: a block adds the answers of its sublayers to what passes through it.
+How: a block adds the outputs of its sublayers to the residual stream x.
 - "post":     x = norm(x + attend(x));  x = norm(x + feed(x))    (the first Transformer, BERT, BART)
 - "pre":      x = x + attend(norm(x));  x = x + feed(norm(x))    (GPT-2, LLaMA, T5)
-              x = norm(x) + attend(norm(x)), and so the other, with `normed_residual` (BLOOM can)
+              x = norm(x) + attend(norm(x)), and feed likewise, with `normed_residual` (in BLOOM)
 - "parallel": x = x + attend(norm(x)) + feed(norm'(x))           (NeoX; GPT-J has norm' = norm)
-- "sandwich": x = x + after(attend(norm(x))), and so the feed-forward layer      (Gemma 2 and 3)
+- "sandwich": x = x + after(attend(norm(x))), and feed likewise  (Gemma 2 and 3)
 
-`EncoderBlock` looks both ways, `DecoderBlock` only back; without cross-attention it is a GPT's.
-What speaks of positions in the config (rotary, alibi, window) belongs to self-attention;
-everything else holds for cross-attention too.
+`EncoderBlock` attends in both directions; `DecoderBlock` is causal, and without cross-attention the
+block of a GPT. The position settings (rotary, alibi, window) apply to self-attention only, all
+others to cross-attention too.
 
 Left out: stacks (`stack.py`); embeddings and heads, which are the model's.
 
@@ -153,7 +153,7 @@ class Block(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def run(self, x_btc: Tensor, attend: Sublayer, cross: Sublayer | None = None) -> Tensor:
-        """The sublayers in the order that the config names."""
+        """Run the sublayers in the config's order."""
         if self.config.order != "parallel":
             x_btc = self._add(x_btc, attend, self.self_attn_norm, self.self_attn_after)
             if cross is not None:
@@ -171,7 +171,7 @@ class Block(nn.Module):
     def _add(
         self, x_btc: Tensor, sublayer: Sublayer, norm: nn.Module | None, after: nn.Module | None
     ) -> Tensor:
-        """x and the sublayer's answer to it, with the norms before or after."""
+        """Add the sublayer's output to x, with the norms before or after it."""
         assert norm is not None
         post = self.config.order == "post"
         ready_btc = x_btc if post else norm(x_btc)
@@ -185,7 +185,7 @@ class Block(nn.Module):
 
 
 class EncoderBlock(Block):
-    """Self-attention that looks both ways, then feed-forward: (B, T, C) -> (B, T, C)."""
+    """Bidirectional self-attention, then feed-forward: (B, T, C) -> (B, T, C)."""
 
     causal = False
 
@@ -201,7 +201,7 @@ class EncoderBlock(Block):
 
 
 class DecoderBlock(Block):
-    """Self-attention that looks back, cross-attention if asked for, then feed-forward."""
+    """Causal self-attention, cross-attention if the config has it, then feed-forward."""
 
     causal = True
 
@@ -266,6 +266,6 @@ def make_block_norm(config: BlockConfig, where: Factory) -> nn.Module:
 def make_norms(
     config: BlockConfig, where: Factory, shared: bool = False
 ) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms before and after a sublayer; the one before may be another sublayer's."""
+    """The norms before and after a sublayer; shared: it uses another sublayer's norm before."""
     before = None if shared else make_block_norm(config, where)
     return before, make_block_norm(config, where) if config.order == "sandwich" else None

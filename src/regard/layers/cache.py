@@ -1,25 +1,25 @@
 """The KV cache: keys and values of earlier calls, so that each new token is computed once.
 
-How: a layer gives its new keys and values to `update` and attends to what this returns. `Slots`
-(`cache_slots.py`) keep the positions of all keys, which the layer gives to its masks and biases. A
-negative position is padding or an empty slot, which nobody sees, whatever it holds. So each row of
-a batch has positions of its own.
+How: a layer passes its new keys and values to `update` and attends to what this returns. `Slots`
+(`cache_slots.py`) hold the positions of all keys, which the layer gives to its masks and biases. A
+negative position is padding or an empty slot, which is masked whatever it contains. So each row of
+a batch has its own positions.
 
-- `KVCache.growing()` keeps everything, in order of arrival. Gradients pass through it, where they
-  are asked for; where they are not, buffers grow by half when they are full, so that a step does
-  not copy all that came before it.
+- `KVCache.growing()` keeps everything, in order of arrival. Gradients flow through it if they are
+  needed; if not, buffers grow by half when they are full, so that a step does not copy all earlier
+  keys.
 - `KVCache.fixed(size)` is a static cache: allocated at its first call and written in place, so that
   one compiled graph serves every step. Without gradients.
-- `KVCache.windowed(left)` is a ring for layers that look `left` keys back: it never holds more than
-  these and the newest. Without gradients.
+- `KVCache.windowed(left)` is a ring buffer for layers that attend `left` keys back: it holds these
+  and the newest key, and never more. Without gradients.
 - `CrossCache` holds the keys and values of a memory, which are computed once.
 
-The first call gets back just what it brought, so a prompt costs what it costs without a cache.
+The first call gets back its own keys and values, so a prompt costs no more than without a cache.
 
-Of a growing cache `evict` leaves some keys, others in each head, and forgets where they stood:
-layers with a window or a bias refuse it then.
+`evict` keeps some keys of a growing cache, different ones in each head, and loses their positions:
+layers with a window, a bias or a rotary scaling that `rotates_kept_keys` then refuse the cache.
 
-Left out: pages shared between rows, quantised keys, going back to an earlier position.
+Left out: pages shared between rows, quantised keys, rewinding to an earlier position.
 
 Letters: B batch, G key heads, T new tokens, S kept keys, D and E widths of keys and values. N rows
 of positions: B, or 1 while all rows of the batch are alike.
@@ -47,9 +47,9 @@ from regard.layers.cache_slots import (
 
 
 class Kept(NamedTuple):
-    """What a layer attends to: keys (B, G, S, D), values (B, G, S, E), the keys' positions (N, S).
+    """What a call attends to: keys (B, G, S, D), values (B, G, S, E), the keys' positions (N, S).
 
-    `queries` (N, T) is where the new tokens stand. `in_line`: rules need no positions, see `Step`.
+    `queries` (N, T) are the new tokens' positions. `in_line`: masks need no positions, see `Step`.
     """
 
     k: Tensor
@@ -74,10 +74,10 @@ class KVCache:
     """
 
     def __init__(self, slots: Slots) -> None:
-        """slots: which positions are kept; the caches of a stack share theirs."""
+        """slots: the positions of the keys; the caches of a stack share them."""
         self.slots = slots
-        self.window = slots.window  # how far back a query may look; None is the whole text
-        # Whether keys lie in order of arrival, as a mask over keys as they lie takes them.
+        self.window = slots.window  # how many keys back a query may attend; None: no limit
+        # Whether keys are stored in order of arrival, as masks that index keys by slot need it.
         self.in_order = slots.n_slots is None
         self._kept: tuple[Tensor, Tensor] | None = None
         self._buffers: tuple[Tensor, Tensor] | None = None
@@ -97,7 +97,7 @@ class KVCache:
 
     @staticmethod
     def windowed(left: int) -> KVCache:
-        """A ring for a layer with the window (left, 0): the last `left` keys and the newest.
+        """A ring buffer for a layer with the window (left, 0): the last `left` keys and the newest.
 
         No gradients.
         """
@@ -105,20 +105,20 @@ class KVCache:
 
     @property
     def length(self) -> Tensor | None:
-        """How long each row's text is, its next position: (N,); None before the first call."""
+        """The length of each row's text, which is its next position: (N,); None while empty."""
         return self.slots.length
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values, with what is allocated for those to come."""
+        """Bytes of keys and values, including what is allocated for later ones."""
         return count_bytes(self._kept if self._buffers is None else self._buffers)
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | Step | None = None) -> Kept:
-        """Keep k (B, G, T, D) and v (B, G, T, E), and give what these tokens may attend to.
+        """Add k (B, G, T, D) and v (B, G, T, E), and return what these tokens may attend to.
 
-        `positions` (T,) or (B, T) is where the tokens stand, negative for padding; the real ones
-        grow along a row. None goes on counting, in each row from its own last position. A `Step` is
-        what `slots.advance` made of either, for all layers that share the slots.
+        `positions` (T,) or (B, T) are the tokens' positions, negative for padding; those of real
+        tokens increase along a row. None: each row continues its own count. Or the `Step` that
+        `slots.advance` returned, computed once for all layers that share the slots.
         """
         if not isinstance(positions, Step):
             sizes = check_shapes({"k": (k, "B G T D"), "v": (v, "B G T E")})
@@ -128,9 +128,9 @@ class KVCache:
         return Kept(k_bgsd, v_bgsd, positions.keys, positions.queries, positions.in_line)
 
     def reorder(self, index: Tensor, slots: bool = True) -> None:
-        """Row b becomes what row index[b] was; with more or fewer rows, if index has.
+        """Replace row b by the old row index[b]; there are then as many rows as index has.
 
-        slots: whether theirs too; a stack has its shared ones done once.
+        slots: whether to reorder the slots too; a stack does that once for shared slots.
         """
         if slots:
             self.slots.reorder(index)
@@ -153,9 +153,9 @@ class KVCache:
         return self._kept[0]
 
     def evict(self, index_bgk: Tensor, slots: bool = True) -> None:
-        """Keep the keys index[b, g] of row b and key head g alone, of a growing cache.
+        """Keep only the keys index[b, g] of row b and key head g; for a growing cache.
 
-        slots: whether to tell them too; a stack has its shared ones told once.
+        slots: whether to update the slots too; `generation.evict` does that once for shared slots.
         """
         assert self.keys is not None and self._kept is not None
         k, v = (pick_keys(x, index_bgk) for x in self._kept)
@@ -164,7 +164,7 @@ class KVCache:
         self._kept, self._buffers = (k, v), None
 
     def reset(self, slots: bool = True) -> None:
-        """Forget everything; static buffers stay."""
+        """Empty the cache; static buffers stay allocated."""
         if slots:
             self.slots.reset()
         self._kept = None
@@ -203,7 +203,7 @@ class KVCache:
         return self._kept
 
     def _write(self, k: Tensor, v: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """What static buffers hold, with the new keys and values in their slots."""
+        """Write new keys and values into their slots, and return what these tokens attend to."""
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError(
                 "this cache is written in place and carries no gradient: call the model under "
@@ -220,7 +220,7 @@ class KVCache:
             read = buffers[0][:, :, : slots.n_read], buffers[1][:, :, : slots.n_read]
             if step.keys.shape[1] > slots.n_read:
                 read = torch.cat((read[0], k), 2), torch.cat((read[1], v), 2)
-        # Where they are views, they show what is written now.
+        # If `read` is a view of the buffers, it contains what is written here.
         for buffer, x in zip(buffers, (k, v), strict=True):
             if step.slots.shape[0] == 1:
                 buffer.index_copy_(2, step.slots[0], x)
@@ -260,7 +260,7 @@ class CrossCache:
 @final
 @dataclass(frozen=True, eq=False)
 class BlockCache:
-    """What one decoder block keeps; `cross_attn` is None without cross-attention."""
+    """The caches of one decoder block; `cross_attn` is None without cross-attention."""
 
     self_attn: KVCache
     cross_attn: CrossCache | None = None
@@ -268,7 +268,7 @@ class BlockCache:
 
 @final
 class DecoderCache:
-    """What a stack of decoder blocks keeps, block by block; `Decoder.make_cache` makes it."""
+    """The caches of a stack of decoder blocks, made by `Decoder.make_cache`."""
 
     def __init__(self, blocks: Iterable[BlockCache]) -> None:
         self.blocks = tuple(blocks)
@@ -278,12 +278,12 @@ class DecoderCache:
 
     @property
     def length(self) -> Tensor | None:
-        """How long each row's text is so far, (N,); None before the first call."""
+        """The length of each row's text so far, (N,); None before the first call."""
         return self.slots[0].length if self.slots else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values, of the memory too, with what is allocated for more."""
+        """Bytes of all keys and values, including the memory's and what is allocated ahead."""
         kept = [cache for block in self.blocks for cache in (block.self_attn, block.cross_attn)]
         return sum(cache.nbytes for cache in kept if cache is not None)
 
@@ -292,7 +292,7 @@ class DecoderCache:
         return self.slots[0].next_positions(n, device)
 
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was, in every block."""
+        """Replace row b by the old row index[b], in every block."""
         for slots in self.slots:
             slots.reorder(index)
         for block in self.blocks:
@@ -301,7 +301,7 @@ class DecoderCache:
                 block.cross_attn.reorder(index)
 
     def reset(self) -> None:
-        """Forget everything, the memory too."""
+        """Empty all caches, including those of the memory."""
         for slots in self.slots:
             slots.reset()
         for block in self.blocks:
@@ -315,7 +315,7 @@ def count_bytes(pair: tuple[Tensor, Tensor] | None) -> int:
 
 
 def pick_keys(x_bgsd: Tensor, index_bgk: Tensor) -> Tensor:
-    """Of each row and key head the keys, or values, with these numbers."""
+    """The keys or values with these indices, for each row and key head."""
     return x_bgsd.gather(2, index_bgk[..., None].expand(-1, -1, -1, x_bgsd.shape[3]))
 
 

@@ -1,18 +1,18 @@
-"""Where the keys in a KV cache stand: the position of each slot, and the slot mapping of a call.
+"""The slots of a KV cache: the token position of each slot, and the slot mapping of a call.
 
-Why: a key's place in memory is not its place in the text. All layers of a stack keep the same
-tokens, so this is worked out once a call, at the top, and only read below.
+Why: a key's slot in memory is not its position in the text. All layers of a stack cache the same
+tokens, so positions and slots are computed once per call, at the top, and only read below.
 
-How: `advance` takes the tokens of a call in and gives a `Step`: their positions, the positions of
-all keys they attend to, and the slots where a static buffer takes the new keys. A negative position
-is padding or an empty slot, which nobody sees.
+How: `advance` adds the tokens of a call and returns a `Step`: their positions, the positions of
+all keys they attend to, and the slots of a static buffer into which the new keys are written. A
+negative position is padding or an empty slot, to which no query attends.
 
-- `GrowingSlots`: as many as there are tokens, in order of arrival. While nobody gives positions
-  they are known beforehand, and nothing is written.
-- `FixedSlots`: a set number, filled in order. Written in place: one compiled graph serves every
-  step.
-- `RingSlots`: the token at position p lies in slot p mod (left + 1), so that no more is kept than a
-  window sees.
+- `GrowingSlots`: one slot per token, in order of arrival. As long as the caller gives no positions
+  they are 0, 1, 2, ..., and none are stored.
+- `FixedSlots`: a fixed number of slots, filled in order and written in place, so that one compiled
+  graph serves every step.
+- `RingSlots`: the token at position p is stored in slot p mod (left + 1), so that no more is kept
+  than a window can see.
 
 Letters: B batch, T new tokens, S keys. N rows of positions: B, or 1 while all rows are alike.
 """
@@ -31,12 +31,12 @@ from regard._torch import assert_async
 
 
 class Step(NamedTuple):
-    """The tokens of one call, as the caches of all layers take them in.
+    """What the caches of all layers need to know about the tokens of one call.
 
-    `queries` (N, T) are their positions, `keys` (N, S) those of all keys they attend to, `slots`
-    (N, T) where static buffers take them. `first`: nothing was kept before. `in_line`: no slot is
-    empty, keys lie in the order of the text, and the last key is the newest token's in every row.
-    Then rules need no positions.
+    `queries` (N, T) are their positions, `keys` (N, S) the positions of all keys they attend to,
+    `slots` (N, T) the slots of static buffers that they are written to. `first`: the cache was
+    empty before. `in_line`: no slot is empty, keys are in the order of the text, and the last key
+    is the newest token's in every row, so that masks and biases need no explicit positions.
     """
 
     queries: Tensor
@@ -47,24 +47,24 @@ class Step(NamedTuple):
 
 
 class Slots(ABC):
-    """The positions of what a KV cache keeps."""
+    """The positions of the keys in a KV cache."""
 
-    window: int | None = None  # how far back a query may look; None is as far as the text goes
-    n_slots: int | None = None  # of a static buffer; None where the buffer grows
-    n_read: int | None = None  # those of them that are read
-    evicted = False  # whether keys were evicted: where those that are left stood is not known
+    window: int | None = None  # how many keys back a query may attend; None: no limit
+    n_slots: int | None = None  # slots of a static buffer; None where the buffer grows
+    n_read: int | None = None  # how many of these slots, from the first on, are read
+    evicted = False  # whether keys were evicted: the true positions of the others are then unknown
     _keys: Tensor | None = None
     _next: Tensor | None = None
     _started = False
 
     @property
     def kind(self) -> Hashable:
-        """What the slots of two caches have in common if they may be shared."""
+        """Caches whose slots are of equal `kind` may share one `Slots` object."""
         return type(self), self.n_slots
 
     @property
     def length(self) -> Tensor | None:
-        """How long each row's text is, its next position: (N,); None before the first call."""
+        """The length of each row's text, which is its next position: (N,); None while empty."""
         return self._next if self._started else None
 
     def next_positions(self, n: int, device: torch.device) -> Tensor:
@@ -77,35 +77,35 @@ class Slots(ABC):
     def advance(
         self, batch: int, n_new: int, device: torch.device, positions: Tensor | None
     ) -> Step:
-        """Take in n_new tokens a row. `positions` (T,) or (B, T) is where they stand, negative for
-        padding; the real ones grow along a row. None counts on, in each row from its own last."""
+        """Add n_new tokens per row. `positions` (T,) or (B, T) are theirs, negative for padding;
+        those of real tokens increase along a row. None: each row continues its own count."""
         if positions is None:
             return self._take(self.next_positions(n_new, device), batch, True)
         return self._take(as_rows(positions, batch, n_new).to(device), batch, False)
 
     @abstractmethod
     def _take(self, queries: Tensor, batch: int, counted: bool) -> Step:
-        """Positions are (N, T); `counted`: nobody gave them."""
+        """Add tokens at positions (N, T). `counted`: they continue the count, none were given."""
 
     @abstractmethod
     def reorder(self, index: Tensor) -> None:
-        """Row b becomes what row index[b] was; with more or fewer rows, if index has."""
+        """Replace row b by the old row index[b]; there are then as many rows as index has."""
 
     def evict(self, n: int) -> None:
-        """Leave n keys, whichever those are: heads may keep different ones. The text goes on after
-        all that came, and the keys count as the n last before it."""
+        """Keep n keys per row; which ones may differ between heads. The next token's position does
+        not change, and the kept keys get the n positions just before it."""
         raise ValueError(
             "keys cannot be evicted from a fixed or windowed cache; use KVCache.growing()"
         )
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything; memory that was allocated stays."""
+        """Empty the slots; allocated memory is kept."""
 
 
 @final
 class GrowingSlots(Slots):
-    """A slot for each token, in order of arrival."""
+    """One slot per token, in order of arrival."""
 
     _n_keys = 0
     _in_line = True
@@ -158,24 +158,24 @@ class GrowingSlots(Slots):
         return Step(queries, keys, None, first, self._in_line)
 
     def reorder(self, index: Tensor) -> None:
-        # A single row is shared by all.
+        # A single row of positions holds for the whole batch.
         if self._keys is not None and self._next is not None and self._keys.shape[0] > 1:
             self._keys, self._next = (x.index_select(0, index) for x in (self._keys, self._next))
 
     def _count(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """start, start + 1, ... as (1, n); a slice of a longer line, which is kept."""
+        """start .. stop - 1 as (1, n): a slice of a longer range, which is kept for later calls."""
         if torch.compiler.is_compiling():
             return torch.arange(start, stop, device=device)[None]
         line = self._line
         if line is None or line.shape[1] < stop or line.device != device:
-            # What inference mode made could not be used everywhere outside of it.
+            # A tensor made in inference mode could not be used everywhere outside of it.
             with torch.inference_mode(False):
                 self._line = line = torch.arange(stop + max(stop // 2, 64), device=device)[None]
         return line[:, start:stop]
 
 
 class StaticSlots(Slots):
-    """A set number of slots, written in place: what the fixed and the ring have in common."""
+    """A fixed number of slots, written in place: the base of `FixedSlots` and `RingSlots`."""
 
     n_slots: int
     n_read: int
@@ -204,7 +204,7 @@ class StaticSlots(Slots):
         return Step(queries, read, slots, first, first and counted)
 
     def _find_rows(self, queries: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Positions of the slots (N, S) and next ones (N,), with a row for each of the queries'."""
+        """Positions of the slots (N, S) and next positions (N,), with N no less than in queries."""
         keys, last, n = self._keys, self._next, queries.shape[0]
         usable = keys is not None and (
             self._started or (keys.device == queries.device and keys.shape[0] in (n, batch))
@@ -219,15 +219,15 @@ class StaticSlots(Slots):
 
     @abstractmethod
     def _map(self, queries: Tensor, last: Tensor) -> Tensor:
-        """The slot mapping of tokens at these positions."""
+        """The slots (N, T) into which tokens at these positions are written."""
 
 
 @final
 class FixedSlots(StaticSlots):
-    """`size` slots a row, filled in order of arrival; padding takes one too.
+    """`size` slots per row, filled in order of arrival; padding takes a slot too.
 
-    More tokens than there are slots left are refused. Where reading the count would stop a device
-    or a compiled graph, the refusal is torch's asynchronous assertion, with the same words.
+    A call with more tokens than free slots raises. Where reading the count would synchronize with a
+    device or break a compiled graph, this is torch's asynchronous assertion, with the same message.
     """
 
     def __init__(self, size: int) -> None:
@@ -255,7 +255,7 @@ class FixedSlots(StaticSlots):
                 raise ValueError(f"{words}: {int(used)} slots are taken{advice}")
         else:
             assert_async(used + n_new <= size, words + advice)
-            # A graph may write before it asserts; a slot that is there lets the assertion speak.
+            # A graph may write before it asserts: clamped slots keep that write within bounds.
             slots_t = slots_t.clamp(max=size - 1)
         used += n_new
         return slots_t[None]
@@ -263,11 +263,12 @@ class FixedSlots(StaticSlots):
 
 @final
 class RingSlots(StaticSlots):
-    """`left` + 1 slots a row: the token at position p lies in slot p mod (left + 1).
+    """`left` + 1 slots per row: the token at position p is stored in slot p mod (left + 1).
 
-    Padding is not kept, so it never pushes a real token out; it goes to one slot more, behind the
-    ring, which is never read. Several tokens attend to the ring as it was with themselves behind
-    it, since the first of them looks furthest back; a single one to the ring alone.
+    Padding is not kept, so it never overwrites a real token: it is written to one extra slot behind
+    the ring, which is never read. A call with several tokens attends to the ring as it was before
+    the call, followed by these tokens, since the first of them still needs keys that the last ones
+    overwrite. A call with one token attends to the ring alone.
     """
 
     def __init__(self, left: int) -> None:
@@ -283,7 +284,7 @@ class RingSlots(StaticSlots):
 
 
 def as_rows(positions: Tensor, n_rows: int, n_new: int) -> Tensor:
-    """Positions (T,) or (B, T) as int64 (N, T), N being 1 or B, or why they are no such thing."""
+    """Check positions (T,) or (B, T) and return them as int64 (N, T), where N is 1 or B."""
     if not isinstance(positions, Tensor):
         raise TypeError(f"positions must be a tensor (T,) or (B, T), got {name_kind(positions)}")
     check_positions(positions)
@@ -297,9 +298,9 @@ def as_rows(positions: Tensor, n_rows: int, n_new: int) -> Tensor:
 
 
 def as_they_lie(at_nt: Tensor) -> bool:
-    """Whether every row is 0, 1, 2, ...: then rules need no positions.
+    """Whether every row is 0, 1, 2, ..., so that masks and biases need no explicit positions.
 
-    Only said where reading values costs nothing; not knowing is slower, and as right.
+    True only where reading values is cheap, on a CPU; a needless False is slower, but not wrong.
     """
     if at_nt.device.type != "cpu" or not readable(at_nt):
         return False
@@ -319,14 +320,14 @@ def past_the_last(next_n: Tensor | None, at_nt: Tensor) -> Tensor:
 
 
 def writable(x: Tensor) -> Tensor:
-    """x, or a copy where inference mode made it, which outside of that mode cannot be written."""
+    """x, or a copy of an inference tensor, which cannot be written outside of inference mode."""
     if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return x
     return x.clone() if x.is_inference() else x
 
 
 def reorder_in_place(pair: tuple[Tensor, Tensor], index: Tensor) -> tuple[Tensor, Tensor]:
-    """Row b of both as row index[b] was, in the same memory where the number of rows stays."""
+    """Both tensors with row b replaced by row index[b]; in place if the number of rows is equal."""
     one, other = (x.index_select(0, index) for x in pair)
     if one.shape != pair[0].shape:
         return one, other

@@ -1,13 +1,13 @@
-"""Dropout that costs little inside a compiled graph.
+"""Dropout that is cheap inside a compiled graph.
 
-Why: a compiler draws torch's random numbers entry by entry, ten rounds of mixing each, and keeps
-which entries were dropped until the backward pass. In training that costs more than the norms do.
+Why: compiled code generates torch's random numbers entry by entry, ten rounds of mixing each, and
+stores the dropout mask until the backward pass. In training that costs more than the norms do.
 
-How: inside a graph one random number is drawn for the whole tensor, and whether an entry is dropped
-is a short hash of it and of the entry's place. The backward pass computes it again, so nothing is
-kept. Outside of graphs it is torch's own dropout.
+How: inside a graph one random seed is drawn for the whole tensor, and a short hash of the seed and
+of an entry's index decides whether the entry is dropped. The backward pass recomputes the hash, so
+no mask is stored. Outside of graphs it is torch's own dropout.
 
-Left out: attention's weights, which are dropped in `attention`.
+Left out: dropout of attention weights, which is part of `attention`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST = 2**62
 
 
 class Dropout(nn.Dropout):
-    """torch's dropout under every name; other draws inside a compiled graph."""
+    """A drop-in `nn.Dropout`; inside a compiled graph it uses other random numbers."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
@@ -28,17 +28,17 @@ class Dropout(nn.Dropout):
         if plain or not torch.compiler.is_compiling():
             return super().forward(input)
         seed = torch.randint(0, MOST, (), dtype=torch.int64, device=input.device)
-        # A backward pass multiplies by the same factors: they come of the seed again.
+        # The backward pass needs the same factors, and recomputes them from the seed.
         return input * keep_factor(seed, self.p, input)
 
 
 def keep_factor(seed: Tensor, p: float, like: Tensor) -> Tensor:
-    """What each entry is multiplied by: 0 with probability p, else 1 / (1 - p)."""
+    """The factor for each entry: 0 with probability p, else 1 / (1 - p)."""
     place = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
-    # Words of int32, whose products wrap round. The seed's second half goes in between, since with
-    # one alone the draws of two seeds would be the same ones in another order. The first step mixes
-    # the place with the seed: a product of the place alone a compiler would fold into an index of
-    # more than 32 bits.
+    # A hash in int32, whose products wrap around. The seed's high half is mixed in halfway: with
+    # the low half alone, two seeds would give the same values in another order. The first step
+    # mixes the index with the seed: a compiler would fold a product of the index alone into an
+    # index of more than 32 bits.
     word = place ^ seed.to(torch.int32)
     word = (word ^ ((word >> 16) & 0xFFFF)) * 0x7FEB352D
     word = word ^ (seed >> 32).to(torch.int32)

@@ -1,10 +1,10 @@
-"""The feed-forward layer: two projections with an activation between, for each token alone.
+"""The feed-forward layer: two projections with an activation between, applied to each token alone.
 
-Why: attention moves information between tokens; this works on it inside each.
+Why: attention moves information between tokens; this layer processes each token by itself.
 
 How: down(activation(up(x))), or gated: down(activation(gate(x)) · up(x)). SwiGLU is "silu" gated,
-GeGLU "gelu" gated. The activation is a word, a module, or any function. A module becomes a
-submodule as it is, so its parameters are trained, copied, moved and saved with the layer.
+GeGLU "gelu" gated. The activation is a name, a module, or any function. A module becomes a
+submodule, so its parameters are trained, copied, moved and saved with the layer.
 
 Left out: mixtures of experts.
 
@@ -92,7 +92,7 @@ class FeedForward(nn.Module):
 
 
 def make_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
-    """The activation that a word names, or the module or function itself."""
+    """The activation with this name; a module or function is returned as it is."""
     if not isinstance(activation, str):
         if callable(activation):
             return activation

@@ -1,15 +1,15 @@
-"""Linear layers side by side in one piece of memory, run as one product.
+"""Linear layers with the same input, fused: one joint weight, one matrix product.
 
-Why: with one token a row a product costs what reading its weights costs, and three short reads cost
-more than one long one.
+Why: with one token per row a product takes as long as reading its weights, and three short reads
+take longer than one long one.
 
-How: `FusedLinear` lays the weights out in a new piece of memory and makes each layer's own weight a
-view of its part: nothing is held twice, and layers are saved and loaded one by one. When a layer's
-weight is replaced, say by `.to()`, `holds` is False, and the layers answer one by one. A compiled
-graph cannot look: it reads the joint memory only where it is traced inside of `trusting`.
+How: `FusedLinear` copies the weights into one joint tensor and makes each layer's own weight a view
+of its part: nothing is stored twice, and layers are still saved and loaded one by one. When a
+layer's weight is replaced, say by `.to()`, `holds` is False, and the layers run one by one. A
+compiled graph cannot check this: it reads the joint weight only if it was traced inside `trusting`.
 
-Left out: gradients; autograd does not know the joint memory. Copies: a copy of a layer is not
-fused.
+Left out: gradients, since autograd does not know the joint weight; and copies: a copy of a layer is
+not fused.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from regard.layers.matvec import linear, project
 
 trusted = False
-"""Whether who compiles makes sure, before each run of the graph, that the weights still hold."""
+"""Whether the code that compiles a graph also checks `holds` before the graph is used again."""
 
 
 @contextmanager
 def trusting() -> Iterator[None]:
-    """In which compiled graphs read the joint memory."""
+    """A context in which compiled graphs read the joint weights without checking `holds`."""
     global trusted
     trusted = True
     try:
@@ -38,7 +38,7 @@ def trusting() -> Iterator[None]:
 
 
 class FusedLinear:
-    """Linear layers with the same input."""
+    """Linear layers with the same input, whose weights are views of one joint weight."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)
@@ -59,7 +59,7 @@ class FusedLinear:
         return type(None), ()
 
     def holds(self) -> bool:
-        """Whether every layer still reads its weights from here."""
+        """Whether every layer's weight is still a view of the joint weight."""
         parts = zip(self.layers, torch.split(self.weight, self.sizes), strict=True)
         return all([layer.weight.data_ptr() == part.data_ptr() for layer, part in parts])
 
@@ -68,14 +68,14 @@ class FusedLinear:
 
 
 def is_usable(fused: FusedLinear) -> bool:
-    """Whether the joint memory may stand for the layers' own weights, here and now."""
+    """Whether the joint weight may be used in this call instead of the layers' own weights."""
     if torch.is_grad_enabled():
         return False
     return trusted if torch.compiler.is_compiling() else fused.holds()
 
 
 def run_fused(fused: FusedLinear | None, layers: Sequence[nn.Linear], x: Tensor) -> list[Tensor]:
-    """Each layer's answer to x, by one product where `fused` holds and no gradient is asked for."""
+    """Each layer's output for x, by one product if `fused` holds and gradients are off."""
     if fused is not None and is_usable(fused):
         return fused(x)
     answers = []

@@ -1,11 +1,11 @@
 """A linear layer for a single row, as a Triton kernel: one pass over the weights.
 
-Why: with one row a product costs what reading its weights costs, and a matrix kernel leaves much of
-that speed unused.
+Why: with one row a product takes as long as reading its weights, and a general matrix kernel does
+not use the full memory bandwidth.
 
-How: `project` runs a layer; inside a compiled graph on a GPU, without gradients, and with one row
-in all, it runs our kernel instead, in which every program reads a few rows of the weight from end
-to end and sums in float32.
+How: `project` runs a layer. Inside a compiled graph on a GPU, without gradients, and with one row
+in all, it runs our kernel instead: every program reads a few whole rows of the weight and sums in
+float32.
 
 Letters: M outputs, K inputs.
 """
@@ -24,7 +24,7 @@ def project(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weightᵀ + bias, by our kernel where it serves."""
+    """x weightᵀ + bias, by our kernel where it applies."""
     if x.is_cuda and is_one_row(x):
         return linear_row(x, weight, bias)
     return nn.functional.linear(x, weight, bias)
@@ -42,8 +42,8 @@ def is_one_row(x: Tensor) -> bool:
 
 
 def linear_row(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> Tensor:
-    """x weightᵀ + bias for an x with one row. gated: silu(gate) · up, of a weight that has the
-    gates above the ups."""
+    """x weightᵀ + bias for an x with one row. gated: silu(gate) · up, where the first half of the
+    weight's rows are the gates, the second half the ups."""
     row: Tensor = _matvec_op(x.reshape(-1), weight, bias, gated)
     return row.view(*x.shape[:-1], -1)
 

@@ -1,4 +1,4 @@
-"""The Triton side of `matvec.py`: this module needs triton, and is imported where it runs.
+"""The Triton kernel behind `matvec.py`; it needs triton, so it is imported where it is used.
 
 Letters: M outputs, K inputs.
 """
@@ -22,8 +22,8 @@ SHAPES = [
         (2, 1024, 4),
     )
 ]
-"""Rows of the weight a program reads, and how much of them at a time: the best that were measured
-for widths of 768 to 8192 on an H200."""
+"""How many rows of the weight a program reads, and how many columns at a time: the fastest in
+measurements at widths of 768 to 8192 on an H200."""
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _sum_rows(
     for start in range(0, K, COLUMNS):
         k = start + tl.arange(0, COLUMNS)
         at = weight + m[:, None] * stride + k[None, :]
-        # Weights are read once; x is read by every program.
+        # Eviction policies: weights are read once, x is read by every program.
         if EVEN:
             x_k = tl.load(x + k, eviction_policy="evict_last")
             weight_mk = tl.load(at, eviction_policy="evict_first")
@@ -61,12 +61,12 @@ def _matvec(
     x, weight, bias, out, M, K, stride, BIAS: tl.constexpr, GATED: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS outputs: each the sum of a row of the weight times x. GATED: silu(gate) · up, whose
-    gates are rows 0 .. M of the weight, and ups the next."""
+    """Compute ROWS outputs, each the dot product of a row of the weight with x. GATED: silu(gate) ·
+    up, where the first M rows of the weight are the gates, the next M the ups."""
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     sum_m = _sum_rows(x, weight, bias, m, M, K, stride, BIAS, EVEN, ROWS, COLUMNS)
     if GATED:
-        # Rounded where two layers would have given them on.
+        # Rounded to the output type where two separate layers would have stored their outputs.
         dtype = out.dtype.element_ty
         gate_m, ups = sum_m.to(dtype).to(tl.float32), weight + M.to(tl.int64) * stride
         up_m = _sum_rows(x, ups, bias + M, m, M, K, stride, BIAS, EVEN, ROWS, COLUMNS)
@@ -76,7 +76,7 @@ def _matvec(
 
 
 def run(x_k: Tensor, weight_mk: Tensor, bias_m: Tensor | None, out_m: Tensor) -> None:
-    """out = weight x + bias; with twice as many rows as out, silu of the upper half · lower."""
+    """out = weight x + bias; if weight has twice as many rows as out: silu(first half) · second."""
     M, K = out_m.shape[0], weight_mk.shape[1]
     weight_mk = weight_mk if weight_mk.stride(1) == 1 else weight_mk.contiguous()
     launch: Any = _matvec[lambda chosen: (triton.cdiv(M, chosen["ROWS"]),)]

@@ -3,17 +3,17 @@
 Why: the operation `regard.attention` has no weights; a layer has projections, knows the positions
 of its tokens, and keeps a KV cache.
 
-How: four plain projections are separate modules, since checkpoints, sharding, adapters and
-quantisation name them one by one. The layer's own mask and bias (causal, window, ALiBi) are joined
-with those of the caller: masks with `&`, biases with `+`.
+How: the four projections are separate modules, since checkpoints, sharding, adapters and
+quantisation address them one by one. The layer's own mask and bias (causal, window, ALiBi) are
+combined with those of the caller: masks with `&`, biases with `+`.
 
-Positions: without any, tokens have the positions 0, 1, 2, ... Given ones, (T,) or (B, T), are used
-by rotary and by every mask and bias that depends on positions; a negative one is padding, which
-nobody sees. With a cache the positions continue those in the cache. `place` computes them once, for
-all layers of a stack.
+Positions: by default tokens have the positions 0, 1, 2, ... If positions are given, (T,) or (B, T),
+they are used by rotary and by every mask and bias that depends on positions; a negative one is
+padding, to which no query attends. With a cache the positions continue those in the cache. `place`
+computes them once, for all layers of a stack.
 
-A memory has no positions in common with x: layers that are causal, windowed, rotary or ALiBi refuse
-one.
+A memory has no positions in common with x, so layers that are causal, windowed, rotary or ALiBi
+refuse one.
 
 Left out: a value width other than the key width.
 
@@ -61,7 +61,8 @@ class Places:
 
     `positions` None: 0, 1, 2, ..., or what follows in the cache. `phases` are rotary's. `keys` are
     the positions of keys where they are not those of the queries (see `SequenceShards`). `step` is
-    for the KV cache, and `key_phases` for kept keys that are rotated anew as the text grows.
+    for the KV cache. `key_phases` are the phases of all cached keys, for scalings with
+    `rotates_kept_keys`: there the cache stores keys unrotated, and each call rotates them.
     """
 
     positions: Tensor | None = None
@@ -83,19 +84,19 @@ class GatheredKeys(NamedTuple):
 class SequenceShards(Protocol):
     """Context parallelism: the other processes that hold parts of the text; set as `layer.shards`.
 
-    With it x is one part of the text, and its queries see the keys of all parts. `place` replaces
-    the layer's own `place`; `join` is called between its projections and its attention.
+    With it x is one part of the text, and its queries attend to the keys of all parts. `place`
+    replaces the layer's own `place`; `join` is called between its projections and its attention.
     """
 
     def place(self, layer: MultiHeadAttention, x_btc: Tensor, positions: Tensor | None) -> Places:
-        """Where the tokens of this part stand, and the keys of all parts."""
+        """The positions of this part's tokens, and of the keys of all parts."""
 
     def join(self, k_bgtd: Tensor, v_bgtd: Tensor, places: Places, rule: Rule) -> GatheredKeys:
-        """All parts' keys and values; gradients go back to the part they came from."""
+        """Gather the keys and values of all parts; gradients flow back to the part they are of."""
 
 
 class Rule(TypedDict):
-    """What `attention` and `observe` are given beside q, k and v."""
+    """The arguments of `attention` and `observe` besides q, k and v."""
 
     mask: Mask | None
     bias: Bias | None
@@ -105,7 +106,7 @@ class Rule(TypedDict):
 
 
 class AttentionInputs(NamedTuple):
-    """All that one call of attention needs."""
+    """The arguments of one call of `attention`."""
 
     q: Tensor
     k: Tensor
@@ -194,7 +195,7 @@ class MultiHeadAttention(Observable):
         self.shards: SequenceShards | None = None
 
     def reset_parameters(self) -> None:
-        """Set what this module itself holds; the projections and norms reset themselves."""
+        """Initialize the module's own parameters; projections and norms initialize their own."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -244,9 +245,9 @@ class MultiHeadAttention(Observable):
     def place(
         self, x_btc: Tensor, positions: Tensor | None = None, cache: KVCache | Step | None = None
     ) -> Places:
-        """Where the tokens of x stand, and rotary's phases there, for all layers like this one.
+        """The positions of the tokens of x, and rotary's phases, for all layers like this one.
 
-        cache: takes the tokens in here; or the `Step` with which it has done so.
+        cache: a KVCache, which this call advances by these tokens, or the `Step` of an advance.
         """
         if x_btc.dim() != 3:
             check_shapes({"x": (x_btc, "B T C")})
@@ -328,7 +329,7 @@ class MultiHeadAttention(Observable):
             if places.key_phases is None:
                 k_bgtd = rotate_pairs(k_bgtd, places.phases, rotary.config)
         mask = both(self.own_mask, mask)
-        if self.alibi:  # slopes are made here, so that no buffer can be lost
+        if self.alibi:  # slopes are computed here, not kept in a buffer, which could be lost
             alibi = ALiBi(self.n_heads)
             bias = alibi if bias is None else alibi + bias
         if cache is None:
@@ -359,12 +360,12 @@ class MultiHeadAttention(Observable):
         B, S, X = wide_bsx.shape
         heads_bshd = wide_bsx.view(B, S, X // self.head_dim, self.head_dim)
         if norm is not None:
-            # Under autocast the norm keeps its wide type, and torch's RMSNorm wants x in it too.
+            # Under autocast the norm's weight stays wide, and torch's RMSNorm needs x in its type.
             heads_bshd = norm(heads_bshd.to(norm.weight.dtype)).to(heads_bshd.dtype)
         return heads_bshd.transpose(1, 2)
 
     def _remember(self, memory: Tensor | None, cache: CrossCache | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the memory, from the cache where it has them."""
+        """Keys and values of the memory, from the cache if it is filled."""
         own = [name for name in ("causal", "alibi") if getattr(self, name)]
         own += [name for name in ("window", "rotary") if getattr(self, name) is not None]
         if own:
@@ -428,7 +429,7 @@ class MultiHeadAttention(Observable):
 def place(
     mask: Mask | None, bias: Bias | None, queries: Tensor, keys: Tensor
 ) -> tuple[Mask, Bias | None]:
-    """The rule with positions given to all parts that speak of them; empty keys are never seen."""
+    """Mask and bias with explicit positions in all parts that use them; empty slots are masked."""
     if mask is not None and mask.positional:
         mask = mask.at(queries, keys)
     else:
@@ -446,7 +447,7 @@ def both(one: Mask | None, other: Mask | None) -> Mask | None:
 def check_heads(
     dim: int, n_heads: int, n_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
-    """The number of key heads and the head width, given or worked out, or why they cannot be."""
+    """Check the sizes, fill in the defaults, and return (n_kv_heads, head_dim)."""
     check_count("dim", dim)
     check_count("n_heads", n_heads)
     if head_dim is None:
@@ -475,7 +476,7 @@ def check_rule(
     softcap: float | None,
     backend: str,
 ) -> None:
-    """Refuse what `attention` would refuse, when the layer is made."""
+    """Refuse, at construction, what `attention` would refuse at each call."""
     if rotary is not None and not isinstance(rotary, RotaryConfig):
         raise TypeError(f"rotary must be a RotaryConfig(head_dim={head_dim}), got {rotary!r}")
     if rotary is not None and rotary.head_dim != head_dim:

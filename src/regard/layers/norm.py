@@ -1,10 +1,10 @@
-"""LayerNorm or RMSNorm, chosen by a word.
+"""LayerNorm or RMSNorm, chosen by name.
 
-Why: a family says "layer" or "rms" in its config, and blocks and heads build what it says.
+Why: a family's config has "layer" or "rms", and blocks and heads build their norms from it.
 
-How: both are torch's own modules. `eps` always has a value: torch's RMSNorm would otherwise take
-one that depends on the type of x. "rms_offset" is Gemma's: its weight is kept as the difference
-from 1, so that files round trip bit for bit and weight decay pulls towards no change.
+How: both are torch's own modules. `eps` always has a value: the default of torch's RMSNorm depends
+on the type of x. "rms_offset" is Gemma's: its weight is stored as the difference from 1, so that
+files round-trip bit for bit and weight decay pulls the factor towards 1.
 
 Left out: norms over other axes than the last.
 """
@@ -22,7 +22,7 @@ NormKind = Literal["layer", "rms", "rms_offset"]
 
 
 class Factory(TypedDict, total=False):
-    """Where parameters are allocated, and in which type, as torch.nn takes it."""
+    """The device and dtype of parameters, as torch.nn's constructors accept them."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None

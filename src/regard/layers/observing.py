@@ -1,17 +1,17 @@
 """Observing layers: `with observing(model, Wants(...)) as seen: model(x)`.
 
-Why: a model's `forward` returns its output and nothing else, and should stay so. What the heads
-looked at is collected beside it.
+Why: a model's `forward` returns its output and nothing else, and should stay so. Attention weights
+and row statistics are collected separately.
 
-How: `attention` gives every call to a hook (`ops/call_hook.py`), and an attention layer says who is
-calling. While a block runs, the hook asks `observe` about the queries and keys of each call,
-*beside* the call, and keeps the answer in the layer's `seen`. The call is the same with and
-without, so the output is bit-identical. Hook and layers stay the same objects from block to block,
-so that a compiled model is compiled once for all of them.
+How: `attention` passes every call to a hook (`ops/call_hook.py`), and each attention layer records
+that it is the caller. Inside the `with` block the hook runs `observe` on the queries and keys of
+each call, in addition to the call, and appends the result to the layer's `seen`. The call itself is
+unchanged, so the output is bit-identical. The hook and the layers are the same objects in every
+`with` block, so a compiled model is compiled once for all of them.
 
-Left out: choosing layers (observe the submodule instead), and models whose attention is not ours;
-those are `lens`. Under gradient checkpointing the backward pass runs layers again, and an
-observation made then is one more in the list.
+Left out: selecting layers (observe the submodule instead), and models whose attention is not ours;
+for those there is `lens`. Under gradient checkpointing the backward pass runs layers again, which
+appends another observation to the list.
 
 Letters: B batch, H heads, G key heads, T queries, S keys, D head width.
 """
@@ -31,13 +31,13 @@ from regard.ops.op import observe_call
 
 
 class Observable(nn.Module):
-    """A layer that calls `attention` by `_attention`, and can be observed while it does."""
+    """Base class of layers that call `attention` through `_attention` and so can be observed."""
 
     wants: Wants | None = None
     seen: list[Observation] = []  # noqa: RUF012 - replaced by `observing`, before anything is added
 
     def _attention(self, q_bhtd: Tensor, k_bgsd: Tensor, v_bgse: Tensor, **given: Any) -> Tensor:
-        """`attention`, of which a hook is told that this layer called it."""
+        """Call `attention`; while a hook is set, this layer is the last of `callers`."""
         if call_hook.active is None:
             return attention(q_bhtd, k_bgsd, v_bgse, **given)
         callers.append(self)
@@ -48,11 +48,11 @@ class Observable(nn.Module):
 
 
 callers: list[Observable] = []
-"""The layers that are attending now, while there is a hook; the last of them is the one."""
+"""While a hook is set: the layers whose `_attention` is running, the innermost last."""
 
 
 def look(call: Call) -> None:
-    """Keep what is wanted about a call of a layer that is being observed."""
+    """The call hook: if the calling layer is observed, observe the call and append to `seen`."""
     if callers and callers[-1].wants is not None:
         weights_alone = replace(call, v=call.k[..., :0])
         seen = observe_call(weights_alone, callers[-1].wants)

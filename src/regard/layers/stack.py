@@ -1,12 +1,12 @@
 """Stacks of blocks: an encoder, a decoder.
 
-Why: a model is its blocks in a row, and what all of them read is worked out once, here: positions,
-rotary's phases, T5's bias.
+Why: a model is a sequence of blocks, and what all of them need is computed once, here: positions,
+rotary phases, T5's bias.
 
 How: one `BlockConfig` for all layers, or one for each (Gemma's windows alternate). Layers with the
-same rotary share its phases. A stack ends with a norm, except in "post" order, whose last block has
-normed already. `states`, a list, is filled with what enters each block and with what leaves the
-stack: n_layers + 1 tensors.
+same rotary config share its phases. A stack ends with a norm, except in "post" order, where the
+last block ends with one. `states`, a list, is filled with the input of each block and the output of
+the stack: n_layers + 1 tensors.
 
 Left out: embeddings and heads, which are the model's.
 
@@ -52,7 +52,7 @@ class RelativeConfig:
 
 
 class Stack(nn.Module):
-    """What encoders and decoders share: their blocks, the last norm, T5's table."""
+    """The base of `Encoder` and `Decoder`: the blocks, the final norm, T5's bias table."""
 
     block: ClassVar[type[Block]]
 
@@ -67,7 +67,7 @@ class Stack(nn.Module):
         super().__init__()
         self.configs = list_configs(config, n_layers)
         self.config = self.configs[0]
-        # Which phases each layer reads: those of the first layer with the same rotary.
+        # For each layer the first layer with the same rotary config, whose phases it shares.
         rotaries = [config.rotary for config in self.configs]
         self.kind_of = [rotaries.index(rotary) for rotary in rotaries]
         self.relative = relative
@@ -83,7 +83,7 @@ class Stack(nn.Module):
     def place(
         self, x_btc: Tensor, positions: Tensor | None, cache: DecoderCache | None
     ) -> list[Places]:
-        """Positions, phases and the caches' step, for each layer; worked out once for all alike."""
+        """Positions, phases and cache step of each layer, computed once for layers that agree."""
         check_shapes({"x": (x_btc, "B T C")})
         steps: list[Step | None] = [None]
         step_of = [0] * len(self.configs)
@@ -103,7 +103,7 @@ class Stack(nn.Module):
         return places
 
     def add_relative(self, bias: Bias | Tensor | None, bidirectional: bool) -> Bias | None:
-        """The caller's bias, and T5's where the stack has one."""
+        """The caller's bias plus T5's, if the stack has one."""
         given = as_bias(bias)
         if self.relative is None or self.relative_table is None:
             return given
@@ -119,7 +119,7 @@ class Stack(nn.Module):
         *args: Tensor | None,
         **given: Any,
     ) -> Tensor:
-        """The blocks in a row, all of which are given the same, and the last norm."""
+        """Run all blocks, each with the same arguments, then the final norm."""
         places = self.place(x_btc, positions, cache)
         for n, (block, where) in enumerate(zip(self.layers, places, strict=True)):
             if states is not None:
@@ -181,8 +181,9 @@ class Decoder(Stack):
     ) -> DecoderCache:
         """An empty KV cache for every block: growing, or static with `size` slots a row.
 
-        Layers with a window keep their window alone. `make` makes a block's cache in their place.
-        All blocks see the same tokens, so caches of one kind share their slots.
+        Layers with a window get a cache of that window, if this is smaller than `size`. `make`, if
+        given, makes every block's cache instead. All blocks cache the same tokens, so caches of one
+        kind share their slots.
         """
         shared: dict[Hashable, Slots] = {}
         blocks = []
@@ -220,7 +221,7 @@ class Decoder(Stack):
 def list_configs(
     config: BlockConfig | Sequence[BlockConfig], n_layers: int | None
 ) -> tuple[BlockConfig, ...]:
-    """A config for each layer, from one for all and their number, or from one each."""
+    """Check the configs and return one for each layer; a single one is repeated n_layers times."""
     if isinstance(config, BlockConfig):
         if n_layers is None:
             raise ValueError("one config for all layers needs n_layers")

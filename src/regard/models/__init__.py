@@ -1,9 +1,9 @@
 """Models: one Transformer, many configurations, and the files they come from.
 
-`config.py` says what a model is, `transformer.py` is the model, `families/` are the architectures
-of Hugging Face's, one file each; `hf_folder.py` reads and `save_folder.py` writes model folders,
-`gguf.py` reads GGUF files, `weights.py` puts their tensors into a model and takes them out again;
-`int8.py` stores them in 8 bits, and `embedded.py` knows the models inside the package.
+`config.py` describes a model, `transformer.py` is the model, `families/` has Hugging Face's
+architectures, one file each; `hf_folder.py` reads and `save_folder.py` writes model folders,
+`gguf.py` reads GGUF files, `weights.py` loads tensors into a model and saves them; `int8.py` stores
+them in 8 bits, and `embedded.py` finds the models inside the package.
 """
 
 from regard.models.config import (

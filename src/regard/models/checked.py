@@ -1,7 +1,7 @@
-"""Checked reading of a stranger's settings, of `config.json` and of GGUF's keys alike.
+"""Checked reading of untrusted settings, from `config.json` and from GGUF's keys.
 
-Every value is checked for its type when it is asked for, and told by its name when it is wrong. A
-key that is null counts as absent; `default` stands for it, and without one absence is refused.
+Every value is type-checked when it is read, and an error names its key. A null value counts as
+absent; then `default` is returned, and without a default an absent key is refused.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a model is, as one frozen value: `ModelConfig`.
+"""The description of a model as one frozen value: `ModelConfig`.
 
-Why: all families are one Transformer; what tells them apart is data.
+Why: all families are one Transformer; they differ only in data.
 
 How: a `BlockConfig` for each layer of the encoder and of the decoder (either may be absent), how
-tokens become vectors (`EmbedConfig`), how vectors become scores over the vocabulary (`HeadConfig`),
-and which tokens have a meaning of their own. A family makes it from Hugging Face's `config.json`,
-which is kept in `source`, so that a model can be saved the way it came.
+tokens become vectors (`EmbedConfig`), how vectors become logits over the vocabulary (`HeadConfig`),
+and the special tokens. A family makes it from Hugging Face's `config.json`, which is kept in
+`source`, so that a model can be saved as it was loaded.
 
 Left out: how a model is trained, and how it generates.
 
@@ -29,10 +29,10 @@ HeadKind = Literal["none", "lm", "masked"]
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """Tokens with a meaning of their own; None where a model has none.
+    """Ids of the special tokens; None where a model has none.
 
     `decoder_start` begins the text of an encoder–decoder. `forced_bos` is its first token after
-    that, `forced_eos` its last when it is cut off. `suppressed` are never generated.
+    that, `forced_eos` its last if it reaches its length limit. `suppressed` are never generated.
     """
 
     pad: int | None = None
@@ -48,8 +48,8 @@ class SpecialTokens:
 class EmbedConfig:
     """How token ids become vectors: norm(table · scale + positions + token types).
 
-    `offset` rows lead the table of learned positions unused. `dim` is the table's width where it is
-    not the model's: then a projection follows.
+    `offset` is the number of unused rows at the start of the table of learned positions. `dim` is
+    the embedding's width if it is not the model's: then a projection follows.
     """
 
     positions: Positions = "none"
@@ -76,12 +76,11 @@ class EmbedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """How the last vectors become logits over the vocabulary.
+    """How the last hidden states become logits over the vocabulary.
 
     "lm" is one projection; "masked" has a dense layer, an activation and a norm before it (BERT);
-    "none" gives no logits. `tied`: the projection is the table of the embedding. Logits are
-    multiplied by `scale`, then capped as c · tanh(x / c). `pooler`: tanh of a projection of the
-    first token.
+    "none" gives no logits. `tied`: the projection is the embedding's table. Logits are multiplied
+    by `scale`, then capped as c · tanh(x / c). `pooler`: tanh of a projection of the first token.
     """
 
     kind: HeadKind = "lm"
@@ -105,8 +104,8 @@ class HeadConfig:
 class ModelConfig:
     """One Transformer: an encoder, a decoder, or both.
 
-    `max_len` None: texts of any length. Rotary that grows with the text (`DynamicNTK`) has none;
-    the length it was trained on is its `original_max_len`.
+    `max_len` None: texts of any length. Models whose rotary scaling grows with the text
+    (`DynamicNTK`) have None; the length they were trained on is its `original_max_len`.
     """
 
     family: str
@@ -139,7 +138,7 @@ class ModelConfig:
 
     @property
     def main(self) -> BlockConfig:
-        """The first layer of the side that answers: the decoder's, else the encoder's."""
+        """The first layer of the decoder, or of the encoder if there is no decoder."""
         return (self.decoder or self.encoder)[0]
 
     @property
@@ -156,7 +155,7 @@ class ModelConfig:
 
 
 def check_config(config: object) -> None:
-    """Refuse a name, or anything else, in the place of a config."""
+    """Refuse a name, or anything else that is not a `ModelConfig`."""
     if not isinstance(config, ModelConfig):
         raise TypeError(
             f"config is a {type(config).__name__}; expected a ModelConfig, such as "

@@ -1,14 +1,15 @@
-"""The models inside the package: `load("embedded:encoder")`, and so translate and lm.
+"""The models inside the package: "embedded:encoder", "embedded:translate" and "embedded:lm".
 
 Why: the first command after installing should do something real, without a network.
 
-How: each is a model folder like any other, in `src/regard/embedded/NAME`, with its card README.md;
-its weights are stored as `int8.py` says. The names stand here, once.
+How: each is a model folder like any other, in `src/regard/embedded/NAME`, with a model card
+README.md; its weights are stored in the format of `int8.py`. Their names are listed only here.
 
-Which of them looks at a text, where nobody names one, follows from the text (`choose_reader`): the
-encoder, as its heads do more that can be seen, or the language model, which reads anything.
+If the user names no model for a text, `choose_reader` chooses one: the encoder, since more of what
+its heads do is visible, or the language model, which reads any text.
 
-Left out: fetching them. A copy of the sources from before they were trained has none, and says so.
+Left out: downloading them. A copy of the sources from before they were trained lacks them, and the
+error says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from regard.tokens import Tokenizer
 SCHEME = "embedded:"
 ENCODER, LANGUAGE_MODEL = "embedded:encoder", "embedded:lm"
 UNREAD = 0.2
-"""Share of a text's tokens that the encoder does not know, from which on it is not given it."""
+"""If more than this share of a text's tokens is unknown to the encoder, it is not chosen."""
 ROOT = Path(__file__).resolve().parent.parent / "embedded"
 NAMES = {
     "encoder": "English text, an encoder that fills gaps",
@@ -32,7 +33,7 @@ NAMES = {
 
 
 def is_embedded(name: str | os.PathLike[str]) -> bool:
-    """Whether this asks for a model inside the package; a path object never does."""
+    """Whether this names a model inside the package; a path object never does."""
     return isinstance(name, str) and name.startswith(SCHEME)
 
 
@@ -54,9 +55,9 @@ def find_embedded(name: str) -> Path:
 def choose_reader(
     text: str, *, in_parts: bool = False, asks_next: bool = False
 ) -> tuple[str, str | None]:
-    """The model inside that is given a text to look at, and why if it is not the encoder.
+    """The embedded model that is to read a text, and the reason if it is not the encoder.
 
-    in_parts: a text that is too long will be cut. asks_next: the next token will be asked for,
+    in_parts: the caller splits a text that is too long. asks_next: the caller wants the next token,
     unless a word of the text is masked.
     """
     folder = find_embedded(ENCODER)

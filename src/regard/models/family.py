@@ -1,12 +1,11 @@
-"""A family: how one architecture of Hugging Face's becomes our Transformer and back.
+"""A family: how one of Hugging Face's architectures maps to our Transformer and back.
 
 Why: a new architecture should be one short file of data.
 
 How: a `Family` has a function from `config.json` to our config, the links between its tensors and
-ours, and its named sizes, which are themselves such configs. `ConfigReader` reads the untrusted
-file.
+ours, and its named sizes, each given as a `config.json`. `ConfigReader` reads the untrusted file.
 
-Left out: anything that runs; a family is data about names and shapes.
+Left out: anything that computes; a family is data about names and shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from regard.positions.rotary import Pairing
 
 MAX_LAYERS = 10_000
 HEADS = ("ForCausalLM", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration")
-"""How the names of classes end whose heads give scores over the vocabulary."""
+"""Endings of the names of classes that have a head with logits over the vocabulary."""
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_python": "gelu"}
 ACTIVATIONS |= {"silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
@@ -43,14 +42,15 @@ Constant = Callable[[ModelConfig, tuple[int, ...]], Tensor | None]
 class Family:
     """One architecture. Names in `links` are those of the class with a language-model head.
 
-    `prefix` leads the names of the model inside that class ("transformer."); files of the bare
-    model leave it out. `ignored` are patterns (regular expressions, whole name without prefix) of
-    tensors that files may have and the model does not need, such as masks kept as buffers.
-    `copies` are patterns of names, and the name whose tensor they repeat where it is tied.
-    `constants` are patterns of tensors (without prefix) that files may have though they are
-    computed, each with what they must hold for a given shape: None where none is right.
-    `older_names` are ends of names and what older files have there. `output_layer` is the name of
-    an output layer that is tied just when a file has none of its own, whatever the config says.
+    `prefix` begins the names of the base model inside that class ("transformer."); files of the
+    base model alone omit it. `ignored`: patterns (regular expressions, whole name without prefix)
+    of tensors that files may have and the model does not need, such as masks kept as buffers.
+    `copies`: patterns of names -> the name of the tensor that they repeat if it is tied.
+    `constants`: patterns of tensors (without prefix) that files may have though we compute them ->
+    a function that returns their values for a given shape, None if no values are right.
+    `older_names`: endings of names -> their spelling in older files. `output_layer`: the name of an
+    output layer that is tied if and only if a file has no own tensor for it, whatever the config
+    says.
     """
 
     name: str
@@ -82,7 +82,7 @@ def usual_size(kind: str, cls: str, dim: int, n_layers: int, n_heads: int, **mor
 
 
 def link_head(config: ModelConfig, theirs: str = "lm_head") -> list[Link]:
-    """The output layer, where it is not the embedding's table."""
+    """The link of the output layer, if it is not tied to the embedding."""
     has_own = config.head.kind == "lm" and not config.head.tied
     return [same(f"{theirs}.weight", "head.weight")] if has_own else []
 
@@ -90,7 +90,7 @@ def link_head(config: ModelConfig, theirs: str = "lm_head") -> list[Link]:
 @final
 class ConfigReader(Values):
     def model(self, family: str, **fields: Any) -> ModelConfig:
-        """The config with what nearly every family reads alike, where `fields` has no other."""
+        """A `ModelConfig` of `fields`, with what nearly all families read alike as defaults."""
         if "head" not in fields:
             fields["head"] = HeadConfig(tied=self.flag("tie_word_embeddings", True))
         fields.setdefault("tokens", self.special_tokens())
@@ -102,7 +102,7 @@ class ConfigReader(Values):
         return self.count(key, default, MAX_LAYERS)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        """An object; absent is empty."""
+        """A JSON object; absent is empty."""
         value = self.source.get(key)
         if value is None:
             return {}
@@ -129,14 +129,14 @@ class ConfigReader(Values):
         return tuple(given)
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Refuse a setting that we do not have; absent counts as the first of the allowed."""
+        """Refuse a setting that is not supported; absent counts as the first of the allowed."""
         value = self.source.get(key)
         if value is not None and not any(type(value) is type(x) and value == x for x in allowed):
             known = " or ".join(map(repr, allowed))
             raise self.wrong(key, value, f"{known}; other settings are not supported")
 
     def expect_class(self, *endings: str) -> None:
-        """Refuse a class with a head that we do not have, such as BertForSequenceClassification."""
+        """Refuse classes with unsupported heads, such as BertForSequenceClassification."""
         value = self.source.get("architectures")
         named = value[0] if isinstance(value, list) and value else None
         if isinstance(named, str) and "For" in named and not named.endswith(endings):
@@ -166,7 +166,7 @@ class ConfigReader(Values):
         pairing: Pairing = "halves",
         parameters: Mapping[str, Any] | None = None,
     ) -> RotaryConfig:
-        """Rotary from `rope_parameters`, or from `rope_theta` and `rope_scaling` of older files."""
+        """Rotary from `rope_parameters`, or, in older files, `rope_theta` and `rope_scaling`."""
         given = dict(self.mapping("rope_scaling"))
         given.update(self.mapping("rope_parameters") if parameters is None else parameters)
         reader = ConfigReader({**self.source, **given})
@@ -176,7 +176,7 @@ class ConfigReader(Values):
             key = "partial_rotary_factor (or rotary_pct)"
             raise self.wrong(key, fraction, "a number above 0, 1 at most")
         rotary_dim = int(head_dim * fraction)
-        key = "original_max_position_embeddings"  # which some files have beside the dict
+        key = "original_max_position_embeddings"  # some files have it outside the dict
         original = self.count(key) if self.has(key) else None
         longest = self.source.get("max_position_embeddings")
         try:
@@ -192,10 +192,10 @@ class ConfigReader(Values):
         )
 
     def max_len(self, blocks: Sequence[BlockConfig], default: int = 2048) -> int | None:
-        """`max_position_embeddings`; None where "dynamic" rotary lets texts go on past it.
+        """`max_position_embeddings`; None if "dynamic" rotary scaling allows longer texts.
 
-        Then layers with a window may have another rotary: what they see is near, however long the
-        text is.
+        In that case layers with a window may have another rotary: what they attend to is near,
+        however long the text is.
         """
         given = self.count("max_position_embeddings", default)
 

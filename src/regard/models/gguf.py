@@ -1,19 +1,19 @@
-"""A GGUF file, spoken of as a Hugging Face folder: the same config, names and numbers.
+"""A GGUF file with the interface of a Hugging Face folder: the same config, names and numbers.
 
-Why: small quantised models are passed around as one GGUF file, weights and tokenizer together. The
-loader should not know that.
+Why: small quantised models are distributed as one GGUF file with weights and tokenizer. The loader
+should not need to know that.
 
-How: `GGUFFile.open` checks the header (`gguf_header.py`) and writes the `config.json` that the
-model would have. `read` unpacks one tensor from the mapped file with `gguf`'s own code, always to
+How: `GGUFFile.open` checks the header (`gguf_header.py`) and makes the `config.json` that the model
+would have. `read` unpacks one tensor from the mapped file with `gguf`'s own code, always to
 float32, and undoes what the conversion to GGUF did to it:
 
-- LLaMA's rows of queries and keys were put in the order of the other rotary pairing;
+- LLaMA's rows of queries and keys were reordered for the other rotary pairing;
 - Gemma's norms, which are differences from 1, had 1 added.
 
-The format leaves out what llama.cpp keeps in its source: Gemma's activation and which layers have
-windows, and the scale of queries, which it tells by the number of layers. The same rules are here.
-A setting under the architecture's name that is not known here is refused, since it would change
-the model's answers. LLaMA 3's rotary scaling is in the file as a tensor of divisors.
+The format omits what llama.cpp has in its source: Gemma's activation, which layers have windows,
+and the scale of queries, which llama.cpp derives from the number of layers. The same rules are
+here. An unknown setting under the architecture's name is refused, since it may change the model's
+output. LLaMA 3's rotary scaling is in the file as a tensor of divisors.
 
 Left out: architectures other than LLaMA's and Gemma's, mixtures of experts, pictures, adapters,
 writing GGUF files.
@@ -65,7 +65,7 @@ WHOLE = {
     "output.weight": "lm_head.weight",
 }
 DIVISORS = "rope_freqs.weight"
-"""LLaMA 3: what each rotary frequency is divided by."""
+"""LLaMA 3's tensor of divisors of the rotary frequencies."""
 
 SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size")
 HEADS = ("head_count", "head_count_kv", "key_length", "value_length", "layer_norm_rms_epsilon")
@@ -73,14 +73,14 @@ YARN = ("yarn_beta_fast", "yarn_beta_slow")
 SCALING = ("type", "factor", "original_context_length", "finetuned", *YARN)
 SETTINGS = {*SIZES, "tensor_data_layout", "rope.dimension_count", "rope.freq_base"}
 SETTINGS |= {f"attention.{name}" for name in HEADS} | {f"rope.scaling.{name}" for name in SCALING}
-"""Those that are known, whatever the architecture."""
+"""Settings that are known for every architecture."""
 WINDOW = "attention.sliding_window"
 CAP, FINAL_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What tells the architectures apart in the format; `more`: settings beside the usual."""
+    """How an architecture differs from others in the format; `more`: its additional settings."""
 
     model_type: str
     layer: Mapping[str, str]
@@ -105,8 +105,8 @@ ARCHITECTURES = {
 class GGUFFile:
     """An opened GGUF file; made by `GGUFFile.open`. `stored` has Hugging Face's names.
 
-    The shapes in `stored` are Hugging Face's too, and every type there is float32, whatever the
-    file packs it as: that is what `read` gives.
+    The shapes in `stored` are Hugging Face's too, and every type there is float32, however the
+    file packs it, since `read` returns float32.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -122,7 +122,7 @@ class GGUFFile:
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> GGUFFile:
-        """Open a file and check all of it but the values; `BadCheckpoint` says what is wrong."""
+        """Open a file and check everything but the values; `BadCheckpoint` says what is wrong."""
         import_gguf()
         path = Path(os.fsdecode(path))
         return GGUFFile(path, read_gguf_header(path))
@@ -155,15 +155,15 @@ def unpack(data: Any, packed: Packed) -> Tensor:
     gguf = import_gguf()
     rows = (*packed.shape[:-1], -1)
     raw = np.frombuffer(data, np.uint8, packed.n_bytes, packed.start).reshape(rows)
-    with np.errstate(all="ignore"):  # damaged scales overflow; the loader looks for what is left
+    with np.errstate(all="ignore"):  # damaged scales overflow; the loader checks for inf and NaN
         numbers = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(packed.kind))
-    # Float32 comes as a view of the file, which torch may not write to.
+    # Float32 is returned as a read-only view of the file, which torch could not write to: copied.
     owned = np.array(numbers, dtype=np.float32, copy=None if numbers.flags.writeable else True)
     return torch.from_numpy(owned).reshape(packed.shape)
 
 
 def halve(tensor: Tensor, n_heads: int) -> Tensor:
-    """Rows of each head from neighbouring rotary pairs (0, 1), (2, 3) to halves (0, d/2), ..."""
+    """Reorder the rows of each head from neighbouring rotary pairs (0, 1), ... to (0, d/2), ..."""
     if tensor.shape[0] % (2 * n_heads):
         what = f"{tensor.shape[0]} rows of queries or keys make no {n_heads} heads of even width"
         raise BadCheckpoint(f"{what}: the file's settings and tensors are of different models")
@@ -190,7 +190,7 @@ def find_architecture(metadata: Metadata) -> Architecture:
 
 
 def rename(header: Header, architecture: Architecture) -> dict[str, str]:
-    """Hugging Face's name of each tensor -> the file's; unknown ones keep theirs."""
+    """Hugging Face's name of each tensor -> its name in the file; unknown names are kept."""
     found: dict[str, str] = {}
     for source in header.tensors:
         name = WHOLE.get(source, source)
@@ -248,7 +248,7 @@ def make_config(header: Header, architecture: Architecture, unpack: Any) -> dict
 
 
 def read_alike(metadata: Metadata, key: str, n_layers: int, default: int | None = None) -> int:
-    """A whole number that the format lets every layer have of its own; here all are alike."""
+    """A whole number that GGUF may give per layer; refused unless all layers have the same."""
     value = metadata.source.get(key)
     if not isinstance(value, np.ndarray):
         return metadata.count(key, default)
@@ -259,7 +259,7 @@ def read_alike(metadata: Metadata, key: str, n_layers: int, default: int | None 
 
 
 def check_sizes(header: Header, arch: str, config: Mapping[str, Any]) -> None:
-    """Refuse settings that no tensor bears out, before anything of their size is allocated."""
+    """Refuse sizes that contradict the tensors, before anything of these sizes is allocated."""
     where = header.metadata.where
     if "token_embd.weight" not in header.tensors:
         raise BadCheckpoint(f"{where} has no tensor 'token_embd.weight', the embedding of tokens")
@@ -288,7 +288,7 @@ def check_sizes(header: Header, arch: str, config: Mapping[str, Any]) -> None:
 def find_scaling(
     header: Header, arch: str, config: Mapping[str, Any], unpack: Any
 ) -> dict[str, Any] | None:
-    """Hugging Face's `rope_scaling`: from the settings, or from LLaMA 3's tensor of divisors."""
+    """Hugging Face's `rope_scaling`, from the settings or from LLaMA 3's tensor of divisors."""
     metadata, key = header.metadata, f"{arch}.rope.scaling"
     kind = metadata.word(f"{key}.type", "none")
     if DIVISORS in header.tensors and not ARCHITECTURES[arch].is_gemma:
@@ -311,10 +311,10 @@ def find_scaling(
 
 
 def name_divisors(divisors: Tensor, config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """The scaling whose frequencies are divided by these numbers.
+    """The `rope_scaling` that divides the frequencies by these numbers.
 
-    All of LLaMA 3's models differ in `factor` only. Where their rule gives other numbers, LongRoPE
-    takes any; it is not the first choice, since its cached keys are rotated anew at every step.
+    All of LLaMA 3's models differ in `factor` only. If type "llama3" gives other numbers,
+    "longrope" is used, which allows any; not by default, as it rotates cached keys at every step.
     """
     n_pairs = config["head_dim"] // 2
     in_range = bool(((divisors > 0) & (divisors < 1e9)).all())
@@ -356,9 +356,9 @@ def finish_llama(header: Header, arch: str) -> dict[str, Any]:
 
 
 def finish_gemma(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemma 2's and 3's windows and caps. What the file need not say is as in llama.cpp."""
+    """Gemma 2's and 3's windows and caps, with llama.cpp's defaults."""
     n_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
-    # The largest model of each scales queries by the width that heads would have without head_dim.
+    # The largest model of each scales queries by hidden_size / n_heads instead of by head_dim.
     largest = n_layers == {"gemma2": 46, "gemma3": 62}[arch]
     width = config["hidden_size"] // config["num_attention_heads"] if largest else head_dim
     found: dict[str, Any] = {"query_pre_attn_scalar": width, CAP: None, FINAL_CAP: None}
@@ -381,10 +381,10 @@ def finish_gemma(metadata: Metadata, arch: str, config: Mapping[str, Any]) -> di
 
 
 def find_slides(metadata: Metadata, arch: str, n_layers: int) -> list[bool]:
-    """Which layers look through the window: all but every second (Gemma 2) or sixth (Gemma 3)."""
+    """Which layers have the window: all but every second (Gemma 2) or sixth (Gemma 3)."""
     key = f"{arch}.{WINDOW}_pattern"
     if isinstance(metadata.source.get(key), np.ndarray):
         return [bool(slide) for slide in metadata.numbers(key, n_layers)]
     every = metadata.count(key, 2 if arch == "gemma2" else 6)
-    # A made-up number of layers must not fill the memory; the loader refuses it by its count.
+    # A false, huge number of layers must not fill the memory; the loader refuses it later.
     return [(n + 1) % every != 0 for n in range(min(n_layers, 10_000))]

@@ -1,20 +1,19 @@
-"""What a GGUF file says about itself, believed only after it has been checked.
+"""Reads and checks the header of a GGUF file.
 
-Why: the `gguf` package's reader trusts its input: a torn or hostile file makes it hang, fill the
-memory, or fail deep inside. It also makes several arrays for each piece of a vocabulary: for one of
-LLaMA 3's size it took 10 s and 600 MB, where the walk here takes 0.4 s.
+Why: the `gguf` package's reader trusts its input: a truncated or malicious file makes it hang, fill
+the memory, or fail deep inside. It also makes several arrays for each piece of a vocabulary: for
+one of LLaMA 3's size it took 10 s and 600 MB, where this reader takes 0.4 s.
 
-How: one walk over the mapped header: magic, version, counts, keys with their values, tensors with
-their shapes and offsets. Every length is held against the bytes that are left before it is used, so
-the walk is never longer than the file. Tensors must lie one after the other as the format says.
-`gguf` tells the sizes of its types and which of them it can unpack. A fault of any kind is one
-`BadCheckpoint`.
+How: one pass over the mapped header: magic, version, counts, keys with their values, tensors with
+their shapes and offsets. Every length is compared with the bytes that are left before it is used,
+so the pass never goes beyond the file. Tensors must follow each other as the format says. The
+`gguf` package provides the sizes of its types and unpacks them. Every fault is a `BadCheckpoint`.
 
 The file: "GGUF", version, number of tensors, number of keys; the keys, each a name, a type and a
 value; the tensors, each a name, a shape (fastest axis first), a type and an offset; their bytes.
 
 Left out: version 1 (32-bit lengths, gone since 2023), big-endian files, arrays of arrays, and
-models split over several files; each is refused in words.
+models split over several files; each is refused with a reason.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ AGAIN = "it is torn or damaged: download it again"
 FLOAT32, BOOL, STRING, ARRAY = 6, 7, 8, 9
 NUMBERS = dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "u1")))
 NUMBERS |= {10: "<u8", 11: "<i8", 12: "<f8"}
-"""The format's numbers, as numpy spells them."""
+"""The format's number types as numpy dtypes."""
 
 Value = str | bool | int | float | list[str] | np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One tensor as the header tells it: torch's order of axes, `gguf`'s type, and its bytes."""
+    """One tensor of the header: shape in torch's order of axes, `gguf`'s type, and byte range."""
 
     shape: tuple[int, ...]
     kind: int
@@ -86,7 +85,7 @@ class Metadata(Values):
         return found
 
     def token(self, key: str, n_tokens: int) -> int | None:
-        """A token id below `n_tokens`; absent, or the -1 of old files, is None."""
+        """A token id below `n_tokens`; None if absent, or -1 as in old files."""
         value = self.get(key, -1)
         if type(value) is int and value in (-1, 2**32 - 1):
             return None
@@ -98,7 +97,7 @@ def read_gguf_header(path: Path) -> Header:
     with open_file(path, BadCheckpoint) as file:
         stamp = stamp_of(os.fstat(file.fileno()))
         check_start(file.read(8), where)
-        # Mapped by its size as it was just seen; a mapping outlives the open file.
+        # Mapped with the size that was just read; a mapping stays valid after the file is closed.
         data = mmap.mmap(file.fileno(), stamp[2], access=mmap.ACCESS_READ)
     cursor = Cursor(data, where)
     n_tensors = cursor.number("<Q", "the number of its tensors")
@@ -126,7 +125,7 @@ def check_start(first: bytes, where: str) -> None:
 
 @final
 class Cursor:
-    """An offset in the mapped header; it never steps past the end of the file."""
+    """A read position in the mapped header, which never moves past the end of the file."""
 
     def __init__(self, data: mmap.mmap, where: str) -> None:
         self.data, self.where = data, where
@@ -182,13 +181,13 @@ def read_value(cursor: Cursor, kind: int, what: str) -> Value:
     if kind not in NUMBERS:
         cursor.refuse(f": {what} has type {kind}, which the format does not have")
     value = read_numbers(cursor, kind, 1, what)[0]
-    # The shortest decimal of a float32 is the number its writer meant: 1e-05, not 9.9999997e-06.
+    # The shortest decimal of a float32 is what its writer meant: 1e-05, not 9.9999997e-06.
     plain: Value = float(str(value)) if kind == FLOAT32 else value.item()
     return plain
 
 
 def read_array(cursor: Cursor, what: str) -> Value:
-    """A list of texts, or of numbers, which stay where they are in the mapped file."""
+    """A list of texts, or an array of numbers that is a view of the mapped file."""
     kind, n = cursor.number("<I", what), cursor.number("<Q", what)
     if kind == STRING:
         cursor.check_count(n, 8, MAX_STRINGS, f"texts in {what}")
@@ -271,7 +270,7 @@ def count_bytes(shape: tuple[int, ...], kind: int, tensor: str) -> int:
 
 
 def check_kinds(tensors: Mapping[str, Packed], where: str) -> None:
-    """Refuse types that `gguf` can name but not unpack, by asking it to unpack one block."""
+    """Refuse types that `gguf` knows but cannot unpack, by unpacking one block of each."""
     gguf = import_gguf()
     for kind in sorted({packed.kind for packed in tensors.values()}):
         named = gguf.GGMLQuantizationType(kind)

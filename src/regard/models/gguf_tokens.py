@@ -1,16 +1,16 @@
-"""The tokenizer in a GGUF file, as the `tokenizer.json` that says the same.
+"""Converts the tokenizer in a GGUF file to an equivalent `tokenizer.json`.
 
 Why: ids must be those the model was trained on, and `regard.tokens` reads `tokenizer.json`.
 
 How: the file has the pieces, their kinds, and one of two models:
 
 - "gpt2", byte-level BPE: merges in order, and the name of the rule that splits text into words
-  before. llama.cpp keeps these rules in its source; those of models of our families are here. An
-  unknown name is refused: a wrong rule gives wrong ids without a word.
-- "llama", SentencePiece's BPE: no merges, but a score for each piece. Two neighbours become the
-  piece with the best score, so every way to cut a piece in two is a merge, ranked by its score.
+  first (pre-tokenizer). llama.cpp has these rules in its source; those of models of our families
+  are here. An unknown name is refused: a wrong rule gives wrong ids silently.
+- "llama", SentencePiece's BPE: no merges, but a score for each piece. Two neighbours are merged to
+  the piece with the best score, so every split of a piece in two is a merge, ranked by its score.
 
-Control tokens are special; user-defined ones are found whole in text, and are text.
+Control tokens are special; user-defined ones are matched whole in text, but count as text.
 
 Left out: WordPiece, Unigram and RWKV vocabularies, and text normalisation by character maps.
 """
@@ -29,7 +29,7 @@ from regard.tokens import Tokenizer, files
 
 KEY = "tokenizer.ggml"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-MAX_PIECE = 1_000  # characters; a merge is looked for at each of them
+MAX_PIECE = 1_000  # characters; `find_merges` tries a split at each of them
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 ENDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,14 +49,15 @@ SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (QWEN2,)),
     "tekken": (TEKKEN,),
 }
-"""Rules by name: each splits what the one before left; what it does not match stays whole."""
+"""Regular expressions by rule: each splits the pieces of the one before; what it does not match
+stays whole."""
 LLAMA3_LIKE = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"})
-"""Rules of vocabularies in which a word that is a piece is that piece, whatever the merges say, and
-whose models expect a first token, unless the file says otherwise."""
+"""Rules of vocabularies in which a word that is a piece becomes that piece, whatever the merges
+say, and whose models expect a bos token, unless the file says otherwise."""
 
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
-"""What the format takes for granted of "llama" vocabularies that say nothing."""
+"""The format's default ids for "llama" vocabularies."""
 
 
 def find_roles(metadata: Metadata, n_tokens: int) -> dict[str, int]:
@@ -73,7 +74,7 @@ def find_roles(metadata: Metadata, n_tokens: int) -> dict[str, int]:
 
 
 def find_tokens(metadata: Metadata, n_tokens: int) -> dict[str, Any]:
-    """The token ids of a `config.json`. The end of a turn in a chat ends a text too."""
+    """The token ids of a `config.json`; eos includes the end-of-turn token of chat models."""
     roles = find_roles(metadata, n_tokens)
     ends = {roles.get("eos"): None, metadata.token(f"{KEY}.eot_token_id", n_tokens): None}
     known = [end for end in ends if end is not None]
@@ -82,7 +83,7 @@ def find_tokens(metadata: Metadata, n_tokens: int) -> dict[str, Any]:
 
 
 def make_tokenizer(metadata: Metadata, n_rows: int) -> Tokenizer | None:
-    """The tokenizer of the file, for an embedding with `n_rows`; None where it has none."""
+    """The tokenizer of the file, for an embedding with `n_rows` rows; None if there is none."""
     kind = metadata.word(f"{KEY}.model", "none")
     if kind in ("none", "no_vocab"):
         return None
@@ -141,7 +142,7 @@ def make_byte_level(
         for regex in SPLITS[rule]
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    # The space must be there before the text is split, and splitting is the rule's alone.
+    # The space is added before the text is split, and only the rule splits (no ByteLevel regex).
     spaced = metadata.flag(f"{KEY}.add_space_prefix", False)
     before = [{"type": "Prepend", "prepend": " "}] if spaced else []
     bytes_only = {**level, "use_regex": False}
@@ -190,7 +191,7 @@ def make_sentencepiece(
 
 
 def find_merges(where: str, vocab: Mapping[str, int], scores: list[float]) -> list[list[str]]:
-    """Every way to make a piece of two, best score first; among equals the earlier piece."""
+    """Every split of a piece into two pieces, best score first; ties by the order of pieces."""
     found: list[tuple[float, int, list[str]]] = []
     for piece, number in vocab.items():
         score = scores[number]

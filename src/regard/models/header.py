@@ -1,4 +1,4 @@
-"""The error of a bad checkpoint, a check of its files, and the types that torch has of them."""
+"""`BadCheckpoint`, a check that a file did not change, and safetensors' types as torch dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES |= {f"U{n}": getattr(torch, f"uint{n}") for n in (64, 32, 16, 8)}
 
 
 class BadCheckpoint(ValueError):
-    """A model folder or a file in it is not what it should be; the message says which and why."""
+    """A model folder or file is missing, damaged or not supported; the message says how."""
 
 
 def check_unchanged(path: Path, stamp: Stamp) -> None:

@@ -1,22 +1,23 @@
-"""A model folder as Hugging Face lays it out: config.json and safetensors, in one file or shards.
+"""A model folder in Hugging Face's layout: config.json and safetensors, in one file or shards.
 
-Why: the loader wants to ask "what is here?" and "give me this tensor" and be sure of both. So
+Why: the loader needs to know for sure which tensors there are, and to read each of them. So
 `Folder.open` checks everything that can be checked without reading a weight, and `Folder.read`
-then hands out memory-mapped tensors: nothing is copied, and pages are read when they are used.
+then returns memory-mapped tensors: nothing is copied, and pages are read when they are used.
 
 How: safetensors checks the headers, within our bounds (`_files.py`), and maps the files. Which
-files count:
+files are read:
 - `model.safetensors`, if it is there; an index beside it is ignored, since `from_pretrained` of
   transformers does the same and two programs must not read two models from one folder.
 - else `model.safetensors.index.json` and the shards it names: by plain names only, so that no
-  index reaches out of the folder. A shard may itself be a link to anywhere, as in the hub's cache,
-  where snapshots link to blobs: who can put links there could put the weights there.
-- Pickled, TensorFlow and Flax weights beside these are ignored; alone they are refused, with the
-  way out. So are adapters (LoRA) without their model.
-A write that was cut short is seen through (`save_folder.py`).
+  index points outside the folder. A shard may itself be a symbolic link to anywhere, as in the
+  hub's cache, where snapshots link to blobs: who can put links there could put the weights there.
+- Pickled, TensorFlow and Flax weights beside these are ignored; alone they are refused, with
+  advice. So are adapters (LoRA) without their model.
+If a write was interrupted, the folder is read as it was before or after the whole write
+(`save_folder.py`).
 
-Left out: what configs and names mean, and whether the values are finite (the loader's), the sizes
-that the index tells in its metadata (often stale, never needed), other names (`variant`).
+Left out: the meaning of configs and names, and whether the values are finite (the loader checks
+these); the sizes in the index's metadata (often stale, never needed); other names (`variant`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _PICKLE_WORDS = (
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor, as the header of its file tells it."""
+    """One tensor, as described in the header of its file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -87,9 +88,9 @@ class _Shard:
 
 @final
 class Folder:
-    """An opened model folder. Made by `Folder.open`; a `with` closes it, or `close`, or the end.
+    """An opened model folder, made by `Folder.open`; leaving a `with`, or `close`, closes it.
 
-    `config` is config.json; `stored` tells every tensor in the order of the files' headers.
+    `config` is config.json; `stored` has every tensor in the order of the files' headers.
     """
 
     def __init__(self, path: Path, config: dict[str, Any], shards: Iterable[_Shard]) -> None:
@@ -103,7 +104,7 @@ class Folder:
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Folder:
-        """Open a folder and check all of it but the values; `BadCheckpoint` says what is wrong."""
+        """Open a folder and check everything but the values; `BadCheckpoint` says what is wrong."""
         root = _check_root(path)
         view = View.of(root)
         try:
@@ -126,10 +127,11 @@ class Folder:
         return Folder(root, config, shards)
 
     def read(self, name: str) -> Tensor:
-        """The tensor, mapped from its file, to which writing into it never goes.
+        """The tensor, memory-mapped from its file; writing into it never changes the file.
 
-        It stays good after `close`. One that does not lie at a multiple of its item size in the
-        file (ours and those of safetensors always do) is copied, since kernels may count on it.
+        It stays valid after `close`. A tensor whose offset in the file is not a multiple of its
+        item size (files of ours and of safetensors have none) is copied, since kernels may rely on
+        alignment.
         """
         if self.stored and not self._holder:
             raise ValueError(f"the folder {spell_path(self.path)} is closed; open it again")
@@ -146,7 +148,7 @@ class Folder:
         return tensor.clone() if tensor.data_ptr() % tensor.dtype.itemsize else tensor
 
     def close(self) -> None:
-        """Let go of the files; tensors that were read stay good. May be called again."""
+        """Close the files; tensors that were read stay valid. May be called again."""
         self._holder.clear()
 
     def __enter__(self) -> Folder:
@@ -157,7 +159,7 @@ class Folder:
 
 
 def _check_root(path: str | os.PathLike[str]) -> Path:
-    """The folder as a path, or the reason why this is none, with what to give instead."""
+    """The folder as a path; if it is none, raise with the reason and what to give instead."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or a path, got {type(path).__name__}")
     root = Path(os.fsdecode(path))
@@ -166,7 +168,7 @@ def _check_root(path: str | os.PathLike[str]) -> Path:
         raise BadCheckpoint(f"{where} has a NUL in it; no path may")
     if not is_text(str(root)):
         raise BadCheckpoint(f"{where} is not UTF-8, and safetensors opens no such path; rename it")
-    # Those of os.path answer no to a name that is too long, where those of Path raise.
+    # os.path's tests return False for a name that is too long, where Path's raise.
     if os.path.isdir(root):
         return root
     if not os.path.exists(root):

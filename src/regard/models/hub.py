@@ -1,9 +1,9 @@
-"""Models by name, through the package `huggingface_hub` (extra `hub`).
+"""Downloads models by name, through the package `huggingface_hub` (extra `hub`).
 
-Why: most models are known by a name, and that package knows where they lie, keeps them in its own
-cache and speaks for the user's account.
+Why: most models are known by a name, and that package knows where they are, has a cache of its own
+and uses the user's account.
 
-How: only the files that `load` reads are asked for; pickled weights never are.
+How: only the files that `load` reads are downloaded; pickled weights never are.
 
 Left out: uploading.
 """
@@ -20,7 +20,7 @@ PATTERNS = ["*.json", "*.safetensors", "merges.txt", "*.jinja"]
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 MAX_NAME = 96  # the hub's own limit
 FILES = (".gguf", ".safetensors", ".json", ".bin")
-"""Ends of names that are files of a model, not models."""
+"""Suffixes of names that are files of a model, not models."""
 
 
 def looks_like_a_name(name: str | os.PathLike[str]) -> bool:
@@ -31,7 +31,7 @@ def looks_like_a_name(name: str | os.PathLike[str]) -> bool:
 
 
 def fetch_folder(name: str, revision: str | None, more: Sequence[str] = ()) -> Path:
-    """The model's folder in the hub's cache; `more`: patterns of files beside those of `load`."""
+    """The model's folder in the hub's cache, downloaded if needed; `more`: more file patterns."""
     advice = f"fetch it where there is a network (hf download {name}) and copy its folder here"
     try:
         from huggingface_hub import snapshot_download
@@ -42,7 +42,7 @@ def fetch_folder(name: str, revision: str | None, more: Sequence[str] = ()) -> P
             "package huggingface_hub: pip install 'regard[hub]'",
             name=missing.name,
         ) from None
-    # The bases are what the package's own network library raises, whichever its version uses.
+    # The base classes are the errors of the network library that this version of the package uses.
     faults: tuple[Any, ...] = (*HfHubHTTPError.__bases__, EntryNotFoundError, OSError)
     patterns = [*PATTERNS, *more]
     try:

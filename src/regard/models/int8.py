@@ -1,23 +1,23 @@
-"""Weights as whole numbers of 8 bits, one scale a row: a quarter of the bytes of float32.
+"""Weights stored as int8 with one scale per row: a quarter of the bytes of float32.
 
-Why: the models inside the package must be small. A matrix survives it well when each row has a
-scale of its own: no number moves by more than half a step of its row, and a row's step is its
-largest number / 127.
+Why: the models inside the package must be small. A matrix loses little when each row has its own
+scale: no number changes by more than half a step of its row, and a row's step is its largest
+absolute value / 127.
 
-How: config.json says so under the one key that other programs look at, too:
+How: config.json declares it under the key that other programs read for quantization, too:
 
     "quantization_config": {"kind": "regard-int8-rows", "version": 1}
 
 A matrix NAME (any tensor with two axes) is stored as two tensors: NAME.int8, whole numbers from
 -127 to 127 in the matrix's own shape, and NAME.scale, float32, one for each row; the matrix is
-int8 · scale. Other tensors are stored as they are. `Int8Folder` speaks of such a folder as if it
-were a plain one in float32, so that `load` puts it through the very checks of every folder.
+int8 · scale. Other tensors are stored as they are. `Int8Folder` presents such a folder as if it
+were a plain one in float32, so that `load` applies the same checks as to every folder.
 
-`transformers` refuses such a folder: under this key it wants a `quant_method`, and there is none.
-Were the key overlooked, it would find no matrix under the name of one, so that whole numbers are
-never taken for weights. `save` of a loaded model writes plain weights, which it opens.
+`transformers` refuses such a folder: under this key it needs a `quant_method`, and there is none.
+A program that ignores the key finds no tensor under a matrix's name, so that int8 numbers are never
+mistaken for weights. `save` of a loaded model writes plain weights, which `transformers` opens.
 
-Left out: computing in 8 bits; weights are float32, or the type asked for, once they are loaded.
+Left out: computing in 8 bits; loaded weights are float32, or the type asked for.
 
 Letters: N rows, M columns.
 """
@@ -41,7 +41,7 @@ MOST = 127
 
 
 def is_int8(config: Mapping[str, Any]) -> bool:
-    """Whether this config.json tells of weights stored in this way, of whatever version."""
+    """Whether this config.json declares weights in this format, in any version."""
     described = config.get(KEY)
     return isinstance(described, dict) and described.get("kind") == KIND
 
@@ -52,9 +52,9 @@ def pack_rows(matrix_nm: Tensor) -> tuple[Tensor, Tensor]:
     if not exact_nm.shape[1]:
         return exact_nm.to(torch.int8), exact_nm.new_zeros(exact_nm.shape[0])
     scale_n = exact_nm.abs().amax(1) / MOST
-    # A row whose numbers are too small for a scale to exist is a row of zeros.
+    # A row whose numbers are so small that its scale underflows to 0 becomes a row of zeros.
     steps_nm = exact_nm / torch.where(scale_n > 0, scale_n, 1.0)[:, None]
-    # Division of numbers near the end of the type may round to a step above the last.
+    # For numbers near the limits of float32 the division may round to above 127.
     return steps_nm.round().clamp(-MOST, MOST).to(torch.int8), scale_n
 
 
@@ -81,10 +81,10 @@ def pack_folder(
 
 @final
 class Int8Folder:
-    """A folder stored in this way, that speaks as a plain one in float32 would."""
+    """A folder in this format, with the interface of a plain `Folder` in float32."""
 
     def __init__(self, folder: Folder) -> None:
-        """Everything that can be known without reading a number is checked here."""
+        """Check everything that can be checked without reading a weight."""
         self._folder = folder
         self.path = folder.path
         self.config = {key: value for key, value in folder.config.items() if key != KEY}
@@ -122,7 +122,7 @@ class Int8Folder:
         return numbers_nm * scale_n[:, None]
 
     def _check_pair(self, name: str) -> None:
-        """Whole numbers and scales must be there, of their types, and fit each other."""
+        """Refuse a matrix whose int8 numbers or scales are missing or of wrong type or shape."""
         stored = self._folder.stored
         numbers, scale = stored[name + NUMBERS], stored.get(name + SCALE)
         if scale is None:

@@ -1,12 +1,12 @@
-"""A model without numbers, on the meta device: what a file's tensors are checked against.
+"""A model without data, on the meta device: a file's tensors are checked against its shapes.
 
-Why: torch draws random numbers for every new layer, also on the meta device, where there are none
-to draw; and the first draw there loads torch's whole compiler, which takes longer than loading a
-small model does otherwise.
+Why: torch initializes every new layer at random, even on the meta device, where there is no data;
+and the first random operation there imports torch's whole compiler, which takes longer than loading
+a small model otherwise.
 
-How: while the model is made, calls that would draw give their tensor back as it is.
+How: while the model is built, random initializers return their tensor unchanged.
 
-Left out: models with numbers; `Transformer(config)` makes those.
+Left out: models with data; `Transformer(config)` makes those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from regard.models.config import ModelConfig
 from regard.models.transformer import Transformer
 
 DRAWS = ("normal_", "uniform_")
-"""How the names of all those end that fill a tensor by chance, in torch.nn.init and of tensors."""
+"""Endings of the names of random initializers, in torch.nn.init and among tensor methods."""
 
 
 def make_blank(config: ModelConfig) -> Transformer:
@@ -30,7 +30,7 @@ def make_blank(config: ModelConfig) -> Transformer:
 
 @final
 class _Undrawn(TorchFunctionMode):
-    """While this is on, nothing is drawn."""
+    """A mode in which random initializers do nothing."""
 
     def __torch_function__(
         self,

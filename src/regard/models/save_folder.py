@@ -1,18 +1,18 @@
-"""Writing a model folder so that no moment of it leaves a broken one.
+"""Writes a model folder atomically: at no moment is there a broken checkpoint.
 
-A checkpoint is several files and a file system renames one at a time. So:
-1. Every new file is written beside the old ones, under a name that no reader looks at.
-2. One small file, `.regard-pending.json`, is renamed into place. It says which of those files are
-   the new checkpoint and which old ones are over. This rename is the only moment that counts:
-   before it `Folder.open` reads the old checkpoint, whole; after it the new one, whole.
-3. The files get their names (shards, index, config, the rest), what is stale goes, and the small
-   file goes last. If this was cut short, the folder still reads as new, and the next
-   `write_folder` finishes it first.
-An error before step 2 removes what was written and passes through; the old folder is untouched.
-What a kill left behind is removed by the next `write_folder`.
+A checkpoint is several files, and a file system renames one at a time. So:
+1. Every new file is written beside the old ones, under a temporary name that readers ignore.
+2. One small file, `.regard-pending.json`, is renamed into place. It lists the files of the new
+   checkpoint and the old files to be removed. This rename is the commit: before it `Folder.open`
+   reads the complete old checkpoint, after it the complete new one.
+3. The files are renamed to their names (shards, index, config, the rest), stale files are removed,
+   and the pending file is removed last. If this is interrupted, the folder still reads as new, and
+   the next `write_folder` finishes it first.
+An error before step 2 removes what was written and is raised; the old folder is untouched. What a
+killed process left behind is removed by the next `write_folder`.
 
-Left out: two writers in one folder at the same time, and a promise for other programs that read
-between steps 2 and 3: they do not know the small file and may see old and new files side by side.
+Left out: two writers in one folder at the same time, and a guarantee for other programs that read
+between steps 2 and 3: they do not know the pending file and may see old and new files together.
 Weights under names other than ours and Hugging Face's are neither read nor removed.
 """
 
@@ -52,7 +52,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PENDING = MARK + "pending.json"
-MAX_NAME_BYTES = 200  # file systems end at 255; the temporary name is longer than the plain one
+MAX_NAME_BYTES = 200  # file systems allow 255; the temporary name is longer than the final one
 
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _LEFTOVER = re.compile(re.escape(MARK) + "[0-9a-f]{16}-")
@@ -60,7 +60,7 @@ _DTYPE_WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether this names a file in the folder itself on every system, and nothing else."""
+    """Whether this is, on every operating system, the name of a file in the folder itself."""
     return (
         isinstance(name, str)
         and is_text(name)
@@ -72,17 +72,17 @@ def is_plain_name(name: object) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether these are weights, or the index to them, under a name that `write_folder` gives."""
+    """Whether this is a name that `write_folder` gives to weights or to their index."""
     return name in (SINGLE, INDEX) or _SHARD.fullmatch(name) is not None
 
 
-# ---- The small file that says what counts
+# ---- The pending file
 
 
 @final
 @dataclass(frozen=True)
 class View:
-    """A folder as its last finished write left it, wherever the files have got to by now."""
+    """A folder as of its last commit, whether or not its files have their final names yet."""
 
     root: Path
     tag: str = ""
@@ -91,7 +91,7 @@ class View:
 
     @staticmethod
     def of(root: Path) -> View:
-        """Read what `.regard-pending.json` says; without one, files count under their names."""
+        """Read `.regard-pending.json`; without one, all files have their final names."""
         path = root / PENDING
         if not os.path.lexists(path):
             return View(root)
@@ -125,7 +125,7 @@ class View:
         return (found | set(self.files)) - set(self.stale)
 
     def finish(self) -> None:
-        """Give the waiting files their names and remove what is over; may be done again."""
+        """Rename pending files to their final names and remove stale ones; may be repeated."""
         for name in self.files:
             if os.path.lexists(self.beside(name)):
                 os.replace(self.beside(name), self.root / name)
@@ -157,12 +157,12 @@ def write_folder(
 
     Weights go into `model.safetensors`, or, above `max_shard_bytes`, into shards of at most that
     size (a larger tensor is alone in its shard) in the mapping's order, with their index. `files`
-    go along under their names (tokenizer, generation_config.json); text is written as UTF-8.
-    Tensors may lie on any device and in any layout of strides; each is copied to contiguous CPU
-    memory only while it is written. Tensors that share memory are written in full under each name.
+    are written too, by name (tokenizer, generation_config.json); text is encoded as UTF-8. Tensors
+    may be on any device and have any strides; each is copied to contiguous CPU memory only while it
+    is written. Tensors that share memory are written in full under each name.
 
-    A folder that is there already keeps its other files; its old weights and config are replaced as
-    one: whatever happens meanwhile, `Folder.open` finds the old checkpoint whole or the new one.
+    An existing folder keeps its other files; its old weights and config are replaced atomically:
+    `Folder.open` always finds either the complete old checkpoint or the complete new one.
     """
     root = Path(os.fsdecode(path))
     if root.exists() and not root.is_dir():
@@ -189,7 +189,7 @@ def write_folder(
         with replace_file(root / PENDING) as file:
             file.write(json.dumps(pending).encode("utf-8"))
     except BaseException:
-        # An interrupt may arrive after the rename: from there on the files are the checkpoint.
+        # An interrupt may come after the rename: from then on these files are the checkpoint.
         if not os.path.lexists(root / PENDING):
             for name in contents:
                 with contextlib.suppress(OSError):
@@ -199,7 +199,7 @@ def write_folder(
 
 
 def _to_json(value: Mapping[str, Any], name: str) -> bytes:
-    """JSON that we would read again: what `Folder.open` would refuse is refused here."""
+    """Encode as JSON; refuse what `Folder.open` would refuse to read."""
     if not isinstance(value, Mapping):
         raise TypeError(f"config must be a dict for {name}, got {type(value).__name__}")
     try:
@@ -215,7 +215,7 @@ def _to_json(value: Mapping[str, Any], name: str) -> bytes:
 def _check_file(name: str, content: object, taken: Mapping[str, object]) -> None:
     if not isinstance(name, str) or not is_plain_name(name):
         raise ValueError(f"files has the file name {spell(name)}; expected a plain name, no path")
-    lowered = {other.casefold() for other in taken}  # some file systems take these for the same
+    lowered = {other.casefold() for other in taken}  # some file systems ignore case
     if name.casefold() in lowered or _is_ours(name.casefold()):
         raise ValueError(f"files has the file name {spell(name)}, which the checkpoint itself uses")
     if not isinstance(content, (bytes, str)):
@@ -266,7 +266,7 @@ def check_tensor(name: str, tensor: object) -> None:
 def make_header(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
-    """The header, and the order of the bytes: wide types first, so that each value is aligned."""
+    """The header, and the order of the tensors: wide types first, so that all are aligned."""
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     described = {
         name: (_DTYPE_WORDS[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
@@ -289,7 +289,7 @@ def _write_file(path: Path, content: bytes | Mapping[str, Tensor]) -> None:
 
 
 def to_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """The values in order, copied only where they do not lie so in CPU memory already."""
+    """The tensor's bytes, copied only if it is not already contiguous in CPU memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     values: npt.NDArray[np.uint8] = plain.reshape(-1).view(torch.uint8).numpy()
     return values

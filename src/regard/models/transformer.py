@@ -5,8 +5,8 @@ Why: GPT-2, BERT, LLaMA and T5 are the same program with other settings; here it
 How: `encode` reads a source text, `run` returns the last hidden states of a text, `head` turns
 hidden states into logits, and calling the model does all of it. Padding is given as `real` (True
 where a token is real) and becomes positions: the running count of a row's real tokens, and -1 for
-padding, which nobody sees. So a row's output does not depend on where its padding is. Mask and
-positions are computed here and only read below.
+padding, to which no query attends. So a row's output does not depend on where its padding is. Mask
+and positions are computed here and only read below.
 
 Left out: generation, which is a loop around `run` and `head`, and losses.
 
@@ -37,9 +37,9 @@ from regard.tokens import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What an encoder made of its source: vectors (B, S, C), and which of them are real (B, S).
+    """An encoder's output for a source: vectors (B, S, C), and which of them are real (B, S).
 
-    `hidden` are the vectors before and after each layer, where they were asked for.
+    `hidden`: the hidden states before and after each layer, if they were asked for.
     """
 
     states: Tensor
@@ -47,17 +47,17 @@ class Memory:
     hidden: tuple[Tensor, ...] | None = None
 
     def reorder(self, index: Tensor) -> Memory:
-        """Row b as row index[b] was; with more or fewer rows, if index has."""
+        """A memory whose row b is this one's row index[b], with as many rows as index has."""
         real = None if self.real is None else self.real.index_select(0, index)
         return Memory(self.states.index_select(0, index), real)
 
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """All that one call gives: scores (B, T, V), the last vectors (B, T, C), and what is beside.
+    """The result of a call: `logits` (B, T, V), `last` hidden states (B, T, C), and more.
 
-    `logits` is None without a head, `pooled` (B, C) without a pooler, `memory` without an encoder
-    beside the decoder. `hidden` is n_layers + 1 tensors where it was asked for.
+    `logits` is None without a head, `pooled` (B, C) without a pooler, `memory` if the model is no
+    encoder–decoder. `hidden` is n_layers + 1 tensors if it was asked for.
     """
 
     logits: Tensor | None
@@ -68,7 +68,7 @@ class Output:
 
 
 class Embedding(nn.Module):
-    """Token ids (B, T) to vectors (B, T, C); `factory` is device and dtype, as torch calls it."""
+    """Token ids (B, T) to vectors (B, T, C); `factory` is device and dtype, named as in torch."""
 
     def __init__(self, config: ModelConfig, tokens: nn.Embedding, **factory: Any) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Embedding(nn.Module):
         elif token_types is not None:
             raise ValueError("token_types were given to a model that has none; leave them out")
         if self.positions is not None:
-            # Padding stands nowhere; it gets a vector that nobody will look at.
+            # Padding has no position; it gets the vector of position 0, but is masked anyway.
             x_btc = self.positions.add(x_btc, positions.clamp(min=0))
         if self.norm is not None:
             x_btc = self.norm(x_btc)
@@ -132,7 +132,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size, **factory)) if head.bias else None
 
     def ready(self, x_btc: Tensor) -> Tensor:
-        """The vectors, brought to where one product with the table is left."""
+        """Everything before the final product with the vocabulary's matrix."""
         if self.dense is not None and self.norm is not None:
             x_btc = self.norm(self.activation(self.dense(x_btc)))
         if self.project is not None:
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer that lies beside the weights, or with them in a GGUF file, or None."""
+        """The tokenizer in the weights' folder or GGUF file, or None."""
         if self.origin is None:
             return None
         if self.origin.suffix == ".gguf" and self.origin.is_file():
@@ -259,7 +259,7 @@ class Transformer(nn.Module):
     def encode(
         self, source_bs: Tensor, real: Tensor | None = None, *, keep_hidden: bool = False
     ) -> Memory:
-        """What the decoder of an encoder–decoder looks at."""
+        """Run the encoder of an encoder–decoder; returns the memory for its decoder."""
         if self.encoder is None or self.encoder_embed is None or self.decoder is None:
             raise ValueError("encode is for encoder–decoder models; call this one, or run()")
         check_ids(source_bs, self.config.vocab_size)
@@ -281,7 +281,7 @@ class Transformer(nn.Module):
         cache: DecoderCache | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """The last vectors (B, T, C); arguments as in `forward`, `states` is a list to fill."""
+        """The last hidden states (B, T, C); arguments as in `forward`, `states`: a list to fill."""
         check_ids(ids_bt, self.config.vocab_size)
         positions = find_positions(ids_bt, real, positions, cache)
         if self.decoder is None:
@@ -309,7 +309,7 @@ class Transformer(nn.Module):
         return decoded
 
     def make_cache(self, size: int | None = None) -> DecoderCache:
-        """An empty cache for the decoder: growing, or with `size` slots a row, padding counted.
+        """An empty KV cache: growing, or static with `size` slots per row, including padding.
 
         A layer with a window keeps no more than its window.
         """
@@ -330,7 +330,7 @@ class Transformer(nn.Module):
 def find_positions(
     ids_bt: Tensor, real: Tensor | None, positions: Tensor | None, cache: DecoderCache | None
 ) -> Tensor | None:
-    """Given positions, or those that padding makes; None is as they lie, after what is cached."""
+    """Positions as given, or counted from `real`; None: consecutive, continuing the cache."""
     if real is None or positions is not None:
         if real is not None:
             raise ValueError("give real= or positions=, not both: negative positions are padding")
@@ -347,7 +347,7 @@ def find_positions(
 
 
 def check_ids(ids_bt: Tensor, vocab_size: int) -> None:
-    """Refuse what are no token ids, where looking at them costs nothing."""
+    """Refuse wrong shapes and types, and, on a CPU where reading is cheap, ids out of range."""
     check_shapes({"ids": (ids_bt, "B T")})
     if ids_bt.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"ids are {ids_bt.dtype}; expected int64 token ids")

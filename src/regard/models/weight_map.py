@@ -1,12 +1,12 @@
-"""How the names and shapes of a file's tensors answer to ours, both ways.
+"""Maps the names and shapes of a file's tensors ("theirs") to the model's ("ours"), both ways.
 
 Why: every family stores the same numbers under other names, some transposed, some stacked. One
-description serves reading and writing, so that neither can drift from the other.
+description is used for reading and writing, so that they cannot diverge.
 
-How: a `Link` ties tensors of theirs to tensors of ours with a function each way. Run backwards on
-the meta device it also tells which names and shapes a file must have.
+How: a `Link` connects tensors of theirs to tensors of ours, with a function in each direction.
+Applied backwards on the meta device it also gives the names and shapes that a file must have.
 
-Left out: numbers are never changed; a link only moves them.
+Left out: changing numbers; a link only moves them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Tensors = list[Tensor]
 
 @dataclass(frozen=True)
 class Link:
-    """Tensors of theirs and of ours that hold the same numbers."""
+    """Tensors of theirs and of ours that hold the same numbers, and functions between them."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
     read: Callable[[Tensors], Tensors]
-    """Theirs to ours."""
+    """From tensors of theirs to tensors of ours."""
     write: Callable[[Tensors], Tensors]
-    """Ours to theirs."""
+    """From tensors of ours to tensors of theirs."""
 
 
 def same(theirs: str, ours: str) -> Link:
@@ -37,7 +37,7 @@ def same(theirs: str, ours: str) -> Link:
 
 
 def transposed(theirs: str, ours: str) -> Link:
-    """A matrix that they keep as (in, out) and we as (out, in): GPT-2's Conv1D."""
+    """A matrix that is (in, out) in the file and (out, in) in our model: GPT-2's Conv1D."""
 
     def transpose(tensors: Tensors) -> Tensors:
         return [tensors[0].T]
@@ -46,7 +46,7 @@ def transposed(theirs: str, ours: str) -> Link:
 
 
 def stacked(theirs: str, ours: Sequence[str], n_rows: int, is_transposed: bool) -> Link:
-    """Several of ours, `n_rows` each, one below the other, or side by side in a Conv1D."""
+    """One tensor of theirs with several of ours, `n_rows` each, stacked; transposed in a Conv1D."""
 
     def read(tensors: Tensors) -> Tensors:
         return list(torch.split(tensors[0].T if is_transposed else tensors[0], n_rows))
@@ -59,7 +59,7 @@ def stacked(theirs: str, ours: Sequence[str], n_rows: int, is_transposed: bool) 
 
 
 def interleaved(theirs: str, ours: Sequence[str], n_heads: int) -> Link:
-    """One tensor of theirs that holds several of ours head by head: q, k, v of head 0, of 1, ..."""
+    """One tensor of theirs with several of ours head by head: q, k, v of head 0, of head 1, ..."""
 
     def read(tensors: Tensors) -> Tensors:
         n_rows = tensors[0].shape[0] // (n_heads * len(ours))
@@ -75,7 +75,7 @@ def interleaved(theirs: str, ours: Sequence[str], n_heads: int) -> Link:
 
 
 def renamed(theirs: str, ours: str, names: Mapping[str, str], has_bias: bool = True) -> list[Link]:
-    """Layers under other names, `names` from theirs to ours: weight and bias, or weight alone."""
+    """Layers under other names, `names` maps theirs to ours: weight and bias, or weight only."""
     parts = ("weight", "bias") if has_bias else ("weight",)
     return [
         same(f"{theirs}.{name}.{part}", f"{ours}.{our_name}.{part}")

@@ -1,12 +1,12 @@
-"""`load` and `save`: a model from a folder of Hugging Face's, and such a folder from a model.
+"""`load` and `save`: a model from a Hugging Face folder, and such a folder from a model.
 
-Why: the numbers are the model; a tensor that is missing, left over or in the wrong place must never
-pass unseen.
+Why: the weights are the model; a tensor that is missing, unexpected or in the wrong place must
+never go unnoticed.
 
-How: the folder's headers tell names and shapes. Our model is built on the meta device, where it
-weighs nothing; the family's links run backwards on it tell which names and shapes must be there.
-Only when both agree is data read, one tensor at a time, memory-mapped, straight to its device and
-type. Saving runs the links backwards on the real tensors.
+How: the folder's headers have names and shapes. Our model is built on the meta device, where it
+needs no memory; the family's links, applied backwards to it, give the names and shapes that must be
+there. Only if both agree is data read, one tensor at a time, memory-mapped, straight to its device
+and type. Saving applies the links backwards to the real tensors.
 
 Left out: pickled weights, quantised ones other than GGUF's and our own (`int8.py`), and models that
 are split over devices.
@@ -42,13 +42,13 @@ KEPT_FILES = ["generation_config.json", "tokenizer.json", "tokenizer_config.json
 KEPT_FILES += ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"]
 KEPT_FILES += ["vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"]
 KEPT_FILES += ["source.spm", "target.spm", "chat_template.jinja", "chat_template.json"]
-"""Small files beside the weights that go along when a loaded model is saved."""
+"""Small files beside the weights that are copied when a loaded model is saved."""
 MAX_KEPT_BYTES = 200_000_000
 DIFFERENT = ": config and weights are of different models; download both again"
 
 
 class Checkpoint(Protocol):
-    """Where tensors come from: a folder, or a GGUF file that speaks like one."""
+    """A source of tensors: a folder, or a GGUF file with the same interface."""
 
     path: Path
     config: dict[str, Any]
@@ -96,7 +96,7 @@ def load(
     path = check_path(path_or_name)
     if is_embedded(path_or_name):
         path = find_embedded(str(path_or_name))
-    # Of os.path, since Path's raises where a name is too long to be one.
+    # os.path's test, since Path's raises if a name is too long for a file.
     if not os.path.lexists(path) and looks_like_a_name(path_or_name):
         path = fetch_folder(str(path_or_name), revision)
     elif revision is not None:
@@ -137,8 +137,8 @@ def save(model: Transformer, path: str | os.PathLike[str], *, max_shard_gb: floa
 def save_int8(model: Transformer, path: str | os.PathLike[str]) -> None:
     """Write a folder of a quarter of the size, matrices in 8 bits (`int8.py`), that `load` opens.
 
-    A function of its own and no option of `save`: what comes back is near the model, not equal, and
-    only regard reads it.
+    It is a separate function, not an option of `save`, because the loaded model is close to the
+    original, not equal, and only regard can read the folder.
     """
     config, tensors = pack_folder(*gather(model))
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -146,7 +146,7 @@ def save_int8(model: Transformer, path: str | os.PathLike[str]) -> None:
 
 
 def gather(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a folder of this model says: its config.json, and its tensors under their names."""
+    """The content of this model's folder: config.json, and the tensors by their names there."""
     if not isinstance(model, Transformer):
         came = f"model is a {type(model).__name__}; expected a regard Transformer"
         raise TypeError(f"{came}; a model of transformers has save_pretrained")
@@ -172,7 +172,7 @@ def to_theirs(model: Transformer, links: Iterable[Link]) -> dict[str, Tensor]:
 
 
 def check_source(config: ModelConfig) -> None:
-    """Refuse a config that its own config.json does not make; `fit_parts` may have taken away."""
+    """Refuse a config that its config.json does not reproduce, but for what `fit_parts` changes."""
     if config.source:
         again = config_of(config.source)
         head = replace(again.head, pooler=again.head.pooler and config.head.pooler)
@@ -189,7 +189,7 @@ def check_source(config: ModelConfig) -> None:
 
 
 def check_written(model: Transformer, links: Iterable[Link]) -> None:
-    """Refuse a model with parameters that would not be in the file, such as a tie undone."""
+    """Refuse a model with parameters that would not be saved, such as weights no longer tied."""
     ours = dict(model.named_parameters(remove_duplicate=False))
     needed = [name for link in links for name in link.ours]
     written = {id(ours[name]) for name in needed if name in ours}
@@ -213,7 +213,7 @@ def files_beside(model: Transformer) -> dict[str, bytes]:
 
 
 def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.device) -> Transformer:
-    """The model of a checkpoint: everything is checked by name and shape, then read."""
+    """Build the model of a checkpoint: check all names and shapes, then read the tensors."""
     config = config_of(checkpoint.config)
     n_layers = len(config.encoder) + len(config.decoder)
     if n_layers > len(checkpoint.stored):
@@ -230,7 +230,7 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.devic
     for link in links:
         theirs = [read_checked(checkpoint, names[name], dtype) for name in link.theirs]
         for name, tensor in zip(link.ours, link.read(theirs), strict=True):
-            # A part of a stacked tensor is a view of it; only what lies in one piece may stay one.
+            # A part of a stacked tensor is a view of it; a view that is not contiguous is copied.
             tensor = tensor.to(device=device, dtype=dtype).contiguous()
             path, _, last = name.rpartition(".")
             model.get_submodule(path)._parameters[last] = nn.Parameter(tensor)
@@ -245,7 +245,7 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | None, device: torch.devic
 
 
 def fit_parts(config: ModelConfig, family: Family, checkpoint: Checkpoint) -> ModelConfig:
-    """The config without a head or pooler of which the file has nothing, where it may lack them."""
+    """The config without a head or pooler that the file may lack and has no tensors of."""
     links = family.links(config)
     names = find_names(checkpoint, family, links)
 
@@ -275,7 +275,7 @@ def is_bare(source: Mapping[str, Any]) -> bool:
 
 
 def are_equal(checkpoint: Checkpoint, name: str, original: str) -> bool:
-    """Whether two tensors are the same; NaN, which is refused where it is read, equals itself."""
+    """Whether two tensors are equal; NaN equals NaN here, as it is refused when it is read."""
     one, other = checkpoint.stored.get(name), checkpoint.stored.get(original)
     if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
@@ -284,7 +284,7 @@ def are_equal(checkpoint: Checkpoint, name: str, original: str) -> bool:
 
 
 def find_names(checkpoint: Checkpoint, family: Family, links: Iterable[Link]) -> dict[str, str]:
-    """Each name of the links as this file spells it: files of the bare model have no prefix."""
+    """The names in the links -> those in this file: files of the bare model have no prefix."""
     prefix = family.prefix
     prefixed = any(name.startswith(prefix) for name in checkpoint.stored)
 
@@ -305,7 +305,7 @@ def check_tensors(
     expected: Mapping[str, tuple[int, ...]],
     config: ModelConfig,
 ) -> None:
-    """None missing, none left over, every shape right, every repeated tensor equal."""
+    """Refuse missing and unexpected tensors, wrong shapes, and copies that differ."""
     stored = checkpoint.stored
     if missing := [name for name in expected if name not in stored]:
         hint = "; if its output layer is the embedding, set tie_word_embeddings in config.json"
@@ -334,7 +334,7 @@ def check_tensors(
 
 
 def is_constant(checkpoint: Checkpoint, name: str, family: Family, config: ModelConfig) -> bool:
-    """Whether this tensor is one that is computed; then it must hold what is computed."""
+    """Whether this tensor is one that we compute; then refuse it if its values are different."""
     bare = name.removeprefix(family.prefix)
     makers = [make for end, make in family.constants.items() if re.fullmatch(end, bare)]
     if not makers:
@@ -368,7 +368,7 @@ def check_copy(
 
 
 def read_checked(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
-    """One tensor, all of its numbers finite, also in the type it will have."""
+    """Read one tensor, and check that its numbers are finite and fit into the target type."""
     tensor, where = checkpoint.read(name), f"{checkpoint.path}: tensor {name}"
     if not tensor.is_floating_point():
         what = f"{where} holds {tensor.dtype}; expected floating point. If the weights"
@@ -388,7 +388,7 @@ def read_checked(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tenso
 
 
 def stored_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    """The type a model is loaded in when none is asked for: config.json's, else its embedding's."""
+    """The default dtype for loading: config.json's, else that of the first linked tensor."""
     word = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     found: torch.dtype = DTYPES.get(str(word).removeprefix("torch."), checkpoint.stored[name].dtype)
     return found if found in DTYPES.values() else torch.float32

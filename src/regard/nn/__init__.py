@@ -1,4 +1,4 @@
-"""torch.nn's attention and Transformer modules on ours: change `torch.nn` to `regard.nn`."""
+"""Drop-in replacements for torch.nn's attention and Transformer modules, on regard's attention."""
 
 from regard.nn import functional
 from regard.nn.convert import Conversion, convert

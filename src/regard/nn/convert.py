@@ -1,18 +1,18 @@
 """`convert(model)`: torch.nn's attention and Transformer modules in a model become ours, in place.
 
-Why: to see into a model that was built with torch.nn, and to give it what `multihead.py` names,
-without rebuilding it.
+Why: so that a model built with torch.nn can be observed, and has the other properties listed in
+`multihead.py`, without being rebuilt.
 
 How: our classes hold the same parameters and submodules under the same names, so a module is
-swapped by giving it our class. It stays the same object with the same parameters: tied weights stay
-tied, optimisers and hooks keep working.
+swapped by assigning its `__class__`. It stays the same object with the same parameters: tied
+weights stay tied, optimizers and hooks keep working.
 
-What is not plainly torch's is left alone and named: subclasses with methods of their own, replaced
-`forward`s, parametrized weights. Attention inside such a layer is swapped all the same; torch's
-fast path, which would go round it, is then switched off for that layer.
+Modules that differ from torch's are skipped and reported: subclasses with methods of their own,
+replaced `forward`s, parametrized weights. Attention inside such a layer is still swapped; torch's
+fast path, which would bypass it, is then switched off for that layer.
 
 Left out: modules that torch.jit has compiled, which are no longer torch.nn's. Keep
-`copy.deepcopy(model)` if the original is still wanted.
+`copy.deepcopy(model)` if the original is still needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OURS: dict[type[nn.Module], type[nn.Module]] = {
 }
 HARMLESS = {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__constants__"}
 HARMLESS |= {"__firstlineno__", "__static_attributes__", "__annotate__", "__annotate_func__"}
-"""What a subclass may define and still compute what torch's class computes."""
+"""Attributes that a subclass may define without computing anything else than torch's class."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ def convert(model: nn.Module) -> Conversion:
         else:
             module.__class__ = OURS[kind]
             done.swapped[name] = OURS[kind].__name__
-        # A layer that stays torch's would compute around the attention of ours that it now holds.
+        # The fast path of a layer that stays torch's would bypass our attention inside it.
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
         if isinstance(module, nn.TransformerEncoderLayer):
-            # torch takes its fast path for relu and gelu only, and this is where it looks.
+            # torch uses its fast path for relu and gelu only, and reads this attribute for that.
             module.activation_relu_or_gelu = 0
     return done
 

@@ -1,7 +1,7 @@
-"""What regard.nn says when it refuses, in the types that torch.nn has for it.
+"""The errors of regard.nn, in types that code written for torch.nn also catches.
 
-Code that moves here from torch.nn may catch what torch raises: AssertionError in some places,
-RuntimeError in others. The house raises ValueError. So an error here is both.
+Such code may catch what torch raises: AssertionError in some places, RuntimeError in others. The
+rest of regard raises ValueError. So an error here is both.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 
 class InputError(AssertionError, ValueError):
-    """Refused where torch.nn raises AssertionError."""
+    """Raised where torch.nn raises AssertionError."""
 
 
 class CallError(RuntimeError, ValueError):
-    """Refused where torch.nn raises RuntimeError."""
+    """Raised where torch.nn raises RuntimeError."""
 
 
 def refuse_nested(*tensors: Tensor | None) -> None:

@@ -1,12 +1,12 @@
-"""torch.nn.functional's two attention functions, with its signatures and meanings, on ours.
+"""torch.nn.functional's two attention functions, with its signatures, on regard's attention.
 
-`scaled_dot_product_attention` takes any number of axes before the last two and broadcasts them, as
-torch's does; here a bool mask is True where a look is allowed. `multi_head_attention_forward` is
-what `MultiheadAttention` computes, with every weight passed in; there a bool mask is True where a
-look is *not* allowed. Both as in torch.
+`scaled_dot_product_attention` accepts any number of axes before the last two and broadcasts them,
+as torch's does; a bool mask is True where attention is allowed. `multi_head_attention_forward` is
+what `MultiheadAttention` computes, with every weight passed in; there a bool mask is True where
+attention is *not* allowed. Both are so in torch.
 
-Unlike torch's: rows with nothing to see are zeros; masks of any float type; a NaN stays in the rows
-that look at it. Dropout drops other weights than torch does under the same seed.
+Unlike torch's: fully masked rows give zeros; masks may be of any float type; a NaN stays in the
+rows that attend to it. Under the same seed, dropout drops other weights than torch's does.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -41,8 +41,8 @@ def scaled_dot_product_attention(
     """softmax(scale · query keyᵀ + mask) value, over the last two axes.
 
     query (..., H, T, D), key (..., G, S, D), value (..., G, S, E) give (..., H, T, E). attn_mask
-    broadcasts to (..., H, T, S): bool, True = may look, or float, added to the scores. is_causal:
-    query t sees the keys up to t (counted from the start). dropout_p applies always; pass 0 in
+    broadcasts to (..., H, T, S): bool, True = may attend, or float, added to the scores. is_causal:
+    query t sees the keys up to t (counted from the start). dropout_p always applies; pass 0 in
     evaluation. enable_gqa: G divides H, and neighbouring query heads share a key head.
     """
     refuse_nested(query, key, value)
@@ -83,7 +83,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def leading_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """The axes before (T, E) of the output: all broadcast, but for grouped heads."""
+    """The output's axes before (T, E): broadcast, except that grouped heads are those of query."""
     if enable_gqa and min(query.dim(), key.dim(), value.dim()) < 3:
         raise CallError(
             "enable_gqa needs a head axis: query (..., H, T, D), key and value (..., G, S, D)"
@@ -106,7 +106,7 @@ def leading_axes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def as_heads(x: Tensor, lead: tuple[int, ...], enable_gqa: bool) -> Tensor:
-    """x as (B, heads, length, width): axes further left joined into B, missing ones added."""
+    """x as (B, heads, length, width): axes before the heads are flattened to B or added."""
     heads = x.shape[-3] if enable_gqa else lead[-1] if lead else 1
     wanted = (*lead[:-1], heads, *x.shape[-2:])
     if x.dim() == 4 and x.shape == wanted:
@@ -117,7 +117,7 @@ def as_heads(x: Tensor, lead: tuple[int, ...], enable_gqa: bool) -> Tensor:
 def read_mask(
     attn_mask: Tensor | None, is_causal: bool, shape: tuple[int, ...]
 ) -> tuple[Mask | None, DenseBias | None]:
-    """The rule that mask and flag mean, for weights of the given shape (..., H, T, S)."""
+    """The mask or the bias that attn_mask and is_causal mean, for weights (..., H, T, S)."""
     if attn_mask is None:
         return (Causal(align="start") if is_causal else None), None
     drawn = type(attn_mask).__name__ == "CausalBias"
@@ -172,8 +172,8 @@ def multi_head_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """What `MultiheadAttention` computes, with its weights passed in; query (T, B, C) or (T, C).
 
-    static_k and static_v, (B·H, S, D), stand for keys and values that are projected and split
-    already.
+    static_k and static_v, (B·H, S, D), are keys and values that are already projected and split
+    into heads.
     """
     masks = Masks(attn_mask, key_padding_mask, is_causal)
     masks.check_kinds()

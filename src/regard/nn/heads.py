@@ -1,15 +1,15 @@
-"""From inputs to heads and back: what `MultiheadAttention` and its functional twin share.
+"""From inputs to heads and back, for `MultiheadAttention` and `multi_head_attention_forward`.
 
-Inputs come as torch.nn has them: (T, B, C), or (B, T, C) with `batch_first`, or (T, C) without a
-batch. They are projected as they lie and then looked at as (B, H, T, D), so nothing is copied on
-the way in; the output is joined in the layout that came. The same tensor given as query, key and
-value is projected in one product.
+Inputs have torch.nn's layouts: (T, B, C), or (B, T, C) with `batch_first`, or (T, C) without a
+batch. They are projected in their layout and then viewed as (B, H, T, D), so inputs are not copied;
+the output has the layout of the inputs. If query, key and value are the same tensor, they are
+projected in one product.
 
-The output always comes from `attention`. Weights, when asked for, are computed beside it from the
-same q, k and rule, so asking does not change the output in any bit.
+The output always comes from `attention`. Weights, when asked for, are computed in a second call
+from the same q, k, mask and bias, so asking does not change the output in any bit.
 
 Letters: B batch, T queries, S keys, H heads, D head width, C model width; X, Y are B, T in the
-order they came.
+order of the inputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from regard.ops.shape import Shape
 
 
 class Inputs(NamedTuple):
-    """Query, key and value, all with a batch axis, and how they came."""
+    """Query, key and value, all with a batch axis, and the layout in which they were given."""
 
     query: Tensor
     key: Tensor
@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
     def give_back(
         self, output: Tensor, weights: Tensor | None, average: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and weights as torch gives them: without the batch axis if none came."""
+        """Output and weights as torch returns them: without a batch axis if inputs had none."""
         if weights is not None and average:
             weights = weights.mean(1)
         if self.batched:
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Projection:
-    """How inputs become queries, keys and values: one packed weight, (3C, C), or three apart.
+    """How inputs become queries, keys and values: one packed weight, (3C, C), or three separate.
 
     `pair` is the key and value that `add_bias_kv` adds, `zero` whether `add_zero_attn` adds one.
     """
@@ -81,7 +81,7 @@ class Projection:
 
 
 def read_inputs(query: Tensor, key: Tensor, value: Tensor, batch_first: bool) -> Inputs:
-    """Check the axes and add a batch axis where there is none; one tensor given twice stays one."""
+    """Check the axes and add a missing batch axis; one tensor given twice stays one tensor."""
     refuse_nested(query, key, value)
     n_axes = query.dim()
     if n_axes not in (2, 3):
@@ -129,7 +129,7 @@ def project(inputs: Inputs, weights: Projection) -> tuple[Tensor, Tensor, Tensor
     query, key, value = inputs[:3]
     parts = weights.packed.chunk(3) if weights.packed is not None else weights.apart
     assert parts is not None
-    # torch takes a bias of another float type than its weight; linear does not.
+    # torch's attention accepts a bias of another float type than its weight; linear does not.
     bias = None if weights.bias is None else weights.bias.to(parts[0].dtype)
     if weights.packed is None or key is not value:
         biases = bias.chunk(3) if bias is not None else (None, None, None)
@@ -157,7 +157,7 @@ def learned_pair(bias_k: Tensor | None, bias_v: Tensor | None) -> tuple[Tensor, 
 def extend(
     k_bhsd: Tensor, v_bhsd: Tensor, bias: tuple[Tensor, Tensor] | None, zero: bool
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values with the learned pair and the zero pair behind them, where asked."""
+    """Keys and values, with the learned pair and the zero pair appended if there are any."""
     B, H, _, D = k_bhsd.shape
     if bias is not None:
         k_bh1d, v_bh1d = (x.to(k_bhsd.dtype).view(1, H, 1, D).expand(B, H, 1, D) for x in bias)
@@ -176,9 +176,10 @@ def attend(
     static: tuple[Tensor | None, Tensor | None] = (None, None),
     by: Callable[..., Tensor] = attention,
 ) -> tuple[Tensor, Tensor | None]:
-    """The output before `out_proj`, and the weights after dropout, (B, H, T, S), where wanted.
+    """The output before `out_proj`, and the weights after dropout, (B, H, T, S), if needed.
 
-    static: keys and values, (B·H, S, D), that stand for projected ones. by: what calls `attention`.
+    static: keys and values, (B·H, S, D), used instead of projected ones. by: the function that
+    calls `attention`.
     """
     masks.check_axes(inputs.batched)
     check_widths(inputs, weights)

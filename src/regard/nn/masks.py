@@ -1,13 +1,13 @@
-"""torch.nn's masks, read once and turned into ours.
+"""Converts torch.nn's masks into regard's masks and biases.
 
-torch.nn speaks in two tensors. `attn_mask`, (T, S) or (B·H, T, S), and `key_padding_mask`, (B, S)
-or (S,) without a batch; each bool, where True means *may not look* (the opposite of ours), or
-float, added to the scores. Here bool becomes a `Mask`, float a `Bias`, any mixture of the two.
-`is_causal` is a hint that `attn_mask` is the causal one: it is believed only after a look at the
-mask, so it can make a call faster and never change its result.
+torch.nn has two mask tensors: `attn_mask`, (T, S) or (B·H, T, S), and `key_padding_mask`, (B, S)
+or (S,) without a batch. Each is bool, where True means *may not attend* (the opposite of ours), or
+float, added to the scores. Here a bool mask becomes a `Mask`, a float mask a `Bias`, in any
+combination. `is_causal` is a hint that `attn_mask` is the causal mask. It is used only after the
+mask's values were compared, so it can make a call faster but never change its result.
 
 Where values can be read without waiting (on the CPU, outside tracing), padding at the end becomes
-`Lengths`, so that padded keys cost no work. Elsewhere masks are taken as given.
+`Lengths`, so that padded keys cost no work. Elsewhere the padding mask is used as it is.
 
 Letters: B batch, T queries, S keys, H heads.
 """
@@ -29,7 +29,7 @@ from regard.ops.shape import Shape
 
 
 class Masks(NamedTuple):
-    """The two masks of a call, and the hint about the first."""
+    """The two masks of a call, and the hint that the first is causal."""
 
     attn_mask: Tensor | None
     key_padding_mask: Tensor | None
@@ -56,7 +56,7 @@ class Masks(NamedTuple):
                 )
 
     def check_sizes(self, shape: Shape, batched: bool) -> None:
-        """Refuse masks that do not fit, whether or not they would be read."""
+        """Refuse masks whose shapes do not fit, whether or not they would be used."""
         B, H, T, S = shape
         flat = self.attn_mask is None or self.attn_mask.dim() == 2
         wanted: dict[str, tuple[tuple[int, ...], str]] = {
@@ -72,9 +72,9 @@ class Masks(NamedTuple):
                 )
 
     def read(self, shape: Shape, extra: int) -> tuple[Mask | None, Bias | None]:
-        """The rule that the two checked masks mean together.
+        """The mask and the bias that the two checked masks mean together.
 
-        shape has the keys that were given; `extra` more stand behind them, which every query sees.
+        shape counts the caller's keys; `extra` keys are appended to them, which every query sees.
         """
         attn_mask, padding = self.attn_mask, self.key_padding_mask
         if self.is_causal and attn_mask is None:
@@ -106,8 +106,8 @@ class Masks(NamedTuple):
 
 
 def is_causal_mask(mask: Tensor) -> bool:
-    """Whether a mask, (T, S), hides just the keys after each query; no, where it cannot be read."""
-    # Nothing may be read back while a CUDA graph is being recorded.
+    """Whether a mask (T, S) hides exactly the keys after each query; False if it is unreadable."""
+    # Nothing may be read back while a CUDA graph is being captured.
     captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     if mask.dim() != 2 or not readable(mask) or captured:
         return False
@@ -119,7 +119,7 @@ def is_causal_mask(mask: Tensor) -> bool:
 
 
 def read_lengths(key_padding_mask: Tensor) -> Tensor | None:
-    """How many real keys each sample has, (B,); None if unread, or if padding is not at the end."""
+    """The real keys of each sample, (B,); None if unreadable, or if padding is not at the end."""
     near = key_padding_mask.device.type == "cpu" and readable(key_padding_mask)
     if key_padding_mask.dtype != torch.bool or not near:
         return None
@@ -130,7 +130,7 @@ def read_lengths(key_padding_mask: Tensor) -> Tensor | None:
 
 
 def as_float(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as torch's encoder hands it to its layers: float, -inf where no look is allowed."""
+    """A mask as torch's encoder passes it to its layers: float, -inf where True."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))

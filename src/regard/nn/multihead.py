@@ -1,15 +1,15 @@
-"""`MultiheadAttention` with torch.nn's constructor, parameters, call and state_dict, on ours.
+"""`MultiheadAttention` with torch.nn's arguments, parameters and state_dict, on regard's attention.
 
 Why: so that changing `torch.nn` to `regard.nn` is the whole migration. The same seed draws the same
 weights, and each loads the other's state_dict.
 
-Unlike torch's: there is one path, in training and in evaluation alike. Asking for weights changes
-the output in no bit. A row that may see nothing gives zeros, in output and weights, forward and
-backward. `is_causal` is a hint that can only make a call faster. Masks of any float type, and a
-bool mask beside a float one, mean what they say. `observing(model, Wants(...))` shows what the
-heads looked at, of which the keys that `add_bias_kv` and `add_zero_attn` add are the last.
+Unlike torch's: training and evaluation run the same code. Asking for weights changes no bit of the
+output. A fully masked row gives zeros, in output and weights, forward and backward. `is_causal` is
+a hint that can only make a call faster. Masks may be of any float type, and a bool mask may be
+combined with a float one. `observing(model, Wants(...))` shows what the heads attend to; the keys
+that `add_bias_kv` and `add_zero_attn` add come last.
 
-Left out: nested tensors and TorchScript, both refused in words.
+Left out: nested tensors and TorchScript; both are refused with a reason.
 
 Letters: B batch, T queries, S keys, H heads, D head width, C model width.
 """
@@ -31,15 +31,15 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def signed_as(theirs: Method) -> Callable[[Callable[..., Any]], Method]:
-    """Give a method of ours the signature of torch's, to readers and to type checkers."""
+    """A decorator that gives a method the signature of torch's, for help() and type checkers."""
     return cast(Any, wraps(theirs))  # type: ignore[no-any-return]
 
 
 class MultiheadAttention(Observable, nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention, in one path that can be seen.
+    """torch.nn.MultiheadAttention, without a separate fast path, so that it can be observed.
 
     query (T, B, C), key (S, B, kdim), value (S, B, vdim); with `batch_first` (B, T, C) and so on;
-    without a batch (T, C). Gives the output, shaped like query, and the weights averaged over
+    without a batch (T, C). Returns the output, shaped like query, and the weights averaged over
     heads, (B, T, S), or per head, (B, H, T, S).
     """
 
@@ -51,7 +51,7 @@ class MultiheadAttention(Observable, nn.MultiheadAttention):
         super().__init__(embed_dim, num_heads, *args, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also read modules that were pickled before a field was there."""
+        """Also load modules that were pickled before torch had `batch_first`."""
         super().__setstate__({"batch_first": False, **state})  # type: ignore[no-untyped-call]
 
     def forward(
@@ -65,7 +65,7 @@ class MultiheadAttention(Observable, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; masks as in torch.nn: bool True = may not look, float = added to the scores."""
+        """Attend; masks as in torch.nn: bool True = may not attend, float = added to the scores."""
         masks = Masks(attn_mask, key_padding_mask, is_causal)
         masks.check_kinds()
         inputs = read_inputs(query, key, value, self.batch_first)
@@ -93,5 +93,5 @@ def check_heads(embed_dim: int, num_heads: int) -> None:
 
 
 def adopt(module: nn.MultiheadAttention) -> None:
-    """Make torch's module ours: the same object with the same parameters."""
+    """Convert torch's module to ours in place: the same object with the same parameters."""
     module.__class__ = MultiheadAttention

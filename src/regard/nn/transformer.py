@@ -1,14 +1,14 @@
-"""torch.nn's Transformer layers and stacks, with its names, calls and state_dict keys, in one path.
+"""torch.nn's Transformer layers and stacks, with the same names, arguments and state_dict keys.
 
 Why: so that changing `torch.nn` to `regard.nn` is the whole migration; see `multihead.py` for what
 differs in attention.
 
-How: each class is torch's own with our attention in it, and without the fast path: evaluation runs
-the same code as training. `enable_nested_tensor` and `mask_check` are kept and do nothing: padded
-keys are skipped anyway. A stack looks once whether its mask is the causal one, and says so to its
-layers.
+How: each class is a subclass of torch's with our attention and without the fast path: evaluation
+runs the same code as training. `enable_nested_tensor` and `mask_check` are accepted and do nothing:
+padded keys are skipped anyway. A stack checks once whether its mask is the causal one, and passes
+this on to its layers.
 
-Left out: nested tensors and TorchScript, both refused in words.
+Left out: nested tensors and TorchScript; both are refused with a reason.
 
 Letters: B batch, T target length, S source length, C model width (d_model).
 """
@@ -49,7 +49,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """One layer; masks as in `MultiheadAttention` (bool True = may not look)."""
+        """Run one layer; masks as in `MultiheadAttention` (bool True = may not attend)."""
         refuse_nested(src)
         masks = (src_mask, src_key_padding_mask)
         if self.norm_first:
@@ -75,14 +75,14 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer):
         adopt(self.multihead_attn)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch's own would put relu in the place of an activation that is a module.
+        # torch's own would replace an activation that is a module by relu.
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         if not hasattr(self, "activation"):
             self.activation = nn.functional.relu
 
 
 class TransformerEncoder(nn.TransformerEncoder):
-    """`num_layers` copies of an encoder layer, and a norm behind them if given."""
+    """`num_layers` copies of an encoder layer, followed by a norm if one is given."""
 
     __prepare_scriptable__ = refuse_script
 
@@ -99,21 +99,21 @@ class TransformerEncoder(nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """All layers in turn; `is_causal=None` looks whether `mask` is the causal one."""
+        """Run all layers; `is_causal=None` checks whether `mask` is the causal one."""
         refuse_nested(src)
         causal = is_causal if is_causal is not None else mask is not None and is_causal_mask(mask)
         output = src
         for layer in self.layers:
             own, padding = mask, src_key_padding_mask
             if not isinstance(layer, TransformerEncoderLayer):
-                # A layer of the user's own gets what torch's encoder would hand it: floats.
+                # A layer of another class gets what torch's encoder would pass to it: floats.
                 own, padding = as_float(own, src.dtype), as_float(padding, src.dtype)
             output = layer(output, src_mask=own, is_causal=causal, src_key_padding_mask=padding)
         return output if self.norm is None else self.norm(output)
 
 
 class TransformerDecoder(nn.TransformerDecoder):
-    """`num_layers` copies of a decoder layer, and a norm behind them if given."""
+    """`num_layers` copies of a decoder layer, followed by a norm if one is given."""
 
     __prepare_scriptable__ = refuse_script
 
@@ -128,7 +128,7 @@ class TransformerDecoder(nn.TransformerDecoder):
         tgt_is_causal: bool | None = None,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        """All layers in turn; `tgt_is_causal=None` looks whether `tgt_mask` is the causal one."""
+        """Run all layers; `tgt_is_causal=None` checks whether `tgt_mask` is the causal one."""
         refuse_nested(tgt, memory)
         if tgt_is_causal is None:
             tgt_is_causal = tgt_mask is not None and is_causal_mask(tgt_mask)
@@ -139,7 +139,7 @@ class TransformerDecoder(nn.TransformerDecoder):
 class Transformer(nn.Transformer):
     """An encoder and a decoder.
 
-    src (S, B, C) and tgt (T, B, C) give (T, B, C); or batch first, or without a batch.
+    src (S, B, C) and tgt (T, B, C) give (T, B, C); or batch first, or without a batch axis.
     """
 
     __prepare_scriptable__ = refuse_script
@@ -176,7 +176,7 @@ class Transformer(nn.Transformer):
 
 
 def check_options(layer: type[nn.Module], *args: Any, **kwargs: Any) -> None:
-    """Refuse what torch refuses, in its types and our words."""
+    """Refuse what torch refuses, with its exception types and our messages."""
     given = signature(layer).bind(*args, **kwargs).arguments
     check_heads(given["d_model"], given["nhead"])
     activation = given.get("activation")

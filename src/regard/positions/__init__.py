@@ -1,13 +1,12 @@
 """Positions of tokens, for models: sinusoidal, learned and rotary positions.
 
 Why: attention by itself does not know the order of its tokens. Each scheme here is a pure function
-of integer positions, so padding, packing, caches and any length need nothing but the right
-positions.
+of integer positions, so padding, packing, caches and any length need only the right positions.
 
-How: positions are int tensors, (T,) for all rows alike or (B, T) per row. `frequencies.py` has
-what all share, `absolute.py` what is added to the embeddings, `rotary.py` what rotates queries and
-keys, `scaling.py` how rotary is stretched to longer texts. ALiBi slopes and T5 buckets are defined
-where they act, in `regard.ops.bias`, and are handed on from here.
+How: positions are int tensors, (T,) shared by all rows or (B, T) per row. `frequencies.py` computes
+the frequencies, `absolute.py` positions that are added to the embeddings, `rotary.py` rotates
+queries and keys, `scaling.py` scales rotary to longer texts. ALiBi slopes and T5 buckets are
+defined where they are used, in `regard.ops.bias`, and re-exported here.
 
 Left out: positions in two or three axes, xPos, Gemma's "proportional" frequencies.
 """

@@ -1,9 +1,9 @@
-"""Positions that are added to the embeddings, sinusoidal and learned; and those of padded rows.
+"""Positions that are added to the embeddings, sinusoidal and learned; positions of padded rows.
 
-Why: the first Transformer, Marian, GPT-2, BERT, OPT and BART tell the order this way.
+Why: the first Transformer, Marian, GPT-2, BERT, OPT and BART encode the order this way.
 
-How: `Sinusoidal` and `Learned` take positions and give one vector each; `add` puts it on the
-embeddings. The sinusoid is computed from the positions, so it has no table and no end.
+How: `Sinusoidal` and `Learned` map each position to a vector; `add` adds it to the embeddings. The
+sinusoid is computed from the position, so it has no table and no maximum length.
 
 Left out: the sinusoids of tensor2tensor and fairseq, whose exponent is 2i / (dim - 2).
 
@@ -144,7 +144,7 @@ def count_positions(real_bt: Tensor) -> Tensor:
     """Positions (B, T) of padded rows: the running count of real tokens, from 0.
 
     `real_bt` is True where a token is real. So a row has the same positions wherever its padding
-    sits. Padding gets a position that is in range and means nothing: it still has to be masked.
+    is. Padding gets some position that is in range: it still has to be masked.
     """
     if real_bt.dtype != torch.bool or real_bt.ndim != 2:
         raise ValueError(
@@ -155,7 +155,7 @@ def count_positions(real_bt: Tensor) -> Tensor:
 
 
 def _check_range(positions: Tensor, max_len: int) -> None:
-    """Refuse positions outside 0 .. max_len - 1, wherever their values may be read."""
+    """Refuse positions outside 0 .. max_len - 1, if their values can be read."""
     if not readable(positions) or positions.numel() == 0:
         return
     if positions.is_cuda and torch.cuda.is_current_stream_capturing():

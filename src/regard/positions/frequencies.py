@@ -4,8 +4,8 @@ Why: an angle is position × frequency, and it must be right at position 1,000,0
 float32 has lost three digits, bfloat16 all of them.
 
 How: frequencies are computed at every call, from plain numbers, on the device, in float64. None is
-ever stored, so there is no buffer that `.bfloat16()`, `to_empty()` or a longer text seen earlier
-could spoil. Only elementwise operations are used; autocast lowers none of them.
+ever stored, so there is no buffer that `.bfloat16()`, `to_empty()` or an earlier, longer text could
+corrupt. Only elementwise operations are used; autocast lowers none of them.
 
 Letters: R pairs of numbers, each with one frequency.
 """

@@ -1,13 +1,13 @@
-"""Rotary positions: rotated queries and keys, whose product knows only their distance.
+"""Rotary positions: rotated queries and keys, whose dot product depends only on their distance.
 
 Why: after rotating, q at position i times k at position j depends on i - j, and nothing is added to
 the embeddings.
 
-How: a head's first `rotary_dim` numbers make pairs; pair (a, b) at position t becomes (a cos - b
+How: a head's first `rotary_dim` numbers form pairs; pair (a, b) at position t becomes (a cos - b
 sin, b cos + a sin) with the angle t × frequency. `pairing` says which numbers are a pair: "halves"
 is x[r] with x[r + R] (Hugging Face's LLaMA, NeoX), "neighbours" is x[2r] with x[2r + 1] (the
-paper, GPT-J, Meta's LLaMA files). Weights are never permuted. `phases` makes (cos, sin) once for a
-pass; `rotate` reads them in every layer.
+paper, GPT-J, Meta's LLaMA files). Weights are never permuted. `phases` computes (cos, sin) once per
+forward pass; `rotate` uses them in every layer.
 
 Phases are float32 whatever the model's type; the rotation is computed in float32 or wider and
 rounded once, to the type of x. Nothing is kept between calls.
@@ -120,7 +120,7 @@ class Rotary(nn.Module):
         """cos and sin for positions (T,) or (B, T), in any order, with gaps or negative.
 
         `length`, an int or (B,), is the length of the whole text. It matters to DynamicNTK and
-        LongRoPE only, and is each row's largest position + 1 when not given, so no row depends on
+        LongRoPE only; by default it is each row's largest position + 1, so no row depends on
         another. With a cache, give it: one step alone does not know how long the text will be.
         """
         check_positions(positions)
@@ -136,7 +136,7 @@ class Rotary(nn.Module):
         angles_tr = positions[..., None] * frequencies_r
         cos, sin = (angles_tr.cos() * amplitude).float(), (angles_tr.sin() * amplitude).float()
         if torch.compiler.is_compiling() and cos.is_cuda:
-            # A compiler would work out the same angles again in every layer.
+            # Without this, the compiler would recompute the angles in every layer.
             cos, sin = _settle_op(torch.stack((cos, sin))).unbind()
         return Phases(cos, sin)
 
@@ -145,7 +145,7 @@ class Rotary(nn.Module):
     ) -> Tensor:
         """x rotated, in its own type. `at` is positions, (T,) or (B, T), or their phases.
 
-        Queries and keys are rotated alike, each by their own positions.
+        Queries and keys are rotated in the same way, each by their own positions.
         """
         if isinstance(at, Tensor):
             at = self.phases(at, length=length)
@@ -171,7 +171,7 @@ class Rotary(nn.Module):
 
 
 def rotate_pairs(x_bhtd: Tensor, phases: Phases, config: RotaryConfig) -> Tensor:
-    """x rotated by phases that fit it, in its own type."""
+    """x rotated, in its own type, by phases whose shape was checked."""
     cos, sin = phases
     if cos.ndim == 3 and cos.shape[0] != 1:
         cos, sin = cos[:, None], sin[:, None]
@@ -213,7 +213,7 @@ def _settle(x: Tensor) -> Tensor:
 _settle_op = torch.library.custom_op(
     "regard::settle", _settle, mutates_args=(), schema="(Tensor x) -> Tensor"
 )
-"""A tensor as it is; compiled graphs keep it instead of working it out anew where it is read."""
+"""A copy that compiled graphs do not fuse through: they store it instead of recomputing it."""
 
 
 @_settle_op.register_fake

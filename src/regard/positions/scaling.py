@@ -1,13 +1,13 @@
-"""How rotary frequencies are stretched, so that a model reads longer texts than it was trained on.
+"""Rotary (RoPE) scaling: frequencies for texts longer than those a model was trained on.
 
-Why: a checkpoint is only right with the stretch it was trained or tuned with. A stretch is applied
-in full or refused in words, never ignored.
+Why: a checkpoint is only right with the scaling it was trained or tuned with. A scaling is applied
+in full or refused with a reason, never ignored.
 
-How: each is a frozen value, checked when made, with
+How: each is a frozen value, checked when it is made, with
 - `scale(frequencies_r, base, length)`, the new frequencies; `length` broadcasts against (R,);
-- `needs_length`, whether the length of the text matters; if not, None will do for it;
-- `rotates_kept_keys`, whether kept keys are rotated anew as the text grows;
-- `amplitude`, the factor on cos and sin, whose square is on the scores.
+- `needs_length`, whether the length of the text matters; if not, `length` may be None;
+- `rotates_kept_keys`, whether cached keys are rotated again as the text grows;
+- `amplitude`, the factor on cos and sin; the scores are multiplied by its square.
 `scaling_from_dict` reads the `rope_scaling` / `rope_parameters` of a Hugging Face config.
 
 Left out: "proportional", "axial" and "mrope", and the second factor that DeepSeek puts on the
@@ -29,13 +29,13 @@ from regard._check import check_count, check_number
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """What the scalings have unless they say otherwise."""
+    """The base of all scalings: defaults, and checks of the fields."""
 
     needs_length: ClassVar[bool] = False
     rotates_kept_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse lengths that are no counts and numbers that are not above 0."""
+        """Refuse lengths that are not positive integers, and numbers that are not above 0."""
         for field in fields(self):
             name, value = f"{type(self).__name__}.{field.name}", getattr(self, field.name)
             if value is None and field.default is None:
@@ -71,7 +71,7 @@ class DynamicNTK(Stretch):
     The fastest pair keeps its frequency, the slowest is divided by the whole stretch, the others by
     a power between. The stretch depends on the length of this text alone. Keys in a cache stay as
     they were rotated in their own call, as in `transformers`. So a text that grows past
-    `original_max_len` in a cache gives other outputs than when it is read at once; read a long
+    `original_max_len` in a cache has other outputs than when it is read at once; read a long
     prompt in one call.
 
     Args:
@@ -142,7 +142,7 @@ class YaRN(Stretch):
         last = self._find_pair(self.beta_slow, n_pairs, base)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        # Published with the width less one, not the pairs less one; checkpoints rely on it.
+        # The published code uses the width minus 1, not the pairs minus 1; checkpoints rely on it.
         first, last = max(first, 0), min(last, 2 * n_pairs - 1)
         if first == last:
             last += 0.001
@@ -150,7 +150,7 @@ class YaRN(Stretch):
         return frequencies_r * (1 - slow_r + slow_r / self.factor)
 
     def _find_pair(self, turns: float, n_pairs: int, base: float) -> float:
-        """The pair (a fraction of one, too) that rotates this often within original_max_len."""
+        """The index, maybe fractional, of the pair with this many turns in original_max_len."""
         wavelength = self.original_max_len / turns
         return n_pairs * math.log(wavelength / (2 * math.pi)) / math.log(base)
 
@@ -254,7 +254,7 @@ def _count_pairs(frequencies_r: Tensor) -> Tensor:
     return torch.arange(n_pairs, dtype=frequencies_r.dtype, device=frequencies_r.device)
 
 
-# Hugging Face's types: what each makes, the keys it must have, the keys it may have.
+# Hugging Face's types: the class of each, its required keys, its optional keys.
 _ORIGINAL = "original_max_position_embeddings"
 _YARN = f"factor {_ORIGINAL} beta_fast beta_slow attention_factor mscale mscale_all_dim truncate"
 _TYPES: dict[str, tuple[Callable[..., Scaling | None], str, str]] = {
@@ -308,7 +308,7 @@ def scaling_from_dict(
     missing = sorted(needed - set(given))
     if missing:
         raise ValueError(f"rotary scaling {kind!r} lacks {', '.join(missing)}; add it to the dict")
-    # Says how the weights came about; "yarn" is computed alike with and without it.
+    # "finetuned" describes the training; "yarn" is computed in the same way with and without it.
     given.pop("finetuned", None)
     in_dict = given.pop(_ORIGINAL, None)
     if kind == "dynamic":  # here the model's own length is the original one

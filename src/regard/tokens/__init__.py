@@ -1,4 +1,4 @@
-"""Text to ids and back, on the `tokenizers` package; needs nothing else of regard, and no torch."""
+"""Tokenizers: text to ids and back, on the `tokenizers` package; imports no torch."""
 
 from regard.tokens.stream import TextStream
 from regard.tokens.tokenizer import Batch, Encoding, Spans, SpecialTokens, Tokenizer

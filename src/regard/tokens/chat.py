@@ -1,17 +1,16 @@
-"""Chat templates: a stranger's small program that turns messages into a prompt, run in a sandbox.
+"""Chat templates: untrusted Jinja programs that turn messages into a prompt, run in a sandbox.
 
-Why: every chat model wants its messages written in its own way, and ships a Jinja template that
-does it. The template comes with the weights, so it is as trustworthy as the place they came from.
+Why: every chat model needs its messages formatted in its own way, and ships a Jinja template for
+it. The template comes with the weights, so it is only as trustworthy as their source.
 
-How: Jinja's immutable sandbox, in which a template can neither reach Python's internals nor change
-what it is given. Ours refuses such a reach in words instead of printing nothing for it, and counts
-the turns of loops, the calls of macros, and what ranges and products make. The names
-that templates expect are there: the messages, tools and documents, the special tokens,
-`raise_exception`, `strftime_now`, `tojson` without HTML escapes, `break` and `continue`, and the
-`generation` block.
+How: Jinja's immutable sandbox, in which a template can neither access Python's internals nor change
+its arguments. Ours raises on such an access instead of printing nothing, and limits the total of
+loop iterations, macro calls, and what ranges and products create. The names that templates expect
+are there: the messages, tools and documents, the special tokens, `raise_exception`, `strftime_now`,
+`tojson` without HTML escapes, `break` and `continue`, and the `generation` block.
 
-Left out: a bound on memory and on the clock. A template that doubles a text over and over can
-still fill the one, and one that sorts long lists over and over can take its time.
+Left out: limits on memory and time. A template that doubles a text over and over can still fill the
+memory, and one that sorts long lists over and over can run for long.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# What one rendering may do: turns of loops, calls of macros, numbers in ranges, letters and
-# entries that a product makes, all counted together.
+# The limit for one rendering: loop iterations, macro calls, numbers in ranges, letters and entries
+# that products create, all counted together.
 WORK = 100_000
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[str, Any]) -> str:
-    """The prompt that the template makes of the messages; ValueError when it refuses or fails."""
+    """The prompt that the template makes of the messages; ValueError if it refuses or fails."""
     check_messages(messages)
     try:
         import jinja2
@@ -49,7 +48,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[
             node.set_lineno(node.lineno)
         tree.set_environment(environment)
         known = {"messages": [*messages], "raise_exception": _refuse, "strftime_now": _now}
-        unasked = {"tools": None, "documents": None}  # templates ask whether these are none
+        unasked = {"tools": None, "documents": None}  # templates test whether these are none
         return environment.from_string(tree).render({**known, **unasked, **names})
     except Exception as error:  # a template can raise whatever Python can
         said, todo = f"{error or type(error).__name__}", "write the prompt as text yourself"
@@ -89,7 +88,7 @@ def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, 
 
 
 def _sandbox() -> ImmutableSandboxedEnvironment:
-    """One for each rendering, since it counts. Its classes cannot be written without jinja2."""
+    """A sandbox for one rendering, as it counts work. Its classes are here as they need jinja2."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
@@ -98,7 +97,7 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlock(Extension):
-        """`{% generation %}` marks what the model wrote; for the text it changes nothing."""
+        """`{% generation %}` marks what the model wrote; it does not change the text."""
 
         tags = {"generation"}  # noqa: RUF012 (Jinja reads it from the class)
 

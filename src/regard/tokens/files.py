@@ -1,13 +1,13 @@
-"""The files that tell a tokenizer: found, read, checked as far as plain JSON can be, written again.
+"""The files that define a tokenizer: finding, reading, checking and writing them.
 
-Why: what a tokenizer is lies in up to five files, some of which say the same thing in several ways,
-and any of them may be damaged or come from a stranger.
+Why: a tokenizer is defined by up to five files, some of which say the same thing in several ways,
+and any of them may be damaged or malicious.
 
 How: every file is read once as text and kept under its name, so that saving writes back what was
-read, byte by byte. The functions here turn these texts into plain data: the names of the special
-tokens, tokens added beside the vocabulary, the chat templates, and, where a folder has GPT-2's
-`vocab.json` and `merges.txt` only, the `tokenizer.json` that says the same. Whatever is wrong is
-one ValueError that names the file.
+read, byte for byte. The functions here turn these texts into plain data: the names of the special
+tokens, tokens added to the vocabulary, the chat templates, and, for a folder that has only GPT-2's
+`vocab.json` and `merges.txt`, an equivalent `tokenizer.json`. Every fault is a ValueError that
+names the file.
 
 Left out: SentencePiece models, BERT's lone `vocab.txt` and other folders without a
 `tokenizer.json`; they are refused with the way to make one.
@@ -38,9 +38,9 @@ SAID_TWICE = {
     "tokenize_chinese_chars": ("normalizer", "BertNormalizer", "handle_chinese_chars"),
     "add_prefix_space": ("pre_tokenizer", "ByteLevel", "add_prefix_space"),
 }
-"""What a config may say of a step of `tokenizer.json`: its part, type and word there."""
+"""Settings of tokenizer_config.json that `tokenizer.json` has too: part, type and key there."""
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend", "Llama")
-"""The classes of `transformers` that go by `tokenizer.json` alone."""
+"""Beginnings of class names in `transformers` that read these from `tokenizer.json` alone."""
 ROLES = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 ANOTHER_COPY = "fetch the file again, or save the tokenizer again where it came from"
@@ -57,7 +57,7 @@ def read_texts(path: Path) -> dict[str, str]:
         raise FileNotFoundError(
             f"{path}: no such file or folder; give a folder with a {TOKENIZER}, or that file itself"
         )
-    # A link that leads nowhere is there: the file that it stands for is not to be passed over.
+    # A broken link counts as there, so that reading it raises: its file must not be ignored.
     texts = {name: _read(path / name) for name in KNOWN if os.path.lexists(path / name)}
     if TOKENIZER in texts:
         return texts
@@ -96,7 +96,7 @@ def parse(texts: Mapping[str, str], name: str, origin: str) -> dict[str, Any]:
 
 
 def special_tokens(texts: Mapping[str, str], origin: str) -> dict[str, dict[str, Any]]:
-    """Role ("bos", ...) -> the token's entry; `tokenizer_config.json` goes before the other."""
+    """Role ("bos", ...) -> the token's entry; `tokenizer_config.json` takes precedence."""
     found: dict[str, dict[str, Any]] = {}
     for name in (CONFIG, SPECIAL):
         named = parse(texts, name, origin)
@@ -116,10 +116,10 @@ def special_tokens(texts: Mapping[str, str], origin: str) -> dict[str, dict[str,
 
 
 def added_tokens(texts: Mapping[str, str], origin: str) -> list[dict[str, Any]]:
-    """Tokens told beside `tokenizer.json`, in order: "content", flags, and "id" where it is told.
+    """Tokens defined beside `tokenizer.json`, by id: "content", flags, and "id" if it is given.
 
-    As `transformers` finds them: in the config, else in `added_tokens.json` of older folders; then
-    special tokens without a role.
+    Where `transformers` looks for them: in the config, else in `added_tokens.json` of older
+    folders; then special tokens without a role.
     """
     named = [parse(texts, name, origin) for name in (CONFIG, SPECIAL)]
     told = named[0].get("added_tokens_decoder")
@@ -149,7 +149,7 @@ def _added_token(at: Any, token: Any, roles: Collection[str], origin: str) -> di
 
 
 def apply_config(texts: Mapping[str, str], described: Mapping[str, Any], origin: str) -> str:
-    """The `tokenizer.json`, with what the config says otherwise: `transformers` goes by that."""
+    """`tokenizer.json` with the config's settings, which take precedence in `transformers`."""
     config = parse(texts, CONFIG, origin)
     changed: dict[str, Any] = {}
     if not str(config.get("tokenizer_class")).startswith(PLAIN_CLASSES):
@@ -163,7 +163,7 @@ def apply_config(texts: Mapping[str, str], described: Mapping[str, Any], origin:
 
 
 def chat_templates(texts: Mapping[str, str], origin: str) -> dict[str, str]:
-    """Name -> template; the one without a name is "default". The newest kind of file wins."""
+    """Name -> template; one without a name is "default". The newest file format has precedence."""
     if TEMPLATE in texts:
         return {"default": texts[TEMPLATE]}
     for name in (OLD_TEMPLATE, CONFIG):
@@ -238,7 +238,7 @@ def _byte_level(folder: Path, texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def surround(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, Any]:
-    """The post-processor that puts tokens around every text; their contents and ids are given."""
+    """The post-processor that adds tokens (content -> id) before and after every text."""
     first, last = ([{"SpecialToken": {"id": t, "type_id": 0}} for t in x] for x in (before, after))
     one, two = ({"Sequence": {"id": name, "type_id": at}} for at, name in enumerate("AB"))
     tokens = {**before, **after}

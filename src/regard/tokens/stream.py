@@ -1,21 +1,21 @@
-"""Ids in one at a time, text out as soon as it is certain.
+"""Streaming decode: ids in one at a time, text out as soon as it is certain.
 
-Why: a token may hold a part of a character only, and what a decoder makes of a token may hang on
-its neighbours: the first one loses its space, bytes wait for the rest of their character. So the
-texts of single tokens, put together, are not the text.
+Why: a token may be only a part of a character, and its text may depend on its neighbours: the first
+one loses its space, bytes wait for the rest of their character. So the texts of single tokens,
+joined, are not the text.
 
-How: a window of the latest ids is decoded at each step, and what is new at its end is given out,
-except for what a later token can still change:
+How: a window of the latest ids is decoded at each step, and new text at its end is returned, except
+for what a later token can still change:
 
 - a last U+FFFD, which may stand for the first bytes of a character;
-- a run of byte tokens (`<0xE6>`) under byte fallback, which as a whole is text or is not, and so
-  stays back until another kind of token ends it.
+- a run of byte tokens (`<0xE6>`) under byte fallback, which is valid or invalid as a whole, and so
+  is held back until another kind of token ends it.
 
-The window starts a few tokens early, so that whatever befalls a first token befalls one that was
-already given out. Each step costs the same, however long the text.
+The window starts a few tokens early, so that special treatment of a first token only affects text
+that was already returned. The cost of a step does not grow with the text.
 
-Left out: decoders that rewrite text across tokens, or that are not known here. They cannot be
-certain of anything before the end, and give all of their text in `finish`.
+Left out: decoders that rewrite text across tokens, or that are not known here. With these nothing
+is certain before the end, and `finish` returns all of the text.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 HALF = "\N{REPLACEMENT CHARACTER}"
-LONGEST, SHORTEST = 48, 16  # ids in the window: it is cut to the shortest when it gets too long
+LONGEST, SHORTEST = 48, 16  # ids in the window: when it exceeds LONGEST it is cut to SHORTEST
 PER_TOKEN = {"BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Metaspace", "Replace", "WordPiece"}
 
 
 def decoder_kinds(decoder: Any) -> list[str]:
-    """The steps of a decoder as `tokenizer.json` tells it, sequences laid flat."""
+    """The types of a decoder's steps, as in `tokenizer.json`, with sequences flattened."""
     if not isinstance(decoder, Mapping):
         return []
     if decoder.get("type") == "Sequence":
         return [kind for step in decoder["decoders"] for kind in decoder_kinds(step)]
     if decoder.get("type") == "Strip" and decoder.get("stop"):
-        return ["Strip at the end"]  # a kind of its own: of a text that goes on it tells nothing
+        return ["Strip at the end"]  # a kind of its own: it has no meaning before the text ends
     return [str(decoder.get("type"))]
 
 
 def is_steady(kinds: Sequence[str]) -> bool:
-    """Whether more tokens never change the text of earlier ones, but for what is held back."""
+    """Whether later tokens never change the text of earlier ones, except what is held back."""
     if {"ByteFallback", "ByteLevel"} <= set(kinds):
-        return False  # two kinds of bytes, of which each could complete the other's
+        return False  # two kinds of byte tokens, each of which could complete the other's character
     joined = False
     for kind in kinds:
         if kind in ("Fuse", "Strip"):
@@ -56,32 +56,32 @@ def is_steady(kinds: Sequence[str]) -> bool:
 
 @final
 class TextStream:
-    """Made by `Tokenizer.decode_stream`. The texts of all steps and of `finish`, put together, are
-    exactly what `Tokenizer.decode` makes of all ids."""
+    """Made by `Tokenizer.decode_stream`. The texts of all steps and of `finish`, joined, are
+    exactly what `Tokenizer.decode` returns for all ids."""
 
     def __init__(
         self, decode: Callable[[list[int]], str], piece: Callable[[int], str], kinds: Sequence[str]
     ) -> None:
-        """`decode` gives the text of ids; `piece` a token as stored, "" for one to leave out."""
+        """`decode`: ids to text; `piece`: the stored form of a token, "" for one to skip."""
         self._decode = decode
         self._piece = piece
         self._steady = is_steady(kinds)
         self._partial = "ByteLevel" in kinds
         self._bytes = "ByteFallback" in kinds
         self._window: list[int] = []
-        self._given = 0  # characters of the window's text that were given out
-        self._total = 0  # characters given out since the beginning
+        self._given = 0  # characters of the window's text that were returned
+        self._total = 0  # characters returned since the beginning
         self._finished = False
         self.in_run = False
-        """Whether the latest token is a byte of a run that may go on."""
+        """Whether the latest token is a byte token of a run that may continue."""
         self.waiting = False
         """Whether something is held back now."""
         self.start = 0
-        """Where the latest token starts in all of the text; for a byte of a run, where that does.
-        """
+        """The index in the whole text at which the latest token starts; bytes in a run do not
+        update it."""
 
     def step(self, token: int) -> str:
-        """The text that became certain with this id; "" while a character is not yet whole."""
+        """The text that became certain with this id; "" while a character is incomplete."""
         if self._finished:
             raise ValueError("this stream is finished; ask the tokenizer for a new one")
         piece = self._piece(token)
@@ -98,7 +98,7 @@ class TextStream:
             return new
         self.start = self._total
         text = self._decode(self._window)
-        # Bytes that may go on are always the one last sign; signs before it are there to stay.
+        # Bytes that a later token may complete are always the last U+FFFD; earlier ones are final.
         self.waiting = self._partial and text.endswith(HALF)
         new += self._give(text[:-1] if self.waiting else text)
         if len(self._window) > LONGEST:
@@ -106,7 +106,7 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """What was held back. After this the stream is done."""
+        """The text that was held back. No `step` may follow."""
         self._finished = True
         self.waiting = self.in_run = False
         return self._give(self._decode(self._window)) if self._window else ""
@@ -118,12 +118,12 @@ class TextStream:
         return new
 
     def _shorten(self, text: str) -> None:
-        """Drop old ids, if the rest alone still ends in the same text."""
+        """Drop old ids from the window, if the rest alone still decodes to the same ending."""
         late = self._window[-SHORTEST:]
         shorter = self._decode(late)
         held = len(text) - self._given
         shown = shorter[: len(shorter) - held]
-        # Some visible text must stay in front: a decoder that strips blanks then stops there.
+        # Some visible text must stay at the start: a decoder that strips blanks then stops there.
         if shown.strip() and text.endswith(shorter[len(shown) - 1 :]):
             self._window, self._given = late, len(shown)
 

@@ -1,17 +1,17 @@
-"""Text to ids and back, and which characters every token is.
+"""Text to ids and back, and the characters of each token.
 
-Why: a model knows ids; people know text. Pictures of attention need to say which characters a token
-is, and generation needs text that appears as it is made.
+Why: models work on ids, people on text. Pictures of attention need the characters of each token,
+and generation needs text as soon as it is certain.
 
-How: the work is done by the `tokenizers` package on a `tokenizer.json`, as everywhere; so ids agree
-with those that the model was trained on. What is added here is what its users trip over. Nothing is
-cut: truncation and padding stored in the file are switched off, and only kept for saving. Text that
-is no text and ids that are no tokens are refused. Offsets are characters of the text given. Special
-tokens and chat templates are plain data, checked against the vocabulary. A stream gives text as
-soon as it is certain (`stream.py`), a chat template runs in a sandbox (`chat.py`), and saving
-writes the very files that were read (`files.py`).
+How: the `tokenizers` package does the work on a `tokenizer.json`, as usual, so ids agree with those
+that the model was trained on. Added here are safeguards. Nothing is cut: truncation and padding
+settings in the file are switched off, and only kept for saving. Strings with lone surrogates and
+unknown ids are refused. Offsets are characters of the given text. Special tokens and chat templates
+are plain data, checked against the vocabulary. A stream returns text as soon as it is certain
+(`stream.py`), a chat template runs in a sandbox (`chat.py`), and saving writes exactly the files
+that were read (`files.py`).
 
-Everything is lists of plain numbers, without torch.
+All results are lists of plain numbers, without torch.
 
 Left out: pairs of texts, training a tokenizer, adding tokens, and `clean_up_tokenization_spaces`,
 which rewrites decoded text after the tokenizer's own decoder is done.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """Ids of the tokens that are no text; None where the tokenizer names none."""
+    """Ids of the special tokens; None where the tokenizer has none."""
 
     bos: int | None = None
     eos: int | None = None
@@ -48,7 +48,7 @@ class SpecialTokens:
     cls: int | None = None
     mask: int | None = None
     all: tuple[int, ...] = ()
-    """Every special id, named above or not, in rising order: what `decode` leaves out."""
+    """Every special id, named above or not, in ascending order; `decode` skips them by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +60,12 @@ class Encoding:
     tokens: list[str]
     """The pieces as the vocabulary stores them, for example "Ġworld" or "##ing"."""
     offsets: list[tuple[int, int]]
-    """First character and the one after the last, in `text`. Tokens that share a character (its
-    bytes) all have it; a token that the tokenizer added has none: (0, 0)."""
+    """(start, end) of the token's characters in `text`. Tokens that share a character (hold some of
+    its bytes) all have it; a token that the tokenizer added has none: (0, 0)."""
     special_mask: list[bool]
-    """True for tokens that were added, or that stand in the text by name; not for unknown words."""
+    """True for special tokens, added or written in the text by name; not for unknown words."""
     words: list[int | None]
-    """The number of the word that the token belongs to, as the tokenizer splits; None for added."""
+    """The index of the token's word, as the tokenizer splits words; None for added tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
-    """A text, and for each token its characters there: the first, and the one after the last."""
+    """A text, and (start, end) of each token's characters in it."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -106,7 +106,7 @@ class Tokenizer:
     """Name -> Jinja text; the usual one is "default"."""
 
     def __init__(self, texts: Mapping[str, str], origin: str) -> None:
-        """`texts`: file name -> content, as `load` reads them; `origin` stands in errors."""
+        """`texts`: file name -> content, as `load` reads them; `origin` is named in errors."""
         described = files.parse(texts, files.TOKENIZER, origin)
         named = files.special_tokens(texts, origin)
         self._texts = dict(texts)
@@ -126,7 +126,7 @@ class Tokenizer:
         self._check_vocabulary(described)
         self.special = self._mark_special(named)
         self._skipped = frozenset(self.special.all)
-        # As the backend understood it, which reads what the file says with some goodwill.
+        # The decoder as the backend parsed it, which is lenient about what the file says.
         decoder: Any = backend.decoder
         self._kinds = decoder_kinds(json.loads(decoder.__getstate__()) if decoder else None)
 
@@ -162,7 +162,7 @@ class Tokenizer:
         files.write_texts(Path(folder), self._texts)
 
     def encode(self, text: str, *, special: bool = True) -> Encoding:
-        """The tokens of a text; `special` adds those that the model expects around it.
+        """The tokens of a text; `special` adds the special tokens that the model expects around it.
 
         The names of special tokens in the text itself are read as these tokens either way.
         """
@@ -177,7 +177,7 @@ class Tokenizer:
     ) -> Batch:
         """Several texts, padded to the longest on the given side: left for generation.
 
-        Padding is `special.pad`, or 0 where there is none: `real` says what it is.
+        Padding is `special.pad`, or 0 if there is none; `real` is False at padding.
         """
         if isinstance(texts, str):
             raise TypeError("texts is one text, expected a list of texts; use encode for one")
@@ -195,12 +195,12 @@ class Tokenizer:
         return Batch(ids=ids, real=real, rows=rows)
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special: bool = True) -> str:
-        """The text of ids, by the tokenizer's own decoder; bytes that are no text become U+FFFD."""
+        """The text of ids, by the tokenizer's own decoder; invalid UTF-8 becomes U+FFFD."""
         return self._decode(self._known(ids), skip_special)
 
     def decode_stream(self, *, skip_special: bool = True) -> TextStream:
-        """For ids that come one by one: `.step(id)` gives the text that became certain, never half
-        a character, and `.finish()` the rest. In sum it is what `decode` gives."""
+        """Decode ids one by one: `.step(id)` returns the text that became certain, never half a
+        character, and `.finish()` the rest. Together they are what `decode` returns."""
 
         def piece(number: int) -> str:
             known = self._known([number])[0]
@@ -211,10 +211,10 @@ class Tokenizer:
     def spans(
         self, tokens: Encoding | Iterable[SupportsIndex], *, skip_special: bool = False
     ) -> Spans:
-        """Which characters each token is: of the encoded text, or of the text that ids decode to.
+        """The characters of each token: in the encoded text, or in the text that ids decode to.
 
-        Tokens that hold parts of one character all have that character. With `skip_special`,
-        ids of special tokens have no characters. Every character of decoded text is some token's.
+        Tokens that hold parts of one character all have that character. With `skip_special`, ids of
+        special tokens have no characters. Every character of decoded text belongs to some token.
         """
         if isinstance(tokens, Encoding):
             return Spans(text=tokens.text, spans=list(tokens.offsets))
@@ -225,7 +225,7 @@ class Tokenizer:
             )
         stream = self.decode_stream(skip_special=skip_special)
         text, spans = "", []
-        run: list[int] = []  # tokens that are the bytes of a run, whose characters come at its end
+        run: list[int] = []  # byte tokens in a row, whose characters are known only at its end
         for index, number in enumerate(self._known(tokens)):
             text += stream.step(number)
             if skip_special and number in self._skipped:
@@ -257,12 +257,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, added tokens counted: the rows a model needs at least."""
+        """The largest id + 1, including added tokens; an embedding needs at least so many rows."""
         return max(self._pieces, default=-1) + 1
 
     @property
     def chat_template(self) -> str | None:
-        """The template that `apply_chat` uses unless told otherwise."""
+        """The template that `apply_chat` uses by default."""
         return self.chat_templates.get("default")
 
     def apply_chat(
@@ -276,7 +276,7 @@ class Tokenizer:
         """The prompt that the model's chat template makes of messages ("role", "content").
 
         Encode it with `special=False`: templates write the special tokens themselves. Further
-        `names` (such as `tools`) are handed to the template. It runs in a sandbox (`chat.py`).
+        `names` (such as `tools`) are passed to the template. It runs in a sandbox (`chat.py`).
         """
         if template not in self.chat_templates:
             there = ", ".join(sorted(self.chat_templates)) or "none"
@@ -295,7 +295,7 @@ class Tokenizer:
             _check_text(text)
         todo = "the tokenizer has no token for this text, or its file is damaged"
         with _plain_errors(f"{self._origin}: cannot encode", todo):
-            if len(texts) == 1:  # a batch starts threads, and these do not survive a later fork
+            if len(texts) == 1:  # a batch starts threads, which do not survive a later fork
                 found = [self._backend.encode(texts[0], add_special_tokens=special)]
             else:
                 found = self._backend.encode_batch(texts, add_special_tokens=special)
@@ -315,7 +315,7 @@ class Tokenizer:
         if skip_special:
             ids = [number for number in ids if number not in self._skipped]
         if not ids:
-            return ""  # some decoders cannot bear to be given nothing
+            return ""  # some decoders fail on an empty list
         with _plain_errors(f"{self._origin}: the decoder fails on these ids", files.ANOTHER_COPY):
             return self._backend.decode(ids, skip_special_tokens=False)
 
@@ -332,7 +332,7 @@ class Tokenizer:
         return numbers
 
     def _check_vocabulary(self, described: Mapping[str, Any]) -> None:
-        """The backend renumbers added tokens without a word, and lets two tokens share an id."""
+        """Refuse renumbered added tokens and shared ids, both of which the backend accepts."""
         where = f"{self._origin}: {files.TOKENIZER}"
         if len(self._pieces) != len(self._ids):
             twice, at = next(item for item in self._ids.items() if self._pieces[item[1]] != item[0])
@@ -345,7 +345,7 @@ class Tokenizer:
                 raise ValueError(f"{what} in the same file makes it {got}; {files.ANOTHER_COPY}")
 
     def _add_missing(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """Tokens that stand beside `tokenizer.json` alone; what it has itself stays as it says."""
+        """Add tokens that only files beside `tokenizer.json` define; its own stay as they are."""
         there = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         new = {entry["content"]: entry for entry in reversed(told) if entry["content"] not in there}
         entries = [entry for entry in told if new.get(entry["content"]) is entry]
@@ -360,7 +360,7 @@ class Tokenizer:
                 raise ValueError(f"{what}, {more}; {files.ANOTHER_COPY}")
 
     def _mark_special(self, named: Mapping[str, Mapping[str, Any]]) -> SpecialTokens:
-        """A named token is special even where `tokenizer.json` does not say so."""
+        """Make tokens with a role special even if `tokenizer.json` does not; collect all ids."""
         before = self._backend.get_added_tokens_decoder()
         ids: dict[str, int] = {}
         for role, entry in named.items():
@@ -384,10 +384,10 @@ def _share(spans: list[tuple[int, int]], run: list[int], text: str) -> None:
     first = spans[run[0]][0]
     letters = text[first:]
     owners = [first + at for at, letter in enumerate(letters) for _ in letter.encode("utf-8")]
-    if letters == HALF * len(run):  # no text: then every byte became a sign of its own
+    if letters == HALF * len(run):  # invalid UTF-8: then every byte became a U+FFFD of its own
         owners = [first + at for at in range(len(run))]
     for order, index in enumerate(run):
-        # A decoder that strips can leave fewer bytes than tokens; then all share all.
+        # A decoder that strips can leave fewer bytes than tokens; then each token has all of them.
         exact = len(owners) == len(run)
         at = owners[order] if exact else first
         spans[index] = (at, at + 1 if exact else len(text))
@@ -404,7 +404,7 @@ def _backend_module() -> Any:
 
 @contextmanager
 def _plain_errors(what: str, todo: str) -> Iterator[None]:
-    """The backend raises bare `Exception`s; those become one ValueError."""
+    """Turn the backend's bare `Exception`s and panics into a ValueError."""
     try:
         yield
     except ImportError:

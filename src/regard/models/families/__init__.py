@@ -1,4 +1,4 @@
-"""The families regard knows, each in a file of its own."""
+"""All families (architectures) that regard supports, one file each."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family
 
 
 class UnknownFamily(BadCheckpoint):
-    """A config.json that names an architecture which is no family of ours."""
+    """A config.json names an architecture that regard does not support."""
 
 
 def find_family(source: Mapping[str, Any]) -> Family:

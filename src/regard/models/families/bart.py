@@ -1,7 +1,7 @@
 """BART and mBART: encoder and decoder with learned positions and a norm of the embedding.
 
-BART norms after each sublayer, mBART before. The table of positions has two unused rows in front.
-Marian has the same names of tensors, so its file calls `make_blocks` and `make_links` from here.
+BART has norms after each sublayer, mBART before. The table of positions starts with two unused
+rows. Marian has the same tensor names, so its file uses `make_blocks` and `make_links` from here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ N_LEADING_ROWS = 2
 
 
 def make_blocks(read: ConfigReader, side: str, **more: Any) -> tuple[BlockConfig, ...]:
-    """The layers of one side, with `more` beside or in place of what BART has."""
+    """The layers of one side ("encoder" or "decoder"); `more` adds to or overrides BART's."""
     usual: dict[str, Any] = {
         "dim": read.count("d_model"),
         "n_heads": read.count(f"{side}_attention_heads"),
@@ -39,7 +39,7 @@ def embed_scale(read: ConfigReader) -> float:
 
 
 def special_tokens(read: ConfigReader, decoder_start: int | None) -> SpecialTokens:
-    """Those of an encoder–decoder; `decoder_start` where the file does not say."""
+    """The special tokens of an encoder–decoder; `decoder_start` is the default for that token."""
     start = read.token("decoder_start_token_id")
     return read.special_tokens(
         decoder_start=decoder_start if start is None else start,
@@ -51,14 +51,14 @@ def special_tokens(read: ConfigReader, decoder_start: int | None) -> SpecialToke
 
 def config_from(read: ConfigReader) -> ModelConfig:
     read.expect_class("BartForConditionalGeneration", "MBartForConditionalGeneration")
-    # Without it the encoder and the decoder have tables of their own too.
+    # If False, the encoder and the decoder have separate tables too.
     read.expect("tie_word_embeddings", True)
     read.expect("is_encoder_decoder", True)
     read.expect("normalize_embedding", True)
     read.expect("static_position_embeddings", False)
     read.expect("extra_pos_embeddings", N_LEADING_ROWS)
     multilingual = read.word("model_type", "bart") == "mbart"
-    # Old files say in words what the class does anyway.
+    # Old files have these settings, which the class determines anyway.
     read.expect("normalize_before", multilingual)
     read.expect("add_final_layer_norm", multilingual)
     order = "pre" if multilingual else "post"
@@ -80,7 +80,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
 
 
 def make_links(config: ModelConfig) -> list[Link]:
-    """The names of BART, mBART and Marian, as far as the config has them."""
+    """The tensor names of BART, mBART and Marian, for the parts that the config has."""
     found = [same("model.shared.weight", "decoder_embed.tokens.weight")]
     if config.head.kind == "lm" and config.head.bias:
         found.append(Link(("final_logits_bias",), ("head.bias",), squeeze, unsqueeze))
@@ -122,7 +122,7 @@ COPIES = {
 
 
 def shape(dim: int, n_layers: int, n_heads: int, ffn_dim: int, vocab_size: int) -> Source:
-    """The sizes of an encoder–decoder whose two sides are alike."""
+    """The sizes of an encoder–decoder whose encoder and decoder have the same sizes."""
     alike = {"layers": n_layers, "attention_heads": n_heads, "ffn_dim": ffn_dim}
     both_sides = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in alike.items()}
     return {"d_model": dim, **both_sides, "vocab_size": vocab_size}

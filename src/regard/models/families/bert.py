@@ -1,8 +1,8 @@
-"""BERT: both ways, learned positions, token types, norms after; a pooler and a masked-word head.
+"""BERT: bidirectional, learned positions, token types, norms after; pooler and masked-LM head.
 
-Of `BertForPreTraining` the masked-word head is read; whether a second sentence follows the first is
-another question, and the two tensors that answer it (`cls.seq_relationship`) are passed over. Old
-files call a norm's weight and bias gamma and beta; they are read, and written anew.
+Of `BertForPreTraining` the masked-LM head is read; the two tensors of its next-sentence prediction
+(`cls.seq_relationship`) are ignored. Old files call a norm's weight and bias gamma and beta; these
+are read, and saved under the new names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAYER = {
 def make_config(
     family: str, read: ConfigReader, offset: int = 0, head_activation: str | None = None
 ) -> ModelConfig:
-    """BERT's config; `offset` rows lead the table of positions unused."""
+    """BERT's config; `offset`: the number of unused rows at the start of the position table."""
     read.expect("is_decoder", False)
     read.expect("add_cross_attention", False)
     read.expect("position_embedding_type", "absolute")

@@ -1,4 +1,4 @@
-"""BLOOM: ALiBi in place of positions, a norm behind the embedding, q, k and v head by head."""
+"""BLOOM: ALiBi instead of positions, a norm after the embedding, q, k and v stored head by head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYER = {**gpt_neox.LAYER, "self_attention.dense": "self_attn.out_proj"}
 def config_from(read: ConfigReader) -> ModelConfig:
 
     def key(*names: str) -> str:
-        """The name under which a file has it; older ones have other names."""
+        """The first of these keys that the file has; older files have other keys."""
         return next(filter(read.has, names), names[0])
 
     dim = read.count(key("n_embed", "hidden_size"))

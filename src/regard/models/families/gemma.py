@@ -1,7 +1,7 @@
-"""Gemma: norms kept as their difference from 1, an embedding scaled by its width.
+"""Gemma: norm weights stored as their difference from 1, an embedding scaled by its width.
 
-Gemma 2 and 3 share these with it, and their files call `make_block`, `make_sandwich` and
-`make_config` from here.
+Gemma 2 and 3 have these too, and their files use `make_block`, `make_sandwich` and `make_config`
+from here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from regard.models.weight_map import Link
 
 
 def config_from(read: ConfigReader) -> ModelConfig:
-    # Old files say "gelu" where the tanh form is meant.
+    # Old files have "gelu", which means the tanh form here.
     given = "hidden_activation" if read.has("hidden_activation") else "hidden_act"
     read.expect(given, "gelu_pytorch_tanh", "gelu_new", "gelu")
     block = make_block(read, activation="gelu_tanh")
@@ -49,7 +49,7 @@ def make_config(
 
 
 def read_cap(read: ConfigReader, key: str, default: float | None) -> float | None:
-    """A softcap; null is none, absent is the default."""
+    """A softcap; null means none, an absent key the default."""
     if key not in read.source:
         return default
     return read.number(key) if read.has(key) else None

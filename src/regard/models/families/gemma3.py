@@ -1,6 +1,6 @@
 """Gemma 3: Gemma 2 with normed queries and keys, windows in five of six layers, two rotary bases.
 
-Of its models that see pictures only the text part is here, which Hugging Face calls "gemma3_text".
+Of its multimodal models only the text part is supported, which Hugging Face calls "gemma3_text".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from regard.positions import RotaryConfig
 
 
 def config_from(read: ConfigReader) -> ModelConfig:
-    # Once this was a key of its own; the name with an underscore is of files written later.
+    # Files written later have this key with a leading underscore.
     key = "_sliding_window_pattern"
     every = read.count(key if read.has(key) else key.removeprefix("_"), 6)
     slides = [(n + 1) % every != 0 for n in range(read.layers("num_hidden_layers"))]
@@ -32,7 +32,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
 
 
 def find_rotary(read: ConfigReader, *, local: bool) -> RotaryConfig:
-    """The rotary of layers with or without a window; older files have two bases for them."""
+    """The rotary of windowed (local) or other layers; older files have a key for each base."""
     kind = "sliding_attention" if local else "full_attention"
     given = dict(ConfigReader(read.mapping("rope_parameters")).mapping(kind))
     if not local:

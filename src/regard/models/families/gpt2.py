@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, norms before, one projection for q, k and v kept as a Conv1D."""
+"""GPT-2: learned positions, norms before, one projection for q, k and v stored as a Conv1D."""
 
 from __future__ import annotations
 

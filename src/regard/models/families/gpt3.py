@@ -1,8 +1,8 @@
 """GPT-3: the eight sizes of its paper, as GPT-2 with 2,048 positions; no weights were published.
 
 Two of the paper's rows do not add up (24 heads of 128 in a width of 2,048; a width of 5,140 for 40
-heads of 128); they are 16 heads and 5,120 here. Every layer looks at the whole text: the bands of
-the original's sparse layers are not told in the paper.
+heads of 128); here they have 16 heads and a width of 5,120. Every layer attends to the whole text:
+the paper does not specify the bands of the original's sparse layers.
 """
 
 from __future__ import annotations

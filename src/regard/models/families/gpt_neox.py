@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: part of each head rotates, parallel sublayers, q, k and v head by head."""
+"""GPT-NeoX and Pythia: partial rotary, parallel sublayers, q, k and v stored head by head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
         ("rope_theta", "rotary_emb_base", base),
         ("partial_rotary_factor", "rotary_pct", fraction),
     ):
-        # Some files say both twice; there the older words alone count in `transformers`.
+        # Some files have both settings twice; `transformers` reads only the older keys.
         inside = key in read.mapping("rope_parameters")
         if not inside and (given := read.number(key, value)) != value:
             raise read.wrong(key, given, f"{value:g} beside {other} {value:g}: which one is meant?")

@@ -1,4 +1,4 @@
-"""GPT-J: neighbours rotate as pairs, one norm serves both sublayers, the head has a bias."""
+"""GPT-J: rotary with neighbours as pairs, one norm for both sublayers, a head with a bias."""
 
 from __future__ import annotations
 

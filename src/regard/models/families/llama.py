@@ -1,6 +1,6 @@
 """LLaMA 1, 2 and 3: rotary, RMSNorm, SwiGLU, grouped heads; and what its descendants share with it.
 
-Mistral, Qwen and Gemma keep its names of tensors and most of its config, so their files call
+Mistral, Qwen and Gemma have its tensor names and most of its config, so their files use
 `make_block`, `make_config`, `find_windows` and `make_links` from here.
 """
 
@@ -16,11 +16,11 @@ from regard.models.weight_map import Link, renamed, same
 
 
 def make_block(read: ConfigReader, **more: Any) -> BlockConfig:
-    """A layer of LLaMA's, with `more` in place of what a descendant does otherwise."""
+    """A layer of LLaMA; `more` overrides what differs in a descendant."""
     dim, n_heads = read.count("hidden_size"), read.count("num_attention_heads")
     head_dim = read.count("head_dim", max(dim // n_heads, 1))
     rotary = more.get("rotary") or read.rotary(head_dim)
-    if rotary.rotary_dim is not None:  # `transformers` rotates whole heads all the same, or fails
+    if rotary.rotary_dim is not None:  # `transformers` ignores it and rotates whole heads, or fails
         part = rotary.rotary_dim / head_dim
         raise read.wrong("partial_rotary_factor", part, "1: in this family whole heads rotate")
     found: dict[str, Any] = {
@@ -50,14 +50,14 @@ def make_config(
 
 
 def look_back(n_seen: int) -> tuple[int, None]:
-    """The window in which a token sees `n_seen` tokens, itself among them."""
+    """The window in which a token attends to `n_seen` tokens, including itself."""
     return n_seen - 1, None
 
 
 def find_windows(
     read: ConfigReader, n_seen: int | None, slides: Sequence[bool]
 ) -> list[tuple[int, None] | None]:
-    """Each layer's window: where `layer_types` has one, else where `slides` says so."""
+    """Each layer's window: which layers have one is in `layer_types`, else in `slides`."""
     kinds = {"full_attention": False, "sliding_attention": True}
     given = read.source.get("layer_types")
     if given is not None:
@@ -84,7 +84,7 @@ FFN = {f"mlp.{name}_proj": f"ffn.{name}_proj" for name in ("gate", "up", "down")
 
 
 def make_links(config: ModelConfig, norms: Mapping[str, str] = NORMS) -> list[Link]:
-    """LLaMA's names; `norms` are those of a layer's norms, where a descendant has others."""
+    """The links for LLaMA's tensor names; `norms`: the names of a layer's norms."""
     found = [
         same("model.embed_tokens.weight", "decoder_embed.tokens.weight"),
         same("model.norm.weight", "decoder.norm.weight"),
@@ -124,7 +124,7 @@ def make_family(
 
 
 def size(dim: int, n_layers: int, heads: tuple[int, int], *sizes: int, **more: Any) -> Source:
-    """`sizes` are the hidden width, the vocabulary and the longest text."""
+    """A config.json; `sizes` are ffn_dim, vocab_size and max_len, `heads` (n_heads, n_kv_heads)."""
     keys = ("intermediate_size", "vocab_size", "max_position_embeddings")
     usual = usual_size("llama", "LlamaForCausalLM", dim, n_layers, heads[0], rms_norm_eps=1e-5)
     named = dict(zip(keys, sizes, strict=True))

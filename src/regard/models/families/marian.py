@@ -1,7 +1,7 @@
-"""Marian: the translators of OPUS-MT; BART's layers with sinusoids and no norm of the embedding.
+"""Marian: OPUS-MT's translation models; BART's layers with sinusoids, no norm of the embedding.
 
-Decoding begins with the padding token, which is never generated. Two vocabularies, one for each
-language, are left out: encoder and decoder share one table here.
+Decoding begins with the padding token, which is never generated. Left out: models with separate
+vocabularies for the two languages; here encoder and decoder share one table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from regard.positions import sinusoidal
 
 
 def config_from(read: ConfigReader) -> ModelConfig:
-    # Without these the encoder and the decoder have tables of their own.
+    # If False, the encoder and the decoder have separate tables.
     read.expect("share_encoder_decoder_embeddings", True)
     read.expect("tie_word_embeddings", True)
     read.expect("normalize_before", False)
@@ -40,7 +40,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
 
 
 def position_table(config: ModelConfig, shape: tuple[int, ...]) -> Tensor | None:
-    """The sinusoids, which some files keep as a tensor."""
+    """The table of sinusoids, which some files store as a tensor."""
     if shape != (config.max_len, config.dim):
         return None
     return sinusoidal(shape[0], shape[1], layout="halves")

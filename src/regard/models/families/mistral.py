@@ -1,4 +1,4 @@
-"""Mistral: LLaMA with grouped heads, and in its first version a window."""
+"""Mistral: LLaMA with grouped heads, and in its first version a sliding window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
         raise read.wrong("layer_types", read.source["layer_types"], expected)
     read.count("num_key_value_heads")
     n_layers = read.layers("num_hidden_layers")
-    # The only key whose absence and null differ: absent is Mistral 7B's window, null is none.
+    # The only key for which absent and null differ: absent means Mistral 7B's window, null none.
     n_seen = read.count("sliding_window", 4096)
     has_window = read.has("sliding_window") or "sliding_window" not in read.source
     window = llama.look_back(n_seen) if has_window else None

@@ -1,7 +1,7 @@
-"""OPT: GPT-3 made public; learned positions behind two unused rows, ReLU.
+"""OPT: an open GPT-3; learned positions, whose table starts with two unused rows; ReLU.
 
-Its size of 350 million has its norms after each sublayer and a table of tokens narrower than the
-model.
+The model of 350 million parameters has its norms after each sublayer and a token embedding that is
+narrower than the model.
 """
 
 from __future__ import annotations

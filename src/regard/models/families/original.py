@@ -1,11 +1,11 @@
 """The Transformer of "Attention Is All You Need" (2017): sinusoids, norms after, one table.
 
-The table of embeddings is multiplied by √dim on the way in and is the output layer on the way out.
-Projections and feed-forward layers have biases, the output layer has none. Dropout falls on each
-sublayer's answer and on the sum of embedding and sinusoid, as in the paper.
+The embedding table is multiplied by √dim at the input and is also the output layer. Projections and
+feed-forward layers have biases, the output layer has none. Dropout is applied to each sublayer's
+output and to the sum of embedding and sinusoid, as in the paper.
 
-`transformers` has no such class, so the words of config.json and the names of tensors are ours, in
-the way of the others:
+`transformers` has no such class, so the keys of config.json and the names of tensors are our own,
+in the usual style:
 
     model_type "original", vocab_size, d_model, encoder_layers, decoder_layers,
     encoder_attention_heads, decoder_attention_heads, encoder_ffn_dim, decoder_ffn_dim;
@@ -63,7 +63,7 @@ def links(config: ModelConfig) -> list[Link]:
 
 
 def size(dim: int, n_heads: int, ffn_dim: int, dropout: float) -> Source:
-    """Of the paper, with its English–German vocabulary of about 37,000 pieces."""
+    """A size of the paper, with its English–German vocabulary of about 37,000 pieces."""
     sizes = bart.shape(dim, 6, n_heads, ffn_dim, 37000)
     return {"model_type": "original", **sizes, "dropout": dropout}
 

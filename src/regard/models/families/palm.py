@@ -1,7 +1,7 @@
 """PaLM: the three sizes of its paper; no weights were published, so names and config are our own.
 
-Sublayers side by side behind one norm, a single key head, SwiGLU, rotary, no biases anywhere, one
-table for both ends, whose scores are divided by the root of its width.
+Parallel sublayers after one norm, a single key head, SwiGLU, rotary, no biases anywhere, a tied
+embedding, with logits divided by the square root of the width.
 """
 
 from __future__ import annotations

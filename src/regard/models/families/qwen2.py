@@ -28,7 +28,7 @@ def find_windows(read: ConfigReader) -> list[tuple[int, None] | None]:
     n_seen = None
     if read.flag("use_sliding_window", False) and read.has("sliding_window"):
         n_seen = read.count("sliding_window")
-    first = 0  # which `count` would refuse, and which means all layers
+    first = 0  # 0 means all layers, but `count` would refuse it
     if read.source.get("max_window_layers") != 0:
         first = read.count("max_window_layers", 28)
     slides = [n_seen is not None and n >= first for n in range(n_layers)]

@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 without biases, with a norm of each head's queries and keys."""
+"""Qwen3: Qwen2 without biases, with a norm on each head's queries and keys."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """RoBERTa and XLM-RoBERTa: BERT with other names, and positions that begin after the padding token.
 
-Position 0 is row pad + 1 of the table, so that a table of 514 rows and padding token 1 make texts
-of up to 512 tokens.
+Position 0 is row pad + 1 of the table, so a table of 514 rows with padding token 1 allows texts of
+up to 512 tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
     if rows <= offset:
         expected = f"more, since positions begin after the padding token {offset - 1}"
         raise read.wrong("max_position_embeddings", rows, expected)
-    # The head's activation is gelu, whatever the layers have.
+    # The head's activation is always gelu, whatever that of the layers.
     return bert.make_config("roberta", read, offset, head_activation="gelu")
 
 

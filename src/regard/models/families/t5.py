@@ -1,9 +1,9 @@
-"""T5 and mT5: a learned bias by distance in place of positions, RMSNorm, no biases, no 1 / √d.
+"""T5 and mT5: a learned relative bias instead of positions, RMSNorm, no biases, scores not scaled.
 
-The bias is one table for the encoder and one for the decoder, which all of their layers share; the
-decoder's knows no later keys. The first T5 has one table for tokens and output and multiplies the
-last vectors by dim^-0.5; T5 1.1, FLAN-T5 and mT5 have an output layer of their own and do not.
-`transformers` 5 writes `tie_word_embeddings: true` for both and tells them apart by
+The bias is one table for the encoder and one for the decoder, each shared by all layers; the
+decoder's has no buckets for later keys. The first T5 ties embedding and output layer and multiplies
+the last hidden states by dim^-0.5; T5 1.1, FLAN-T5 and mT5 have a separate output layer and do not.
+`transformers` 5 writes `tie_word_embeddings: true` for both and distinguishes them by
 `scale_decoder_outputs` and by whether the file has an output layer; so do we.
 """
 
@@ -25,7 +25,7 @@ FEEDS: dict[str, tuple[Any, bool]] = {
     "gated-relu": ("relu", True),
     "gated-silu": ("silu", True),
 }
-"""feed_forward_proj: our activation, and whether it gates."""
+"""feed_forward_proj -> our activation, and whether the layer is gated."""
 
 
 def config_from(read: ConfigReader) -> ModelConfig:
@@ -33,7 +33,7 @@ def config_from(read: ConfigReader) -> ModelConfig:
     multilingual = read.word("model_type", "t5") == "mt5"
     feed = read.choice("feed_forward_proj", FEEDS, "gated-gelu" if multilingual else "relu")
     activation, gated = FEEDS[feed]
-    # Newer files say this once more in other words, which count where the two differ.
+    # Newer files repeat this under other keys, which take precedence; here the two must agree.
     read.expect("is_gated_act", gated)
     read.expect("dense_act_fn", *(word for word, ours in ACTIVATIONS.items() if ours == activation))
     dim, dropout = read.count("d_model"), read.number("dropout_rate", 0.1)
@@ -120,7 +120,7 @@ def size(dim: int, n_layers: int, heads: int, ffn_dim: int, **more: Any) -> Sour
 NEWER: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 MT5: dict[str, Any] = {**NEWER, "model_type": "mt5", "vocab_size": 250112}
 MT5 |= {"architectures": ["MT5ForConditionalGeneration"]}
-# Dim, layers, heads, hidden width of T5 1.1, which FLAN-T5 and mT5 took over.
+# Dim, layers, heads, hidden width of T5 1.1, also used by FLAN-T5 and mT5.
 SHAPES = {
     "small": (512, 8, 6, 1024),
     "base": (768, 12, 12, 2048),
