@@ -213,7 +213,7 @@ def _draw(
 
 
 def top_of(weights: Floats) -> float:
-    """The upper end of the colour scale: the largest weight, or in large maps the 99.5% quantile."""
+    """Upper end of the colour scale: the largest weight, or in large maps the 99.5% quantile."""
     seen = weights[np.isfinite(weights) & (weights > 0)]
     if not seen.size:
         return 1.0
