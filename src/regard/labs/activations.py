@@ -55,7 +55,7 @@ KINDS = {"ReLU": Kind("relu", False), "GELU": Kind("gelu", False), "SwiGLU": Kin
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How large a run is. `dim` is a multiple of 3, so that 8/3 of it is whole."""
+    """The sizes of a run. `dim` is a multiple of 3, so that 8/3 of it is an integer."""
 
     letters: int
     seeds: int

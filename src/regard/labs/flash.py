@@ -210,7 +210,7 @@ def measured(results: Results, way: str) -> dict[int, dict[str, Any]]:
 
 
 def find_memory(results: Results) -> list[str]:
-    """How memory grows, and where the formula stops."""
+    """Say how memory grows with length, and at which length the formula runs out of it."""
     sentences = []
     words = []
     for way in WAYS:
@@ -246,7 +246,7 @@ def find_memory(results: Results) -> list[str]:
 
 
 def find_times(results: Results) -> list[str]:
-    """Times at the longest length of the formula, and at the longest of all."""
+    """Say the times at the longest length that the formula reaches, and at the longest of all."""
     sentences = []
     ends = sorted({max(measured(results, way), default=0) for way in WAYS} - {0})
     for length in dict.fromkeys((ends[0], ends[-1])):
@@ -273,7 +273,7 @@ def find_times(results: Results) -> list[str]:
 
 
 def spell_lead(times: dict[str, dict[str, float]]) -> str:
-    """Whether the formula takes longer than our attention."""
+    """Say whether the formula takes longer than our attention."""
     if EAGER not in times or OURS not in times:
         return ""
     eager, ours = times[EAGER], times[OURS]

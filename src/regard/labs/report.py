@@ -73,7 +73,7 @@ def write_entry(lab: Lab, report: Report) -> str:
 
 
 def write_markdown(lab: Lab, report: Report) -> str:
-    """The page: question, prediction, method, findings, figure, and how to run it again."""
+    """Build the page: question, prediction, method, findings, figure, and the command."""
     answer, *more = lab.find(report.results)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     parts = [

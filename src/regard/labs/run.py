@@ -1,7 +1,7 @@
-"""Running a lab: measure, and write what came of it; one that was stopped goes on.
+"""Run a lab: measure, and write the results; a run that was stopped resumes.
 
 How: the settings of a run (its size, the device, the labs' sources and the versions) are written
-before its parts (`parts.py`), so that those of another are not taken for its own.
+before its parts (`parts.py`), so that it does not reuse parts measured with other settings.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from regard.ops.kernels.backend import has_triton
 from regard.ops.kernels.launch import on_device_of
 from regard.training.data.packing import NOTHING
 
-EVEN = 128  # half-precision matrix units want a vocabulary of a multiple of this
+EVEN = 128  # half-precision matrix units are fast for a vocabulary of a multiple of this
 CPU_LOGITS = 2**24  # computed at a time: enough for matrix products, too few to fill memory
 GPU_LOGITS = 2**31  # computed at a time on a GPU, where only memory sets a bound
 FEW = 0.5  # tokens without a target are dropped first if fewer than this share have one (CPU)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["EvalReport", "Monitor", "StepReport", "read_log"]
 
 PLAIN_SECONDS = 10.0
-REFRESH_PER_SECOND = 2  # drawing takes milliseconds that the steps could have had
+REFRESH_PER_SECOND = 2  # low, since drawing takes milliseconds from the steps
 BOARD_PER_SECOND = 5
 SMOOTHING_STEPS = 50
 

@@ -192,7 +192,7 @@ def _draw(
 
     tide = LinearSegmentedColormap.from_list("tide", list(TIDE))
     plain = tide if style.palette == "tide" else colormaps[style.palette]
-    # What is 0 has no logarithm: it is below the scale, not unknown.
+    # Weights of 0 have no logarithm: draw them as below the scale, not as missing.
     colours = plain.with_extremes(bad="#d0489b", under=plain(0.0))
     top = top_of(weights)
     norm: Any = PowerNorm(gamma=0.5 if style.scale == "root" else 1.0, vmin=0.0, vmax=top)

@@ -4,8 +4,8 @@ Up to `WIDGET_BUDGET` bytes of the record are embedded in the widget; the rest i
 kernel piece by piece, as the server's page does. A saved notebook has no kernel, and most keep no
 widgets: for those a static picture is displayed before the widget, which hides it while it is live.
 
-Left out: hosts without anywidget. The class is built on first use, because anywidget is an extra:
-pip install 'regard[view]'.
+Left out: notebooks without anywidget, where `record.html(...)` works. The class is built on first
+use, because anywidget is an extra: pip install 'regard[view]'.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class PairBatch:
     target_in: Tensor
     target_out: Tensor
     target_real: Tensor
-    rows: tuple[int, ...]  # the numbers of the pairs in the store
+    rows: tuple[int, ...]  # the numbers of the pairs in the token files
 
 
 class _Epoch(NamedTuple):
