@@ -1,13 +1,13 @@
-"""Labs: claims of lectures on attention, each run for real.
+"""Labs: claims of lectures on attention, each tested by a measurement.
 
 Why: predict, run, see the true number.
 
-How: one file per question, each with a `LAB` (`lab.py`): what is asked, what one would predict,
-how it is measured, the findings as sentences made of the measured numbers, and the figure.
-`run_lab` (`run.py`) runs one and goes on where it was stopped; `report.py` writes JSON, PNG and one
-page. What full runs gave is kept in docs/labs.
+How: one file per question, each with a `LAB` (`lab.py`): the question, the prediction, the method,
+the measurement, findings as sentences built from the measured numbers, and the figure. `run_lab`
+(`run.py`) runs a lab and resumes one that was stopped; `report.py` writes JSON, PNG and one page.
+The results of full runs are kept in docs/labs.
 
-Left out: anything that the library needs; labs use it, never the other way.
+Left out: anything that the library needs; labs use the library, never the other way round.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HOME = {
 
 
 def find_lab(name: str) -> Lab:
-    """The lab of that name."""
+    """Import the lab of that name."""
     if name not in NAMES:
         raise ValueError(f"no lab is named {name!r}; there are {', '.join(NAMES)}")
     lab: Lab = importlib.import_module(f"regard.labs.{name}").LAB

@@ -4,10 +4,11 @@ SwiGLU, down(silu(gate(x)) · up(x)), has three matrices where the others have t
 parameters its hidden width is 2/3 of theirs. Which is better is a question for a measurement:
 none of them has a derivation.
 
-The text: letters, each drawn by the two before it (a Markov chain of order 2, as Shannon's
-approximations to English, with a random table). Its entropy is known, since the table is; and what
-a model loses above it is what the model has not learned. To look up each pair of letters is work
-for the feed-forward layers, since attention only brings the letter before.
+The text: letters, each drawn from a distribution that depends on the two before it (a Markov chain
+of order 2, as in Shannon's approximations to English, with a random table). Since the table is
+known, so is the entropy, and a model's loss above it is what the model has not learned. Looking up
+each pair of letters is work for the feed-forward layers, since attention only copies the letter
+before.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SPREAD = 2.5  # of the logarithms of the table, before each row is made to add up to 1
-SETTLED = 200  # letters after which it no longer matters how a text began
-UNTIMED = 10  # first steps, in which kernels are loaded and memory is found
+SPREAD = 2.5  # of the table's logits, before the softmax of each row
+SETTLED = 200  # letters after which the start of a text no longer matters
+UNTIMED = 10  # first steps, in which kernels are loaded and memory is allocated
 
 
 class Kind(NamedTuple):
@@ -54,7 +55,7 @@ KINDS = {"ReLU": Kind("relu", False), "GELU": Kind("gelu", False), "SwiGLU": Kin
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How large a run is. `dim` is a multiple of 3, so that 8/3 of it is whole."""
+    """The sizes of a run. `dim` is a multiple of 3, so that 8/3 of it is an integer."""
 
     letters: int
     seeds: int
@@ -92,10 +93,10 @@ FULL = Setting(
 
 
 class Source:
-    """The language: the chances of each letter after each pair, and of the pairs themselves."""
+    """The language: the probabilities of each letter after each pair, and of the pairs."""
 
     def __init__(self, chances_abc: Tensor) -> None:
-        """chances_abc: of c after a and then b, float64; it shall reach every letter in the end."""
+        """chances_abc: P(c | a, b), float64; every letter must be reachable from every pair."""
         self.chances = chances_abc
         n = len(chances_abc)
         pairs = torch.full((n, n), 1 / n**2, dtype=chances_abc.dtype)
@@ -105,11 +106,11 @@ class Source:
 
     @property
     def entropy(self) -> float:
-        """Nats per letter, given all letters before it."""
+        """The entropy rate: nats per letter, given all letters before it."""
         return float((self.pairs[..., None] * torch.special.entr(self.chances)).sum())
 
     def write(self, n: int, length: int, drawn: torch.Generator) -> tuple[Tensor, Tensor]:
-        """n texts of two letters and `length` more, and -log of the chances of the latter."""
+        """Draw n texts of 2 + `length` letters, and -log p of the last `length` letters."""
         size, device = len(self.chances), drawn.device
         shape = length + 1, n
         lots = torch.rand(shape, generator=drawn, device=device, dtype=torch.float64)
@@ -124,19 +125,19 @@ class Source:
 
 
 def pick(sums: Tensor, lots: Tensor) -> Tensor:
-    """The numbers that lots, from 0 to 1, fall on, by running sums of their chances."""
+    """Sample indices by inverse CDF: `sums` are cumulative probabilities, `lots` uniform draws."""
     return torch.searchsorted(sums, lots).clamp(max=sums.shape[-1] - 1)
 
 
 @cache
 def make_source(letters: int) -> Source:
-    """The language of so many letters, the same in every run."""
+    """Make the language of `letters` letters, the same in every run."""
     logits = torch.randn(letters, letters, letters, generator=generator_of(1948)).double()
     return Source((SPREAD * logits).softmax(-1))
 
 
 def hidden_width(dim: int, gated: bool) -> int:
-    """4 · dim, and where there are three matrices instead of two, 2/3 of it."""
+    """4 · dim, or 2/3 of that if there are three matrices instead of two."""
     return 8 * dim // 3 if gated else 4 * dim
 
 
@@ -162,13 +163,13 @@ def make_model(setting: Setting, kind: str) -> Transformer:
 
 
 def loss_of(model: nn.Module, texts: Tensor) -> Tensor:
-    """Of every letter but the first two, which no table has a word on."""
+    """The loss of every letter but the first two, which have no pair before them."""
     logits = model(texts[:, :-1]).logits[:, 1:]
     return nn.functional.cross_entropy(logits.flatten(0, 1), texts[:, 2:].flatten())
 
 
 def measure_model(setting: Setting, kind: str, seed: int, device: torch.device) -> dict[str, Any]:
-    """One training: the loss above the source's own on the same letters, and the time of a step."""
+    """Train once: the loss above the source's own on the same letters, and the time of a step."""
     model = build_seeded(lambda: make_model(setting, kind), seed).to(device)
     config = setting.train
     n, drawn = config.steps * setting.batch, generator_of(seed, device=device)
@@ -216,7 +217,7 @@ def bin_curve(values: Sequence[float], ratio: float = 1.3) -> list[dict[str, flo
 
 def measure(run: Run) -> dict[str, Any]:
     setting = TINY if run.tiny else FULL
-    # Kinds change most often, so that what slows the machine down for a while slows all of them.
+    # Kinds vary fastest, so that a temporary slowdown of the machine affects all of them.
     items = [(kind, seed) for seed in range(setting.seeds) for kind in KINDS]
     models = run.map(
         "activations and seeds", lambda item: measure_model(setting, *item, run.device), items
@@ -231,7 +232,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def values_of(results: Results, kind: str, name: str) -> list[Any]:
-    """In the order of seeds."""
+    """The values of a kind of layer under a name, in the order of seeds."""
     rows = [row for row in results["models"] if row["kind"] == kind]
     return [row[name] for row in sorted(rows, key=lambda row: row["seed"])]
 
@@ -267,7 +268,7 @@ def tell_losses(results: Results) -> str:
 
 
 def tell_pair(results: Results, first: str, second: str) -> str:
-    """Of the same seeds: whether the second is better than the first, as one would predict."""
+    """Say whether the second kind is better than the first, as predicted, over the same seeds."""
     losses = (values_of(results, kind, "loss") for kind in (first, second))
     found = paired_difference(*losses)
     side = side_of(found)
@@ -319,7 +320,7 @@ def draw(results: Results, figure: Figure) -> None:
 
 
 def draw_seeds(results: Results, name: str, axes: Axes) -> None:
-    """Each seed as a dot, the mean and its interval beside."""
+    """Draw each seed as a dot, with the mean and its interval beside."""
     for at, kind in enumerate(KINDS):
         values, found = values_of(results, kind, name), over(results, kind, name)
         axes.plot([at - 0.1] * len(values), values, ".", color=f"C{at}", alpha=0.5)

@@ -1,9 +1,10 @@
 """What does the KV cache save, and what does it cost?
 
 The arithmetic, for L layers of width C with H heads and G key heads of width D, at n tokens:
-without a cache the n-th token costs a pass over all n, 2 FLOPs for each weight and token and 4 D
-for each query head and each pair of tokens that see each other, n (n + 1) / 2 of them; with it one
-token's worth of weights and n pairs. What is kept for that is 2 · L · G · D · n numbers a text.
+without a cache the n-th token costs a forward pass over all n tokens: 2 FLOPs for each weight and
+token, and 4 D for each query head and each of the n (n + 1) / 2 causal pairs of tokens. With a
+cache it costs one token's worth of weights and n pairs. The cache keeps 2 · L · G · D · n numbers
+for each text.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ VOCAB = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What is measured: models of this shape, at these lengths, so often."""
+    """What is measured: the models' shape, the lengths, and the number of repeats."""
 
     n_layers: int
     head_dim: int
     lengths: tuple[int, ...]
     repeats: int
     n_written: int
-    """Tokens of the text that is written from its first token to its last, both ways."""
+    """Tokens of the text that is generated whole, with and without a cache."""
     batch: int
-    """Texts that are written at once where heads are grouped: their caches outweigh the weights."""
+    """Texts in the batch for grouped heads, so many that their caches outweigh the weights."""
     batch_len: int
 
     @property
@@ -74,7 +75,7 @@ FULL = Size(
 def make_model(
     size: Size, n_kv_heads: int, device: torch.device, dtype: torch.dtype
 ) -> Transformer:
-    """A decoder as LLaMA has it, with random weights."""
+    """Make a LLaMA-like decoder with random weights."""
     block = BlockConfig(
         dim=size.dim,
         n_heads=N_HEADS,
@@ -94,7 +95,7 @@ def make_model(
 
 
 def count_flops(config: ModelConfig, n_new: int, n_seen: int) -> int:
-    """FLOPs of the next token's logits: n_new tokens are read, with n_seen - n_new in the cache."""
+    """FLOPs of the next token's logits, reading n_new tokens with n_seen - n_new in the cache."""
     block = config.main
     weights = count_parameters(config) - config.vocab_size * config.dim
     norms = (2 * config.n_layers + 1) * config.dim
@@ -104,14 +105,14 @@ def count_flops(config: ModelConfig, n_new: int, n_seen: int) -> int:
 
 
 def count_cache_bytes(config: ModelConfig, n_tokens: int, bytes_each: int) -> int:
-    """2 · layers · kv_heads · head_dim · tokens · bytes, of one text."""
+    """Bytes of one text's cache: 2 · layers · kv_heads · head_dim · tokens · bytes."""
     block = config.main
     n_kv_heads = block.n_kv_heads or block.n_heads
     return 2 * config.n_layers * n_kv_heads * (config.dim // block.n_heads) * n_tokens * bytes_each
 
 
 def choose_next(model: Transformer, ids_bt: Tensor, cache: DecoderCache | None = None) -> Tensor:
-    """The likeliest next token (B, 1) after these, and what the cache holds."""
+    """The likeliest next token (B, 1) after these tokens and those in the cache."""
     assert model.head is not None
     last_btc = model.run(ids_bt, cache=cache)
     found: Tensor = model.head(last_btc[:, -1:]).argmax(-1)
@@ -119,7 +120,7 @@ def choose_next(model: Transformer, ids_bt: Tensor, cache: DecoderCache | None =
 
 
 def fill_cache(model: Transformer, ids_bt: Tensor) -> DecoderCache:
-    """A cache with these tokens read, the last alone, as one that has been written with."""
+    """Fill a cache with these tokens, the last in a step of its own, as in generation."""
     cache = model.make_cache()
     n = ids_bt.shape[1]
     for part in torch.split(ids_bt[:, : max(n - 1, 1)], 2048, 1):
@@ -131,7 +132,7 @@ def fill_cache(model: Transformer, ids_bt: Tensor) -> DecoderCache:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a call, and on a GPU the memory that it needed beside what was there, in bytes."""
+    """Seconds of a call, and on a GPU its peak memory in bytes, beyond what was allocated."""
 
     seconds: float
     peak: int | None
@@ -159,7 +160,7 @@ def draw_ids(n_rows: int, n_tokens: int, device: torch.device) -> Tensor:
 
 @torch.inference_mode()
 def measure_length(n: int, size: Size, model: Transformer) -> dict[str, Any]:
-    """The n-th token of a text: all n read again, or one beside a cache of n - 1."""
+    """Measure the n-th token of a text: by reading all n tokens, or one with a cache of n - 1."""
     weight = next(model.parameters())
     device, bytes_each = weight.device, weight.element_size()
     ids_bt = draw_ids(1, n, device)
@@ -189,7 +190,7 @@ def measure_length(n: int, size: Size, model: Transformer) -> dict[str, Any]:
 
 
 def write_plainly(model: Transformer, first_bt: Tensor, n: int) -> Tensor:
-    """n tokens after the first, each by a pass over all before it."""
+    """Generate n tokens after the first, each by a forward pass over all tokens before it."""
     ids_bt = torch.cat((first_bt, first_bt.new_zeros(1, n)), 1)
     for at in range(1, n + 1):
         ids_bt[:, at : at + 1] = choose_next(model, ids_bt[:, :at])
@@ -198,7 +199,7 @@ def write_plainly(model: Transformer, first_bt: Tensor, n: int) -> Tensor:
 
 @torch.inference_mode()
 def measure_writing(size: Size, device: torch.device) -> dict[str, Any]:
-    """A whole text, in float32, so that both ways choose among the same logits."""
+    """Measure generating a whole text, in float32, so that both ways have nearly equal logits."""
     model = make_model(size, N_HEADS, device, torch.float32)
     first_bt, n = draw_ids(1, 1, device), size.n_written
     written: dict[str, Tensor] = {}
@@ -228,7 +229,7 @@ def measure_writing(size: Size, device: torch.device) -> dict[str, Any]:
 
 @torch.inference_mode()
 def measure_groups(size: Size, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:
-    """A step of a whole batch, with 8 key heads to 1; in turns, so that all meet the same noise."""
+    """Measure a batch's step with 8, 4, 2 and 1 key heads, in turns to give all the same noise."""
     counts = (8, 4, 2, 1)
     models = [make_model(size, n_kv_heads, device, dtype) for n_kv_heads in counts]
     ids_bt = draw_ids(size.batch, size.batch_len, device)
@@ -297,7 +298,7 @@ SPEED = {1: "faster", 0: "no clear difference", -1: "slower"}
 
 
 def find_crossing(lengths: list[dict[str, Any]]) -> str:
-    """From which length on the cache wins, at it and at all longer ones."""
+    """Find the length from which on the cache is faster at all lengths measured."""
     wins = [side_of(row["ratio"], 1) > 0 for row in lengths]
     first = len(wins)
     while first and wins[first - 1]:
@@ -316,7 +317,7 @@ def find_crossing(lengths: list[dict[str, Any]]) -> str:
 
 
 def spell_growth(lengths: list[dict[str, Any]]) -> str:
-    """Whether a step beside the cache takes as much longer as it has more to compute."""
+    """Compare how a cached step's time grows with length with how its FLOPs grow."""
     first, last = lengths[0], lengths[-1]
     flops = last["flops cached"] / first["flops cached"]
     time = last["cached"]["median"] / first["cached"]["median"]

@@ -1,10 +1,10 @@
 """What does attention cost that never builds its matrix?
 
 The formula needs all scores of a row before it can divide by their sum, and so, it seems, the whole
-T × T matrix. The online softmax needs the largest score m and the sum s = Σ exp(x - m) so far: a
-new number x makes them m' = max(m, x) and s' = s · exp(m - m') + exp(x - m'), and whatever was
-summed up before is multiplied by exp(m - m') too. So keys may come in tiles, each forgotten when
-the next one comes (FlashAttention), and memory grows with T instead of T².
+T × T matrix. The online softmax needs only the largest score m and the sum s = Σ exp(x - m) so far:
+a new score x updates them to m' = max(m, x) and s' = s · exp(m - m') + exp(x - m'), and any other
+running sum is multiplied by exp(m - m'), too. So keys can be processed in tiles, of which only one
+is in memory at a time (FlashAttention), and memory grows with T instead of T².
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ EAGER, SDPA, BLOCKWISE, OURS, TRITON = WAYS = (
     "our kernels",
 )
 REPEATS = 5
-CPU_BYTES = 2**32  # what the formula may take on a CPU; a GPU tells what it has
-SPARE = 0.1  # of the memory that the formula needs, for what is not counted
+CPU_BYTES = 2**32  # memory that the formula may use on a CPU; a GPU reports what is free
+SPARE = 0.1  # of the memory that the formula needs, for allocations that are not counted
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -67,7 +67,7 @@ def online_softmax(numbers: Sequence[float]) -> list[dict[str, float]]:
 
 
 def online_weights(numbers: Sequence[float]) -> dict[str, Any]:
-    """The weights by the online softmax, and how far they are from the softmax in one go."""
+    """Weights by the online softmax, and their largest difference from the ordinary softmax."""
     rows = online_softmax(numbers)
     last = rows[-1]
     online = [math.exp(x - last["maximum"]) / last["sum"] for x in numbers]
@@ -77,7 +77,7 @@ def online_weights(numbers: Sequence[float]) -> dict[str, Any]:
 
 
 def attend_eagerly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q kᵀ / √d) v as written, under a causal mask; what is used up is let go."""
+    """softmax(q kᵀ / √d) v as written, with a causal mask; intermediates are freed early."""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
     scores = scores.masked_fill(later, -math.inf)
@@ -104,7 +104,7 @@ CALLS: dict[str, Way] = {
 
 
 def eager_bytes(n_heads: int, length: int, itemsize: int) -> int:
-    """What the formula needs at once: two matrices for each head, and the mask, a byte a pair."""
+    """Peak bytes of the formula: two T × T matrices for each head, and a mask of a byte a pair."""
     return (2 * n_heads * itemsize + 1) * length * length
 
 
@@ -116,7 +116,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def draw_inputs(length: int, size: Size, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of one text, in the type that layers have on such a device."""
+    """Draw q, k and v of one text, in the dtype that is usual on the device."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape, drawn = (3, 1, size.n_heads, length, size.width), generator_of(length, device=device)
     q, k, v = torch.randn(shape, generator=drawn, device=device, dtype=dtype)
@@ -124,7 +124,7 @@ def draw_inputs(length: int, size: Size, device: torch.device) -> tuple[Tensor, 
 
 
 def measure_way(way: str, length: int, size: Size, device: torch.device) -> dict[str, Any]:
-    """Peak memory and times of one causal forward; or why there is none."""
+    """Measure peak memory and times of one causal forward pass, or say why it was refused."""
     q, k, v = draw_inputs(length, size, device)
     needed, free = eager_bytes(size.n_heads, length, q.dtype.itemsize), free_bytes(device)
     if way == EAGER and (1 + SPARE) * needed > free:
@@ -144,7 +144,7 @@ def measure_way(way: str, length: int, size: Size, device: torch.device) -> dict
 
 
 def kernels_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why our kernels do not take this call, in the library's words; None if they do."""
+    """Why our kernels refuse this call, in the library's words; None if they accept it."""
     try:
         explain(q, k, v, mask=Causal(), backend="triton")
     except ValueError as refusal:
@@ -153,7 +153,7 @@ def kernels_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def measure_apart(way: str, size: Size, device: torch.device) -> float | None:
-    """How far a way is from the formula in float64, at 257 tokens; None if it refuses."""
+    """The largest error against the formula in float64, at 257 tokens; None if refused."""
     q, k, v = draw_inputs(257, size, device)
     if way == TRITON and kernels_refusal(q, k, v) is not None:
         return None
@@ -204,13 +204,13 @@ def find_softmax(results: Results) -> str:
 
 
 def measured(results: Results, way: str) -> dict[int, dict[str, Any]]:
-    """What was measured of a way, by length."""
+    """The measurements of one implementation, by length."""
     found = zip(results["lengths"], results["ways"][way], strict=True)
     return {length: row for length, row in found if "peak" in row}
 
 
 def find_memory(results: Results) -> list[str]:
-    """How memory grows, and where the formula stops."""
+    """Say how memory grows with length, and at which length the formula runs out of it."""
     sentences = []
     words = []
     for way in WAYS:
@@ -246,7 +246,7 @@ def find_memory(results: Results) -> list[str]:
 
 
 def find_times(results: Results) -> list[str]:
-    """Times at the longest length of the formula, and at the longest of all."""
+    """Say the times at the longest length that the formula reaches, and at the longest of all."""
     sentences = []
     ends = sorted({max(measured(results, way), default=0) for way in WAYS} - {0})
     for length in dict.fromkeys((ends[0], ends[-1])):
@@ -273,7 +273,7 @@ def find_times(results: Results) -> list[str]:
 
 
 def spell_lead(times: dict[str, dict[str, float]]) -> str:
-    """Whether the formula takes longer than our attention."""
+    """Say whether the formula takes longer than our attention."""
     if EAGER not in times or OURS not in times:
         return ""
     eager, ours = times[EAGER], times[OURS]
@@ -285,7 +285,7 @@ def spell_lead(times: dict[str, dict[str, float]]) -> str:
 
 
 def draw(results: Results, figure: Figure) -> None:
-    """Memory and time by length, and the online softmax of ten numbers."""
+    """Draw memory and time by length, and the online softmax of ten numbers."""
     memory, times, softmax = figure.subplots(1, 3)
     for n, way in enumerate(WAYS):
         rows = measured(results, way)

@@ -1,13 +1,13 @@
 """What came before attention: does it remember, how far, and at what cost?
 
-The text: random letters, one of the first few marked. What is asked is the marked letter, in two
-ways of training: so many tokens after the mark and nowhere else, with a model for each distance, so
-that what is learned has to come all the way; or at every token, near and far, with one model for
-all distances.
+The text: random letters, of which one of the first few is marked. The target is the marked letter.
+Training is done in two ways: with the target at one distance from the mark only, and one model for
+each distance, so that the gradient has to come all the way; or with the target at every token, near
+and far, and one model for all distances.
 
-An LSTM hands what it knows from each token to the next. The convolution is a causal stack of
-kernel 2 with dilations 1, 2, 4, ... (as WaveNet's), whose layers reach twice as far each.
-Attention looks at any token at once, and pays with every pair of tokens.
+An LSTM passes its state from each token to the next. The convolution is a causal stack of kernel 2
+with dilations 1, 2, 4, ... (as in WaveNet), so each layer reaches twice as far as the one before.
+Attention reaches any token in one step, at the cost of every pair of tokens.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = ("LSTM", "convolution", "attention")
-PLACES = 16  # the mark is on one of so many first tokens
-NOTHING = -100  # no answer is counted here
+PLACES = 16  # the mark is on one of this many first tokens
+NOTHING = -100  # the target of tokens that are not counted
 HELD = 0.9  # the share of right answers from which a distance counts as remembered
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much of everything; `widths` are those of KINDS, chosen for about equal parameters.
+    """The sizes of a run; `widths` are those of KINDS, chosen for about equal parameters.
 
-    `steps`: of a model for one distance, and of one for all.
+    `steps`: those of a model for one distance, and of a model for all distances.
     """
 
     letters: int
@@ -92,7 +92,7 @@ FULL = Size(
 
 
 class LSTM(nn.Module):
-    """torch's LSTM; its forget gates begin open, as is usual for long memories."""
+    """torch's LSTM, with forget gates that start open, as is usual for long memories."""
 
     def __init__(self, letters: int, width: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class LSTM(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Residual layers x + gelu(conv(norm(x))), causal, of kernel 2, dilations 1, 2, 4, ..."""
+    """Causal residual layers x + gelu(conv(norm(x))) of kernel 2, with dilations 1, 2, 4, ..."""
 
     def __init__(self, letters: int, width: int, reach: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Convolution(nn.Module):
 
 
 class Attention(nn.Module):
-    """A causal Transformer of one layer, without positions: it finds the mark by what it is."""
+    """A causal Transformer of one layer, without positions: it finds the mark by content."""
 
     def __init__(self, letters: int, width: int) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Attention(nn.Module):
 
 
 def dilations_for(reach: int) -> list[int]:
-    """1, 2, 4, ...: as many as let a token see `reach` tokens, itself counted."""
+    """Dilations 1, 2, 4, ..., as many as a token needs to see `reach` tokens, itself included."""
     return [2**n for n in range(math.ceil(math.log2(reach)))]
 
 
@@ -164,10 +164,10 @@ def make_model(kind: str, size: Size, seed: int) -> nn.Module:
 
 
 def count_steps(kind: str, distance: int, dilations: list[int]) -> int | None:
-    """The shortest way of what a token said to another so far on; None if there is no way.
+    """The shortest path between two tokens at this distance, in steps; None if there is none.
 
-    In steps that move it: cells of an LSTM, layers of the convolution that look back (those left
-    are passed by the residual), looks of attention.
+    Steps are cells of an LSTM, layers of the convolution that move a token (the residual passes by
+    the others), or attention layers.
     """
     if kind == "LSTM":
         return distance
@@ -180,7 +180,7 @@ def count_steps(kind: str, distance: int, dilations: list[int]) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Tokens (B, T), the answer at each (B, T), and where the mark is (B, 1)."""
+    """Tokens (B, T), the target at each (B, T), and the position of the mark (B, 1)."""
 
     ids: Tensor
     answers: Tensor
@@ -188,7 +188,7 @@ class Texts:
 
 
 def draw_texts(n_texts: int, length: int, letters: int, drawn: torch.Generator) -> Texts:
-    """Letters, and one of the first `PLACES` as a marked one, which has a token of its own."""
+    """Draw letters, and mark one of the first `PLACES`; marked letters are tokens of their own."""
     where: Any = {"generator": drawn, "device": drawn.device}
     ids = torch.randint(letters, (n_texts, length), **where)
     places = torch.randint(PLACES, (n_texts, 1), **where)
@@ -198,7 +198,7 @@ def draw_texts(n_texts: int, length: int, letters: int, drawn: torch.Generator) 
 
 
 def loss_of(model: nn.Module, texts: Texts, distance: int | None = None) -> Tensor:
-    """Of the answers so far after the mark, or of all."""
+    """The loss of the targets at this distance from the mark, or of all targets (None)."""
     logits_btl, answers = model(texts.ids), texts.answers
     if distance is not None:
         at = texts.places + distance
@@ -210,9 +210,9 @@ def loss_of(model: nn.Module, texts: Texts, distance: int | None = None) -> Tens
 def learn_recall(
     kind: str, distance: int | None, seed: int, size: Size, device: torch.device
 ) -> list[float]:
-    """What a model recalls that was trained for one distance, or for all (None).
+    """Train a model for one distance, or for all (None), and measure its recall.
 
-    The shares of right answers at that distance, or at each.
+    Returns the shares of right answers at that distance, or at each of all distances.
     """
     model = make_model(kind, size, seed).to(device)
     lengths = [length for length in dilations_for(2 * size.reach) if length >= 2 * PLACES]
@@ -236,7 +236,7 @@ def learn_recall(
 
 
 def time_steps(kind: str, length: int, size: Size, device: torch.device) -> list[float]:
-    """Seconds of forward and backward of one text, several times."""
+    """Measure the seconds of forward and backward of one text, several times."""
     model = make_model(kind, size, 0).to(device)
     texts = draw_texts(1, length, size.letters, generator_of(length, device=device))
 
@@ -285,10 +285,10 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def find_crossing(lengths: list[int], ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The length from which on ours takes longer up to the end, between two measured ones.
+    """The length from which on `ours` is slower at all lengths, interpolated between two of them.
 
-    Times are taken as straight lines in logarithms. Infinite if ours is not slower at the end;
-    0 if it is slower at every length.
+    Times are interpolated linearly in logarithms. Infinite if ours is not slower at the longest
+    length; 0 if it is slower at every length.
     """
     ratios = np.log(ours) - np.log(theirs)
     if ratios[-1] <= 0:
@@ -301,9 +301,9 @@ def find_crossing(lengths: list[int], ours: np.ndarray, theirs: np.ndarray) -> f
 
 
 def spell_crossing(results: Results, other: str) -> str:
-    """From where on a step of attention takes longer than the other's, with its interval."""
+    """Say from which length on a step of attention is slower than the other's, with interval."""
     lengths, kinds = results["lengths"], results["kinds"]
-    # (lengths, draws) of medians; the first column is of the calls as they were.
+    # (lengths, draws) of medians; the first column is that of the original calls.
     ours, theirs = (
         np.stack([medians_of(np.asarray(calls)) for calls in kinds[kind]["seconds"]])
         for kind in ("attention", other)
@@ -358,7 +358,7 @@ def find(results: Results) -> list[str]:
 
 
 def spell_lead(results: Results, way: str) -> str:
-    """Whether attention recalls more than each of the others at the longest distance."""
+    """Say whether attention recalls more than each of the others at the longest distance."""
     kinds, words = results["kinds"], []
     for other in KINDS[:-1]:
         pairs = zip(kinds["attention"][way][-1], kinds[other][way][-1], strict=True)
@@ -373,7 +373,7 @@ def spell_lead(results: Results, way: str) -> str:
 
 
 def spell_reach(results: Results, kind: str) -> str:
-    """The farthest of the distances up to which all are remembered."""
+    """Format the farthest distance up to which all distances count as remembered."""
     farthest = None
     for distance, shares in zip(results["distances"], results["kinds"][kind]["alone"], strict=True):
         if np.mean(shares) < HELD:
@@ -387,7 +387,7 @@ def spell_path(steps: int | None) -> str:
 
 
 def draw(results: Results, figure: Figure) -> None:
-    """Recall and path by distance, time by length."""
+    """Draw recall and path by distance, and time by length."""
     from matplotlib.ticker import LogLocator
 
     distances, lengths = results["distances"], results["lengths"]

@@ -1,12 +1,13 @@
 """One head against many, at equal parameters.
 
-The projections of a layer are d × d matrices; H heads cut their d columns into H parts of width
-d / H, so that more heads are neither more nor fewer parameters. What they change is how many
-positions can be looked at apart: a head has one softmax, and its output is one weighted mean.
+The projections of a layer are d × d matrices; H heads split their d columns into H parts of width
+d / H, so the number of heads does not change the number of parameters. It changes how many
+positions can be attended to separately: a head has one softmax, and its output is one weighted
+mean.
 
-The task: each position has a symbol, and points to another position under each relation (as a verb
-has its subject and its object). The symbols there are the answer. One softmax over all of them
-gives their mean, from which it is hard to say whose symbol is whose.
+The task: each position has a symbol and, for each relation, points to another position (as a verb
+has its subject and its object). The symbols at these positions are the targets. One softmax over
+all of them gives their mean, from which it is hard to tell which symbol belongs to which relation.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TEST = 1 << 20  # the number of a step that no training has
-SPARED = 0.01  # heads can be spared while no more accuracy than this is lost
+TEST = 1 << 20  # a step number that no training reaches, for test batches
+SPARED = 0.01  # heads can be spared as long as no more accuracy than this is lost
 WINDOW = 10  # steps over which a loss is averaged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How large a run is. The layer's width is `dim`, whatever the number of heads."""
+    """The sizes of a run. The layer's width is `dim`, whatever the number of heads."""
 
     heads: tuple[int, ...]
     seeds: int
@@ -83,10 +84,10 @@ FULL = Setting(
 
 
 class Lookup(nn.Module):
-    """One layer of attention, and a projection that reads a symbol for each relation from it.
+    """One layer of attention, and a projection from its output to a symbol for each relation.
 
-    A position enters as the sum of learned vectors: its own, its symbol's, and one for
-    each position that it points to, of which each relation has its own table.
+    The input at a position is a sum of learned embeddings: of the position, of its symbol, and of
+    each position that it points to, with a table for each relation.
     """
 
     def __init__(self, setting: Setting, n_heads: int) -> None:
@@ -107,7 +108,7 @@ class Lookup(nn.Module):
 
 
 def draw_batch(setting: Setting, size: int, source: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The symbol of each position, and where it points to under each relation."""
+    """Draw the symbol of each position, and the position it points to under each relation."""
     n, where = setting.length, source.device
     symbols = torch.randint(setting.symbols, (size, n), generator=source, device=where)
     shape = size, n, setting.relations
@@ -115,7 +116,7 @@ def draw_batch(setting: Setting, size: int, source: torch.Generator) -> tuple[Te
 
 
 def look_up(symbols_bn: Tensor, pointers_bnr: Tensor) -> Tensor:
-    """The answer: the symbol at each position that is pointed to."""
+    """The targets: the symbol at each position that is pointed to."""
     return symbols_bn.gather(1, pointers_bnr.flatten(1)).view_as(pointers_bnr)
 
 
@@ -125,9 +126,9 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def mixed_accuracy(relations: int, symbols: int) -> float:
-    """The best accuracy of one who knows which symbols are the answer, and not whose they are.
+    """The best accuracy if the set of target symbols is known, but not their relations.
 
-    The guess is then the symbol that is among them most often, the same for all relations.
+    The best guess is then the most frequent of these symbols, for all relations.
     """
     drawn = itertools.product(range(symbols), repeat=relations)
     most = [max(Counter(each).values()) for each in drawn]
@@ -147,9 +148,10 @@ def accuracy_by_relation(
 
 
 def switch_off(n_heads: int, score: Callable[[Sequence[int]], list[float]]) -> dict[str, Any]:
-    """What is lost without each head alone, by relation, and without more and more of them.
+    """Accuracy lost by switching off each head alone, and accuracy left without more and more.
 
-    The head whose loss alone is smallest goes first. `score` gives the accuracy by relation.
+    For the latter, heads are switched off in order, first those that alone cost least. `score`
+    computes the accuracy by relation with the given heads off.
     """
     whole = score([])
     lost = [[a - b for a, b in zip(whole, score([h]), strict=True)] for h in range(n_heads)]
@@ -159,7 +161,7 @@ def switch_off(n_heads: int, score: Callable[[Sequence[int]], list[float]]) -> d
 
 
 def steps_to_half(losses: Sequence[float]) -> int | None:
-    """The first step after which a few losses average to half the first, or None."""
+    """The first step at which the mean of `WINDOW` losses is half the first loss, or None."""
     half = losses[0] / 2
     for step in range(WINDOW, len(losses) + 1):
         if mean(losses[step - WINDOW : step]) < half:
@@ -170,7 +172,7 @@ def steps_to_half(losses: Sequence[float]) -> int | None:
 def measure_model(
     setting: Setting, n_heads: int, seed: int, device: torch.device
 ) -> dict[str, Any]:
-    """One training, and what its heads are worth."""
+    """Train one model, and measure what each of its heads is worth."""
     model = build_seeded(lambda: Lookup(setting, n_heads), seed).to(device)
 
     def draw(step: int) -> tuple[Tensor, Tensor]:
@@ -202,7 +204,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def seeds_of(results: Results, n_heads: int) -> list[dict[str, Any]]:
-    """The models of so many heads, in the order of their seeds."""
+    """The models with this number of heads, in the order of their seeds."""
     found = [model for model in results["models"] if model["heads"] == n_heads]
     return sorted(found, key=lambda model: model["seed"])
 
@@ -216,7 +218,7 @@ def accuracies(results: Results, n_heads: int) -> list[float]:
 
 
 def accuracy_interval(results: Results, n_heads: int) -> dict[str, float]:
-    """The mean over seeds; its interval is no narrower than so many trials allow."""
+    """The mean accuracy over seeds; its interval includes that of all trials taken together."""
     shares = accuracies(results, n_heads)
     seeds, trials = mean_interval(shares), results["trials"] * len(shares)
     counted = share_interval(round(seeds["mean"] * trials), trials)
@@ -229,14 +231,14 @@ def guess(results: Results) -> float:
 
 
 def worst_and_rest(model: dict[str, Any]) -> tuple[float, float]:
-    """Without one head: what the relation loses that suffers most, and what the others lose."""
+    """Accuracy lost without one head, averaged over heads: by the worst relation, by the others."""
     worst = [max(row) for row in model["lost"]]
     rest = [(sum(row) - max(row)) / (len(row) - 1) for row in model["lost"]]
     return mean(worst), mean(rest)
 
 
 def spared(model: dict[str, Any]) -> int:
-    """How many heads are off, the least needed first, before more than `SPARED` is lost."""
+    """How many heads can be off, the least needed first, before more than `SPARED` is lost."""
     lost = [model["accuracy"] - each > SPARED for each in model["left"]]
     return lost.index(True) - 1 if True in lost else len(lost) - 1
 
@@ -285,7 +287,7 @@ def spell_accuracy(results: Results, n_heads: int) -> str:
 
 
 def compare(results: Results, n_heads: int, other: int, against: int) -> str:
-    """Whether so many heads are better than others; `against`: which side was not predicted."""
+    """Say whether one number of heads beats another; `against`: the side not predicted."""
     side = side_of(paired_difference(accuracies(results, other), accuracies(results, n_heads)))
     words = {1: "more than", 0: "not clearly different from", -1: "less than"}[side]
     ending = ", against the prediction" if side == against else ""
@@ -293,7 +295,7 @@ def compare(results: Results, n_heads: int, other: int, against: int) -> str:
 
 
 def tell_steps(results: Results) -> list[str]:
-    """How soon the loss is halved, of those that halve it with every seed."""
+    """Say how soon the loss is halved, for numbers of heads that halve it with every seed."""
     found = {n: [model["half"] for model in seeds_of(results, n)] for n in heads_in(results)}
     soon = {n: mean_interval(steps) for n, steps in found.items() if None not in steps}
     never = [spell_heads(n) for n in found if n not in soon]
@@ -305,7 +307,7 @@ def tell_steps(results: Results) -> list[str]:
 
 
 def tell_one_off(results: Results) -> str:
-    """What one head is worth where there is one for each relation, or in the nearest case."""
+    """Say what one head is worth if there is one for each relation, or in the nearest case."""
     n = nearest(heads_in(results), results["relations"])
     pairs = [worst_and_rest(model) for model in seeds_of(results, n)]
     worst, rest = (mean_interval(each) for each in zip(*pairs, strict=True))
@@ -325,7 +327,7 @@ def tell_many_off(results: Results) -> str:
 
 
 def spell_points(found: dict[str, float]) -> str:
-    """Shares as percentage points."""
+    """Format shares as percentage points."""
     return spell_interval({end: 100 * found[end] for end in ("mean", "low", "high")}, ".1f")
 
 

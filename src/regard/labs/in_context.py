@@ -1,25 +1,25 @@
 """Is learning from examples in a prompt gradient descent?
 
-A prompt has examples (x_j, y_j) of a linear function and ends with an x whose y is asked for. Take
-the model w of a linear regression, from w = 0, with the loss Σ (w · x_j - y_j)² / 2n. One step of
-gradient descent of rate η gives
+A prompt has examples (x_j, y_j) of a linear function and ends with an x whose y is to be predicted.
+Consider linear regression with weights w, starting at w = 0, with the loss Σ (w · x_j - y_j)² / 2n.
+One step of gradient descent with learning rate η gives
 
     w = η/n Σ y_j x_j,   so that   w · x = η/n Σ y_j (x_j · x).
 
 The right side is attention without a softmax: the query is x, a key is x_j, a value is η/n y_j. So
-one layer does the step, if its matrices take x out of a token (x, y) for queries and keys and y for
-values: this is the construction of von Oswald and others. Let a token carry in place of y its
-residual r = y - w · x, which is y itself at first, and 0 - w · x for the query; then the step
-changes every residual by the same rule, r ← r - η/n Σ r_j (x_j · x), and as the examples' residuals
-are now those of the new w, a second such layer is a second step: k layers are k steps. Only
-examples are keys; the query is not one of them.
+one layer does the step if its matrices select, from a token (x, y), x for queries and keys and y
+for values: this is the construction of von Oswald and others. Let a token have, in place of y, the
+residual r = y - w · x, which is at first y itself, and 0 - w · x for the query token. Then the step
+updates every residual alike, r ← r - η/n Σ r_j (x_j · x), and since the examples' residuals are now
+those of the new w, a second such layer is a second step: k layers are k steps. Only examples are
+keys; the query token is not one of them.
 
-The dual form: the sum may be taken first, as a change of the weights, η/n Σ r_j x_jᵀ, which is then
-applied to x; or the products x_j · x first, as attention does. Both are one bilinear form.
+The dual form: one may compute the sum first, as an update of the weights, η/n Σ r_j x_jᵀ, and apply
+it to x; or the products x_j · x first, as attention does. Both are one bilinear form.
 
-Softmax is near to it: for small scores s its weights are (1 + s - mean of s)/n, so the difference
-of two heads with scores εs and -εs, divided by 2ε, is linear attention but for the mean, which is 0
-if every example stands there with its mirror image (-x, -y), and but for terms of ε².
+Softmax approximates this: for small scores s its weights are (1 + s - mean of s)/n, so the
+difference of two heads with scores εs and -εs, divided by 2ε, is linear attention up to the mean,
+which is 0 if every example is present with its mirror image (-x, -y), and up to terms of ε².
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TEST, TUNING = 10_000_000, 20_000_000  # seeds that no training step has
-ALMOST_NONE = 1e-9  # the λ of least squares: about as small as float64 still solves with
+TEST, TUNING = 10_000_000, 20_000_000  # seeds that no training step uses
+ALMOST_NONE = 1e-9  # the λ of least squares: about the smallest that float64 can solve with
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The sizes of a run. `n_dims` of x; prompts of up to `n_examples`, whose y have noise."""
+    """The sizes of a run. `n_dims`: those of x. Prompts have up to `n_examples`, with noisy y."""
 
     n_dims: int
     n_examples: int
@@ -92,7 +92,7 @@ TINY = Plan(
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Functions w (B, D), their x (B, T, D), and y (B, T) = w · x + noise."""
+    """Linear functions w (B, D), inputs x (B, T, D), and y (B, T) = w · x + noise."""
 
     w_bd: Tensor
     x_btd: Tensor
@@ -100,7 +100,7 @@ class Prompts:
 
 
 def draw_prompts(plan: Plan, n_prompts: int, generator: torch.Generator) -> Prompts:
-    """x and w of independent normal numbers; one x more than there are examples."""
+    """Draw x and w as independent normal numbers, with one x more than there are examples."""
     device = generator.device
     shape = (n_prompts, plan.n_examples + 1)
     w_bd = torch.randn(n_prompts, plan.n_dims, generator=generator, device=device)
@@ -111,9 +111,9 @@ def draw_prompts(plan: Plan, n_prompts: int, generator: torch.Generator) -> Prom
 
 
 class Regressor(nn.Module):
-    """A decoder that answers at each token: this is x_t, the example before was (x_t-1, y_t-1).
+    """A decoder that predicts y_t at each token t, whose input is x_t, x_t-1 and y_t-1.
 
-    It has no positions: the order of examples means nothing. At token t it knows t examples.
+    It has no positions, since the order of examples means nothing. At token t it knows t examples.
     """
 
     def __init__(self, plan: Plan, n_layers: int, device: torch.device) -> None:
@@ -141,7 +141,7 @@ def squared_error(model: nn.Module, prompts: Prompts) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """What all methods need of the first t examples: Σ x xᵀ (B, T, D, D), Σ x y (B, T, D), t."""
+    """Sums over the first t examples: Σ x xᵀ (B, T, D, D), Σ x y (B, T, D), and t (T,)."""
 
     xx_btdd: Tensor
     xy_btd: Tensor
@@ -149,7 +149,7 @@ class Sums:
 
 
 def sum_examples(prompts: Prompts) -> Sums:
-    """In float64, on the CPU; the sums at t leave out x_t itself and all after it."""
+    """Compute the sums in float64 on the CPU; those at t leave out x_t and all after it."""
     x_btd, y_bt = prompts.x_btd.cpu().double(), prompts.y_bt.cpu().double()
     xx_btdd = (x_btd[..., :, None] * x_btd[..., None, :]).cumsum(1)
     xy_btd = (x_btd * y_bt[..., None]).cumsum(1)
@@ -161,9 +161,10 @@ def sum_examples(prompts: Prompts) -> Sums:
 
 
 def solve_ridge(sums: Sums, penalty: float) -> Tensor:
-    """(Σ x xᵀ + λ)⁻¹ Σ x y: with λ = noise² the mean of w given the examples, the best answer.
+    """Ridge regression, w = (Σ x xᵀ + λ)⁻¹ Σ x y.
 
-    As λ goes to 0 it is that of least squares; where examples leave it open, the shortest.
+    With λ = noise² it is the posterior mean of w given the examples, the best predictor. As λ goes
+    to 0 it becomes least squares, of minimum norm if there are too few examples.
     """
     penalties = penalty * torch.eye(sums.xy_btd.shape[-1], dtype=torch.float64)
     solved: Tensor = torch.linalg.solve(sums.xx_btdd + penalties, sums.xy_btd[..., None])
@@ -171,7 +172,7 @@ def solve_ridge(sums: Sums, penalty: float) -> Tensor:
 
 
 def descend(sums: Sums, rate_t: Tensor | float, n_steps: int) -> Tensor:
-    """w after steps of gradient descent on Σ (w · x - y)² / 2t, from 0, with a rate for each t."""
+    """w after gradient descent from 0 on Σ (w · x - y)² / 2t, with a learning rate for each t."""
     share_t1 = (rate_t / sums.count_t.clamp(min=1))[:, None]
     w_btd = torch.zeros_like(sums.xy_btd)
     for _ in range(n_steps):
@@ -184,14 +185,14 @@ def answers_of(w_btd: Tensor, prompts: Prompts) -> Tensor:
 
 
 def errors_of(answers_bt: Tensor, prompts: Prompts) -> Tensor:
-    """Mean squared error at each t, against w · x without noise; that of always saying 0 is 1."""
+    """Mean squared error at each t, against w · x without noise; always predicting 0 has 1."""
     truth_bt = answers_of(prompts.w_bd.cpu().double()[:, None], prompts)
     return (answers_bt - truth_bt).square().mean(0) / prompts.w_bd.shape[-1]
 
 
 def tune_rates(plan: Plan, n_steps: int) -> list[float]:
-    """The rate of gradient descent that does best with t examples, on prompts of their own."""
-    # Many: a rate at the edge of where it diverges does so for few of them.
+    """Find the learning rate of gradient descent that is best for each t, on separate prompts."""
+    # Many prompts: a rate at the edge of divergence diverges on few of them.
     prompts = draw_prompts(plan, 8 * plan.n_tests, generator_of(TUNING))
     sums = sum_examples(prompts)
     rates = torch.tensor([0.05 * 1.2**n for n in range(20)], dtype=torch.float64)
@@ -201,9 +202,9 @@ def tune_rates(plan: Plan, n_steps: int) -> list[float]:
 
 
 def attend_linearly(tokens_bte: Tensor, examples: int, rate: float) -> Tensor:
-    """One layer on tokens (x, r): r less rate/n Σ r_j (x_j · x), over the first `examples` tokens.
+    """One layer on tokens (x, r): r - rate/n Σ r_j (x_j · x), over the first `examples` tokens.
 
-    The matrices of the construction, written out: queries and keys take x, values take r.
+    The construction's matrices written out: queries and keys select x, values select r.
     """
     width = tokens_bte.shape[-1]
     take_x = torch.eye(width, dtype=tokens_bte.dtype)
@@ -215,14 +216,14 @@ def attend_linearly(tokens_bte: Tensor, examples: int, rate: float) -> Tensor:
 
 
 def update_weights(tokens_bte: Tensor, examples: int, rate: float) -> Tensor:
-    """The same layer in its dual form: first the change of the weights, then that of each token."""
+    """`attend_linearly` in its dual form: the update of the weights first, then applied to x."""
     x_btd, r_bt1 = tokens_bte[..., :-1], tokens_bte[..., -1:]
     change_bd1 = rate / examples * (x_btd[:, :examples].mT @ r_bt1[:, :examples])
     return torch.cat([x_btd, r_bt1 - x_btd @ change_bd1], -1)
 
 
 def attend_by_softmax(tokens_bte: Tensor, examples: int, rate: float, small: float) -> Tensor:
-    """The same step by two heads of softmax attention over examples and their mirror images."""
+    """`attend_linearly` by two heads of softmax attention over examples and mirror images."""
     x_btd, r_bt1 = tokens_bte[..., :-1], tokens_bte[..., -1:]
     k_bsd = torch.cat([x_btd[:, :examples], -x_btd[:, :examples]], 1)[:, None]
     v_bs1 = torch.cat([r_bt1[:, :examples], -r_bt1[:, :examples]], 1)[:, None]
@@ -232,7 +233,7 @@ def attend_by_softmax(tokens_bte: Tensor, examples: int, rate: float, small: flo
 
 
 def measure_construction(plan: Plan) -> dict[str, float]:
-    """The largest differences between layers and steps of gradient descent, in float64."""
+    """Measure the largest differences of layers and gradient descent steps, in float64."""
     prompts = draw_prompts(plan, plan.n_tests, generator_of(TEST))
     x_btd, y_bt = prompts.x_btd.double(), prompts.y_bt.double()
     examples, rate, small = plan.n_examples, 0.3, 1e-4
@@ -262,7 +263,7 @@ def measure_construction(plan: Plan) -> dict[str, float]:
 def measure_seed(
     item: tuple[int, int], plan: Plan, rates: Sequence[list[float]], device: torch.device
 ) -> dict[str, Any]:
-    """One trained Transformer: its errors and others' on the same prompts, and how far apart."""
+    """Train a Transformer; its errors and other methods', and distances, on the same prompts."""
     n_layers, seed = item
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
@@ -328,21 +329,21 @@ def measure_plan(run: Run, plan: Plan) -> dict[str, Any]:
 
 
 def geometric_interval(values: Sequence[float]) -> dict[str, float]:
-    """Geometric mean and its interval: errors are above 0, and spread by factors."""
+    """Geometric mean and its interval, since errors are positive and vary by factors."""
     found = mean_interval([math.log(max(value, 1e-300)) for value in values])
     return {name: math.exp(found[name]) for name in ("mean", "low", "high")} | {"n": found["n"]}
 
 
 def over_seeds(results: Results, name: str, at: int, of: str | None = None) -> dict[str, float]:
-    """A method's error with `at` examples; with `of`, its ratio to that one's, prompts shared."""
+    """A method's error with `at` examples, or its ratio to `of`'s error on the same prompts."""
     rows = [row["errors"] for row in results["seeds"] if name in row["errors"]]
     if name not in {name_transformer(n) for n in results["depths"]}:
-        rows = rows[: len(results["seeds"]) // len(results["depths"])]  # prompts are of the seed
+        rows = rows[: len(results["seeds"]) // len(results["depths"])]  # prompts depend on the seed
     return geometric_interval([row[name][at] / (row[of][at] if of else 1.0) for row in rows])
 
 
 def apart_at(results: Results, n_layers: int, at: int) -> dict[str, dict[str, float]]:
-    """How far a Transformer's answers lie from each method's with `at` examples, nearest first."""
+    """How far a Transformer's predictions are from each method's, nearest first."""
     rows = [row["apart"] for row in results["seeds"] if row["n_layers"] == n_layers]
     found = {name: geometric_interval([row[name][at] for row in rows]) for name in rows[0]}
     return dict(sorted(found.items(), key=lambda each: each[1]["mean"]))
@@ -364,7 +365,7 @@ def find(results: Results) -> list[str]:
 
 
 def told_lengths(results: Results) -> tuple[int, int]:
-    """Fewer examples than unknowns, and twice as many."""
+    """The numbers of examples to report: fewer than there are unknowns, and twice as many."""
     return max(1, results["n_dims"] // 2), min(2 * results["n_dims"], results["n_examples"])
 
 

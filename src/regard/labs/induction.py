@@ -1,8 +1,8 @@
-"""How does a model learn to go on with what it has read once, and which heads do it?
+"""How does a model learn to continue a sequence that it has read once, and which heads do it?
 
-An induction head looks from a token to what came after the same token before: "... A B ... A" looks
-at B. For that a key has to know the token before it, which a head of an earlier layer has put
-there; so two layers can do it, and one cannot.
+An induction head attends from a token to the one that followed it earlier: in "... A B ... A" from
+the second A to B. The key at B has to know the token before B, which a head of an earlier layer has
+to write there; so two layers can do it, and one cannot.
 
 Letters: B texts, T tokens, C model width, H heads, L layers, V vocabulary.
 """
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 METRICS = ("accuracy", "log_prob", "score")
 LANGUAGE_MODEL = "embedded:lm"
-OTHERS = 5  # how often other heads are drawn
+OTHERS = 5  # how often a random set of other heads is drawn
 EVERY = 10  # steps between two evaluations
-EVALUATION = 1_000_000  # a number of a step that no training reaches
+EVALUATION = 1_000_000  # a step number that no training reaches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +55,11 @@ class Size:
     steps: int
     seeds: int
     n_evaluated: int
-    """Texts of an evaluation."""
+    """Texts in an evaluation."""
     n_read: int
     """Texts that the language model reads."""
     half: int
-    """Tokens of these that it reads twice."""
+    """Length of the segment that each of these texts repeats."""
 
 
 TINY = Size(
@@ -91,7 +91,7 @@ FULL = Size(
 
 
 class AttentionOnly(nn.Module):
-    """Layers of attention and nothing else: x + attention(norm(x)), then logits."""
+    """Layers of attention without feed-forward: x + attention(norm(x)), then logits."""
 
     def __init__(self, size: Size, n_layers: int) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class AttentionOnly(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Ids (B, T), the next ones, and which of these can be known: (B, T)."""
+    """Ids (B, T), next tokens (B, T), and which of the latter can be predicted (B, T)."""
 
     ids: Tensor
     targets: Tensor
@@ -124,9 +124,9 @@ class Texts:
 
 
 def draw_texts(size: Size, seed: int, step: int, n_texts: int, device: torch.device) -> Texts:
-    """Different tokens in a random order, a quarter to a half of a text, again and again.
+    """Draw texts that repeat a random segment of distinct tokens.
 
-    How many is drawn for each text, so that no distance tells where to look.
+    A segment is a quarter to a half of the text, of random length, so that no fixed distance helps.
     """
     T = size.n_tokens
     drawn = generator_of(seed, step, device=device)
@@ -136,9 +136,9 @@ def draw_texts(size: Size, seed: int, step: int, n_texts: int, device: torch.dev
 
 
 def repeat_texts(order_bv: Tensor, length_b1: Tensor, n_tokens: int) -> Texts:
-    """The first tokens of each row, so many as its length, again and again.
+    """Repeat the first `length_b1` tokens of each row up to n_tokens.
 
-    A next token can be known where its own token has been read before.
+    A next token can be predicted from the first repeated token on.
     """
     at_t = torch.arange(n_tokens + 1, device=order_bv.device)
     ids = order_bv.gather(1, at_t % length_b1)
@@ -146,15 +146,15 @@ def repeat_texts(order_bv: Tensor, length_b1: Tensor, n_tokens: int) -> Texts:
 
 
 def loss_of(model: nn.Module, texts: Texts) -> Tensor:
-    """The mean cross-entropy of the repeated tokens, in nats."""
+    """The mean cross-entropy of the predictable next tokens, in nats."""
     loss_bt = cross_entropy(model(texts.ids).mT, texts.targets, reduction="none")
     return (loss_bt * texts.repeated).sum() / texts.repeated.sum()
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What a model makes of texts: of the repeated tokens how many it finds likeliest, and their
-    mean log-probability; and head scores (`lens/head_scores.py`), name -> (L, H)."""
+    """An evaluation: the share of predictable tokens that the model ranks first, their mean
+    log-probability, and head scores (`lens/head_scores.py`), name -> (L, H)."""
 
     accuracy: float
     log_prob: float
@@ -164,7 +164,7 @@ class Seen:
 def score_heads(
     model: nn.Module, run: Callable[[Tensor], object], ids_bt: Tensor
 ) -> dict[str, Array]:
-    """The two scores that make an induction circuit, name -> (L, H), means over the texts."""
+    """The two head scores of an induction circuit, name -> (L, H), as means over the texts."""
     labels = [["a"] * ids_bt.shape[1]] * len(ids_bt)
     found = score_batch(model, run, ids_bt, labels)
     by_layer = [found[place].mean(0) for place in sorted(found, key=lambda place: place.layer)]
@@ -184,7 +184,7 @@ def evaluate(model: nn.Module, texts: Texts) -> Seen:
 
 
 def train_one(seed: int, n_layers: int, size: Size, device: torch.device) -> dict[str, Any]:
-    """One training, evaluated on its way; and what it can do with heads switched off."""
+    """Train one model, evaluating it on the way, and at the end with heads switched off."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AttentionOnly(size, n_layers).to(device)
@@ -215,13 +215,13 @@ def train_one(seed: int, n_layers: int, size: Size, device: torch.device) -> dic
 
 
 def split_heads(scores: Array) -> tuple[list[int], list[int]]:
-    """Heads with at least half of the highest score, and the others."""
+    """Split a layer's heads into those with at least half of the highest score, and the others."""
     doing = scores >= scores.max() / 2
     return np.nonzero(doing)[0].tolist(), np.nonzero(~doing)[0].tolist()
 
 
 def ablate(model: nn.Module, size: Size, seed: int, device: torch.device) -> dict[str, Any]:
-    """What is left without heads, and without looks, on texts of two equal halves."""
+    """Measure accuracy without some heads, or without some edges, on texts of two equal halves."""
     half = size.n_tokens // 2
     drawn = generator_of(seed, EVALUATION + 1, device=device)
     shape = size.n_evaluated, size.vocab_size
@@ -250,13 +250,13 @@ def ablate(model: nn.Module, size: Size, seed: int, device: torch.device) -> dic
 
 
 def forbid_looks(half: int, layer: int, after: int) -> list[Edit]:
-    """From each token of the second half to `after` keys behind where it stood in the first."""
+    """Block each token of the second half from the key `after` behind its first occurrence."""
     return [Block(t, t - half + after, layer) for t in range(half, 2 * half)]
 
 
 @torch.no_grad()
 def measure_language_model(name: str, n_texts: int, half: int, device: torch.device) -> list[Any]:
-    """Of a real model: what it gains on random tokens that it reads again, with heads off."""
+    """Measure how much better a language model predicts repeated random tokens, with heads off."""
     model = load(name, device=device).eval()
     drawn = generator_of(n_texts, half, device=device)
     V, shape = model.config.vocab_size, (n_texts, half)
@@ -267,7 +267,7 @@ def measure_language_model(name: str, n_texts: int, half: int, device: torch.dev
         with edit(model, *(Ablate(layer, head) for layer, head in heads)):
             logits_btv = model(texts.ids).logits
         logs_bt = logits_btv.log_softmax(-1).gather(2, texts.targets[..., None])[..., 0]
-        # Both means are of the same tokens: the first of a segment is never one that follows.
+        # Both means are over the same targets: a segment without its first token.
         first, second = logs_bt[:, : half - 1].mean(1), logs_bt[:, half:].mean(1)
         return [float(x) for x in second - first]
 
@@ -284,7 +284,7 @@ def measure_language_model(name: str, n_texts: int, half: int, device: torch.dev
 def draw_others(
     heads: Sequence[Sequence[int]], n_heads: int, drawn: np.random.Generator
 ) -> list[list[int]]:
-    """As many heads of the same layers, or as there are, none of them one of these."""
+    """Draw as many other heads of the same layers, or fewer if a layer has no more."""
     found = []
     for layer in sorted({layer for layer, _ in heads}):
         own = [head for at, head in heads if at == layer]
@@ -311,13 +311,13 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def way_of(trained: Results, metric: str) -> Array:
-    """How far a metric has gone from its first value, 0, to its last, 1, at each evaluation."""
+    """Rescale a metric at each evaluation so that its first value is 0 and its last is 1."""
     values = np.array(trained[metric])
     return np.asarray((values - values[0]) / (values[-1] - values[0]))
 
 
 def step_of(trained: Results, metric: str, share: float) -> float:
-    """The step at which a metric has first made this share of its way."""
+    """The step (interpolated) at which the rescaled metric first reaches this share."""
     steps, way = trained["steps"], way_of(trained, metric)
     after = int((way >= share).argmax())
     return float(np.interp(share, way[after - 1 : after + 1], steps[after - 1 : after + 1]))

@@ -1,8 +1,8 @@
-"""Means with their 95% intervals, over seeds or samples.
+"""95% confidence intervals of means, shares and medians, over seeds or samples.
 
 How: Student's t for a mean; its quantile is found by bisection on the integral of its density, so
-that no table and no further package is needed. Wilson's interval for a share of trials. That of a
-median ends at two of the values, by the binomial distribution, whatever the values' own is.
+that no table and no further package is needed. Wilson's interval for a share of trials. For a
+median, two of the values, chosen by the binomial distribution, whatever distribution they have.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 def mean_interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean, and low and high of its 95% interval, of independent values; at least two."""
+    """Mean and 95% interval (low, high) of independent values, at least two."""
     if len(values) < 2:
         raise ValueError(f"an interval needs at least two values, and {len(values)} came")
     numbers = np.asarray(values, dtype=np.float64)
@@ -26,7 +26,7 @@ def mean_interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> dict[str, float]:
-    """Mean of second - first with its interval, both of the same seeds in the same order."""
+    """Mean of second - first with its interval; both have the same seeds in the same order."""
     return mean_interval([b - a for a, b in zip(first, second, strict=True)])
 
 
@@ -42,11 +42,11 @@ def share_interval(right: int, trials: int) -> dict[str, float]:
 
 
 def median_interval(values: Sequence[float]) -> dict[str, float]:
-    """Median, and low and high of its 95% interval, of independent values; at least six."""
+    """Median and 95% interval (low, high) of independent values, at least six."""
     n = len(values)
     if n < 6:
         raise ValueError(f"an interval of a median needs at least six values, and {n} came")
-    # The median lies below the k-th smallest value with P(Binomial(n, 1/2) < k), at most 2.5%.
+    # The median is below the k-th smallest value with P(Binomial(n, 1/2) < k), at most 2.5%.
     tails = itertools.accumulate(math.comb(n, k) / 2**n for k in range(n))
     k = sum(tail <= 0.025 for tail in tails)
     ordered = sorted(float(value) for value in values)
@@ -56,7 +56,7 @@ def median_interval(values: Sequence[float]) -> dict[str, float]:
 
 @cache
 def t_quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's t with so many degrees of freedom."""
+    """The 97.5% quantile of Student's t with `freedom` degrees of freedom."""
     log_c = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)
     scale = math.exp(log_c) / math.sqrt(freedom * math.pi)
     low, high = 0.0, 16.0
@@ -70,12 +70,12 @@ def t_quantile(freedom: int) -> float:
 
 
 def spell_interval(found: dict[str, float], form: str = ".3g") -> str:
-    """A mean or median as a sentence has it: 1.23 (95% interval 1.20 to 1.26)."""
+    """Format a mean or median for a sentence: 1.23 (95% interval 1.20 to 1.26)."""
     middle = "mean" if "mean" in found else "median"
     value, low, high = (format(found[name], form) for name in (middle, "low", "high"))
     return f"{value} (95% interval {low} to {high})"
 
 
 def side_of(found: dict[str, float], value: float = 0.0) -> int:
-    """1 where all of an interval lies above a value, -1 where below, 0 where it holds the value."""
+    """1 if the interval is entirely above a value, -1 if below, 0 if it contains the value."""
     return int(found["low"] > value) - int(found["high"] < value)

@@ -1,12 +1,13 @@
-"""IsoFLOP curves: the loss of models of many sizes, all trained with one budget, and its minimum.
+"""IsoFLOP curves: the loss of models of many sizes at one training budget, and its minimum.
 
-Why: they tell the best size for a budget without any law: a check of one that was fitted.
+Why: they give the best size for a budget without a fitted law, and so check such a law.
 
-How: a budget of C FLOPs gives a model of N parameters C / 6N tokens. Its loss there is read between
-its two runs on either side, on a line in log D and log L; a model whose runs do not reach so far is
-left out. A parabola in log N through the models' losses has its minimum at the best size, which
-counts where it lies between the smallest and the largest of them. Over budgets the minima grow as
-C^a: a is the slope of a line in logarithms. Intervals draw the models anew, with replacement.
+How: a budget of C FLOPs trains a model of N parameters on C / 6N tokens. Its loss there is
+interpolated between its two nearest runs, linearly in log D and log L; a model whose runs do not
+reach the budget is left out. A parabola in log N fitted to the models' losses has its minimum at
+the best size, which counts only if it is between the smallest and the largest model. Over budgets
+the minima grow as C^a, where a is the slope of a line in logarithms. Intervals are from resampling
+the models with replacement.
 
 Left out: any extrapolation.
 """
@@ -33,7 +34,7 @@ def isoflop(
     n_budgets: int = 5,
     bootstraps: int = 200,
 ) -> dict[str, Any]:
-    """Curves of budgets that so many models reach, their minima, and how these grow, as JSON."""
+    """Fit curves for budgets that enough models reach: the curves, their minima, and a, as JSON."""
     log_n = np.log(n_params)
     curves = choose_curves(log_n, np.log(n_tokens), np.log(losses), least_models, n_budgets)
     sizes = np.unique(log_n)
@@ -63,7 +64,7 @@ def isoflop(
 def choose_curves(
     log_n: Floats, log_d: Floats, log_loss: Floats, least_models: int, n_budgets: int
 ) -> list[tuple[float, Floats, Floats]]:
-    """Of the budgets that enough models reach, some evenly spread: log C, log N, log L."""
+    """Choose evenly spaced budgets that enough models reach: (log C, log N, log L) of each."""
     spent = log_n + log_d + np.log(FLOPS_PER_PARAMETER)
     curves = []
     for budget in np.linspace(spent.min(), spent.max(), 200):
@@ -78,7 +79,7 @@ def choose_curves(
 def read_curve(
     log_n: Floats, log_d: Floats, log_loss: Floats, budget: float
 ) -> tuple[Floats, Floats]:
-    """The sizes that have runs on both sides of the budget, and their losses between these."""
+    """Sizes with runs on both sides of the budget, and their losses interpolated at the budget."""
     sizes, read = [], []
     for size in np.unique(log_n):
         own = np.flatnonzero(log_n == size)
@@ -93,7 +94,7 @@ def read_curve(
 def find_minima(
     curves: Sequence[tuple[float, Floats, Floats]], sizes: Floats, counts: Floats
 ) -> list[float | None]:
-    """log N of each curve's minimum, with each model counted so often; None where it has none."""
+    """log N at each curve's minimum, with models weighted by `counts`; None without a minimum."""
     minima = []
     for _, log_n, log_loss in curves:
         weights = counts[np.searchsorted(sizes, log_n)]
@@ -103,7 +104,7 @@ def find_minima(
 
 def parabola_minimum(x: Floats, y: Floats, weights: Floats) -> float | None:
     if len(x) < 4:
-        return None  # three points have a parabola always: it says nothing
+        return None  # a parabola through three points fits always, so it says nothing
     middle = x.mean()
     curvature, slope, _ = np.polyfit(x - middle, y, 2, w=np.sqrt(weights[weights > 0]))
     if curvature <= 0:
@@ -123,7 +124,7 @@ def slope_of(budgets: Sequence[float], minima: Sequence[float | None]) -> float 
 def spread(
     value: float | None, others: Sequence[float], bootstraps: int, exponentiate: bool = False
 ) -> dict[str, float] | None:
-    """A number with the interval of its bootstrap; None where it, or most of these, are none."""
+    """A number with its bootstrap interval; None if it, or most bootstrap samples, have none."""
     if value is None or 2 * len(others) < bootstraps:
         return None
     found = (value, *quantiles(others))

@@ -1,9 +1,9 @@
 """What a lab is: a question, a prediction, a method, and three functions.
 
-How: `measure` is given a `Run` and returns plain numbers (dicts, lists, numbers, words: what JSON
-holds). `find` makes sentences of these and nothing else, so that every number in a text is one that
-was measured; its first sentence answers the question. `draw` makes the figure of them. All three
-are functions of the lab's own file.
+How: `measure` gets a `Run` and returns plain JSON values (dicts, lists, numbers, strings). `find`
+builds sentences from these alone, so that every number in a text was measured; its first sentence
+answers the question. `draw` draws the figure from them. All three are functions of the lab's own
+file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Results = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """One question. `prediction` is what a reader of the textbook would say before the run."""
+    """One question. `prediction` is what a reader of textbooks would say before the run."""
 
     name: str
     question: str

@@ -1,13 +1,13 @@
 """Pre-norm against post-norm, by depth.
 
-Post-norm, x = norm(x + f(x)), divides what comes from below by √(1 + σ²) after each sublayer whose
-answer has σ² of the stream's variance; so does the gradient on its way down, and at depth L it has
-been divided 2L times. Pre-norm, x = x + f(norm(x)), has a path from the last layer to the first
-without any norm.
+Post-norm, x = norm(x + f(x)), divides the residual stream by √(1 + σ²) after each sublayer whose
+output has σ² times the stream's variance; it divides the gradient on its way down as well, 2L times
+in L layers. Pre-norm, x = x + f(norm(x)), has a path from the last layer to the first without any
+norm.
 
-The text: each letter is followed by one of four letters, each as often, and all letters are equally
-frequent. So a model that knows nothing of the letter before can reach ln 32 = 3.466 nats and no
-less, which is where a new model starts, and the best of all ln 4 = 1.386.
+The text: each letter is followed by one of four letters, equally likely, and all letters are
+equally frequent. So a model that does not use the letter before reaches ln 32 = 3.466 nats and no
+less, which is also where a new model starts; the best possible loss is ln 4 = 1.386.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 COLOURS = {"pre": "C0", "post": "C1"}
 LETTERS, FOLLOWERS = 32, 4
 UNIFORM, ENTROPY = math.log(LETTERS), math.log(FOLLOWERS)
-MARGIN = 0.1 * (UNIFORM - ENTROPY)  # a loss that is less than this from the start has not moved
+MARGIN = 0.1 * (UNIFORM - ENTROPY)  # a loss within this of the starting loss counts as stuck
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How large a run is. `depths` are trained with `seeds`, and of as many models as `starts` the
-    gradient is taken at each depth in `gradients`."""
+    """The sizes of a run. Models of `depths` are trained with `seeds`; at each depth in `gradients`
+    the gradient of `starts` untrained models is measured."""
 
     depths: tuple[int, ...]
     gradients: tuple[int, ...]
@@ -84,10 +84,10 @@ FULL = Setting(
 
 
 def make_texts(n: int, length: int, seed: int, device: torch.device) -> Tensor:
-    """(n, length + 1) letters of the chain of this seed.
+    """Draw (n, length + 1) letters of this seed's Markov chain.
 
-    The letter a is followed by one of four that stand in a row in a random order of all letters,
-    from the a-th on; so each has four that may precede it, and all are equally frequent.
+    Given a random cyclic order of all letters, the letter a is followed by one of the four from the
+    a-th place on; so each has four that may precede it, and all are equally frequent.
     """
     drawn = generator_of(seed, device=device)
     order = torch.randperm(LETTERS, generator=drawn, device=device)
@@ -99,7 +99,7 @@ def make_texts(n: int, length: int, seed: int, device: torch.device) -> Tensor:
 
 
 def make_model(setting: Setting, order: Order, depth: int) -> Transformer:
-    """A decoder; its blocks start as the layers of the library do, tokens with variance 1."""
+    """Make a decoder with the library's initial weights and embeddings of variance 1."""
     dim = setting.dim
     block = BlockConfig(dim=dim, n_heads=setting.n_heads, ffn_dim=4 * dim, order=order)
     embed = EmbedConfig(positions="sinusoidal", scale=dim**0.5)
@@ -125,7 +125,7 @@ def loss_of(model: nn.Module, texts: Tensor) -> Tensor:
 def gradient_by_layer(
     setting: Setting, order: Order, depth: int, seed: int, device: torch.device
 ) -> dict[str, Any]:
-    """The norm of the gradient of all parameters of each layer, before any step."""
+    """Measure the norm of the gradient of each layer's parameters, before any step."""
     model = build_seeded(lambda: make_model(setting, order, depth), seed, depth).to(device)
     loss_of(model, make_texts(setting.batch, setting.length, seed, device)).backward()  # type: ignore[no-untyped-call]
     assert model.decoder is not None
@@ -140,7 +140,7 @@ def gradient_by_layer(
 def train_one(
     setting: Setting, order: Order, depth: int, warmup: bool, seed: int, device: torch.device
 ) -> dict[str, Any]:
-    """The loss on other texts before and after a training; None after it if it is not finite."""
+    """Train once; the test loss before and after (None if it is not finite)."""
     model = build_seeded(lambda: make_model(setting, order, depth), seed, depth).to(device)
     config = replace(setting.train, warmup=setting.train.warmup if warmup else 0)
     n = config.steps * setting.batch
@@ -183,7 +183,7 @@ def measure(run: Run) -> dict[str, Any]:
 
 
 def select(rows: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    """The rows with these values, in the order of their seeds."""
+    """Select the rows with these values, in the order of their seeds."""
     found = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
     return sorted(found, key=lambda row: row["seed"])
 
@@ -220,7 +220,7 @@ def log_interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def tell_gradients(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How the gradient changes from the last layer to the first, and with depth."""
+    """Say how the gradient changes from the last layer to the first, and with depth."""
     shallow, *_, deep = numbers(rows, "depth")
     words = []
     for order in ORDERS:
@@ -247,7 +247,7 @@ def tell_gradients(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def ways() -> list[tuple[Order, bool]]:
-    """Order and warm-up, all four."""
+    """All four combinations of order and warm-up."""
     return [(order, warmup) for order in ORDERS for warmup in (False, True)]
 
 
@@ -265,7 +265,7 @@ def tell_losses(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def tell_fates(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Which trainings failed, by way and depth."""
+    """Say which trainings failed, by order, warm-up and depth."""
     seeds, sentences = len(numbers(rows, "seed")), []
     for what, words in (("stuck", "stayed at the starting loss"), ("diverged", "diverged")):
         groups = []

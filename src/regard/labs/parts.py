@@ -1,10 +1,10 @@
-"""The parts of a run, each kept as it comes, so that a lab that was stopped goes on.
+"""The parts of a run, saved one by one, so that a lab that was stopped can resume.
 
 How: a lab measures by `Run.map`, one part for each item (a width, a seed, a model). Each result is
-appended to a file as it comes; a run that starts again reads what is there and measures the rest.
-Parts that were measured with other settings are not taken.
+appended to a file at once; a run that starts again reads the file and measures the rest. Parts
+measured with other settings are ignored.
 
-Left out: going on in the middle of a part. Parts are minutes at most.
+Left out: resuming in the middle of a part. Parts take minutes at most.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Progress = Callable[[str, int, int], None]
 
 @final
 class Run:
-    """One run of a lab: its size, its device, and the parts that it has so far."""
+    """One run of a lab: its settings, its device, and the parts measured so far."""
 
     def __init__(
         self, path: Path, about: dict[str, Any], device: torch.device, progress: Progress | None
@@ -34,19 +34,19 @@ class Run:
         self.path, self.about, self.device = path, about, device
         self.progress = progress or (lambda doing, done, total: None)
         self.kept = read_parts(path, about)
-        self.begun = False  # whether the file of parts is this run's
-        # What earlier runs took is in the parts, so that the time told is that of the whole.
+        self.begun = False  # whether this run has written the file of parts
+        # Parts of earlier runs count, so that the time reported is that of the whole measurement.
         self.seconds = sum(part["seconds"] for part in self.kept.values())
 
     @property
     def tiny(self) -> bool:
-        """Whether this is the run of a minute on a CPU."""
+        """Whether this is the small run, which takes about a minute on a CPU."""
         return bool(self.about["tiny"])
 
     def map(self, name: str, measure: Callable[[Item], Any], items: Sequence[Item]) -> list[Any]:
-        """`measure` of each item, as JSON holds it; those that a stopped run has are not repeated.
+        """Measure each item and return the results as JSON values; parts already saved are reused.
 
-        `name` and an item's repr tell a part from all others of the lab.
+        A part is identified by `name` and the item's repr.
         """
         results = []
         for done, item in enumerate(items):
@@ -62,7 +62,7 @@ class Run:
 
     def _keep(self, part: dict[str, Any]) -> None:
         if not self.begun:
-            # Parts that are not taken, and a line that a kill tore, go away with the old file.
+            # Rewrite the file, without parts of other settings and without a torn line.
             write_lines(self.path, [self.about, *self.kept.values()])
             self.begun = True
         with self.path.open("a", encoding="utf-8") as file:
@@ -74,7 +74,7 @@ class Run:
 
 
 def read_parts(path: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What an earlier run with the same settings has measured, up to a torn or damaged line."""
+    """Read the parts of an earlier run with the same settings, up to a torn or damaged line."""
     try:
         first, *lines = path.read_bytes().splitlines() or [b""]
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def read_parts(path: Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 break
             parts[part["key"]] = part
     except ValueError:
-        pass  # the run was killed while it wrote this line, or others have written it
+        pass  # a kill tore this line, or something else has written it
     return parts
 
 

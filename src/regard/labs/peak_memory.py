@@ -1,8 +1,9 @@
-"""How much memory a call takes at its peak, beyond what lay there before it.
+"""The peak memory of a call, beyond what was allocated before it.
 
-How: on a GPU torch's allocator keeps the peak itself. On a CPU nobody does; there the profiler
-writes down every allocation and every release of torch, those inside of operations too, and the
-largest running sum is the peak. What other libraries allocate by themselves is not seen.
+How: on a GPU torch's allocator tracks the peak. On a CPU torch's profiler records every allocation
+and release by torch, also inside operations, and the peak is the largest running sum.
+
+Left out: what other libraries allocate by themselves, which the profiler does not see.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measure_peak(call: Callable[[], object], device: torch.device) -> int:
-    """Bytes; what the call returns is among them."""
+    """Measure the peak in bytes, including what the call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -28,7 +29,7 @@ def measure_peak(call: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     if device.type != "cpu":
         raise ValueError(f"peak memory is measured on CUDA devices and CPUs, not on {device.type}")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler says when it starts
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints that it starts
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,11 @@
-"""What do positions do, and which of them go on past the lengths that were trained?
+"""What do positional encodings do, and which of them extrapolate past the trained length?
 
-The text: each letter is the one two before it, or, one time in ten, any letter; so whoever knows
-order loses `floor_loss` and no less. Once in a text a number stands in a letter's place, and
-wherever an asking sign stands the answer is that number, however long ago it came. So letters ask
-for order nearby, and numbers for content far away.
+The text: each letter repeats the one two before it or, one time in ten, is any letter; so a model
+that knows the order reaches `floor_loss` and no less. Once in a text a number replaces a letter,
+and at every query token the target is that number, however long ago it came. So letters test order
+nearby, and numbers test retrieval by content from afar.
 
-A rotary scaling is put on at test time, onto the weights that were trained without it.
+A rotary scaling is applied at test time, to weights that were trained without it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ KINDS = ("no positions", "learned", "sinusoidal", "rotary", "ALiBi", "T5")
 SCALINGS = ("linear", "NTK", "YaRN")
 LAG = 2
 REPEATED = 0.9  # how often a letter is the one `LAG` before it; else any letter
-ASKED = 0.2  # the share of asking signs
-NOTHING = -100  # no answer is counted here
-TIMES = 10  # the longest texts, in lengths of the training's
-GOING_ON = 0.1  # nats more a letter, at most, where a way to tell positions goes on
-PREDICTED = ("ALiBi", "T5")  # go on
-BINS = 5  # of distances, when retrieval is told by them
+ASKED = 0.2  # the share of query tokens
+NOTHING = -100  # the target of tokens that are not counted
+TIMES = 10  # the longest texts, as a multiple of the trained length
+GOING_ON = 0.1  # the most nats per letter that the loss may rise by to count as extrapolating
+PREDICTED = ("ALiBi", "T5")  # the kinds predicted to extrapolate
+BINS = 5  # of distances, when retrieval is reported by distance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much of everything; `symbols` is the number of letters, and of numbers too."""
+    """The sizes of a run; `symbols` is the number of letters, and also that of numbers."""
 
     length: int
     multiples: tuple[int, ...]
@@ -77,7 +77,7 @@ FULL = Size(
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Tokens (B, T), the answer at each of them (B, T), and where the number stands (B,)."""
+    """Tokens (B, T), the target at each (B, T), and the position of the number (B,)."""
 
     ids: Tensor
     answers: Tensor
@@ -85,15 +85,16 @@ class Texts:
 
 
 def draw_texts(n_texts: int, length: int, symbols: int, drawn: torch.Generator) -> Texts:
-    """Letters 0 .. symbols - 1, then as many numbers, then the asking sign, which ends a text.
+    """Draw texts of letters (ids 0 .. symbols - 1), numbers (as many) and query tokens (one id).
 
-    A letter's answer is the next letter, counted where that and the one it may repeat can be seen.
+    The last token is a query token. A letter's target is the next letter; it counts if that letter
+    and the one that it may repeat are visible, not replaced.
     """
     where: Any = {"generator": drawn, "device": drawn.device}
     at = torch.arange(length, device=drawn.device)
     fresh = torch.rand(n_texts, length, **where) >= REPEATED
     fresh |= at < LAG
-    # Each place repeats what was last drawn afresh at a place of the same remainder by LAG.
+    # Each position copies the last freshly drawn letter among positions equal to it modulo LAG.
     source = F.pad(torch.where(fresh, at, -1), (0, -length % LAG), value=-1)
     source = source.view(n_texts, -1, LAG).cummax(1).values.view(n_texts, -1)[:, :length]
     letters = torch.randint(symbols, (n_texts, length), **where).gather(1, source)
@@ -113,7 +114,7 @@ def draw_texts(n_texts: int, length: int, symbols: int, drawn: torch.Generator) 
 
 
 def floor_loss(symbols: int) -> float:
-    """What a letter costs whoever knows the letter that it may repeat, in nats."""
+    """The loss per letter, in nats, of a model that knows the letter that may be repeated."""
     other = (1 - REPEATED) / symbols
     same = REPEATED + other
     return -same * math.log(same) - (symbols - 1) * other * math.log(other)
@@ -122,7 +123,7 @@ def floor_loss(symbols: int) -> float:
 def make_config(
     kind: str, size: Size, scaling: Scaling | None = None, *, causal: bool = True, n_layers: int = 2
 ) -> ModelConfig:
-    """A Transformer that differs from the others by its positions alone."""
+    """The config of a Transformer that differs from the others only by its positions."""
     n_heads = 4
     rotary = RotaryConfig(head_dim=size.dim // n_heads, scaling=scaling)
     block = BlockConfig(
@@ -136,7 +137,7 @@ def make_config(
     embed = EmbedConfig()
     if kind == "learned":
         embed = EmbedConfig(positions="learned")
-    elif kind == "sinusoidal":  # as in the first Transformer: the table as large as the sinusoid
+    elif kind == "sinusoidal":  # as in the original Transformer: embeddings scaled to the sinusoid
         embed = EmbedConfig(positions="sinusoidal", scale=size.dim**0.5)
     blocks = (block,) * n_layers
     return ModelConfig(
@@ -153,10 +154,10 @@ def make_config(
 
 
 def make_scaling(name: str, factor: float, length: int) -> Scaling:
-    """A rotary scaling for texts that are `factor` times as long as those of the training."""
+    """Make a rotary scaling for texts `factor` times as long as in training."""
     if name == "linear":
         return Linear(factor=factor)
-    if name == "NTK":  # it takes the factor from the text
+    if name == "NTK":  # it finds the factor from the length of the text
         return DynamicNTK(factor=1.0, original_max_len=length)
     return YaRN(factor=factor, original_max_len=length)
 
@@ -180,7 +181,7 @@ def train_model(kind: str, seed: int, size: Size, device: torch.device) -> Trans
 
 
 def scaled_model(trained: Transformer, size: Size, scaling: Scaling) -> Transformer:
-    """The weights that were trained, with their rotary positions stretched."""
+    """Copy a trained model, with a scaling of its rotary positions."""
     device = next(trained.parameters()).device
     model = Transformer(make_config("rotary", size, scaling), device=device)
     model.load_state_dict(trained.state_dict())
@@ -189,7 +190,10 @@ def scaled_model(trained: Transformer, size: Size, scaling: Scaling) -> Transfor
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """Of each text: the letters' losses (B, T), which of them count, the last answer's fate."""
+    """For each text: losses (B, T), which count as letters' (B, T), and the retrieval at its end.
+
+    `right`: whether the number is predicted at the last token; `distances`: how far back it is.
+    """
 
     losses: Tensor
     counted: Tensor
@@ -197,14 +201,14 @@ class Answers:
     distances: Tensor
 
     def mean_loss(self, begin: int, end: int) -> float:
-        """The mean over the letters at these positions."""
+        """The mean loss of letters at positions begin to end - 1."""
         counted = self.counted[:, begin:end]
         return float(self.losses[:, begin:end][counted].double().mean())
 
 
 @torch.no_grad()
 def ask_texts(model: nn.Module, seed: int, length: int, size: Size) -> Answers:
-    """What the model makes of texts of this length, the same for all models of a seed."""
+    """Run the model on texts of this length, which are the same for all models of a seed."""
     device = next(model.parameters()).device
     drawn = generator_of(seed, length, size.steps + 1, device=device)
     texts = draw_texts(size.texts, length, size.symbols, drawn)
@@ -216,13 +220,13 @@ def ask_texts(model: nn.Module, seed: int, length: int, size: Size) -> Answers:
 
 
 def by_distance(answers: Answers, length: int) -> list[list[int]]:
-    """How many numbers were told right, and of how many, from near to far."""
+    """[right, total] retrieved numbers for each bin of distances, from near to far."""
     bins = (answers.distances * BINS // length).clamp(max=BINS - 1)
     return [[int(answers.right[bins == n].sum()), int((bins == n).sum())] for n in range(BINS)]
 
 
 def examine_model(model: Transformer, seed: int, size: Size, scaling: str | None) -> dict[str, Any]:
-    """Losses and retrieval at the trained length and beyond; None where there is no position."""
+    """Measure losses and retrieval at the trained length and beyond; None past the table's end."""
     found: dict[str, Any] = {"retrieval": [], "far": None, "by distance": None}
     width, max_len = size.length // 2, model.config.max_len
     for times in size.multiples:
@@ -247,7 +251,7 @@ def examine_model(model: Transformer, seed: int, size: Size, scaling: str | None
 
 
 def read_refusal(model: Transformer, length: int) -> str:
-    """What the library says where a text goes past the table of positions."""
+    """The library's error message for a text longer than the table of positions."""
     device = next(model.parameters()).device
     try:
         model(torch.zeros(1, length, dtype=torch.int64, device=device))
@@ -258,9 +262,9 @@ def read_refusal(model: Transformer, length: int) -> str:
 
 @torch.no_grad()
 def probe_positions(model: Transformer, seed: int, size: Size) -> dict[str, float]:
-    """R² of the position as a linear function of the embeddings, and of the last vectors.
+    """R² of a linear probe for the position, on the embeddings and on the last hidden states.
 
-    Fitted on one half of the texts, told of the other.
+    It is fitted on one half of the texts and evaluated on the other.
     """
     device = next(model.parameters()).device
     drawn = generator_of(seed, size.steps + 2, device=device)
@@ -280,9 +284,9 @@ def probe_positions(model: Transformer, seed: int, size: Size) -> dict[str, floa
 
 @torch.no_grad()
 def measure_moved(kind: str, size: Size, causal: bool = False) -> float:
-    """How far a layer's outputs are from moving with their tokens, in the largest output.
+    """How far a layer is from permutation equivariance, relative to the largest output.
 
-    0 is permutation equivariance: to permute the tokens is to permute the outputs.
+    0: permuting the tokens permutes the outputs.
     """
     model = Transformer(make_config(kind, size, causal=causal, n_layers=1), dtype=torch.float64)
     drawn = generator_of(7)
@@ -339,7 +343,7 @@ def each_seed(results: Results, name: str, what: str) -> list[Any]:
 
 
 def differences(results: Results, name: str, what: str, other: str, base: str) -> dict[str, float]:
-    """`what` of one way, less `base` of another, seed by seed."""
+    """Difference of `what` of one model and `base` of another, paired by seed, with interval."""
     pairs = zip(each_seed(results, name, what), each_seed(results, other, base), strict=True)
     return mean_interval([one - less for one, less in pairs])
 
@@ -349,7 +353,7 @@ def find(results: Results) -> list[str]:
 
 
 def find_order(results: Results) -> list[str]:
-    """What a layer knows of order, without positions and with them."""
+    """Say what a layer knows of order, without positions and with them."""
     moved = results["moved"]
     told = ", ".join(f"{name} {value:.1g}" for name, value in moved.items())
     blind = [name for name, value in moved.items() if value < 1e-6]
@@ -376,7 +380,7 @@ def find_order(results: Results) -> list[str]:
 
 
 def find_lengths(results: Results) -> list[str]:
-    """What becomes of losses and retrieval, from the trained length to the longest."""
+    """Say how losses and retrieval change from the trained length to the longest."""
     length, longest = results["length"], results["lengths"][-1]
     trained = {kind: mean_interval(each_seed(results, kind, "trained")) for kind in KINDS}
     far = {
@@ -409,7 +413,7 @@ def find_lengths(results: Results) -> list[str]:
 
 
 def find_scalings(results: Results) -> list[str]:
-    """What each scaling makes of rotary positions at the longest texts."""
+    """Say what each scaling of rotary positions does at the longest texts."""
     longest, sentences = results["lengths"][-1], []
     for scaling in SCALINGS:
         name = f"rotary, {scaling}"
@@ -429,7 +433,7 @@ def find_scalings(results: Results) -> list[str]:
 
 
 def draw(results: Results, figure: Figure) -> None:
-    """Loss by position, and retrieval by length and by distance, for each way."""
+    """Draw loss by position, and retrieval by length and by distance, for each kind."""
     length, lengths = results["length"], results["lengths"]
     losses, shares, distances = figure.subplots(1, 3)
     for name, tests in results["tests"].items():
@@ -464,7 +468,7 @@ def draw(results: Results, figure: Figure) -> None:
 
 
 def over_seeds(tests: list[dict[str, Any]], what: str) -> list[Any]:
-    """What the seeds gave, place by place."""
+    """Combine the seeds' values, entry by entry."""
     return list(zip(*(found[what] for found in tests), strict=True))
 
 

@@ -1,7 +1,7 @@
-"""What a run leaves behind: NAME.json, NAME.png, and NAME.md, which is made of the first alone.
+"""The output of a run: NAME.json, NAME.png, and NAME.md, which is generated from the JSON alone.
 
-Why: a number in a text is worth what can be checked. The page's sentences are functions of the
-JSON; a test makes them again and compares.
+Why: a number in a text should be checkable. The page's sentences are functions of the JSON; a test
+generates them again and compares.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_JSON = 10_000_000  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One run: what was measured, by which command, where, when, with what, in which time."""
+    """One run: results, command, date, device, versions of packages, and seconds taken."""
 
     lab: str
     command: str
@@ -40,7 +40,7 @@ def read_report(path: Path) -> Report:
 
 
 def write_report(lab: Lab, report: Report, folder: Path) -> None:
-    """Write all three files, the JSON last: it is there when the others are."""
+    """Write all three files, the JSON last, so that it exists only if the others do."""
     picture = draw_png(lab, report)
     page = write_markdown(lab, report)
     numbers = json.dumps(asdict(report), indent=1, allow_nan=False) + "\n"
@@ -58,7 +58,7 @@ def draw_png(lab: Lab, report: Report) -> bytes:
 
 
 def make_figure() -> Figure:
-    """An empty figure of one page's width; what a lab draws in it should be told at a glance."""
+    """Make an empty figure of a page's width."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -68,12 +68,12 @@ def make_figure() -> Figure:
 
 
 def write_entry(lab: Lab, report: Report) -> str:
-    """What a list of labs says of one: its question, and what answers it."""
+    """The entry in a list of labs: the question, and the sentence that answers it."""
     return f"- [{lab.name}]({lab.name}.md): {lab.question} {lab.find(report.results)[0]}"
 
 
 def write_markdown(lab: Lab, report: Report) -> str:
-    """The page: question, prediction, method, findings, figure, and how to run it again."""
+    """Build the page: question, prediction, method, findings, figure, and the command."""
     answer, *more = lab.find(report.results)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     parts = [

@@ -1,7 +1,7 @@
-"""Running a lab: measure, and write what came of it; one that was stopped goes on.
+"""Run a lab: measure, and write the results; a run that was stopped resumes.
 
 How: the settings of a run (its size, the device, the labs' sources and the versions) are written
-before its parts (`parts.py`), so that those of another are not taken for its own.
+before its parts (`parts.py`), so that it does not reuse parts measured with other settings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_lab(
 ) -> Report:
     """Run a lab and write NAME.json, NAME.png and NAME.md into the folder `out`.
 
-    A run that was stopped goes on where it was; one that has ended is run anew.
+    A run that was stopped resumes where it was; a finished one starts over.
     """
     from regard.labs import find_lab
 
@@ -66,10 +66,10 @@ def run_lab(
 
 
 def settings_of(lab: Lab, tiny: bool, device: torch.device) -> dict[str, Any]:
-    """What the parts of two runs have in common if one may go on with the other's."""
+    """The settings that must be equal in two runs if one is to reuse the other's parts."""
     own = Path(str(importlib.import_module(lab.measure.__module__).__file__))
     source = hashlib.sha256()
-    # Labs train, time and count by files that they share; the other labs' are among them.
+    # Labs share files for training, timing and counting, so the sources of all labs are hashed.
     for file in sorted({own, *Path(__file__).parent.glob("*.py")}):
         source.update(file.read_bytes())
     versions = [__version__, str(torch.__version__)]

@@ -26,7 +26,7 @@ KEYS = 64
 
 
 def measure_width(width: int, n_queries: int, seeds: int, device: torch.device) -> dict[str, Any]:
-    """The spread of scores, the largest weight and the softmax's gradient, by seeds."""
+    """Means over seeds of the scores' spread, the largest weight and the softmax's gradient."""
     found: dict[str, Any] = {"d": width}
     for name, scale in (("plain", 1.0), ("scaled", width**-0.5)):
         rows = [measure_seed(width, scale, n_queries, seed, device) for seed in range(seeds)]
@@ -89,7 +89,7 @@ def find(results: Results) -> list[str]:
 
 
 def has_more(row: Results) -> bool:
-    """Whether undivided scores let clearly more gradient through at this width."""
+    """Whether unscaled scores let clearly more gradient through at this width."""
     return bool(row["plain gradient"]["low"] > row["scaled gradient"]["high"])
 
 

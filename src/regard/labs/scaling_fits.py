@@ -1,25 +1,25 @@
 """Scaling laws fitted to runs: `fit_chinchilla` and `fit_kaplan`, with bootstrap intervals.
 
-Why: what a model of another size, or a larger budget, would reach is read off a law that was fitted
-to many small runs; so the law needs intervals, and a fit that does not hang on where it began.
+Why: the loss of a larger model or budget is extrapolated by a law fitted to many small runs; so the
+law needs confidence intervals, and a fit that does not depend on its starting point.
 
 How: with x = log N and y = log D, for N parameters, D tokens and a loss of L nats a token,
 
     Chinchilla:  L = E + A / N^α + B / D^β          log L = logsumexp(a - α x, b - β y, e)
     Kaplan:      L = [(N_c/N)^(α_N/α_D) + D_c/D]^α_D  log L = α_D · logsumexp(n - ρ x, d - y)
 
-The Huber loss of the differences of logarithms is made least: a run that went wrong pulls by its
-sign, not by its size. x and y are taken from their means, so that a factor and its exponent are not
-two names of one thing. Levenberg and Marquardt's method with weights min(1, δ/|difference|), on
-all starts at once: each iteration solves a small system for each, and takes steps that lower the
-loss. Starts are made of the data: which share of the mean loss each term has, and exponents. The
-bootstrap draws as many runs as there are, with replacement, and fits again, from the best fit and
-from two starts; runs are counted, not copied, so that all samples are one batch. Intervals are the
-quantiles 2.5% and 97.5% of these fits.
+The fit minimises the Huber loss of the differences of log L, so an outlier pulls by its sign, not
+its size. x and y are centred, so that a factor and its exponent are not collinear. The method is
+Levenberg–Marquardt with weights min(1, δ/|difference|), batched over all starts: each iteration
+solves a small system for each start and accepts steps that lower the loss. Starts are a grid over
+the share of the mean loss that each term has, and over exponents. The bootstrap draws as many runs
+as there are, with replacement, and fits again, from the best fit and from two starts; samples are
+stored as counts of runs, so that all are one batch. Intervals are the quantiles 2.5% and 97.5% of
+these fits.
 
-Left out: runs that share their noise (evaluations along one training): the bootstrap takes each run
-for independent of the others. Of some dozens of runs with little noise, quantiles of bootstrap fits
-hold the truth somewhat less often than 95 times of 100.
+Left out: runs that share their noise (evaluations along one training): the bootstrap assumes
+independent runs. With some dozens of runs with little noise, bootstrap intervals contain the truth
+somewhat less often than 95 times in 100.
 
 Letters: S starts or bootstrap samples, R runs, P parameters of the law.
 """
@@ -47,14 +47,14 @@ Curve = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From parameters (S, P) to log L (S, R) and its derivatives (S, R, P)."""
 
 FLOPS_PER_PARAMETER = 6.0  # a token of training: 2 forward, 4 backward
-LARGEST_LOG = 700.0  # beyond it exp is no float64
-KEPT_STARTS = 12  # of all, after so many iterations, which go on to their end
+LARGEST_LOG = 700.0  # beyond it exp overflows float64
+KEPT_STARTS = 12  # the best starts after `FIRST` iterations, which are run to convergence
 FIRST = 30
-OTHER_STARTS = 2  # of a bootstrap sample, beside the best fit
+OTHER_STARTS = 2  # of a bootstrap sample, besides the best fit
 
 
 class Allocation(NamedTuple):
-    """What a budget is best spent on: a model of so many parameters, trained on so many tokens."""
+    """The best use of a budget: a model of n_params parameters, trained on n_tokens tokens."""
 
     n_params: float
     n_tokens: float
@@ -63,7 +63,7 @@ class Allocation(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ChinchillaFit:
-    """L = E + A / N^α + B / D^β. `intervals` by the names of the parameters; 95%.
+    """A fit of L = E + A / N^α + B / D^β. `intervals`: 95%, by the names of the parameters.
 
     `resampled` are the fits of the bootstrap samples, `objective` is the sum of Huber losses.
     """
@@ -87,8 +87,8 @@ class ChinchillaFit:
     def optimal(self, compute: float) -> Allocation:
         """Parameters and tokens of the least loss for a budget of 6 N D = compute FLOPs.
 
-        Where A/N^α + B/D^β is least along N D = C/6, its derivative by log N is 0: both terms fall
-        at one rate, αA/N^α = βB/D^β. So N = G (C/6)^(β/(α+β)) and D = (C/6)^(α/(α+β)) / G, with
+        At the minimum of A/N^α + B/D^β along N D = C/6 the derivative by log N is 0:
+        αA/N^α = βB/D^β. So N = G (C/6)^(β/(α+β)) and D = (C/6)^(α/(α+β)) / G, with
         G = (αA / βB)^(1/(α+β)).
         """
         check_number("compute", compute)
@@ -105,9 +105,9 @@ class ChinchillaFit:
         return Allocation(safe_exp(log_n), safe_exp(log_budget - log_n))
 
     def interval(self, value: Callable[[ChinchillaFit], float]) -> Interval:
-        """The 95% interval of a number made of a fit, as lambda fit: fit.optimal(1e20).n_params.
+        """The 95% interval of a function of the fit: lambda fit: fit.optimal(1e20).n_params.
 
-        Bootstrap fits for which the number is refused are left out; half of them must be left.
+        Bootstrap fits for which it raises an error are left out; half of them must remain.
         """
         return interval_of(value, self.resampled)
 
@@ -115,7 +115,7 @@ class ChinchillaFit:
 @final
 @dataclass(frozen=True, kw_only=True)
 class KaplanFit:
-    """L = [(N_c/N)^(α_N/α_D) + D_c/D]^α_D, as `ChinchillaFit`; it has no loss that stays."""
+    """A fit of L = [(N_c/N)^(α_N/α_D) + D_c/D]^α_D, which has no irreducible loss."""
 
     N_c: float
     D_c: float
@@ -133,7 +133,7 @@ class KaplanFit:
         return np.asarray(np.exp(self.alpha_D * np.logaddexp(by_size, by_tokens)))
 
     def interval(self, value: Callable[[KaplanFit], float]) -> Interval:
-        """The 95% interval of a number made of the fit, as `ChinchillaFit.interval`."""
+        """The 95% interval of a function of the fit; see `ChinchillaFit.interval`."""
         return interval_of(value, self.resampled)
 
 
@@ -143,7 +143,7 @@ Fit = TypeVar("Fit", ChinchillaFit, KaplanFit)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Logarithms of sizes and token counts, from their means, and of losses; each (R,) float64."""
+    """Centred logs of sizes and token counts, and logs of losses; each (R,) float64."""
 
     x: Tensor
     y: Tensor
@@ -263,7 +263,7 @@ def fit_all(
     bootstraps: int,
     seed: int,
 ) -> tuple[tuple[Tensor, float], list[tuple[Tensor, float]]]:
-    """The best parameters and their objective, and those of each bootstrap sample."""
+    """Fit the runs and each bootstrap sample: (parameters, objective), and a list of the same."""
     check_number("delta", delta)
     check_count("bootstraps", bootstraps)
     check_seed(seed)
@@ -278,7 +278,7 @@ def fit_all(
     drawn = torch.randint(n_runs, (bootstraps, n_runs), generator=generator)
     counts = torch.zeros(bootstraps, n_runs, dtype=torch.float64)
     counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
-    # From the best fit alone, a term that vanished there would stay away in every sample.
+    # If started at the best fit only, a term that vanished there would be missing in every sample.
     nearest = huber_sum(curve(start_sp)[0] - runs.log_loss, once, delta).argsort()[:OTHER_STARTS]
     tried, values_of = [], []
     for each in torch.cat([best[None], start_sp[nearest]]):
@@ -302,11 +302,11 @@ def least_huber(
     iterations: int = 500,
     tolerance: float = 1e-11,
 ) -> tuple[Tensor, Tensor]:
-    """Parameters (S, P) where the Huber loss, summed over runs counted so often, is least; its sum.
+    """Minimise the Huber loss, summed over runs with weights `counts_sr`; parameters (S, P), sums.
 
-    An iteration takes a step in each start that still moves: a Gauss–Newton step of the weighted
-    squares that touch the Huber loss from above, damped until it lowers that loss. One that twice
-    gains less than `tolerance` of its sum has arrived.
+    Each iteration takes a damped Gauss–Newton step, for each start not yet converged, on the
+    weighted squares that majorise the Huber loss, and accepts it if it lowers that loss. A start
+    has converged after two steps that gain less than `tolerance` of its sum.
     """
     theta_sp, counts_sr = start_sp.clone(), counts_sr.expand(len(start_sp), -1)
     guess_sr, slopes_srp = curve(theta_sp)
@@ -348,7 +348,7 @@ def huber_sum(off_sr: Tensor, counts_sr: Tensor, delta: float) -> Tensor:
 
 
 def put_together(best: Fit, resampled: Sequence[Fit]) -> Fit:
-    """The best fit with the intervals that the bootstrap's fits give its parameters."""
+    """Add to the best fit the bootstrap fits and the intervals of its parameters."""
     others = {"objective", "intervals", "resampled"}
     names = [name for name in best.__dataclass_fields__ if name not in others]
     values = {name: getattr(best, name) for name in names}
@@ -380,7 +380,7 @@ def quantiles(values: Sequence[float]) -> Interval:
 def check_runs(
     n_params: ArrayLike, n_tokens: ArrayLike, losses: ArrayLike, n_needed: int, n_distinct: int
 ) -> Runs:
-    """The three arrays as logarithms, or a sentence about what is wrong with them."""
+    """Check the three arrays and take their logarithms; raise an error that says what is wrong."""
     given = {"n_params": n_params, "n_tokens": n_tokens, "losses": losses}
     logs = {name: log_of(name, values) for name, values in given.items()}
     for name, values in logs.items():
@@ -403,7 +403,7 @@ def check_runs(
 
 
 def log_of(name: str, values: ArrayLike) -> NDArray[np.float64]:
-    """The logarithms, of numbers that have one."""
+    """Take the logarithms of an array; refuse numbers that are not finite and positive."""
     if isinstance(values, Tensor):
         values = values.detach().to("cpu", torch.float64).numpy()
     if np.ma.is_masked(values):

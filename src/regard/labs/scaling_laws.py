@@ -1,17 +1,17 @@
 """How does loss fall with parameters and tokens, and what is a budget best spent on?
 
-The text is of a language whose entropy is known. A token comes, by chance, from Zipf's distribution
-itself, or follows from the last one, two or three tokens: a hash of these names the token of Zipf's
-distribution that comes next. So there are contexts without end, the frequencies of which fall as a
+The text is of a language whose entropy is known. A token is, at random, either drawn from a Zipf
+distribution or determined by the last one, two or three tokens: a hash of these selects a token,
+Zipf-distributed as well. So the number of contexts has no end, and their frequencies fall as a
 power of their rank; each is worth learning, the frequent ones first. The probability of a token is
-the sum over the ways in which it may have come, so the mean of its -log is the entropy: no model
-has less loss.
+the sum over the ways in which it may have come, so the mean of its -log is the entropy, below which
+no model's loss can be.
 
-Each run is a training of its own, whose rate falls to its end at its own token count. (Evaluations
-along one long training would have rates that are still high; they are where the laws of Kaplan and
-Chinchilla part.) Runs are independent, as the bootstrap takes them.
+Each run is a training of its own, whose learning rate decays to its end at its own token count.
+(Evaluations along one long training would still have high learning rates; this is where the laws of
+Kaplan and Chinchilla differ.) Runs are independent, as the bootstrap assumes.
 
-N counts what the blocks and the last norm learn, without the table of tokens.
+N counts the parameters of the blocks and of the last norm, without the embedding.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PRIME = 2**31 - 1  # the square of what is below it is an int64
-GRAIN = 2**16  # of the hashed numbers that stand for tokens
-EXPONENT = 1.2  # of Zipf's law: the token of rank r comes as often as r^-1.2
-HELD_OUT = 10_000_000  # a seed that no run has
+PRIME = 2**31 - 1  # squares of numbers below it fit into int64
+GRAIN = 2**16  # the range of hashes, which are mapped to tokens
+EXPONENT = 1.2  # of Zipf's law: the token of rank r has a frequency proportional to r^-1.2
+HELD_OUT = 10_000_000  # a seed that no run uses
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The sizes of a run: `orders` has the shares of tokens that follow from the last 0, 1, ...
+    """The sizes of a run: `orders` has the shares of tokens determined by the last 0, 1, ...
 
     A run with the first of `tokens` reads `n_rows` texts of `length` tokens a step; others √ more.
     Runs of more than `max_compute` FLOPs are left out.
@@ -101,14 +101,14 @@ TINY = Plan(
 
 
 def zipf_tokens(vocab_size: int) -> Tensor:
-    """The tokens that GRAIN equally likely numbers stand for."""
+    """Map GRAIN equally likely numbers to tokens, so that these follow Zipf's law."""
     shares = torch.arange(1, vocab_size + 1, dtype=torch.float64) ** -EXPONENT
     ends = (shares.cumsum(0) / shares.sum() * GRAIN).round().long()
     return torch.searchsorted(ends, torch.arange(GRAIN), right=True)
 
 
 def hash_contexts(last_bk: Tensor) -> Tensor:
-    """Numbers below GRAIN, (B, K): made of the last token, of the last two, ... of the last K."""
+    """Hash the last token, the last two, ... the last K into numbers below GRAIN: (B, K)."""
     hashed_b, found = torch.zeros_like(last_bk[:, 0]), []
     for token_b in last_bk.unbind(1):
         hashed_b = square(hashed_b + token_b * 7_919 + 104_729)
@@ -121,7 +121,7 @@ def square(number: Tensor) -> Tensor:
 
 
 def write_text(plan: Plan, n_rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Texts (n_rows, length + 1), and -log p of each token, 0 for those that follow from none."""
+    """Draw texts (n_rows, length + 1), and -log p of each token, 0 for the first few."""
     device, n_last = generator.device, len(plan.orders) - 1
     zipf = zipf_tokens(plan.vocab_size).to(device)
     share_v = torch.bincount(zipf, minlength=plan.vocab_size) / GRAIN
@@ -129,7 +129,7 @@ def write_text(plan: Plan, n_rows: int, generator: torch.Generator) -> tuple[Ten
     shape = (n_rows, plan.length + 1)
     ids = zipf[torch.randint(GRAIN, shape, generator=generator, device=device)]
     way = torch.searchsorted(ways.cumsum(0), torch.rand(shape, generator=generator, device=device))
-    way = way.clamp(max=len(ways) - 1)  # where the sum of shares is rounded below 1
+    way = way.clamp(max=len(ways) - 1)  # the sum of shares may be rounded to below 1
     surprise = torch.zeros(shape, device=device)
     for t in range(n_last, shape[1]):
         named = zipf[hash_contexts(ids[:, t - n_last : t].flip(1))]
@@ -142,7 +142,7 @@ def write_text(plan: Plan, n_rows: int, generator: torch.Generator) -> tuple[Ten
 
 
 def make_model(plan: Plan, dim: int) -> tuple[ModelConfig, int]:
-    """A LLaMA-like decoder with a plain feed-forward layer, and its N."""
+    """The config of a LLaMA-like decoder with a plain feed-forward layer, and its N."""
     head_dim = 16 if dim >= 64 else 8
     block = BlockConfig(
         dim=dim,
@@ -159,14 +159,14 @@ def make_model(plan: Plan, dim: int) -> tuple[ModelConfig, int]:
         vocab_size=plan.vocab_size,
         max_len=plan.length,
         decoder=(block,) * plan.n_layers,
-        # With this the first weights have a spread of 1/√dim: all widths learn from the first step.
+        # Gives initial embeddings a spread of 1/√dim, so all widths learn from the first step.
         embed=EmbedConfig(scale=math.sqrt(dim)),
     )
     return config, count_parameters(config) - plan.vocab_size * dim
 
 
 def next_token_loss(model: nn.Module, ids: Tensor, n_last: int) -> Tensor:
-    """Nats a token, of the tokens that follow from n_last others."""
+    """The loss in nats per token, of tokens with at least n_last others before them."""
     assert isinstance(model, Transformer) and model.head is not None
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda and model.training):
         last_btc = model.run(ids[:, :-1])[:, n_last - 1 :]
@@ -177,7 +177,7 @@ def next_token_loss(model: nn.Module, ids: Tensor, n_last: int) -> Tensor:
 def measure_run(
     item: tuple[int, int], plan: Plan, held_out: Tensor, device: torch.device
 ) -> dict[str, float]:
-    """One training: width and tokens to the loss on the held-out text."""
+    """Train once, for a width and a number of tokens, and measure the loss on held-out text."""
     dim, wanted = item
     config, n_params = make_model(plan, dim)
     model = Transformer(config, device=device)
@@ -219,12 +219,12 @@ def measure_plan(run: Run, plan: Plan) -> dict[str, Any]:
 
 
 def analyse(runs: Sequence[dict[str, float]], least_models: int) -> dict[str, Any]:
-    """Both laws, IsoFLOP curves, and what budgets are best spent on."""
+    """Fit both laws and IsoFLOP curves, and find the best use of some budgets."""
     n, d, loss = (
         np.array([run[name] for run in runs]) for name in ("n_params", "n_tokens", "loss")
     )
     chinchilla, kaplan = fit_chinchilla(n, d, loss), fit_kaplan(n, d, loss)
-    # What a law is for: the fifth of the runs that took the most compute, told by the others.
+    # What a law is for: predict the fifth of the runs with the most compute from the others.
     by_compute, n_small = np.argsort(n * d), round(0.8 * len(runs))
     small, large = by_compute[:n_small], by_compute[n_small:]
     some = n[small], d[small], loss[small]
@@ -251,12 +251,12 @@ def analyse(runs: Sequence[dict[str, float]], least_models: int) -> dict[str, An
 
 
 def growth_of(fit: ChinchillaFit) -> float:
-    """a, where the best N grows as C^a."""
+    """The exponent a, if the best N grows as C^a."""
     return fit.beta / (fit.alpha + fit.beta)
 
 
 def spell_fit(fit: ChinchillaFit | KaplanFit) -> dict[str, Any]:
-    """Parameters with their intervals, as the other results have them."""
+    """The parameters with their intervals, in the format of other results."""
     return {
         name: {"mean": getattr(fit, name), "low": low, "high": high, "n": len(fit.resampled)}
         for name, (low, high) in fit.intervals.items()
@@ -264,14 +264,14 @@ def spell_fit(fit: ChinchillaFit | KaplanFit) -> dict[str, Any]:
 
 
 def typical_error(predicted: np.ndarray[Any, Any], loss: np.ndarray[Any, Any]) -> float:
-    """The root mean square of the differences, as a share of the loss."""
+    """The root mean square of the differences, relative to the loss."""
     return float(np.sqrt(np.mean((predicted / loss - 1) ** 2)))
 
 
 def number_of(
     fit: ChinchillaFit, value: Callable[[ChinchillaFit], float]
 ) -> dict[str, float] | None:
-    """A number of the fit with its interval; None where the fit has none."""
+    """A number computed from the fit, with its interval; None if the fit has none."""
     try:
         mean, (low, high) = value(fit), fit.interval(value)
     except ValueError:
@@ -280,7 +280,7 @@ def number_of(
 
 
 def spend(fit: ChinchillaFit, compute: float) -> dict[str, Any]:
-    """What a budget is best spent on, by the fit; None where it names no best size."""
+    """The best use of a budget, by the fit; None where the fit has no best size."""
     return {
         "compute": compute,
         "n_params": number_of(fit, lambda f: f.optimal(compute).n_params),
@@ -377,14 +377,14 @@ def find_budget(results: Results) -> list[str]:
 
 
 def spell_best(results: Results, spent: Results, name: str, unit: str) -> str:
-    """The best number, and how far it lies beyond all that were measured."""
+    """Format the best number, and say how far it is beyond all that were measured."""
     share = spent[name]["mean"] / max(run[name] for run in results["runs"])
     beyond = f" ({share:.2g} times the most of any run)" if share > 1 else ""
     return f"{spell_range(spent[name])} {unit}{beyond}"
 
 
 def spell_count(number: float) -> str:
-    """98,624 as 98.6 thousand."""
+    """Format 98,624 as 98.6 thousand."""
     for size, word in (
         (1e12, " trillion"),
         (1e9, " billion"),
@@ -408,7 +408,7 @@ def draw(results: Results, figure: Figure) -> None:
     draw_optimal(results, right)
     for axes in (left, middle, right):
         axes.set_xscale("log")
-        axes.xaxis.set_minor_formatter("")  # those of a short axis would run into each other
+        axes.xaxis.set_minor_formatter("")  # minor labels of a short axis would overlap
         axes.grid(alpha=0.3)
 
 
@@ -420,7 +420,7 @@ def fitted_loss(results: Results, n: Any, d: Any) -> Any:
 
 
 def draw_runs(results: Results, axes: Axes) -> None:
-    """Loss against tokens, a colour for each size."""
+    """Draw loss against tokens, with a colour for each size."""
     from matplotlib import colormaps
 
     sizes = sorted({run["n_params"] for run in results["runs"]})
@@ -440,7 +440,7 @@ def draw_runs(results: Results, axes: Axes) -> None:
 
 
 def draw_isoflop(results: Results, axes: Axes) -> None:
-    """Loss against size, a colour for each budget."""
+    """Draw loss against size, with a colour for each budget."""
     from matplotlib import colormaps
 
     curves = results["isoflop"]["curves"]
@@ -458,7 +458,7 @@ def draw_isoflop(results: Results, axes: Axes) -> None:
 
 
 def draw_optimal(results: Results, axes: Axes) -> None:
-    """The best size for a budget, by the fit and by the minima."""
+    """Draw the best size for a budget, by the fit and by the minima."""
     known = [each for each in results["optimal"] if each["n_params"] is not None]
     if known:
         budgets = [each["compute"] for each in known]

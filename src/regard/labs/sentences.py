@@ -1,7 +1,7 @@
-"""Parts of sentences, made of means with their intervals.
+"""Format means with their intervals as parts of sentences.
 
-Why: a sentence says "rises" or "falls" only where the interval does; and several means in one
-sentence are read more easily if their intervals are named once.
+Why: a sentence may say "rises" or "falls" only if the whole interval does; and several means in one
+sentence are easier to read if "95% interval" is said once.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from regard.labs.interval import mean_interval, spell_interval
 
 
 def mean_share(shares: Sequence[float]) -> dict[str, float]:
-    """Mean and interval of shares, one of each seed; no share is below 0 or above 1."""
+    """Mean and interval of shares, one for each seed; the interval is clipped to 0 to 1."""
     found = mean_interval(shares)
     return found | {"low": max(0.0, found["low"]), "high": min(1.0, found["high"])}
 
 
 def list_intervals(found: Mapping[str, dict[str, float]], form: str | None = None) -> str:
-    """Names with their means, in a sentence which says itself that these are 95% intervals."""
+    """List names with means and intervals, for a sentence that itself says "95% interval"."""
     spelled = []
     for name, each in found.items():
         numbers = (each[part] for part in ("mean", "low", "high"))
@@ -28,12 +28,12 @@ def list_intervals(found: Mapping[str, dict[str, float]], form: str | None = Non
 
 
 def spell_number(number: float) -> str:
-    """Three digits, or all before the point where there are more."""
+    """Format with three significant digits, or with all digits before the point if more."""
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
 def spell_change(found: dict[str, float], form: str = ".3g") -> str:
-    """A difference as a verb: rises or falls by so much, or cannot be told from none."""
+    """Format a difference as a verb: rises or falls by how much, or does not clearly change."""
     mean, low, high = found["mean"], found["low"], found["high"]
     if low > 0:
         return f"rises by {spell_interval(found, form)}"

@@ -1,11 +1,12 @@
-"""Training of small models, as labs need it: a loss of a step's own batch, AdamW, a warm-up.
+"""A small training loop for labs: AdamW, warm-up, one batch per step.
 
 Why: `regard.training` is for runs of hours, with files; a lab trains many models of a minute each.
 
-How: `draw(step)` makes the batch of a step, a pure function of its number; `loss(model, batch)` is
-what falls. The rate is `regard.training`'s: warm-up, then cosine to a tenth.
+How: `draw(step)` makes the batch of a step, as a pure function of the step number; `loss(model,
+batch)` is minimised. The learning rate schedule is `regard.training`'s, by default warm-up and then
+cosine to a tenth.
 
-Left out: files and going on in the middle; a lab keeps what a training gave (`Run.map`).
+Left out: files and resuming; a lab saves the result of a whole training (`Run.map`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def train(
     config: TrainConfig,
     after: Callable[[int], None] | None = None,
 ) -> list[float]:
-    """Train in place; the loss of each step. `after(step)` is called when a step is done."""
+    """Train in place; return the loss of each step. `after(step)` is called after each step."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -57,7 +58,7 @@ def train(
 
 
 def generator_of(*numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A source of random numbers that is a function of these alone: a seed, a step, a purpose."""
+    """A generator seeded by these numbers alone, such as a seed, a step and a purpose."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % (1 << 62)
@@ -65,7 +66,7 @@ def generator_of(*numbers: int, device: torch.device | str = "cpu") -> torch.Gen
 
 
 def build_seeded(make: Callable[[], Model], *numbers: int) -> Model:
-    """What `make` builds, with first weights that are a function of these numbers alone."""
+    """Call `make` with torch's seed set by these numbers, so that they determine the weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator_of(*numbers).initial_seed())
         return make()

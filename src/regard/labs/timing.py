@@ -1,8 +1,8 @@
-"""How long a call takes: several times, after it was made once for nothing.
+"""Time a call, repeatedly, after a warm-up call.
 
-How: a GPU works behind the program's back, so it is waited for before and after each call. The
-first call compiles and fills caches, and is not counted. What others do on the machine makes some
-calls slower: medians are told, and intervals by resampling the calls.
+How: a GPU runs asynchronously, so it is synchronised before and after each call. The first call
+compiles and fills caches, and is not counted. Other work on the machine slows some calls down, so
+results are medians, with intervals by resampling the calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def time_calls(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
-    """Seconds of each of `repeats` calls."""
+    """Measure the seconds of each of `repeats` calls."""
     call()
     seconds = []
     for _ in range(repeats):
@@ -33,7 +33,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def median_time(values: Sequence[float]) -> dict[str, float]:
-    """The median as a `mean`, and its 95% interval by bootstrap, always by the same draws."""
+    """The median, under the name `mean`, with its 95% bootstrap interval; deterministic."""
     numbers = np.asarray(values, dtype=np.float64)
     low, high = np.quantile(np.median(resample(numbers), -1), (0.025, 0.975))
     found = {"mean": np.median(numbers), "low": low, "high": high}
@@ -41,7 +41,7 @@ def median_time(values: Sequence[float]) -> dict[str, float]:
 
 
 def resample(numbers: np.ndarray, times: int = 1000) -> np.ndarray:
-    """(times, n) draws of the n numbers with replacement; the same draws at every call."""
+    """Draw (times, n) of the n numbers with replacement; every call draws the same."""
     drawn = np.random.default_rng(0).integers(len(numbers), size=(times, len(numbers)))
     taken: np.ndarray = numbers[drawn]
     return taken

@@ -1,9 +1,9 @@
-"""Which heads look at the word before, at signs, at a pronoun's noun, a verb's subject; and do they
-matter?
+"""Which heads attend to the word before, to punctuation, from a pronoun to its noun, from a verb to
+its subject; and do they matter?
 
-A head that finds antecedents looks from a pronoun to the noun it stands for more often than whoever
-always takes the nearest noun, or the first. That it looks there does not say that the model uses
-what it finds; how much less likely the rest of the sentence becomes without the head does.
+A head finds antecedents if it attends from a pronoun to its noun more often than one would find the
+noun by always taking the nearest, or the first. This does not show that the model uses it; what
+does is how much less likely the rest of the sentence becomes without the head.
 
 Letters: L layers, H heads, T tokens, K words, N sentences.
 """
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCORED = {"previous": "the token before", "separator": "signs and special tokens"}
-"""What heads do at every token, by `lens/head_scores.py`."""
+"""What heads do at every token, measured by `lens/head_scores.py`."""
 ASKED = {
     "pronoun": "the noun that a pronoun stands for",
     "verb": "the subject of a verb",
     "adjective": "the noun that an adjective describes",
 }
 ROLES = {**SCORED, **ASKED}
-OTHERS = 4  # heads of the same layer that are switched off for comparison, at most
-ROWS = 32  # that are read at a time
+OTHERS = 4  # the most heads of the same layer that are switched off for comparison
+ROWS = 32  # of a batch
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model: inside the package, or in a package from PyPI, in which `file` is its path."""
+    """A model: inside this package, or in a package from PyPI at the path `file` in it."""
 
     name: str
     package: str | None = None
     file: str = ""
 
     def find(self) -> str | None:
-        """What `regard.load` takes; None where the package is not installed."""
+        """The argument for `regard.load`; None if the package is not installed."""
         if self.package is None:
             return self.name
         found = find_spec(self.package)
@@ -78,7 +78,7 @@ MODELS = (
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """A sentence as a model reads it: token ids, their labels and characters, and its words."""
+    """A sentence as a model reads it: token ids, their labels and spans, and its words."""
 
     ids: list[int]
     labels: list[str]
@@ -86,7 +86,7 @@ class Reading:
     words: list[Word]
 
     def word_at(self, span: Span) -> int:
-        """The number of the word that these characters are."""
+        """The number of the word at this span of characters."""
         for number, word in enumerate(self.words):
             if self.spans[word.tokens[0]][0] <= span[0] < self.spans[word.tokens[-1]][1]:
                 return number
@@ -94,7 +94,7 @@ class Reading:
 
 
 def read(model: Transformer, text: str) -> Reading:
-    """With what the model expects around a text: [CLS] and [SEP], a direction, a first token."""
+    """Encode a text, with what the model expects around it: [CLS] and [SEP], direction, BOS."""
     tokenizer, config = model.tokenizer, model.config
     assert tokenizer is not None
     alone = bool(config.encoder) != bool(config.decoder)
@@ -104,7 +104,7 @@ def read(model: Transformer, text: str) -> Reading:
     if not alone:
         before, after = [Reader(model, split=False).encode("a", "ja")[0]], [config.tokens.eos[0]]
     elif config.decoder and config.tokens.bos is not None:
-        before = [config.tokens.bos]  # else the first word would get what heads give to no word
+        before = [config.tokens.bos]  # else the first word would be the attention sink
     ids = [*before, *said.ids, *after]
     spans = [(0, 0)] * len(before) + said.offsets + [(0, 0)] * len(after)
     labels = [
@@ -120,7 +120,7 @@ def device_of(model: Transformer) -> torch.device:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """Of one sentence: role -> a number for each head, (L, H); and what the layers are called."""
+    """For one sentence: role -> a number for each head, (L, H); and the names of the layers."""
 
     roles: dict[str, Array]
     layers: list[str]
@@ -128,7 +128,7 @@ class Seen:
 
 @torch.no_grad()
 def look(model: Transformer, sentence: Sentence, relation: str) -> Seen:
-    """What each head of the stack that reads does with a sentence."""
+    """Score each head on a sentence: of the encoder if there is one, else of the decoder."""
     reading = read(model, sentence.text)
     ids_bt = torch.tensor([reading.ids], device=device_of(model))
     run = model.encode if model.config.encoder and model.config.decoder else model.run
@@ -146,10 +146,10 @@ def look(model: Transformer, sentence: Sentence, relation: str) -> Seen:
 
 
 def finds(weights_lhts: Array, reading: Reading, sentence: Sentence) -> Array:
-    """Whether each head looks most from the word to its noun, (L, H), of all words but itself.
+    """Whether each head's largest weight from the word on any other is that on its noun, (L, H).
 
-    A word's weight on another is the mean over its tokens of the sum over the other's. Signs and
-    special tokens are no words.
+    A word's weight on another is the mean over its tokens of the sum over the other's tokens.
+    Punctuation and special tokens do not count as words.
     """
     asked = reading.word_at(sentence.asked)
     row_lht = weights_lhts[:, :, list(reading.words[asked].tokens)].mean(2)
@@ -161,8 +161,8 @@ def finds(weights_lhts: Array, reading: Reading, sentence: Sentence) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Asking:
-    """A row that a model reads, and what it is asked: the log-probabilities of tokens, said at
-    positions. `source` is what an encoder–decoder reads; `sentence` the number of the sentence."""
+    """A row of ids, and the tokens (`targets`) whose log-probabilities are read at `positions`.
+    `source` is what an encoder–decoder reads; `sentence` is the number of the sentence."""
 
     ids: list[int]
     positions: list[int]
@@ -172,10 +172,10 @@ class Asking:
 
 
 def ask(model: Transformer, sentences: Sequence[Sentence], after: bool) -> list[Asking]:
-    """What is asked of each sentence: all its tokens, or those after the word (`after`).
+    """Choose the targets of each sentence: all its tokens, or those after the word (`after`).
 
-    A decoder is asked for each next token, an encoder with a head for each token masked alone, and
-    an encoder–decoder for the translation that it writes, whatever `after` is.
+    A decoder predicts each of them as the next token; an encoder with a head predicts each, masked
+    alone; an encoder–decoder predicts the translation that it writes, whatever `after` is.
     """
     readings = [read(model, sentence.text) for sentence in sentences]
     if model.config.encoder and model.config.decoder:
@@ -208,7 +208,7 @@ def ask_translations(model: Transformer, readings: Sequence[Reading]) -> list[As
 
 
 def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids (B, T), padded on the right with 0, and which of them are real."""
+    """Pad rows on the right with 0: ids (B, T), and which of them are real (B, T)."""
     longest = max(map(len, rows))
     ids = [[*row, *[0] * (longest - len(row))] for row in rows]
     real = [[n < len(row) for n in range(longest)] for row in rows]
@@ -217,7 +217,7 @@ def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def answer(model: Transformer, askings: Sequence[Asking], off: Ablate | None) -> Array:
-    """The mean log-probability of what is asked of each sentence, (N,), with a head off or none."""
+    """The mean log-probability of each sentence's targets, (N,), with a head off or none."""
     sums = np.zeros(1 + max(asking.sentence for asking in askings))
     counts = np.zeros_like(sums)
     assert model.head is not None
@@ -237,7 +237,7 @@ def answer(model: Transformer, askings: Sequence[Asking], off: Ablate | None) ->
 
 
 def run_rows(model: Transformer, askings: Sequence[Asking]) -> Tensor:
-    """The last vectors (B, T, C) of some rows."""
+    """Compute the last hidden states (B, T, C) of some rows."""
     device = device_of(model)
     ids_bt, real_bt = pad([asking.ids for asking in askings], device)
     sources = [asking.source for asking in askings if asking.source is not None]
@@ -248,7 +248,7 @@ def run_rows(model: Transformer, askings: Sequence[Asking]) -> Tensor:
 
 
 def says(model: Transformer) -> str | None:
-    """What a model can be asked the log-probability of."""
+    """In words, what the model predicts; None if it has no head."""
     if model.head is None:
         return None
     if model.config.encoder and model.config.decoder:
@@ -257,7 +257,7 @@ def says(model: Transformer) -> str | None:
 
 
 def measure_model(source: Source, step: int, device: torch.device) -> dict[str, Any]:
-    """Each role's best head, chosen on half of the sentences and scored on the other half."""
+    """Find each role's best head, chosen on half of the sentences and scored on the other half."""
     place = source.find()
     if place is None:
         return {"name": source.name, "missing": "not installed here"}
@@ -267,7 +267,7 @@ def measure_model(source: Source, step: int, device: torch.device) -> dict[str, 
     layers = seen["pronoun"][0].layers
     found: dict[str, Any] = {"name": source.name, "n_layers": len(layers), "says": says(model)}
     found["roles"] = {}
-    known: dict[str, tuple[list[Asking], Array]] = {}  # what is asked, as the model is
+    known: dict[str, tuple[list[Asking], Array]] = {}  # targets, and their scores with all heads on
     for role in ROLES:
         names = list(chosen) if role in SCORED else [role]
         values_nlh = np.stack([one.roles[role] for name in names for one in seen[name]])
@@ -285,7 +285,7 @@ def measure_model(source: Source, step: int, device: torch.device) -> dict[str, 
 
 
 def pick_best(values_nlh: Array, sentences: Sequence[Sentence], role: str) -> dict[str, Any]:
-    """The head with the highest mean over every second sentence, and what it has in the others."""
+    """Pick the head with the highest mean over every second sentence; score it on the others."""
     mean_lh = values_nlh[::2].mean(0)
     layer, head = (int(n) for n in np.unravel_index(mean_lh.argmax(), mean_lh.shape))
     values = values_nlh[1::2, layer, head]
@@ -302,7 +302,7 @@ def pick_best(values_nlh: Array, sentences: Sequence[Sentence], role: str) -> di
 
 
 def draw_heads(head: int, n_heads: int) -> list[int]:
-    """The head, and others of its layer."""
+    """The head, followed by up to `OTHERS` random other heads of its layer."""
     rest = [other for other in range(n_heads) if other != head]
     return [head, *np.random.default_rng(head).permutation(rest)[:OTHERS].tolist()]
 
@@ -310,7 +310,7 @@ def draw_heads(head: int, n_heads: int) -> list[int]:
 def switch_off(
     model: Transformer, askings: Sequence[Asking], base: Array, layer: str, heads: Sequence[int]
 ) -> dict[str, Any]:
-    """How the log-probability changes without the first of the heads, and without the others."""
+    """Measure how the log-probability changes without the first head, and without each other."""
     changes = [answer(model, askings, Ablate(layer, head)) - base for head in heads]
     others = np.mean(changes[1:], axis=0)
     return {
@@ -329,7 +329,7 @@ def measure(run: Run) -> dict[str, Any]:
     def one(item: tuple[str, str]) -> dict[str, Any]:
         return measure_model(next(x for x in models if x.name == item[0]), step, run.device)
 
-    # What a part is told by, beside the model: with other sentences it is measured anew.
+    # Part of the key of a saved part: with other sentences a model is measured again.
     digest = hashlib.sha256(repr(RELATIONS).encode()).hexdigest()[:8]
     measured = run.map("models", one, [(model.name, digest) for model in models])
     return {"models": measured, "left_out": [x.name for x in MODELS if x not in models]}
@@ -349,7 +349,7 @@ def find(results: Results) -> list[str]:
 
 
 def find_antecedents(models: Sequence[Results]) -> str:
-    """In which models single heads find what is asked for more often than both guesses do."""
+    """Say in which models single heads find the noun more often than both guesses do."""
     parts = []
     for role, words in ASKED.items():
         heads = [(model["name"], model["roles"][role]) for model in models]
@@ -366,7 +366,7 @@ def find_antecedents(models: Sequence[Results]) -> str:
 
 
 def find_costs(models: Sequence[Results]) -> list[str]:
-    """How often models lose clearly more without the head of a role, and how often less."""
+    """Say how often a role's head costs clearly more than other heads, and how often less."""
     sides: dict[int, list[str]] = {1: [], 0: [], -1: []}
     roles = [(model["name"], best) for model in models for best in model["roles"].values()]
     off = [(name, best) for name, best in roles if "off" in best]

@@ -1,15 +1,15 @@
-"""Sentences with two words each that belong together, for the lab `what_heads_do`.
+"""Sentences with a word and the noun it refers to, annotated, for the lab `what_heads_do`.
 
-Why: whether a head finds a pronoun's antecedent, a verb's subject or what an adjective describes
-can be told only where the answer is known, and where the nearest noun is not always it.
+Why: to test whether a head finds a pronoun's antecedent, a verb's subject or what an adjective
+describes, the answer must be known, and must not always be the nearest noun.
 
-How: `^` stands before the word that is asked about, `*` before the noun it belongs to, `~` before
-each other noun that comes before it. Pronouns are told apart by gender, number or life, which are
-known as the pronoun is read, and adjectives stand behind their nouns, so that a model that only
-looks back can answer. Of every five, two have the noun first in the sentence and others between,
-two have one before it and one between, and one has it nearest but not first.
+How: `^` marks the word, `*` the noun that it belongs to, and `~` each other noun before the word.
+Gender, number or animacy decides a pronoun's antecedent, so it is known when the pronoun is read,
+and adjectives come after their nouns, so that a causal model can answer. Of every five sentences,
+two have the noun first and others between it and the word, two have one noun before it and one
+between, and one has it nearest but not first.
 
-Left out: sentences of others. These were written for this lab.
+Left out: sentences from other sources. These were written for this lab.
 """
 
 from __future__ import annotations
@@ -210,12 +210,12 @@ The ~heat made the *children ^lazy until the evening.
 """
 
 Span = tuple[int, int]
-"""First character and the one after the last."""
+"""A span of characters: the first one, and the one after the last."""
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """A text, the word that is asked about, its noun, and all nouns before it in order."""
+    """A text, the word in question, its noun, and all nouns before the word in order."""
 
     text: str
     asked: Span
@@ -232,7 +232,7 @@ class Sentence:
 
 
 def read_sentence(marked: str) -> Sentence:
-    """A sentence as it stands above."""
+    """Parse a sentence with the marks ^, * and ~."""
     spans: dict[str, list[Span]] = {"~": [], "*": [], "^": []}
     nouns = []
     for removed, found in enumerate(_MARKED.finditer(marked)):
@@ -259,4 +259,4 @@ RELATIONS: dict[str, Sequence[Sentence]] = {
     "verb": read_sentences(VERBS),
     "adjective": read_sentences(ADJECTIVES),
 }
-"""From which word, to the noun that it stands for, that does it, or that it describes."""
+"""Sentences by relation: a pronoun's antecedent, a verb's subject, an adjective's noun."""

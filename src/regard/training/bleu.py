@@ -1,11 +1,11 @@
-"""Scores of translations: BLEU and chrF by sacrebleu, with their signatures.
+"""BLEU and chrF of translations, computed by sacrebleu, with its signatures.
 
-Why: a figure that cannot be compared is no figure; sacrebleu fixes how texts are cut and counted,
-and says so in a signature.
+Why: scores can be compared only if texts were tokenised and counted alike; sacrebleu fixes both,
+and its signature says how.
 
-How: sources are translated by beam search in batches of like lengths, then compared with the
-references. `tokenize` is sacrebleu's word for how texts are cut: "13a" for European languages,
-"char" for Japanese, "none" for text that was cut before.
+How: sources are translated by beam search in batches of similar lengths, then compared with the
+references. `tokenize` names sacrebleu's tokenizer: "13a" for European languages, "char" for
+Japanese, "none" for text that is tokenised already.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def translate_rows(
     at_once: int = 128,
     max_new_tokens: int = 128,
 ) -> list[str]:
-    """The text that the model writes for each row of source ids, end token included."""
+    """Translate each row of source ids; a row must end with the end token."""
     config = GenerationConfig(max_new_tokens=max_new_tokens)
     if beams > 1:
         config = replace(config, num_beams=beams, length_penalty=length_penalty)
@@ -54,7 +54,7 @@ def translate_rows(
 
 
 def score(translations: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> Scores:
-    """BLEU and chrF of translations against one reference each."""
+    """Compute BLEU and chrF of translations against one reference each."""
     if len(translations) != len(references):
         what = f"{len(translations)} translations and {len(references)} references"
         raise ValueError(f"{what}; expected as many")
@@ -66,7 +66,7 @@ def score(translations: Sequence[str], references: Sequence[str], tokenize: str 
     sacrebleu: Any = metrics
     check_choice("tokenize", tokenize, tuple(sacrebleu.BLEU.TOKENIZERS))
     try:
-        # force: it would warn of text that was cut before, which is what "none" says.
+        # force: else sacrebleu warns that the text looks tokenised, which "none" promises.
         bleu, chrf = sacrebleu.BLEU(tokenize=tokenize, force=tokenize == "none"), sacrebleu.CHRF()
     except (RuntimeError, ImportError) as missing:
         said = " ".join(str(missing).split())

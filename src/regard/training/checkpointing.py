@@ -1,9 +1,10 @@
-"""Activation checkpointing: blocks keep nothing for the backward pass but their input.
+"""Activation checkpointing: of each block only the input is kept for the backward pass.
 
-Why: activations of a long text need more memory than the weights.
+Why: the activations of a long text need more memory than the weights.
 
-How: while the context lasts, every block runs through torch's own checkpoint, which runs it again
-in the backward pass, with the same dropout. The model's code and names stay as they are.
+How: inside the context, every block's `forward` goes through `torch.utils.checkpoint`, which
+recomputes it in the backward pass with the same dropout. The model's code and parameter names do
+not change.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from regard.models import Transformer
 
 @contextmanager
 def checkpointed(model: Transformer) -> Iterator[None]:
-    """Compute the insides of blocks again in the backward pass, while the block runs."""
+    """Recompute the activations inside the model's blocks in the backward pass."""
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     blocks = [block for stack in stacks for block in stack.layers]
     try:

@@ -1,8 +1,8 @@
 """How a model is trained, as one frozen value: `TrainConfig`.
 
-Why: a run is repeated, resumed and compared by what it was told; so all of it stands in one place,
-is checked when it is made, and is saved beside the run. `with_settings` changes fields by the words
-of a command line ("lr=0.002"), each read as the type of its field.
+Why: to repeat, resume and compare runs one needs all of their settings; so they are fields of one
+dataclass, which is checked when it is built and saved beside the run. `with_settings` changes
+fields as a command line words them ("lr=0.002"), and parses each value as the type of its field.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Precision = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One run. A step is `accumulate` batches and one change of the weights.
+    """The settings of one run. A step is `accumulate` batches and one update of the weights.
 
-    `lr` is the highest; it is reached after `warmup` steps and falls as `schedule` says, to
-    lr · end_share at the last step ("inverse_sqrt" falls as 1/√step, and has no end).
-    `r_drop`: None, or R-Drop's α, such as 5: each batch is read twice, with other draws of dropout,
-    and the loss also says how far the two answers are apart (`loss.r_drop_loss`).
-    `average`: None, or how much of the averaged weights is kept in a step (0.999): then these are
-    what is evaluated and given out. `patience`: stop after so many evaluations without a better
-    one. `minutes`: stop after so long, whatever the step. `precision` "bfloat16" is autocast.
-    `compiled`: by torch.compile, for which the first step waits; the others then take less.
-    `recompute`: keep no activations inside blocks, and compute them again in the backward pass.
+    `lr` is the highest learning rate; it is reached after `warmup` steps and falls as `schedule`
+    says, to lr · end_share at the last step ("inverse_sqrt" falls as 1/√step, without an end).
+    `r_drop`: None, or R-Drop's α, such as 5: each batch is read twice with different dropout, and
+    the loss also measures how far the two outputs are apart (`loss.r_drop_loss`).
+    `average`: None, or the decay of an exponential moving average of the weights (0.999), which is
+    then what is evaluated and saved as the model. `patience`: stop after so many evaluations in a
+    row without a better one. `minutes`: stop after so long, whatever the step. `precision`:
+    "bfloat16" is autocast. `compiled`: use torch.compile; the first step waits for it, later steps
+    are faster. `recompute`: activation checkpointing of the blocks (`checkpointing.py`).
     """
 
     steps: int

@@ -1,15 +1,17 @@
-"""The weights a model is trained from.
+"""The initial weights of a model that is trained from scratch.
 
-How: all matrices normal with standard deviation 0.02, the two that end a sublayer (`out_proj`,
-`down_proj`) divided by √(2 · layers), so that what passes through keeps its size however many
-layers add to it (GPT-2). Where the table is multiplied by √dim on the way in (the original
-Transformer), the table is normal with 1/√dim and the matrices are Xavier's: uniform within
-√(6 / (fan in + fan out)). Biases are 0 and norms as they were made. Drawn in the order of names,
-from a seed of their own, on the CPU: so a seed means the same weights everywhere.
+How: all matrices are normal with standard deviation 0.02; the two that end a sublayer (`out_proj`,
+`down_proj`) have it divided by √(2 · layers), so that the residual stream keeps its size however
+many layers add to it (GPT-2). Where the embedding is multiplied by √dim (the original Transformer),
+it is normal with standard deviation 1/√dim and the layers' matrices are Xavier uniform: within
+√(6 / (fan in + fan out)). Biases are 0; norms keep the values they were constructed with. Weights
+are drawn in the order of parameter names, from a generator of their own, on the CPU, so a seed
+gives the same weights on every device.
 
-A masked model is slow to look past how frequent words are, so two of its parts begin where it would
-get to. Its learned positions are sinusoids, half as wide as its words, from which heads tell a
-neighbour. Its output bias is the logarithm of each token's frequency (`start_at_frequencies`).
+A masked model takes long to learn more than token frequencies, so two of its parts start where
+training would bring them. Its learned positions start as sinusoids at half the spread of its token
+embeddings, from which heads can tell a neighbour. Its output bias starts as the logarithm of each
+token's frequency (`start_at_frequencies`).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Array = npt.NDArray[np.float64]
 
 @torch.no_grad()
 def start(model: Transformer, seed: int) -> None:
-    """Draw the model's weights anew."""
+    """Draw the model's initial weights, in place."""
     config = model.config
     generator = torch.Generator().manual_seed(seed)
     deep = math.sqrt(2 * max(len(config.encoder), len(config.decoder)))
@@ -65,7 +67,7 @@ def start(model: Transformer, seed: int) -> None:
 
 @torch.no_grad()
 def start_at_frequencies(model: Transformer, shares: Array) -> None:
-    """Let the output bias say how frequent tokens are, (V,); one that never is, the least."""
+    """Set the output bias to the log of token frequencies (V,); absent tokens get the lowest."""
     if model.head is None or model.head.bias is None:
         return
     least = shares[shares > 0].min()

@@ -1,11 +1,11 @@
 """The training loop: `train`, for every model and task, on one device or many.
 
-How: a step is a pure function of the weights, the optimizer's state, and its number: batches,
-dropout and learning rate are drawn from the seed and the number alone. So a snapshot is the weights
-and the optimizer's state, and a resumed run gives the losses and weights of one that was never
-stopped, on a CPU bit for bit. Batches are made ahead by a thread. Losses are read from a GPU every
-few steps only, since reading waits for it; each is still looked at, and the first that is not
-finite stops the run before anything is saved.
+How: a step is a pure function of the weights, the optimizer state and the step number: batches,
+dropout and learning rate follow from the seed and the step number alone. So a snapshot needs only
+weights and optimizer state, and a resumed run gives the losses and weights of one that was never
+stopped, on a CPU bit for bit. A thread prepares batches ahead. Losses are read from a GPU only
+every few steps, since reading synchronises with it; each is still checked, and the first that is
+not finite stops the run before anything is saved.
 
 Left out: what a batch is (`tasks.py`), how devices share the work (`parallel`).
 """
@@ -39,17 +39,17 @@ from regard.training.runlog import EvalReport, StepReport
 from regard.training.snapshot import Snapshot, load_best, load_latest, remove_old, save_snapshot
 from regard.training.tasks import Task
 
-READ_EVERY = 10  # steps between two looks at a GPU's losses
-AHEAD = 2  # steps whose batches are made before they are needed
+READ_EVERY = 10  # steps between two reads of a GPU's losses
+AHEAD = 2  # steps whose batches are prepared in advance
 Judge = Callable[[Transformer], Mapping[str, float]]
 
 
 class Diverged(ArithmeticError):
-    """A loss was not finite; the message names the step and the snapshot that is left."""
+    """A loss, gradient or weight is not finite; the message names the step and last snapshot."""
 
 
 class Listener(Protocol):
-    """Who is told how it goes; a `Monitor`, for one."""
+    """What receives the reports of a run, such as a `Monitor`."""
 
     def step(self, report: StepReport) -> None: ...
     def evaluated(self, report: EvalReport) -> None: ...
@@ -65,7 +65,7 @@ class Silence:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """How a run ended (done, patience, time, interrupted), after how many steps, and the best."""
+    """Why a run ended (done, patience, time, interrupted), its steps, and its best evaluation."""
 
     reason: str
     steps: int
@@ -73,9 +73,10 @@ class Result:
 
 
 class StepBatches(NamedTuple):
-    """The batches of one step; how many tokens of all ranks they ask for, and how many are read.
+    """The batches of one step, with its numbers of targets (`n_tokens`) and of tokens read.
 
-    Of a text that is masked most are read and not asked for; of pairs, targets count.
+    Both count all ranks. A masked batch reads many more tokens than it has targets; for sentence
+    pairs both are the number of targets.
     """
 
     batches: list[dict[str, Tensor]]
@@ -86,13 +87,13 @@ class StepBatches(NamedTuple):
 @final
 @dataclass(eq=False)
 class Progress:
-    """What a run knows beside weights: how far it is, and how good it was."""
+    """The state of a run besides weights and optimizer: its step and its evaluations."""
 
     step: int = 0
     best: EvalReport | None = None
     waited: int = 0
-    owed: bool = False  # whether a stop came before the evaluation that was due
-    # Steps whose loss and norm of the gradient were not told yet; how many tokens they read.
+    owed: bool = False  # whether the run was stopped when an evaluation was due
+    # Steps not reported yet: (step, loss, gradient norm, tokens read).
     pending: list[tuple[int, Tensor, Tensor, int]] = field(default_factory=list)
 
 
@@ -107,11 +108,12 @@ def train(
     listener: Listener | None = None,
     judge: Judge | None = None,
 ) -> Result:
-    """Train the model in place; snapshots go to `folder`, and where a run left some, it goes on.
+    """Train the model in place, with snapshots in `folder`; `resume` continues the run found there.
 
-    The model ends with its best weights where anything was evaluated, else with its last ones; of
-    several ranks, load the snapshot. judge: scores of a model beside its loss, such as BLEU; then
-    the first of them, the higher the better, says which evaluation is the best.
+    The model ends with the weights of its best evaluation, or with its last ones if there was none;
+    on several ranks it stays sharded: load the snapshot for a whole one. judge: computes scores
+    besides the loss, such as BLEU; the first of them, the higher the better, then decides which
+    evaluation is the best.
     """
     opened = open_run(
         model, task, config, folder, mesh=mesh, resume=resume, listener=listener, judge=judge
@@ -130,7 +132,7 @@ def open_run(
     listener: Listener | None = None,
     judge: Judge | None = None,
 ) -> Run:
-    """A run before its first step, for whom more is to be done then; arguments as of `train`."""
+    """Build a run, or restore it, without taking a step; the arguments are those of `train`."""
     run = Run(model, task, config, folder, mesh or Mesh.alone(), listener or Silence(), judge)
     latest = load_latest(folder)
     if latest is not None and not resume:
@@ -138,7 +140,7 @@ def open_run(
         raise FileExistsError(f"{what}: resume it, or train into another folder")
     if latest is not None:
         run.restore(latest)
-        if run.mesh.is_main:  # what a kill left between a snapshot and the end of saving it
+        if run.mesh.is_main:  # a kill may have left old snapshots that were to be removed
             remove_old(folder, latest.step, config.keep)
     return run
 
@@ -241,7 +243,7 @@ class Run:
         return {name: x.to(device, non_blocking=True) for name, x in self.mesh.cut(batch).items()}
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """The sum over the batch's tokens, with gradients."""
+        """Compute the loss summed over the batch's tokens."""
         model, config, targets = self.model, self.config, batch[self.task.targets]
         is_half = config.precision == "bfloat16"
         r_drop = config.r_drop if model.training else None
@@ -258,7 +260,7 @@ class Run:
             if r_drop is not None:
                 loss = r_drop_loss(model.head(x_btc), targets, smoothing, r_drop)
             elif self.mesh.size > 1:
-                # Weights that are spread over ranks are whole only inside torch's own layers.
+                # Weights that are sharded over ranks are whole only inside torch's own layers.
                 loss = plain_loss(model.head(x_btc), targets, smoothing)
             else:
                 loss = summed_loss(model.head, x_btc, targets, smoothing)
@@ -298,7 +300,7 @@ class Run:
     # ---- Evaluation
 
     def evaluate(self) -> bool:
-        """Loss on held-out data, and scores; whether it is the best so far."""
+        """Report the held-out loss and scores; return whether they are the best so far."""
         began, progress = time.perf_counter(), self.progress
         progress.owed = False
         total, n_tokens = 0.0, 0
@@ -320,13 +322,13 @@ class Run:
         better = progress.best is None or figure_of(report) > figure_of(progress.best)
         progress.waited = 0 if better else progress.waited + 1
         progress.best = report if better else progress.best
-        # What evaluation took is no part of the steps' time.
+        # Evaluation does not count as time of the steps.
         self._read_at += time.perf_counter() - began
         return better
 
     @contextmanager
     def as_given(self) -> Iterator[None]:
-        """The model as it would be given out: in eval mode, with averaged weights."""
+        """Put the model into eval mode, with the averaged weights if there are any."""
         shown = nullcontext() if self.average is None else self.average.shown(self.model)
         self.model.eval()
         try:
@@ -344,7 +346,7 @@ class Run:
         if self.average is not None:
             tensors |= {f"average/{name}": x for name, x in self.average.weights.items()}
         progress = self.progress
-        # A loss is of the weights before its step; what the step made of them is seen here.
+        # A step's loss is that of the weights before its update; check the updated ones, too.
         if not all(bool(x.isfinite().all()) for x in tensors.values()):
             raise self.divergence(progress.step, "not all weights are finite")
         facts = {
@@ -383,14 +385,14 @@ class Run:
         self.progress = Progress(snapshot.step, best, facts["waited"], owed)
         self.listener.note(f"going on after {snapshot.step} steps")
         if best is not None and best.step == snapshot.step:
-            # A kill may fall between a snapshot and the word that it is the best.
+            # A kill may have come after the snapshot was saved and before `best.json` named it.
             named = load_best(self.folder)
             if named is None or named.step != snapshot.step:
                 self.save(True)
 
     def take_best(self) -> None:
-        """Leave the model with the weights of its best evaluation, or else with its last ones."""
-        self.mesh.any(False)  # the others would read an older best while the main rank saves it
+        """Load the weights of the best evaluation into the model; keep the last ones if none."""
+        self.mesh.any(False)  # a barrier: the main rank may still be saving the best snapshot
         best = load_best(self.folder)
         if best is not None:
             weights = {n: x for n, x in best.tensors.items() if n.startswith("model/")}
@@ -406,7 +408,7 @@ class Run:
 
     @contextmanager
     def fetching(self) -> Iterator[Callable[[int], StepBatches]]:
-        """A function from a step to its batches, which are made ahead by a thread."""
+        """Give a function from a step to its batches, which a thread prepares in advance."""
         futures: dict[int, Future[StepBatches]] = {}
         maker = ThreadPoolExecutor(1)
 
@@ -432,7 +434,7 @@ class Run:
 
     @contextmanager
     def interruptible(self) -> Iterator[Callable[[], bool]]:
-        """Ctrl-C, or a plain kill, asks for a stop after the step; a second one stops at once."""
+        """Let SIGINT or SIGTERM stop the run after the current step; a second one stops at once."""
         asked = False
         if threading.current_thread() is not threading.main_thread():
             yield lambda: False
@@ -462,11 +464,11 @@ def draws_dropout(model: Transformer) -> bool:
 
 
 def figure_of(report: EvalReport) -> float:
-    """What evaluations are compared by, the higher the better: the first score, else the loss."""
+    """The number that ranks evaluations, the higher the better: the first score, or -loss."""
     return next(iter(report.scores.values()), -report.loss)
 
 
 def mix(*numbers: int) -> int:
-    """A seed that any change of the numbers changes."""
+    """Hash the numbers into a seed, which changes if any of them does."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

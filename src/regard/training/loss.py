@@ -1,26 +1,27 @@
-"""Cross-entropy over the vocabulary, from the last vectors on, with its gradient made on the way.
+"""Fused output layer and cross-entropy: the gradient is computed in the forward pass.
 
 Why: logits over a vocabulary are the largest tensor of a training step, ten times any other, and
 plain code reads and writes it five times.
 
-How: one function is the output layer and the loss. Logits of a part of the tokens are computed,
-turned in place into the loss's gradient by them, and used at once for the gradients by the vectors
-and by the weight; so they are never kept. On a GPU the middle step is one kernel. A vocabulary
-whose size is awkward for the matrix units is widened with rows of zeros that no token can choose.
-The loss of a token with target y, smoothing e and V logits s is
+How: one autograd function is the output layer and the loss. It computes the logits of some of the
+tokens, overwrites them with the loss's gradient with respect to them, and at once uses that for the
+gradients of the hidden states and of the weight; so logits are never kept. On a GPU the middle step
+is one kernel. A vocabulary whose size does not suit the matrix units is padded with rows of zeros
+that no token can choose. The loss of a token with target y, smoothing e and V logits s is
 
     logsumexp(s) - (1 - e) · s[y] - e · mean(s)
 
-and that of a batch the sum over its tokens; tokens with the target -100 are left out. Where most
-are, as in masked language modelling, they never reach the output layer on a CPU; a GPU would have
-to be waited for to know how many are left.
+and that of a batch is the sum over its tokens; tokens with the target -100 are left out. If most
+are left out, as in masked language modelling, a CPU drops them before the output layer; on a GPU
+one would have to synchronise to know how many remain.
 
-R-Drop (Liang et al. 2021) reads each token twice, with other draws of dropout. Of the losses l and
-m and the distributions p and r that come of it, `r_drop_loss` makes
+R-Drop (Liang et al. 2021) reads each token twice, with different dropout. From the two losses l and
+m and the two distributions p and r, `r_drop_loss` computes
 
     (l + m) / 2 + α · (KL(p ‖ r) + KL(r ‖ p)) / 4
 
-half of what the paper minimises, so that a step is as large as without. It keeps the logits.
+which is half of what the paper minimises, so that steps are as large as without R-Drop. It keeps
+the logits.
 
 Left out: second derivatives; a softcap of the logits, for which `plain_loss` is there.
 
@@ -41,14 +42,14 @@ from regard.ops.kernels.backend import has_triton
 from regard.ops.kernels.launch import on_device_of
 from regard.training.data.packing import NOTHING
 
-EVEN = 128  # half-precision matrix units want a vocabulary of a multiple of this
+EVEN = 128  # half-precision matrix units are fast for a vocabulary of a multiple of this
 CPU_LOGITS = 2**24  # computed at a time: enough for matrix products, too few to fill memory
-GPU_LOGITS = 2**31  # and on a GPU, where only memory sets a bound
-FEW = 0.5  # the share of tokens with targets below which the others are left out before all else
+GPU_LOGITS = 2**31  # computed at a time on a GPU, where only memory sets a bound
+FEW = 0.5  # tokens without a target are dropped first if fewer than this share have one (CPU)
 
 
 def plain_loss(logits_btv: Tensor, targets_bt: Tensor, smoothing: float = 0.0) -> Tensor:
-    """The sum over tokens by torch's own cross-entropy; what `summed_loss` is judged by."""
+    """Sum torch's own cross-entropy over tokens; `summed_loss` is tested against this."""
     return F.cross_entropy(
         logits_btv.flatten(0, -2).float(),
         targets_bt.flatten(),
@@ -59,7 +60,7 @@ def plain_loss(logits_btv: Tensor, targets_bt: Tensor, smoothing: float = 0.0) -
 
 
 def r_drop_loss(logits_btv: Tensor, targets_bt: Tensor, smoothing: float, alpha: float) -> Tensor:
-    """The sum over tokens of targets (B, T), by logits (2B, T, V) of two passes, B rows below B."""
+    """Sum the R-Drop loss over targets (B, T); logits (2B, T, V) hold the two passes, stacked."""
     if logits_btv.shape[:2] != (2 * targets_bt.shape[0], targets_bt.shape[1]):
         what = f"logits are {tuple(logits_btv.shape)} and targets {tuple(targets_bt.shape)}"
         raise ValueError(f"{what}; expected logits (2B, T, V) of two passes for targets (B, T)")
@@ -71,7 +72,7 @@ def r_drop_loss(logits_btv: Tensor, targets_bt: Tensor, smoothing: float, alpha:
 
 
 def summed_loss(head: Head, x_btc: Tensor, targets_bt: Tensor, smoothing: float = 0.0) -> Tensor:
-    """The sum over tokens of the loss that `head` makes of the last vectors."""
+    """Sum the cross-entropy of `head`'s logits for the hidden states `x_btc` over tokens."""
     check_shapes({"x": (x_btc, "B T C"), "targets": (targets_bt, "B T")})
     if head.softcap is not None:
         return plain_loss(head(x_btc), targets_bt, smoothing)
@@ -89,7 +90,7 @@ def summed_loss(head: Head, x_btc: Tensor, targets_bt: Tensor, smoothing: float 
         if x_nc.is_cuda and x_nc.dtype != torch.float32 and lack:
             weight = F.pad(weight, (0, 0, 0, lack))
             bias = None if bias is None else F.pad(bias, (0, lack))
-        # Asked here: inside a Function gradients are off, and what its inputs need says nothing.
+        # Found out here: inside a Function gradients are off and requires_grad says nothing.
         given = [x for x in (x_nc, weight, bias) if x is not None]
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         total: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
@@ -99,7 +100,7 @@ def summed_loss(head: Head, x_btc: Tensor, targets_bt: Tensor, smoothing: float 
 
 
 def keep_asked(x_nc: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
-    """The vectors that have a target, where they are few and it costs no waiting to know."""
+    """Drop tokens without a target, if these are the majority and x is on a CPU (no sync)."""
     if x_nc.is_cuda:
         return x_nc, targets_n
     asked_n = targets_n != NOTHING
@@ -110,7 +111,7 @@ def keep_asked(x_nc: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """x (N, C), weight (V, C) and bias (V,) to the sum of the tokens' losses."""
+    """Sum of the tokens' losses from x (N, C), weight (V, C) and bias (V,)."""
 
     @staticmethod
     def forward(
@@ -169,9 +170,9 @@ class _SummedLoss(torch.autograd.Function):
 def logits_to_gradient(
     logits_nv: Tensor, targets_n: Tensor, smoothing: float, n_real: int, learns: bool
 ) -> Tensor:
-    """Each token's loss (N,), float32; where it `learns`, logits become its gradient in place.
+    """Compute each token's loss (N,), float32; with `learns`, overwrite logits by its gradient.
 
-    The columns from n_real on are no tokens: they count for nothing.
+    The columns from n_real on are padding, not tokens: they do not enter the loss.
     """
     if logits_nv.is_cuda and has_triton():
         from regard.training import loss_kernels
@@ -179,7 +180,7 @@ def logits_to_gradient(
         with on_device_of(logits_nv):
             return loss_kernels.run(logits_nv, targets_n, smoothing, n_real, learns)
     real_nv = logits_nv[:, :n_real]
-    # Exponentials of rounded numbers would be far off; float32 is worked on where it lies.
+    # Exponentials of half-precision numbers would be far off; float32 is changed in place.
     work_nv = real_nv if real_nv.dtype == torch.float32 else real_nv.float()
     counts_n = targets_n != NOTHING
     at_n = torch.where(counts_n, targets_n, 0)[:, None]

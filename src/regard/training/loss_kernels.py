@@ -1,4 +1,7 @@
-"""The Triton side of `loss.py`: this module needs triton, and is imported where it runs.
+"""The Triton kernel of `loss.py`: logits to losses, and in place to the loss's gradient.
+
+Each program reads a row twice: once for its logsumexp, once to write the gradient. The module needs
+triton, and is imported only where the kernel runs.
 
 Letters: N tokens, V vocabulary.
 """
@@ -11,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS, WARPS = 2048, 4
-"""Logits of a row read at a time, and how many warps read them: the best that were measured for a
+"""Logits of a row that are read at a time, and the number of warps: the best measured for a
 vocabulary of 50,304 on an H200."""
 
 
@@ -20,7 +23,7 @@ def _logits_to_gradient(
     logits, targets, losses, smoothing, V, WIDTH, stride,
     SMOOTH: tl.constexpr, LEARNS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One row: its loss, and its logits made the loss's gradient."""
+    """Compute the loss of one row and overwrite the row's logits with the gradient."""
     n = tl.program_id(0).to(tl.int64)
     row = logits + n * stride
     target = tl.load(targets + n)
@@ -42,7 +45,7 @@ def _logits_to_gradient(
     loss = lse - (1.0 - smoothing) * chosen - smoothing * (plain / V)
     tl.store(losses + n, tl.where(counts, loss, 0.0))
     if LEARNS:
-        # Another part of the program may still be reading the target's score.
+        # Other threads of this program may still be reading the target's logit.
         tl.debug_barrier()
         for start in range(0, WIDTH, COLUMNS):
             v = start + tl.arange(0, COLUMNS)

@@ -1,7 +1,7 @@
-"""How much arithmetic a model's training takes, and how much a device can do.
+"""Model FLOPs utilisation (MFU): the FLOPs that training needs, as a share of a device's peak.
 
-The share of the second that the first uses is called MFU: it tells how well a device is used,
-whatever the model.
+MFU says how well a device is used, whatever the model. `count_flops` and `peak_flops` give its two
+parts; the loop divides them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PEAKS = {
     "4090": 1.65e14,
     "V100": 1.25e14,
 }
-"""Dense half-precision operations a second that makers name, by a word of the device's name."""
+"""Dense half-precision FLOP/s as makers specify them, by a word of the device's name."""
 
 
 def count_flops(model: Transformer) -> float:
-    """Operations that one token takes in training, without attention's scores: 6 a weight.
+    """FLOPs of one token in training, without attention scores: 6 for each weight.
 
-    The table counts as the output layer it is; looking a row up costs nothing.
+    The embedding counts only as the output layer; looking up its rows costs nothing.
     """
     inner = sum(p.numel() for name, p in model.named_parameters() if ".layers." in name)
     output = 0 if model.head is None else model.head.weight.numel()
@@ -33,7 +33,7 @@ def count_flops(model: Transformer) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """What the device could do in a second; None where nobody knows."""
+    """The device's peak FLOP/s; None if it is not in `PEAKS`."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

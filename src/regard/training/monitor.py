@@ -1,14 +1,14 @@
-"""The monitor of a run: it shows how training goes, logs it, and can feed TensorBoard.
+"""The monitor of a run: shows the progress of training, logs it, and can feed TensorBoard.
 
 The loop reports each step and each evaluation. They go to `log.jsonl` (`runlog.py`), to the screen
-(a bar of `rich` on a terminal, a plain line every `PLAIN_SECONDS` elsewhere or without `rich`), and
-to TensorBoard's files beside the log if these are asked for. None of these may cost the run what
-matters: a step's report takes tens of microseconds (so the bar is drawn by a thread, and
-TensorBoard gets at most `BOARD_PER_SECOND` steps a second; the log has them all), and a screen that
-closed, a folder that vanished or a disk that is full is said once, where it still can be, and the
-run goes on. Snapshots are what a full disk must stop, and `snapshot.py` does.
+(a progress bar of `rich` on a terminal, a plain line every `PLAIN_SECONDS` elsewhere or without
+`rich`), and, if asked for, to TensorBoard files beside the log. None of these may slow or stop the
+run: a step's report takes tens of microseconds (a thread draws the bar, and TensorBoard gets at
+most `BOARD_PER_SECOND` steps a second; the log has all of them), and a closed screen, a vanished
+folder or a full disk is reported once, wherever that is still possible, and the run continues. Only
+a snapshot that cannot be written stops a run (`snapshot.py`).
 
-Left out: judging the figures. A loss that is not finite is shown as such; the loop stops for it.
+Left out: judging the numbers. A loss that is not finite is shown as such; the loop stops for it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 __all__ = ["EvalReport", "Monitor", "StepReport", "read_log"]
 
 PLAIN_SECONDS = 10.0
-REFRESH_PER_SECOND = 2  # drawing takes milliseconds that the steps could have had
+REFRESH_PER_SECOND = 2  # low, since drawing takes milliseconds from the steps
 BOARD_PER_SECOND = 5
 SMOOTHING_STEPS = 50
 
 
 @final
 class Monitor:
-    """Shows and logs a run in `folder`; use it in a `with`, which leaves the terminal clean.
+    """Shows and logs a run in `folder`; use it in a `with`, which restores the terminal.
 
     total:       the step at which the run will end
-    start:       how many steps were done before (0 begins a new log; else the old one goes on)
-    tensorboard: whether to write TensorBoard's files too
-    console:     a `rich` console to show it on; by default standard output
+    start:       how many steps were done before (0 begins a new log; else the old one continues)
+    tensorboard: whether to write TensorBoard files too
+    console:     the `rich` console to draw on; by default standard output
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Monitor:
         if start < 0 or total < start:
             raise ValueError(f"start={start}, total={total}; expected 0 <= start <= total")
         path = Path(os.fsdecode(folder))
-        # First: if the package is missing, nothing has been touched.
+        # First, so that nothing has been touched if the package is missing.
         self._board = Board(path / "tensorboard", start) if tensorboard else None
         path.mkdir(parents=True, exist_ok=True)
         self._figures = Figures(total, start)
-        # What the log cannot take is shown; what cannot be shown is logged.
+        # Faults of the log are shown on the screen; faults of the screen are logged.
         self._log = RunLog(path, start, self._say)
         if console is None:
             with contextlib.suppress(ImportError):
@@ -92,7 +92,7 @@ class Monitor:
         self.close()
 
     def step(self, report: StepReport) -> None:
-        """Take the report of a finished step; steps must go up."""
+        """Log and show the report of a finished step; step numbers must increase."""
         self._log.step(report)
         self._figures.step(report)
         now = time.monotonic()
@@ -103,7 +103,7 @@ class Monitor:
             self._board.step(report, self._figures)
 
     def evaluated(self, report: EvalReport) -> None:
-        """Take the report of an evaluation; it is shown at once."""
+        """Log the report of an evaluation and show it at once."""
         self._log.evaluated(report)
         self._say(self._figures.evaluated(report))
         if self._board is not None:
@@ -114,7 +114,7 @@ class Monitor:
         self._say(text)
 
     def close(self) -> None:
-        """End the display and close the files; may be done again."""
+        """End the display and close the files; a second call does nothing."""
         if not self._is_open:
             return
         self._is_open = False
@@ -125,7 +125,7 @@ class Monitor:
                 self._show_line()
         finally:
             if self._live is not None:
-                # Also when a second Ctrl-C cut the stopping short.
+                # Needed if a second Ctrl-C interrupted `stop`.
                 self._live.console.show_cursor(True)
                 self._live.console.file = self._screen.stream
             self._log.close()
@@ -151,7 +151,7 @@ class Monitor:
 
 @final
 class Figures:
-    """Where a run is, from its reports; the loss and the pace are means over the last steps."""
+    """The numbers on display, from the reports; loss and pace are means over the last steps."""
 
     def __init__(self, total: int, start: int) -> None:
         self.total, self.done = total, start
@@ -161,13 +161,13 @@ class Figures:
         self._first_at, self._first_step = 0.0, -1
 
     def step(self, report: StepReport) -> None:
-        if self._first_step < 0:  # the first step's time is mostly compiling
+        if self._first_step < 0:  # timed from here: the first step is mostly compilation
             self._first_at, self._first_step = time.monotonic(), report.step
         self.done = report.step
         self.recent.append(report)
 
     def evaluated(self, report: EvalReport) -> str:
-        """Take the report, and give it in a line."""
+        """Remember the report and return it as one line of text."""
         best = "  (best so far)" if report.loss < self.best_eval else ""
         self.last_eval = report
         self.best_eval = report.loss if best else self.best_eval
@@ -178,7 +178,7 @@ class Figures:
 
     @property
     def loss(self) -> float:
-        """Smoothed, but never hiding that the last one was not finite."""
+        """The mean of recent finite losses, or the last loss if that is not finite."""
         losses = [math.nan, *(report.loss for report in tuple(self.recent))]
         finite = [loss for loss in losses if math.isfinite(loss)]
         return sum(finite) / len(finite) if math.isfinite(losses[-1]) else losses[-1]
@@ -191,7 +191,7 @@ class Figures:
 
     @property
     def seconds_left(self) -> float:
-        """By the pace so far, evaluations and snapshots included; NaN where nothing is known."""
+        """Estimated from the pace so far, evaluations and snapshots included; NaN at first."""
         n_steps = self.done - self._first_step
         if self._first_step < 0 or not n_steps:
             return math.nan
@@ -220,7 +220,7 @@ class Figures:
 
 @final
 class Screen:
-    """A text stream that falls silent after its first error, such as a closed pipe, and says so."""
+    """A text stream that after its first error (a closed pipe) reports it and writes no more."""
 
     def __init__(self, stream: Any, say: Callable[[str], None]) -> None:
         self.stream, self._say = stream, say
@@ -252,7 +252,7 @@ class Screen:
         reason = getattr(error, "strerror", None) or str(error)
         self._say(f"the display is closed ({reason}); the run goes on without it")
         if self.stream in (sys.__stdout__, sys.__stderr__):
-            # What Python still holds for it would fail again when the process ends.
+            # Python flushes its buffer when the process ends, which would fail again.
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 devnull = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(devnull, self.stream.fileno())
@@ -260,7 +260,7 @@ class Screen:
 
 
 def make_live(figures: Figures, title: str, console: Console) -> Live:
-    """A bar, and below it the figures, of which a narrow terminal cuts the last ones off."""
+    """Build the progress bar with a line of numbers below, which a narrow terminal truncates."""
     from rich import progress
     from rich.console import Group
     from rich.live import Live
@@ -292,7 +292,7 @@ def make_live(figures: Figures, title: str, console: Console) -> Live:
 
 @final
 class Board:
-    """TensorBoard's files; a resumed run tells it to forget the steps after its start."""
+    """Writer of TensorBoard files; a resumed run purges the steps after its start."""
 
     def __init__(self, folder: Path, start: int) -> None:
         try:

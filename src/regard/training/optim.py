@@ -1,10 +1,8 @@
-"""Optimizers, learning rates and averaged weights, from torch's own parts.
+"""Optimizers, learning rate schedules and an exponential moving average of the weights.
 
-Why: what changes the weights in a step is a short list of choices, made once for a run.
-
-How: AdamW, or Muon for the matrices inside the blocks and AdamW for the rest (tables, norms,
-biases); matrices decay, vectors do not. The rate of a step is a formula of its number alone, so a
-resumed run needs nothing kept for it. The average follows the weights by a fixed share a step.
+How: torch's AdamW, or its Muon for the matrices inside the blocks and AdamW for the rest
+(embeddings, norms, biases). Weight decay applies to matrices, not to vectors. The learning rate is
+a function of the step number alone, so a snapshot needs no scheduler state.
 
 Left out: optimizers of other packages.
 """
@@ -25,11 +23,12 @@ from regard.training.parallel import Mesh
 
 
 def rate_share(config: TrainConfig, step: int) -> float:
-    """The learning rate of a step (from 0 on), as a share of the highest.
+    """The learning rate of a step (counted from 0), as a share of the highest.
 
-    Warm-up: (step + 1) / warmup. Then, with f from 0 after it to 1 at the last step and e the share
-    at the end: cosine e + (1 - e)(1 + cos πf)/2, linear 1 - (1 - e) f; inverse_sqrt is
-    √(warmup / (step + 1)), as of the original Transformer, whose highest rate is 1/√(dim · warmup).
+    During warm-up it is (step + 1) / warmup. After it, with f going from 0 to 1 at the last step
+    and e = `end_share`: cosine is e + (1 - e)(1 + cos πf)/2, linear is 1 - (1 - e) f. inverse_sqrt
+    is √(warmup / (step + 1)), as in the original Transformer, whose highest rate is
+    1/√(dim · warmup).
     """
     if step < config.warmup:
         return (step + 1) / config.warmup
@@ -78,9 +77,9 @@ def set_rate(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
 
 @final
 class Average:
-    """Weights that follow the model's: average = keep · average + (1 - keep) · weights.
+    """Exponential moving average of the weights: average = keep · average + (1 - keep) · weights.
 
-    So that the random start is soon forgotten, `keep` begins low: (1 + n) / (10 + n) at step n.
+    To forget the initial weights soon, `keep` starts low: at most (1 + n) / (10 + n) at step n.
     """
 
     def __init__(self, model: nn.Module, keep: float) -> None:
@@ -97,7 +96,7 @@ class Average:
 
     @contextmanager
     def shown(self, model: nn.Module) -> Iterator[None]:
-        """The model with the averaged weights, while the block runs."""
+        """Put the averaged weights into the model, and its own back at the end of the `with`."""
         own = {name: p.detach().clone() for name, p in model.named_parameters()}
         self.put(model, self.weights)
         try:

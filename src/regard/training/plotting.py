@@ -1,9 +1,9 @@
-"""Losses as a picture: one run, or several over each other, from their `log.jsonl` to a PNG.
+"""Loss curves of one run, or of several in one plot: from `log.jsonl` to a PNG, by matplotlib.
 
-The training loss is smoothed over a fortieth of a long run. Evaluations are points on a line, the
-lowest of a single run with its figure. The axis of the loss is cut where the curves live, so that
-the first steps do not press the rest flat; steps whose loss was not a number are gaps, and the
-first of them is marked.
+The training loss of a long run is smoothed over a fortieth of it. Evaluations are points on a
+dashed line; the lowest has its value written beside it. The loss axis leaves out the first steps,
+which would flatten the rest of the curve. Steps whose loss is not finite are gaps, and the first
+of them is marked.
 
 Left out: scores such as BLEU, which have a scale of their own; TensorBoard shows those.
 """
@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def plot_losses(folder: str | os.PathLike[str]) -> Path:
-    """Draw the run in `folder` (or of that log) into a `loss.png` beside its log; its path."""
+    """Draw the run in `folder` (or of that log file) into `loss.png` beside its log."""
     path = Path(os.fsdecode(folder))
     path = path if path.is_dir() else path.parent
     plot_runs({path.resolve().name: folder}, path / PLOT)
@@ -41,7 +41,7 @@ def plot_losses(folder: str | os.PathLike[str]) -> Path:
 
 
 def plot_runs(runs: Mapping[str, str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
-    """Draw several runs (label -> folder or log) over each other into a PNG."""
+    """Draw several runs (label -> folder or log file) in one plot, as a PNG."""
     if not runs:
         raise ValueError("there are no runs to draw; give at least one label with its folder")
     logs = {label: read_log(path) for label, path in runs.items()}
@@ -57,13 +57,13 @@ def plot_runs(runs: Mapping[str, str | os.PathLike[str]], out: str | os.PathLike
     axes.set_ylim(float(losses.min()) - margin, float(losses.max()) + margin)
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(axis="y", alpha=0.3)
-    # Names may have dollar signs, which are no formulas.
+    # Dollar signs in names are not formulas.
     axes.set_title(next(iter(logs)) if len(logs) == 1 else "", loc="left", parse_math=False)
     for text in axes.legend(frameon=False).get_texts():
         text.set_parse_math(False)
     drawn = io.BytesIO()
     with warnings.catch_warnings():
-        # A label in a script that the font lacks gets boxes; that is no reason to have no picture.
+        # A label in a script that the font lacks is drawn as boxes, which is better than no plot.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(drawn, format="png", metadata={"Software": None})
     path = Path(os.fsdecode(out))
@@ -78,13 +78,13 @@ def _make_figure() -> Figure:
     except ImportError as error:
         what = "drawing losses needs the matplotlib package"
         raise ImportError(f"{what}: pip install 'regard[train]'") from error
-    # Not pyplot's: no window, no state shared with anyone's plots.
+    # Without pyplot: no window, and no state shared with the caller's plots.
     return Figure(figsize=(8.0, 4.5), dpi=160, layout="constrained")
 
 
 def smooth(values: Floats, window: int) -> Floats:
-    """The mean over `window` values around each; what is not finite is left out: a gap."""
-    # Towards the beginning, where losses fall fast, the window shrinks on both sides alike.
+    """Average the `window` finite values around each value; values not finite become NaN (gaps)."""
+    # Near the beginning, where losses fall fast, the window shrinks on both sides alike.
     finite = np.isfinite(values)
     sums = np.cumsum(np.append(0.0, np.where(finite, values, 0.0)))
     counts = np.cumsum(np.append(0, finite))
@@ -101,8 +101,8 @@ def _curve(reports: list[StepReport | EvalReport]) -> tuple[Floats, Floats]:
 
 
 def _draw(axes: Axes, label: str, log: Log, colour: str) -> Floats:
-    """Draw one run; give the losses that must be in view."""
-    # A label that begins with _ would be left out of the legend; an empty mark keeps it in.
+    """Draw one run; return the losses that the axis must show."""
+    # matplotlib's legend skips labels that begin with _; a zero-width space in front keeps them.
     label = "\u200b" + label if label.startswith("_") else label
     steps, losses = _curve([*log.steps])
     if len(losses) >= 100:
@@ -120,7 +120,7 @@ def _draw(axes: Axes, label: str, log: Log, colour: str) -> Floats:
         best = int(np.argmin(np.where(np.isfinite(seen), seen, np.inf)))
         at = (float(seen_steps[best]), float(seen[best]))
         axes.annotate(f"{seen[best]:.4g}", at, color=colour, ha="right", va="top")
-    # The first steps fall from far above, and the first evaluation may be of the untrained model.
+    # Early losses are far higher, and the first evaluation may be of the untrained model.
     late = np.concatenate([losses[len(losses) // 50 :], seen[len(seen) > 1 :]])
     late = late if np.isfinite(late).any() else np.concatenate([losses, seen])
     return np.asarray(late[np.isfinite(late)], np.float64)

@@ -1,15 +1,15 @@
-"""From files to a task and a model to train on it.
+"""From data files to a task, a tokenizer and a model with initial weights.
 
-How: files are read and their faults counted; a tokenizer is trained, given, or found in the run's
-folder from before; ids go into memory-mapped files in that folder, which are used again while the
-texts stay the same. The model is the recipe's, with the vocabulary's size and special tokens.
+How: files are read and their faults counted; the tokenizer is given, found in the run's folder, or
+trained; token ids go into memory-mapped files in that folder, which are reused while texts and
+tokenizer stay the same. The model is the recipe's, with the vocabulary's size and special tokens.
 
-What is held out is a file of its own, or the end of the text (the last tenth of one long document,
-else the last twentieth of all documents or pairs), never a part that is trained on.
+Held-out data is a file of its own, or the end of the data (the last tenth of a single document,
+else the last twentieth of the documents or pairs), which is then not trained on.
 
-A masked model gets BERT's special tokens and reads each document between [CLS] and [SEP], or what
-a tokenizer that is given puts around a text; it has as many positions as the context is long,
-unless the recipe says otherwise, since others would never be trained.
+A masked model gets BERT's special tokens and reads each document between [CLS] and [SEP], or
+between the tokens that a given tokenizer puts around a text. It has as many positions as the
+context is long, unless the recipe says otherwise, since more would never be trained.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ END, PAD, START = "<|endoftext|>", "<pad>", "<s>"
 GAPS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 HELD_OUT = 0.05
 LONG_DOCUMENT = 0.1
-TOLD = 0.01  # the share of unknown tokens from which on they are told
+TOLD = 0.01  # the share of unknown tokens from which on they are reported
 Say = Callable[[str], None]
 
 
@@ -52,7 +52,7 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What to read. `target`: where sources and targets are two files of lines."""
+    """The input files. `target`: the targets' file, if sources and targets are two files."""
 
     data: Path
     target: Path | None = None
@@ -64,9 +64,9 @@ class Files:
 
 
 def prepare(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bool = False) -> Prepared:
-    """Read, tokenise, and build; what there is to tell goes to `say`.
+    """Read and tokenise the data and build the model; notices go to `say`.
 
-    fixed: a run goes on here, so other texts than those it has read are refused.
+    fixed: a run is resumed, so texts other than those it began with are refused.
     """
     build_task = prepare_pairs if recipe.task == "translate" else prepare_text
     prepared = build_task(files, recipe, folder, say, fixed)
@@ -89,7 +89,7 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bo
     words: dict[str, Any] = {"special": (END,), "eos": END}
     if masked:
         words = {"special": tuple(GAPS.values()), "eos": None, **GAPS}
-    # Characters that only the held-out part has must still have ids.
+    # Characters that occur only in the held-out part need ids, too.
     corpus = texts if recipe.cutting != "characters" else [*texts, *held]
     tokenizer = find_tokenizer(files, recipe, folder, corpus, words, say)
     ends = find_ends(tokenizer, recipe, single=len(texts) == 1 and len(held) <= 1)
@@ -116,7 +116,7 @@ def prepare_text(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: bo
 
 
 def check_known(tokens: TokenFile, tokenizer: Tokenizer, recipe: Recipe, say: Say) -> None:
-    """Tell how many tokens are unknown, which are never asked for; refuse a text of these alone."""
+    """Report the number of unknown tokens, which are never targets; refuse a text of them alone."""
     unk = tokenizer.special.unk
     n_known = count_asked(tokens, tokenizer, recipe)
     n_unknown = 0 if unk is None else int(count_ids(tokens)[unk])
@@ -131,7 +131,10 @@ def check_known(tokens: TokenFile, tokenizer: Tokenizer, recipe: Recipe, say: Sa
 
 
 def count_asked(tokens: TokenFile, tokenizer: Tokenizer, recipe: Recipe) -> int:
-    """Tokens that a gap may hide, those that are not special; or those with another before them."""
+    """Count the tokens that may be targets: if masked, those not special; else all but the first.
+
+    "The first" is that of each document if the recipe keeps documents apart, else of the text.
+    """
     if recipe.task == "masked":
         return tokens.n_tokens - int(count_ids(tokens)[list(tokenizer.special.all)].sum())
     n_first = np.count_nonzero(np.diff(tokens.bounds)) if recipe.documents else 1
@@ -139,16 +142,17 @@ def count_asked(tokens: TokenFile, tokenizer: Tokenizer, recipe: Recipe) -> int:
 
 
 class Ends(NamedTuple):
-    """What stands before each document, and behind it."""
+    """The token ids put before and after each document."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
 
 
 def find_ends(tokenizer: Tokenizer, recipe: Recipe, *, single: bool) -> Ends:
-    """A masked model's [CLS] and [SEP]; else the end of a text, where it is not the only one.
+    """Find what stands around each document: [CLS] and [SEP] for a masked model.
 
-    A tokenizer that is given may put tokens before every text, and so before every prompt.
+    For a language model it is the end token, unless the text is a single document, and before each
+    document the tokens that a given tokenizer puts before every text, and so before every prompt.
     """
     around = tokenizer.encode("").ids
     if recipe.task != "masked":
@@ -165,7 +169,7 @@ def find_ends(tokenizer: Tokenizer, recipe: Recipe, *, single: bool) -> Ends:
 
 
 def pack(tokens: TokenFile, recipe: Recipe, ends: Ends, *, shorten: bool = False) -> PackedText:
-    """Windows as the recipe has them; with `shorten`, no longer than a short text."""
+    """Pack tokens into the recipe's windows; `shorten`: into windows no longer than the text."""
     masked = recipe.task == "masked"
     most = tokens.n_tokens - (0 if masked else 1)
     return PackedText(
@@ -209,7 +213,8 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: b
         extra["directions"] = {name: {"prefix": f"<2{name}>"} for name in (other, one)}
     model = build(recipe, tokenizer, extra)
     if not recipe.both_ways:
-        # Without directions a text is read as the model's own tokenizer has it: as it was learned.
+        # Without directions, translating encodes with the model's tokenizer alone, so that must add
+        # the end token, as in training.
         model.tokenizer = ending(tokenizer, END)
     return Prepared(model, TranslationTask(paired, pair("valid", held)), tokenizer)
 
@@ -218,14 +223,14 @@ def prepare_pairs(files: Files, recipe: Recipe, folder: Path, say: Say, fixed: b
 
 
 def build(recipe: Recipe, tokenizer: Tokenizer, extra: dict[str, Any]) -> Transformer:
-    # None, and not left out: transformers would put the ids of its default vocabulary there.
+    # None rather than left out: transformers would fill in the ids of its default vocabulary.
     unknown: dict[str, Any] = dict.fromkeys(filter(names_tokens, recipe.model))
     words = {**recipe.model, **unknown, **extra, "vocab_size": tokenizer.vocab_size}
     if recipe.task == "masked":
         words = {"max_position_embeddings": recipe.context, **words}
     config = config_of(words)
     check_kind(config, recipe)
-    # Nothing that is learned here teaches a pooler.
+    # No pooler: nothing here would train it.
     model = Transformer(replace(config, head=replace(config.head, pooler=False)))
     model.tokenizer = tokenizer
     limit = model.config.max_len
@@ -237,7 +242,7 @@ def build(recipe: Recipe, tokenizer: Tokenizer, extra: dict[str, Any]) -> Transf
 
 
 def check_kind(config: ModelConfig, recipe: Recipe) -> None:
-    """Refuse a model that does not learn from such data: one that sees the next token, say."""
+    """Refuse a model of another kind than the task, such as a decoder for masked modelling."""
     kind: TaskKind = "lm" if config.decoder else "masked"
     kind = "translate" if config.decoder and config.encoder else kind
     if kind != recipe.task:
@@ -268,7 +273,7 @@ def say_notices(notices: Iterable[Notice], say: Say) -> None:
 
 
 def say_shared(held: Sequence[Any], texts: Iterable[Any], units: str, say: Say) -> None:
-    """Tell where what is held out is learned from too, which makes an evaluation look better."""
+    """Report held-out items that are also in the training data, which flatter the evaluation."""
     known = set(texts)
     if n_shared := sum(one in known for one in held):
         say(f"{n_shared:,} of {len(held):,} held-out {units} are learned from too, word for word")
@@ -283,7 +288,7 @@ def hold_out_text(texts: list[str]) -> tuple[list[str], list[str]]:
 
 
 def hold_out_pairs(sides: Sides) -> tuple[Sides, Sides]:
-    """The last pairs, kept apart; a sentence that comes twice may still be on both sides."""
+    """Hold out the last pairs; of repeated pairs, copies may be in both parts."""
     n_pairs = len(sides.sources)
     if n_pairs < 2:
         raise BadData("one pair is left, and one is held out: give more, or a file for --valid")
@@ -299,7 +304,7 @@ def find_tokenizer(
     words: Mapping[str, Any],
     say: Say,
 ) -> Tokenizer:
-    """The one given, the one of this run, or a new one made from the texts with these words."""
+    """Load the given tokenizer or this run's own, else train one (`words`: its special tokens)."""
     kept = folder / "tokenizer"
     if files.tokenizer is not None:
         return Tokenizer.load(files.tokenizer)
@@ -309,7 +314,7 @@ def find_tokenizer(
     tokenizer = train_tokenizer(texts, recipe.vocab_size, kind=recipe.cutting, **words)
     if recipe.cutting != "characters":
         say_notices(vocabulary_notices(tokenizer, recipe.vocab_size), say)
-    # Several files, of which a kill must not leave some: they appear together.
+    # Several files: written beside and renamed together, so that a kill cannot leave only some.
     with replace_folder(kept) as beside:
         tokenizer.save(beside)
     return tokenizer
@@ -331,7 +336,7 @@ def encode_sides(
     prefixes: Sequence[int],
     fixed: bool,
 ) -> tuple[TokenFile, TokenFile]:
-    """Sources and targets as ids; with prefixes, each pair both ways, the language in front."""
+    """Encode sources and targets; with prefixes (language tokens), each pair in both directions."""
 
     def encode(side: int, prefix: Sequence[int] = ()) -> TokenFile:
         path = side_file(folder, name, side, "named" if prefix else "plain")
@@ -348,7 +353,7 @@ def encode_sides(
 
 
 def side_file(folder: Path, name: str, side: int, kind: str = "plain") -> Path:
-    """Where one side of the pairs lies as ids: 0 the sources, 1 the targets."""
+    """The path of the ids of one side of the pairs: 0 the sources, 1 the targets."""
     return folder / f"{name}.{side}.{kind}.tokens"
 
 

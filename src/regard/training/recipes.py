@@ -1,8 +1,8 @@
-"""Recipes: whole runs, each a function that returns one.
+"""Recipes: complete settings of runs, each built by a function.
 
-How: a recipe is a model (in the words of its config.json, without what the vocabulary decides), a
-`TrainConfig`, and how the data is cut. `changed` takes the settings of a command line: a field of
-`TrainConfig`, one of the recipe, or model.<word> for the model's.
+How: a recipe is a model (as fields of its config.json, without those that the vocabulary decides),
+a `TrainConfig`, and how the data is tokenised and batched. `changed` applies settings from a
+command line: a field of `TrainConfig`, one of `Recipe`, or model.<word> for one of config.json.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ COMMANDS: dict[TaskKind, str] = {
 OF_PAIRS = ("max_tokens", "max_len", "both_ways", "judge", "tokenize")
 OF_TEXT = ("context", "rows", "documents")
 WHOLE: tuple[Kind, ...] = ("bpe", "scripts", "words", "characters")
-"""Kinds of tokenizers whose texts come back as they were: for models that write."""
+"""Kinds of tokenizers that decode to exactly the text they encoded: for models that generate."""
 CUTTINGS: dict[TaskKind, tuple[Kind, ...]] = {
     "lm": WHOLE,
     "translate": WHOLE,
-    # The others put a space before a text, and so behind every gap.
+    # The other kinds put a space before every text, and so after every gap.
     "masked": ("bpe", "characters", "wordpiece"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One run. `context` and `rows` cut text, `max_tokens` (a side of a batch) and `max_len` pairs.
+    """One run. Batches of text are `rows` × `context` tokens.
 
-    `cutting` is the kind of tokenizer that is trained: see `data.vocabulary`. `documents`: whether
-    tokens see their own document alone. `both_ways`: each pair is learned in both directions.
-    `judge`: sentences of the held-out pairs that each evaluation translates, to compare by BLEU.
+    Batches of pairs have at most `max_tokens` tokens on each side, and pairs longer than `max_len`
+    are dropped. `cutting`: the kind of tokenizer to train (see `data.vocabulary`). `documents`:
+    whether tokens see only their own document. `both_ways`: learn each pair in both directions.
+    `judge`: how many held-out pairs each evaluation translates and scores by BLEU. `tokenize`:
+    sacrebleu's tokenizer for that.
     """
 
     task: TaskKind
@@ -68,7 +70,7 @@ class Recipe:
             raise ValueError(f"judge is {self.judge!r}; expected a number of sentences, or 0")
 
     def changed(self, settings: Mapping[str, str]) -> Recipe:
-        """The recipe with settings changed, as a command line words them."""
+        """Return the recipe with settings changed, given as on a command line (name -> text)."""
         types = typing.get_type_hints(Recipe)
         own = types.keys() - {"task", "model", "train"}
         named = {n.removeprefix("model."): x for n, x in settings.items() if n.startswith("model.")}
@@ -86,7 +88,7 @@ class Recipe:
 
 
 def check_names(task: TaskKind, names: Iterable[str]) -> None:
-    """Refuse what is no setting of a run, or none that this task reads."""
+    """Refuse names that are not settings of a run, or that this task does not read."""
     strange = OF_TEXT if task == "translate" else OF_PAIRS
     known = [one.name for kind in (TrainConfig, Recipe) for one in fields(kind)]
     there = [name for name in known if name not in ("task", "model", "train", *strange)]
@@ -99,7 +101,7 @@ def check_names(task: TaskKind, names: Iterable[str]) -> None:
 
 
 class _AskedWords(dict[str, Any]):
-    """A config.json that remembers which of its words were asked for (rotary reads a copy)."""
+    """A config.json that records which fields are read (rotary reads a copy: two are preset)."""
 
     def __init__(self, words: Mapping[str, Any]) -> None:
         super().__init__(words)
@@ -111,7 +113,7 @@ class _AskedWords(dict[str, Any]):
 
 
 def check_words(model: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuse words that no model of this family reads: they would change nothing, in silence."""
+    """Refuse config.json fields that the model's family does not read and would silently ignore."""
     words = _AskedWords({"vocab_size": 1000, **model})
     config_of(words)
     for name in names:
@@ -124,15 +126,15 @@ def check_words(model: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def names_tokens(word: str) -> bool:
-    """Whether a word of a config.json has ids of tokens, which mean nothing in another vocabulary.
+    """Whether a field of a config.json holds token ids, which are wrong for another vocabulary.
 
-    Configs of named sizes have those of the vocabularies that they were published with.
+    The configs of named sizes have the ids of the vocabularies that they were published with.
     """
     return word.endswith("_token_id") or word == "bad_words_ids"
 
 
 def as_json(word: str) -> Any:
-    """A number, true, false or null as such; anything else is a word."""
+    """Parse a number, true, false or null (any JSON); anything else stays a string."""
     try:
         return json.loads(word)
     except ValueError:
@@ -154,13 +156,13 @@ def sized(recipe: Recipe, size: str) -> Recipe:
         raise ValueError(f"no size is named {size!r}; there are {', '.join(sorted(sizes))}")
     model = sizes[size]
     if model.get("architectures") == ["BertForPreTraining"] and recipe.task == "masked":
-        # Whether a sentence follows another is not learned here.
+        # Next-sentence prediction is not trained here.
         model = {**model, "architectures": ["BertForMaskedLM"]}
     return replace(recipe, model=model)
 
 
 def llama(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) -> dict[str, Any]:
-    """A LLaMA with tied tables, in the words of its config.json."""
+    """The config.json of a LLaMA with tied embeddings."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -178,7 +180,7 @@ def llama(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, ffn_dim: int) 
 
 
 def original(dim: int, n_layers: tuple[int, int], n_heads: int, ffn_dim: int) -> dict[str, Any]:
-    """An original Transformer, in the words of its config.json."""
+    """The config.json of an original Transformer."""
     model: dict[str, Any] = {"model_type": "original", "d_model": dim}
     for side, count in zip(("encoder", "decoder"), n_layers, strict=True):
         sizes = {"layers": count, "attention_heads": n_heads, "ffn_dim": ffn_dim}
@@ -193,13 +195,13 @@ def make(task: TaskKind, model: Mapping[str, Any], settings: str) -> Recipe:
 
 
 def small_lm() -> Recipe:
-    """What `regard train lm` does unless told otherwise: minutes on a CPU for a small text."""
+    """The default of `regard train lm`: minutes on a CPU for a small text."""
     settings = "steps=1000 lr=2e-3 warmup=50 eval_every=100 save_every=100 vocab_size=2048"
     return make("lm", llama(128, 4, 4, 2, 384), f"{settings} context=128 rows=8")
 
 
 def small_masked() -> Recipe:
-    """What `regard train mlm` does unless told otherwise: minutes on a CPU for a small text."""
+    """The default of `regard train mlm`: minutes on a CPU for a small text."""
     model = {
         "model_type": "bert",
         "architectures": ["BertForMaskedLM"],
@@ -217,7 +219,7 @@ def small_masked() -> Recipe:
 
 
 def small_translation() -> Recipe:
-    """What `regard train translate` does unless told otherwise."""
+    """The default of `regard train translate`."""
     return make(
         "translate",
         original(128, (3, 3), 4, 256) | {"normalize_before": True, "dropout": 0.1},
@@ -227,7 +229,7 @@ def small_translation() -> Recipe:
 
 
 def shakespeare() -> Recipe:
-    """nanoGPT's setting for tinyshakespeare, by characters."""
+    """nanoGPT's settings for tinyshakespeare, with one token per character."""
     model = {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -246,7 +248,7 @@ def shakespeare() -> Recipe:
 
 
 def multi30k() -> Recipe:
-    """A small Transformer for Multi30k's captions, lower-cased and cut into tokens before."""
+    """A small Transformer for Multi30k's captions, which are lower-cased and tokenised already."""
     return make(
         "translate",
         original(256, (4, 4), 4, 512) | {"normalize_before": True, "dropout": 0.3},
@@ -257,10 +259,11 @@ def multi30k() -> Recipe:
 
 
 def paper(before: bool) -> Recipe:
-    """The recipe of the original paper at a size for Multi30k; or the same with norms before."""
+    """The original paper's recipe at a size for Multi30k; `before`: the norms before sublayers."""
     model = original(256, (4, 4), 4, 1024) | {"dropout": 0.1, "normalize_before": before}
     recipe = replace(multi30k(), model=model)
-    # The paper's highest rate is 1/√(dim · warmup); here that of a warm-up half as long, 1,000.
+    # The paper's highest rate is 1/√(dim · warmup); this is that of a warm-up of 1,000 steps, half
+    # as long as ours.
     settings = f"lr={(256 * 1000) ** -0.5} warmup=2000 steps=3000 eps=1e-9 weight_decay=0"
     others = ["average=none", "r_drop=none", "compiled=false", "eval_every=250", "judge=0"]
     return recipe.changed(split_settings([*settings.split(), *others]))

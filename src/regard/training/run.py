@@ -1,10 +1,10 @@
-"""A whole run: from files to a folder with a trained model in it.
+"""A whole run: from data files to a folder with a trained model in it.
 
-How: `run` prepares, trains, and writes the model to the folder itself, so that `regard.load`,
-`regard generate` and, where it knows the architecture, `transformers` open it. What the run needs
-for itself lies below: training/ has the snapshots, token ids, log and recipe. At the end the model
-is put to the tests that were asked for, and report.json says what came of it all. `adapt` may
-change what was prepared before the first step, such as the task.
+How: `run` prepares, trains, and writes the model into the folder, so that `regard.load`,
+`regard generate` and, where it knows the architecture, `transformers` open it. The run's own files
+(snapshots, token ids, log, recipe) are in its subfolder training/. At the end the model is scored
+on the test files, and report.json has the results. `adapt` may change what was prepared, such as
+the task, before the first step.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Adapt = Callable[[Prepared, Path, Say], Prepared]
 
 @dataclass(frozen=True, kw_only=True)
 class Tests:
-    """What the trained model is put to: held-out files, and the targets where these are apart."""
+    """Files to score the trained model on; `target`: the targets, if in a file of their own."""
 
     files: Sequence[Path] = ()
     target: Path | None = None
@@ -75,9 +75,9 @@ def run(
     tensorboard: bool = False,
     adapt: Adapt | None = None,
 ) -> dict[str, Any]:
-    """Train as the recipe says, write the model to `out`, and give the report.
+    """Train as the recipe says, write the model to `out`, and return the report.
 
-    One process at a time may train into a folder; a second one gets a BlockingIOError at once.
+    One run at a time may train into a folder; a second one gets a BlockingIOError at once.
     """
     mesh, tests = mesh or Mesh.alone(), tests or Tests()
     folder, began = out / "training", time.perf_counter()
@@ -88,7 +88,7 @@ def run(
             stack.enter_context(lock_folder(out))
             notes += open_folder(folder, recipe, resume)
         else:
-            mesh.any(False)  # the main rank's files are there when it answers
+            mesh.any(False)  # a barrier: wait until the main rank has written its files
         latest = load_latest(folder / "snapshots") if resume else None
         prepared = prepare(files, recipe, folder, notes.append, fixed=latest is not None)
         if adapt is not None:
@@ -109,7 +109,7 @@ def run(
         what = (prepared.model, prepared.task, recipe.train, folder / "snapshots")
         trained = open_run(*what, **how)
         if mesh.is_main:
-            # Not before: where going on is refused, a run stays what it was told to be.
+            # Not earlier: if resuming is refused, the recipe of the run must stay as it was.
             write_json(folder / RECIPE, asdict(recipe))
         result = trained.train()
         times = {"preparing": ready - began, "training": time.perf_counter() - ready}
@@ -126,7 +126,7 @@ def run(
 
 
 def tell_weights(result: Result, scores: Mapping[str, Any]) -> str:
-    """Which weights a run left, of its best evaluation or its last step, and its tests' scores."""
+    """Say which weights a run left (best evaluation or last step) and how they scored."""
     tested = f": {json.dumps(scores)}" if scores else ""
     if result.best is None:
         return f"with the weights of the last step, {result.steps:,}{tested}"
@@ -139,9 +139,9 @@ def tell_weights(result: Result, scores: Mapping[str, Any]) -> str:
 
 
 def open_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
-    """Make the run's folder; one with a run in it is refused, unless that run is resumed.
+    """Create the run's folder; refuse one with a run in it, unless that run is resumed.
 
-    What is to be told: which of the recipe's own settings are others now.
+    Returns notes: which of the recipe's own settings differ from those of the resumed run.
     """
     snapshots = list_snapshots(folder / "snapshots")
     if snapshots and not resume:
@@ -165,7 +165,7 @@ def open_folder(folder: Path, recipe: Recipe, resume: bool) -> list[str]:
 
 
 def changed_settings(old: Recipe, new: Recipe) -> list[tuple[str, str]]:
-    """What two recipes have otherwise, by name and in words; of `train` the loop tells itself."""
+    """Settings that differ, as (name, sentence); those of `train` are reported by the loop."""
 
     def settings(recipe: Recipe) -> dict[str, Any]:
         own = {n: value for n, value in vars(recipe).items() if n not in ("model", "train")}
@@ -180,7 +180,7 @@ def changed_settings(old: Recipe, new: Recipe) -> list[tuple[str, str]]:
 
 
 def whole_model(model: Transformer, mesh: Mesh) -> Transformer | None:
-    """The model in one piece, where several ranks hold shards of it; None but on the main rank."""
+    """Gather a sharded model into an unsharded one on the main rank; None on the other ranks."""
     if mesh.size == 1:
         return model
     tensors = mesh.state(model)
@@ -193,15 +193,15 @@ def whole_model(model: Transformer, mesh: Mesh) -> Transformer | None:
 
 
 def old_recipe(out: Path, *, guided: bool = False) -> Recipe | None:
-    """The recipe of the run in a folder; None where there is none.
+    """Read the recipe of the run in a folder; None if there is none.
 
-    guided: also of a run that guides attention heads, which only the example goes on with.
+    guided: accept also a run that guides attention heads, which only the example can resume.
     """
     path = out / "training" / RECIPE
     if not path.is_file():
         return None
     fields = read_json(path, MAX_RECIPE_BYTES, ValueError)
-    # Runs of older versions name these; guiding heads is an example now.
+    # Recipes of older versions have these fields; guiding heads has become an example.
     weight, heads = fields["train"].pop("guide", 0), fields.pop("guide_heads", 0)
     fields.pop("guide_layer", None)
     if weight and heads and not guided:
@@ -239,7 +239,7 @@ def make_report(
 
 
 def read_tests(tests: Tests, files: Files, recipe: Recipe) -> None:
-    """Refuse what cannot be read or scored before hours of training, and not after them."""
+    """Refuse test files that cannot be read or scored before hours of training, not after."""
     if recipe.task == "translate" and (tests.files or recipe.judge):
         score(["a"], ["a"], recipe.tokenize)
     for path in tests.files:
@@ -266,7 +266,7 @@ def make_judge(files: Files, recipe: Recipe, prepared: Prepared) -> Judge:
 
 
 def source_rows(tokenizer: Tokenizer, texts: list[str], language: str | None) -> list[list[int]]:
-    """What an encoder reads: the target language, where there are two, the tokens, the end."""
+    """Encode texts for the encoder: the target language's token if any, the text, the end token."""
     before = [] if language is None else [one_id(tokenizer, f"<2{language}>")]
     encodings = tokenizer.encode_batch(texts, special=False).rows
     return [[*before, *encoding.ids, one_id(tokenizer, END)] for encoding in encodings]
@@ -300,7 +300,7 @@ def run_tests(
 def score_text(
     path: Path, files: Files, recipe: Recipe, prepared: Prepared, folder: Path
 ) -> dict[str, float]:
-    """Loss per token, perplexity, and bits per byte of a text; of gaps alone, if masked."""
+    """Loss per target, perplexity, and bits per byte, or the unigram loss if masked, of a text."""
     task, model = prepared.task, prepared.model
     assert isinstance(task, LanguageTask) and model.head is not None
     texts = read_documents(path, separator=files.separator).texts

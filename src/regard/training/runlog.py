@@ -1,15 +1,15 @@
-"""The log of a run: what a step and an evaluation tell, in `log.jsonl`, one JSON object a line.
+"""The log of a run: reports of steps and evaluations in `log.jsonl`, one JSON object a line.
 
     {"kind":"step","step":1,"time":...,"loss":10.8,"lr":...,"grad_norm":...,"tokens":...,"seconds":...}
     {"kind":"eval","step":100,"time":...,"loss":...,"perplexity":...,"scores":{"bleu":...}}
     {"kind":"note","step":100,"time":...,"text":"..."}
 
-Each line goes to the system at once, so a kill loses none. JSON has no word for what is not a
-finite number; such a figure is written as "NaN", "Infinity" or "-Infinity", in quotes, and comes
-back as the number. A run that resumes at a step drops all lines after it (the file is rewritten
-beside and renamed), so no step is told twice; a line torn by a power cut goes too.
+Each line is handed to the operating system at once, so a kill loses none. JSON has no numbers that
+are not finite; these are written as the strings "NaN", "Infinity" or "-Infinity", and read back as
+numbers. A run that resumes at a step drops all lines after it (the file is rewritten beside and
+renamed), so no step is logged twice; a line torn by a power cut is dropped, too.
 
-A log that cannot be written does not stop a run: each kind of fault is said once.
+A log that cannot be written does not stop the run: each kind of fault is reported once.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _encode = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 @final
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One step of training; `step` counts finished steps, so that the first is 1.
+    """One step of training; `step` counts finished steps, so the first is 1.
 
-    `tokens` (that were read) and `seconds` are this step's own, `mfu` is a share (0.34 for 34%),
-    `memory` in bytes.
+    `tokens` (read) and `seconds` are those of this step, `mfu` is a share (0.34 for 34%), `memory`
+    is in bytes.
     """
 
     step: int
@@ -55,7 +55,7 @@ class StepReport:
 class EvalReport:
     """One evaluation, after `step` finished steps; `scores` by name, such as {"bleu": 41.0}.
 
-    `unigram` is the loss of knowing how frequent tokens are and nothing else, where it is told.
+    `unigram` is the loss of predicting by token frequencies alone; None if the task has none.
     """
 
     step: int
@@ -68,7 +68,7 @@ class EvalReport:
 @final
 @dataclass(frozen=True)
 class Log:
-    """A log as it was read; `damaged` counts lines that are not ours or not whole."""
+    """A log that was read; `damaged` counts lines that are torn or not of a known form."""
 
     steps: list[StepReport]
     evaluations: list[EvalReport]
@@ -78,7 +78,7 @@ class Log:
 
 @final
 class RunLog:
-    """The open log of a run after `start` steps (0: a new one); `say` is told what is wrong."""
+    """The open log of a run, cut back to `start` steps (0: a new log); faults go to `say`."""
 
     def __init__(self, folder: Path, start: int, say: Callable[[str], None]) -> None:
         self.path = folder / LOG
@@ -96,7 +96,7 @@ class RunLog:
         self._put("step", {name: x for name, x in vars(report).items() if x is not None})
 
     def evaluated(self, report: EvalReport) -> None:
-        """Log an evaluation, but for one that the log had already when the run resumed."""
+        """Log an evaluation, unless it is the one that a resumed log ends with."""
         fields = {name: x for name, x in asdict(report).items() if x is not None}
         if _strict(fields) != self._last_eval:
             self._put("eval", fields)
@@ -113,12 +113,12 @@ class RunLog:
         if self._handle < 0:
             raise ValueError(f"{spell_path(self.path)} is closed; report before closing")
         line = {"kind": kind, "step": fields["step"], "time": time.time(), **_strict(fields)}
-        # What there was of a torn line stays a line of its own.
+        # The rest of a line that was written only in part must not run into this one.
         data = (("\n" if self._is_torn else "") + _encode(line) + "\n").encode("ascii")
         fault = ""
         try:
             self._is_torn = os.write(self._handle, data) < len(data)
-            # Lines still find their way into a file that was moved or deleted; nobody else does.
+            # Writing to a file that was moved or deleted succeeds, but nobody would find the lines.
             if not os.path.samestat(os.stat(self.path), os.fstat(self._handle)):
                 raise FileNotFoundError
         except FileNotFoundError:
@@ -131,7 +131,7 @@ class RunLog:
 
 
 def _strict(value: Any) -> Any:
-    """The value as strict JSON has it: what is not finite by its name."""
+    """Convert the value to strict JSON: numbers that are not finite become their names."""
     if isinstance(value, Mapping):
         return {name: _strict(item) for name, item in value.items()}
     if isinstance(value, str | int):
@@ -145,7 +145,7 @@ def _strict(value: Any) -> Any:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, str, int, dict[str, Any]]]:
-    """Each line, its kind ("" for one that is torn, or none of ours), its step and its fields."""
+    """Yield each line's bytes, kind ("" if torn or of no known form), step and fields."""
     with path.open("rb") as file:
         for raw in file:
             kind, step, fields = "", -1, {}
@@ -157,7 +157,7 @@ def _read_lines(path: Path) -> Iterator[tuple[bytes, str, int, dict[str, Any]]]:
 
 
 def _cut_back(path: Path, start: int) -> dict[str, Any] | None:
-    """Cut an old log back to `start` steps; give its last evaluation."""
+    """Cut an old log back to `start` steps; return its last evaluation."""
     kept: list[bytes] = []
     is_whole, last_step, evaluation = True, 0, None
     for raw, kind, step, fields in _read_lines(path) if path.exists() else ():
@@ -177,7 +177,7 @@ def _cut_back(path: Path, start: int) -> dict[str, Any] | None:
 
 
 def read_log(path: str | os.PathLike[str]) -> Log:
-    """Read a log: the file, or the run's folder that it lies in."""
+    """Read a log, given as the file or as the run's folder."""
     path = Path(os.fsdecode(path))
     path = path / LOG if path.is_dir() else path
     if not path.is_file():
@@ -199,7 +199,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
 
 
 def _numbers(found: Mapping[str, Any], kind: Any = None) -> dict[str, Any]:
-    """All figures, or those of a kind of report; ValueError where one is no number."""
+    """Select the numbers, or those of a kind of report; ValueError if one is not a number."""
     names = [name for name in found if kind is None or name in kind.__annotations__]
     if not all(type(found[name]) in (int, float, str) for name in names):
         raise ValueError("not a number")

@@ -1,22 +1,23 @@
-"""Snapshots: what a run needs to go on after a stop, a kill or a full disk, and nothing by halves.
+"""Snapshots: what a run needs to resume after a stop, a kill or a full disk, saved atomically.
 
-A snapshot is one safetensors file, `step-00001000.safetensors`. Its metadata hold the run's facts
-(any JSON), the step, and two SHA-256 sums, so that every flipped or missing byte is noticed:
+A snapshot is one safetensors file, `step-00001000.safetensors`. Its metadata has the run's facts
+(any JSON), the step, and two SHA-256 checksums, so every flipped or missing byte is noticed:
 
     8 bytes    length of the header
     header     {"__metadata__":{"header_sha256":"...","data_sha256":"...", ...}, tensors}
     data       the tensors' bytes, wide types first
 
-`data_sha256` is of the data; `header_sha256` of all bytes before them, with its own 64 digits as
-zeros. It stands first, at a fixed place, so a header is judged before a word of it is believed.
+`data_sha256` is the checksum of the data, `header_sha256` that of all bytes before the data, with
+its own 64 digits as zeros. It comes first, at a fixed offset, so the header is checked before it is
+parsed.
 
-Saving, in this order: what killed writers left is removed; the file is written beside, one tensor
-at a time, brought to the disk and renamed; `best.json` is replaced the same way if this one is the
-best; only then do old snapshots go, oldest first, never the best one. So at each moment the last
-whole snapshot is there, and `best.json` names a file that is there.
+Saving goes in this order: temporary files of killed writers are removed; the file is written under
+a temporary name, one tensor at a time, synced to disk and renamed; `best.json` is replaced the same
+way if this snapshot is the best; only then are old snapshots removed, oldest first, never the best
+one. So at every moment the last whole snapshot exists, and so does the file that `best.json` names.
 
-Left out: snapshots of later steps than the one saved (a run that went back by hand) are neither
-counted nor removed, and `load_latest` would choose them: move them away when going back.
+Left out: snapshots of later steps than the one saved (after going back by hand) are neither counted
+nor removed, and `load_latest` would choose them: move them away when going back.
 """
 
 from __future__ import annotations
@@ -62,20 +63,20 @@ _CHUNK = 1 << 22  # small enough that a piece is still in the processor's cache 
 
 
 class BadSnapshot(ValueError):
-    """A snapshot is not whole, or cannot be saved; the message says which, why and what to do."""
+    """A snapshot is damaged or cannot be saved; the message says which, why and what to do."""
 
 
 class SnapshotNotSaved(BadSnapshot, OSError):
-    """The disk refused (full, read-only, gone); what was saved before is still there, whole."""
+    """The disk refused the write (full, read-only, gone); earlier snapshots are untouched."""
 
     def __str__(self) -> str:
-        return str(self.args[0])  # OSError would show its errno in place of what was said
+        return str(self.args[0])  # OSError would show its errno instead of our message
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """One snapshot, read and checked; `passed_over` says which newer ones were damaged, and how."""
+    """One snapshot, read and checked; `passed_over` says which newer ones are damaged, and how."""
 
     path: Path
     step: int
@@ -159,7 +160,7 @@ def _to_json(facts: Mapping[str, Any]) -> str:
 
 
 def _check_keys(value: object, where: str) -> None:
-    """JSON would turn other keys into strings, without a word."""
+    """Refuse keys that are not strings: JSON would silently convert them."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -208,7 +209,7 @@ def remove_old(folder: Path, step: int, keep: int) -> None:
     try:
         best = _read_best(folder)
     except BadSnapshot:
-        return  # it cannot be told which is the best, so none may go; the next best one heals this
+        return  # the best one is unknown, so none is removed; the next best snapshot repairs this
     until_now = [path for path in list_snapshots(folder) if _step_of(path) <= step]
     for path in reversed(until_now[keep:]):
         if path.name != best:
@@ -219,7 +220,7 @@ def remove_old(folder: Path, step: int, keep: int) -> None:
 
 
 def _best_line(name: str) -> bytes:
-    """The whole of `best.json`; its sum tells a damaged name from one that was meant."""
+    """The bytes of `best.json`: a file name and its checksum, by which damage is noticed."""
     fields = {"file": name, "sha256": hashlib.sha256(name.encode("utf-8")).hexdigest()}
     return (json.dumps(fields) + "\n").encode("utf-8")
 
@@ -237,7 +238,7 @@ def _read_best(folder: Path) -> str | None:
 
 
 def load_best(root: str | os.PathLike[str]) -> Snapshot | None:
-    """The snapshot that was last saved as the best one; None if none was."""
+    """Load the snapshot that was last saved as the best one; None if none was."""
     folder = Path(os.fsdecode(root))
     name = _read_best(folder)
     return None if name is None else load_snapshot(folder / name)
@@ -247,13 +248,13 @@ def load_best(root: str | os.PathLike[str]) -> Snapshot | None:
 
 
 def _step_of(path: Path) -> int:
-    """The step that the file's name tells; -1 for any other file."""
+    """The step in the file's name; -1 for any other file."""
     match = _NAME.fullmatch(path.name)
     return -1 if match is None else int(match[1])
 
 
 def list_snapshots(root: str | os.PathLike[str]) -> list[Path]:
-    """The snapshots in a folder, newest first, from their names alone; [] for no such folder."""
+    """List the snapshots in a folder by name, newest first; [] if the folder does not exist."""
     folder = Path(os.fsdecode(root))
     if not folder.is_dir():
         return []
@@ -262,9 +263,9 @@ def list_snapshots(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def load_latest(root: str | os.PathLike[str]) -> Snapshot | None:
-    """The newest snapshot that is whole; None if there is none at all.
+    """Load the newest undamaged snapshot; None if there are no snapshots at all.
 
-    If all are damaged that is an error: starting anew would overwrite what may still be saved.
+    If all are damaged it is an error: starting over would overwrite what may still be rescued.
     """
     faults: list[str] = []
     for path in list_snapshots(root):
@@ -279,7 +280,7 @@ def load_latest(root: str | os.PathLike[str]) -> Snapshot | None:
 
 
 def load_snapshot(path: str | os.PathLike[str]) -> Snapshot:
-    """Read one snapshot into CPU memory, every byte of it checked."""
+    """Read one snapshot into CPU memory, with every byte checked."""
     path = Path(os.fsdecode(path))
     where = spell_path(path)
     with open_file(path, BadSnapshot) as file:
@@ -300,7 +301,7 @@ def load_snapshot(path: str | os.PathLike[str]) -> Snapshot:
 
 
 def _check_sum(file: BinaryIO, where: str, size: int) -> None:
-    """Judge a header by its checksum, then the version, then the size that it promises."""
+    """Check the header's checksum, then the version, then the file size that it states."""
     first = file.read(_SUM.stop)
     length = int.from_bytes(first[:8], "little")
     if len(first) < _SUM.stop:
@@ -324,7 +325,7 @@ def _check_sum(file: BinaryIO, where: str, size: int) -> None:
 
 
 def _read_data(header: Header, where: str) -> dict[str, Tensor]:
-    """Each tensor in memory of its own, and their sum, which is of the bytes before the copy."""
+    """Copy each tensor from the mapped file, and check the checksum of the mapped bytes."""
     total, tensors, entries = hashlib.sha256(), {}, header.entries
     for name in sorted(entries, key=lambda name: (entries[name].start, entries[name].end)):
         mapped = header.handle.get_tensor(name)

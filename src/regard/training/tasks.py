@@ -1,10 +1,10 @@
-"""What a model learns from: a text to go on with, gaps to fill, or pairs to translate.
+"""Training tasks: next-token prediction, masked language modelling, translation.
 
-Why: the loop should not know what a batch is made of.
+Why: the loop should not know what a batch consists of.
 
-How: a task gives batches as plain dicts of tensors, each a pure function of its number; says how
-the model's last hidden states come of one (`vectors`, which the loop may compile), and what the
-targets are. A task may add an auxiliary loss, as examples/translate_aligned does.
+How: a task gives batches as plain dicts of tensors, each a pure function of its number; computes
+the model's last hidden states for a batch (`vectors`, which the loop may compile); and names the
+targets. A task may add an auxiliary loss, as examples/translate_aligned does.
 
 Letters: B rows, T tokens, S tokens of the source, C model width.
 """
@@ -28,52 +28,52 @@ from regard.training.data.pairs import PairBatch, PairedText
 from regard.training.data.store import TokenFile
 
 Batch = Mapping[str, Tensor]
-HELD_OUT_SEED = 15  # gaps of held-out text are the same in every run, whatever its seed
+HELD_OUT_SEED = 15  # held-out text is masked alike in every run, whatever its seed
 COUNTED = 1 << 22  # tokens that are counted at a time
 
 
 class AuxiliaryLoss(AbstractContextManager[Any], Protocol):
-    """A term beside the cross-entropy: entered before the forward pass, asked after it."""
+    """A term beside the cross-entropy: a context for the forward pass; `loss` is called after."""
 
     def loss(self) -> Tensor:
         """The weighted term, as a mean over tokens."""
 
 
 class Task(Protocol):
-    """What the loop asks of a task."""
+    """What the loop needs from a task."""
 
     @property
     def fingerprint(self) -> str:
-        """What tells this data from other data; a run is resumed on the same."""
+        """Identifies the data; a run resumes only on data with the same fingerprint."""
 
     @property
     def targets(self) -> str:
-        """The name of the targets in a batch; -100 is left out."""
+        """The key of the targets in a batch; targets of -100 are ignored."""
 
     @property
     def one_size(self) -> bool:
-        """Whether all batches have one size; if not, a compiled graph leaves the sizes open."""
+        """Whether all batches have one shape; if not, the model is compiled with dynamic shapes."""
 
     @property
     def unigram(self) -> float | None:
-        """The held-out loss of knowing how frequent tokens are and nothing else; None: not told."""
+        """The held-out loss of predicting by token frequencies alone; None if not computed."""
 
     def batch(self, number: int) -> dict[str, Tensor]:
-        """The batch of that number, on the CPU."""
+        """Make the batch of that number, on the CPU."""
 
     def held_out(self) -> Iterator[dict[str, Tensor]]:
-        """Batches the model does not learn from; none, if there are none."""
+        """Yield the batches of held-out data; none if there is no such data."""
 
     def vectors(self, model: Transformer, batch: Batch) -> Tensor:
-        """The model's last hidden states (B, T, C), one for each target."""
+        """Compute the model's last hidden states (B, T, C), one for each target."""
 
     def auxiliary_loss(self, model: Transformer, batch: Batch) -> AuxiliaryLoss | None:
-        """The auxiliary loss of a training batch, where the task has one."""
+        """Make the auxiliary loss of a training batch; None if the task has none."""
 
 
 @final
 class LanguageTask:
-    """To go on with a text; or, with `masked`, to fill its gaps."""
+    """Next-token prediction on a text; with `masked`, masked language modelling."""
 
     targets = "targets"
     one_size = True
@@ -119,7 +119,7 @@ class LanguageTask:
 
 @final
 class TranslationTask:
-    """To write the target of a source."""
+    """Translation: predict the target's tokens, given the source."""
 
     targets = "target_out"
     one_size = False
@@ -141,7 +141,7 @@ class TranslationTask:
 
     def vectors(self, model: Transformer, batch: Batch) -> Tensor:
         memory = model.encode(batch["source"], batch["source_real"])
-        # Padding comes last and nobody before it looks ahead, so the decoder needs no mask of it.
+        # Padding is on the right and the decoder is causal, so it needs no padding mask.
         return model.run(batch["target_in"], memory=memory)
 
     def auxiliary_loss(self, model: Transformer, batch: Batch) -> None:
@@ -151,7 +151,7 @@ class TranslationTask:
 def unigram_loss(
     tokens: TokenFile, special: Collection[int], targets: Iterable[Tensor]
 ) -> float | None:
-    """The mean of -log p over the targets, p by `count_tokens`. None: nothing is asked for."""
+    """The mean of -log p over the targets, with p from `count_tokens`; None without targets."""
     with np.errstate(divide="ignore"):
         losses = -np.log(count_tokens(tokens, special))
     total, n_asked = 0.0, 0
@@ -163,9 +163,9 @@ def unigram_loss(
 
 
 def count_tokens(tokens: TokenFile, special: Collection[int]) -> npt.NDArray[np.float64]:
-    """The share of each token in a text (V,), each counted once more than it is there.
+    """The share of each token in a text (V,), with one added to every count.
 
-    Special tokens are never asked for, so they count for nothing.
+    Special tokens are never targets, so they have share 0.
     """
     counts = count_ids(tokens) + 1
     counts[list(special)] = 0
@@ -173,7 +173,7 @@ def count_tokens(tokens: TokenFile, special: Collection[int]) -> npt.NDArray[np.
 
 
 def count_ids(tokens: TokenFile) -> npt.NDArray[np.int64]:
-    """How often each token is there, (V,)."""
+    """How often each token occurs, (V,)."""
     counts = np.zeros(tokens.vocab_size, np.int64)
     for start in range(0, tokens.n_tokens, COUNTED):
         counts += np.bincount(tokens.ids[start : start + COUNTED], minlength=tokens.vocab_size)

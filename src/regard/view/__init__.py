@@ -1,9 +1,9 @@
-"""Looking at records: a page that opens offline, a local server, a notebook widget, plain pictures.
+"""Show records: a page that opens offline, a local server, a notebook widget, figures.
 
-`make_page` and `write_page` give one HTML file, `Server` and `serve` answer a browser on this
+`make_page` and `write_page` make one HTML file, `Server` and `serve` answer a browser on this
 machine, `make_widget` is for notebooks, `plot` draws PNG, SVG and PDF; `make_heads` and
-`write_heads` give the page of a survey. All of them know records and tables, not models, and none
-needs torch. Each name is loaded when it is first used.
+`write_heads` make the page of a survey. All of them know records and tables, not models, and none
+needs torch. Each name is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""The built web bundle and the HTML that carries it; the same script and style for every host.
+"""The built web bundle, and the HTML around it; every host has the same script and style.
 
-Left out: building. `web/build.mjs` does that, and the tests hold `web/dist` to its sources.
+A page for a file has all of it inline, under a content security policy that allows nothing else;
+a page of the local server loads it from the server.
+
+Left out: building. `web/build.mjs` does that, and tests check `web/dist` against its sources.
 """
 
 from __future__ import annotations
@@ -30,23 +33,23 @@ def _read(name: str) -> str:
 
 
 def _allow(text: str) -> str:
-    """The CSP word that lets exactly this inline text run."""
+    """The CSP source expression (a hash) that allows exactly this inline script or style."""
     digest = hashlib.sha256(text.encode("utf-8")).digest()
     return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
 
 
 def inline_json(value: Any) -> str:
-    """JSON that can stand inside a script element: no `<`, `>` or `&` is left in it.
+    """Encode JSON for use inside a script element: without `<`, `>` or `&`.
 
-    All of it is ASCII, so that no line separator, bidi mark or half a surrogate pair of a
-    stranger's token reaches the file as it is.
+    It is pure ASCII, so that line separators, bidi marks and lone surrogates in untrusted tokens
+    reach the file only as escapes.
     """
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def whole_page(title: str, data: Any) -> str:
-    """One HTML file with everything in it; its policy lets it reach nothing outside itself."""
+    """Build one HTML file with everything inline; its CSP forbids every access to the network."""
     policy = (
         f"default-src 'none'; script-src {_allow(script())}; style-src {_allow(style())}; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -65,7 +68,7 @@ def whole_page(title: str, data: Any) -> str:
 
 
 def served_page() -> str:
-    """The page of the local server: script, style and data come from the same address."""
+    """Build the page of the local server, which loads script, style and data from its address."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -1,8 +1,8 @@
-"""One HTML file that shows a survey offline: every head and score, to be sorted and seen as a heat.
+"""One HTML file that shows a survey offline: all heads and scores, sortable and as a heat map.
 
-How: the table's numbers as one JSON object inside the page, with the bundle of all other pages.
+How: the table's numbers are one JSON object in the page, beside the bundle that all pages share.
 
-Left out: texts, of which a survey keeps none; `regard look` shows one.
+Left out: texts, since a survey keeps none; `regard look` shows one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_HEADS = 20_000
 
 
 def make_heads(table: HeadTable) -> str:
-    """The page as a string of HTML."""
+    """Build the page as a string of HTML."""
     name = cut(short_model_name(table.model), NAME_LENGTH)
     title = f"Heads of {cut(name, 60)} over {table.n_texts:,} texts · regard"
     return whole_page(title.encode("utf-8", "replace").decode(), {**_tell(table), "model": name})

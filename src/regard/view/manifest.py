@@ -1,10 +1,10 @@
-"""What a page must know before it draws anything: words, places, and what the heads do.
+"""The manifest of a page, needed before it draws anything: tokens, places, head scores, findings.
 
 A manifest is one JSON object, the same for all three hosts of a page (file, server, widget).
-Records check themselves (`lens/schema.py`); here labels are cut to what a page can show, and scores
-that a head does not have, NaN, become null, which the page shows as "not measured".
+Records are already checked (`lens/schema.py`); here labels are truncated to what a page can show,
+and scores that a head does not have (NaN) become null, which the page shows as "not measured".
 
-Left out: weights. Those are asked for piece by piece (see queries.py).
+Left out: weights, which a page requests piece by piece (see queries.py).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from regard.view.queries import BadView
 
 FORMAT = 1
 MAX_TOKENS = 4_000_000
-SMALL_CELLS = 200  # on a side of the overview's maps, at most: at least 100 where there are as many
+SMALL_CELLS = 200  # the most on a side of the overview's maps; at least 100 if there are as many
 NAME_LENGTH = 200
-N_WORTH = 8  # heads named that change most what is said
-MOST_ALIGNED = 30_000_000  # weights of all cross-attention heads, to choose the first view by
+N_WORTH = 8  # heads listed that change the log-probability most
+MOST_ALIGNED = 30_000_000  # cross-attention weights; with more, no alignment is looked for
 
 
 def make_manifest(records: Sequence[Record], host: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def make_manifest(records: Sequence[Record], host: str) -> dict[str, Any]:
 
 
 def tell_words(scores: Iterable[str]) -> dict[str, dict[str, str]]:
-    """What each score is about, and what a head with much of it does."""
+    """The words for each score: what it measures, and what a head with a high score does."""
     return {name: asdict(SCORE_WORDS[name]) for name in scores}
 
 
@@ -88,7 +88,7 @@ def _tell_record(record: Record) -> dict[str, Any]:
 
 
 def _tell_effects(record: Record) -> list[dict[str, Any]]:
-    """How what the model says changes with each head edited: by place, as far as recorded."""
+    """The recorded effects: how the log-probability changes with each layer and head edited."""
     return [
         {
             "edit": cut(found.edit, NAME_LENGTH),
@@ -108,7 +108,7 @@ def _tell_effects(record: Record) -> list[dict[str, Any]]:
 
 
 def _tell_worth(record: Record) -> list[dict[str, Any]]:
-    """The heads that change most what is said, as a terminal's digest has them."""
+    """The heads that change the log-probability most, as in the terminal's digest."""
     at = {
         (place.layer, head): (number, n)
         for number, place in enumerate(record.places)
@@ -123,13 +123,13 @@ def _tell_worth(record: Record) -> list[dict[str, Any]]:
 
 
 def rollout_places(record: Record) -> list[int]:
-    """The places that rollout goes through, where all their weights can be had."""
+    """The places that rollout multiplies; [] unless they are several and have all their weights."""
     stack = record.rollout_places()
     return stack if len(stack) > 1 and all(record.has_weights(place) for place in stack) else []
 
 
 def _tell_next(record: Record) -> dict[str, Any]:
-    """How many candidates there are after each token, and what they are called."""
+    """How many next-token candidates each token has (k), and the candidates' labels by id."""
     found = record.next_tokens()
     if found is None or len(found.given) != len(record.tokens):
         return {"next": None}
@@ -140,16 +140,17 @@ def _tell_next(record: Record) -> dict[str, Any]:
 
 
 def _tell_steps(record: Record) -> dict[str, Any]:
-    """Of a generation: the last token that each call of the model read."""
+    """For a generation: the index of the last token that each forward pass read."""
     ends = record.steps()
     known = ends is not None and ends[-1] == len(record.tokens) - 1
     return {"steps": ends.tolist() if known and ends is not None else None}
 
 
 def _tell_findings(record: Record) -> dict[str, Any]:
-    """What stands out, as a terminal's digest has it; and the words: their tokens, the one asked.
+    """The findings of the terminal's digest, and the words of the text.
 
-    "groups" has the number of tokens of each word; null where a word's are not neighbours.
+    "groups" is the number of tokens of each word, null if a word's tokens are not contiguous;
+    "asked" is the first token of the word that the page opens with.
     """
     own, _ = words_of(record)
     in_order = [token for word in own for token in word.tokens] == list(range(len(record.tokens)))
@@ -196,9 +197,9 @@ def _tell_place(record: Record, number: int) -> dict[str, Any]:
 
 
 def _tell_visible(record: Record, number: int) -> dict[str, Any]:
-    """How many keys each query may look at, and how many queries at each key.
+    """How many keys each query may attend to, and how many queries may attend to each key.
 
-    null where a page knows: all of them, or in causal self-attention those that came before.
+    null if they follow from the shape and the causal flag, so that the page can compute them.
     """
     place = record.places[number]
     T, S = place.n_queries, place.n_keys
@@ -215,7 +216,7 @@ def _tell_visible(record: Record, number: int) -> dict[str, Any]:
 
 
 def _both_sides(record: Record) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The words of the target and of the source."""
+    """The token fields of the target and of the source side."""
     tokens = _words(record.tokens, record.text, record.spans)
     if record.source_tokens is None:
         return tokens, _words(None, "", None)
@@ -225,7 +226,7 @@ def _both_sides(record: Record) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def label_sides(record: Record, number: int) -> tuple[list[str] | None, list[str] | None]:
-    """The labels of a place's queries and keys; None where they are positions."""
+    """The token labels of a place's queries and keys; None where they are positions."""
     target, source = (side["tokens"] for side in _both_sides(record))
     known = {"target": target, "source": source, "positions": None}
     queries, keys = sides_of(record, number)
@@ -233,7 +234,7 @@ def label_sides(record: Record, number: int) -> tuple[list[str] | None, list[str
 
 
 def sides_of(record: Record, number: int) -> tuple[str, str]:
-    """Whose words label queries and keys: the target's, the source's, or "positions": nobody's."""
+    """Which tokens label queries and keys: "target", "source", or none of them ("positions")."""
     place = record.places[number]
     queries = "source" if reads_source(record, number) else "target"
     keys = "source" if place.kind == "cross" else queries
@@ -245,7 +246,7 @@ def sides_of(record: Record, number: int) -> tuple[str, str]:
 
 
 def _alignment(record: Record) -> tuple[int, int] | None:
-    """The place and head where a page opens: the firmest between target and source, if any."""
+    """The place and head of the firmest alignment of target and source, which a page opens on."""
     weights = sum(
         place.n_heads * place.n_queries * place.n_keys
         for number, place in enumerate(record.places)
@@ -256,14 +257,14 @@ def _alignment(record: Record) -> tuple[int, int] | None:
 
 
 def finite(value: float) -> float | None:
-    """The number with the digits that a float32 has, or None, which JSON can say."""
+    """Round to the digits of a float32; None (JSON's null) if the number is not finite."""
     return float(f"{value:.7g}") if math.isfinite(value) else None
 
 
 def _words(
     tokens: Sequence[str] | None, text: str, spans: Sequence[tuple[int, int]] | None
 ) -> dict[str, Any]:
-    """The tokens of one side, and the text that they stand for, where that is known."""
+    """The tokens of one side, and the pieces of text that they stand for, if known."""
     if tokens is None:
         return {"tokens": None, "pieces": None, "joined": []}
     labels = _labels(tokens)

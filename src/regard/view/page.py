@@ -1,16 +1,16 @@
 """One HTML file that shows a record offline: manifest, small maps, and as many weights as fit.
 
-What goes in, until the budget is full: the manifest; a small exact map of every head; what every
-key receives, and what was recorded beside weights; the whole matrix of each head, the most telling
-heads first; of the others each query's largest weights; and the rollout. With the whole matrix the
-page computes every tile, row and column itself. Where it did not fit, the page says in words which
-part needs `regard view`.
+Until the byte budget is used up, a page gets: the manifest; what every key receives, and what was
+recorded beside weights; a small pooled map of every head, unless all weights fit; the whole matrix
+of each head, the most telling heads first; for the other heads each query's largest weights; and
+the rollout. From a whole matrix the page computes every tile, row and column itself. If a matrix
+did not fit, the page says which part needs `regard view`.
 
-Where whole matrices take too many bytes as float32, a file has them rounded, to the finest of
-`LEVELS` at which all of them fit, or to the coarsest, and its small maps in float16. The page and
-the command say by how much a weight can be off.
+If the matrices take too many bytes as float32, a file has them rounded, to the finest of `LEVELS`
+at which all of them fit, or to the coarsest, and its small maps in float16. The page and the
+command state the largest rounding error.
 
-Left out: fetching anything. The page's own policy forbids it the network.
+Left out: fetching anything. The page's content security policy forbids network access.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from regard.view.pieces import cut
 from regard.view.queries import BadView, Floats, answer, whole_level
 
 BUDGET = 9_700_000  # bytes of data in a page; the bundle comes on top
-MOST_CELLS = 1 << 24  # of a matrix that a browser is given whole
-_SAMPLED = 16  # heads, and of each of them
-_SAMPLED_ROWS = 64  # rows, that are packed to find how many bytes all take
-_MARGIN = 0.93  # of the bytes that are left, for what was estimated
+MOST_CELLS = 1 << 24  # of a matrix that a page contains whole
+_SAMPLED = 16  # heads, at most, that are packed in part to estimate the bytes of all heads
+_SAMPLED_ROWS = 64  # rows of each of these heads
+_MARGIN = 0.93  # the share of the remaining bytes that an estimate may use
 _SMALLER = (
     SMALL_CELLS,
     100,
     64,
     50,
     32,
-)  # cells on a side of the overview's maps: the first that fit
-_SHARE = 0.55  # of the budget, at most, for maps and sums of all heads
-_TOP_SHARE = 0.3  # of what is left, for the largest weights of heads whose matrix did not fit
+)  # cells on a side of the overview's maps: the first that fits is used
+_SHARE = 0.55  # the most of the remaining budget that small maps may use; half of it for sums
+_TOP_SHARE = 0.3  # of the rest, kept for the largest weights of heads whose matrix does not fit
 _Head = tuple[int, int, int]  # record, place, head
-_ROLLED = 1 << 26  # weights of all layers, up to which the rollout of every token is made
-_TELLING = ("previous", "next", "same", "induction")  # what sinks do, tells nothing
+_ROLLED = 1 << 26  # the most weights of all layers for which the whole rollout is computed
+_TELLING = ("previous", "next", "same", "induction")  # without scores of sinks, which tell little
 
 
 def make_page(record: Record, other: Record | None = None, *, budget: int = BUDGET) -> str:
-    """The page as a string of HTML; arguments as in `write_page`."""
+    """Build the page as a string of HTML; the arguments are those of `write_page`."""
     records = [record] if other is None else [record, other]
     return whole_page(page_title(record), make_data(records, "static", budget))
 
@@ -87,7 +87,7 @@ def write_page(
 
 
 def _tell_missing(records: Sequence[Record], parts: Mapping[str, str]) -> str:
-    """What did not fit, in a sentence; nothing where all did."""
+    """State in a sentence which weights did not fit; "" if all did."""
     heads = [
         f"{which}/{number}/{head}"
         for which, record in enumerate(records)
@@ -107,7 +107,7 @@ def _tell_missing(records: Sequence[Record], parts: Mapping[str, str]) -> str:
 
 
 def page_title(record: Record) -> str:
-    """The beginning of the text; a file holds whole characters, so halves become question marks."""
+    """The beginning of the text, with lone surrogates, which UTF-8 cannot encode, replaced by ?."""
     title = cut(
         f"{' '.join(record.text[:200].split()) or short_model_name(record.model)} · regard", 80
     )
@@ -125,10 +125,10 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
     order = _most_telling(records, [each["findings"] for each in manifest["records"]])
     _put_sums(parts, records)
     _put_extras(parts, records)
-    # Beside a notebook's kernel nothing is rounded: what is not here is asked for there.
+    # A widget has no rounded weights: it requests what is missing from the kernel.
     rounds = host == "static"
     levels, fits = _choose_levels(records, order, parts.left, LEVELS if rounds else ())
-    # A page that holds all weights makes its small maps itself.
+    # A page with all weights computes its small maps itself.
     small = SMALL_CELLS if fits else _put_small(parts, records, HALF if rounds else None)
     parts.reserve(0.0 if fits else _TOP_SHARE)
     for each in order:
@@ -147,9 +147,9 @@ def make_data(records: Sequence[Record], host: str, budget: int) -> dict[str, An
 def _choose_levels(
     records: Sequence[Record], order: Sequence[_Head], budget: int, levels: Sequence[int]
 ) -> tuple[int | None, bool]:
-    """The finest rounding at which the matrices of all heads fit, or the coarsest; do they fit?
+    """Choose the finest rounding at which all matrices fit, else the coarsest; and say if they fit.
 
-    The size of a packed matrix is estimated from some rows of some heads.
+    The size of packed matrices is estimated from some rows of some heads.
     """
     cells = [math.prod(records[which].grid(place) or (0,)) for which, place, _ in order]
     if max(cells) > MOST_CELLS:
@@ -167,7 +167,7 @@ def _choose_levels(
 
 
 def _strip(record: Record, place: int, head: int) -> Floats:
-    """Rows from the middle of a head's matrix, which see as many keys as rows do on average."""
+    """Rows from the middle of a head's matrix, which see the average number of keys if causal."""
     here, grid = record.places[place], record.grid(place)
     if grid is None or not record.has_weights(place):
         return _matrix(record, place, head)
@@ -177,7 +177,7 @@ def _strip(record: Record, place: int, head: int) -> Floats:
 
 
 def _matrix(record: Record, place: int, head: int) -> Floats:
-    """Every weight of a head, or the one picture that was kept of it."""
+    """Every weight of a head, or the pooled map if only that was kept."""
     here, grid = record.places[place], record.grid(place)
     if grid is None:
         return np.zeros((0, 0), np.float32)
@@ -206,7 +206,7 @@ class _Parts:
 
 
 def _put_small(parts: _Parts, records: Sequence[Record], levels: int | None) -> int:
-    """The one tile of each head that shows it whole; gives its cells on a side, at most."""
+    """Put in a small map of every whole head; return the most cells that it has on a side."""
     everywhere = [
         (which, number, grid)
         for which, record in enumerate(records)
@@ -229,7 +229,7 @@ def _put_small(parts: _Parts, records: Sequence[Record], levels: int | None) -> 
 
 
 def _put_sums(parts: _Parts, records: Sequence[Record]) -> None:
-    """What each key receives, where that takes little."""
+    """Put in what each key receives, if that takes a small part of the budget."""
     places = [
         (which, number, place)
         for which, record in enumerate(records)
@@ -245,7 +245,7 @@ def _put_sums(parts: _Parts, records: Sequence[Record]) -> None:
 
 
 def _put_extras(parts: _Parts, records: Sequence[Record]) -> None:
-    """What was recorded beside weights: a number for each token of a text, or of each head."""
+    """Put in what was recorded beside weights: a number for each token of a text, or of a head."""
     for which, record in enumerate(records):
         if record.next_tokens() is not None:
             for kind in ("given", "next"):
@@ -262,7 +262,7 @@ def _put_extras(parts: _Parts, records: Sequence[Record]) -> None:
 
 
 def _put_rollouts(parts: _Parts, records: Sequence[Record]) -> None:
-    """The whole matrix of the rollout, where it fits: like one more head."""
+    """Put in the whole matrix of the rollout, if it fits."""
     for which, record in enumerate(records):
         stack = rollout_places(record)
         weights = sum(record.places[n].n_heads * record.places[n].n_keys ** 2 for n in stack)
@@ -273,7 +273,7 @@ def _put_rollouts(parts: _Parts, records: Sequence[Record]) -> None:
 def _most_telling(
     records: Sequence[Record], findings: Sequence[list[dict[str, Any]]]
 ) -> list[_Head]:
-    """Every head as (record, place, head): first those that link words in what stands out."""
+    """Order all heads as (record, place, head): cross-attention, heads of findings, then others."""
     ranked = []
     for which, record in enumerate(records):
         lines = (line for section in findings[which] for line in section["lines"])
@@ -281,11 +281,11 @@ def _most_telling(
             tuple(at[:2]) for line in lines if line["query"] is not None for at in line["heads"]
         }
         scores = record.heads()
-        # A head has no number for a score that its place does not have; fmax passes over it.
+        # A score that a place does not have is NaN, which fmax ignores.
         best = np.fmax.reduce([scores[name] for name in _TELLING])
         for number, place in enumerate(record.places):
             for head in range(place.n_heads):
-                # Cross-attention first: there are few such heads, and the alignment needs them all.
+                # Cross-attention first: such heads are few, and the alignment needs all of them.
                 value = -1.0 if np.isnan(best[number, head]) else best[number, head]
                 first = place.kind != "cross", (number, head) not in named, -value
                 ranked.append((*first, which, number, head))
@@ -293,14 +293,14 @@ def _most_telling(
 
 
 def _cost(height: int, width: int, causal: bool) -> float:
-    """About the bytes of one head's map: base64 lengthens, what a causal mask hides shrinks."""
+    """Estimate the bytes of a head's packed map: base64 adds to it, causal zeros compress."""
     return 4 * height * width * 1.25 * (0.5 if causal else 1.0)
 
 
 def _put_whole(
     parts: _Parts, records: Sequence[Record], which_head: _Head, levels: int | None
 ) -> bool:
-    """The matrix of one head, where it is not too large; False when no bytes are left for it."""
+    """Put in the matrix of one head unless it is too large; return False if no bytes are left."""
     which, place, head = which_head
     record = records[which]
     if math.prod(record.grid(place) or (0,)) not in range(1, MOST_CELLS + 1):

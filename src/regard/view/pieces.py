@@ -1,10 +1,10 @@
-"""The text that each token stands for, as a page lays it out.
+"""The piece of text that each token stands for, as a page lays it out.
 
-A tokenizer of bytes cuts a rare character into several tokens, all of which span that character.
-The first of them has it; the others are *joined*: a page shows the character once, and tells its
-tokens apart by number ("猫 1/3").
+A byte-level tokenizer may split a rare character into several tokens, all of which span that
+character. The first of them gets the character, the others are *joined*: a page shows the character
+once and numbers its tokens ("猫 1/3").
 
-Left out: texts whose tokens cannot be found in them, of which a page shows the tokens' labels.
+Left out: texts whose tokens cannot be found in them; a page shows the tokens' labels instead.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-LABEL_LENGTH = 80  # characters of a token that a page is given
+LABEL_LENGTH = 80  # the most characters of a token in a page
 
 
 def cut(text: str, length: int) -> str:
-    """The beginning of a text, with an ellipsis where something was left out."""
+    """Truncate a text to a length, with an ellipsis if something was left out."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Of each token what stands before it and its own text, and which tokens are joined."""
+    """For each token [the text before it, its own text]; and the numbers of joined tokens."""
 
     texts: list[list[str]]
     joined: list[int]
 
     def name(self, labels: Sequence[str]) -> list[str]:
-        """The labels as people write them, where their text is known; joined ones are numbered."""
+        """Name tokens by their text, else by their label; tokens of one character get numbers."""
         joined = set(self.joined)
         starts = [number for number in range(len(labels)) if number not in joined]
         names: list[str] = []
@@ -42,13 +42,13 @@ class Pieces:
 
 
 def make_pieces(text: str, spans: Sequence[tuple[int, int]] | None, count: int) -> Pieces | None:
-    """None where the spans do not lie in the text, one after the other."""
+    """Cut a text by the tokens' spans; None if these are not in the text, one after the other."""
     if spans is None or len(spans) != count:
         return None
     texts: list[list[str]] = []
     joined: list[int] = []
-    first = last = -1  # the tokens of the text that was seen last
-    before = begin = done = 0  # where the gap before that text begins, where it begins and ends
+    first = last = -1  # the first and last token of the latest piece
+    before = begin = done = 0  # where the gap before that piece begins, where it begins and ends
     for number, (start, end) in enumerate(spans):
         texts.append(["", ""])
         if start == end:  # a token that stands for no characters, such as <s>
@@ -63,7 +63,7 @@ def make_pieces(text: str, spans: Sequence[tuple[int, int]] | None, count: int) 
         else:
             first, before, begin, done = number, done, start, end
         last = number
-        # Many tokenizers give a word the space before it; a shade on that would look ragged.
+        # Many tokens include the space before the word; shading it would look ragged.
         bare = done - len(text[begin:done].lstrip())
         shown = begin if bare == done else bare
         texts[first] = [cut(text[before:shown], LABEL_LENGTH), cut(text[shown:done], LABEL_LENGTH)]
@@ -71,10 +71,10 @@ def make_pieces(text: str, spans: Sequence[tuple[int, int]] | None, count: int) 
 
 
 def find_spans(text: str, labels: Sequence[str]) -> list[tuple[int, int]] | None:
-    """Where in a text its tokens lie, by their labels; None where one is not found in its turn.
+    """Find the spans of tokens in a text by their labels; None if one is not found in order.
 
-    A character that is written once and labels several tokens in a row is cut into those tokens;
-    one that is written twice in a row has its half of them.
+    If several tokens in a row have the same label and the text has it once, all of them span it; if
+    the text has it twice in a row, each occurrence is spanned by half of them.
     """
     spans: list[tuple[int, int]] = []
     done = 0
@@ -92,7 +92,7 @@ def find_spans(text: str, labels: Sequence[str]) -> list[tuple[int, int]] | None
 
 
 def _skip(text: str, start: int) -> int:
-    """Where the white space from here on ends."""
+    """The index of the first character from `start` on that is not white space."""
     while start < len(text) and text[start].isspace():
         start += 1
     return start

@@ -1,8 +1,9 @@
-"""How a picture for paper looks: its size, colours, scale, and what of the map it shows.
+"""Options of figures: size, colours, scale, and the window of the map that is shown.
 
-Typed twice: `PlotOptions` is what `plot` takes by keyword, `Style` the same, checked and complete.
+They are typed twice: `PlotOptions` for the keyword arguments of `plot`, `Style` for the same with
+defaults, checked.
 
-Left out: what is drawn (place, head) and where it goes, which are arguments of `plot` itself.
+Left out: what is drawn (place, head) and the file, which are arguments of `plot` itself.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ Scale = Literal["root", "linear", "log", "chance"]
 
 
 class PlotOptions(TypedDict, total=False):
-    """size: inches of the map's longer side. palette: its colours. scale: of the colours; "chance"
-    shows weights as times what looking at all alike would give. window: (t0, t1, s0, s1), the
-    queries and keys of one head's map, first and past the last. tokens: False writes positions."""
+    """size: inches of the map's longer side. palette: its colours. scale: that of the colours;
+    "chance" shows weights divided by those of attention spread evenly. window: (t0, t1, s0, s1),
+    queries t0 to t1 - 1 and keys s0 to s1 - 1 of one head's map. tokens: False writes positions."""
 
     size: float | None
     palette: Palette
@@ -51,8 +52,8 @@ class Style:
 
 
 def chance_cells(record: Record, place: int, window: Window, size: tuple[int, int]) -> Floats:
-    """What chance gives each of so many cells of a window: the mean of 1 / (keys a query may see)
-    over its pairs, 0 for those that come after the query in causal attention."""
+    """The weights of attention spread evenly, pooled to `size` cells of a window: the mean over a
+    cell's pairs of 1 / (keys the query may see), or 0 for keys after the query if causal."""
     here, (t0, t1, s0, s1) = record.places[place], window
     visible = record.visible(place)[t0:t1]
     _, down = shares(size[0], (t0, t1), (t0, t1))

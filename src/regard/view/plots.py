@@ -1,12 +1,13 @@
-"""Pictures for paper: one head, one layer or all heads, as PNG, SVG or PDF, by matplotlib.
+"""Figures for papers: one head, one layer or all heads, as PNG, SVG or PDF, by matplotlib.
 
-Up to `LABELS` tokens each has its label; above that, positions. However long the text, a picture
-has at most `CELLS` cells on a side, each the exact mean of its weights, so that five thousand
-tokens make a file of the size of five hundred. Labels in scripts that matplotlib's own font lacks
-are drawn in an installed font that has them; where there is none, one warning names the characters.
+With up to `LABELS` tokens on an axis each has its label; with more, the axis shows positions.
+However long the text, a map has at most `CELLS` cells on a side, each the exact mean of its
+weights, so that five thousand tokens make a file of the size of five hundred. Labels in scripts
+that matplotlib's own font lacks are drawn in an installed font that has them; if there is none, one
+warning names the characters.
 
-Left out: pages, zooming. The figure is made without pyplot, so nothing global changes; a notebook
-shows it all the same, since it can draw itself as PNG.
+Left out: pages, zooming. Figures are made without pyplot, so no global state changes; a notebook
+shows them all the same, since they can render themselves as PNG.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CELLS = 512  # on a side of one head's picture
-SMALL = 64  # on a side where all heads are drawn
+CELLS = 512  # the most on a side of one head's map
+SMALL = 64  # the most on a side of each map of many heads
 SCREEN_DPI = 100  # in a notebook
-INCHES = 0.075  # of a letter of a title
+INCHES = 0.075  # the width of a letter of a title
 LABELS = 64  # tokens on a side that still get labels
 FORMATS = (".png", ".svg", ".pdf")
 PLAIN = Style()
 INK, PALE = "#1b2430", "#5f6b78"
 TIDE = ("#fdfcfa", "#d5e5e0", "#93c4bf", "#4f9aa6", "#2a6b8b", "#1c3f66", "#111c38")
-# Fonts that have what DejaVu Sans lacks, tried before all others that are installed.
+# Fonts tried first, before other installed ones, for characters that DejaVu Sans lacks.
 FALLBACKS = ("Noto Sans CJK JP", "Noto Sans JP", "Hiragino Sans", "Yu Gothic", "Noto Sans")
 
 
@@ -111,14 +112,14 @@ def _make_figure(width: float, height: float) -> Figure:
         raise ImportError("pictures need matplotlib: pip install 'regard[view]'") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    # Notebooks ask for this name; without pyplot nobody else has told them how to show a figure.
+    # Notebooks call this method; without pyplot nothing has registered a formatter for figures.
     figure._repr_png_ = partial(_to_png, figure)  # type: ignore[attr-defined, unused-ignore]
     return figure
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what matplotlib logs when it is first loaded: its fonts, and where it keeps them."""
+    """Silence what matplotlib logs on first import: that it builds its font list, and where."""
     log = logging.getLogger("matplotlib")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -129,7 +130,7 @@ def _quiet() -> Iterator[None]:
 
 
 def cells_of(record: Record, place: int, head: int, most: int, style: Style = PLAIN) -> Floats:
-    """The map of a head in at most so many cells on a side, as fine as it is known."""
+    """Pool the map of a head to at most `most` cells on a side, or to the grid that was kept."""
     here, grid = record.places[place], record.grid(place)
     if grid is None:
         raise BadView(f"{cut(here.name, 80)} kept no map")
@@ -154,8 +155,8 @@ def _plot_head(record: Record, place: int, head: int, title: str | None, style: 
     rows, columns = _labels(record, place, (t0, t1, s0, s1)) if style.tokens else ([], [])
     longest = max((len(word) for word in (*rows, *columns)), default=4)
     margin = 0.8 + min(longest, 20) * 0.07
-    # Inches: a comfortable cell when there are few, one page's width when there are many; and a
-    # map of two rows is still a picture, not a hair line.
+    # Inches: comfortable cells if there are few, a page's width if there are many, and at least 1.2
+    # on either side, so that a map of two rows is not a hair line.
     cell = min(0.42, 6.0 / max(t1 - t0, s1 - s0))
     if style.size is not None:
         cell = style.size / max(t1 - t0, s1 - s0)
@@ -168,7 +169,7 @@ def _plot_head(record: Record, place: int, head: int, title: str | None, style: 
     axes = figure.add_subplot()
     extent = (s0 - 0.5, s1 - 0.5, t1 - 0.5, t0 - 0.5)
     shown = _draw(axes, weights, extent, style)
-    # Square cells; but few rows are no hair line, and a map under a long title fills its width.
+    # Square cells, unless a side was widened above or a long title makes the figure wider.
     if height / (t1 - t0) == width / (s1 - s0) and titled <= wide:
         axes.set_aspect("equal", anchor="NW")
     _label_axis(axes, "x", columns, width / (s1 - s0), s0)
@@ -191,14 +192,14 @@ def _draw(
 
     tide = LinearSegmentedColormap.from_list("tide", list(TIDE))
     plain = tide if style.palette == "tide" else colormaps[style.palette]
-    # What is 0 has no logarithm: it is below the scale, not unknown.
+    # Weights of 0 have no logarithm: draw them as below the scale, not as missing.
     colours = plain.with_extremes(bad="#d0489b", under=plain(0.0))
     top = top_of(weights)
     norm: Any = PowerNorm(gamma=0.5 if style.scale == "root" else 1.0, vmin=0.0, vmax=top)
     if style.scale in ("log", "chance"):
         low = top / 1e4 if style.scale == "log" else min(0.1, top / 10)
         norm = LogNorm(vmin=low, vmax=top)
-        weights = np.where(weights < low, low, weights)  # NaN stays
+        weights = np.where(weights < low, low, weights)  # keeps NaN
     for spine in axes.spines.values():
         spine.set(color="#cfcbc2", linewidth=0.6)
     return axes.imshow(
@@ -212,7 +213,7 @@ def _draw(
 
 
 def top_of(weights: Floats) -> float:
-    """The end of the colour scale; in a large picture short of the few large weights at its top."""
+    """Upper end of the colour scale: the largest weight, or in large maps the 99.5% quantile."""
     seen = weights[np.isfinite(weights) & (weights > 0)]
     if not seen.size:
         return 1.0
@@ -229,7 +230,7 @@ def _labels(record: Record, place: int, window: Window) -> tuple[list[str], list
 
 
 def printable(word: str, length: int = 24) -> str:
-    """A label on one line, without signs that matplotlib would read as a formula or not draw."""
+    """Make a label one line that matplotlib can draw and does not read as a formula."""
     if word and not word.strip(" \u00a0\u3000"):
         return "␣"
     seen = "".join(_sign(character) for character in cut(word.lstrip("▁Ġ ") or word, length))
@@ -301,7 +302,7 @@ def _plot_heads(record: Record, places: list[int], title: str | None, style: Sty
 def _installed() -> dict[str, str]:
     from matplotlib import font_manager
 
-    # A font of last resort has a box for every character, and the letters of none.
+    # "Last resort" fonts claim every character, but draw boxes.
     fonts = font_manager.fontManager.ttflist
     return {font.name: font.fname for font in fonts if "last resort" not in font.name.lower()}
 
@@ -317,10 +318,10 @@ def _characters(file: str) -> frozenset[int]:
 
 
 def fonts_for(text: str) -> list[str]:
-    """DejaVu Sans and, for the characters it lacks, installed fonts that have them."""
+    """List DejaVu Sans and, for the characters that it lacks, installed fonts that have them."""
     installed = _installed()
     families = ["DejaVu Sans"]
-    # Joiners, variation selectors and direction marks have no picture of their own.
+    # Joiners, variation selectors and direction marks have no glyph of their own.
     missing = {ord(character) for character in text} - {0x200D, 0xFE0F, 0x200E, 0x200F}
     missing -= _characters(installed["DejaVu Sans"]) if "DejaVu Sans" in installed else set()
     if missing and not any(family in installed for family in FALLBACKS):
@@ -337,7 +338,7 @@ def fonts_for(text: str) -> list[str]:
 
 
 def _look_again() -> dict[str, str]:
-    """Fonts that came after matplotlib made its list are added to that list."""
+    """Add fonts that were installed after matplotlib built its font list to that list."""
     from matplotlib import font_manager
 
     known = {font.fname for font in font_manager.fontManager.ttflist}
@@ -350,7 +351,7 @@ def _look_again() -> dict[str, str]:
 
 @lru_cache(maxsize=256)
 def _warn_missing(characters: str) -> None:
-    """Once for the same characters."""
+    """Warn of characters that no font has; the cache makes it once for the same characters."""
     shown = cut(characters, 20)
     warnings.warn(
         f"no installed font has {shown!r}, which will be drawn as boxes; install one that does, "
@@ -367,12 +368,12 @@ def _to_png(figure: Figure) -> bytes:
 
 
 def _write(figure: Figure, to: IO[bytes], kind: str, dpi: int) -> None:
-    """Draw; matplotlib's own words about missing glyphs were said before."""
+    """Save the figure, without matplotlib's warnings of missing glyphs: `fonts_for` has warned."""
     import matplotlib
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         warnings.filterwarnings("ignore", message="Matplotlib currently does not support")
-        # Letters stay letters: to be found, copied and edited in the figure of a paper.
+        # Keep text as text, so that it can be searched, copied and edited in the paper's figure.
         with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
             figure.savefig(to, format=kind, dpi=dpi)

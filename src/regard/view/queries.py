@@ -1,16 +1,16 @@
-"""The questions a page asks of a record, and their answers as plain arrays.
+"""The queries that a page sends to a record, answered as plain arrays.
 
-A question is a short path, the same for every host of a page; numbers count from zero:
+A query is a short path, the same for every host of a page; numbers count from zero:
 
     map/RECORD/PLACE/HEAD/LT/LS/TI/SI    one tile: TILE × TILE cells of 2^LT × 2^LS weights
-    row/RECORD/PLACE/HEAD/QUERY          what one query looks at, every key
-    column/RECORD/PLACE/HEAD/KEY         who looks at one key, every query
+    row/RECORD/PLACE/HEAD/QUERY          one query's weights on every key
+    column/RECORD/PLACE/HEAD/KEY         every query's weight on one key
     weight/RECORD/PLACE/HEAD/QUERY/KEY   one weight
-    received/RECORD/PLACE/HEAD           what each key gets from all queries
+    received/RECORD/PLACE/HEAD           the sum of weights that each key gets from all queries
     top/RECORD/PLACE/HEAD                each query's largest weights, and beside them their keys
-    norms/RECORD/PLACE/HEAD              how long the value of each key is, after the projection
-    gradient_rows/RECORD/PLACE/HEAD      what attention × gradient comes to, for each query
-    gradient_columns/RECORD/PLACE/HEAD   the same for each key
+    norms/RECORD/PLACE/HEAD              the norm of each key's value after the output projection
+    gradient_rows/RECORD/PLACE/HEAD      attention × gradient, summed for each query
+    gradient_columns/RECORD/PLACE/HEAD   attention × gradient, summed for each key
     rollout/RECORD/TOKEN                 what a last state draws on, by way of all layers
     drawn/RECORD/TOKEN                   which last states draw on a token
     given/RECORD                         the probability that each token had before it was read
@@ -18,9 +18,9 @@ A question is a short path, the same for every host of a page; numbers count fro
                                          ones, their ids, and the id of the one that came
 
 HEAD is a number, or `layer` for the mean over the heads of the place, or `all` for the mean over
-the heads of every place of its kind and size. Tiles lie on a grid of powers of two, so a cell of
-one level is exactly four of the level below; cells at the ragged edge are the mean of what is
-there. Every number is checked before the record is asked.
+the heads of every place of its kind and size. Tiles are on a grid of powers of two, so a cell of
+one level is exactly four of the level below; a cell at the ragged edge is the mean of those that
+exist. Every number is checked before the record is read.
 
 Left out: caching (server.py has one) and any form of drawing.
 """
@@ -52,11 +52,11 @@ _OF_RECORDS = ("rollout", "drawn", "given", "next")
 
 
 class BadView(ValueError):
-    """A record that cannot be shown, or a question that no record answers; says which and why."""
+    """A record that cannot be shown, or a query that cannot be answered; says which and why."""
 
 
 def answer(records: Sequence[Record], question: str) -> Floats:
-    """The numbers a question asks for, as float32; BadView says what is wrong with it."""
+    """Answer a query as a float32 array; raise BadView if something is wrong with it."""
     words = question.split("/")
     if words[0] not in _LENGTHS or len(words) != _LENGTHS[words[0]]:
         raise BadView(f"no such question: {cut(question, 80)!r}")
@@ -74,7 +74,7 @@ def answer(records: Sequence[Record], question: str) -> Floats:
 
 
 def _ask_record(record: Record, kind: str, rest: Sequence[str]) -> Array:
-    """What is asked of a record as a whole."""
+    """Answer a query about a record as a whole."""
     if kind in ("rollout", "drawn"):
         stack = record.rollout_places()
         if not stack:
@@ -97,7 +97,7 @@ def heads_meant(record: Record, place: int, head: str) -> list[tuple[int, int]]:
         return [
             (number, each)
             for number, other in enumerate(record.places)
-            # An encoder's places are not averaged with a decoder's that happen to be of their size.
+            # Do not average an encoder's places with a decoder's of the same size.
             if (other.kind, other.n_queries, other.n_keys, other.stack)
             == (here.kind, here.n_queries, here.n_keys, here.stack)
             for each in range(other.n_heads)
@@ -133,7 +133,7 @@ def _ask(record: Record, kind: str, place: int, head: int, numbers: Sequence[int
         return np.asarray(known["received"][head])
     if "top_weights" not in known or "top_keys" not in known:
         raise BadView("this record did not keep each query's largest weights")
-    # (T, 2k): weights, then keys; a float32 tells all keys below 2^24 apart.
+    # (T, 2k): weights, then keys; float32 is exact for keys below 2^24.
     return np.concatenate([known["top_weights"][head], known["top_keys"][head]], axis=1)
 
 
@@ -146,7 +146,7 @@ def _kept(found: T | None, what: str) -> T:
 def make_tile(
     record: Record, place: int, head: int, levels: tuple[int, int], at: tuple[int, int]
 ) -> Floats:
-    """One tile of the pyramid, whose finest level is the weights, or the only picture kept."""
+    """Make one tile of the pyramid, whose finest level is the weights, or the pooled map kept."""
     here, grid = record.places[place], record.grid(place)
     if grid is None:
         raise BadView(f"{cut(here.name, 80)} kept no map")
@@ -166,7 +166,7 @@ def make_tile(
 
 
 def _cut_axis(length: int, level: int, index: int) -> list[tuple[int, int, int]]:
-    """(start, end, cells) of the whole cells of a tile, and of the ragged one at the end."""
+    """Cut a tile along an axis into (start, end, cells): its full cells, and a partial last one."""
     _below(level, MAX_LEVEL + 1, "level")
     cell = 1 << level
     start = index * TILE * cell
@@ -179,7 +179,7 @@ def _cut_axis(length: int, level: int, index: int) -> list[tuple[int, int, int]]
 
 
 def whole_level(length: int, cells: int) -> int:
-    """The finest level at which a length has at most so many cells."""
+    """The finest level at which a length takes at most `cells` cells."""
     level = 0
     while (length + (1 << level) - 1) >> level > cells:
         level += 1

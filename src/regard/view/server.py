@@ -1,15 +1,15 @@
-"""A server for one browser on this machine: records too large for a file, tiles made on demand.
+"""A server for one browser on this machine, for records too large for a file; tiles on demand.
 
-It listens on 127.0.0.1 alone, on a port the system picks, and answers only addresses that begin
-with a random token made for this run. Other pages in the same browser must not reach it either: a
-Host that is not this server's (DNS rebinding), an Origin or a Sec-Fetch-Site from elsewhere, a
-method other than GET and HEAD, or any path but its own five are refused. Nothing is read from disk
-by name, so there is no path to escape from. Answers may not be cached, framed or embedded.
+It listens on 127.0.0.1 only, on a port the system picks, and answers only paths that begin with a
+random token made for this run. Other pages in the same browser must not reach it either: it refuses
+a Host that is not this server's (DNS rebinding), an Origin or Sec-Fetch-Site from elsewhere, any
+method but GET and HEAD, and any path but its own five. Nothing is read from disk by a name in the
+path, so there is no path traversal. Responses may not be cached, framed or embedded.
 
-Answers are raw little-endian float32 (see queries.py); the newest are kept in memory up to about
-`CACHE_BYTES`. At most `AT_ONCE` are computed at a time, so that memory stays bounded.
+Answers are raw little-endian float32 (see queries.py); the most recently used are cached, up to
+about `CACHE_BYTES`. At most `AT_ONCE` are computed at a time, so that memory stays bounded.
 
-Left out: TLS, several users, writing. This is not a web server for others.
+Left out: TLS, several users, writing. This is not a public web server.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Refused(Exception):
 
 @final
 class Server:
-    """Serves records until closed; `url` has the token in it. Also a `with` block.
+    """Serves records until closed; `url` includes the token. It is a context manager.
 
     >>> with Server(record) as server:
     ...     print(server.url)
@@ -70,7 +70,7 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def start(self) -> Server:
-        """Answer in a thread of its own; gives the server back."""
+        """Serve in a background thread; return the server."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._http.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
@@ -87,7 +87,7 @@ class Server:
         self._http.hang_up()
 
     def wait(self) -> None:
-        """Until the server is closed, or Ctrl-C, which closes it."""
+        """Block until the server is closed; Ctrl-C closes it."""
         try:
             while self._thread is not None and self._thread.is_alive():
                 self._thread.join(0.5)
@@ -131,7 +131,7 @@ class _Loopback(ThreadingHTTPServer):
             with turns:
                 return answer(records, question).astype("<f4").tobytes()
 
-        # The largest answers are tiles, and of long texts the largest weights of every query.
+        # The largest answers are tiles and, for long texts, the top weights of every query.
         longest = max(max(p.n_queries, p.n_keys) for record in records for p in record.places)
         self.answer = lru_cache(max(1, CACHE_BYTES // (4 * max(TILE**2, 16 * longest))))(make)
         self._lines: set[Any] = set()
@@ -146,13 +146,13 @@ class _Loopback(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def hang_up(self) -> None:
-        """End the connections that browsers keep open; closing the server alone would not."""
+        """Close the connections that browsers keep alive; closing the server would not."""
         for line in list(self._lines):
             with contextlib.suppress(OSError):  # already ended by the other side
                 line.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that closes its connection halfway is no news."""
+        """Print nothing: browsers close connections halfway all the time."""
 
 
 @final
@@ -162,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "regard"
     sys_version = ""
     timeout = 30
-    # Headers and body are two writes: the second must not wait for the first to be acknowledged.
+    # Headers and body are two writes; with Nagle's algorithm the second would wait for an ACK.
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
@@ -177,13 +177,13 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _check_sender(self) -> None:
-        """Only this server's own page, under this server's own name."""
+        """Refuse requests that do not come from this server's own page, by this server's name."""
         port = self.server.server_address[1]
         names = {f"127.0.0.1:{port}", f"localhost:{port}"}
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].lower() not in names:
             raise Refused(HTTPStatus.MISDIRECTED_REQUEST, "this is not the name of this server")
-        # "none": typed or opened by hand.
+        # "none": the user typed the address or opened a bookmark.
         own = {"Origin": {f"http://{hosts[0].lower()}"}, "Sec-Fetch-Site": {"same-origin", "none"}}
         for name, allowed in own.items():
             if not {value.lower() for value in self.headers.get_all(name) or []} <= allowed:
@@ -226,4 +226,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silence: the address has the token in it, and a terminal is often shown to others."""
+        """Log nothing: paths include the token, and others may see the terminal."""

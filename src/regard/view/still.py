@@ -1,8 +1,8 @@
-"""A still picture of a record, for where nothing runs: all heads at once, a row for each layer.
+"""A static picture of a record, for where no script runs: all heads at once, a row for each layer.
 
-An indexed PNG, written here byte by byte: a notebook's output should need no drawing library.
+It is an indexed PNG, encoded here, since a notebook's output should not need a drawing library.
 
-Left out: labels in the picture. What it shows is said in words beside it.
+Left out: labels in the picture; a line of text beside it says what it shows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from regard.view.page import page_title
 from regard.view.plots import TIDE, printable
 from regard.view.queries import make_tile, whole_level
 
-STILL = "regard-still"  # the class of the picture, by which a live widget hides it
-CELL, GAP = 64, 6  # pixels of a head's map on a side, and between two
-NOT_FINITE = 255  # the shade of what is no number
-MISSING = "#d0489b"  # its colour, the pages' own
+STILL = "regard-still"  # the CSS class of the picture, by which a live widget hides it
+CELL, GAP = 64, 6  # pixels on a side of a head's map, and between two maps
+NOT_FINITE = 255  # the palette index of cells that are not finite
+MISSING = "#d0489b"  # their colour, the same as in the pages
 Pixels = npt.NDArray[np.uint8]
 
 
 def still_html(records: Sequence[Record]) -> str:
-    """The picture of each record, and what it is of, as HTML without script or style."""
+    """Build the picture of each record with a caption, as HTML without script or style."""
     parts = []
     for record in records:
         title = html.escape(printable(page_title(record), 90))
@@ -42,7 +42,7 @@ def still_html(records: Sequence[Record]) -> str:
 
 
 def _draw_heads(record: Record) -> Pixels:
-    """Shades from 0 to 254, in one scale for all heads; what is not finite is `NOT_FINITE`."""
+    """Draw shades from 0 to 254, on one scale for all heads; not finite cells are `NOT_FINITE`."""
     n_heads = max(place.n_heads for place in record.places)
     step = CELL + GAP
     sheet = np.zeros((len(record.places) * step - GAP, n_heads * step - GAP), np.float32)
@@ -55,7 +55,7 @@ def _draw_heads(record: Record) -> Pixels:
             rows, columns = (np.arange(CELL) * length // CELL for length in cells.shape)
             top, left = number * step, head * step
             sheet[top : top + CELL, left : left + CELL] = cells[rows][:, columns]
-    # As the pages have it: the root, and up to the largest.
+    # As in the pages: a square-root scale from 0 to the largest weight.
     finite = np.isfinite(sheet)
     most = max(float(sheet.max(where=finite, initial=0.0)), 1e-30)
     shades = np.sqrt(np.where(finite, sheet, 0.0) / most) * (NOT_FINITE - 1)
@@ -68,7 +68,7 @@ def _to_png(shades: Pixels) -> bytes:
     tide = [np.interp(at, range(len(TIDE)), channel) for channel in zip(*ends, strict=True)]
     colours = np.stack(tide, 1).round().astype(np.uint8).tobytes() + missing
     height, width = shades.shape
-    lines = np.pad(shades, ((0, 0), (1, 0))).tobytes()  # before each line: not filtered
+    lines = np.pad(shades, ((0, 0), (1, 0))).tobytes()  # a 0 before each line: no PNG filter
     chunks = (
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
         (b"PLTE", colours),

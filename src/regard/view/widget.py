@@ -1,11 +1,11 @@
-"""The page inside a notebook, through anywidget: the same bundle, the record in the kernel.
+"""The page as a notebook widget, by anywidget: the same bundle, with the record in the kernel.
 
-Small records travel whole with the widget, up to `WIDGET_BUDGET`; the rest is asked of the kernel
-piece by piece, as the server's page does. A saved notebook has no kernel, and most keep no widgets:
-for those a still picture is put out before the widget, which hides it while it is there itself.
+Up to `WIDGET_BUDGET` bytes of the record are embedded in the widget; the rest is requested from the
+kernel piece by piece, as the server's page does. A saved notebook has no kernel, and most keep no
+widgets: for those a static picture is displayed before the widget, which hides it while it is live.
 
-Left out: what anywidget does not need. The class is made when first asked for, because anywidget is
-an extra: pip install 'regard[view]'.
+Left out: notebooks without anywidget, where `record.html(...)` works. The class is built on first
+use, because anywidget is an extra: pip install 'regard[view]'.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from regard.view.page import make_data, page_title
 from regard.view.queries import answer
 from regard.view.still import STILL, still_html
 
-WIDGET_BUDGET = 2_000_000  # bytes of data in a notebook; more is asked of the kernel
+WIDGET_BUDGET = 2_000_000  # bytes of data in a notebook; the rest is requested from the kernel
 
 
 def make_widget(
@@ -52,10 +52,10 @@ def _widget_class() -> Any:
         raise ImportError(f"{what} 'regard[view]'; record.html(...) works without it") from error
 
     class RecordWidget(anywidget.AnyWidget):  # type: ignore[misc, unused-ignore]
-        """The page as a widget. `line` is what is being looked at, and can be set."""
+        """The page as a widget. `line` is the view that is open; setting it opens another."""
 
         _esm = assets.script()
-        # Notebooks put each output into a box of its own, which goes with what it holds.
+        # Notebooks put each output into a box; hide the box of the static picture with it.
         _css = f"{assets.style()}.{STILL},.jp-OutputArea-child:has(.{STILL}){{display:none}}"
         manifest = traitlets.Unicode().tag(sync=True)
         line = traitlets.Unicode().tag(sync=True)
@@ -66,7 +66,7 @@ def _widget_class() -> Any:
             self.on_msg(self._heard)
 
         def __repr__(self) -> str:
-            """What a saved notebook shows where widgets do not run."""
+            """The text that a saved notebook shows if widgets do not run."""
             names = " and ".join(repr(page_title(record)) for record in self.records)
             return f"{names} (run the cell to see it)"
 
@@ -79,7 +79,7 @@ def _widget_class() -> Any:
             return super()._repr_mimebundle_(**options)
 
         def _heard(self, _: Any, content: Any, buffers: Any) -> None:
-            """A question from the page: its answer goes back with the same number."""
+            """Answer a query from the page; the answer carries the query's id."""
             if not isinstance(content, dict) or not isinstance(content.get("question"), str):
                 return
             number = content.get("id")

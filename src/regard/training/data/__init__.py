@@ -1,1 +1,1 @@
-"""Data for training: files to texts, texts to ids on disk, ids to batches from seed and step."""
+"""Data for training: files to texts, texts to ids on disk, ids to batches by seed and step."""

@@ -1,18 +1,20 @@
-"""Windows of running text for language models, each batch from seed and step alone.
+"""Packing: batches of fixed windows of running text, each a function of seed and step alone.
 
-Why: laid end to end and cut into windows, documents need no padding; but then a window holds
-several of them, and none may see another.
+Why: documents that are laid end to end and cut into windows need no padding; but a window may then
+hold several documents, and none may see another.
 
-How: an epoch lays a comb of windows over the ring of all tokens, at a phase of its own, and takes
-them in an order of its own; window s · rows + r is row r of step s. So every token is seen once an
-epoch, but for fewer than one window's at the seam, which lies elsewhere each time. In a window,
-documents are numbered 0, 1, 2, ... and positions restart at 0 in each: with the mask
-`Causal() & Documents(batch.documents)` each answers as if it were alone. A document's last token,
-the end token, has no target. With `documents=False` the text is one stream, as in nanoGPT.
+How: all tokens form a ring (after the last comes the first). An epoch cuts the ring into windows
+from an offset of its own on and shuffles them; window s · rows + r is row r of step s. So an epoch
+reads every token once, except for fewer than a window's worth at the seam, which the offset moves.
+In a window, documents are numbered 0, 1, 2, ... and positions restart at 0 in each: with the mask
+`Causal() & Documents(batch.documents)` each gives the outputs that it would give alone. A
+document's last token, the end token, has no target. With `documents=False` the text is one stream,
+as in nanoGPT.
 
-A masked model reads each text between two tokens, BERT's [CLS] and [SEP]. Documents lie between
-them in the file; with `frame` they also stand first and last in each window, in the place of two
-tokens of the text, which are asked for in the windows before and after: these overlap by two.
+A masked model reads each document between two tokens, BERT's [CLS] and [SEP]. The file has them
+around each document; with `frame` they also replace the first and last token of each window.
+Windows then overlap by two, so that the replaced tokens are targets in the windows before and
+after.
 
 Letters: B rows, T tokens of a window.
 """
@@ -33,9 +35,9 @@ from regard.training.data.reading import BadData
 from regard.training.data.shuffle import check_seed, check_step, draw_order, draw_shares, draw_words
 from regard.training.data.store import TokenFile
 
-NOTHING = -100  # the target where nothing is asked: what torch's cross-entropy leaves out
+NOTHING = -100  # the target that torch's cross-entropy ignores
 
-# What is drawn for different ends from one seed must not be the same.
+# Purposes of random draws: with one seed, different purposes must give different numbers.
 _PHASE, _WINDOWS, _MASKED = 1, 2, 3
 
 Int = npt.NDArray[np.int64]
@@ -43,10 +45,10 @@ Int = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class TextBatch:
-    """Ids and targets (B, T); which document of its row a token is in, and where in it.
+    """Ids and targets (B, T); the number of each token's document in its row, and its position.
 
-    Targets are -100 where nothing is asked. `documents` and `positions` are None where they would
-    say nothing: every row lies within one document, or documents are not kept apart.
+    Tokens without a target have -100. `documents` and `positions` are None if every row is within
+    one document, or if documents are not kept apart.
     """
 
     ids: Tensor
@@ -57,9 +59,9 @@ class TextBatch:
 
 @final
 class PackedText:
-    """Batches of windows. `shifted=False` (for masked models) makes the ids their own targets.
+    """Batches of windows. `shifted=False` (for masked models): targets are the ids themselves.
 
-    frame: the tokens that stand first and last in each window, for masked models alone.
+    frame: the tokens to put first and last in each window, for masked models only.
     """
 
     def __init__(
@@ -85,16 +87,16 @@ class PackedText:
             raise BadData(f"{what} of {context:,}{after}; give more text, or a smaller context")
         self.tokens, self.context, self.rows, self.seed = tokens, context, rows, seed
         self.documents, self.shifted, self.frame = documents, shifted, frame
-        self.stride = context if frame is None else context - 2  # tokens that are a window's own
+        self.stride = context if frame is None else context - 2  # from one window to the next
         self.n_windows = tokens.n_tokens // self.stride  # of an epoch
-        # Where something new begins on the ring, laid out twice so that a window may run over.
+        # Document starts on the ring, listed for two rounds so that a window may cross the seam.
         n_tokens = tokens.n_tokens
         starts = np.asarray(tokens.bounds[:-1]) if documents else np.zeros(1, np.int64)
         self._breaks = np.concatenate((starts, starts + n_tokens, [2 * n_tokens]))
         self._epoch: tuple[int, Int] = (-1, np.zeros(0, np.int64))
 
     def batch(self, step: int) -> TextBatch:
-        """The batch of a step, counted from 0 through all epochs; the same whenever it is asked."""
+        """Make the batch of a step, counted from 0 through all epochs; always the same one."""
         check_step(step)
         numbers = int(step) * self.rows + np.arange(self.rows)
         epochs = numbers // self.n_windows
@@ -105,7 +107,7 @@ class PackedText:
         return self._cut(starts, np.zeros(self.rows, np.int64))
 
     def in_order(self, rows: int | None = None) -> Iterator[TextBatch]:
-        """All of the text once, from its start, for evaluation; no target is asked for twice."""
+        """Yield the whole text once, from its start, for evaluation; no target comes twice."""
         rows = self.rows if rows is None else rows
         check_count("rows", rows)
         asked = self.tokens.n_tokens - (int(self.shifted) if self.frame is None else 2)
@@ -122,12 +124,12 @@ class PackedText:
         phase = int(draw_words(1, self.seed, _PHASE, epoch)[0]) % self.stride
         order = draw_order(self.n_windows, self.seed, _WINDOWS, epoch)
         starts = phase + order * self.stride
-        # One assignment: another thread sees the old pair or the new one.
+        # One assignment, so another thread sees either the old pair or the new one.
         self._epoch = epoch, starts
         return starts
 
     def _cut(self, starts: Int, skip: Int) -> TextBatch:
-        """The windows that start there; of each, the first `skip` targets are not asked."""
+        """Cut the windows at `starts`; the first `skip` targets of each become -100."""
         places = starts[:, None] + np.arange(self.context + 1)
         new = self._find_breaks(starts)
         found = self.tokens.ids[places % self.tokens.n_tokens].astype(np.int64)
@@ -151,7 +153,7 @@ class PackedText:
         return TextBatch(rows, torch.from_numpy(targets), documents, positions)
 
     def _find_breaks(self, starts: Int) -> npt.NDArray[np.bool_]:
-        """(B, T + 1): whether a document starts at this token, or the ring does."""
+        """Whether a document, or the ring, starts at each token of the windows: (B, T + 1)."""
         width = self.context + 1
         first = np.searchsorted(self._breaks, starts)
         counts = np.searchsorted(self._breaks, starts + width) - first
@@ -165,7 +167,7 @@ class PackedText:
 @final
 @dataclass(frozen=True, eq=False)
 class MaskedTokens:
-    """How masked language modelling hides tokens: `share` of those that are not special."""
+    """Settings of masked language modelling: it chooses `share` of the tokens not special."""
 
     mask_id: int
     vocab_size: int
@@ -183,12 +185,12 @@ class MaskedTokens:
 
 
 def mask_tokens(batch: TextBatch, how: MaskedTokens, first: int) -> TextBatch:
-    """A batch for a masked model: some tokens are hidden, and only these are asked for.
+    """Mask a batch, made with `shifted=False`: only the chosen tokens keep their targets.
 
-    Each token that is not special is chosen with probability `share`, at least one in all. Of these
-    80% become `mask_id`, 10% any token that is not special. The batch comes with `shifted=False`.
-    first: the number of its first row among all rows; what is drawn in a row follows from the seed
-    and the row's number alone, however many rows make a batch.
+    Each token that is not special is chosen with probability `share`, at least one in the batch. Of
+    the chosen ones 80% become `mask_id`, 10% a random token that is not special. first: the number
+    of the batch's first row among all rows; the draws of a row follow from the seed and the row's
+    number alone, however many rows a batch has.
     """
     check_step(first)
     held = np.array(sorted({int(number) for number in how.special} | {int(how.mask_id)}), np.int64)

@@ -1,13 +1,13 @@
-"""Batches of sentence pairs of about one length, each from seed and step alone.
+"""Batches of sentence pairs of similar lengths, each a function of seed and step alone.
 
 Why: sentences are padded to the longest of their batch, and a step should cost the same whether
 its sentences are long or short.
 
-How: pairs go into buckets by the longer of their sides, in steps of `MULTIPLE`, once. A bucket has
-one width, and at most `max_tokens // width` rows a batch; one too small for a batch is filled up
-with the next shorter pairs. Each epoch shuffles the pairs within their buckets and the batches
-among each other, from (seed, epoch); every pair is seen once an epoch. Sources get the end token,
-targets the start token before (`target_in`) and the end token after (`target_out`).
+How: pairs are put into buckets once, by the length of their longer side, rounded up to a multiple
+of `MULTIPLE`. A bucket has one width, and batches of at most `max_tokens // width` rows; a bucket
+too small for a batch is filled up with the next shorter pairs. Each epoch shuffles the pairs within
+their buckets, and the batches, from (seed, epoch); it reads every pair once. Sources get the end
+token, targets the start token before (`target_in`) and the end token after (`target_out`).
 
 Left out: cutting long sentences (pairs over `max_len` are dropped, and counted).
 
@@ -40,18 +40,18 @@ Int = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PairBatch:
-    """Sources (B, S) and targets (B, T); `_real` is False at padding, `target_out` -100 there."""
+    """Sources (B, S) and targets (B, T); at padding `_real` is False and `target_out` is -100."""
 
     source: Tensor
     source_real: Tensor
     target_in: Tensor
     target_out: Tensor
     target_real: Tensor
-    rows: tuple[int, ...]  # the numbers of the pairs in the store
+    rows: tuple[int, ...]  # the numbers of the pairs in the token files
 
 
 class _Epoch(NamedTuple):
-    """The pairs of all batches, one batch after another, and which batch is when."""
+    """The pairs of an epoch's batches, one batch after another, and the order of the batches."""
 
     number: int
     pairs: Int
@@ -60,7 +60,7 @@ class _Epoch(NamedTuple):
 
 @final
 class PairedText:
-    """Batches of pairs of at most `max_tokens` tokens a side, padding counted."""
+    """Batches of pairs with at most `max_tokens` tokens on each side, padding included."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class PairedText:
         seed: int,
         max_len: int | None = None,
     ) -> None:
-        """`max_len`: pairs with more tokens on a side, end token counted, are left out."""
+        """`max_len`: pairs with more tokens on a side, end token included, are left out."""
         check_count("max_tokens", max_tokens)
         check_seed(seed)
         if sources.n_documents != targets.n_documents:
@@ -119,7 +119,7 @@ class PairedText:
         return len(self._ends)
 
     def batch(self, step: int) -> PairBatch:
-        """The batch of a step, counted from 0 through all epochs; the same whenever it is asked."""
+        """Make the batch of a step, counted from 0 through all epochs; always the same one."""
         check_step(step)
         epoch, place = divmod(int(step), self.n_batches)
         drawn = self._draw(epoch)
@@ -129,7 +129,7 @@ class PairedText:
         return self._make(rows, int(self._width_of[number]), int(self._width_of[number]))
 
     def in_order(self, max_tokens: int | None = None) -> Iterator[PairBatch]:
-        """Every pair once, the longest first, for evaluation; `rows` says which they are."""
+        """Yield every pair once, the longest first, for evaluation; `rows` has their numbers."""
         limit = self.max_tokens if max_tokens is None else max_tokens
         check_count("max_tokens", limit)
         _check_fit(self._widths, self._keep, limit)
@@ -182,9 +182,9 @@ def _check_fit(widths: Int, keep: Int, max_tokens: int) -> None:
 
 
 def _make_buckets(widths: Int, max_tokens: int) -> tuple[Int, Int]:
-    """The bucket of each pair, and the width of each bucket, from the widest down.
+    """Assign each pair a bucket; return these and the width of each bucket, the widest first.
 
-    A bucket has all pairs of one width; or, if these do not fill a batch, one batch of them and the
+    A bucket has all pairs of one width or, if these do not fill a batch, one batch of them and the
     next shorter ones.
     """
     order = np.argsort(-widths, kind="stable")
@@ -203,18 +203,18 @@ def _make_buckets(widths: Int, max_tokens: int) -> tuple[Int, Int]:
 
 
 def _deal(n_pairs: int, rows: int) -> Int:
-    """How many pairs each batch of a bucket gets: at most `rows`, and as even as can be."""
+    """How many pairs each batch of a bucket gets: at most `rows`, and as evenly as possible."""
     n_batches = -(-n_pairs // rows)
     return np.bincount(np.arange(n_pairs) % n_batches)
 
 
 def _spans(side: TokenFile, rows: Int) -> Int:
-    """(B, 2): where each sentence starts and ends."""
+    """The start and end of each sentence in the ids: (B, 2)."""
     return np.stack((side.bounds[rows], side.bounds[rows + 1]), axis=1)
 
 
 def _gather(side: TokenFile, rows: Int, width: int, pad: int) -> tuple[Int, Int]:
-    """The sentences as rows of one width, padded on the right, and how long each is."""
+    """Gather sentences into rows of one width, padded on the right; return also their lengths."""
     spans = _spans(side, rows)
     lengths = spans[:, 1] - spans[:, 0]
     padded = np.full((len(rows), width), pad, np.int64)

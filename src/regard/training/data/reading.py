@@ -1,10 +1,10 @@
-"""Files in: documents or pairs of sentences out, and every fault told before training starts.
+"""Read files into documents or sentence pairs, and report every fault before training starts.
 
 How: a file is read whole, unpacked (.gz, .xz), checked as bytes and decoded as UTF-8; then it is
-cut into documents or pairs. What cannot be meant is one `BadData`, a sentence that names the file,
-the line, what came, what was expected and what to do. What can be lived with (empty lines, CRLF,
-repeats) is counted, and told once in `notices`. Lines end at "\n" alone: other signs that Python
-takes for line ends are text, and two parallel files would fall out of step over them.
+split into documents or pairs. Data that must be a mistake raises `BadData`, a sentence that names
+the file, the line, what was found, what was expected and what to do. Harmless faults (empty lines,
+CRLF, repeats) are counted and reported once each in `notices`. Lines end at "\n" alone; other
+characters at which Python splits lines are text, else two parallel files could get out of step.
 
 Left out: guessing at encodings, CSV with its quotes, files larger than memory, folders in folders.
 """
@@ -25,17 +25,17 @@ from typing import Any, final
 
 from regard._files import is_text
 
-LONG_LINE = 1_000_000  # characters of a line of running text that are worth a word
+LONG_LINE = 1_000_000  # characters; longer lines of running text are reported
 LONG_SIDE = 10_000  # characters of one side of a pair beyond which the pair is left out
-MISSING_TABS = 0.1  # the share of lines without a tab from which on a file is no file of pairs
+MISSING_TABS = 0.1  # with a larger share of lines without a tab, a file is not one of pairs
 
 _JSON = (".jsonl", ".json", ".ndjson")
 _TEXT = (".txt", ".text")
 _UNPACK = {".gz": gzip.decompress, ".xz": lzma.decompress}
-# The longer marks first: UTF-32 begins as UTF-16 does.
+# The longer marks first: that of UTF-32-LE begins with that of UTF-16-LE.
 _MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32"}
 _MARKS |= {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
-# How files begin that are given for text by mistake: what they are, and what to do.
+# First bytes of files that are no text but often given as such: what they are, and what to do.
 _NO_TEXT = {
     b"\x1f\x8b": ("packed by gzip", "rename it to {}.gz"),
     b"\xfd7zXZ\0": ("packed by xz", "rename it to {}.xz"),
@@ -48,12 +48,12 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class BadData(ValueError):
-    """Data that cannot be meant: one sentence with the file, the fault, and what to do."""
+    """Data that must be a mistake: one sentence with the file, the fault, and what to do."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something about the data that its owner should know, and how often it was met."""
+    """Something about the data that its owner should know, and how often it occurred."""
 
     text: str
     count: int
@@ -77,10 +77,10 @@ class Pairs:
 def read_documents(
     path: str | os.PathLike[str], *, field: str = "text", separator: str | None = "<|endoftext|>"
 ) -> Documents:
-    """The documents of a file, or of all such files in a folder, in the order of their names.
+    """Read the documents of a file, or of all files in a folder in the order of their names.
 
-    A text file is one document, or several with lines that are just `separator` between them. A
-    .jsonl file has one document a line, under `field`. Either may be packed as .gz or .xz.
+    A text file is one document, or several, separated by lines that consist of `separator`. A
+    .jsonl file has one document per line, under `field`. Both may be packed as .gz or .xz.
     """
     tally = _Tally()
     texts: list[str] = []
@@ -104,10 +104,10 @@ def read_pairs(
     target_path: str | os.PathLike[str] | None = None,
     fields: tuple[str, str] = ("source", "target"),
 ) -> Pairs:
-    """The pairs of a file: one a line, with a tab between, or as .jsonl under the two `fields`.
+    """Read the pairs of a file: one per line, separated by a tab, or .jsonl with two `fields`.
 
-    With `target_path`, two files: line n of the one belongs to line n of the other. All may be
-    packed as .gz or .xz. White space around a sentence is dropped.
+    With `target_path` they are in two files: line n of one belongs to line n of the other. All may
+    be packed as .gz or .xz. White space around a sentence is stripped.
     """
     file, tally = Path(path), _Tally()
     rows: Iterable[tuple[str, str, str]]
@@ -146,7 +146,7 @@ def read_pairs(
 
 @final
 class _Tally:
-    """How often each fault was met, and where first."""
+    """Counts how often each fault occurred, and remembers where first."""
 
     def __init__(self) -> None:
         self._met: dict[tuple[str, str], tuple[int, str]] = {}
@@ -168,7 +168,7 @@ def _count(count: int, unit: str) -> str:
 
 
 def _repeats(items: Sequence[Any], unit: str) -> list[Notice]:
-    """A word on a lone item, on items that are all the same, and on some that are."""
+    """Notices about a single item, items that are all the same, or some repeated items."""
     count, distinct = len(items), len(set(items))
     if count == 1:
         return [Notice(f"there is 1 {unit} only: enough to try things out, not to learn from", 1)]
@@ -180,7 +180,7 @@ def _repeats(items: Sequence[Any], unit: str) -> list[Notice]:
 
 
 def _remarks(texts: Sequence[str]) -> list[Notice]:
-    """What is odd about documents as a whole. Lines of a lone document count as things too."""
+    """Notices about the documents as a whole; of a single document its lines are checked."""
     found = [] if len(texts) == 1 else _repeats(texts, "document")
     lengths = [max(map(len, text.split("\n"))) for text in texts]
     n_long = sum(length > LONG_LINE for length in lengths)
@@ -195,7 +195,7 @@ def _remarks(texts: Sequence[str]) -> list[Notice]:
 
 
 def _kind(file: Path) -> str:
-    """The ending that tells what is in a file: ".jsonl" of "a.jsonl.gz"."""
+    """The suffix that says what is in a file: ".jsonl" of "a.jsonl.gz"."""
     name = file.with_suffix("") if file.suffix.lower() in _UNPACK else file
     return name.suffix.lower()
 
@@ -278,13 +278,13 @@ def _tell_undecodable(file: Path, data: bytes, error: UnicodeDecodeError) -> str
 
 
 def _split(text: str, separator: str | None, file: Path, tally: _Tally) -> list[str]:
-    """The documents between the separators. A text without one is kept to the last character."""
+    """Split a text at its separators; a text without one is kept to the last character."""
     if not separator or separator not in text:
         return [text]
     *pieces, last = re.split(rf"(?m)^{re.escape(separator)}$\n?", text)
     n_inside = text.count(separator) - len(pieces)
     tally.add("separator", "inside a line and read as text", file.name, n_inside)
-    # Nothing before a first separator and nothing after a last one is how such files look.
+    # Such files often start or end with a separator: an empty piece there is not reported.
     n_empty = sum(not piece.strip() for piece in pieces[1:])
     tally.add("document", "empty and left out", file.name, n_empty)
     pieces = [piece.removesuffix("\n") for piece in pieces]
@@ -294,7 +294,7 @@ def _split(text: str, separator: str | None, file: Path, tally: _Tally) -> list[
 def _objects(
     text: str, file: Path, fields: tuple[str, ...], tally: _Tally
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where it stands, and the object of each line of JSON, with texts under all `fields`."""
+    """Yield the location and the object of each line of JSON, with strings under all `fields`."""
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -329,7 +329,7 @@ def _check_field(row: dict[str, Any], field: str, where: str) -> None:
 
 
 def _lines(file: Path, tally: _Tally) -> list[str]:
-    """The lines of a file; the newline at its end does not start another."""
+    """Read the lines of a file; the newline at its end does not start another line."""
     text = _read(file, tally)
     if not text.strip():
         raise BadData(f"{file}: the file is empty; expected one pair a line")

@@ -1,10 +1,10 @@
-"""Orders that follow from a seed and a place alone, the same on every machine.
+"""Shuffling and random draws that are a function of integers alone, the same on every machine.
 
-Why: a run that is resumed, or spread over several devices, must see what it would have seen.
+Why: a run that is resumed, or spread over several devices, must read the same batches.
 
-How: Philox, started from the seed and the place (an epoch, a step), gives raw 64-bit words, whose
-ranks are the order. Raw words are promised never to change between versions of numpy; what is made
-of them by numpy's own shuffling is not.
+How: Philox, seeded by the numbers in `place` (a seed, a purpose, an epoch, a row), gives raw 64-bit
+words; their argsort is the order. numpy promises that raw words never change between its versions;
+for its own shuffling it does not.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def check_step(step: int) -> None:
 
 
 def draw_words(n: int, *place: int) -> npt.NDArray[np.uint64]:
-    """n words of 64 bits each, from the numbers given."""
+    """Draw n random 64-bit words, as a function of the numbers given."""
     return np.random.Philox(np.random.SeedSequence(place)).random_raw(n)
 
 
 def draw_order(n: int, *place: int) -> npt.NDArray[np.int64]:
-    """The numbers 0 .. n - 1 in an order of their own for each place."""
+    """Draw a permutation of 0 .. n - 1, as a function of the numbers given."""
     return np.argsort(draw_words(n, *place), kind="stable")
 
 
 def draw_shares(n: int, *place: int) -> npt.NDArray[np.float64]:
-    """n numbers from 0 up to, not including, 1."""
+    """Draw n uniform numbers in [0, 1), as a function of the numbers given."""
     return (draw_words(n, *place) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,12 +1,14 @@
-"""Token ids on disk, mapped into memory: written once, checked when opened, read at no cost.
+"""Token ids on disk, memory-mapped: written once, checked when opened, read without a copy.
 
-Why: a corpus is encoded once and read for many epochs; Python's lists take twenty times its memory.
+Why: a corpus is encoded once and read for many epochs; Python lists would take twenty times the
+memory.
 
 How: one file. A header of 4096 bytes (magic, then JSON padded with spaces), the ids (two bytes each
-where the vocabulary allows, else four), zeros up to a multiple of eight, and the bounds: document d
-is `ids[bounds[d] : bounds[d + 1]]`. The header tells sizes, the fingerprint of what was encoded and
-a checksum of everything else. `encode_texts` writes such a file, or opens the one that is there if
-it was made from the same. Where a text holds the name of a special token, it is spelled out.
+if the vocabulary allows, else four), zeros up to a multiple of eight, and the bounds: document d is
+`ids[bounds[d] : bounds[d + 1]]`. The header has sizes, the fingerprint of what was encoded, and a
+checksum of everything else. `encode_texts` writes such a file, or opens the existing one if it was
+made from the same texts with the same tokenizer. The name of a special token that occurs in a text
+is encoded as ordinary text.
 
 Left out: packing and batches (`packing.py`, `pairs.py`), appending, several writers of one file.
 """
@@ -40,17 +42,17 @@ MAGIC = b"regardt\n"
 VERSION = 1
 HEADER = 4096
 SMALL = 65_536  # the largest vocabulary whose ids take two bytes
-CHUNK = 1_000_000  # characters encoded in one go; a longer text is cut, where that changes nothing
+CHUNK = 1_000_000  # characters encoded at once; a longer text is cut where no id changes by it
 
 _AGAIN = "remove the file, and it will be made again"
-# A space between two things that are not white: byte-level rules start a new word there anyway.
+# One space between two other characters: byte-level tokenizers start a new word there anyway.
 _SEAM = re.compile(r"(?<=\S) (?=\S)")
 
 
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenFile:
-    """The ids of many documents, read-only, as they lie in a file. Make one with `open`."""
+    """The ids of many documents, read-only, mapped from a file. Made by `open`."""
 
     path: Path
     ids: Ids
@@ -60,7 +62,7 @@ class TokenFile:
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> TokenFile:
-        """The file, whole: a changed byte or a missing one is a BadData."""
+        """Map the file; a changed or missing byte raises BadData."""
         file = Path(path)
         header = _read_header(file)
         dtype, n_tokens = _dtype(header["vocab_size"]), header["n_tokens"]
@@ -69,7 +71,7 @@ class TokenFile:
         size, there = HEADER + start + 8 * (header["n_documents"] + 1), file.stat().st_size
         if size != there:
             raise BadData(f"{file}: has {there:,} bytes, its header tells of {size:,}; {_AGAIN}")
-        # A plain array over the mapping: the class for mapped ones makes each access slower.
+        # A plain array over the mapping: accesses to a np.memmap are slower.
         body = np.asarray(np.memmap(file, np.uint8, mode="r"))[HEADER:]
         expected = header.pop("checksum")
         if _seal(hashlib.sha256(body.data), header) != expected:
@@ -98,7 +100,7 @@ def write_tokens(
     vocab_size: int,
     fingerprint: str,
 ) -> TokenFile:
-    """Writes the documents one after another as they come, and opens the file."""
+    """Write the documents one after another as they come, and open the file."""
     if type(vocab_size) is not int or not 1 <= vocab_size <= 2**32:
         raise ValueError(f"vocab_size is {vocab_size!r}, expected a whole number from 1 to 2**32")
     file = Path(path)
@@ -140,9 +142,9 @@ def encode_texts(
     after: Sequence[int] = (),
     fixed: bool = False,
 ) -> TokenFile:
-    """The texts as ids in the file at `path`, each between the ids `before` and `after`.
+    """Encode texts into the file at `path`, each between the ids `before` and `after`.
 
-    fixed: whole ids of other texts, where they lie there, are refused instead of written over.
+    fixed: refuse, instead of overwriting, an undamaged file there that was made from other texts.
     """
     file = Path(path)
     if isinstance(texts, str):
@@ -176,7 +178,7 @@ def _dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def _seal(digest: Any, header: dict[str, Any]) -> str:
-    """The checksum: of all bytes after the header, and of what the header tells besides."""
+    """The checksum of all bytes after the header and of the header's other fields."""
     digest.update(json.dumps(header, sort_keys=True).encode())
     return str(digest.hexdigest())
 
@@ -207,7 +209,7 @@ def _check_ids(ids: npt.NDArray[np.int64], vocab_size: int, number: int) -> None
 
 
 def reuse_tokens(file: Path, fingerprint: str) -> TokenFile | None:
-    """What lies there, if it is whole and made from the same. A stranger's file is left alone."""
+    """Open the file if it is whole and has this fingerprint, else None; refuse other kinds."""
     if not file.exists():
         return None
     with file.open("rb") as source:
@@ -220,7 +222,7 @@ def reuse_tokens(file: Path, fingerprint: str) -> TokenFile | None:
 
 
 def is_whole(file: Path) -> bool:
-    """Whether undamaged ids lie there, of whatever texts."""
+    """Whether the file has undamaged ids, of whatever texts."""
     if not file.exists():
         return False
     with contextlib.suppress(BadData):
@@ -242,7 +244,7 @@ _Encoded = list[tuple[_Piece, npt.NDArray[np.int64]]]
 
 
 def _rows(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[npt.NDArray[np.int64]]:
-    """The ids of each text, in order. Two threads encode while the last chunk is written."""
+    """Yield the ids of each text, in order. Two threads encode while the caller writes."""
     backend = backend_module().Tokenizer.from_str(tokenizer.texts["tokenizer.json"])
     backend.no_truncation()
     backend.no_padding()
@@ -260,7 +262,7 @@ def _rows(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[npt.NDArray[np
 def _ahead(
     pool: ThreadPoolExecutor, backend: Any, chunks: Iterable[list[_Piece]]
 ) -> Iterator[tuple[_Piece, npt.NDArray[np.int64]]]:
-    """Each piece and its ids, in order, with only a few chunks under way at a time."""
+    """Yield each piece and its ids, in order, with only a few chunks in flight at a time."""
     waiting: deque[Future[_Encoded]] = deque()
     for chunk in chunks:
         waiting.append(pool.submit(_encode_chunk, backend, chunk))
@@ -288,10 +290,10 @@ def _encode_chunk(backend: Any, chunk: list[_Piece]) -> _Encoded:
 
 
 def _may_cut(tokenizer_json: str) -> bool:
-    """Whether a text may be cut at a space between words without changing its ids."""
+    """Whether a text can be cut before a space between words without changing its ids."""
     plan = json.loads(tokenizer_json)
     rule = plan.get("pre_tokenizer") or {}
-    if rule.get("type") == "BertPreTokenizer":  # it cuts there itself, and sees no further
+    if rule.get("type") == "BertPreTokenizer":  # it splits at every space itself
         return (plan.get("normalizer") or {}).get("type") in ("BertNormalizer", None)
     may_cut = rule.get("type") == "ByteLevel" and not rule.get("add_prefix_space", True)
     may_cut = may_cut and rule.get("use_regex", True)

@@ -1,26 +1,28 @@
-r"""A vocabulary made from texts: byte pairs, within scripts or words, characters, or WordPiece.
+r"""Train a tokenizer on texts: BPE (plain, within scripts, within words), characters, WordPiece.
 
-Why: a model of one's own text wants a tokenizer of that text, in the files of every other model.
+Why: a model of one's own text needs a tokenizer of that text, saved in the files that every other
+model has.
 
-How: the `tokenizers` package counts and merges; what is decided here is where merges must stop, and
-that `decode(encode(text))` is the text, whatever it holds:
+How: the `tokenizers` package counts and merges. What is decided here is where merges must stop, and
+that `decode(encode(text))` is exactly the text:
 
-- "bpe": bytes, merged within what GPT-2's rule takes for words. Every text has ids.
-- "scripts": characters, merged within one script, so that a Japanese word never hangs together with
-  its particle. Rare characters are spelled in bytes. A text that starts with neither Han nor kana
-  gets a space in front, which the decoder takes away: so "Tom" is one token at the start as within.
-- "words": bytes, merged between spaces only, for text that was cut into tokens before. Every text
-  gets a space in front, as above.
+- "bpe": bytes, merged within what GPT-2's pattern takes for words. Every text can be encoded.
+- "scripts": characters, merged within one script, so that a Japanese word is never merged with its
+  particle. Rare characters are spelled in bytes. A text that starts with neither Han nor kana gets
+  a space in front, which the decoder removes, so that "Tom" is the same token at the start of a
+  text and within it.
+- "words": bytes, merged between spaces only, for text that is tokenised already. Every text gets a
+  space in front, which the decoder removes.
 - "characters": one id for each. A character that was not in the texts is refused, not dropped.
 
-One kind gives the text up for BERT's way to read it:
+One kind does not give the text back, since it reads as BERT does:
 
-- "wordpiece": lower case, cut at spaces and punctuation, and within a word into its longest known
-  pieces, of which all but the first begin with ##. A word with a character that is not known is one
-  unknown token. Accents stay, since to strip them would make other letters of Japanese ones.
+- "wordpiece": lower case, split at spaces and punctuation, and within a word into the longest known
+  pieces, of which all but the first begin with ##. A word with an unknown character is one unknown
+  token. Accents stay, since stripping them would change Japanese letters into others.
 
-The same texts give the same vocabulary: ties are broken by the characters themselves. Where there
-is a `cls` and a `sep` token, every text is put between them.
+The same texts give the same vocabulary: ties are broken by the characters themselves. If there are
+a `cls` and a `sep` token, every text is put between them.
 
 Left out: Unicode normalisation elsewhere (it would change the text), unigram models.
 """
@@ -45,14 +47,14 @@ from regard.training.data.reading import BadData, Notice
 Kind = Literal["bpe", "scripts", "words", "characters", "wordpiece"]
 
 N_BYTES = 256
-# Characters without white space that the trainer sees as one: each merge walks through them all, so
-# that one line of 10 MB would keep it busy for hours.
+# The longest run without white space that the trainer gets: each merge walks through a whole run,
+# so that one line of 10 MB would keep it busy for hours.
 LONGEST_RUN = 1_000
-RARE = 2  # a character seen less often is spelled in bytes, where scripts are kept apart
+RARE = 2  # a character seen less often gets no token of its own ("scripts" spells it in bytes)
 
 _RUN = re.compile(rf"\S{{{LONGEST_RUN + 1},}}")
-# Han and kana, the long-vowel marks that belong to them, and for the start of a text also their
-# punctuation and full-width forms.
+# Han and kana with their long-vowel marks; at the start of a text (_STARTS) also their punctuation
+# and full-width forms.
 _SPACELESS = r"\p{Han}\p{Hiragana}\p{Katakana}\u30FC\uFF70"
 _STARTS = rf"\A(?=[^{_SPACELESS}\u3000-\u303F\uFF00-\uFFEF])"
 _LETTER = rf"(?:(?![{_SPACELESS}])[\p{{L}}\p{{M}}])"
@@ -81,10 +83,10 @@ def train_tokenizer(
     eos: str | None = "<|endoftext|>",
     **roles: str | None,
 ) -> Tokenizer:
-    """A tokenizer with at most `vocab_size` tokens, `special` ones first, made from the texts.
+    """Train a tokenizer with at most `vocab_size` tokens on the texts, `special` tokens first.
 
-    `eos` and `roles` (bos, pad, unk, sep, cls, mask) name some of `special`. Texts may hold too
-    little for so many tokens: see `vocabulary_notices`.
+    `eos` and `roles` (bos, pad, unk, sep, cls, mask) name some of `special`. The texts may be too
+    short for so many tokens: see `vocabulary_notices`.
     """
     roles = {"eos": eos, **roles}
     _check(vocab_size, kind, special, roles)
@@ -102,7 +104,7 @@ def train_tokenizer(
         ends = {role: [name, special.index(name)] for role, name in (("cls", cls), ("sep", sep))}
         plan["post_processor"] = {"type": "BertProcessing", **ends}
     for entry in plan["added_tokens"]:
-        # A gap stands for a word and the space before it, where words are merged with theirs.
+        # A word of BPE includes the space before it, so the mask token must take in that space.
         entry["lstrip"] = kind == "bpe" and entry["content"] == mask
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     config["clean_up_tokenization_spaces"] = False
@@ -111,7 +113,7 @@ def train_tokenizer(
 
 
 def ending(tokenizer: Tokenizer, end: str) -> Tokenizer:
-    """The same tokenizer, which puts the token `end` behind every text."""
+    """Return a copy of the tokenizer that appends the token `end` to every text."""
     plan = json.loads(tokenizer.texts[TOKENIZER])
     plan["post_processor"] = surround({}, {end: tokenizer.id(end)})
     texts = {**tokenizer.texts, TOKENIZER: json.dumps(plan, ensure_ascii=False)}
@@ -119,7 +121,7 @@ def ending(tokenizer: Tokenizer, end: str) -> Tokenizer:
 
 
 def vocabulary_notices(tokenizer: Tokenizer, vocab_size: int) -> tuple[Notice, ...]:
-    """A word where a trained vocabulary is smaller than the one asked for."""
+    """A notice if a trained vocabulary is smaller than the one asked for."""
     size = tokenizer.vocab_size
     text = f"the vocabulary has {size:,} tokens, not the {vocab_size:,} asked for"
     notice = Notice(f"{text}: the texts support no more", size)
@@ -128,8 +130,8 @@ def vocabulary_notices(tokenizer: Tokenizer, vocab_size: int) -> tuple[Notice, .
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keeps `tokenizers` from starting threads: it warns, and may hang, when a process that did
-    is forked later. Its calls release the GIL, so that threads of ours serve as well."""
+    """Keep `tokenizers` from starting threads: if its process is forked later, it warns and may
+    hang. Its calls release the GIL, so threads of our own serve as well."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -185,7 +187,7 @@ def _check(
 
 
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
-    """The texts as the trainer should see them: no run of signs longer than it can bear."""
+    """Split the texts for the trainer so that no run without white space is too long for it."""
     for text in texts:
         last = 0
         for run in _RUN.finditer(text):
@@ -213,7 +215,7 @@ def _train(
 def _by_byte(
     texts: list[str], vocab_size: int, special: Sequence[str], words: str | None = None
 ) -> dict[str, Any]:
-    """By GPT-2's rule; or, with `words`, within what that pattern takes for words."""
+    """Byte-level BPE, merged within words of GPT-2's pattern or, if given, of the regex `words`."""
     hf = backend_module()
     before, after = hf.pre_tokenizers, hf.decoders
     backend = hf.Tokenizer(hf.models.BPE())
@@ -230,7 +232,7 @@ def _by_byte(
 
 
 def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dict[str, Any]:
-    """Trained on characters; then the bytes are put into the vocabulary, before the characters."""
+    """BPE on characters within scripts, with byte tokens put into the vocabulary before them."""
     hf = backend_module()
     before, after = hf.pre_tokenizers, hf.decoders
     n_free = vocab_size - N_BYTES - len(special)
@@ -257,8 +259,8 @@ def _by_script(texts: list[str], vocab_size: int, special: Sequence[str]) -> dic
 def _word_pieces(
     texts: list[str], vocab_size: int, special: Sequence[str], unk: str
 ) -> dict[str, Any]:
-    """BERT's rule. The trainer would number letters within words as it meets them in a hash table,
-    and break ties by these numbers; so it is given all letters in order, as if special."""
+    """WordPiece as in BERT. The trainer would number letters within words in the order of a hash
+    table and break ties by these numbers; so it gets all letters in order, as special tokens."""
     hf = backend_module()
     backend = hf.Tokenizer(hf.models.WordPiece(unk_token=unk))
     backend.normalizer = hf.normalizers.BertNormalizer(lowercase=True, strip_accents=False)
@@ -277,7 +279,7 @@ def _word_pieces(
 
 
 def _alphabet(counts: Counter[str], limit: int) -> list[str]:
-    """The characters with a token of their own: the most frequent, but none that is rare."""
+    """Choose the characters that get a token of their own: the most frequent, but no rare one."""
     often = [letter for letter, count in counts.items() if count >= RARE]
     often.sort(key=lambda letter: (-counts[letter], letter))
     return sorted(often[:limit])
@@ -292,7 +294,7 @@ def _characters(texts: list[str], vocab_size: int, special: Sequence[str]) -> di
         todo = f"ask for {len(names)}, or for kind='bpe'"
         raise BadData(f"vocab_size is {vocab_size}, but {what}; {todo}")
     vocabulary = {name: at for at, name in enumerate(names)}
-    # A word model without a token for the unknown refuses what it does not know.
+    # unk_token is not in the vocabulary, so the model refuses characters that it does not know.
     backend = hf.Tokenizer(hf.models.WordLevel(vocabulary, unk_token="<none>"))
     backend.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex(r"[\s\S]"), "isolated")
     backend.decoder = hf.decoders.Fuse()

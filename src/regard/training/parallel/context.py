@@ -1,15 +1,16 @@
-"""Context parallel: one text cut over several processes, each with as many tokens.
+"""Context parallelism: one sequence split over several processes into parts of equal length.
 
-Why: activations of a long text do not fit on one device.
+Why: the activations of a long text do not fit on one device.
 
-How: every process runs the whole model on its part. Only attention needs the others: its keys and
-values are gathered from all parts (`Parts.join`, which a layer calls through its `shards`), and
-their gradients are summed back to the part they came from. A causal part without the keys after it
-ends with its last query on its last key, as every rule has it; all else is given positions.
-`Documents` is widened at the top of the model, once.
+How: every process runs the whole model on its part. Only attention needs the other parts: keys and
+values are all-gathered (`Parts.join`, which a layer calls through its `shards`), and their
+gradients are reduce-scattered to the part they came from. Under a causal mask a part drops the keys
+after it, so that its last query sits on its last key, as conventions have it, and needs no
+positions; any other mask or bias gets positions. `Documents` is widened to all keys once, at the
+top of the model.
 
-Left out: rings and cuts that give every process as much to do; dense masks and lengths, which speak
-of keys as they lie; encoder–decoders; caches.
+Left out: ring attention and splits that balance causal work over the processes; dense masks and
+lengths, which refer to keys by their index in memory; encoder–decoders; caches.
 
 Letters: B batch, T tokens of this part, S tokens of the text, G key heads, D head width.
 """
@@ -36,16 +37,17 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @final
 class Parts:
-    """The parts of a text: which one is ours, and how to reach the others (an `SequenceShards`)."""
+    """The parts of a sequence: which is ours, and how to reach the others (a `SequenceShards`)."""
 
     def __init__(self, group: dist.ProcessGroup, index: int, count: int) -> None:
         self._group, self._index, self._count = group, index, count
         self._line = torch.empty(0, dtype=torch.int64)
 
     def line(self, n_tokens: int, device: torch.device) -> Tensor:
-        """Positions (T,) of our tokens when the parts follow each other, always the same object.
+        """Positions (T,) of our tokens when the parts follow each other in order.
 
-        So `place` can tell them from positions that a caller gave, on every process alike.
+        It is always the same object, so that `place` can tell it from positions that a caller gave,
+        on every process alike.
         """
         if self._line.shape[0] != n_tokens or self._line.device != device:
             first = self._index * n_tokens
@@ -57,7 +59,7 @@ class Parts:
         return joined
 
     def place(self, layer: MultiHeadAttention, x_btc: Tensor, positions: Tensor | None) -> Places:
-        """Positions and phases of our tokens, and positions of all keys unless they are in line."""
+        """Positions and rotary phases of our tokens; gathers key positions that a caller gave."""
         n_own, device = x_btc.shape[1], x_btc.device
         line = self.line(n_own, device)
         in_line = positions is None or positions is line
@@ -69,7 +71,7 @@ class Parts:
         return Places(at_bt, phases, self.gather(at_bt, 1))
 
     def join(self, k_bgtd: Tensor, v_bgtd: Tensor, places: Places, rule: Rule) -> GatheredKeys:
-        """Keys and values of all parts, as far as the rule can see them."""
+        """Gather keys and values of all parts, without those that a causal mask hides."""
         n_own, device = k_bgtd.shape[2], k_bgtd.device
         k_bgsd, v_bgsd = self.gather(torch.stack((k_bgtd, v_bgtd)), 3)
         mask, bias = rule["mask"], rule["bias"]
@@ -85,7 +87,7 @@ class Parts:
         return GatheredKeys(k_bgsd, v_bgsd, self.line(n_own, device), keys_s)
 
     def widen(self, mask: Mask) -> Mask:
-        """The caller's mask over our tokens, as one from our queries to the keys of all parts."""
+        """Turn a mask over our own tokens into one from our queries to the keys of all parts."""
         if mask.positional:
             return mask
         if mask.parts():
@@ -107,7 +109,7 @@ class Parts:
 
 
 class _Gather(torch.autograd.Function):
-    """All parts joined along an axis; backwards, all parts' gradients of ours summed."""
+    """All-gather along an axis; the backward pass reduce-scatters (sums) the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int, group: dist.ProcessGroup, count: int) -> Tensor:
@@ -140,7 +142,7 @@ def check_context(model: Transformer, count: int) -> None:
 
 
 def cut_text(model: Transformer, parts: Parts) -> None:
-    """Let the model read its part of a text as such, from `run` on; attention asks the others."""
+    """Make `model.run` accept this rank's part of a text, and attention gather the others."""
     whole: Callable[..., Tensor] = model.run
 
     def run(ids_bt: Tensor, **given: Any) -> Tensor:
@@ -154,7 +156,7 @@ def cut_text(model: Transformer, parts: Parts) -> None:
         mask = as_mask(given.pop("mask", None))
         return whole(ids_bt, mask=None if mask is None else parts.widen(mask), **given)
 
-    # On the instance, so that `forward` and callers of `run` alike come by here.
+    # Patched on the instance, so that `forward` goes through it as well as callers of `run`.
     model.run = run  # type: ignore[method-assign]
     for layer in model.modules():
         if isinstance(layer, MultiHeadAttention):

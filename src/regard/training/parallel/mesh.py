@@ -3,11 +3,12 @@
 Why: a training loop should read the same on one device and on many.
 
 How: `Mesh.alone(device)` is one process; `Mesh.launch(layout)` joins those that torchrun started.
-Ranks lie as (data, context, tensor), tensor ranks next to each other, since they talk the most.
-Every rank makes the same global batch from seed and step, cuts its part (`cut`), and divides the
-sum of its losses by the tokens of the global batch. So gradients are summed over ranks, never
-averaged (by FSDP2), and `total` of the ranks' losses is the loss. The loop makes its optimizers
-after `prepare`, and seeds dropout with `part`, the same on ranks that read the same tokens.
+Ranks are laid out as (data, context, tensor), with tensor ranks adjacent, since they communicate
+most. Every rank makes the same global batch from seed and step, takes its part (`cut`), and divides
+its summed loss by the number of tokens of the global batch. So FSDP2 must sum gradients over ranks
+instead of averaging them, and `total` of the ranks' losses is the loss. The loop creates its
+optimizers after `prepare`, and seeds dropout with `part`, which is the same on ranks that read the
+same tokens.
 
 Left out: generation on a prepared model (load the state into a model of its own).
 """
@@ -48,7 +49,7 @@ TARGETS = ("targets", "target_out")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Over how many processes rows (data), layers (tensor) and texts (context) are cut."""
+    """Over how many processes rows (data), layers (tensor) and sequences (context) are split."""
 
     data: int = 1
     tensor: int = 1
@@ -64,7 +65,7 @@ class Layout:
 
 
 class _Ties(NamedTuple):
-    """How one process of several reaches the others; `owned`: the process group was opened here."""
+    """How a process reaches the others; `owned`: whether we opened the process group."""
 
     mesh: DeviceMesh  # (parts, tensor): ranks that read different tokens, ranks that share layers
     parts: Parts | None
@@ -73,7 +74,7 @@ class _Ties(NamedTuple):
 
 @final
 class Mesh(AbstractContextManager["Mesh"]):
-    """All processes, seen from one of them. Made by `alone` or `launch`."""
+    """All processes of a run, seen from one of them. Made by `alone` or `launch`."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device, ties: _Ties | None) -> None:
         self.layout, self.rank, self.device = layout, rank, device
@@ -85,9 +86,9 @@ class Mesh(AbstractContextManager["Mesh"]):
 
     @staticmethod
     def launch(layout: Layout, device_type: str = "cpu") -> Mesh:
-        """This process among those that torchrun started; gloo on "cpu", NCCL on "cuda".
+        """Join the processes that torchrun started; the backend is gloo on "cpu", NCCL on "cuda".
 
-        A process group that is open already is used, and left open by `close`.
+        A process group that is open already is used, and `close` leaves it open.
         """
         if device_type not in BACKENDS:
             raise ValueError(f"device_type is {device_type!r}; expected {' or '.join(BACKENDS)}")
@@ -125,13 +126,13 @@ class Mesh(AbstractContextManager["Mesh"]):
 
     @property
     def part(self) -> int:
-        """Which part of a batch is read here; tensor ranks read the same one."""
+        """The number of the part of a batch that this rank reads; tensor ranks share one part."""
         return self.rank // self.layout.tensor
 
     def prepare(self, model: Transformer, compute: torch.dtype | None = None) -> Transformer:
-        """Spread a model over all processes, in place; each begins with the main rank's weights.
+        """Distribute a model over all processes, in place, starting from the main rank's weights.
 
-        compute: the type in which FSDP2 gathers weights and runs layers (autocast works as well).
+        compute: the dtype in which FSDP2 gathers weights and runs layers (autocast works as well).
         """
         model.to(self.device)
         if self._ties is None:
@@ -145,7 +146,7 @@ class Mesh(AbstractContextManager["Mesh"]):
             check_context(model, layout.context)
         for layer in model.modules():
             if isinstance(layer, MultiHeadAttention | FeedForward):
-                # Weights side by side in memory would be cut apart.
+                # Fused weights share one tensor, which sharding would cut apart.
                 layer.fused = None
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -161,10 +162,10 @@ class Mesh(AbstractContextManager["Mesh"]):
     def cut(
         self, batch: Mapping[str, Tensor], targets: Sequence[str] = TARGETS
     ) -> dict[str, Tensor]:
-        """This rank's rows of the global batch, and its part of the text.
+        """Take this rank's rows of the global batch, and its part of each sequence.
 
-        A rank for which no row is left must run all the same, since the others wait for it: it gets
-        the first row, with nothing asked (-100 in `targets`).
+        A rank without rows must run all the same, since collectives wait for it: it gets the first
+        row with all `targets` -100.
         """
         if self._ties is None:
             return dict(batch)
@@ -178,7 +179,7 @@ class Mesh(AbstractContextManager["Mesh"]):
         return own
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum over the ranks that read different tokens, the same on every rank."""
+        """Sum x over the ranks that read different tokens; every rank gets the sum."""
         if self._ties is None or self.layout.size == self.layout.tensor:
             return x.detach()
         total = x.detach().to(self.device, copy=True)
@@ -186,7 +187,7 @@ class Mesh(AbstractContextManager["Mesh"]):
         return total.to(x.device)
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says yes: a stop that reached one process reaches all."""
+        """Whether the flag is set on any rank, so that a stop of one process stops all."""
         if self._ties is None:
             return flag
         said = torch.tensor(float(flag), device=self.device)
@@ -194,11 +195,11 @@ class Mesh(AbstractContextManager["Mesh"]):
         return bool(said)
 
     def groups(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Parameters that one fused step can take together; each list is an optimizer's group."""
+        """Group parameters that one fused optimizer step can update together."""
         return group_by_mesh(parameters)
 
     def clip(self, model: nn.Module, max_norm: float) -> Tensor:
-        """Scale gradients to a norm of at most `max_norm` (inf only measures); the norm before."""
+        """Clip gradients to a norm of at most `max_norm` (inf: none); return the norm before."""
         if self._ties is None:
             return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return clip_gradients(model, max_norm)
@@ -206,20 +207,21 @@ class Mesh(AbstractContextManager["Mesh"]):
     def state(
         self, model: nn.Module, optimizers: Sequence[Optimizer] = ()
     ) -> dict[str, Tensor] | None:
-        """Copies of all weights and optimizer state, whole, on the CPU; None but on the main rank.
+        """Gather unsharded copies of weights and optimizer state on the main rank's CPU, else None.
 
-        "model/<parameter>" and "optim/<parameter>/<word>", named as on one device. All ranks call.
+        Names are "model/<parameter>" and "optim/<parameter>/<word>", as on one device. It is a
+        collective: all ranks must call it.
         """
         return gather_state(model, optimizers, self.is_main)
 
     def restore(
         self, model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
     ) -> None:
-        """Go on from such a state, of any layout, given whole on every rank; set in place."""
+        """Load a state from `state` (of any layout), given unsharded on every rank, in place."""
         put_back(model, optimizers, tensors)
 
     def close(self) -> None:
-        """Leave the others; does nothing alone, or a second time."""
+        """Leave the process group if `launch` opened it; a second call does nothing."""
         if self._ties is not None and self._ties.owned and dist.is_initialized():
             dist.destroy_process_group()
         self._ties = None
@@ -229,7 +231,7 @@ class Mesh(AbstractContextManager["Mesh"]):
 
 
 def read_environment(layout: Layout) -> tuple[int, int]:
-    """Rank and number of processes as torchrun told them, or what to do about it."""
+    """Read rank and world size from torchrun's environment; raise with advice if they misfit."""
     start = f"start it with: torchrun --nproc-per-node {layout.size} ..."
     missing = [name for name in TORCHRUN if name not in os.environ]
     if missing:
@@ -252,9 +254,9 @@ def cut_row(name: str, rows: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def shard(model: Transformer, mesh: DeviceMesh, compute: torch.dtype | None) -> None:
-    """FSDP2 on each block and on what remains, with gradients summed."""
-    # Inputs are not cast: rotary's phases are among them, and vectors have the type of the weights
-    # that made them.
+    """Apply FSDP2 to each block and to the rest of the model, with gradients summed."""
+    # Inputs are not cast: rotary phases are among them, and activations already have the dtype of
+    # the weights that computed them.
     sums = None if compute is None else torch.float32
     policy = MixedPrecisionPolicy(compute, sums, cast_forward_inputs=False)
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
@@ -262,16 +264,16 @@ def shard(model: Transformer, mesh: DeviceMesh, compute: torch.dtype | None) -> 
         fully_shard(module, mesh=mesh, mp_policy=policy)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        # A sum that is a sum: gloo has no product-and-sum in one.
+        # A plain sum: gloo has no reduction that also multiplies.
         module.set_force_sum_reduction_for_comms(True)
     gather_around_methods(model)
 
 
 def gather_around_methods(model: Transformer) -> None:
-    """Let `run` and `encode` be called by themselves, as `forward` can be.
+    """Make FSDP2 gather weights around `run` and `encode`, as it does around `forward`.
 
-    FSDP2 gathers weights around `forward` alone, and can be asked to do so around other methods;
-    but not around one within another, after which it would give the weights back too early.
+    It must not do so for a call from within `forward`: at the end of the inner method it would
+    reshard the weights too early. Hooks on `forward` therefore record whether it is running.
     """
     within: list[nn.Module] = []
     model.register_forward_pre_hook(lambda module, _: within.append(module))

@@ -1,11 +1,12 @@
-"""Weights and optimizer state as plain tensors, whatever the layout; and the norm of gradients.
+"""Sharded weights and optimizer state to plain tensors and back; the norm of sharded gradients.
 
-Why: a snapshot must load on another number of devices, and on one.
+Why: a snapshot must load on any number of devices, and on one.
 
-How: names are those of one device. Each tensor is gathered whole, one at a time, and laid on the
-CPU of the main rank. Back, every rank has the whole tensors and takes its own shard without asking
-anyone. The order of shards is fixed: first over the tensor ranks, then, of what that left, over the
-ranks that read different tokens; so shards are taken from the last axis of the mesh to the first.
+How: names are those of one device. Tensors are gathered one at a time and copied to the CPU of the
+main rank. To restore, every rank gets the unsharded tensors and takes its own shard without
+communication. The order of sharding is fixed: first over the tensor ranks, then each of these
+shards over the ranks that read different tokens; so a shard is taken from the last axis of the mesh
+to the first.
 
 Left out: learning rates and other numbers of an optimizer's groups, which belong to the loop.
 """
@@ -27,12 +28,12 @@ from regard._torch import multiply_all
 
 MODEL, OPTIM = "model/", "optim/"
 _Tensor = TypeVar("_Tensor", bound=Tensor)
-# What wrappers put into the names of the parameters below them.
+# Prefixes that wrapper modules add to parameter names.
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and what else a model saves, each once, under its name on one device."""
+    """Parameters and persistent buffers, each once, under the names they have on one device."""
     reshard(model)
     named: dict[str, Tensor] = dict(model.named_parameters())
     kept = model.state_dict(keep_vars=True)
@@ -41,7 +42,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Give back FSDP2's outermost weights, which an evaluation leaves gathered in other tensors."""
+    """Reshard FSDP2 modules: after an evaluation the outermost one stays gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -50,7 +51,7 @@ def reshard(model: nn.Module) -> None:
 def find_optimizers(
     weights: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
 ) -> dict[str, Optimizer]:
-    """The optimizer that moves each parameter, in the order of the weights."""
+    """Map each parameter's name to the optimizer that updates it, in the order of the weights."""
     names = {id(weight): name for name, weight in weights.items()}
     found: dict[str, Optimizer] = {}
     for optimizer in optimizers:
@@ -69,7 +70,7 @@ def find_optimizers(
 def gather_state(
     model: nn.Module, optimizers: Sequence[Optimizer], keep: bool
 ) -> dict[str, Tensor] | None:
-    """All that training changes, whole, on the CPU of those that `keep`; all ranks must ask."""
+    """Gather weights and optimizer state on the CPU of ranks that `keep`; all ranks must call."""
     weights = named_weights(model)
     tensors = {MODEL + name: weight for name, weight in weights.items()}
     for name, optimizer in find_optimizers(weights, optimizers).items():
@@ -91,8 +92,8 @@ def gather_state(
 
 
 def own_shard(like: Tensor, whole: Tensor) -> Tensor:
-    """What this rank holds of a whole tensor, sharded as `like` is; it may be nothing."""
-    # Not by the placement's class: that of a shard of a shard differs between versions of torch.
+    """Take this rank's shard (perhaps empty) of a whole tensor, sharded as `like` is."""
+    # By the placement's `dim`: the class for a shard of a shard differs between versions of torch.
     if not isinstance(like, DTensor):
         return whole
     mesh = like.device_mesh
@@ -120,7 +121,7 @@ def fill(target: Tensor, name: str, whole: Tensor) -> None:
 def put_back(
     model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Make weights and optimizer state what `tensors` say, and nothing else."""
+    """Set weights and optimizer state to `tensors`, and drop other optimizer state."""
     weights = named_weights(model)
     holders = find_optimizers(weights, optimizers)
     given = {key.removeprefix(MODEL): x for key, x in tensors.items() if key.startswith(MODEL)}
@@ -149,10 +150,10 @@ def put_back(
 
 
 def make_state(optimizer: Optimizer, weight: Tensor, whole: Tensor) -> Tensor:
-    """An empty tensor for an optimizer that has not stepped yet, on the device its step wants."""
+    """Allocate state for an optimizer that has not stepped yet, on the device its step needs."""
     if whole.shape == weight.shape and whole.dim():
         return torch.empty_like(weight, dtype=whole.dtype, requires_grad=False)
-    # A count stays on the CPU unless the step runs on the device as a whole.
+    # A step count stays on the CPU unless the optimizer is fused or capturable.
     groups = optimizer.param_groups
     group = next(group for group in groups if any(x is weight for x in group["params"]))
     on_device = group.get("fused") or group.get("capturable")
@@ -169,7 +170,7 @@ def group_by_mesh(tensors: Iterable[_Tensor]) -> list[list[_Tensor]]:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients so that their norm over all ranks is at most `max_norm`; that norm."""
+    """Clip gradients to a norm over all ranks of at most `max_norm`; return the norm before."""
     reshard(model)
     grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     if not grads:

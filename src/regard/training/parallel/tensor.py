@@ -1,13 +1,14 @@
-"""Tensor parallel: each layer's heads and hidden numbers spread over the ranks.
+"""Tensor parallelism: each layer's heads and hidden units split over the ranks.
 
-Why: one layer's weights and its products are shared out among devices.
+Why: to divide a layer's weights and matrix products among devices.
 
-How: torch's own column and row rules. The projections to q, k, v and to the hidden width give each
-rank its own heads and hidden numbers; the projections back are summed by one all-reduce. Norms,
-embeddings and head stay whole on every rank, where they get the same gradients.
+How: torch's `ColwiseParallel` and `RowwiseParallel`. The projections to q, k, v and to the hidden
+width give each rank its own heads and hidden units; the outputs of the projections back are summed
+by one all-reduce. Norms, embeddings and head are replicated on the tensor ranks, where they get the
+same gradients.
 
-Left out: what holds a number for each head (sinks, ALiBi's slopes, T5's table) or is shared between
-heads (norms of q and k) is refused. Dropout must fall alike on tensor ranks: seed by `Mesh.part`.
+Left out: parameters for each head (sinks, ALiBi slopes, T5's table) or shared by heads (norms of q
+and k) are refused. Tensor ranks must draw the same dropout: seed by `Mesh.part`.
 """
 
 from __future__ import annotations
