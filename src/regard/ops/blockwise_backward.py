@@ -78,7 +78,7 @@ class _Walk:
         return slope[..., None]
 
     def sinks(self, sinks_h: Tensor) -> Tensor:
-        """The gradient of the sinks: scores that contribute to no output, total or entropy."""
+        """The gradient of the sinks: scores without a value, left out of totals and entropies."""
         share = (sinks_h.to(self.dtype)[:, None] - self.lse[..., 0]).exp()
         slope = self.slope[..., 0]
         if self.given.total is not None:

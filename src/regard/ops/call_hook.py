@@ -12,11 +12,10 @@ read. For the other hooks, a graph that is traced while a block is open contains
 `regard::hear`, which passes them each call when the graph runs. It declares that it writes to
 `effect`, so that the compiler does not remove it.
 
-A hook may bring a context manager, `quiet`, inside which calls are checked and passed on: code that
-intercepts torch's functions for the same recording need not process the many that this calls. And
-a hook may announce which row statistics it will ask for (`asks`). Where the kernel that runs can
-compute them beside the output, which must not change by a bit, the hook gets the call with them,
-after it ran.
+A hook may bring a context manager, `quiet`, inside which calls are checked and passed on, so that
+code that intercepts torch's functions for it does not see the many that this calls. And a hook may
+announce which row statistics it will ask for (`asks`). Where the kernel that runs can compute them
+beside the output, which must not change by a bit, the hook gets the call with them, after it ran.
 
 Left out: who called. A hook keeps track of modules itself; in compiled graphs by `tracing`.
 """

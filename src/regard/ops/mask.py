@@ -162,7 +162,7 @@ class Mask(Term):
         return At(self, queries, keys)
 
     def with_own_queries(self) -> Mask:
-        """The same mask at T = S, with tensors for queries that it had read off their keys."""
+        """The same mask at T = S, with explicit tensors for queries, not read off the keys."""
         return self
 
     def __and__(self, other: Mask) -> Mask:

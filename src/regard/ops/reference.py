@@ -49,7 +49,7 @@ def score(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule) -> Tensor:
 
 
 def weigh(scores_bhts: Tensor, rule: Rule, sinks_h: Tensor | None) -> Tensor:
-    """The softmax of each row, in whose sum a sink counts too; 0 where there is nothing to see."""
+    """The softmax of each row, with a sink in its sum; 0 where there is nothing to see."""
     S, alone_bhts = scores_bhts.shape[-1], scores_bhts
     if sinks_h is not None:
         scores_bhts = append(scores_bhts, sinks_h)
@@ -136,7 +136,7 @@ def add_rule(
         if rule.bias.hides:
             scores_bhts = torch.where(added_bhts == never, never, scores_bhts, out=out)
     if rule.mask is not None and not full:
-        # Not by `masked_fill`: on a CPU it takes longer than both matrix products if pairs differ.
+        # Not by `masked_fill`: on a CPU that takes longer than both products in a mixed tile.
         allowed_bhts = rule.mask.block(rule.shape, tile, scores_bhts.device)
         scores_bhts = torch.where(allowed_bhts, scores_bhts, never, out=out)
     return scores_bhts

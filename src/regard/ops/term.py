@@ -27,7 +27,7 @@ from regard._torch import register_pytree
 from regard.ops.shape import Shape, check_axis, check_counts, pick_axis
 
 Keys = slice | Tensor
-"""Some of the keys: a slice with both ends, or their indices in the order wanted, (S,)."""
+"""Some of the keys: a slice with an end, or their indices in the order wanted, (S,)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

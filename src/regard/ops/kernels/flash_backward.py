@@ -338,7 +338,7 @@ def _run_dense(step: _Pass) -> Tensor:
 
 
 def _sink_grad(given: Rendered, rows: RowGrads, entropy_grad: Tensor | None) -> Tensor:
-    """The gradient of the sinks: scores that contribute to no output and to no entropy."""
+    """The gradient of the sinks: scores without a value, left out of entropies."""
     assert given.sinks is not None
     T = given.q.shape[2]
     weight = torch.exp2(given.sinks.float()[:, None] / math.log(2.0) - rows.lse[..., :T])

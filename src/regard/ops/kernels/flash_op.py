@@ -48,7 +48,7 @@ def refuse(call: Call) -> str | None:
 
 
 def run(call: Call) -> Tensor:
-    """The output alone."""
+    """Attention by our kernels, the output alone."""
     return _attend(call, NOTHING, None)[0]
 
 

@@ -99,8 +99,7 @@ def count_intervals(given: Rendered) -> Tensor:
 def _count_window(
     T: int, S: int, left: int | None, right: int | None, device: torch.device
 ) -> Tensor:
-    """`count_intervals` by a window alone, in few operations: query t sees keys from
-    t + S - T - left on."""
+    """`count_intervals` of a window alone: query t sees the keys from t + S - T - left on."""
     own = torch.arange(S, device=device) - (S - T)
     past = torch.full_like(own, T) if left is None else (own + (left + 1)).clamp_(0, T)
     if right is not None:

@@ -314,7 +314,7 @@ def band_of(bias: Bias, shape: Shape, device: torch.device) -> Tensor:
 
 
 def _dense_of(bias: Bias, shape: Shape, device: torch.device) -> Tensor:
-    """Four axes, of which any may be 1; given numbers as they are, others rendered."""
+    """A bias as a tensor of four axes, of which any may be 1: as given, or rendered."""
     values = bias.values if isinstance(bias, DenseBias) else bias.dense(shape, device)
     values = values.to(device)
     return values[(None,) * (4 - values.dim())]
