@@ -1,7 +1,7 @@
 """Which backend runs a call: one table, one loop, and a reason from each backend that refuses.
 
 A backend has a name, `refuse(call)`, which returns a reason or None, `run(call)`, which returns the
-output, and `observe(call)`, which returns the wants too. `choose` takes the first backend in the
+output, and `observe(call)`, which also answers the wants. `choose` returns the first backend in the
 device's order that does not refuse; `backend=` names the only candidate. No option is silently
 ignored: a backend does all that a call asks for, or refuses it.
 """
@@ -45,7 +45,7 @@ def _tell_nothing(call: Call) -> Observation:
 
 @dataclass(frozen=True)
 class Backend:
-    """A path to the output: why it refuses, how it runs, and how it looks at weights."""
+    """One way to compute attention: why it refuses a call, how it runs it and answers its wants."""
 
     name: str
     refuse: Callable[[Call], str | None]
@@ -80,7 +80,7 @@ def _run_by_kernels(call: Call) -> Tensor:
     with on_device_of(call.q) if call.q.is_cuda else nullcontext():
         if triton.is_decoding(call):
             return decode.run(call)
-        # As in `triton.refuse`: on a GPU alone.
+        # Imported late, as in `triton.refuse`: without a GPU nobody should wait for this import.
         from regard.ops.kernels import flash_op
 
         return flash_op.run(call)
@@ -110,16 +110,16 @@ ORDER = {
     "cpu": ("sdpa", "blockwise", "reference", "flex"),
     "cuda": ("sdpa", "triton", "flex", "blockwise", "reference"),
 }
-"""By measured speed, compiling counted in: on a CPU FlexAttention runs only when named."""
+"""By measured speed, compile time included: on a CPU FlexAttention runs only when named."""
 
 
 def asked_first(call: Call) -> tuple[str, str] | None:
-    """The backend that is asked before the device's order, and why."""
+    """The backend to try before those in the device's order, and why; None: keep that order."""
     return asked_first_on_gpu(call) if call.q.device.type == "cuda" else None
 
 
 def asked_first_on_gpu(call: Call) -> tuple[str, str] | None:
-    """The same for a GPU: where our kernels, or none at all, were measured to be faster."""
+    """On a GPU: the backend measured to be faster for this call than the order says, and why."""
     is_little = triton.is_little(call.rule.shape)
     if call.wants is not None and is_little:
         return "blockwise", f"under {triton.LITTLE:,} weights are looked at before kernels compile"
@@ -135,12 +135,12 @@ def asked_first_on_gpu(call: Call) -> tuple[str, str] | None:
 
 
 def is_slow_by_kernels(call: Call) -> bool:
-    """Whether torch's kernels are faster for many queries, by what was measured."""
+    """Whether torch's kernels were measured to be faster than ours for many queries."""
     return call.q.dtype == torch.float32 or is_given_whole(call.rule)
 
 
 def order_of(call: Call) -> tuple[str, ...]:
-    """The backends to be asked, in turn."""
+    """The names of the backends in the order in which they are tried."""
     order = ORDER.get(call.q.device.type, ("sdpa", "blockwise", "reference"))
     first = asked_first(call)
     if first is None:
@@ -149,10 +149,11 @@ def order_of(call: Call) -> tuple[str, ...]:
 
 
 def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor | None:
-    """A call with a rule that our kernels run, by a short way; None for any other.
+    """Fast path for calls that our kernels run: the output, or None for any other call.
 
-    As `attend_plain` does for the plainest calls, it asks for what the long way would find out:
-    `explain` says triton for every call that this takes.
+    Like `attend_plain`, it checks at once what `make_call` and `choose` would find step by step.
+    `explain` names triton for the calls that run here; those kept as plain (`decode_relaunch`)
+    run on torch's kernels, as `explain` says.
     """
     form = decode_relaunch.form_of(q, k, v, given)
     if form is not None and (output := decode_relaunch.attend_again(form)) is not None:
@@ -174,7 +175,7 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
     is_plain = sdpa.flags(call.rule) is not None
     by_torch = by_torch or (is_plain and not sdpa.is_planned_anew(q, k, v))
     if by_torch and call.rule.softcap is None and call.sinks is None:
-        # Torch's kernels are asked first, and only these two do they surely refuse.
+        # Torch's kernels come first here; a softcap and sinks are what they refuse for certain.
         if form is not None and call.rule.mask is None and call.rule.bias is None:
             decode_relaunch.keep_plain(form)
         return None
@@ -182,16 +183,17 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
         return decode.run(call) if form is None else decode_relaunch.attend_first(call, form)
     if triton.refuse_many_queries(call) is not None:
         return None
-    # As in `triton.refuse`: on a GPU alone.
+    # Imported late, as in `triton.refuse`.
     from regard.ops.kernels import flash_op
 
     return flash_op.run(call)
 
 
 def attend_and_tell(call: Call) -> Tensor | None:
-    """The output of a call that hooks hear, and to them what the same pass tells of its rows.
+    """Run a call that hooks observe, and give them the row statistics of the same pass.
 
-    None where none asks, or another kernel would run unheard, whose output has other bits.
+    None where no hook asks for any, or where without hooks another kernel would run, whose
+    output has other bits.
     """
     wants = call_hook.asked_of_rows(call)
     if wants is None or call.transformed or call.needs_grad():
@@ -201,21 +203,21 @@ def attend_and_tell(call: Call) -> Tensor | None:
     given, ask = render(call), Ask(wants.entropy, wants.peak, wants.distance)
     if not all(flash_hopper.takes(given, each, None) for each in (NOTHING, ask)):
         return None
-    # As in `triton.refuse`: on a GPU alone.
+    # Imported late, as in `triton.refuse`.
     from regard.ops.kernels import row_stats
 
     try:
         with outside_autocast(call.q.device.type), on_device_of(call.q):
             output, rows = row_stats.first_pass(given, wants)
     except RuntimeError:
-        # Such as too little memory for what is asked: the output must come all the same.
+        # Such as too little memory for the statistics: the output must be computed all the same.
         return None
     call_hook.tell(replace(call, rows=rows))
     return output
 
 
 def choose(call: Call, backend: str) -> Backend:
-    """The first in order that does not refuse, or the one named, or an error that says why not."""
+    """The first backend in order that does not refuse, or the one named, whose refusal raises."""
     if backend == "auto":
         for name in order_of(call):
             if BACKENDS[name].refuse(call) is None:
@@ -234,7 +236,7 @@ def choose(call: Call, backend: str) -> Backend:
 
 
 def explain(call: Call, backend: str) -> Explanation:
-    """All verdicts, and which backend runs."""
+    """Which backend runs the call, and the verdict of each."""
     chosen, first, notes = choose(call, backend), asked_first(call), []
     if first is not None:
         notes.append(f"{first[0]} is asked first: {first[1]}")

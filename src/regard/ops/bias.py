@@ -4,13 +4,13 @@ The one definition is `add(b, h, i, j, shape, dtype)`, the number added to the s
 position i and the key at position j. The dense tensor (`dense`, `block`) and the FlexAttention
 function are derived from it. Biases with learned numbers also define how a gradient of the scores
 becomes a gradient of those numbers: `grad_at` and `grad_block` for one tile, `grad_places` and
-`grad_join` for all tiles together. A bias without these can be differentiated by the reference
+`grad_join` to combine all tiles. A bias without these can be differentiated by the reference
 backend only.
 
 -inf, and the most negative number of the bias's own type, mean "may not look": both are read as
 -inf.
 
-What concerns the tensors that a bias holds is in `term.py`.
+`term.py` moves, cuts and lists the tensors that a bias holds.
 
 Letters: B batch, H heads, T queries, S keys. Positions as in `mask.py`.
 """
@@ -48,9 +48,9 @@ class Bias(Term):
     """
 
     hides = True
-    """Whether the number may be -inf, which means that no look is allowed."""
+    """Whether the bias may be -inf, which hides the pair as a mask does."""
     gives_gradient = False
-    """Whether it tells how a gradient on the scores becomes one on its tensors."""
+    """Whether it computes the gradient of its tensors from that of the scores (`grad_at`)."""
 
     @property
     def positional(self) -> bool:  # type: ignore[override]
@@ -71,22 +71,22 @@ class Bias(Term):
         return [t for t in self.tensors() if t.is_floating_point()]
 
     def grad_at(self, grad_bhts: Tensor, i: Tensor, j: Tensor) -> list[Tensor]:
-        """What a gradient on the scores of queries at i and keys at j gives for each leaf."""
+        """The gradient of each leaf from the scores' gradient, for queries at i and keys at j."""
         raise AssertionError(f"{type(self).__name__} gives no gradient by positions")
 
     def grad_block(self, grad_bhts: Tensor, shape: Shape, tile: Tile) -> list[Tensor]:
-        """What a gradient on the scores of one tile gives for each leaf, before `grad_join`."""
+        """The gradient of each leaf from the scores' gradient in one tile, before `grad_join`."""
         _, _, i, j = indices(shape, tile, grad_bhts.device)
         return self.grad_at(grad_bhts, i, j)
 
     def grad_places(self, tile: Tile) -> list[Tile]:
-        """Where in each leaf belongs what a tile gives to it; what has one place is added up."""
+        """The region of each leaf that a tile's gradient belongs to; equal regions are summed."""
         return [Tile(0, 0, 0, 0)] * len(self.leaves())
 
     def grad_join(self, parts: list[dict[Tile, Tensor]], tiles: Sequence[Tile]) -> list[Tensor]:
-        """The leaves' gradients from what the tiles gave, by its place; `tiles` are all there are.
+        """The whole gradient of each leaf from its sums by region (`grad_places`).
 
-        What was summed in the scores' type is rounded once, here.
+        tiles: all tiles of the matrix. The sums have the scores' dtype and are rounded once, here.
         """
         return [
             next(iter(found.values())).to(leaf) if found else torch.zeros_like(leaf)
@@ -112,7 +112,7 @@ class Bias(Term):
         return BiasAt(self, queries, keys)
 
     def by_distance(self, gaps: Tensor, n_heads: int) -> Tensor:
-        """The numbers of a relative bias at the distances j - i given, (H, gaps), in float32."""
+        """The values of a relative bias at the distances j - i in `gaps`, (H, gaps), float32."""
         h = torch.arange(n_heads, device=gaps.device)[:, None]
         zero, shape = torch.zeros_like(gaps[0]), Shape(1, n_heads, 1, 1)
         numbers = self.add(zero, h, zero, gaps[None], shape, torch.float32)
@@ -160,7 +160,7 @@ class ALiBi(Bias):
             raise ValueError(f"slopes must have one axis (H), got shape {tuple(self.slopes.shape)}")
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device. Slopes that are not learned are copied there once."""
+        """The bias on a device; slopes that need no gradient are copied there only once."""
         slopes = self.slopes
         if torch.compiler.is_compiling() or slopes.device == device:
             return super().to(device)
@@ -310,7 +310,7 @@ class DenseBias(Bias):
 
 @dataclass(frozen=True, eq=False)
 class BiasAt(Placed, Bias):
-    """A bias with positions given, as a cache has them: of the queries, and of the keys."""
+    """A bias at explicit positions of queries and of keys, as a KV cache has them."""
 
     inner: Bias
     queries: Tensor
@@ -388,7 +388,7 @@ class Sum(Joined, Bias):
 
 
 def lowest_as_inf(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values in another type, with the lowest numbers of their own type read as -inf.
+    """The values in another dtype, with the lowest numbers of their own dtype read as -inf.
 
     Numbers at or below bfloat16's lowest count too, since masks made in bfloat16 are often widened.
     """
@@ -415,7 +415,7 @@ def alibi_slopes(n_heads: int) -> Tensor:
 
 
 def check_buckets(n_buckets: int, bidirectional: bool, max_distance: int) -> None:
-    """Refuse counts from which T5's buckets cannot be made."""
+    """Raise ValueError for counts from which T5's buckets cannot be built."""
     exact = n_buckets // (4 if bidirectional else 2)
     if exact < 1 or max_distance <= exact:
         raise ValueError(
@@ -441,7 +441,7 @@ def t5_bucket(
     else:
         far = (-distance).clamp(min=0)
     exact = n_buckets // 2
-    # The same order of float32 operations as the original, so that edges of buckets fall alike.
+    # The original's order of float32 operations, so that the edges of buckets are the same.
     ratio = torch.log(far.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     log_bucket = exact + (ratio * (n_buckets - exact)).to(distance.dtype)
     return side + torch.where(far < exact, far, log_bucket.clamp(max=n_buckets - 1))

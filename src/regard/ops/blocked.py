@@ -1,7 +1,7 @@
 """The mask of `regard.edit`'s `Block`: some queries of some heads may not look at some keys.
 
 It holds two short tensors, one number for each query and one for each key, so it needs no matrix
-for a long text; a pair is forbidden where both are True. For other shapes join several with `&`.
+for a long text; a pair is forbidden where both are True. Other patterns are several joined by `&`.
 
 Letters: B batch, H heads, T queries, S keys.
 """
@@ -50,7 +50,7 @@ class Blocked(Mask):
 
 
 def any_in(values: Tensor, first: Ints, last: Ints) -> Bools:
-    """Whether some of values (B, H, X) is True in each run first..last."""
+    """Whether any of values (B, H, X) is True in each range first..last, ends included."""
     some = values.flatten(0, 1).any(0).cpu().numpy()
     count = np.r_[0, np.cumsum(some)]
     return np.asarray(count[last + 1] > count[first])

@@ -1,19 +1,19 @@
 """Attention in tiles, with the online softmax: the reference's numbers without its T × S matrix.
 
 The matrix is computed tile by tile. For each band of queries the running maximum, the running sum
-and the running output are kept, and with them whatever was asked about the rows (entropy, peak,
+and the running output are kept, and with them the row statistics asked for (entropy, peak,
 distance, mass). Tiles in which the mask hides every pair are skipped, tiles in which it hides none
 are not masked. Extra memory is O(T + S), forward and backward: the backward pass recomputes the
 weights, tile by tile, from the saved logsumexp.
 
-On a CPU the two products are to take most of the time. So a tile is written in one scratch buffer
-and changed in place, exp is computed as a power of 2, which torch has vectorised, heads are walked
-a few at a time where the rule does not tell them apart, and at the edge of a mask tiles are cut to
-what may be seen.
+On a CPU the two matrix products should take most of the time. So a tile is computed in place in one
+scratch buffer, exp is computed as a power of 2, which torch vectorises, heads are processed a few
+at a time where the rule is the same for all of them, and at the edge of a mask tiles are cut to the
+visible keys.
 
-What is not finite reaches the rows that may look at it, and no others. A NaN score does so by
-itself, since the mask replaces the scores of hidden pairs. A value does not, as 0 · NaN is NaN: in
-a tile that is partly hidden only finite values are added up, and rows that see another are marked.
+A NaN or an infinity reaches the rows that may look at it, and no others. For scores the mask sees
+to that, as it replaces the scores of hidden pairs. For values it does not, as 0 · NaN is NaN: in a
+tile that is partly hidden only finite values are summed, and rows that see another are marked.
 
 The backward pass is written in differentiable operations on lists of tiles, so it can be
 differentiated again, and under `torch.func`; it is in `blockwise_backward.py`, and
@@ -54,20 +54,20 @@ from regard.ops.shape import Shape, Tile
 TILE_ENTRIES = 2**20
 """Scores held at once over all heads: small enough for a cache, large enough to keep torch busy."""
 GPU_ENTRIES = 2**25
-"""The same on a GPU, which small tiles would leave idle."""
+"""Scores held at once on a GPU, which smaller tiles would leave idle."""
 
 SMALLEST = 64
 """The side below which tiles do not shrink, however many heads there are."""
 HEAD_ENTRIES = 2**18
-"""Scores of one head in a tile, where heads can be walked a few at a time."""
+"""Scores of one head in a tile, where heads can be processed a few at a time (`cut_heads`)."""
 TALLEST = 512
-"""Rows of a tile on a CPU: enough for a fast product, few enough to follow the edge of a mask."""
+"""Most rows of a tile on a CPU: enough for a fast product, few enough to follow a mask's edge."""
 RUN = 32
-"""Neighbouring keys of which the largest score is found first, when its key is wanted."""
+"""Keys in a run: `argmax` finds the run with the largest score first, then the key in it."""
 LOG2_E = math.log2(math.e)
 """exp(x) is exp2(x · LOG2_E), which torch computes faster on many CPUs."""
 EDGE = 128
-"""Keys in the steps by which tiles are cut to what a mask leaves."""
+"""Tiles are cut to what a mask leaves at multiples of this many keys."""
 
 
 class Ask(NamedTuple):
@@ -82,7 +82,7 @@ NOTHING = Ask()
 
 
 class Rows(NamedTuple):
-    """What one pass over the tiles tells of each row, (B, H, T); empty tensors where not asked.
+    """Row statistics of one pass over the tiles, (B, H, T); empty tensors where not asked for.
 
     `total` is the sum of the row's weights: 1, less with sinks, 0 where nothing is seen. A weight
     is exp(score - `row_max`) / `denominator`, which stays exact where exp(score - lse) would not.
@@ -112,9 +112,9 @@ def tile_sizes(shape: Shape, on_gpu: bool = False) -> tuple[int, int]:
 
 
 def tile_scratch(shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A scratch buffer for the scores of one tile, or what is as large, used for every tile.
+    """A scratch buffer for the scores of one tile, or another tensor of that size, for every tile.
 
-    A new tensor for each leaves holes in the heap that the next, aligned one may not fit.
+    A new tensor for each tile fragments the heap: the next, aligned one may not fit into its hole.
     """
     height, width = tile_sizes(shape, like.is_cuda)
     size = shape.B * shape.H * height * width
@@ -122,7 +122,7 @@ def tile_scratch(shape: Shape, like: Tensor, dtype: torch.dtype | None = None) -
 
 
 def grid_tiles(shape: Shape) -> list[Tile]:
-    """Every tile of the grid that `bands` walks, the empty ones too."""
+    """Every tile of the grid that `bands` covers, empty ones included."""
     height, width = tile_sizes(shape)
     return [
         Tile(t, min(t + height, shape.T), s, min(s + width, shape.S))
@@ -139,8 +139,8 @@ def bands(
 ) -> list[tuple[tuple[int, int], list[tuple[Tile, bool]]]]:
     """Per band of queries (t0, t1): the tiles that are not empty, each with whether it is full.
 
-    queries: the first and past the last that are wanted; all unless given. The tiles lie on a grid;
-    with a step, they are cut at multiples of it to what the mask leaves.
+    queries: the first and past the last query wanted; default all. The tiles form a grid; with a
+    step, they are cut to what the mask leaves, at multiples of that many keys.
     """
     height, width = tile_sizes(rule.shape, on_gpu)
     step = width if step is None or rule.mask is None else min(step, width)
@@ -164,9 +164,9 @@ def bands(
 
 
 class _Scratch(NamedTuple):
-    """The buffers that every tile is computed in; without them, tensors are never written twice.
+    """The buffers in which every tile is computed; without them nothing is written in place.
 
-    `spare` is a second one, for what needs scores and weights at once.
+    `spare` is a second buffer, for statistics that need scores and weights at once.
     """
 
     scores: Tensor
@@ -174,7 +174,7 @@ class _Scratch(NamedTuple):
 
 
 class _Band:
-    """The running numbers of one band of queries; q is scaled, in the type of the scores."""
+    """The running maximum, sums and output of one band of queries; q is scaled, in score dtype."""
 
     def __init__(
         self, q_bhtd: Tensor, v_bgse: Tensor, i_t1: Tensor, scratch: _Scratch | None = None
@@ -192,13 +192,13 @@ class _Band:
         self.key = torch.full_like(self.sum, -1, dtype=torch.int64)
 
     def score(self, k_bgsd: Tensor, rule: Rule, tile: Tile, full: bool) -> Tensor:
-        """The scores of one tile, which may be written over."""
+        """The scores of one tile; the caller may overwrite them."""
         scratch = None if self.scratch is None else self.scratch.scores
         scores_bhts = softcapped(group_matmul(self.q, k_bgsd.mT, scratch), rule)
         return add_rule(scores_bhts, rule, tile, full, in_place=scratch is not None)
 
     def spare(self, like_bhts: Tensor) -> Tensor | None:
-        """The second buffer in the shape of a tile; None where tensors are not written twice."""
+        """The second buffer in the shape of a tile; None where there is none."""
         if self.scratch is None or self.scratch.spare is None:
             return None
         return self.scratch.spare[: like_bhts.numel()].view(like_bhts.shape)
@@ -206,7 +206,7 @@ class _Band:
     def take(
         self, scores_bhts: Tensor, j_s: Tensor, mass_b1s1: Tensor | None, ask: Ask
     ) -> tuple[Tensor, Tensor]:
-        """Fold in one tile; its weights before division, and what the old numbers shrink by."""
+        """Fold in one tile; returns its unnormalised weights and the factor for the older sums."""
         highest = torch.maximum(self.row_max, row_max(scores_bhts))
         shrink = (self.row_max - highest).exp()
         if ask.peak:
@@ -223,7 +223,7 @@ class _Band:
         part = weights.sum(-1, keepdim=True)
         self.sum = shrink * self.sum + part
         if ask.distance:
-            # Not as a product of matrix and vector, whose sums are less exact.
+            # Not as a matrix-vector product, whose sums are less exact.
             free = power if ask.entropy and self.scratch is not None else self.spare(weights)
             near = torch.mul(weights, (j_s - j_s[0]).to(weights.dtype), out=free)
             step = part * (self.i_t1 - j_s[0]).to(part.dtype) - near.sum(-1, keepdim=True)
@@ -240,7 +240,7 @@ class _Band:
         v_bgse: Tensor,
         hidden_bhts: Tensor | None,
     ) -> None:
-        """Add the values of one tile; hidden: the pairs that no NaN may pass, if there are any."""
+        """Add one tile's weighted values; hidden: the hidden pairs, which pass no NaN, if any."""
         if hidden_bhts is not None:
             spoil_bg1s = spoil(v_bgse, weights_bhts.dtype)[..., None, :]
             spoil_bhts = repeat_heads(spoil_bg1s, weights_bhts.shape[1])
@@ -253,15 +253,15 @@ class _Band:
             add_group_matmul(self.output.mul_(shrink_bht1), weights_bhts, v_bgse)
 
     def none(self) -> Tensor:
-        """What stands for an answer not asked for; new each time, since results share nothing."""
+        """The empty tensor of a statistic not asked for; a new one each time, never shared."""
         return self.sum.new_zeros(0)
 
     def logit(self) -> Tensor:
-        """The largest score of each row; NaN where the sum is, -inf where nothing is seen."""
+        """The largest score of each row; NaN where the sum is NaN, -inf where nothing is seen."""
         return (self.row_max + 0.0 * self.sum).masked_fill(self.sum == 0, -math.inf)
 
     def finish(self, sinks_h: Tensor | None, ask: Ask, has_mass: bool) -> Rows:
-        """The rows' numbers with the sums divided out."""
+        """The final statistics: sinks added to the sums, and everything divided by them."""
         highest, total = self.row_max, self.sum
         if sinks_h is not None:
             sink = sinks_h.to(total.dtype)[:, None, None]
@@ -272,7 +272,7 @@ class _Band:
         share = (self.row_max - highest).exp() / total
         lse = (highest + total.log()).masked_fill(empty, -math.inf)
         weight = self.sum * share
-        # lse - self.row_max, but not by way of lse: large scores would cost its last digits.
+        # lse - self.row_max, but not computed from lse, which large scores cost its last digits.
         spread = (highest - self.row_max) + total.log()
         entropy = (weight * spread).masked_fill(empty, 0.0) - self.score_sum * share
         seen = (self.sum != 0).to(share.dtype)
@@ -292,7 +292,7 @@ class _Band:
 
 
 def better_key(scores_bhts: Tensor, better_bht1: Tensor, key_bht1: Tensor, first: Tensor) -> Tensor:
-    """Each row's best key so far, looked for only in rows where this tile holds a better one."""
+    """Each row's best key so far; only rows for which this tile holds a better one are searched."""
     if not readable(scores_bhts):
         best = scores_bhts.argmax(-1, keepdim=True) + first
         return torch.where(better_bht1, best, key_bht1)
@@ -304,7 +304,7 @@ def better_key(scores_bhts: Tensor, better_bht1: Tensor, key_bht1: Tensor, first
 
 
 def argmax(scores_ns: Tensor) -> Tensor:
-    """The first largest of each row; torch finds the largest much faster than where it lies."""
+    """The index of each row's first maximum; torch's `amax` is much faster than its `argmax`."""
     if scores_ns.shape[1] % RUN:
         return scores_ns.argmax(-1)
     runs_nrs = scores_ns.view(scores_ns.shape[0], -1, RUN)
@@ -314,12 +314,12 @@ def argmax(scores_ns: Tensor) -> Tensor:
 
 
 def no_key(key: Tensor, weight: Tensor) -> Tensor:
-    """Keys, of which rows of NaN have none: -1."""
+    """The keys, with -1 for rows whose weight is NaN."""
     return key.masked_fill(weight.isnan(), -1)
 
 
 def marked(x: Tensor) -> Tensor:
-    """x with NaN for an infinity too, so that every score made with it is NaN."""
+    """x with infinities replaced by NaN, so that every score computed from one is NaN."""
     return x if x.numel() and known_finite(x) else x + x * 0.0
 
 
@@ -328,7 +328,7 @@ def first_pass(
 ) -> Rows:
     """Output, logsumexp and the row statistics asked for, in one walk over the tiles.
 
-    queries: the first and past the last whose rows are wanted; all unless given.
+    queries: the first and past the last query whose rows are wanted; default all.
     """
     given = [*call.tensors(), call.seed, mass_bs]
     transformed = any(t is not None and is_transformed(t) for t in given)
@@ -342,10 +342,10 @@ def first_pass(
 def cut_heads(
     call: Call, mass_bs: Tensor | None, transformed: bool
 ) -> list[list[tuple[Call, Tensor | None]]]:
-    """The call cut into a few samples each, and those into a few heads each, with their masses.
+    """Split a call into parts of few samples, and these into parts of few heads, with their masses.
 
-    On a CPU tiles of few heads are faster than small tiles of many; but only a rule and a call that
-    does not tell heads apart can be cut.
+    On a CPU tiles of few heads are faster than small tiles of many. A call can be split only if its
+    rule and its dropout do not depend on the head: a relative mask, no bias, no seed.
     """
     rule, (B, H, T, S) = call.rule, call.rule.shape
     alike = rule.bias is None and (rule.mask is None or rule.mask.relative) and call.seed is None
@@ -376,7 +376,7 @@ def cut_heads(
 
 
 def join(parts: list[Rows], axis: int) -> Rows:
-    """Rows of neighbouring samples, heads or queries as one; nothing stays nothing."""
+    """Concatenate rows of neighbouring samples, heads or queries; empty tensors stay empty."""
     if len(parts) == 1:
         return parts[0]
     together = zip(*parts, strict=True)

@@ -2,10 +2,11 @@
 
 With p the weights, g the gradient of the output and δ = Σ g·output for each row, the gradient on a
 score is p · (dropped g·v − δ + g_lse + g_total · (1 − Σp) − g_entropy · (log p + entropy + 1 −
-Σp)); bias, softcap, scale, q and k take it from there. Only differentiable operations are used, and
-nothing is written in place, so the pass can itself be differentiated. Products with gradients take
-the finite parts of q, k and v: a hidden pair has the weight 0, and 0 · NaN would be NaN. The rows
-that see what is not finite have a logsumexp or an output of NaN, which spoils only their gradients.
+Σp)); the chain rule continues through bias, softcap and scale to q and k. Only differentiable
+operations are used, and nothing is written in place, so the pass can itself be differentiated.
+Products with gradients use the finite parts of q, k and v: a hidden pair has the weight 0, and 0 ·
+NaN would be NaN. Rows that see a NaN or an infinity have a logsumexp or an output of NaN, which
+spoils only their gradients.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width; t, s
 sizes of a tile.
@@ -39,7 +40,7 @@ class Grads(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Gradients that arrive at the output, the logsumexp, the totals and the entropies, or None."""
+    """Incoming gradients of output, logsumexp, totals and entropies; None where there is none."""
 
     output: Tensor | None
     lse: Tensor | None
@@ -48,7 +49,7 @@ class Given(NamedTuple):
 
 
 class _Walk:
-    """One backward walk over the tiles, with the sums it gathers."""
+    """One backward walk over the tiles, with the gradients it accumulates."""
 
     def __init__(self, call: Call, rows: Rows, given: Given) -> None:
         self.marked = marked(call.q), marked(call.k)
@@ -57,13 +58,13 @@ class _Walk:
         self.dtype = score_dtype(self.q.dtype)
         self.k_parts: dict[tuple[int, int], Tensor] = {}
         self.v_parts: dict[tuple[int, int], Tensor] = {}
-        # Added up at once: small tensors kept between large ones would hold the heap's memory.
+        # Summed immediately: small tensors kept between large ones would fragment the heap.
         self.bias_parts: list[dict[Tile, Tensor]] = [{} for _ in self.rule.bias_leaves()]
         self.lse = rows.lse.masked_fill(rows.lse == -math.inf, 0.0)[..., None]
         self.slope = self._slope_of_rows()
 
     def _slope_of_rows(self) -> Tensor:
-        """The part of a score's gradient, over its weight, that a row shares: (B, H, T, 1)."""
+        """The part of (gradient of a score) / weight that a row has in common, (B, H, T, 1)."""
         given, rows = self.given, self.rows
         slope = torch.zeros_like(rows.lse)
         if given.output is not None:
@@ -77,7 +78,7 @@ class _Walk:
         return slope[..., None]
 
     def sinks(self, sinks_h: Tensor) -> Tensor:
-        """The gradient of the sinks: scores that count in no value, total or entropy."""
+        """The gradient of the sinks: scores without a value, left out of totals and entropies."""
         share = (sinks_h.to(self.dtype)[:, None] - self.lse[..., 0]).exp()
         slope = self.slope[..., 0]
         if self.given.total is not None:
@@ -87,7 +88,7 @@ class _Walk:
         return (share * slope).sum((0, 2)).to(sinks_h.dtype)
 
     def tile(self, tile: Tile, full: bool, keep: Tensor | None, wants_bias: bool) -> Tensor:
-        """Gather the gradients of one tile; what it gives to its queries comes back."""
+        """Accumulate the gradients of one tile; returns its part of the gradient of its queries."""
         rows, keys = (tile.t0, tile.t1), (tile.s0, tile.s1)
         q, k, v = run_of(self.q, rows), run_of(self.k, keys), run_of(self.v, keys)
         capped = raw_scores(run_of(self.marked[0], rows), run_of(self.marked[1], keys), self.rule)
@@ -123,8 +124,8 @@ class _Walk:
 
 
 def backward_pass(call: Call, rows: Rows, given: Given, wants_bias: bool) -> Grads:
-    """Gradients of everything that went into the first pass."""
-    # The user may ask for gradients inside of autocast, which was left behind for the first pass.
+    """Gradients of all inputs of the first pass."""
+    # backward() may be called inside autocast, which was switched off for the first pass.
     with outside_autocast(call.q.device.type):
         return _walk_back(call, rows, given, wants_bias)
 
@@ -155,10 +156,10 @@ def _walk_back(call: Call, rows: Rows, given: Given, wants_bias: bool) -> Grads:
 
 
 def run_of(x: Tensor, run: tuple[int, int]) -> Tensor:
-    """Rows or keys first..last of a tensor whose third axis they are.
+    """Rows or keys from the first of `run` to past its last, along the third axis.
 
-    By `narrow`, which batched gradients (`is_grads_batched`) take; a slice of everything is an
-    alias, which they do not.
+    By `narrow`, which batched gradients (`is_grads_batched`) support. A slice of everything would
+    be an alias, which they do not support.
     """
     return x.narrow(2, run[0], run[1] - run[0])
 
@@ -173,12 +174,12 @@ def group_outer(a_bhts: Tensor, b_bhtx: Tensor, n_groups: int) -> Tensor:
 
 
 def add_part(parts: dict[Place, Tensor], place: Place, part: Tensor) -> None:
-    """Add a tile's share to what its place has gathered so far."""
+    """Add a tile's part to the sum of its region."""
     parts[place] = parts[place] + part if place in parts else part
 
 
 def join_parts(parts: dict[tuple[int, int], Tensor], like: Tensor, rule: Rule) -> Tensor:
-    """The keys' shares side by side; keys that no tile touched get zeros."""
+    """Concatenate the gradients of the keys; keys that no tile touched get zeros."""
     if not parts:
         return torch.zeros_like(like)
     pieces, at = [], 0

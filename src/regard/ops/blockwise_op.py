@@ -23,7 +23,7 @@ from regard.ops.shape import Shape
 
 
 class Flat(NamedTuple):
-    """A call taken apart as far as autograd and compilers ask for it."""
+    """A call flattened to the tensors and constants that autograd and compilers can carry."""
 
     form: Form | str
     tensors: list[Tensor]
@@ -37,7 +37,7 @@ class Flat(NamedTuple):
     seed: Tensor | None
 
     def call(self) -> Call:
-        """The call."""
+        """Rebuild the call."""
         (B, H, T, _), S = self.q.shape, self.k.shape[2]
         rule = unpack(Packed(*self[:4]), Shape(B, H, T, S))
         return Call(
@@ -53,7 +53,7 @@ class Flat(NamedTuple):
 
 def _forward(*args: Any) -> list[Tensor]:
     *flat, asked, mass = args
-    # As the fake twin says, whatever way the heads given lie.
+    # Contiguous, as the fake implementation says, whatever the strides of the inputs.
     return [x.contiguous() for x in first_pass(Flat(*flat).call(), Ask(*asked), mass)]
 
 
@@ -118,7 +118,7 @@ def _(*args: Any) -> list[Tensor]:
 
 
 class _Fixed(NamedTuple):
-    """What goes with the tensors of a call; leaves: which tensors of the rule may be learned."""
+    """The constants of a call; leaves: indices of the rule's tensors that may have a gradient."""
 
     form: Form | str
     ints: tuple[int, ...]
@@ -174,7 +174,7 @@ class _Blockwise(torch.autograd.Function):
 
 
 def refuse(call: Call) -> str | None:
-    """Everything but the whole matrix and forward-mode derivatives."""
+    """Why the tiles cannot run a call, such as for `weights` or a forward-mode derivative."""
     if call.wants is not None and call.wants.weights:
         return "it never builds the T × S matrix that `weights` asks for; reference does"
     if call.has_tangent():
@@ -203,7 +203,7 @@ def run_blockwise(call: Call, ask: Ask = NOTHING, mass: Tensor | None = None) ->
     if torch.compiler.is_compiling():
         assert not isinstance(packed.form, str)
         packed = packed._replace(form=spell(packed.form))
-        # A traced autograd function takes no tensor twice: attention(x, x, x).
+        # A traced autograd function accepts no tensor twice, as in attention(x, x, x).
         inputs = (call.q, call.k.view_as(call.k), call.v.view_as(call.v))
         if not wants_grad:
             return Rows(*_forward_op(*packed, *inputs, sinks, dropout, seed, list(ask), mass))

@@ -1,10 +1,10 @@
 """One call of attention, as a value: everything that was asked for, checked.
 
-`Rule` says how scores are made and which of them count: scale, softcap, bias, mask, at one shape.
-`Call` is a rule with q, k, v, sinks, dropout and wants; a backend is a function of it. `make_call`
-checks what a user gave, and everything after it may assume a valid call. Where a kernel takes a
-tensor of numbers instead of a mask and a bias, these are rendered here, by `Rule.block`, and
-nowhere else.
+`Rule` says how scores are computed and which of them count: scale, softcap, bias, mask, at one
+shape. `Call` is a rule with q, k, v, sinks, dropout and wants; a backend is a function of it.
+`make_call` checks what a user gave, and everything after it may assume a valid call. Where a kernel
+needs a tensor of numbers instead of a mask and a bias, these are rendered here, by `Rule.block`,
+and nowhere else.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -38,7 +38,7 @@ from regard.ops.wants import Wants
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rule:
-    """How scores are made and which of them count: scale, softcap, bias, mask, in this order."""
+    """How scores are computed and which count: scale, softcap, bias, mask, in this order."""
 
     shape: Shape
     scale: float | None = None
@@ -96,7 +96,10 @@ class Rule:
         return _join(bias, allowed, like, (tile.t1 - tile.t0, tile.s1 - tile.s0))
 
     def band(self, i: Tensor, j: Tensor, like: Tensor) -> Tensor:
-        """The same for positions i (t, 1) and j (s,), of a rule that is relative."""
+        """What is added to the scores at positions i (t, 1) and j (s,), -inf where hidden.
+
+        Only for a rule that is relative; (1, H or 1, t, s).
+        """
         h, bias, allowed = torch.arange(self.shape.H, device=like.device)[:, None, None], None, None
         if self.bias is not None:
             bias = self.bias.add(h, h, i, j, self.shape, like.dtype)
@@ -108,7 +111,7 @@ class Rule:
 def _join(
     bias: Tensor | None, allowed: Tensor | None, like: Tensor, size: tuple[int, int]
 ) -> Tensor:
-    """A bias, and -inf where no look is allowed, as one tensor of four axes, the last two whole."""
+    """Bias and mask as one tensor to add, -inf where hidden; four axes, the last two full-size."""
     values = like.new_zeros((1, 1)) if bias is None else bias
     if allowed is not None:
         values = torch.where(allowed, 0.0 if bias is None else bias, -math.inf).to(like.dtype)
@@ -131,9 +134,9 @@ class Call:
     transformed: bool = False
     """Whether a tensor of the call is being carried through a `torch.func` transform."""
     caller: int | None = None
-    """The id of the module that made it, where a compiled graph tells."""
+    """The id of the module that made the call, where a compiled graph recorded it."""
     rows: dict[str, Tensor] | None = None
-    """What the pass that gave the output told of rows, where a hook asked for it (`flash.py`)."""
+    """Row statistics of the pass that computed the output, if a hook asked for any (`flash.py`)."""
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of the call."""
@@ -141,7 +144,7 @@ class Call:
         return [t for t in given if t is not None] + self.rule.tensors()
 
     def seeded(self) -> Call:
-        """The same with a seed for its dropout, drawn now when none was given."""
+        """The call with a seed for its dropout, drawn now if none was given."""
         if self.dropout == 0.0 or self.seed is not None:
             return self
         return replace(self, seed=draw_seed(self.q.device))
@@ -155,7 +158,7 @@ class Call:
         return any([t.requires_grad for t in self.tensors()])
 
     def is_unreadable(self) -> bool:
-        """Whether values cannot be looked at now."""
+        """Whether values of tensors cannot be read now: while tracing, or inside a transform."""
         return torch.compiler.is_compiling() or is_traced_by_fx() or self.transformed
 
     def has_tangent(self) -> bool:
@@ -174,7 +177,7 @@ class Call:
 
 
 class Given(TypedDict):
-    """What `attention`, `observe` and `explain` are given beside q, k and v."""
+    """The arguments beside q, k and v that `attention`, `observe` and `explain` share."""
 
     mask: Mask | Tensor | None
     bias: Bias | Tensor | None
@@ -196,7 +199,7 @@ def make_call(
     dropout: float = 0.0,
     seed: int | Tensor | None = None,
 ) -> Call:
-    """Check everything and gather it into a call."""
+    """Check all arguments and build a call from them."""
     q, k, v = under_autocast(q, k, v)
     rule: Given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
     call = gather_call(q, k, v, check_inputs(q, k, v), rule)
@@ -210,12 +213,12 @@ def make_call(
 
 
 def gather_call(q: Tensor, k: Tensor, v: Tensor, shape: Shape, given: Given) -> Call:
-    """Inputs that fit each other and what is asked for, checked, as a call."""
+    """Build a call from inputs of a checked shape; all other arguments are checked here."""
     mask, bias = as_mask(given["mask"]), as_bias(given["bias"])
     scale, softcap, sinks = given["scale"], given["softcap"], given["sinks"]
     if mask is not None:
         mask.check(shape)
-        # One query on the last key sees all of them: so every step of generation is a plain call.
+        # One query on the last key sees all keys, so a step of causal generation is a plain call.
         if mask.hides_nothing(shape):
             mask = None
     if bias is not None:
@@ -234,10 +237,10 @@ def gather_call(q: Tensor, k: Tensor, v: Tensor, shape: Shape, given: Given) -> 
 
 
 def plain_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int] | None:
-    """B, H, T and S of plain tensors that fit each other, with which nothing else is going on.
+    """B, H, T and S of inputs that the fast paths accept; None sends the call through `make_call`.
 
-    None sends a call the long way: inputs that are empty or do not fit, values of another width,
-    tracing, transforms, forward-mode derivatives, autocast.
+    None: inputs that are empty or do not fit each other, values of another width, subclasses of
+    Tensor, tracing, transforms, forward-mode derivatives, autocast.
     """
     if not (type(q) is type(k) is type(v) is Tensor) or q.is_nested or k.is_nested:
         return None
@@ -257,7 +260,7 @@ def plain_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int] | 
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask | None:
-    """A mask as given, or a bool tensor as one."""
+    """The mask itself; a bool tensor becomes `Dense`."""
     if mask is None or isinstance(mask, Mask):
         return mask
     if isinstance(mask, Bias):
@@ -266,7 +269,7 @@ def as_mask(mask: Mask | Tensor | None) -> Mask | None:
 
 
 def as_bias(bias: Bias | Tensor | None) -> Bias | None:
-    """A bias as given, or a float tensor as one."""
+    """The bias itself; a float tensor becomes `DenseBias`."""
     if bias is None or isinstance(bias, Bias):
         return bias
     if isinstance(bias, Mask):
@@ -275,7 +278,7 @@ def as_bias(bias: Bias | Tensor | None) -> Bias | None:
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """The sizes of a call whose tensors fit each other; else an error that says what does not."""
+    """The shape of a call; raises an error that says which of its tensors do not fit."""
     fits = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if fits and (q.is_nested or k.is_nested or v.is_nested):
         raise TypeError(
@@ -311,7 +314,7 @@ def check_number(name: str, value: float, positive: bool = False) -> float:
     if isinstance(value, str):
         raise TypeError(f"{name} must be a number, got {value!r}")
     number = float(value)
-    # By comparisons, which a compiler can trace where the number is open.
+    # By comparisons, which a compiler can trace where the number is symbolic.
     if not -math.inf < number < math.inf or (positive and number <= 0):
         raise ValueError(
             f"{name} must be a finite number{' above 0' if positive else ''}, got {value}"
@@ -320,10 +323,10 @@ def check_number(name: str, value: float, positive: bool = False) -> float:
 
 
 def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Inside autocast inputs take its type, as torch's own attention does; float64 stays."""
+    """Cast inputs to autocast's dtype, as torch's own attention does; float64 stays."""
     if not isinstance(q, Tensor) or not is_autocast(q.device.type):
         return q, k, v
-    # What is no float tensor is left for the checks to speak of.
+    # Anything but float tensors is left to the checks, which raise an error.
     if any(
         not isinstance(x, Tensor) or x.dtype == torch.float64 or not x.is_floating_point()
         for x in (q, k, v)
@@ -334,7 +337,7 @@ def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Autocast has had its say at the door; inside, types are chosen with care and must stay."""
+    """A context without autocast: it was applied to the inputs, and the dtypes after that stay."""
     if is_autocast(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
@@ -346,5 +349,5 @@ def is_autocast(device_type: str) -> bool:
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which scores and softmax run: float64 stays, all others use float32."""
+    """The dtype of scores and softmax: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,20 +1,21 @@
 """The one hook on attention: inside a block it is called with every call of `attention`.
 
-Why: layers (`observing`), the lens (`watch`) and losses on attention all want to see the calls, and
-the code that calls attention must not know any of them.
+Why: layers (`observing`), the lens (`watch`) and losses on attention all need to see the calls, and
+the code that calls attention must not depend on any of them.
 
-How: `attention`, and `observe` where it gives an output, look at `active`, which is None while no
-block is open anywhere, and then do nothing else. A hook is given the call, checked, before it runs,
-and must change nothing. It belongs to its block, and hears the calls of the thread and the context
-(`contextvars`) in which the block was opened; blocks may end in any order. One that is `shared`
-hears the calls of all threads, and is traced along in compiled graphs, which know no contexts. For
-the others a graph that is traced while a block is open has an operation, `regard::hear`, which
-gives them each call when it runs. It says that it writes to `effect`, so that it is not removed.
+How: `attention`, and `observe` where it computes an output, check `active`. It is None while no
+block is open anywhere, and then nothing else is done. A hook gets the checked call before it runs,
+and must change nothing. It belongs to its block, and gets the calls of the thread and the context
+(`contextvars`) in which the block was opened; blocks may end in any order. A hook that is `shared`
+gets the calls of all threads, and is itself traced into compiled graphs, where contexts cannot be
+read. For the other hooks, a graph that is traced while a block is open contains an operation,
+`regard::hear`, which passes them each call when the graph runs. It declares that it writes to
+`effect`, so that the compiler does not remove it.
 
-A hook may bring a context in which calls are prepared and heard: what follows functions of torch
-for its sake is spared the many of them. And it may say beforehand what it will ask about rows.
-Where the kernel that runs can tell that beside the output, which must not change by a bit, it is
-told with the call, after it ran.
+A hook may bring a context manager, `quiet`, inside which calls are checked and passed on, so that
+code that intercepts torch's functions for it does not see the many that this calls. And a hook may
+announce which row statistics it will ask for (`asks`). Where the kernel that runs can compute them
+beside the output, which must not change by a bit, the hook gets the call with them, after it ran.
 
 Left out: who called. A hook keeps track of modules itself; in compiled graphs by `tracing`.
 """
@@ -43,7 +44,7 @@ Quiet = Callable[[], AbstractContextManager[None]]
 
 @dataclass(eq=False)
 class Block:
-    """One open block; one that has ended may still be known to a context that was copied."""
+    """One block of a hook; when it has ended, copies of the context may still refer to it."""
 
     hook: Hook
     shared: bool
@@ -54,14 +55,14 @@ class Block:
 
 
 active: Hook | None = None
-"""What is given every call now: `tell`, while some block is open."""
+"""The function that gets every call: `tell` while some block is open, otherwise None."""
 shared: tuple[Hook, ...] = ()
 listening = False
 """Whether some block is open that is not shared."""
 tracing: list[Any] = []
 """The modules that the compiler is tracing now, outermost first."""
 effect: Tensor | None = None
-"""What operations say they write to that only tell something."""
+"""The tensor that operations without a result declare to write to, so that they are kept."""
 _open: list[Block] = []
 _own: ContextVar[tuple[Block, ...]] = ContextVar("regard_call_hooks", default=())
 _lock = threading.Lock()
@@ -79,7 +80,7 @@ def tell(call: Call) -> None:
 
 
 def asked_of_rows(call: Call) -> Wants | None:
-    """What the hooks that hear a call here will ask about its rows; None where none says so."""
+    """The row statistics that this context's hooks will ask of a call; None where none does."""
     if torch.compiler.is_compiling():
         return None
     asks = [block.asks(call) for block in own_blocks() if block.asks is not None]
@@ -96,7 +97,7 @@ def asked_of_rows(call: Call) -> Wants | None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """In which what hooks do beside hearing calls is left out."""
+    """Enter the `quiet` contexts of all hooks of this thread and context."""
     with ExitStack() as contexts:
         for block in own_blocks():
             if block.quiet is not None:
@@ -105,7 +106,7 @@ def quiet() -> Iterator[None]:
 
 
 def trace_call(call: Call) -> None:
-    """Have a compiled graph tell of a call when it runs."""
+    """Put an operation into the graph being traced that passes this call to hooks at run time."""
     packed = pack(call.rule)
     assert not isinstance(packed.form, str)
     tensors = [tensor.detach() for tensor in packed.tensors]
@@ -151,7 +152,7 @@ def own_blocks() -> list[Block]:
 
 
 def is_hooked() -> bool:
-    """Whether a call made here and now would be heard."""
+    """Whether a call made now in this thread and context would reach a hook."""
     return bool(shared or own_blocks())
 
 
@@ -163,10 +164,10 @@ def hooked(
     asks: AskRows | None = None,
     quiet: Quiet | None = None,
 ) -> Iterator[None]:
-    """Give the hook the calls of attention in this block; those of outer blocks get them too.
+    """Give the hook the calls of attention in this block; hooks of outer blocks get them too.
 
-    asks: what it will ask about the rows of a call. quiet: a context in which calls are prepared
-    and heard. Only hooks that are not shared have these.
+    asks: returns the row statistics that the hook will ask of a call. quiet: returns a context
+    manager inside which calls are checked and passed on. Both only for hooks that are not shared.
     """
     block = Block(hook, shared, asks, quiet)
     _change(_open.append, block)
@@ -182,7 +183,7 @@ def hooked(
 
 @contextmanager
 def unheard() -> Iterator[bool]:
-    """Calls in this block are given to no hook of this thread and context; whether there is one."""
+    """Hide calls in this block from the context's own hooks; yields whether there are any."""
     heard = own_blocks()
     token = _own.set(())
     try:
@@ -200,5 +201,5 @@ def _change(change: Callable[[Block], None], block: Block) -> None:
             with torch.inference_mode(False):
                 effect = torch.zeros(1, device="cpu")
         active = tell if _open else None
-        # The same hook in several blocks is told once.
+        # A hook that is open in several blocks gets each call once.
         shared = tuple(dict.fromkeys(each.hook for each in _open if each.shared))

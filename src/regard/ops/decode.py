@@ -1,7 +1,7 @@
 """Decoding: calls with few queries, turned into the arguments of our decode kernel.
 
-Why: a step of generation has one or a few queries for each row, and most masks and biases are of a
-few kinds, which the kernel takes as they are: windows, lengths, documents, ALiBi. Nothing is
+Why: a step of generation has one or a few queries per sample, and most masks and biases are of a
+few kinds, which the kernel reads as they are: windows, lengths, documents, ALiBi. Nothing is
 computed for these before the kernel runs. Every other mask or bias is rendered as a tensor, one
 number for each pair.
 
@@ -36,16 +36,16 @@ BITS = {
 }
 """The wants that are flags."""
 Frame = tuple[Tensor | None, Tensor | None]
-"""Positions of queries and keys that a term speaks of; None as they lie."""
+"""The tensors of positions of queries and keys that a term uses; None: the default positions."""
 
 
 def run(call: Call) -> Tensor:
-    """Attention of few queries a row, by our kernel."""
+    """Attention of few queries per sample, by our decode kernel."""
     return _attend(call).output
 
 
 def observe(call: Call) -> Observation:
-    """The output and every want that needs no second pass, of few queries a row."""
+    """The output and every want that needs no second pass, for few queries per sample."""
     wants = call.wants
     assert wants is not None
     asked = sum(bit for name, bit in BITS.items() if getattr(wants, name))
@@ -67,7 +67,7 @@ def _attend(call: Call, asked: int = 0, mass: Tensor | None = None) -> decode.An
 
 
 def find_rule(rule: Rule, device: torch.device) -> KeyRule:
-    """A rule as the kernel takes it: what it has no form for is rendered."""
+    """The rule as the kernel reads it; masks and biases that it cannot read are rendered."""
     if rule.mask is None and rule.bias is None:
         return KeyRule()
     masks = [] if rule.mask is None else conjuncts(rule.mask)
@@ -111,7 +111,7 @@ def conjuncts(mask: Mask) -> list[Mask]:
 
 
 def find_frame(terms: list[tuple[Mask | Bias, Any]]) -> Frame:
-    """The positions that the first window or ALiBi speaks of; what speaks of others is rendered."""
+    """The positions of the first window or ALiBi; windows and ALiBi at others are rendered."""
     for term, known in terms:
         if known is not None:
             return (term.queries, term.keys) if isinstance(term, (At, BiasAt)) else (None, None)
@@ -119,18 +119,18 @@ def find_frame(terms: list[tuple[Mask | Bias, Any]]) -> Frame:
 
 
 def stands_in(term: Mask | Bias, frame: Frame) -> bool:
-    """Whether a term speaks of the very same positions."""
+    """Whether a term uses the very tensors of positions that the frame has."""
     if isinstance(term, (At, BiasAt)):
         return term.queries is frame[0] and term.keys is frame[1]
     return frame[0] is None and frame[1] is None
 
 
 def window_of(mask: Mask) -> tuple[int | None, int | None] | None:
-    """How far around its position a query sees, if that is all the mask says."""
+    """How far back and ahead of its position a query sees, if the mask is just a window."""
     return mask.inner.window() if isinstance(mask, At) else mask.window()
 
 
 def slopes_of(bias: Bias) -> Tensor | None:
-    """ALiBi's slopes, at positions given or not."""
+    """The slopes of ALiBi, with explicit positions or without; None for any other bias."""
     inner = bias.inner if isinstance(bias, BiasAt) else bias
     return inner.slopes if isinstance(inner, ALiBi) else None

@@ -1,17 +1,17 @@
 """Relaunching a step of generation: a call like an earlier one skips checks and planning.
 
-Why: a step reads a cache in the time in which Python makes a few dozen calls. Checking a call and
-planning its kernel launch took longer than that, and their result depends only on the form of the
-call.
+Why: a step reads a KV cache in the time in which Python makes a few dozen calls. Checking a call
+and planning its kernel launch took longer than that, and their result depends only on the form of
+the call.
 
-How: the form is everything but the numbers in the tensors: shapes, strides and dtypes, and which
+How: the form is everything but the contents of the tensors: shapes, strides and dtypes, and which
 masks and biases hold which tensors. The first call of a form runs as any other, and a `Step` is
-kept for it, if the kernel reads only tensors of the call itself, nothing that was rendered or
-copied for it. A later call, of which only the addresses are new, is launched with these. It need
-not be checked again: errors follow from the form, as no value is read on a GPU. A call whose mask
-hides nothing, such as a window over fewer keys, is kept as a plain one.
+kept for it, if the kernel reads only tensors of the call itself, and nothing that was rendered or
+copied for it. A later call of this form differs in addresses only, and is launched with its own. It
+need not be checked again: errors follow from the form, as no value is read on a GPU. A call whose
+mask hides nothing, such as a window over fewer keys, is kept as a plain one.
 
-Left out, and run as any other: masks and biases that the kernel is not told by numbers, gradients,
+Left out, and run as any other: masks and biases that the kernel cannot read unrendered, gradients,
 transforms, autocast, graphs that are being traced.
 """
 
@@ -36,7 +36,7 @@ from regard.ops.sdpa import attend_plain
 from regard.ops.term import Term
 
 runs_here = attrgetter("is_cuda")
-"""Whether kernels run where a tensor lies."""
+"""Whether a tensor is on a device on which our kernels run."""
 FIELDS: dict[type[Any], tuple[str, ...]] = {
     At: ("inner", "queries", "keys"),
     And: ("one", "other"),
@@ -47,13 +47,13 @@ FIELDS: dict[type[Any], tuple[str, ...]] = {
     BiasAt: ("inner", "queries", "keys"),
     ALiBi: ("slopes",),
 }
-"""What tells one value of a class from another, for all that the kernel may know by numbers."""
+"""For each class of term that the kernel can read unrendered: the fields that define a value."""
 READ = (0, 1, 2, 3, 4, 5, 7, 8, 6)
-"""The order in which the kernel takes the `TERMS`."""
+"""The order of the `TERMS` in the kernel's arguments, by index."""
 
 
 class Form(NamedTuple):
-    """A call but for the numbers in its tensors; these are q, k, v, sinks and those of the rule."""
+    """What calls of one form share, as `name`; a call's q, k, v, sinks and tensors of the rule."""
 
     name: tuple[Any, ...]
     tensors: list[Tensor]
@@ -65,18 +65,18 @@ class Step(NamedTuple):
 
     plan: Plan
     sizes: tuple[int, int, int, int]
-    """Those of the output in memory."""
+    """The sizes of the output, in the order of memory."""
     is_transposed: bool
-    """Whether these are (B, T, H, E); of one query they may be (B, H, T, E) as well."""
+    """Whether `sizes` are (B, T, H, E); for one query (B, H, T, E) is the same memory."""
     scratch: int
-    """So many numbers are kept of the parts; 0 where there is one."""
+    """How many numbers of scratch memory the parts need; 0 where there is one part."""
     read: tuple[tuple[int, int, int], ...]
-    """Of the terms that it reads, as the kernel takes them: the number of each, which tensor it is
-    taken from, and how many bytes behind its beginning. What it does not read q stands for."""
+    """For each term that the kernel reads: its place among the kernel's arguments, the index of the
+    tensor in `Form` whose memory it is, and its byte offset there. q stands in for all others."""
 
 
 def attend_again(form: Form) -> Tensor | None:
-    """The output of a call whose form is known; None for another."""
+    """The output of a call of a form that is kept; None for any other."""
     step: Step | str | None = PLANS.get(form.name)
     if step is None:
         return None
@@ -107,12 +107,12 @@ def attend_again(form: Form) -> Tensor | None:
 
 
 def keep_plain(form: Form) -> None:
-    """Remember that calls of a form are those of q, k, v and a scale alone."""
+    """Keep a form as plain: its calls need nothing but q, k, v and a scale."""
     PLANS.find(form.name, lambda: "plain")
 
 
 def attend_first(call: Call, form: Form) -> Tensor:
-    """The output of a call of a form that is new, which is known from here on."""
+    """The output of the first call of a form, for which a `Step` is kept where that is possible."""
     inputs, numbers = (
         (call.q, call.k, call.v),
         (call.rule.factor(call.q.shape[3]), call.rule.softcap),
@@ -134,9 +134,9 @@ def attend_first(call: Call, form: Form) -> Tensor:
 
 
 def _find(term: Tensor, form: Form) -> tuple[int, int] | None:
-    """Which tensor of a call a term is, or is surely a view of, and how far behind its beginning.
+    """The index in `Form` of the tensor that a term is or surely is a view of, and the byte offset.
 
-    None for one that is neither.
+    None if there is no such tensor.
     """
     same = [i for i, x in enumerate(form.tensors) if x is term]
     if len(same) != 1:
@@ -148,7 +148,7 @@ def _find(term: Tensor, form: Form) -> tuple[int, int] | None:
 
 
 def form_of(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Form | None:
-    """The form of a call of few queries by plain tensors; None for others."""
+    """The form of a call of few queries on plain tensors; None for calls never relaunched."""
     if type(q) is not Tensor or not is_plainly_eager() or not runs_here(q):
         return None
     if q.dim() != 4 or q.shape[2] > MOST_QUERIES:
@@ -177,7 +177,7 @@ def form_of(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Form | None:
 
 
 def _tell(term: Any, device: torch.device, name: list[Any], tensors: list[Tensor]) -> bool:
-    """Add a term to a form; whether the kernel may know it by numbers."""
+    """Add a term to a form's name and tensors; False if the kernel cannot read it unrendered."""
     kind = type(term)
     fields = FIELDS.get(kind)
     if fields is None:
@@ -185,13 +185,13 @@ def _tell(term: Any, device: torch.device, name: list[Any], tensors: list[Tensor
     if kind is ALiBi and term.slopes.device != device:
         if term.slopes.requires_grad or term.slopes.is_inference():
             return False
-        # The copy that it keeps.
+        # ALiBi keeps this copy, so it is the same in each call.
         term = term.to(device)
     name.append(kind)
     for field in fields:
         x = getattr(term, field)
         if isinstance(x, Tensor):
-            # Terms that hold the same positions are told to the kernel otherwise than others.
+            # Whether terms share a tensor is part of the form: `decode.stands_in` depends on it.
             place = 0
             while place < len(tensors) and tensors[place] is not x:
                 place += 1

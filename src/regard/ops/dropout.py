@@ -1,4 +1,4 @@
-"""Which weights are dropped, as a pure function of a seed and of where the weight stands.
+"""Which weights are dropped, as a pure function of a seed and of the indices of the weight.
 
 The reference, the tiles and the kernels must drop the same weights, in the forward pass and again
 in the backward pass, without ever storing the matrix. So the choice for (b, h, t, s) is a hash of
@@ -71,10 +71,10 @@ def keep_factor(
 
 
 def _mix_narrow(word: Tensor) -> Tensor:
-    """`_mix` of an int32, in place, minus 2^31: half the bytes, and a CPU has to move them all.
+    """`_mix` of an int32, in place, minus 2^31: half as many bytes for a CPU to move.
 
-    Products wrap round, as `_mix` cuts them; shifts are cleared of the sign. Taking 2^31 away,
-    which turns the highest bit round, puts unsigned numbers in the order of signed ones.
+    Products wrap around, where `_mix` masks them; shifts are cleared of copies of the sign bit.
+    Subtracting 2^31, which flips the highest bit, gives signed numbers the order of unsigned ones.
     """
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         word.bitwise_xor_((word >> shift).bitwise_and_(0xFFFFFFFF >> shift)).mul_(factor)

@@ -1,13 +1,13 @@
 """The hook by which `regard.edit` changes calls of attention and their outputs.
 
-Why: whether a look matters shows when it is forbidden, and what a head adds when it is switched
-off. The code that calls attention must not know of it.
+Why: forbidding a look shows whether it matters, and switching off a head shows what it adds. The
+code that calls attention must not depend on it.
 
-How: an editor is asked about each call of its block. It answers None, and the call runs as ever, or
-with the call as edited, which is what hooks that look (`call_hook.py`) are given, and a function of
-the output. The output is made as without edits, on the kernel that the call has without them; then
-the rows that an edit forbids something are computed again (`run_rows`), and put in their place. So
-an edit costs what it changes, at any length, and all else keeps its bits.
+How: an editor gets each call of its block. It returns None, and the call runs unchanged, or an
+`Edited`: the edited call, which is what observing hooks (`call_hook.py`) get, and a function of the
+output. The output is computed without edits, on the kernel that the call has without them; then the
+rows that an edit forbids something are recomputed (`run_rows`) and replaced. So an edit costs what
+it changes, at any length, and everything else keeps its bits.
 
 A block belongs to the thread and the context (`contextvars`) in which it was opened.
 
@@ -32,19 +32,19 @@ from regard.ops.call import Call, make_call, outside_autocast, score_dtype
 from regard.ops.shape import Tile
 
 PIECE = 1 << 24
-"""Numbers of a rule that are rendered at a time for rows that are computed again."""
+"""Numbers of a rule that are rendered at a time for rows that are recomputed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Edited:
-    """A call as it is after edits, and what becomes of its output (B, H, T, E)."""
+    """An edited call, and the function that changes its output (B, H, T, E)."""
 
     call: Call
     change: Callable[[Tensor], Tensor]
 
 
 class Caller(NamedTuple):
-    """Who calls attention, where a hook knows it, and where its tokens stand (`lens/edit`)."""
+    """The module that calls attention, where known, and its tokens' positions (`lens/edit`)."""
 
     module: nn.Module
     cross: bool | None = None
@@ -52,14 +52,14 @@ class Caller(NamedTuple):
 
 
 class Editor(Protocol):
-    """Whoever edits calls; None for those that it leaves as they are."""
+    """Edits calls; `edit` returns None for a call that it leaves unchanged."""
 
     def edit(self, call: Call, caller: Caller | None = None) -> Edited | None: ...
 
 
 @dataclass(eq=False)
 class Block:
-    """One open block; one that has ended may still be known to a context that was copied."""
+    """One block of an editor; when it has ended, copies of the context may still refer to it."""
 
     editor: Editor
     thread: int = field(default_factory=threading.get_ident)
@@ -67,13 +67,13 @@ class Block:
 
 
 n_open = 0
-"""How many blocks are open, in all threads; where there is none, nothing else is asked."""
+"""How many blocks are open, in all threads; while it is 0, nothing else is checked."""
 _own: ContextVar[tuple[Block, ...]] = ContextVar("regard_edits", default=())
 _lock = threading.Lock()
 
 
 def open_editors() -> list[Editor]:
-    """Those of this thread and context, the outermost first."""
+    """The editors of this thread and context, outermost first."""
     thread = threading.get_ident()
     blocks = (block for block in _own.get() if block.is_open and block.thread == thread)
     return [block.editor for block in blocks]
@@ -81,7 +81,7 @@ def open_editors() -> list[Editor]:
 
 @contextmanager
 def editing(editor: Editor) -> Iterator[None]:
-    """Ask the editor about the calls of attention in this block, after those of outer blocks."""
+    """Let the editor edit the calls of attention in this block, after editors of outer blocks."""
     global n_open
     block = Block(editor)
     with _lock:
@@ -97,7 +97,7 @@ def editing(editor: Editor) -> Iterator[None]:
 
 
 def edit_call(call: Call, caller: Caller | None = None) -> Edited | None:
-    """A call as all editors of this thread and context leave it; None where none changes it."""
+    """Apply all editors of this thread and context to a call; None if none changes it."""
     if torch.compiler.is_compiling():
         return None
     found: list[Edited] = []
@@ -116,7 +116,7 @@ def edit_call(call: Call, caller: Caller | None = None) -> Edited | None:
 
 
 def run_rows(call: Call, rows: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
-    """Attention of some queries of a call alone: parts of the rows, and their outputs."""
+    """Attention for some queries of a call: yields parts of these rows, each with its output."""
     rule, shape = call.rule, call.rule.shape
     like = call.q.new_empty(0, dtype=score_dtype(call.q.dtype))
     first = rule.block(Tile(0, 1, 0, shape.S), like)
@@ -140,7 +140,7 @@ def run_rows(call: Call, rows: Sequence[int]) -> Iterator[tuple[list[int], Tenso
 
 
 def runs_of(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Rising numbers as runs of neighbours, first and past-the-last."""
+    """Ascending numbers as runs of neighbours, (first, past the last) each."""
     runs: list[tuple[int, int]] = []
     for row in rows:
         if runs and runs[-1][1] == row:

@@ -3,12 +3,12 @@
 The matrix is cut into pieces: per sample where padding differs, and per band of queries, each with
 just the keys that some query of the band may see. A piece whose every pair is visible needs no
 mask; the others get theirs rendered, a rule that depends on i - j alone only once for all pieces.
-So padding, windows, packing and causal biases cost the work they leave, not T × S, and no T × S
-mask is ever made. The backward pass walks the same pieces. When a gradient is itself to be
-differentiated, which torch's kernel cannot do, it is taken from the tiled path instead.
+So with padding, windows, packing and causal biases the work is that of the pairs they leave, not
+T × S, and no T × S mask is ever built. The backward pass walks the same pieces. When a gradient is
+itself to be differentiated, which torch's kernel cannot do, it is computed by the tiled path.
 
-The kernel turns some of what is not finite into zeros, so it is given finite numbers alone; others
-go to the tiled path.
+The kernel turns some NaNs and infinities into zeros, so it gets finite inputs only; others go to
+the tiled path.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -34,7 +34,7 @@ BAND = 256
 MOST_RENDERED = 2**22
 """Numbers of a bias that are rendered at once; beyond, it is cut whatever that costs."""
 PIECE_COST = 2**17
-"""What one more kernel call costs, counted in scores."""
+"""The cost of one more kernel call, counted in scores."""
 
 
 class Piece(NamedTuple):
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 
 def attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, rule: Rule, causal: bool | None) -> Tensor:
-    """Torch's CPU kernel, cut to what the mask leaves; the tiled path for what is not finite."""
+    """Torch's CPU kernel, cut to what the mask leaves; the tiled path for inputs not finite."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         output: Tensor = _Pieces.apply(rule, causal, q, k, v)  # type: ignore[no-untyped-call]
         return output
@@ -57,7 +57,7 @@ def attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, rule: Rule, causal: bool | No
 
 
 def is_finite(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> bool:
-    """Whether the CPU's kernel may be given these; values that every row sees show anyway."""
+    """Whether the CPU's kernel may run these; with nothing hidden, v need not be finite."""
     return all_finite(q, k, v) if rule.hides() else all_finite(q, k)
 
 
@@ -72,10 +72,10 @@ def flash_on_cpu(
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """x, copied unless its rows lie in one piece each and apart from each other.
+    """x, copied unless each of its rows is contiguous and no two rows overlap.
 
-    Torch's CPU kernel takes this for granted, and reads other memory where it is not so; those of
-    a GPU refuse from the depths, or are slow.
+    Torch's CPU kernel assumes this, and reads other memory where it does not hold; its GPU kernels
+    fail with an internal error, or are slow.
     """
     if x.stride(3) == 1 and x.stride(2) >= x.shape[3]:
         return x
@@ -84,12 +84,12 @@ def in_rows(x: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Plan:
-    """The pieces of one call, and how their masks are made."""
+    """The pieces of one call, and how their masks are rendered."""
 
     rule: Rule
     pieces: list[Piece]
     causal: bool = False
-    """The kernel's own flag, with which one call does everything."""
+    """The kernel's own `is_causal` flag, with which a single call does everything."""
     band: Tensor | None = None
 
     def mask(self, piece: Piece, q: Tensor) -> Tensor | None:
@@ -99,17 +99,17 @@ class Plan:
             return None
         if len(self.pieces) == 1 or not rule.is_relative():
             rendered = rule.block(SampleTile.of(tile, piece.b0, piece.b1), q)
-            # A mask with a `block` of its own may tell of all samples.
+            # A mask with a `block` of its own may return all samples.
             is_of_all = rendered.shape[0] > piece.b1 - piece.b0
             return rendered[piece.b0 : piece.b1] if is_of_all else rendered
         if self.band is None:
             self.band = self._band(q)
-        # Row t and key s stand in the band at row t - t0 and column s - t0 + left.
+        # Row t and key s are in the band at row t - t0 and column s - t0 + left.
         first = tile.s0 - tile.t0 + self._left()
         return self.band[..., : tile.t1 - tile.t0, first : first + tile.s1 - tile.s0]
 
     def is_whole(self) -> bool:
-        """Whether one call does everything."""
+        """Whether a single kernel call covers the whole matrix."""
         if len(self.pieces) != 1:
             return False
         (b0, b1, tile, _), (B, _, T, S) = self.pieces[0], self.rule.shape
@@ -119,7 +119,7 @@ class Plan:
         return max(p.tile.t0 - p.tile.s0 for p in self.pieces)
 
     def _band(self, q: Tensor) -> Tensor:
-        """One rendering for all pieces: rows for the tallest, keys on both sides of them."""
+        """The rule, rendered once for all pieces: rows for the tallest, keys on both sides."""
         rule = self.rule
         height = max(p.tile.t1 - p.tile.t0 for p in self.pieces)
         right = max(p.tile.s1 - p.tile.t0 for p in self.pieces)
@@ -128,7 +128,7 @@ class Plan:
 
 
 def make_plan(rule: Rule, causal: bool | None) -> Plan:
-    """The cheapest of one call by the kernel's flag, one masked call, and a call a piece."""
+    """The cheapest of: one call with the kernel's flag, one masked call, one call per piece."""
     shape, whole = rule.shape, causal is not None or rule.mask is None
     one = [Piece(0, shape.B, Tile(0, shape.T, 0, shape.S), whole)]
     if causal is not None or not shape.S or not shape.T:
@@ -142,7 +142,7 @@ def make_plan(rule: Rule, causal: bool | None) -> Plan:
 
 
 def cost(pieces: list[Piece], shape: Shape) -> int:
-    """Scores computed, and the calls it takes."""
+    """The cost in scores: those computed, and `PIECE_COST` for each kernel call."""
     work = 0
     for b0, b1, tile, _ in pieces:
         work += (b1 - b0) * shape.H * (tile.t1 - tile.t0) * (tile.s1 - tile.s0) + PIECE_COST
@@ -150,7 +150,7 @@ def cost(pieces: list[Piece], shape: Shape) -> int:
 
 
 def cut_pieces(rule: Rule) -> list[Piece]:
-    """Bands of queries with the keys they may see; like neighbours are joined."""
+    """Bands of queries with the keys they may see; full neighbours with equal keys are joined."""
     pieces: list[Piece] = []
     lo, hi, exact = key_runs(rule)
     n_rows = lo.shape[0]
@@ -180,7 +180,7 @@ def cut_pieces(rule: Rule) -> list[Piece]:
 
 
 def key_runs(rule: Rule) -> tuple[Ints, Ints, bool]:
-    """First and past-the-last visible key of each row, (B or 1, T), and if all between are."""
+    """First and past-the-last visible key of each row, (B or 1, T); whether all between are too."""
     shape = rule.shape
     if rule.mask is None:
         return np.zeros((1, shape.T), np.int64), np.full((1, shape.T), shape.S), True
@@ -226,7 +226,7 @@ class _Pieces(torch.autograd.Function):
         else:
             rows = run_blockwise(Call(q=q, k=k, v=v, rule=rule))
             out, lse = rows.output, rows.lse
-        # The backward pass renders the rule again: autograd is to notice if it was written to.
+        # The backward pass renders the rule again: saved so that autograd notices writes to it.
         watched = [tensor for tensor in rule.tensors() if not tensor.is_inference()]
         ctx.save_for_backward(q, k, v, out, lse, *watched)
         return out
@@ -266,7 +266,7 @@ class _Pieces(torch.autograd.Function):
 def take(
     piece: Piece, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Any, tuple[Tensor, Tensor, Tensor]]:
-    """Where a piece's rows lie in the output, and its queries, keys and values."""
+    """The index of a piece's rows in the output, and its queries, keys and values."""
     b, t = slice(piece.b0, piece.b1), slice(piece.tile.t0, piece.tile.t1)
     s = slice(piece.tile.s0, piece.tile.s1)
     return (b, slice(None), t), (q[b, :, t], k[b, :, s], v[b, :, s])

@@ -1,9 +1,9 @@
-"""FlexAttention behind our rule: masks and biases become its functions.
+"""The backend "flex": masks and biases become functions of compiled FlexAttention.
 
-FlexAttention compiles a kernel for each kind of rule. The bias and the softcap travel as its score
-function, the mask as its mask function, and the tile picture of `mask.py` as its block mask, so
-that empty tiles are skipped and no T × S tensor is made. Sinks are applied afterwards from the
-logsumexp: a sink scales a row's output by the share that the keys keep.
+FlexAttention compiles a kernel for each kind of rule. The bias and the softcap become its
+`score_mod`, the mask its `mask_mod`, and the bounds of tiles (`mask.py`: `tile_bounds`) its block
+mask, so that empty tiles are skipped and no T × S tensor is built. Sinks are applied afterwards
+from the logsumexp: a sink scales a row's output by the share of the weight that the keys keep.
 
 The first call with a new kind of rule compiles, which takes seconds; later calls do not.
 """
@@ -26,11 +26,11 @@ from regard.ops.unseen import clear, covers, find_unseen
 
 BLOCK = 128
 WIDTH = 16
-"""The narrowest heads its kernels take; narrower ones are widened with zeros."""
+"""The narrowest heads its kernels accept; narrower ones are padded with zeros."""
 
 
 def refuse(call: Call) -> str | None:
-    """What compiled FlexAttention does not do, here or at all."""
+    """Why compiled FlexAttention does not run a call, on this device or anywhere."""
     reason, device = refuse_fused(call), call.q.device.type
     if reason is not None:
         return reason
@@ -61,7 +61,7 @@ def run(call: Call) -> Tensor:
 
     q, k, v, rule, sinks_h = call.q, call.k, call.v, call.rule, call.sinks
     if not torch.is_grad_enabled():
-        # On a CPU it takes inputs that could ask for a gradient for ones that do.
+        # On a CPU it treats inputs that require a gradient as if one were computed now.
         q, k, v = q.detach(), k.detach(), v.detach()
     if not covers(rule):
         unseen = find_unseen(rule, q.device)
@@ -106,7 +106,7 @@ def score_function(rule: Rule) -> Callable[..., Tensor] | None:
 
 
 def block_mask(rule: Rule, device: torch.device) -> Any:
-    """FlexAttention's block mask: from the tile picture, or by its own search in a traced graph."""
+    """FlexAttention's block mask: from `tile_bounds`, or by its own search in a traced graph."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
     mask, shape = rule.mask, rule.shape
@@ -130,13 +130,13 @@ def block_mask(rule: Rule, device: torch.device) -> Any:
 
 
 def listed(blocks: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are marked, and which, marked ones first."""
+    """How many blocks of each row are marked, and the blocks' indices, marked ones first."""
     order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int()[None, None].to(device), order.int()[None, None].to(device)
 
 
 def runs_on_this_cpu() -> bool:
-    """Whether its compiler has a kernel for this CPU, which takes vector instructions of x86."""
+    """Whether its compiler has a kernel for this CPU, which needs vector instructions of x86."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 

@@ -2,7 +2,7 @@
 
 The one definition is `allows(b, h, i, j, shape)`, a predicate on indices that works on any integer
 tensors that broadcast. The dense tensor (`dense`, `block`) and the FlexAttention function (`flex`)
-are derived from it. What else a mask knows of itself makes it faster:
+are derived from it. What else a mask says about itself makes it faster:
 - `interval`: the keys of each row as one run lo..hi, if they are one (padding, windows, causal);
 - `bounds`: of a grid of tiles, which may hold a visible pair and which hold only visible pairs, so
   that whole tiles are skipped or left unmasked (`tiles`: empty, mixed or full);
@@ -10,8 +10,8 @@ are derived from it. What else a mask knows of itself makes it faster:
 - `span`: the keys that all queries of a sample see alike, if that is all that the mask says;
 - `is_causal_flag`: whether torch's `is_causal` flag means exactly this mask.
 
-The masks themselves are in `masks.py`; here is what a mask is and how masks are joined. What
-concerns the tensors it holds is in `term.py`. Left out: masks that depend on the values of q or k.
+The masks themselves are in `masks.py`; here is what a mask is and how masks are joined. `term.py`
+moves, cuts and lists their tensors. Left out: masks that depend on the values of q or k.
 
 Letters: B batch, H heads, T queries, S keys; b, h, i, j indices. Position: the last query is at the
 last key, so query row t has position i = t + S - T. True means: this query may look at this key.
@@ -64,7 +64,7 @@ class Mask(Term):
     of T has the position t + S - T. `mask.at(queries, keys)` gives others.
 
     A mask of your own is a frozen dataclass that derives from `Mask` and says `allows`. It then
-    works on every backend; CONTRIBUTING.md ("How to add: a mask") says what it may tell beside.
+    works on every backend; CONTRIBUTING.md ("How to add: a mask") says what else it may define.
 
     Example:
         >>> mask = regard.Causal() & ~regard.Window(0, 0)  # what came before, but not itself
@@ -89,12 +89,12 @@ class Mask(Term):
         raise NotImplementedError(f"{type(self).__name__} does not say what it allows")
 
     def bounds(self, box: Box) -> Bounds:
-        """What is known of each tile without looking into it; knowing nothing is always right."""
+        """What is known of each tile without evaluating pairs; knowing nothing is always right."""
         grid = (box.i_lo.shape[0], box.j_lo.shape[1])
         return Bounds(np.ones(grid, np.bool_), np.zeros(grid, np.bool_))
 
     def interval(self, i: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
-        """First and past-the-last key of the rows at positions i (1 or B, T), if one run."""
+        """First and past-the-last key of rows at positions i (1 or B, T), if each sees one run."""
         return None
 
     def window(self) -> tuple[int | None, int | None] | None:
@@ -102,11 +102,11 @@ class Mask(Term):
         return None
 
     def window_in(self, shape: Shape) -> tuple[int | None, int | None] | None:
-        """The same for inputs of a shape, where the last query sits on the last key."""
+        """The `window` for inputs of this shape, where the last query sits on the last key."""
         return self.window()
 
     def span(self, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """First and past-the-last key of all rows alike, (B or 1,), if that is all it says."""
+        """First and past-the-last key, the same for all rows, (B or 1,), if that is all it says."""
         return None
 
     @property
@@ -118,7 +118,7 @@ class Mask(Term):
     def block(self, shape: Shape, tile: Tile, device: torch.device) -> Tensor:
         """The mask inside one tile, a bool tensor that broadcasts to (B, H, t, s)."""
         if self.relative:
-            # Samples and heads do not matter to it, so that any index stands for theirs.
+            # A relative mask ignores the sample and the head, so any index will do for them.
             i, j = positions(shape, tile, device)
             return self.allows(i, i, i, j, shape)
         return self.allows(*indices(shape, tile, device), shape)
@@ -129,7 +129,7 @@ class Mask(Term):
         return self.block(shape, Tile(0, shape.T, 0, shape.S), torch.device(device))
 
     def flex(self, shape: Shape) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The mask as FlexAttention's `mask_mod`, a claim about single indices (t is a row)."""
+        """The mask as FlexAttention's `mask_mod`, a predicate on single indices (t is a row)."""
         self.check(shape)
         return lambda b, h, t, j: self.allows(b, h, t + shape.offset, j, shape)
 
@@ -144,7 +144,7 @@ class Mask(Term):
         return False
 
     def hides_nothing(self, shape: Shape) -> bool:
-        """Whether every query sees every key at this shape, as far as can be told at once."""
+        """Whether every query surely sees every key at this shape; False where it is not known."""
         return False
 
     def at(self, queries: Tensor, keys: Tensor | None = None) -> Mask:
@@ -162,7 +162,7 @@ class Mask(Term):
         return At(self, queries, keys)
 
     def with_own_queries(self) -> Mask:
-        """The same at T = S, with what it knows of queries by their keys said of the queries."""
+        """The same mask at T = S, with explicit tensors for queries, not read off the keys."""
         return self
 
     def __and__(self, other: Mask) -> Mask:
@@ -179,7 +179,7 @@ class Mask(Term):
 
 
 def _is_mask(other: object) -> bool:
-    """Whether a mask can be joined with it; a tensor is refused with what to write instead."""
+    """Whether this is a mask; for a tensor, an error that says what to write instead."""
     if isinstance(other, Tensor):
         raise TypeError("a mask is joined with a mask: write mask & Dense(tensor)")
     return isinstance(other, Mask)
@@ -187,7 +187,7 @@ def _is_mask(other: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class At(Placed, Mask):
-    """A mask with positions given. A key at a negative one is an empty slot, which nobody sees."""
+    """A mask at explicit positions. A key at a negative one is an empty slot, which nobody sees."""
 
     inner: Mask
     queries: Tensor
@@ -341,7 +341,7 @@ class Not(_JoinedMask):
 
 
 def nearer(one: int | None, other: int | None) -> int | None:
-    """The smaller of two distances, of which None is endless."""
+    """The smaller of two distances, where None is unlimited."""
     return other if one is None else one if other is None else min(one, other)
 
 

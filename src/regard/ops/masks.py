@@ -1,8 +1,8 @@
 """The masks: causal, window, padding, packing, prefix, and any that is given as a tensor.
 
-Each has one definition (`allows`) and what is known of it without evaluating every pair (`bounds`,
-`interval`, `window`); `mask.py` says what these mean and how masks are joined. `True` means: this
-query may look at this key.
+Each has one definition (`allows`), and methods that say what is known without evaluating every pair
+(`bounds`, `interval`, `window`); `mask.py` says what these mean and how masks are joined. `True`
+means: this query may look at this key.
 
 Letters: B batch, H heads, T queries, S keys; positions i of queries and j of keys.
 """
@@ -89,7 +89,7 @@ class Causal(Mask):
 
 
 ENDLESS = 2**62
-"""The side of a window from which on it counts as open: sums with positions stay within 64 bits."""
+"""A window's side counts as open from here on, so that sums with positions fit into 64 bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +186,7 @@ class Lengths(Mask):
 
     def check(self, shape: Shape) -> None:
         check_batch("lengths", self.lengths, shape)
-        # On another device reading the values would stop the stream.
+        # On another device reading the values would synchronise with its stream.
         if self.lengths.device.type == "cpu" and readable(self.lengths) and self.lengths.numel():
             values = self.lengths.tolist()
             low, high = min(values), max(values)
@@ -336,7 +336,7 @@ class Documents(Mask):
         return pick_axis(self.query_ids, b, i - shape.offset) == keys
 
     def pair_ids(self, shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The documents of the queries, (B or 1, T), and of the keys, (B or 1, S)."""
+        """The document ids of the queries, (B or 1, T), and of the keys, (B or 1, S)."""
         keys = self.ids.to(device, torch.int64)
         queries = keys[..., shape.offset :] if self.query_ids is None else self.query_ids.to(keys)
         return queries[None] if queries.dim() == 1 else queries, (

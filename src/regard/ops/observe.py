@@ -1,7 +1,7 @@
 """Answering `Wants`: once from the whole matrix (`by_reference`), once in tiles (`by_tiles`).
 
-Both give the same record. The reference builds the matrix and reads every answer off it; the tiles
-never do.
+Both return the same `Observation`. The reference builds the matrix and reads every answer off it;
+the tiles never build it.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -51,7 +51,7 @@ def by_tiles(call: Call) -> Observation:
 
 
 def row_answers(rows: Rows, wants: Wants) -> dict[str, Any]:
-    """What is wanted of one pass over the rows, by the names in `Observation`."""
+    """The wants that the row statistics of one pass answer, by their names in `Observation`."""
     return {
         "lse": rows.lse if wants.lse else None,
         "entropy": rows.entropy if wants.entropy else None,
@@ -62,14 +62,14 @@ def row_answers(rows: Rows, wants: Wants) -> dict[str, Any]:
 
 
 def weights_by_tiles(call: Call, wants: Wants) -> Observation:
-    """The same where the second pass is all that is wanted: only rows that it needs are walked."""
+    """The wants of the second pass alone; the first pass covers only the rows that these need."""
     t0, t1 = wants.span(call.rule.shape)
     with torch.no_grad():
         rows = first_pass(call, NOTHING, None, (t0, t1))
         around = (t0, call.rule.shape.T - t1)
         sums = F.pad(rows.row_max, around), F.pad(rows.denominator, around)
         answers = Weights(call.q, call.k, call.rule, *sums).answer(wants)
-    # What a gradient of any tensor would have to pass.
+    # Depends on every tensor that requires a gradient, so backward() to any of them is refused.
     anchor = sum([t.sum() for t in call.tensors() if t.requires_grad], call.q.new_zeros(()))
     output = call.q.new_zeros((*call.q.shape[:3], 0))
     return refusing_gradients(Observation(output, **answers), anchor, wants)
@@ -107,7 +107,7 @@ def key_sets(wants: Wants) -> Tensor | None:
 
 
 def refusing_gradients(seen: Observation, anchor: Tensor, wants: Wants) -> Observation:
-    """The record, in which what has no gradient says so when one is asked for."""
+    """The observation, in which answers without a gradient raise an error in backward()."""
     asked = wants.receiving()
     if asked is not None and asked.rows is not None and asked.rows.requires_grad:
         anchor = anchor.sum() + asked.rows.sum().to(anchor.device)
@@ -159,7 +159,7 @@ def received_of(p_bhts: Tensor, seen_bhts: Tensor, asked: Received) -> ReceivedA
         p_bhts = rows_bht1 * p_bhts
     p_bhts = p_bhts.masked_fill(~seen_bhts, asked.unseen)
     if asked.by == "max":
-        # One more row, which never wins, for a text of none.
+        # One more row, which never wins, in case there is no row.
         found = F.pad(p_bhts, (0, 0, 0, 1), value=asked.unseen).amax(2)
     else:
         found = p_bhts.sum(2)

@@ -84,7 +84,7 @@ def attention(
         else:
             with call_hook.quiet():
                 heard = make_call(q, k, v, **rule) if edited is None else edited.call
-                # What a hook asks about rows may come from the very pass that gives the output.
+                # Row statistics that a hook asks for may come from the pass that gives the output.
                 output = attend_and_tell(heard) if dropout == 0.0 and backend == "auto" else None
                 if output is None:
                     call_hook.active(heard)
@@ -161,14 +161,14 @@ def observe(
 
 
 def observe_call(call: Call, wants: Wants, backend: str = "auto") -> Observation:
-    """What is wanted about a call that has been checked; hooks do not hear of it."""
+    """Answer wants about a checked call; it is not passed to hooks."""
     call = wanting(call, wants)
     with outside_autocast(call.q.device.type):
         return choose(call, backend).observe(call)
 
 
 def wanting(call: Call, wants: Wants) -> Call:
-    """A call that is asked about its weights, where they can be."""
+    """The call with its wants, checked against its shape."""
     if not isinstance(wants, Wants):
         raise TypeError(f"wants must be a Wants(...), got {name_kind(wants)}")
     wants.check(call.rule.shape)

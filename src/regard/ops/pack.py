@@ -1,9 +1,9 @@
-"""A rule taken apart and put together again, so that it can travel where only tensors do.
+"""Flatten a rule to tensors and constants, and rebuild it: for autograd and compiled graphs.
 
-Autograd has to be handed every tensor by itself, and compiled graphs carry tensors and constants
-alone. `pack` takes a rule apart into its form, a nested tuple, and the tensors and numbers that
-stand in it; `unpack` is the way back. For a compiled graph the form is spelled as text, which is
-parsed once for each form that occurs.
+Autograd must be given every tensor separately, and compiled graphs carry only tensors and
+constants. `pack` splits a rule into its form, a nested tuple, and the tensors and numbers in it;
+`unpack` is the inverse. For a compiled graph the form is spelled as text, which is parsed once for
+each form that occurs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Held: TypeAlias = "tuple[list[Any], list[Any], list[Any]]"
 
 
 class Slot(NamedTuple):
-    """What stands in a form for a tensor (kind 0), an int (1) or a float (2): its number there."""
+    """The placeholder in a form for a tensor (kind 0), an int (1) or a float (2): its index."""
 
     kind: int
     number: int
 
 
 class Packed(NamedTuple):
-    """A rule taken apart: its form, spelled or not, and the tensors and numbers in it."""
+    """A flattened rule: its form, spelled or not, and the tensors and numbers in it."""
 
     form: Form | str
     tensors: list[Tensor]
@@ -43,14 +43,14 @@ class Packed(NamedTuple):
 
 
 def pack(rule: Rule) -> Packed:
-    """A rule without its shape."""
+    """Flatten a rule, without its shape."""
     held: Held = ([], [], [])
     parts = (rule.scale, rule.mask, rule.bias, rule.softcap)
     return Packed(tuple([_take_apart(part, held) for part in parts]), *held)
 
 
 def unpack(packed: Packed, shape: Shape) -> Rule:
-    """The rule that `pack` took apart, at the given shape."""
+    """The rule that `pack` flattened, at the given shape."""
     form = parse(packed.form) if isinstance(packed.form, str) else packed.form
     scale, mask, bias, softcap = (_put_together(part, packed) for part in form)
     return Rule(shape=shape, scale=scale, mask=mask, bias=bias, softcap=softcap)
@@ -81,7 +81,7 @@ def _put_together(part: Any, packed: Packed) -> Any:
 
 
 def spell(form: Form) -> str:
-    """A form as text, by plain string work that a compiler can trace."""
+    """A form as text, by plain string operations that a compiler can trace."""
     return "[" + ", ".join([_spell(part) for part in form]) + "]"
 
 
@@ -98,7 +98,7 @@ _PARSING = threading.Lock()
 
 
 def parse(text: str) -> Form:
-    """The form that was spelled; each text is parsed once, by one thread at a time.
+    """The form that `spell` made a text of; each text is parsed once, by one thread at a time.
 
     Python's parser is not safe to be called from several threads at once.
     """

@@ -6,7 +6,7 @@ Query heads are grouped: neighbours share a key head. Scores and softmax are com
 half types and in float64 for float64. A sink is one more score in each row's softmax with no value
 behind it, so weights sum to less than one. A row with nothing to see has weights 0, output 0 and
 logsumexp -inf. A NaN or an infinity makes those rows NaN that may look at it, and no others: a
-hidden pair has the weight 0 and takes part in nothing, forward and backward. Dropout comes last.
+hidden pair has the weight 0 and changes nothing, forward or backward. Dropout comes last.
 Gradients are autograd's, of any order, forward mode included. The whole matrix is built: this is
 the plainest backend, not the fastest.
 
@@ -49,7 +49,7 @@ def score(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule) -> Tensor:
 
 
 def weigh(scores_bhts: Tensor, rule: Rule, sinks_h: Tensor | None) -> Tensor:
-    """The softmax of each row, in whose sum a sink counts too; 0 where there is nothing to see."""
+    """The softmax of each row, with a sink in its sum; 0 where there is nothing to see."""
     S, alone_bhts = scores_bhts.shape[-1], scores_bhts
     if sinks_h is not None:
         scores_bhts = append(scores_bhts, sinks_h)
@@ -98,7 +98,7 @@ def spoil(x_bnsd: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def repeat_heads(x_bgts: Tensor, n_heads: int) -> Tensor:
-    """What belongs to key heads, for each of the query heads that share them."""
+    """Entries of key heads, repeated for the query heads that share them."""
     return x_bgts.repeat_interleave(n_heads // max(x_bgts.shape[1], 1), 1)
 
 
@@ -111,7 +111,7 @@ def append(scores_bhts: Tensor, sinks_h: Tensor | None) -> Tensor:
 
 
 def raw_scores(q_bhtd: Tensor, k_bgsd: Tensor, rule: Rule, scratch: Tensor | None = None) -> Tensor:
-    """How alike each query and key are: scaled, softly capped; into a scratch buffer if given."""
+    """q kᵀ, scaled and soft-capped; written into a scratch buffer if given."""
     dtype = score_dtype(q_bhtd.dtype)
     q_bhtd = q_bhtd.to(dtype) * rule.factor(q_bhtd.shape[3])
     return softcapped(group_matmul(q_bhtd, k_bgsd.to(dtype).mT, scratch), rule)
@@ -136,7 +136,7 @@ def add_rule(
         if rule.bias.hides:
             scores_bhts = torch.where(added_bhts == never, never, scores_bhts, out=out)
     if rule.mask is not None and not full:
-        # Not by `masked_fill`, which on a CPU takes longer than both products where pairs differ.
+        # Not by `masked_fill`: on a CPU that takes longer than both products in a mixed tile.
         allowed_bhts = rule.mask.block(rule.shape, tile, scores_bhts.device)
         scores_bhts = torch.where(allowed_bhts, scores_bhts, never, out=out)
     return scores_bhts
@@ -165,7 +165,7 @@ def group_matmul(a_bhtx: Tensor, b_bgxy: Tensor, scratch: Tensor | None = None) 
 
 
 def add_group_matmul(sum_bhty: Tensor, a_bhtx: Tensor, b_bgxy: Tensor) -> None:
-    """The same product, added to what a contiguous tensor holds."""
+    """Add the product of `group_matmul` to a contiguous tensor, in place."""
     B, H, T, X = a_bhtx.shape
     G, Y = b_bgxy.shape[1], b_bgxy.shape[3]
     if G:

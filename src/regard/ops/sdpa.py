@@ -1,14 +1,14 @@
-"""Torch's fused kernels behind our rule.
+"""The backend "sdpa": torch's fused kernels.
 
 On the CPU the matrix is cut to what the mask leaves (`flash_cpu.py`). On other devices, and while a
-graph is being traced, one call is made: with the kernel's own flags where these mean exactly the
-mask, else with the mask rendered whole. Kernels differ in what they make of a row that sees
-nothing, and all of them let through what is hidden and not finite: such rows are given something to
-see and zeros afterwards, and such keys and values are cleared. What is seen and not finite the
-kernels of a GPU pass on.
+graph is being traced, one kernel call is made: with the kernel's own flags where these mean exactly
+the mask, else with the rendered mask. Kernels differ in what they return for a row that sees
+nothing, and all of them let hidden NaNs and infinities through: such rows are given something to
+see and zeros afterwards, and such keys and values are cleared. NaNs and infinities that are seen
+pass through the kernels of a GPU.
 
-Torch's kernels take for granted a scale above 0, rows that lie in one piece each and begin at 16
-bytes, and a gradient that is laid out as the output is; what they are given here is so.
+Torch's kernels assume a scale above 0, contiguous rows that begin at multiples of 16 bytes, and a
+gradient with the strides of the output; the code below makes sure of that.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -43,7 +43,7 @@ from regard.ops.term import Placed
 from regard.ops.unseen import clear, covers
 
 MASK_ENTRIES = 2**26
-"""The largest T × S mask that is rendered whole for a kernel on a device."""
+"""The largest T × S for which a mask is rendered whole, on devices other than the CPU."""
 CUDNN_FIRST = {(9, 0)}
 """Compute capabilities of GPUs on which cuDNN's kernels are faster than FlashAttention 2.
 
@@ -52,7 +52,7 @@ Measured on an H200: bench/results/attention_gpu.md. On an A100 cuDNN's are the 
 
 
 def flags(rule: Rule) -> bool | None:
-    """The kernel's `is_causal` flag where it says all of the rule; None when a mask is needed."""
+    """The kernel's `is_causal` flag where it expresses the whole rule; None if a mask is needed."""
     if rule.bias is not None:
         return None
     if rule.mask is None:
@@ -63,10 +63,10 @@ def flags(rule: Rule) -> bool | None:
 def attend_plain(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, scale: float | None
 ) -> Tensor | None:
-    """The call that most are, by a short way: q, k and v alone, or Causal; None for any other.
+    """Fast path for the most frequent calls, plain or `Causal`: the output, or None for any other.
 
-    What it asks for is all that the long way would find out, one step after the other, before it
-    came here: `explain` says sdpa for every call that this takes.
+    It checks at once what `make_call`, `choose` and `run` would find step by step: `explain` names
+    sdpa for every call that runs here.
     """
     if mask is not None and not isinstance(mask, Causal):
         return None
@@ -90,10 +90,10 @@ def attend_plain(
 
 
 def is_planned_anew(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether cuDNN would take these few queries, and plan its kernel for this number of keys.
+    """Whether cuDNN would run these few queries, and plan its kernel for this number of keys.
 
-    A cache that grows has another number in each step, so that no plan serves twice. Our kernel
-    takes any. In compiled graphs lengths stay.
+    A growing KV cache has another number in each step, so that no plan is used twice. Our kernel
+    runs any number. Not in compiled graphs, where lengths stay.
     """
     T, S = q.shape[2], k.shape[2]
     if torch.compiler.is_compiling() or is_fake(q) or not (T <= MOST_QUERIES and T < S):
@@ -107,7 +107,7 @@ def is_planned_anew(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def attend_plain_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 ) -> Tensor:
-    """The same on the CPU."""
+    """Plain or causal attention on the CPU."""
     B, H, T, _ = q.shape
     shape = Shape(B, H, T, k.shape[2])
     rule = Rule(shape=shape, scale=scale, mask=Causal() if causal else None)
@@ -115,7 +115,7 @@ def attend_plain_on_cpu(
 
 
 def refuse(call: Call) -> str | None:
-    """What torch's fused kernels cannot say exactly."""
+    """Why torch's fused kernels cannot run a call exactly."""
     reason = refuse_fused(call)
     if reason is not None:
         return reason
@@ -144,14 +144,14 @@ def refuse(call: Call) -> str | None:
 
 
 def is_wide(bias: Bias) -> bool:
-    """Whether a bias is given number by number, in a type of a wider range than float16's."""
+    """Whether a bias is given pair by pair, in a dtype with a wider range than float16."""
     by_slot = (part for part in bias.leaf_terms() if not isinstance(part, Placed))
     given = (leaf for part in by_slot if not part.relative for leaf in part.leaves())
     return any(leaf.dtype != torch.float16 for leaf in given)
 
 
 def refuse_fused(call: Call) -> str | None:
-    """What no fused kernel does as the reference does."""
+    """Why no fused kernel, of torch or compiled by FlexAttention, can run a call."""
     if call.wants is not None:
         return "it tells nothing about the weights"
     if call.dropout > 0.0 and call.seed is not None:
@@ -165,7 +165,7 @@ def run(call: Call) -> Tensor:
     """Attention by torch's kernels; with dropout they draw which weights are dropped."""
     width = call.v.shape[3]
     q, k, v, rule, causal = fit(call)
-    # What the rule holds lies where q lies, and is as plain a tensor.
+    # The rule's tensors are on q's device, and as readable as q.
     if q.device.type == "cpu" and readable(q, k, v):
         output = attend_on_cpu(q, k, v, rule, causal)
     else:
@@ -174,7 +174,7 @@ def run(call: Call) -> Tensor:
 
 
 def fit(call: Call) -> tuple[Tensor, Tensor, Tensor, Rule, bool | None]:
-    """q, k and v as torch's kernels take them, the rule for these, and `is_causal` (`flags`)."""
+    """q, k and v as torch's kernels need them, the rule for these, and `is_causal` (`flags`)."""
     q, k, v, rule = call.q, call.k, call.v, call.rule
     causal = flags(rule)
     if rule.scale is not None and rule.scale <= 0:
@@ -183,14 +183,14 @@ def fit(call: Call) -> tuple[Tensor, Tensor, Tensor, Rule, bool | None]:
         rule = replace(rule, scale=rule.factor(q.shape[3]))
         q, k, v = even_widths(q, k, v)
     if causal and rule.shape.T < rule.shape.S:
-        # Counted from the start: no query sees the keys beyond the last of them.
+        # Causal from the start (align="start"): no query sees the keys from T on.
         k, v = k[:, :, : rule.shape.T], v[:, :, : rule.shape.T]
         rule = replace(rule, shape=rule.shape._replace(S=rule.shape.T))
     return q, k, v, rule, causal
 
 
 def name_kernel(call: Call) -> str | None:
-    """Which of torch's kernels `run` takes for a call, and why; None where torch cannot tell."""
+    """Which of torch's kernels `run` uses for a call, and why; None where that is unknown."""
     q, k, v, rule, causal = fit(call)
     if not readable(q, k, v) or not (q.is_cpu or q.is_cuda):
         return None
@@ -223,19 +223,19 @@ def name_kernel(call: Call) -> str | None:
 
 
 def flash_version() -> str:
-    """FlashAttention as torch has it: FA2, or what was activated in its stead."""
-    # Older versions of torch have no other, and do not say so.
+    """The FlashAttention that torch uses: FA2, or the implementation activated in its place."""
+    # Older versions of torch have only FA2, and no function that says so.
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return str((current and current()) or "FA2")
 
 
 def positive_scale(q: Tensor, scale: float, rule: Rule) -> tuple[Tensor, Rule]:
-    """The same call with a scale above 0, which torch's kernels take for granted."""
+    """q and the rule with a scale above 0, which torch's kernels assume; its sign moves into q."""
     return q * (-1.0 if scale < 0 else 0.0), replace(rule, scale=-scale or 1.0)
 
 
 def even_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values widened with zeros to one width, as the kernels ask; this changes nothing."""
+    """q, k and v padded with zeros to one width, as the kernels need; the result is the same."""
     lack = q.shape[3] - v.shape[3]
     if lack > 0:
         return q, k, F.pad(v, (0, lack))
@@ -245,7 +245,7 @@ def even_widths(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 def attend_in_one_call(
     q: Tensor, k: Tensor, v: Tensor, rule: Rule, causal: bool | None, dropout: float
 ) -> Tensor:
-    """One call of `scaled_dot_product_attention`, the mask rendered whole where it takes one."""
+    """One call of `scaled_dot_product_attention`, with the rendered mask where it needs one."""
     mask = empty = None
     if causal is None:
         mask = rule.block(Tile(0, rule.shape.T, 0, rule.shape.S), q)
@@ -255,11 +255,11 @@ def attend_in_one_call(
             k, v = clear(k, unseen), clear(v, unseen)
             mask = mask.masked_fill(empty, 0.0)
         if is_one(mask.shape[0]) and torch.compiler.is_compiling():
-            # A single sample's would have to be compared with a batch that a graph leaves open.
+            # A batch of 1 would have to be compared with a batch size that is symbolic.
             mask = mask[0, 0] if is_one(mask.shape[1]) else mask.expand(rule.shape.B, -1, -1, -1)
     output = run_sdpa((q, k, v), mask, dropout, bool(causal), rule.scale)
     if q.device.type == "cpu":
-        # In a graph nobody can look first whether all is finite.
+        # While a graph is traced, values cannot be read to see whether all are finite.
         spoil_bg11 = spoil(k, output.dtype).sum(-1)[..., None, None]
         output = output * (1.0 + spoil(q, output.dtype)[..., None])
         output = output * (1.0 + repeat_heads(spoil_bg11, q.shape[1]))
@@ -273,11 +273,11 @@ def run_sdpa(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """`scaled_dot_product_attention`, at any strides, and the faster kernel where torch has two."""
+    """`scaled_dot_product_attention` at any strides, by the faster kernel where torch has two."""
     if inputs[0].is_cuda and not (torch.compiler.is_compiling() or is_fake(inputs[0])):
         return run_on_gpu(*inputs, mask, dropout, causal, scale)
     q, k, v = (in_rows(x) for x in inputs)
-    # By a branch: a comparison of sizes that a graph leaves open is no bool to the kernel.
+    # By a branch: comparing symbolic sizes gives no bool that the kernel accepts.
     more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, **more)
 
@@ -291,10 +291,10 @@ def run_on_gpu(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """The same on a GPU, outside of graphs; q, k and v are of one width."""
+    """`scaled_dot_product_attention` on a GPU, outside of graphs; q, k and v have one width."""
     _, n_heads, _, width = q.shape
     # Torch chooses its kernel by the width of a head. Where that is a multiple of 16 bytes, the
-    # kernel reads so many at a time, and takes for granted that all rows begin at one.
+    # kernel reads 16 bytes at a time, and assumes that all rows begin at a multiple of 16.
     each = 16 // q.element_size()
     step = 1 if width % each else each
     q, k, v = lined_up(q, width, step), lined_up(k, width, step), lined_up(v, width, step)
@@ -314,9 +314,10 @@ def run_on_gpu(
 
 
 def lined_up(x: Tensor, width: int, step: int) -> Tensor:
-    """x, copied unless its rows are in one piece each, apart from each other, and far enough.
+    """x, copied unless its rows are contiguous, do not overlap, and are aligned.
 
-    So `in_rows`; they also are a multiple of `step` numbers apart, and begin at one of 16 bytes.
+    As `in_rows`, and strides are multiples of `step` numbers, and x begins at a multiple of 16
+    bytes.
     """
     b, h, t, d = x.stride()
     if d == 1 and t >= width and not (b % step or h % step or t % step or x.data_ptr() % 16):
@@ -325,10 +326,10 @@ def lined_up(x: Tensor, width: int, step: int) -> Tensor:
 
 
 def give_back_alike(output: Tensor) -> None:
-    """Lay the gradient that comes back out as the output is, before the kernel gets it.
+    """Give the incoming gradient the strides of the output, before the kernel reads it.
 
-    Torch keeps cuDNN's plan for a backward pass by the strides of q, k and v alone: another layout
-    of the gradient is read by the plan made for the last one, and gives wrong numbers.
+    Torch caches cuDNN's plan for a backward pass by the strides of q, k and v alone: a gradient
+    with other strides would be read by the plan of an earlier one, and give wrong numbers.
     """
     strides = output.stride()
 
@@ -347,7 +348,7 @@ def give_back_alike(output: Tensor) -> None:
 
 @contextmanager
 def preferred_kernel() -> Iterator[None]:
-    """Has torch ask cuDNN first; a choice of kernels that the user has made is left as it is."""
+    """Have torch try cuDNN first; a choice of kernels that the user has made is left alone."""
     if not may_reorder():
         yield
         return
@@ -359,10 +360,11 @@ def preferred_kernel() -> Iterator[None]:
 
 
 class CudnnAsked:
-    """Torch's order of kernels, which is one for all threads, while some have cuDNN asked first.
+    """Torch's order of kernels, global to all threads, while some of them have cuDNN tried first.
 
-    The first changes it and the last puts it back: each by itself would take the order of another
-    for torch's own. Not `sdpa_kernel`, which takes longer than all else that is done for a call.
+    The first to begin changes it and the last to end restores it: if each did both, one would save
+    the changed order of another as torch's own. Not by `sdpa_kernel`, which takes longer than all
+    else that is done for a call.
     """
 
     def __init__(self) -> None:
@@ -394,15 +396,15 @@ def may_reorder() -> bool:
 
 @functools.cache
 def is_cudnn_first(device: torch.device) -> bool:
-    """Whether cuDNN's kernels are the faster ones on this device, and are asked first."""
+    """Whether cuDNN's kernels are the faster ones on this device, and are tried first."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in CUDNN_FIRST
 
 
 @functools.cache
 def torchs_order_is_right(device: torch.device) -> bool:
-    """Whether torch asks its kernels in the order of their speed on this GPU.
+    """Whether torch tries its kernels in the order of their speed on this GPU.
 
-    On those on which cuDNN is the faster it does so from cuDNN 9.15 on.
+    Where cuDNN is the faster one, torch does so from cuDNN 9.15 on.
     """
     if not is_cudnn_first(device):
         return True

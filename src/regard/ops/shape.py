@@ -1,9 +1,9 @@
-"""Where a rule is applied: sizes, tiles, and how indices pick from the tensors a rule carries.
+"""Sizes and tiles of a call, and how the tensors of masks and biases are indexed.
 
-Masks and biases carry small tensors (lengths, document ids, tables). The same claim is evaluated on
-whole grids, on tiles, and inside FlexAttention on single indices; the functions here pick the right
-entries in all three. The `check_*` functions speak for the tensors that masks and biases are made
-from.
+Masks and biases hold small tensors (lengths, document ids, tables). Each has one definition, which
+is evaluated on whole grids, on tiles, and inside FlexAttention on single indices; the functions
+here pick the right entries in all three cases. The `check_*` functions check the tensors from which
+masks and biases are made.
 
 Letters: B batch, H heads, T queries, S keys.
 """
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
     @property
     def samples(self) -> slice | None:
-        """The samples it is of, None for all."""
+        """The samples that the tile covers; None: all."""
         return None
 
 
@@ -92,7 +92,7 @@ def cut(tensor: Tensor, tile: Tile) -> Tensor:
 
 
 def of_samples(values: Tensor, tile: Tile) -> Tensor:
-    """What a tensor (B, ...) or (1, ...) has of the samples of a tile."""
+    """The entries of a tensor (B, ...) or (1, ...) for the samples of a tile."""
     if tile.samples is None or values.shape[0] == 1:
         return values
     return values[tile.samples]
@@ -122,7 +122,7 @@ def pick_broadcast(values: Tensor, where: tuple[Tensor, ...]) -> Tensor:
 
 
 def spans(values: Tensor, first: Ints, last: Ints) -> tuple[Ints, Ints]:
-    """Smallest and largest of values (X,) or (B, X) in each run first..last, as (B or 1, runs)."""
+    """Minimum and maximum of values (X,) or (B, X) in each run first..last, as (B or 1, runs)."""
     rows = values.detach().cpu().numpy()
     rows = (rows[None] if rows.ndim == 1 else rows).astype(np.int64)
     if not len(first):
@@ -150,7 +150,7 @@ def fits(have: int, want: int) -> bool:
 
 
 def check_counts(name: str, values: object) -> None:
-    """Refuse what is not a tensor of whole numbers."""
+    """Raise TypeError for anything but a tensor of whole numbers."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} must be a tensor of whole numbers, got {type(values).__name__}")
     if values.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
@@ -158,13 +158,13 @@ def check_counts(name: str, values: object) -> None:
 
 
 def check_batch(name: str, values: Tensor, shape: Shape) -> None:
-    """Refuse values that are not one a sample."""
+    """Raise ValueError unless values have one number per sample, (B,) or (1,)."""
     if values.dim() != 1 or not fits(values.shape[0], shape.B):
         raise ValueError(f"{name} must be (B,) with B={shape.B}, got shape {tuple(values.shape)}")
 
 
 def check_axis(name: str, values: Tensor, letter: str, shape: Shape) -> None:
-    """Refuse values that are not (T,) or (B, T), or the same with S."""
+    """Raise ValueError unless values are (T,) or (B, T); (S,) or (B, S) where `letter` is S."""
     size = getattr(shape, letter)
     right = values.shape[-1:] == (size,) and (
         values.dim() == 1 or (values.dim() == 2 and fits(values.shape[0], shape.B))
@@ -177,7 +177,7 @@ def check_axis(name: str, values: Tensor, letter: str, shape: Shape) -> None:
 
 
 def check_broadcast(name: str, values: Tensor, shape: Shape) -> None:
-    """Refuse a tensor that does not broadcast to (B, H, T, S) without growing it."""
+    """Raise ValueError unless a tensor broadcasts to (B, H, T, S) without growing it."""
     given = tuple(values.shape)
     if len(given) > 4 or not all(map(fits, given[::-1], shape[::-1])):
         raise ValueError(

@@ -1,13 +1,15 @@
-"""What masks and biases are made of: small frozen values that other code folds over, never walks.
+"""The base class of masks and biases: small frozen values, with the recursions over their tensors.
 
-A term is a frozen dataclass whose fields are tensors, numbers, words and other terms. It says in
+A term is a frozen dataclass whose fields are tensors, numbers, strings and other terms. It says in
 `axes` which letters each of its tensors has, and so everything that concerns tensors is written
 once, here: moving them to a device, cutting them to a row of the batch, to heads or to keys,
-listing them, and torch's pytrees, in which every term is a node. A term that is joined of others
-(`And`, `Sum`) names them in `parts`; what a whole says follows from what its parts say.
+listing them, and torch's pytrees, in which every term is a node. Other code calls these instead of
+walking the tree of terms. A term that is joined of others (`And`, `Sum`) returns them from `parts`;
+what holds for the whole follows from its parts.
 
 To write one: a frozen dataclass with `allows` (a mask) or `add` (a bias), `axes` for its tensors,
-and those of the claims below that hold for it. What is not claimed is not used, and never wrong.
+and those of the flags below that hold for it. A flag that is not set is never wrong: it only makes
+less possible.
 
 Letters: B batch, H heads, T queries, S keys.
 """
@@ -25,19 +27,19 @@ from regard._torch import register_pytree
 from regard.ops.shape import Shape, check_axis, check_counts, pick_axis
 
 Keys = slice | Tensor
-"""Some of the keys: a slice with both ends, or their numbers in the order wanted, (S,)."""
+"""Some of the keys: a slice with an end, or their indices in the order wanted, (S,)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Cut:
-    """What is taken out of a term: one row of the batch, some heads, some keys; None leaves all."""
+    """What a term is cut to: one row of the batch, some heads, some keys; None leaves all."""
 
     row: int | None = None
     heads: Tensor | None = None
     keys: Keys | None = None
 
     def take(self, values: Tensor, letters: Sequence[str]) -> Tensor:
-        """A tensor with these letters, cut; axes that are missing or shared stay so."""
+        """A tensor whose axes have these letters, cut; missing axes and axes of size 1 stay so."""
         values = values.detach()
         for axis, letter in enumerate(reversed(letters), 1):
             if axis > values.dim() or values.shape[-axis] == 1:
@@ -51,7 +53,7 @@ class Cut:
         return values
 
     def key_numbers(self, device: torch.device) -> Tensor:
-        """Where the keys that stay lay before, (S,)."""
+        """The indices before the cut of the keys that are kept, (S,)."""
         assert self.keys is not None
         if isinstance(self.keys, slice):
             return torch.arange(self.keys.start or 0, self.keys.stop, device=device)
@@ -60,14 +62,14 @@ class Cut:
 
 CLAIMS = {"axes", "relative", "positional", "follows_keys", "sees_itself", "hides"}
 CLAIMS |= {"gives_gradient", "graph_name", "from_first"}
-"""What a class says of all its values, and no value holds."""
+"""Class attributes that say something about all values of a class; they are not fields."""
 
 _HERE = "<child>"
-"""What stands in a structure where a child belongs."""
+"""The placeholder for a child in the structure of a pytree node."""
 
 
 def field_names(term: Term | type[Term]) -> tuple[str, ...]:
-    """The names of a term's fields, of the value or of its class."""
+    """The names of the fields of a term, given as a value or as its class."""
     # Not by `dataclasses.fields`, which a compiler does not trace here.
     names: Any = term.__dataclass_fields__  # type: ignore[union-attr]
     return tuple([name for name in names if name not in CLAIMS])
@@ -100,17 +102,17 @@ class Term:
 
     axes: ClassVar[Mapping[str, str]] = {}
     """The letters of each tensor it holds, as in ``{"ids": "B S"}``; leading ones may be missing
-    from the tensor, and an axis of size 1 is shared. A letter that is none of B H T S stays."""
+    from the tensor, and an axis of size 1 is shared. Axes with other letters are never cut."""
     graph_name: ClassVar[str]
-    """What it is called in a compiled graph: unique in the process."""
+    """The name of the class in compiled graphs, unique in the process."""
 
     relative = False
-    """Whether it depends on the head and on i - j alone: one band of the matrix tells all of it."""
+    """Whether it depends on the head and on i - j alone: one band of the matrix defines it."""
     positional = False
-    """Whether it speaks of positions alone, so that `at` can give it other ones."""
+    """Whether it depends on positions, not on indices in memory, so that `at` can set others."""
     follows_keys = False
-    """Whether what it says of a key goes with the key when others are taken away or added; not for
-    one that compares i and j, which then count anew."""
+    """Whether what it says of a key stays true when other keys are removed or added; not so where
+    it compares i and j, which are then renumbered."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -122,16 +124,16 @@ class Term:
         register_pytree(cls, _flatten, lambda children, rest: _unflatten(cls, children, rest))
 
     def parts(self) -> tuple[Self, ...]:
-        """The terms that this one is joined of; none for one that speaks for itself."""
+        """The terms that this one is joined of; none for a leaf."""
         return ()
 
     def with_parts(self, change: Callable[[Self], Self]) -> Self:
-        """The same joined of other parts; itself where it has none."""
+        """The term with each of its parts changed; itself where it has none."""
         parts = self.parts()
         return type(self)(*map(change, parts)) if parts else self
 
     def leaf_terms(self) -> list[Self]:
-        """The parts that are not joined of others, in order."""
+        """The leaves among its parts, at any depth and in order; itself where it has no parts."""
         parts = self.parts()
         return [leaf for part in parts for leaf in part.leaf_terms()] if parts else [self]
 
@@ -140,7 +142,7 @@ class Term:
         return {name: getattr(self, name) for name in field_names(self)}
 
     def with_held(self, change: Callable[[str, Any], Any]) -> Self:
-        """The same with every field changed; nothing is checked again."""
+        """A copy with every field changed; nothing is checked again."""
         values = [change(name, value) for name, value in self.held().items()]
         changed: Self = rebuild(type(self), values)
         return changed
@@ -157,13 +159,13 @@ class Term:
         return found
 
     def to(self, device: torch.device) -> Self:
-        """The same with its tensors on a device."""
+        """A copy with its tensors on a device."""
         return self.with_held(
             lambda _, value: value.to(device) if isinstance(value, (Tensor, Term)) else value
         )
 
     def cut(self, cut: Cut) -> Self:
-        """The same for what is taken out of a call; refused where its tensors have no letters."""
+        """A copy for a cut call; ValueError where `axes` does not name one of its tensors."""
 
         def change(name: str, value: Any) -> Any:
             if isinstance(value, Term):
@@ -203,17 +205,17 @@ class Term:
             part.check(shape)
 
     def at(self, queries: Tensor, keys: Tensor | None = None) -> Self:
-        """The same with given positions of queries, (T,) or (B, T), and of keys, or in line."""
+        """The term at these positions of queries, (T,) or (B, T), and of keys; None: 0 .. S - 1."""
         raise NotImplementedError
 
     def placed(self, queries: Tensor, keys: Tensor) -> Self:
-        """The same with positions given to every part that speaks of them."""
+        """A copy in which every part that depends on positions alone is `at` these."""
         if self.positional:
             return self.at(queries, keys)
         return self.with_parts(lambda part: part.placed(queries, keys))
 
     def unplaced(self) -> str | None:
-        """The name of a part that speaks of keys as they lie, which cannot be given positions."""
+        """The name of a part that depends on indices in memory, and so has no `at`; or None."""
         if self.positional or self.relative:
             return None
         if not self.parts():
@@ -222,11 +224,11 @@ class Term:
 
 
 TERMS: dict[str, type[Term]] = {}
-"""Every class of terms there is, by its name."""
+"""Every class of terms, by its `graph_name`."""
 
 
 class Joined(Term):
-    """A term of other terms: what holds for all of its parts holds for it."""
+    """A term joined of others: a flag holds for it where it holds for all of its parts."""
 
     @property
     def relative(self) -> bool:  # type: ignore[override]
@@ -242,9 +244,9 @@ class Joined(Term):
 
 
 class Placed(Term):
-    """A term, `inner`, with positions given: how a cache speaks, where slots are not positions.
+    """A term, `inner`, at explicit positions, as in a KV cache, whose slots are not positions.
 
-    queries (T,) or (B, T), keys (S,) or (B, S) or None for keys that stand as they lie.
+    queries (T,) or (B, T); keys (S,) or (B, S), or None for keys at positions 0 .. S - 1.
     """
 
     inner: Term
@@ -271,11 +273,11 @@ class Placed(Term):
         whole = super().cut(cut)
         if cut.keys is None or self.keys is not None:
             return whole
-        # Keys that stood as they lay, once some are gone.
+        # Keys at 0 .. S - 1 keep their positions when others are removed.
         keys = cut.key_numbers(self.queries.device)
         return whole.with_held(lambda name, value: keys if name == "keys" else value)
 
     def positions(self, b: Tensor, i: Tensor, j: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-        """The positions given to queries and keys."""
+        """The explicit positions of the queries and keys at the default positions i and j."""
         queries = pick_axis(self.queries, b, i - shape.offset)
         return queries, j if self.keys is None else pick_axis(self.keys, b, j)

@@ -1,11 +1,10 @@
-"""What nobody may look at never matters: keys and values that no query sees are cleared.
+"""Clearing keys and values that no query sees, so that a NaN in them never reaches the output.
 
 Why: a fused kernel multiplies hidden values by 0 and adds -inf to hidden scores, and 0 · NaN is
-NaN. So what lies in padding, in unused slots of a cache or in another document would reach the
-output.
+NaN. So a NaN in padding, in unused slots of a cache or in another document would reach the output.
 
-How: most masks say at once that there is no such key (`covers`). Else the keys that no query of
-their sample sees are found, and zeros are put in their place, through which no gradient passes.
+How: for most masks it is known at once that there is no such key (`covers`). Else the keys that no
+query of their sample sees are found, and replaced by zeros, through which no gradient passes.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D width of a key or value.
 """

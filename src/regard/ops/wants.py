@@ -131,7 +131,7 @@ class Received:
 
     @property
     def unseen(self) -> float:
-        """What stands for a hidden pair, before a key that nobody sees is given its 0."""
+        """The value of a hidden pair in a sum or maximum; unseen keys are set to 0 at the end."""
         return -math.inf if self.by == "max" else 0.0
 
     def span(self, T: int) -> tuple[int, int]:
@@ -174,7 +174,7 @@ class Received:
     def answer(
         self, found: Tensor, seen_by: Tensor, row_weight: Tensor | None = None
     ) -> ReceivedAttention:
-        """The answer, of the sums or maxima that were found."""
+        """The answer, from the sums or maxima over the queries."""
         if self.by == "max":
             found = found.masked_fill(seen_by == 0, 0.0)
         elif self.by == "mean":
@@ -263,14 +263,14 @@ class Wants:
             self.picture()
 
     def picture(self) -> Map | None:
-        """The map asked for, in its full form."""
+        """The map asked for, as a `Map`; None if there is none."""
         if self.map is None or isinstance(self.map, Map):
             return self.map
         height, width = self.map
         return Map(height=height, width=width)
 
     def receiving(self) -> Received | None:
-        """What is asked of the keys, in its full form."""
+        """What is asked about received weights, as a `Received`; None if nothing is."""
         if isinstance(self.received, Received):
             return self.received
         return Received() if self.received else None
@@ -300,7 +300,7 @@ class Wants:
         return bool(self.received) or any(x is not None for x in asked)
 
     def first_pass(self) -> bool:
-        """Whether anything is asked that is told while the row sums are found."""
+        """Whether anything is asked that is computed along with the row sums."""
         flags = self.lse or self.entropy or self.peak or self.distance
         return flags or self.mass is not None
 
@@ -345,7 +345,7 @@ class ReceivedAttention:
 
     @property
     def total(self) -> Tensor:
-        """What the key gets from all of them together."""
+        """The sum of what the key gets."""
         if self.by != "sum":
             raise AttributeError(
                 f'total and mean need Received(by="sum"); this is a {self.by}: read `value`'
@@ -354,7 +354,7 @@ class ReceivedAttention:
 
     @property
     def mean(self) -> Tensor:
-        """Per query that may see the key; 0 where none may."""
+        """The mean over the queries that may see the key; 0 where none may."""
         if self.by == "mean":
             return self.value
         return mean_of(self.total, self.seen_by if self.row_weight is None else self.row_weight)
@@ -426,7 +426,7 @@ class Observation:
 
 
 def check_whole(name: str, value: object) -> None:
-    """Refuse what is no whole number, before it fails somewhere inside."""
+    """Raise TypeError for anything but a whole number, which would fail somewhere inside."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt | np.integer):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
 
@@ -445,7 +445,7 @@ def _count_from(end: int | None, size: int, default: int) -> int:
 
 
 def _is_whole(value: object) -> bool:
-    """Whether Python takes it for an index."""
+    """Whether Python accepts it as an index."""
     return hasattr(value, "__index__")
 
 
@@ -461,7 +461,7 @@ def _describe(value: object) -> str:
 
 
 class _Refuse(torch.autograd.Function):
-    """The identity forward; backward says that there is no gradient here."""
+    """The identity in forward; backward raises an error that says there is no gradient here."""
 
     @staticmethod
     def forward(x: Tensor, anchor: Tensor, name: str) -> Tensor:
@@ -480,7 +480,7 @@ class _Refuse(torch.autograd.Function):
 
 
 def without_gradient(x: Tensor, anchor: Tensor, name: str) -> Tensor:
-    """x, refusing a gradient in words wherever one would be asked of `anchor`."""
+    """x, detached; if `anchor` requires a gradient, backward() through x raises an error."""
     x = x.detach()
     if not (torch.is_grad_enabled() and anchor.requires_grad):
         return x

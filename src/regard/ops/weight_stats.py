@@ -1,9 +1,9 @@
-"""What needs the row sums first: received attention, the largest weights, maps, whole rows.
+"""The second pass: received attention, the largest weights, maps and whole rows, in tiles.
 
-With the logsumexp of each row known, the weight of any pair is exp(score - lse), so every tile
-tells its weights exactly and alone. All that is asked is told from one walk over the tiles, each
-made once, and only those of queries that something is asked about. Extra memory is O(T + S) plus
-the answer. No gradient flows through any of it.
+These need the row sums first. With the logsumexp of each row known, the weight of any pair is
+exp(score - lse), so the weights of a tile are exact without the other tiles. One walk over the
+tiles answers all but whole rows: each tile is computed once, and only for queries that something is
+asked about. Extra memory is O(T + S) plus the answer. No gradient flows through any of it.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width; t, s sizes of a tile;
 X, Y cells of a map.
@@ -36,7 +36,7 @@ from regard.ops.wants import (
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The weights of a call, made when asked for from q, k, the rule and the logsumexp."""
+    """The weights of a call, computed on demand from q, k, the rule and each row's max and sum."""
 
     q_bhtd: Tensor
     k_bgsd: Tensor
@@ -50,7 +50,7 @@ class Weights:
         return self.denominator_bht.isnan()
 
     def tile(self, tile: Tile, full: bool = False, scratch: Tensor | None = None) -> Tensor:
-        """The weights inside one tile, (B, H, t, s); in `scratch` if given, which is used again."""
+        """The weights of one tile, (B, H, t, s); in `scratch` if given, which is reused."""
         q_bhtd, k_bgsd = self.q_bhtd[:, :, tile.t0 : tile.t1], self.k_bgsd[:, :, tile.s0 : tile.s1]
         scores_bhts = raw_scores(q_bhtd, k_bgsd, self.rule, scratch)
         scores_bhts = add_rule(scores_bhts, self.rule, tile, full, in_place=scratch is not None)
@@ -75,7 +75,7 @@ class Weights:
         return torch.zeros(B, H, *sizes, dtype=kind, device=self.q_bhtd.device)
 
     def answer(self, wants: Wants) -> dict[str, Any]:
-        """What is wanted, by the names in `Observation`, from one walk over the tiles."""
+        """The wants of the second pass, by their names in `Observation`."""
         picture, asked, shape = wants.picture(), wants.receiving(), self.rule.shape
         collectors: dict[str, _Collector] = {}
         if asked is not None:
@@ -107,7 +107,7 @@ class Weights:
 
 
 class _Collector(Protocol):
-    """One answer on its way: it is shown the weights of each tile, and must not change them."""
+    """Accumulates one answer: it gets the weights of each tile, and must not change them."""
 
     def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None: ...
 
@@ -162,7 +162,7 @@ class _Largest:
             seen = visible(self.rule, tile, full, weights_bhts.device)
             weights_bhts = weights_bhts.masked_fill(~seen, -1.0)
         weights_nts = weights_bhts.flatten(0, 1)
-        # Rows in which the tile holds nothing larger are most, as soon as some tiles are seen.
+        # After the first few tiles, most rows find nothing larger in a tile, and are skipped.
         better_nt = weights_nts.amax(-1) > self.best[:, tile.t0 : tile.t1, -1]
         n, t = better_nt.nonzero(as_tuple=True)
         if not len(n):
@@ -188,8 +188,8 @@ class _Sparse:
         self.shape, self.threshold = of.rule.shape, threshold
         none = of.zeros(dtype=torch.int64).new_zeros(0)
         self.found = [(none, none, of.max_bht.new_zeros(0))]
-        # What is kept from a tile is small, and lies where its temporary tensors lay: the next
-        # tile's would not fit there. So the large one is made once.
+        # What is kept from a tile is small, and is allocated where its temporary tensors were, so
+        # that the next tile's would not fit there. So the large one is allocated once.
         self.scratch = tile_scratch(of.rule.shape, of.q_bhtd, torch.bool)
 
     def take(self, tile: Tile, full: bool, weights_bhts: Tensor) -> None:
@@ -215,7 +215,7 @@ class _Picturing:
     def __init__(self, of: Weights, picture: Map) -> None:
         self.picture, self.window = picture, Tile(*picture.window(of.rule.shape))
         self.cells = of.zeros(picture.height, picture.width)
-        # Where asking would mean to wait for a device, the careful way is taken unasked.
+        # Reading the flag would synchronise with a device; there NaNs are always handled.
         spoiled = of.spoiled_bht
         self.has_nan = spoiled.device.type != "cpu" or bool(spoiled.any())
 
@@ -237,14 +237,14 @@ class _Picturing:
 
 
 def sum_seen(values_bhts: Tensor, hidden_bhts: Tensor | None) -> Tensor:
-    """The sum over the queries, (B, H, s), in which hidden pairs do not count, also as NaN."""
+    """The sum over the queries, (B, H, s), without hidden pairs, even where they are NaN."""
     if hidden_bhts is None:
         return values_bhts.sum(2)
     return torch.where(hidden_bhts, 0.0, values_bhts).sum(2)
 
 
 def common(one: Tile, other: Tile) -> Tile | None:
-    """What two tiles share."""
+    """The intersection of two tiles; None if it is empty."""
     t0, t1 = max(one.t0, other.t0), min(one.t1, other.t1)
     s0, s1 = max(one.s0, other.s0), min(one.s1, other.s1)
     return Tile(t0, t1, s0, s1) if t0 < t1 and s0 < s1 else None

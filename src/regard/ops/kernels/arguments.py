@@ -1,7 +1,7 @@
-"""How tensors and rules are handed to kernels: named tuples, with None for what is not there.
+"""How tensors and rules are passed to kernels: as named tuples, with None for absent parts.
 
-A kernel is compiled for which fields are None, so a rule without a bias has no code for one. A
-tensor goes with its strides, so views of any layout do.
+A kernel is compiled for the fields that are None, so that a rule without a bias has no code for
+one. Tensors are passed with their strides, so that views of any layout will do.
 
 Letters: B batch, T queries, S keys, H query heads; D width of a head.
 """
@@ -42,7 +42,7 @@ class Window(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The keys first..past that all queries of a sample see; b: from sample to sample."""
+    """The keys first..past that all queries of a sample see; b: stride from sample to sample."""
 
     first: Tensor
     past: Tensor
@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """The keys lo..hi that each query sees; b: from sample to sample, 0 if all share one."""
+    """The keys lo..hi that each query sees; b: stride from sample to sample, 0 if shared."""
 
     lo: Tensor
     hi: Tensor
@@ -58,7 +58,7 @@ class Interval(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """The documents of queries and of keys; they are compared where a sample's are `scattered`."""
+    """The document ids of queries and of keys, which decide in samples that are `scattered`."""
 
     queries: Tensor
     queries_b: int
@@ -105,14 +105,14 @@ class Dense(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """A weight is kept where the hash of its place, less 2^31, is at least `threshold`."""
+    """A weight is kept where the hash of its indices, minus 2^31, is at least `threshold`."""
 
     seed: Tensor
     threshold: int
 
 
 class Rule(NamedTuple):
-    """How scores are made, in bits, and which of them count."""
+    """How scores are computed, in bits, and which of them count."""
 
     factor: float
     cap: float | None
@@ -131,9 +131,10 @@ class Rule(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """full, mixed: how many runs of full tiles each line has, and mixed tiles; tiles: which.
+    """For each line of tiles: how many runs of full tiles, how many mixed tiles, and which.
 
-    b, h: lines a sample, a head. Where tiles stand in order, `full` counts all, and `mixed` none.
+    n: numbers per line in `tiles`. b, h: strides of samples and heads, in lines. Where tiles are
+    listed in order, `full` counts all of them, and `mixed` none.
     """
 
     tiles: Tensor
@@ -150,19 +151,19 @@ def view(x: Tensor) -> View:
 
 
 def share(x: Tensor, axis: int) -> int:
-    """The stride of an axis, 0 where all share its one entry."""
+    """The stride of an axis, 0 where its single entry is shared."""
     return 0 if x.shape[axis] == 1 else x.stride(axis)
 
 
 def form_of(given: Rendered) -> tuple[Any, ...]:
-    """All of a call but what its tensors hold, and where."""
+    """Everything about a call but the contents and addresses of its tensors."""
     tensors: Any = given[:TENSORS]
     lying = [None if x is None else layout_of(x) for x in tensors]
     return given.q.device, *lying, *given[TENSORS:]
 
 
 def rule_of(given: Rendered) -> Rule:
-    """The rule of a call as kernels take it."""
+    """The rule of a call as kernels read it."""
     window = span = interval = ids = words = places = band = dense = dropout = None
     if given.left is not None or given.right is not None:
         # No None inside of a tuple in a tuple: Triton 3.6 does not compile it.
@@ -209,7 +210,7 @@ def _pair(queries: Tensor, keys: Tensor) -> Pair:
 
 
 def options_of(given: Rendered) -> dict[str, Any]:
-    """What every kernel is compiled for: heads that share a key head, widths, the type's way."""
+    """Compile-time options of all kernels: query heads per key head, widths, kind of product."""
     D = given.q.shape[3]
     E = given.v.shape[3] or D
     return {
@@ -222,5 +223,5 @@ def options_of(given: Rendered) -> dict[str, Any]:
 
 @functools.cache
 def width_of(size: int) -> int:
-    """The width of a tile that holds heads of this one: a power of two, 16 at least."""
+    """The width of a tile for heads of this width: a power of two, 16 at least."""
     return max(16, 1 << max(size - 1, 0).bit_length())

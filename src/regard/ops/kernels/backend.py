@@ -1,8 +1,8 @@
 """The backend "triton": which calls our kernels refuse, and which kernel runs the others.
 
-Few queries a row, without gradients and dropout, run on the decode kernel (`decode.py`), which also
-computes the wants of one pass. All other calls run on `flash_op.py`, whose output, logsumexp and
-entropy have gradients. Wants that need a second pass (`row_stats.py`) have none.
+Few queries per sample, without gradients and dropout, run on the decode kernel (`decode.py`), which
+also computes the wants of one pass. All other calls run on `flash_op.py`, whose output, logsumexp
+and entropy have gradients. Wants that need a second pass (`row_stats.py`) have none.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from regard.ops.shape import Shape
 from regard.ops.wants import Wants
 
 WIDEST = 256
-"""The widest head our kernels take."""
+"""The widest head that our kernels accept."""
 LITTLE = 2**16
-"""Weights below which tiles look at them, where nothing has to be compiled first."""
+"""Fewer weights than this are observed in tiles, for which nothing has to be compiled first."""
 
 
 def refuse(call: Call) -> str | None:
-    """What our kernels do not do, or not here; they run on a GPU."""
+    """Why our kernels cannot run a call; they need a GPU."""
     reason = refuse_tensors(call.q, max(call.q.shape[3], call.v.shape[3]))
     if reason is not None:
         return reason
@@ -37,7 +37,7 @@ def refuse(call: Call) -> str | None:
         reason = refuse_many_queries(call)
     if reason is not None:
         return reason
-    # Whoever has no GPU need not wait for its import.
+    # Imported late: without a GPU nobody should wait for this import.
     from regard.ops.kernels import flash_op
 
     reason = flash_op.refuse(call)
@@ -49,21 +49,21 @@ def refuse(call: Call) -> str | None:
 
 
 def refuse_tensors(q: Tensor, width: int) -> str | None:
-    """What none of our kernels takes, whatever it is asked for; width: the widest of the heads."""
+    """Why none of our kernels can run such tensors; width: that of the widest heads."""
     if q.device.type != "cuda":
         return f"our kernels run on a GPU, and q is on {q.device.type}"
     if q.dtype == torch.float64:
         return "our kernels compute scores in float32, which float64 does not allow"
     if width > WIDEST:
         return f"our kernels take head widths up to {WIDEST}"
-    # A graph for a GPU is compiled by triton itself, so there the question does not arise.
+    # The compiler itself needs triton for a GPU, so for compiled graphs there is nothing to check.
     if not torch.compiler.is_compiling() and not has_triton():
         return "the package triton is not installed"
     return None
 
 
 def is_one_pass(call: Call) -> bool:
-    """Whether the kernel for few queries tells all that is wanted, beside the output."""
+    """Whether the decode kernel computes everything wanted, along with the output."""
     wants = call.wants
     if wants is None or wants.weights or wants.second_pass():
         return False
@@ -71,23 +71,23 @@ def is_one_pass(call: Call) -> bool:
 
 
 def is_few(n_queries: int) -> bool:
-    """Whether there are surely no more queries a row than one kernel takes."""
+    """Whether there are surely no more queries per sample than the decode kernel accepts."""
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-        # Comparing a length that tracing leaves open would tie the graph to the answer.
+        # Comparing a symbolic length would specialise the graph to the answer.
         return statically_known_true(n_queries <= MOST_QUERIES)
     return n_queries <= MOST_QUERIES
 
 
 def is_decoding(call: Call) -> bool:
-    """Whether the kernel for few queries runs: no gradient, no dropout, no vmap."""
+    """Whether the decode kernel runs a call: few queries, no gradient, no dropout, no vmap."""
     plain = call.dropout == 0.0 and not call.transformed
     return plain and is_few(call.rule.shape.T) and not call.needs_grad()
 
 
 def refuse_many_queries(call: Call) -> str | None:
-    """What the kernels for any number of queries do not do."""
+    """Why the kernels for any number of queries cannot run a call."""
     if call.dropout >= 1.0:
         return "our kernels cannot drop every weight"
     if renders_whole(call.rule):
@@ -96,7 +96,7 @@ def refuse_many_queries(call: Call) -> str | None:
 
 
 def _refuse_looking(call: Call, wants: Wants) -> str | None:
-    """What the kernels that look at weights do not tell."""
+    """Why our kernels cannot answer the wants of a call."""
     if wants.weights:
         return "it never builds the T × S matrix that `weights` asks for; reference does"
     if call.is_unreadable():
@@ -107,11 +107,11 @@ def _refuse_looking(call: Call, wants: Wants) -> str | None:
 
 
 def is_little(shape: Shape) -> bool:
-    """Whether there are so few weights that compiling kernels to look at them takes longer."""
+    """Whether there are so few weights that compiling kernels would take longer than observing."""
     return shape.B * shape.H * shape.T * shape.S < LITTLE
 
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether the package triton is there."""
+    """Whether the package triton is installed."""
     return importlib.util.find_spec("triton") is not None

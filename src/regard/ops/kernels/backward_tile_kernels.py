@@ -1,4 +1,4 @@
-"""What the kernels of `flash_backward_kernels.py` do with a tile; needs triton.
+"""Device functions on a tile, for the kernels of `flash_backward_kernels.py`; needs triton.
 
 Letters: T queries, S keys; b, h, t, s one or some of each; t, s also sizes of a tile.
 """
@@ -21,7 +21,7 @@ from regard.ops.kernels.tile_kernels import (
 
 @triton.jit
 def load_rows(rows, rule, b, h, head, t, T, S, ACROSS: tl.constexpr):
-    """What a tile needs of its rows, which lie across it or down. Only their numbers are padded."""
+    """The values per row that a tile needs, across it or down; only `rows` is padded beyond T."""
     near_t = tl.minimum(t, T - 1)
     at_t = head * rows.n + t
     lse_t = tl.load(rows.lse + at_t)
@@ -47,7 +47,7 @@ def _spread(x, ACROSS: tl.constexpr):
 
 @triton.jit
 def weigh(x, s, rule, row, T, S, MASKED: tl.constexpr):
-    """Of a tile, from q·k: the weights and their logarithms in bits, and the scores as capped."""
+    """From q·k of a tile: the weights, their logarithms in bits, the scores after the softcap."""
     b, h, _, t, slope, place, lo, hi, lse, _, _ = row
     x = x * rule.factor
     if rule.cap is not None:
@@ -62,9 +62,9 @@ def weigh(x, s, rule, row, T, S, MASKED: tl.constexpr):
 
 @triton.jit
 def differentiate(p, x, raw, pull, rule, row, HEAT: tl.constexpr, GUARDED: tl.constexpr):
-    """The gradients of a tile on its biased scores and on q·k; pull: g·v, as dropout leaves it.
+    """The gradients of a tile's biased scores and of its scores before the softcap.
 
-    GUARDED: pairs that are hidden pass nothing on that is not finite.
+    pull: g·v, after dropout. GUARDED: pairs with a weight of 0 pass on 0, never a NaN.
     """
     _, _, _, _, _, _, _, _, _, delta, heat = row
     pull = pull + delta
@@ -83,7 +83,7 @@ def differentiate(p, x, raw, pull, rule, row, HEAT: tl.constexpr, GUARDED: tl.co
 
 @triton.jit
 def some_shown(x, axis: tl.constexpr):
-    """Which rows or keys of a tile have a pair that is seen."""
+    """Which rows or keys of a tile have a visible pair."""
     return tl.max((x != float("-inf")).to(tl.int32), axis) > 0
 
 
@@ -102,6 +102,6 @@ def load(at, n, real, width, MASKED: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.
 
 @triton.jit
 def corner(x, b, h, n, SIZE: tl.constexpr):
-    """Where the tile of a head's rows n lies, (n, SIZE)."""
+    """The addresses of a head's rows n, (n, SIZE)."""
     d = tl.arange(0, SIZE).to(tl.int64)
     return x.at + b * x.b + h * x.h + n[:, None].to(tl.int64) * x.t + d[None, :] * x.d

@@ -1,14 +1,14 @@
-"""Few queries a row against all kept keys: the step of generation, as a Triton kernel.
+"""The decode kernel in Triton: few queries per sample against all keys, a step of generation.
 
-Why: a step reads the cache once and does little else. Torch's fused kernels want the mask rendered
-and the grouped heads repeated first, which is more reading than the cache itself.
+Why: a step reads the KV cache once and does little else. Torch's fused kernels need the mask
+rendered and the grouped heads repeated first, which is more reading than the cache itself.
 
-How: a program takes one key head of one row of the batch, all queries of all heads that share it,
-and a stretch of keys, and keeps a running softmax and what is asked about the weights; stretches
-are joined by a second, small kernel, which a short cache does without. Which keys are seen follows
-from a window around each query's position, over keys as they lie or at given positions, from how
-many keys of each sample are real, and from the documents of queries and keys. ALiBi follows from
-positions, too. Any other mask or bias comes rendered in `added`, one number a pair.
+How: a program takes one key head of one sample, all queries of all heads that share it, and a
+stretch of keys, and keeps a running softmax and the statistics asked for; stretches are joined by a
+second, small kernel, which a short cache does not need. Which keys are seen follows from a window
+around each query's position, over keys at default or at given positions, from how many keys of each
+sample are real, and from the documents of queries and keys. ALiBi follows from positions, too. Any
+other mask or bias comes rendered in `added`, one number per pair.
 
 Left out: gradients, dropout, more than 16 queries.
 
@@ -29,42 +29,43 @@ from regard.ops.kernels.launch import PLANS, Launch, layout_of
 from regard.ops.kernels.rendered import aligned, is_aligned
 
 MOST_QUERIES = 16
-"""The most queries a row."""
+"""The most queries per sample."""
 OPEN = 2**62
 """A side of a window that has no end."""
 LSE, ENTROPY, PEAK, DISTANCE = 1, 2, 4, 8
 """What may be asked about the weights, as bits; the mass on given keys is asked by giving them."""
 STATS = ("lse", "entropy", "peak", "distance", "mass")
-"""The same and the mass, by name."""
+"""The names of these statistics and of the mass."""
 TERMS = ("query", "keys", "counts", "added", "slopes", "mass", "sinks", "query_ids", "key_ids")
-"""What the operation is given as `terms`, in order."""
+"""The names of the operation's `terms`, in order."""
 SUMS = 6
-"""Numbers that a part of a row takes beside its output."""
+"""Numbers of scratch memory that a part of a row needs beside its output."""
 
 ALONE = 2**17
-"""Bytes of keys and values that one program has read before a second kernel would have started."""
+"""Bytes of keys and values that one program reads in the time a second kernel takes to start."""
 STRETCH = 64
 """The fewest keys that are worth a program of their own."""
 PROGRAMS = 264
 """How many programs fill a large GPU twice."""
 MANY = 4 * PROGRAMS
-"""How many level out their ends, where there are more than that anyway."""
+"""How many even out the times at which they end, where there are more than PROGRAMS anyway."""
 SCRATCH = 160 * 1024
 """Bytes of keys and values that a program holds at once."""
 TRIM = 1024
-"""Keys of a stretch from which on it pays to see first which of them stand in the window."""
+"""Stretches of this many keys are first cut to those whose positions are in the window."""
 CHUNK = 64
-"""The most parts that are joined at a time, which are loaded at once."""
+"""The most parts that are loaded and joined at once."""
 
 
 class KeyRule(NamedTuple):
-    """Which keys a query sees and what is added to its scores, as the kernel takes it.
+    """Which keys a query sees and what is added to its scores, as the kernel reads it.
 
-    query (B or 1, T), keys (B or 1, S): positions, None as they lie. A query at i sees positions
-    i - left to i + right; `placed`: this is said of the given positions of keys, of which negative
-    ones are empty. counts (B or 1,): so many keys are real, the first (side 1) or the last (2).
-    query_ids (B or 1, T), key_ids (B or 1, S): a query sees keys of its own document alone.
-    slopes (H,): ALiBi's. added: the rest, broadcasts to (B, H, T, S), -inf where nobody may look.
+    query (B or 1, T), keys (B or 1, S): positions; None: the default ones. A query at i sees
+    positions i - left to i + right; `placed`: these are the given positions of keys, where
+    negative ones are empty slots. counts (B or 1,): how many keys are real, the first (side 1) or
+    the last (2). query_ids (B or 1, T), key_ids (B or 1, S): a query sees only keys of its own
+    document. slopes (H,): ALiBi's. added: everything else, broadcasts to (B, H, T, S), -inf where
+    hidden.
     """
 
     query: Tensor | None = None
@@ -81,7 +82,7 @@ class KeyRule(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """The output (B, H, T, E), numbers of the weights by `name_stats`, keys of peaks (B, H, T)."""
+    """The output (B, H, T, E), the statistics named by `name_stats`, keys of peaks (B, H, T)."""
 
     output: Tensor
     stats: Tensor | None = None
@@ -100,7 +101,7 @@ class Tiles(NamedTuple):
 
 @functools.lru_cache(maxsize=128)
 def tiles(n_heads: int, n_rows: int, n_keys: int, widths: tuple[int, int], item: int) -> Tiles:
-    """The cut for B · G key heads, each with so many rows, and keys that are read.
+    """The cut for n_heads = B · G key heads, each with n_rows rows and n_keys keys to read.
 
     widths: of a key and its value; item: bytes of a number.
     """
@@ -109,33 +110,33 @@ def tiles(n_heads: int, n_rows: int, n_keys: int, widths: tuple[int, int], item:
     programs, each = n_heads * -(-n_rows // rows), width * item
     keys, stages, parts = 64, 3, 1
     if n_keys * each <= ALONE:
-        # Nothing hides how long the first keys take, so that as many as fit are on their way.
+        # Nothing hides the latency of the first keys, so as many as fit are loaded at once.
         keys, stages = 128, 4
     else:
         wanted = PROGRAMS if programs < PROGRAMS else MANY
         parts = max(1, min(-(-n_keys // STRETCH), -(-wanted // programs)))
     while keys > 16 and stages * keys * each > SCRATCH:
         keys //= 2
-    # A part is of whole tiles, so that fewer parts may do.
+    # A part consists of whole tiles, so that fewer parts may be enough.
     stretch = -(-n_keys // parts // keys) * keys
     parts = -(-n_keys // stretch)
     return Tiles(rows, keys, stages, 8 if rows * width > 64 * 256 else 4, parts)
 
 
 def name_stats(asked: int, has_mass: bool) -> list[str]:
-    """What is told of the weights, in order; the largest logit comes with the peak."""
+    """The statistics that are computed, in order; the largest logit comes with the peak."""
     bits = {"lse": LSE, "entropy": ENTROPY, "peak": PEAK, "logit": PEAK, "distance": DISTANCE}
     names = [name for name, bit in bits.items() if asked & bit]
     return [*names, "mass"] if has_mass else names
 
 
 def pad_width(n: int) -> int:
-    """A width as tiles have it."""
+    """The width of a tile for heads of width n."""
     return max(16, power_of_2(n))
 
 
 def power_of_2(n: int) -> int:
-    """The next power of two, as Triton's tiles have it."""
+    """The next power of two, as sizes of Triton's tiles must be."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -158,7 +159,7 @@ class Form(NamedTuple):
     mass: bool
 
     def slots(self) -> dict[str, int]:
-        """Where each answer goes, counted from 1; 0 where it is not asked for."""
+        """The index of each statistic in the result, from 1 on; 0 where it is not asked for."""
         names = name_stats(self.asked, self.mass)
         return {name.upper(): 1 + names.index(name) if name in names else 0 for name in STATS}
 
@@ -169,11 +170,11 @@ class Plan(NamedTuple):
     n_rows: int
     n_parts: int
     numbers: tuple[Any, ...]
-    """What the first kernel is given beside tensors."""
+    """The arguments of the first kernel beside tensors."""
     parts: Launch
     join: Launch
     kernels: Any
-    """Their module."""
+    """The module of the kernels."""
 
 
 def make_plan(
@@ -182,7 +183,7 @@ def make_plan(
     ints: list[int],
     floats: list[float],
 ) -> Plan | None:
-    """The plan for a call and all that lie as it does; None where they have to be copied first."""
+    """The plan for all calls with these layouts; None where inputs have to be copied first."""
     from regard.ops.kernels import decode_kernels
 
     if not all(map(is_aligned, inputs)):
@@ -192,7 +193,7 @@ def make_plan(
     left, right, placed, side, asked = ints
     (B, H, T, D), (_, G, S, E) = q.shape, v.shape
     windowed = keys is None and (left < OPEN or right < OPEN)
-    # Keys as they lie are read no further than the window reaches.
+    # At default positions keys are read no further than the window reaches.
     span = min(S, left + right + T) if windowed and (query is None or T == 1) else S
     cut = tiles(B * G, H // G * T, span, (D, E), q.dtype.itemsize)
     form = Form(
@@ -219,7 +220,7 @@ def make_plan(
 
 
 def options(cut: Tiles, form: Form, sizes: tuple[int, int, int, int, int]) -> dict[str, Any]:
-    """Those of the first kernel, for G, R, T, D, E."""
+    """The options of the first kernel; sizes: G, R, T, D, E."""
     flags = {name.upper(): value for name, value in form._asdict().items() if name != "asked"}
     named = dict(zip("GRTDE", sizes, strict=True))
     widths = {"WIDTH": pad_width(sizes[3]), "VALUES": pad_width(sizes[4])}
@@ -229,7 +230,7 @@ def options(cut: Tiles, form: Form, sizes: tuple[int, int, int, int, int]) -> di
 
 
 def join_options(n_parts: int, form: Form, sizes: tuple[int, int, int]) -> dict[str, Any]:
-    """Those of the second kernel, for H, T, E."""
+    """The options of the second kernel; sizes: H, T, E."""
     most = power_of_2(n_parts)
     tile = {"PARTS": most, "CHUNK": min(most, CHUNK), "VALUES": pad_width(sizes[2])}
     named = dict(zip("HTE", sizes, strict=True))
@@ -237,7 +238,7 @@ def join_options(n_parts: int, form: Form, sizes: tuple[int, int, int]) -> dict[
 
 
 def steps(x: Tensor | None, n_axes: int) -> tuple[int, ...]:
-    """Strides over the last axes of a call, 0 along those that are shared or missing."""
+    """Strides of the last n_axes axes, 0 along those that are shared or missing."""
     if x is None:
         return (0,) * n_axes
     own = [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
@@ -252,10 +253,10 @@ def attend(
     asked: int = 0,
     mass: Tensor | None = None,
 ) -> Answers:
-    """q (B, H, T, D), k and v with their values mixed; `numbers` are the scale and the softcap.
+    """Attention of q (B, H, T, D) to k and v; numbers: the scale and the softcap.
 
-    asked: the bits of what is wanted. mass: keys (B or 1, S) whose weight together is wanted. A v
-    of width 0 gives no output.
+    asked: the bits of the statistics wanted. mass: keys (B or 1, S) whose total weight is wanted.
+    A v of width 0 gives no output.
     """
     terms, ints, floats = kernel_terms(rule, numbers, sinks_h, asked, mass)
     plain = type(inputs[0]) is Tensor and not torch.compiler.is_compiling()
@@ -271,7 +272,7 @@ def kernel_terms(
     asked: int = 0,
     mass: Tensor | None = None,
 ) -> tuple[list[Tensor | None], list[int], list[float]]:
-    """What the operation is given beside q, k and v: tensors as in `TERMS`, ints and floats."""
+    """The arguments of the operation beside q, k and v: tensors as in `TERMS`, ints, floats."""
     # These are read without strides.
     slopes, sinks = (None if x is None else x.contiguous() for x in (rule.slopes, sinks_h))
     terms = [rule.query, rule.keys, rule.counts, rule.added, slopes, mass, sinks]
@@ -285,7 +286,7 @@ def find_plan(
     ints: list[int],
     floats: list[float],
 ) -> Plan | None:
-    """The plan for a call, made when none lay as it does; None where it has to be copied first."""
+    """The plan for a call, made for the first with its layouts; None where copies are needed."""
     lying = [None if x is None else layout_of(x) for x in (*inputs, *terms)]
     # Each GPU has plans of its own: a step is launched again where its plan was compiled.
     form = ("decode", inputs[0].device, *lying, *ints, *floats)
@@ -312,7 +313,7 @@ def _decode(
     scratch = q
     if plan.n_parts > 1:
         scratch = q.new_empty(plan.n_rows * plan.n_parts * (E + SUMS), dtype=torch.float32)
-    # What the kernel will not read or write is stood for by q, which costs nothing.
+    # q stands in for tensors that the kernel will not read or write, which costs nothing.
     read = (query, keys, counts, added, slopes, mass, query_ids, key_ids, sinks)
     given = [q if x is None else x for x in read]
     written = (*outputs, q, q)[:3]
@@ -326,7 +327,7 @@ def _decode(
 def _allocate(
     q: Tensor, sizes: tuple[int, int, int, int], asked: int, has_mass: bool
 ) -> list[Tensor]:
-    """What will be written: the output, then numbers and keys where any are asked for."""
+    """Allocate the output, and then statistics and keys where any are asked for."""
     B, H, T, E = sizes
     outputs = [torch.empty(B, T, H, E, dtype=q.dtype, device=q.device)]
     if asked or has_mass:

@@ -1,17 +1,17 @@
 """The Triton side of `decode.py`: this module needs triton, and is imported where it runs.
 
-Strides are passed for every tensor, so views of any layout do, and offsets are 64-bit, so caches of
-any size do. All programs are numbered along one axis of the grid, the only one without a low limit.
-Scores and sums are float32, in nats.
+Strides are passed for every tensor, so views of any layout will do, and offsets are 64-bit, so
+caches of any size will do. All programs are numbered along one axis of the grid, the only one
+without a low limit. Scores and sums are float32, in nats.
 
-No load waits for another: which keys are read follows from where the stretch begins and ends, and
-what is hidden in between gets the weight 0. Positions of keys are loaded a tile ahead, as nothing
-else would hide how long they take; keys and values are by Triton. With one query what is seen of a
-tile is the same for all heads, and is found once a key instead of once a pair.
+No load depends on another: which keys are read follows from where the stretch begins and ends, and
+hidden keys in between get the weight 0. Positions of keys are loaded a tile ahead, as nothing else
+would hide their latency; Triton does this for keys and values. With one query what is seen of a
+tile is the same for all heads, and is computed once per key instead of once per pair.
 
-A hidden value that is not finite would make NaN of that 0. So a stretch whose output is not finite
-is walked once more, with only finite values added up, and rows that do see another marked; nobody
-else pays for it.
+A hidden value that is not finite would turn that 0 into NaN. So a stretch whose output is not
+finite is walked once more, summing only finite values and marking rows that do see another; no
+other stretch pays for it.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, R query heads a key head, D and E
 widths, P parts of the keys; r rows of a tile (pairs of a query and a head), s keys of a tile.
@@ -25,9 +25,9 @@ import triton.language as tl
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 """The lowest float32: below every score, and finite, so that no -inf meets a -inf."""
 SLOTS = tl.constexpr(6)
-"""What a part tells of each row: maximum, sum, moment, distance, mass, key."""
+"""Numbers that a part stores for each row: maximum, sum, moment, distance, mass, key."""
 SCAN = tl.constexpr(1024)
-"""Positions that are looked at together, where a stretch is cut to what is seen."""
+"""Positions that are read at once where a stretch is cut to what is seen."""
 
 
 @triton.jit
@@ -43,10 +43,10 @@ def _fold(
     ENTROPY: tl.constexpr, PEAK: tl.constexpr, DISTANCE: tl.constexpr, MASS: tl.constexpr,
     FINITE: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of keys, which stand at at_s, into the running numbers of its rows.
+    """Fold one tile of keys, at positions at_s, into the running statistics of its rows.
 
-    ONE: there is one query, so that all rows stand at one position and in one document. FINITE:
-    only finite values are added up, and rows that see another are counted in spoilt_r.
+    ONE: there is one query, so that all rows have one position and one document. FINITE: only
+    finite values are summed, and spoilt_r counts for each row the others that it sees.
     """
     s = start + tl.arange(0, KEYS)
     j_s = s.to(tl.int64)
@@ -146,10 +146,10 @@ def _finish(
     E: tl.constexpr, VALUES: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     ENTROPY: tl.constexpr, PEAK: tl.constexpr, DISTANCE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Divide by the sums of whole rows, the sinks among them, and write what is asked for.
+    """Divide by the sums of whole rows, sinks included, and write what is asked for.
 
-    LSE to MASS: 0 where it is not asked for, else where it goes in `stats`, counted from 1; the
-    largest logit goes behind the peak.
+    LSE to MASS: 0 where it is not asked for, else its index in `stats`, counted from 1; the largest
+    logit is stored behind the peak.
     """
     n_rows = n_rows.to(tl.int64)
     top_r = max_r
@@ -193,7 +193,7 @@ def _finish(
 
 @triton.jit
 def _stand(start, stop, keys_b, keys_s, KEYS: tl.constexpr, PLACED: tl.constexpr):
-    """Where the keys of a tile stand: as they lie, or as is given, -1 beyond the last."""
+    """The positions of a tile's keys: their indices, or those given, -1 beyond the last."""
     s = start + tl.arange(0, KEYS)
     at_s = s.to(tl.int64)
     if PLACED:
@@ -203,7 +203,7 @@ def _stand(start, stop, keys_b, keys_s, KEYS: tl.constexpr, PLACED: tl.constexpr
 
 @triton.jit
 def _find_seen(first, last, low, high, keys_b, keys_s, left, right):
-    """The keys first .. last, cut to where one begins and ends that stands in low .. high."""
+    """The keys first .. last, cut at both ends to those that queries at low .. high may see."""
     begin_s = tl.zeros((SCAN,), tl.int32) + last
     end_s = tl.zeros((SCAN,), tl.int32) + first
     for start in range(first, last, SCAN):
@@ -234,8 +234,8 @@ def _parts(
     """The running softmax of one stretch of keys, for some rows of one key head.
 
     POSITIONED: query positions are given; PLACED: those of keys; SEEN: a key at a negative
-    position, or out of the window, is hidden; WINDOWED: the window is over keys as they lie;
-    PADDED: of each sample so many keys are real, the first (1) or the last (2); TRIMMED: the
+    position, or out of the window, is hidden; WINDOWED: the window is over the indices of keys;
+    PADDED: `counts` keys of each sample are real, the first (1) or the last (2); TRIMMED: the
     stretch is cut to what is seen of it; JOINED: there are other stretches.
     """
     n_blocks: tl.constexpr = (R * T + ROWS - 1) // ROWS
@@ -245,7 +245,7 @@ def _parts(
     b, g = head // G, head % G
     r = pid % n_blocks * ROWS + tl.arange(0, ROWS)
     real_r = r < R * T
-    # Rows beyond the last are the last once more, and are not written.
+    # Rows beyond the last repeat the last one, and are not written.
     r = tl.minimum(r, R * T - 1)
     t_r = (r // R).to(tl.int64)
     h_r = g * R + r % R
@@ -367,7 +367,7 @@ def _join(
     LSE: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr, DISTANCE: tl.constexpr,
     MASS: tl.constexpr,
 ):  # fmt: skip
-    """All stretches of one row put together."""
+    """Combine all stretches of one row."""
     row = tl.program_id(0).to(tl.int64)
     b, h, t = row // (H * T), row // T % H, row % T
     sums = scratch + n_rows.to(tl.int64) * n_parts * E + row * n_parts * SLOTS
@@ -376,7 +376,7 @@ def _join(
     if E > 0:
         e = tl.arange(0, VALUES)
         if PARTS == CHUNK:
-            # Asked for first, as nothing of it waits for the sums.
+            # Loaded first, as it does not depend on the sums.
             part_pe = tl.load(
                 scratch + (row * n_parts + p)[:, None] * E + e[None, :],
                 mask=there_p[:, None] & (e < E)[None, :],
@@ -387,7 +387,7 @@ def _join(
     top = tl.max(max_p, 0)
     step_p = tl.maximum(max_p - top, LOWEST)
     fade_p = tl.exp(step_p)
-    # Rows of a single one, as the last step takes them.
+    # Vectors of a single row, as `_finish` expects them.
     one = tl.arange(0, 1)
     zero_r = tl.zeros((1,), tl.float32)
     moment_r, away_r, mass_r, key_r = zero_r, zero_r, zero_r, one - 1

@@ -1,8 +1,8 @@
-"""Attention by our own kernels, for every mask and bias, with what is asked about rows beside it.
+"""Attention by our own kernels, for every mask and bias, with row statistics from the same pass.
 
-Why: torch's fused kernels take a mask or a bias only as a whole matrix, and tell nothing about the
-weights. Ours read the rule as it is (`rendered.py`), skip the tiles that it empties, and count what
-is asked about rows while the weights are at hand.
+Why: torch's fused kernels accept a mask or a bias only as a whole matrix, and return nothing about
+the weights. Ours read the rule in a compact form (`rendered.py`), skip the tiles that it empties,
+and compute row statistics while the weights are at hand.
 
 Letters: B batch, T queries, S keys, H query heads, E value width.
 """
@@ -22,19 +22,19 @@ from regard.ops.kernels.launch import PLANS, layout_of
 from regard.ops.kernels.rendered import Rendered, aligned_rows, is_aligned
 
 ROW_SUMS = ("maxima", "sums")
-"""What is kept of rows for whoever makes their weights again."""
+"""The statistics of rows from which a second pass recomputes their weights."""
 BANDED = 128
-"""Rows of a program are a part of so many, or these."""
+"""The number of rows of each program divides this."""
 
 
 class Plan(NamedTuple):
-    """How calls of one form run: what is told of rows, in one piece or not, and by which kernel."""
+    """How calls of one form run: names of row statistics, if they share memory, and the kernel."""
 
     names: tuple[str, ...]
     together: bool
     run: Callable[[Rendered, Tensor, Any, Tensor | None], None]
     kernels: Any
-    """The module of the answers that kernels write to."""
+    """The module that defines `Answers`, which kernels write to."""
 
 
 def forward(
@@ -44,10 +44,10 @@ def forward(
     with_sums: bool = True,
     with_crests: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output (B, H, T, E), and by name what is asked about rows, (B, H, T).
+    """The output (B, H, T, E), and by name the row statistics asked for, (B, H, T) each.
 
-    with_sums: with `ROW_SUMS`, and in one piece of memory if that can be. with_crests: with the
-    maxima of parts of rows, as `Crests` has them.
+    with_sums: also `ROW_SUMS`, and all in one allocation where that is possible. with_crests: also
+    the maxima of parts of rows (`Crests`).
     """
     keys = None if mass is None else mass.contiguous()
     on_hopper = flash_hopper.runs_on(given.q.device)
@@ -77,7 +77,7 @@ def forward(
 
 
 def make_plan(given: Rendered, ask: Ask, mass: Tensor | None, with_sums: bool) -> Plan | None:
-    """The plan for a call and all that lie as it does; None where they have to be copied first."""
+    """The plan for all calls of this form; None where inputs have to be copied first."""
     from regard.ops.kernels import flash_kernels
 
     if not all(map(is_aligned, given[:3])):
@@ -86,7 +86,7 @@ def make_plan(given: Rendered, ask: Ask, mass: Tensor | None, with_sums: bool) -
     names += ROW_SUMS if with_sums else ()
     names += ["mass"] if mass is not None else []
     names += ["logit"] if ask.peak else []
-    # What an operation gives may not share memory; and each begins where kernels are fastest.
+    # Outputs of a custom op must not share memory; and each must begin at an aligned address.
     together = with_sums and given.q.shape[:3].numel() % 4 == 0
     asked = any(ask) or mass is not None
     plan_forward = flash_kernels.plan_forward

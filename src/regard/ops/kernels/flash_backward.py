@@ -1,14 +1,14 @@
 """The backward of `flash.py`: which kernels are launched for which gradients, and how.
 
-Why several kernels: the gradients of keys are gathered by programs that own keys, those of queries
+Why several kernels: the gradients of keys are summed by programs that own keys, those of queries
 by programs that own queries, those of a bias by programs that own its numbers. So every number has
-one writer, and the same call gives the same bits. Two kernels for q, k and v make every tile twice,
-in seven matrix products. The one that is written for Hopper GPUs makes it once, in five: programs
-that own keys add what these give to the queries to sums in float32, in any order.
+one writer, and the same call gives the same bits. Two kernels for q, k and v compute every tile
+twice, in seven matrix products. The one for Hopper GPUs computes it once, in five: programs that
+own keys add their part of the queries' gradients to sums in float32, in any order.
 
-It takes the plainest calls (`_suits_hopper`). Two kernels stay for the rest: calls that want the
-gradient of slopes, which the queries' kernel gives, or not both that of q and of k or v; float32;
-other GPUs; and all calls while `torch.use_deterministic_algorithms(True)` holds.
+That one runs the plainest calls only (`_suits_hopper`). The two kernels run the rest: calls that
+need the gradient of slopes, which the queries' kernel computes, or not both that of q and of k or
+v; float32; other GPUs; and all calls while `torch.use_deterministic_algorithms(True)` holds.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, D head width, E value width.
 """
@@ -37,17 +37,17 @@ from regard.ops.kernels.tile_lists import list_tiles
 from regard.ops.kernels.tiles import Tiles, tiles_of
 
 PADDED = 128
-"""Rows' numbers are kept for a multiple of this many rows, so that tiles of rows need no mask."""
+"""`RowGrads` is padded to a multiple of this many rows, so that tiles of rows need no mask."""
 FINISHED = 32
-"""Rows of a program that writes what one kernel has summed up for the queries."""
+"""Rows of a program that writes the gradient of the queries from the sums of Hopper's kernel."""
 PROGRAMS = 1024
-"""Programs that keep a GPU busy: a band's samples are parted until there are so many."""
+"""Programs that keep a GPU busy: a band's samples are split until there are so many."""
 HOPPER = {"": (64, 128), "windowed": (64, 128), "biased": (128,), "listed": (64, 128)}
 """By kind of call (`_kind_of`): widths at which the kernel that is written for Hopper is faster."""
 
 
 class Saved(NamedTuple):
-    """What the forward tells of rows: (B, H, T, E), then (B, H, T); entropy if it was asked for."""
+    """What the forward saves: (B, H, T, E), then (B, H, T); entropy only if it was asked for."""
 
     output: Tensor
     lse: Tensor
@@ -55,7 +55,7 @@ class Saved(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """The gradients that arrive, of the same shapes; None where none does."""
+    """The incoming gradients of what is `Saved`, of the same shapes; None where there is none."""
 
     output: Tensor | None
     lse: Tensor | None
@@ -63,7 +63,7 @@ class Arriving(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Gradients by what they belong to; as flags, which of them are wanted."""
+    """Gradients by input; or flags that say which of them are wanted."""
 
     q: Any = None
     k: Any = None
@@ -75,9 +75,10 @@ class Grads(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """What kernels need of each row, (B, H, n): logsumexp in bits, and the gradients' shares.
+    """What kernels need of each row, (B, H, n): logsumexp in bits, and two terms of the gradient.
 
-    Every score of a row has delta in its gradient, over its weight, and heat times log p.
+    The gradient of a score, divided by its weight, contains delta and, if there is heat, −heat · x,
+    where x is log p in bits.
     """
 
     lse: Tensor
@@ -87,7 +88,7 @@ class RowGrads(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """What rows' numbers are made of, beside outputs; (B, H, T) each, and sinks."""
+    """What `RowGrads` is computed from, beside outputs: (B, H, T) each, and the sinks."""
 
     lse: Tensor
     sinks: Tensor | None
@@ -97,9 +98,9 @@ class Incoming(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A call, its rule, the gradient of its output if one arrives, and the numbers of its rows.
+    """A call, its rule, the gradient of its output if there is one, and its `RowGrads`.
 
-    plan: that of all calls of this form.
+    plan: shared by all calls of this form.
     """
 
     given: Rendered
@@ -109,7 +110,7 @@ class _Pass(NamedTuple):
     plan: Plans
 
     def inputs(self) -> tuple[Any, ...]:
-        """q, k, v and the gradient as kernels take them."""
+        """q, k, v and the gradient as kernels read them."""
         given, g = self.given, self.g
         return view(given.q), view(given.k), view(given.v), None if g is None else view(g)
 
@@ -119,7 +120,7 @@ class _Pass(NamedTuple):
         return H, T, S, D, E
 
     def options(self, tiles: Tiles, *without: str) -> dict[str, Any]:
-        """What kernels are compiled for; some do without some of it."""
+        """The compile-time options of a kernel, except those named in `without`."""
         given = self.given
         more = {"VALUES": width_of(given.v.shape[3]), "COVERED": given.covered}
         shape = {"ROWS": tiles.rows, "KEYS": tiles.keys}
@@ -135,12 +136,12 @@ class _Pass(NamedTuple):
         return self.plan.find((kernel, "tiles"), find)
 
     def kept_share(self) -> float:
-        """What kept weights are multiplied by."""
+        """The factor of the weights that dropout keeps."""
         return 1.0 / (1.0 - self.given.dropout)
 
 
 def backward(given: Rendered, saved: Saved, arriving: Arriving, wanted: Grads) -> Grads:
-    """The gradients wanted: shaped, typed and laid out as what they belong to."""
+    """The gradients wanted, each with the shape, dtype and layout of its input."""
     lying = [None if x is None else layout_of(x) for x in (*saved, *arriving)]
     plan = PLANS.find(("backward", *form_of(given), *lying), Plans)
     g, rows, asked = arriving.output, _find_rows(given, saved, arriving, plan), given
@@ -196,7 +197,7 @@ def _packed(x: Tensor | None) -> Tensor | None:
 
 
 def _is_fused(step: _Pass, wanted: Grads) -> bool:
-    """Whether one kernel finds the gradients of q, k and v."""
+    """Whether a single kernel computes the gradients of q, k and v."""
     if not wanted.q or not (wanted.k or wanted.v) or wanted.slopes:
         return False
     if torch.are_deterministic_algorithms_enabled():
@@ -206,7 +207,7 @@ def _is_fused(step: _Pass, wanted: Grads) -> bool:
 
 
 def _suits_hopper(step: _Pass) -> bool:
-    """Whether the kernel that is written for Hopper takes a call, and is the fastest for it."""
+    """Whether the kernel for Hopper can run a call, and is the fastest for it."""
     given, rule, g, rows = step[:4]
     (_, _, T, D), v, is_listed = given.q.shape, given.v, _is_listed(rule)
     if g is None or T < flash_hopper.FEWEST or v.shape[3] != D or v.dtype.itemsize != 2:
@@ -223,12 +224,12 @@ def _suits_hopper(step: _Pass) -> bool:
 
 
 def _is_listed(rule: Rule) -> bool:
-    """Whether programs that own keys are told by lists which rows see these."""
+    """Whether programs that own keys need lists of the tiles of rows that see these."""
     return any(part is not None for part in (rule.interval, rule.ids, rule.words))
 
 
 def _run_both(step: _Pass, found: dict[str, Tensor], wanted: Grads) -> dict[str, Tensor]:
-    """Write the gradients of q, k and v that are there; that of the slopes, if any, comes back."""
+    """Write the gradients of q, k and v that `found` has; returns that of the slopes, if wanted."""
     if "k" in found:
         _run_keys(step, found["k"], found["v"])
     slopes = _run_queries(step, found["q"], wanted.slopes) if "q" in found else None
@@ -236,7 +237,7 @@ def _run_both(step: _Pass, found: dict[str, Tensor], wanted: Grads) -> dict[str,
 
 
 def _run_fused(step: _Pass, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write the gradients of queries, keys and values by the kernel that is written for Hopper."""
+    """Write the gradients of queries, keys and values by the kernel for Hopper."""
     from regard.ops.kernels import flash_backward_hopper_kernels as hopper
     from regard.ops.kernels import flash_backward_kernels as kernels
 
@@ -281,7 +282,7 @@ def _run_keys(step: _Pass, dk: Tensor, dv: Tensor) -> None:
 
 
 def _run_queries(step: _Pass, dq: Tensor, with_slopes: bool) -> Tensor | None:
-    """Write the gradient of the queries; that of the slopes, if wanted, comes back."""
+    """Write the gradient of the queries; returns that of the slopes, if wanted."""
     from regard.ops.kernels import flash_backward_kernels as kernels
 
     given, rule = step.given, step.rule
@@ -337,7 +338,7 @@ def _run_dense(step: _Pass) -> Tensor:
 
 
 def _sink_grad(given: Rendered, rows: RowGrads, entropy_grad: Tensor | None) -> Tensor:
-    """The gradient of the sinks: scores that count in no value and in no entropy."""
+    """The gradient of the sinks: scores without a value, left out of entropies."""
     assert given.sinks is not None
     T = given.q.shape[2]
     weight = torch.exp2(given.sinks.float()[:, None] / math.log(2.0) - rows.lse[..., :T])
@@ -348,7 +349,7 @@ def _sink_grad(given: Rendered, rows: RowGrads, entropy_grad: Tensor | None) -> 
 
 
 def _kind_of(rule: Rule, is_listed: bool) -> str:
-    """What tells most of how long a row of tiles is, for the table of tiles."""
+    """The kind of rule, for the table of tiles: it mostly decides how long a row of tiles is."""
     if is_listed:
         return "listed"
     if any(part is not None for part in (rule.cap, rule.slopes, rule.band, rule.dense)):

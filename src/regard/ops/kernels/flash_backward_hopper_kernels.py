@@ -1,22 +1,23 @@
 """The backward of `flash.py` for Hopper GPUs, in Gluon: five products a tile, most of them at once.
 
 Programs own a tile of keys and walk over tiles of rows, as in `flash_backward_kernels.py`, which
-stays the judge and takes what `flash_backward.py` leaves to it. One warp loads (`_produce`): keys
-and values once, and for each tile of rows queries and gradients by TMA, and numbers: logsumexp and
-δ of its rows, which keys these see if some are hidden, where the tile stands. Four or eight warps
-multiply (`_consume`), asynchronously, and wait as late as can be, so that tensor cores have work
-while weights and gradients of scores are made. For the m-th tile of rows, in this order:
+remains the reference and runs what `flash_backward.py` leaves to it. One warp loads (`_produce`):
+keys and values once, and for each tile of rows queries and gradients by TMA, and numbers: logsumexp
+and δ of its rows, which keys these see if some are hidden, where the tile is. Four or eight warps
+multiply (`_consume`), asynchronously, and wait as late as possible, so that tensor cores have work
+while weights and gradients of scores are computed. For the m-th tile of rows, in this order:
 - its scores k qᵀ, issued one tile before, are waited for; v gᵀ is issued; then the weights p;
 - v gᵀ is waited for; dv += p g is issued; then ds, which is written to shared memory;
 - a barrier of all warps;
 - kᵀ ds, dk += ds q and the scores of the next tile are issued;
 - kᵀ ds is waited for, and added to the sums of dq in memory, where programs of other keys add
-  theirs; dk is waited for. What is left in flight is the scores.
-After that barrier nobody reads the tile before this one any more, and its slot is `empty`: so there
-are two slots at least, and with a third loads run ahead. A slot is `full` of bytes and numbers. ds
-has two buffers: between what read one last, which is waited for, and who writes it is a barrier.
-Why nobody hangs: the load of tile m waits until tile m - STAGES is released, which is told before
-anybody waits for tile m - STAGES + 2.
+  theirs; dk is waited for. Only the scores are left in flight.
+After that barrier no warp reads the previous tile any more, and its slot is `empty`: so there are
+two slots at least, and with a third loads run ahead. A slot is `full` when bytes and numbers are
+there. ds has two buffers: the last product that read one is waited for, and a barrier follows,
+before it is written again.
+Why there is no deadlock: the load of tile m waits until tile m - STAGES is released, which is
+signalled before any warp waits for tile m - STAGES + 2.
 This module needs triton, and is imported where it runs.
 
 Letters: T queries, S keys, H query heads, R query heads a key head, D head width; t, s sizes of a
@@ -58,18 +59,18 @@ from regard.ops.kernels.tile_kernels import BITS, NATS
 from regard.ops.kernels.tiles import Tiles
 
 APART = {64: 2, 128: 0}
-"""By width: tiles of rows that programs of neighbouring keys are apart, where it was measured to
-help that they do not add to the same sums."""
+"""By width: by how many tiles of rows programs of neighbouring keys are kept apart, where it was
+measured to help that they do not add to the same sums at once."""
 
 LOADER_REGISTERS = 24
-"""Of a thread. With eight warps that multiply these have 240 then."""
+"""Per thread of the warp that loads. Eight warps that multiply then have 240 per thread."""
 REGISTERS = 128
-"""Of a thread in the mean, with four: two programs share a multiprocessor."""
+"""Mean registers per thread with four such warps: two programs share a multiprocessor."""
 
 
 @gluon.jit
 def _own(H, S, R: gl.constexpr, KEYS: gl.constexpr):
-    """The first key of this program, its pair of sample and key head, and each of these."""
+    """This program's first key, its index over samples and key heads, its sample, its key head."""
     n_tiles = gl.cdiv(S, KEYS)
     group = gl.program_id(0) // n_tiles
     return gl.program_id(0) % n_tiles * KEYS, group, group // (H // R), group % (H // R)
@@ -81,7 +82,7 @@ def _produce(
     R: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WIDTH: gl.constexpr,
     STAGES: gl.constexpr, HIDES: gl.constexpr, APART: gl.constexpr,
 ):  # fmt: skip
-    """Load keys and values, and then tile after tile of rows with what is known of these."""
+    """Load keys and values, and then tile after tile of rows with the numbers of these."""
     q, k, v, g = inputs
     k_buffer, v_buffer, q_buffer, g_buffer, _ds = buffers
     lse_buffer, delta_buffer, ends, numbers = row_buffers
@@ -102,7 +103,7 @@ def _produce(
         )  # fmt: skip
         lse_t, delta_t = rows_at(rows, row + row_t)
         if rule.slopes is not None:
-            # No key that is seen stands behind its query: the way between them has parts of each.
+            # No visible key is after its query: the distance is a part per row plus one per key.
             slope = gl.load(rule.slopes + h) * BITS
             lse_t += slope * (start + (S - T) - key + row_t).to(gl.float32)
             bits = slope.to(gl.int32, bitcast=True)
@@ -123,14 +124,14 @@ def _produce(
 
 @gluon.jit
 def _read(numbers, n):
-    """The n-th number that the loader has left."""
+    """The n-th number that the loader has stored."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(numbers.index(n).load(LAYOUT), 0)
 
 
 @gluon.jit
 def _zero(n):
-    """0, which the compiler does not know: so it keeps no address of each product in registers."""
+    """A 0 unknown to the compiler, so that it keeps no addresses of products in registers."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [n], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -141,7 +142,7 @@ def _score(
     at, scattered, buffers, row_buffers, barriers, rule, b, sizes, zero_st,
     STAGES: gl.constexpr, HIDES: gl.constexpr, COVERED: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """Wait for a tile of rows, read where it stands, and ask for its scores k qᵀ."""
+    """Wait for a tile of rows, read where it is, and issue its scores k qᵀ."""
     k_buffer, _v, q_buffer, g_buffer, _ds = buffers
     numbers = row_buffers[3]
     slot, parity = at
@@ -177,7 +178,7 @@ def _fold(
     STAGES: gl.constexpr, HIDES: gl.constexpr, COVERED: gl.constexpr, S_LAYOUT: gl.constexpr,
     D_LAYOUT: gl.constexpr, Q_LAYOUT: gl.constexpr, OUT: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """Add what the m-th tile gives, whose scores are on their way; ask for those of the next."""
+    """Add the gradients of the m-th tile, whose scores are in flight; issue those of the next."""
     next_st, dk_sd, dv_sd = state
     k_buffer, v_buffer, q_buffer, g_buffer, ds_buffer = buffers
     lse_buffer, delta_buffer, ends, _numbers = row_buffers
@@ -200,7 +201,7 @@ def _fold(
     lse_t = lse_buffer.index(slot).load(T_LAYOUT)
     p_st = weigh(x_st, lse_t, seen, tile, key, rule, b, T, S, HIDES, S_LAYOUT)
     w_st = gl.convert_layout(p_st.to(dtype), P_LAYOUT)
-    # Long since true. Its branch keeps the assembler from waiting before the weights.
+    # Already true; the branch keeps the assembler from moving the wait before the weights.
     mbarrier.wait(own_full, 0)
     pull_st = warpgroup_mma_wait(0, deps=[pull_st])
     dv_next = warpgroup_mma(w_st, g_td, dv_sd, is_async=True)
@@ -210,14 +211,14 @@ def _fold(
     ds.store(ds_st)
     fence_async_shared()
     sync_threads()
-    # Nobody reads the tile before this one any more.
+    # No warp reads the previous tile any more.
     mbarrier.arrive(empty.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1, pred=m > 0)
     k_ds = k_buffer.index(_zero(slot)).reshape([KEYS, WIDTH]).permute((1, 0))
     dq_next = warpgroup_mma(k_ds, ds, zero_dt, use_acc=False, is_async=True)
     # From registers, which spares shared memory.
     ds_st = gl.convert_layout(ds_st, P_LAYOUT)
     dk_next = warpgroup_mma(ds_st, q_td, dk_sd, is_async=True)
-    # Long since there: the weights give their registers back before the scores want some.
+    # Already done: the weights free their registers before the scores need some.
     dv_sd, w_st = warpgroup_mma_wait(2, deps=[dv_next, w_st])
     to = sums + tile[0] * WIDTH
     if LAST:
@@ -244,11 +245,11 @@ def _consume(
     STAGES: gl.constexpr, HIDES: gl.constexpr, COVERED: gl.constexpr, APART: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of the keys and values of this program, and what they give to dq."""
+    """The gradients of this program's keys and values, and their part of dq."""
     dk, dv, sums = outputs
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
-    # Of 64 by ROWS; one group of four warps for each 64 of the width, the others beside it.
+    # Tiles of 64 by ROWS: four warps for each 64 of the width, further warps side by side.
     DOWN: gl.constexpr = min(WARPS, WIDTH // 16)
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [DOWN, WARPS // DOWN], [16, ROWS * DOWN // WARPS, 16]
@@ -274,7 +275,7 @@ def _consume(
         scattered = False
         if rule.ids is not None:
             scattered = is_scattered(rule, b)
-        # Its slot, and how often all slots were used, odd or even.
+        # The slot, and the parity of how often all slots were used.
         at = (total * 0, total * 0)
         next_st, tile = _score(
             at, scattered, buffers, row_buffers, barriers, rule, b, sizes, zero_st,
@@ -292,7 +293,7 @@ def _consume(
             (zero_st, zero_dt), STAGES, HIDES, COVERED, S_LAYOUT, D_LAYOUT, Q_LAYOUT, OUT, True,
         )  # fmt: skip
         _next, dk_sd, dv_sd = state
-    # Nobody reads keys and values any more: what is written goes by way of their place.
+    # Keys and values are no longer read: their shared memory stages what is written.
     sync_threads()
     k_sd.store((dk_sd * (rule.factor * NATS)).to(k_sd.dtype))
     v_sd.store(dv_sd.to(v_sd.dtype))
@@ -308,7 +309,7 @@ def _fused(
     STAGES: gl.constexpr, HIDES: gl.constexpr, COVERED: gl.constexpr, APART: gl.constexpr,
     LOADER: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of some keys of one key head, of their values, and what they give to dq."""
+    """The gradients of some keys of one key head and of their values, and their part of dq."""
     gl.static_assert(STAGES > 1)
     dtype: gl.constexpr = q.dtype
     k_buffer = gl.allocate_shared_memory(dtype, [1, 1, 1, KEYS, WIDTH], k.layout)
@@ -354,9 +355,9 @@ def _fused(
 def run_fused(
     step: Any, lists: TileLists | None, outputs: tuple[Tensor, ...], tiles: Tiles
 ) -> None:
-    """Write the gradients of keys and values, and add up the sums of that of the queries.
+    """Write the gradients of keys and values, and add those of the queries to sums.
 
-    lists: of tiles in order, where a tile of keys is not told by window and span who sees it.
+    lists: tiles in order, where window and span do not say which rows see a tile of keys.
     """
     (dk, dv, sums), given, rule = outputs, step.given, step.rule
     (_, H, T, D), (B, G, S, _) = given.q.shape, given.k.shape

@@ -1,13 +1,13 @@
-"""The backward of `flash.py` in Triton: weights are made again, tile by tile, from the logsumexp.
+"""The backward of `flash.py` in Triton: recomputes weights tile by tile from the logsumexp.
 
-With p the weights, g the gradient of the output and δ what a row's scores share of theirs
-(`_delta`), the gradient on a score is p · (dropped g·v + δ − g_entropy · log p). One kernel takes a
-tile of keys, walks the rows that see it and gathers the gradients of keys and values; another
-takes a tile of rows, walks its keys and gathers that of the queries. Then every number has one
-writer, and the same call gives the same bits. `_finish` scales and rounds what the kernel for
-Hopper has summed up for the queries. This module needs triton, and is imported where it runs.
+With p the weights, g the gradient of the output and δ the term that a row's scores have in common
+(`_delta`), the gradient of a score is p · (dropped g·v + δ − g_entropy · log p). One kernel takes a
+tile of keys, walks the rows that see it and sums the gradients of keys and values; another takes a
+tile of rows, walks its keys and sums that of the queries. So every number has one writer, and the
+same call gives the same bits. `_finish` scales and rounds the sums that the kernel for Hopper
+computes for the queries. This module needs triton, and is imported where it runs.
 
-A row that sees nothing, and one beyond the last, has the logsumexp +inf here, and so weights of 0.
+A row that sees nothing, or beyond the last one, has the logsumexp +inf here, and so weights of 0.
 Hidden keys, values, queries and gradients are not multiplied, as 0 · NaN is NaN: in mixed tiles
 they are cleared where no pair of theirs is seen.
 
@@ -82,7 +82,7 @@ def _fold_rows(
     ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     MASKED: tl.constexpr, COVERED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add what a tile of rows gives to the keys and values; the tile stands keys by rows."""
+    """Add a tile of rows to the gradients of keys and values; the tile is keys by rows."""
     dk_sd, dv_se = state
     b, h, head, q_at, g_at = where
     T, S, D, E = sizes
@@ -212,7 +212,7 @@ def _fold_keys(
     SLOPES: tl.constexpr,
     MASKED: tl.constexpr, COVERED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add what a tile of keys gives to the queries, and to their slope; rows by keys."""
+    """Add a tile of keys to the gradients of queries and of their slope; rows by keys."""
     dq_td, far_t = state
     b, h = row[0], row[1]
     T, S, D, E = sizes
@@ -249,7 +249,7 @@ def _queries(
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
     VALUES: tl.constexpr, COVERED: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of some queries of one head, and their share of that of its slope."""
+    """The gradient of some queries of one head, and their part of its slope's gradient."""
     n_bands = tl.cdiv(T, ROWS)
     # Under a causal mask the last rows are the longest, and begin first.
     band = n_bands - 1 - tl.program_id(0) % n_bands
@@ -310,7 +310,7 @@ def _tile(
     R: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     COVERED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient on the biased scores of one tile, rows by keys; s < S, repeated if need be."""
+    """The gradient of the biased scores of one tile, rows by keys; s must be clamped to S."""
     T, S, D, E, H = sizes
     q_td = load(corner(q, b, h, t, WIDTH), t, T, D, True, False, WIDTH)
     k_sd = load(corner(k, b, h // R, s, WIDTH), s, S, D, False, False, WIDTH)
@@ -350,7 +350,7 @@ def _band(
     """The gradient of ROWS neighbours of a head's band, over some samples.
 
     Their pairs are diagonals. A tile of ROWS rows and twice as many keys holds a piece of each,
-    one place further right in every row.
+    one key further right in every row.
     """
     n_runs = tl.cdiv(n_numbers, ROWS)
     first = tl.program_id(0) % n_runs * ROWS

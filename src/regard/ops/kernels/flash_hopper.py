@@ -1,4 +1,4 @@
-"""Which calls the forward for Hopper GPUs takes: those that it was measured to be faster for.
+"""Which calls run on the forward for Hopper GPUs: those for which it was measured to be faster.
 
 Left to `flash_kernels.py`: masks of bits, tables and dense biases, dropout, few queries, other
 widths, tensors that TMA cannot read, masks that leave keys unseen between those of two queries.
@@ -27,22 +27,22 @@ FEWEST = 128
 """Queries from which on the tiles are filled."""
 LONG, LARGE = 8192, 2**31
 """Queries, and pairs of query and key in all heads, from which on ours was measured faster than
-torch's kernels where nothing is hidden, or all that comes later: bench/results/attention_gpu.md. A
-call of fewer pairs ends before a slow host has prepared it."""
+torch's kernels for plain and causal calls: bench/results/attention_gpu.md. A call of fewer pairs
+ends before a slow host has prepared it."""
 FARTHEST = 2**23
 """Positions below this are exact in the bits with which ALiBi is computed."""
 
 
 def takes(given: Rendered, ask: Ask, mass: Tensor | None) -> bool:
-    """Whether the kernels for Hopper take a call, and are the faster ones for it."""
+    """Whether the kernels for Hopper can run a call on its device, and are the faster ones."""
     return runs_on(given.q.device) and suits(given, ask, mass)
 
 
 def is_long(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the forward for Hopper is faster than torch's kernels for a plain or causal call.
 
-    Without gradients, as cuDNN's backward belongs to its own forward; and not in compiled graphs,
-    which would be tied to the length that is asked about.
+    Only without gradients, as cuDNN's backward needs its own forward; and not in compiled graphs,
+    which would be specialised to this length.
     """
     D = q.shape[3]
     if torch.compiler.is_compiling() or is_fake(q):
@@ -58,12 +58,12 @@ def is_long(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels that are written for Hopper run on a device."""
+    """Whether kernels for Hopper run on a device."""
     return device.type == "cuda" and capability_of(device) == HOPPER and has_gluon()
 
 
 def suits(given: Rendered, ask: Ask, mass: Tensor | None) -> bool:
-    """The same, by the call alone."""
+    """Whether the kernels for Hopper can run a call, and are faster, if the device is one."""
     D = given.q.shape[3]
     if given.v.shape[3] != D or given.seed is not None or not (given.covered or given.joined):
         return False
@@ -74,7 +74,7 @@ def suits(given: Rendered, ask: Ask, mass: Tensor | None) -> bool:
 
 
 def suits_scores(given: Rendered) -> bool:
-    """Whether kernels for Hopper take the queries and keys of a call, and its rule."""
+    """Whether kernels for Hopper accept the queries and keys of a call, and its rule."""
     q, k = given.q, given.k
     T, S = q.shape[2], k.shape[2]
     if q.dtype.itemsize != 2 or q.shape[3] not in WIDTHS or T < FEWEST:
@@ -87,14 +87,14 @@ def suits_scores(given: Rendered) -> bool:
 
 
 def is_read_by_tma(x: Tensor) -> bool:
-    """Whether rows lie as TMA wants them: packed, each beginning at a multiple of 16 bytes."""
+    """Whether TMA can read a tensor: contiguous rows that begin at multiples of 16 bytes."""
     even = all(step > 0 and step * x.element_size() % 16 == 0 for step in x.stride()[:3])
     return even and x.stride(3) == 1 and x.data_ptr() % 16 == 0
 
 
 @functools.cache
 def has_gluon() -> bool:
-    """Whether the Triton that is there has the Gluon that the kernels are written in."""
+    """Whether the installed Triton has a Gluon that the kernels were compiled with."""
     from importlib import metadata
 
     try:

@@ -1,25 +1,25 @@
-"""The forward of `flash.py` for Hopper GPUs, in Gluon: loads, products and softmax at one time.
+"""The forward of `flash.py` for Hopper GPUs, in Gluon: loads, products and softmax overlap.
 
-Tiles of keys and values come by TMA, and the scores of the next tile are asked for before the
+Tiles of keys and values are loaded by TMA, and the scores of the next tile are issued before the
 weights of the last one are multiplied with their values: so the tensor cores have work while the
-softmax runs. What it computes, and how, is as in `flash_kernels.py`, which stays the judge
-and takes what `flash_hopper.py` leaves to it.
+softmax runs. What it computes, and how, is as in `flash_kernels.py`, which remains the reference
+and runs what `flash_hopper.py` leaves to it.
 This module needs triton, and is imported where it runs.
 
 Heads of 64 (`_alone`): one warpgroup takes 64 rows; three such programs share a multiprocessor.
 
 Heads of 128 (`_shared`): programs of 64 rows would read more shared memory than there is time for.
-So two warpgroups of 64 rows share what a third, of one warp, loads. Each is told by barriers how
-many tiles, m, are done; slot = m % STAGES, use = m // STAGES:
+So two warpgroups of 64 rows, the consumers, share the tiles that a single warp loads. Barriers
+synchronise them; for tile m, slot = m % STAGES, use = m // STAGES:
 - k_full, v_full: the bytes are there; both consumers wait for the parity of `use`.
-- k_empty, v_empty: both consumers are through; the loader waits for the parity of use - 1, which a
-  fresh barrier has.
-- turn: consumer 0 asks for products m after consumer 1 has asked for its m - 1, and consumer 1 for
-  m after consumer 0 has for its m: so one multiplies while the other is at its softmax.
-Why nobody hangs: the loader's order is K0, K1, V0, K2, V1, ..; the load of tile m waits for the
-release of tile m - STAGES, for which only loads before it are needed. A barrier cannot complete
-twice before those who wait for it have seen the first time, as each of them is needed for the
-second. All rows' tiles are walked by both consumers, also by one whose rows lie beyond the last.
+- k_empty, v_empty: both consumers have read them; the loader waits for the parity of use - 1, which
+  a fresh barrier has.
+- turn: consumer 0 issues products m after consumer 1 has issued its m - 1, and consumer 1 issues m
+  after consumer 0 has issued its m: so one multiplies while the other computes its softmax.
+Why there is no deadlock: the loader's order is K0, K1, V0, K2, V1, ..; the load of tile m waits for
+the release of tile m - STAGES, for which only loads before it are needed. A barrier cannot complete
+twice before all that wait for it have seen the first time, as each of them is needed for the
+second. Both consumers walk the tiles of all rows, even one whose own rows are beyond the last.
 
 Letters: B batch, T queries, S keys, H query heads, R query heads a key head, D head width.
 """
@@ -63,13 +63,13 @@ from regard.ops.kernels.launch import Launch
 from regard.ops.kernels.rendered import Rendered
 
 CONSUMER_REGISTERS, LOADER_REGISTERS = 232, 40
-"""Of a thread; two warpgroups and the loader's share 504 each lane, of 65,536 in all."""
+"""Registers per thread; two warpgroups and the loader's use 504 per lane, of 65,536 in all."""
 LEAST_FACTOR = 1e-30
-"""Of scores, from which on they can be multiplied by it last."""
+"""Scores can be multiplied last, after their maximum, by a factor above this."""
 ALONE_REGISTERS = 168
-"""Of a thread, where three programs of one warpgroup share a multiprocessor."""
+"""Registers per thread where three programs of one warpgroup share a multiprocessor."""
 ASKED_REGISTERS: int | None = ALONE_REGISTERS
-"""The same where something is asked of rows, for which the compiler would take more."""
+"""Registers per thread where row statistics are asked for; the compiler would use more."""
 
 
 @gluon.jit(do_not_specialize=["H", "T", "S"])
@@ -166,7 +166,7 @@ def _alone(
 
 @gluon.jit
 def _own(H, T):
-    """The first of this program's 128 rows, and its head."""
+    """The first of this program's 128 rows, its index over all heads, its sample, its head."""
     n_bands = gl.cdiv(T, 2 * ROWS)
     band = n_bands - 1 - gl.program_id(0) % n_bands
     head = gl.program_id(0) // n_bands
@@ -204,7 +204,7 @@ def _produce(inputs, buffers, barriers, rule, sizes, R: gl.constexpr, WIDTH: gl.
 
 @gluon.jit
 def _release(barrier):
-    """Arrive once for the warpgroup, when all its warps have come so far."""
+    """Arrive once for the warpgroup, when all its warps have got here."""
     sync_threads()
     mbarrier.arrive(barrier, count=1)
 
@@ -266,7 +266,7 @@ def _consume(
                 x_ts, state, n, first_key(n, run), n >= n_full, rule, chosen, answers, row,
                 (T, S), PLAIN, S_LAYOUT,
             )  # fmt: skip
-            # Long since true. Its branch keeps the assembler from waiting before the softmax.
+            # Already true; the branch keeps the assembler from moving the wait before the softmax.
             mbarrier.wait(q_full.index(C), 0)
             out_te, p_ts = warpgroup_mma_wait(0, deps=[next_te, p_ts])
             _release(v_empty.index(old))
@@ -291,7 +291,7 @@ def _shared(
     R: gl.constexpr, WIDTH: gl.constexpr, COVERED: gl.constexpr, PLAIN: gl.constexpr,
     CONSUMER: gl.constexpr, LOADER: gl.constexpr,
 ):  # fmt: skip
-    """128 rows of one head: two warpgroups, and a warp that loads for both."""
+    """128 rows of one head, by two warpgroups and a warp that loads for both."""
     q_buffer = gl.allocate_shared_memory(q.dtype, [2, 1, 1, ROWS, WIDTH], q.layout)
     k_buffer = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, KEYS, WIDTH], k.layout)
     v_buffer = gl.allocate_shared_memory(q.dtype, [STAGES, 1, 1, KEYS, WIDTH], v.layout)
@@ -337,7 +337,7 @@ def is_plain(given: Rendered) -> bool:
 
 
 def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
-    """A function that writes the output and the answers of calls of this form."""
+    """A function that runs calls of this form: it writes the output and the answers."""
     (B, H, T, D), S, G = given.q.shape, given.k.shape[2], given.k.shape[1]
     plain = is_plain(given)
     options: dict[str, Any] = {"R": H // G, "WIDTH": D, "COVERED": given.covered, "PLAIN": plain}
@@ -347,7 +347,7 @@ def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
         kernel, rows = _shared, 2 * ROWS.value
         options |= {"CONSUMER": CONSUMER_REGISTERS, "LOADER": LOADER_REGISTERS}
     elif given.query_ids is not None:
-        # What ids are compared with is kept in memory instead, as it is rare that they are.
+        # Fewer registers: what ids are compared with is kept in memory, as comparing them is rare.
         options["maxnreg"] = ALONE_REGISTERS
     n_programs = B * H * triton.cdiv(T, rows)
     launch = loose = Launch(n_programs, options)
@@ -369,20 +369,20 @@ def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
 
 @final
 class Described(TensorDescriptor):  # type: ignore[misc]
-    """A tensor as TMA reads it, without Triton's checks, which `is_read_by_tma` has made."""
+    """A tensor descriptor for TMA, without Triton's checks: `is_read_by_tma` has made them."""
 
     def __post_init__(self) -> None:
         pass
 
 
 def describe(x: Tensor, rows: int) -> Described:
-    """How TMA reads so many rows of a head (B, H, T, D) at a time; beyond the last they are 0."""
+    """A descriptor by which TMA reads `rows` rows of a head (B, H, T, D); 0 beyond the last."""
     size, width = x.shape, x.shape[3]
     return Described(x, size, x.stride(), [1, 1, rows, width], _layout_of(rows, width, x.dtype))
 
 
 @functools.cache
 def _layout_of(rows: int, width: int, dtype: torch.dtype) -> Any:
-    """How the rows lie in shared memory."""
+    """The layout of these rows in shared memory."""
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], kind)

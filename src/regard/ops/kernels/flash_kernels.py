@@ -1,12 +1,12 @@
-"""The forward of `flash.py` in Triton: output, logsumexp and what is asked about rows, in one pass.
+"""The forward of `flash.py` in Triton: output, logsumexp and row statistics, in one pass.
 
 A program takes some queries of one head (or of the heads that share a key head, where there are few
 queries) and walks the keys in tiles with a running softmax. Tiles that all of its rows see whole
 come first and need no mask; tiles that are mixed follow; empty ones are not visited. Which are
-which follows from the rows' intervals, or comes as lists (`tile_lists.py`). Hidden values get the
-weight 0, which makes NaN of one that is not finite: where an output is not, all tiles are walked
-once more, and values that no row sees are cleared first. This module needs triton, and is imported
-where it runs.
+which follows from the rows' intervals, or from lists (`tile_lists.py`). Hidden values get the
+weight 0, and 0 times a value that is not finite is NaN: where an output is not finite, all tiles
+are walked once more, and values that no row sees are cleared first. This module needs triton, and
+is imported where it runs.
 
 Letters: B batch, T queries, S keys, H query heads, G key heads, R query heads a key head, D head
 width, E value width; t, s sizes of a tile.
@@ -43,14 +43,14 @@ from regard.ops.kernels.tile_lists import list_tiles
 from regard.ops.kernels.tiles import tiles_of
 
 SLOTS = tl.constexpr(64)
-"""Runs of tiles of whose maxima one is told for each row."""
+"""Runs of tiles for each of which a row's maximum is stored."""
 
 
 class Crests(NamedTuple):
     """The maximum score of each row in each run of tiles that it walks, in bits, (B, H, SLOTS, T').
 
-    -inf or less than LOWEST where nothing was seen. T': T and some rows that are none. b, h, run:
-    strides. keys: of a run. No number is 1, which Triton 3.6 loses inside a tuple in a tuple.
+    -inf or less than LOWEST where nothing was seen. T': T padded to a multiple. b, h, run: strides.
+    keys: per run. No number is 1, which Triton 3.6 loses inside a tuple in a tuple.
     """
 
     at: Tensor
@@ -61,7 +61,7 @@ class Crests(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Where the numbers of rows go, (B, H, T) each and without gaps; None is not asked for."""
+    """Output tensors of row statistics, (B, H, T) each and contiguous; None: not asked for."""
 
     lse: Tensor
     maxima: Tensor | None = None
@@ -76,7 +76,7 @@ class Answers(NamedTuple):
 
 
 class KeySet(NamedTuple):
-    """The keys whose mass is wanted, (B or 1, S) of 0 and 1; b: from sample to sample."""
+    """The keys whose mass is wanted, (B or 1, S) of 0 and 1; b: stride from sample to sample."""
 
     at: Tensor
     b: int
@@ -89,7 +89,7 @@ def _fold(
     MASKED: tl.constexpr, COVERED: tl.constexpr, PLAIN: tl.constexpr, EVEN: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Fold the n-th tile of keys into the running numbers of its rows."""
+    """Fold the n-th tile of keys into the running statistics of its rows."""
     max_t, sum_t, out_te, heat_t, far_t, mass_t, key_t, crest_t = state
     b, h_t, t, word_t, slope_t, place_t, lo_t, hi_t, row_t = row
     T, S, D, E, k_s, v_s = sizes
@@ -179,7 +179,7 @@ def _walk(
     ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
     COVERED: tl.constexpr, PLAIN: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The running numbers of rows after all tiles of keys that they see."""
+    """The running statistics of rows after all tiles of keys that they see."""
     b, h, band, real_t = own
     state = (
         tl.full((ROWS,), LOWEST, tl.float32),
@@ -233,7 +233,7 @@ def _forward(
     WIDTH: tl.constexpr, VALUES: tl.constexpr,
     COVERED: tl.constexpr, PLAIN: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Some queries of P heads that share a key head: rows go through the heads of each query."""
+    """Some queries of P heads that share a key head; rows run through the heads of each query."""
     n_bands = tl.cdiv(T * P, ROWS)
     # Under a causal mask the last rows are the longest, and begin first.
     band = n_bands - 1 - tl.program_id(0) % n_bands
@@ -267,7 +267,7 @@ def _forward(
     if v is not None and not COVERED:
         finite_te = (tl.abs(state[2]) < float("inf")).to(tl.int32)
         if tl.min(tl.min(finite_te, 1), 0) == 0:
-            # Hidden values may have done it, as 0 · NaN is NaN.
+            # Hidden values may be the cause, as 0 · NaN is NaN.
             state = _walk(
                 q_td, k_at, v_at, rule, lists, chosen, answers, row, own, sizes,
                 ROWS, KEYS, WIDTH, VALUES, False, PLAIN, EVEN, EXACT,
@@ -297,7 +297,7 @@ def _forward(
         tl.store(answers.maxima + row_t, highest_t, mask=real_t)
         tl.store(answers.sums + row_t, total_t, mask=real_t)
     if answers.entropy is not None:
-        # The logsumexp less the maximum, but not by way of it, whose last digits would be lost.
+        # The logsumexp minus the maximum, but not computed so, which would lose the last digits.
         spread_t = (highest_t - max_t) + tl.log2(total_t)
         bits_t = tl.where(empty_t, 0.0, sum_t * share_t * spread_t) - heat_t * share_t
         tl.store(answers.entropy + row_t, bits_t * NATS, mask=real_t)
@@ -315,7 +315,7 @@ def _forward(
 
 
 def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
-    """A function that writes the output, where v has width, and answers of calls of this form.
+    """A function that runs calls of this form: writes the answers, and the output if v has width.
 
     asked: whether more is asked of rows than their sums.
     """
@@ -347,7 +347,7 @@ def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
 
 
 def with_crests(answers: Answers, S: int, keys: int) -> Answers:
-    """The same with what a kernel needs to know of the crests; keys: of a tile."""
+    """The answers with strides and run length of the crests, if there are any; keys: of a tile."""
     if answers.crests is None:
         return answers
     at = answers.crests.at
@@ -362,5 +362,5 @@ def kind_of(asked: bool, has_values: bool, has_words: bool) -> str:
         return "forward blind"
     if asked:
         return "forward asked"
-    # A third stage would leave one program a multiprocessor, beside the mask's words.
+    # With a third stage, beside the mask's words, a multiprocessor would hold only one program.
     return "forward listed" if has_words else "forward"

@@ -1,15 +1,16 @@
 """Attention by our kernels as one operation, for autograd and for compiled graphs.
 
 What kernels read is tensors and numbers (`rendered.py`), rendered outside of the operation: so
-gradients of slopes, bands and dense biases flow on to whatever these were made of. In eager mode
-the kernels are launched as they are, as an autograd function where a gradient is needed. While a
-graph is being traced they are the custom operations `regard::flash` and `regard::flash_backward`,
-each with a fake twin that tells the shapes; the first has the second for its gradient.
+gradients of slopes, bands and dense biases flow on to the tensors these were computed from. In
+eager mode the kernels are launched directly, inside an autograd function where a gradient is
+needed. While a graph is being traced they are the custom ops `regard::flash` and
+`regard::flash_backward`, each with a fake implementation that gives the shapes; the second is the
+gradient of the first.
 
 Our backward cannot itself be differentiated. Where that is asked for (`create_graph=True`), and for
-a batch of gradients (`is_grads_batched=True`), the gradient is taken from the backward pass of the
-tiles (`blockwise_backward.py`), which is made of torch's operations: for this the rule travels
-beside what was rendered of it, and its biases' own tensors get the gradient.
+a batch of gradients (`is_grads_batched=True`), the gradient is computed by the backward pass of the
+tiles (`blockwise_backward.py`), which consists of torch's operations: for this the rule is kept
+beside its rendering, and the tensors of its biases get the gradient directly.
 
 Inside `torch.func.vmap` the mapped axis is folded into the batch (`vmap.py`).
 
@@ -36,18 +37,18 @@ from regard.ops.pack import Packed, pack, unpack
 from regard.ops.wants import Observation
 
 LEARNED = tuple(Rendered._fields.index(name) for name in Grads._fields)
-"""Those of them that have gradients."""
+"""The indices of those fields of `Rendered` that have gradients."""
 
 
 def refuse(call: Call) -> str | None:
-    """What kernels cannot be asked for, whatever the tensors are."""
+    """Why kernels cannot run a call, whatever its tensors are."""
     if call.has_tangent():
         return "our kernels have no forward-mode derivative; reference has"
     return vmap.refuse(call)
 
 
 def run(call: Call) -> Tensor:
-    """The output alone."""
+    """Attention by our kernels, the output alone."""
     return _attend(call, NOTHING, None)[0]
 
 
@@ -59,13 +60,13 @@ def attend(call: Call, ask: Ask, mass: Tensor | None) -> Rows:
 
 
 def _attend(call: Call, ask: Ask, mass: Tensor | None) -> Sequence[Tensor]:
-    """What `_row_fields` names."""
+    """The tensors that `_row_fields` names, by our kernels."""
     call = call.seeded()
     given = render(call)
     if torch.compiler.is_compiling():
         traced: list[Tensor] = _forward_op(*given, list(ask), mass)
         return traced
-    # Inside of vmap a tensor does not tell whether it needs a gradient.
+    # Inside vmap, `requires_grad` does not show whether a tensor needs a gradient.
     if not call.transformed and not call.needs_grad():
         return _run_forward(given, ask, mass)
     packed = pack(call.rule)
@@ -76,7 +77,7 @@ def _attend(call: Call, ask: Ask, mass: Tensor | None) -> Sequence[Tensor]:
 
 
 def _row_fields(ask: Ask, mass: Tensor | None) -> list[str]:
-    """The fields of `Rows` that the operation gives, in order: those with gradients come first."""
+    """The fields of `Rows` that the operation returns, in order: those with gradients are first."""
     names = ["output", "lse"]
     names += ["entropy"] if ask.entropy else []
     names += ["peak", "peak_key", "peak_logit"] if ask.peak else []
@@ -85,7 +86,7 @@ def _row_fields(ask: Ask, mass: Tensor | None) -> list[str]:
 
 
 def observe(call: Call) -> Observation:
-    """The output and every want that one pass tells; gradients flow as `attend` has them."""
+    """The output and every want that one pass answers; gradients flow as in `attend`."""
     wants = call.wants
     assert wants is not None
     ask, mass = Ask(wants.entropy, wants.peak, wants.distance), key_sets(wants)
@@ -94,7 +95,7 @@ def observe(call: Call) -> Observation:
 
 
 def _run_forward(given: Rendered, ask: Ask, mass: Tensor | None) -> list[Tensor]:
-    """The kernels, or their operation, which knows the shapes, where tensors have no data."""
+    """Launch the kernels; for fake tensors call the custom op instead, which knows the shapes."""
     if not is_fake(given.q):
         return _launch(given, ask, mass)
     found: list[Tensor] = _forward_op(*given, list(ask), mass)
@@ -114,7 +115,7 @@ def _forward(*args: Any) -> list[Tensor]:
 
 
 def _launch(given: Rendered, ask: Ask, mass: Tensor | None) -> list[Tensor]:
-    """What `_row_fields` names."""
+    """Launch the forward kernels; returns the tensors that `_row_fields` names."""
     output, found = flash.forward(given, ask, mass, with_sums=False)
     if ask == NOTHING and mass is None:
         return [output, found["lse"]]
@@ -193,9 +194,9 @@ def _(*args: Any) -> list[Tensor]:
 
 
 class _Fixed(NamedTuple):
-    """What goes with the tensors of a call: numbers of `Rendered`, and the rule without tensors.
+    """The constants of a call: numbers of `Rendered`, and the rule without its tensors.
 
-    packed: None where a vmap was folded into the batch, of which the rule does not know.
+    packed: None where a vmap was folded into the batch, for which the rule does not hold.
     """
 
     numbers: tuple[Any, ...]
@@ -209,7 +210,7 @@ def _begin(fixed: _Fixed, mass: Tensor | None, *tensors: Tensor | None) -> tuple
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """What the backward needs."""
+    """Save what the backward needs."""
     ctx.fixed, _, *tensors = inputs
     n_learned = 2 + ctx.fixed.ask.entropy
     ctx.mark_non_differentiable(*output[n_learned:])
@@ -239,7 +240,7 @@ class _Flash(torch.autograd.Function):
 
 
 class _MappedFlash(torch.autograd.Function):
-    """The same inside vmap, in the form that it asks for, and for which torch takes longer."""
+    """`_Flash` inside vmap, which needs a `setup_context`; torch is slower with that form."""
 
     forward = staticmethod(_begin)
     setup_context = staticmethod(_keep)
@@ -262,7 +263,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _saved(output: Sequence[Tensor], ask: Ask) -> Saved:
-    """What the backward needs of the forward's answers."""
+    """The outputs of the forward that the backward needs."""
     return Saved(output[0], output[1], output[2] if ask.entropy else None)
 
 
@@ -278,7 +279,7 @@ _forward_op.register_autograd(_traced_backward, setup_context=_save)
 def _arrive(
     saved: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Saved, Arriving, list[Tensor | None]]:
-    """What was saved of rows, the gradients that arrive for it, and the tensors of the call."""
+    """The saved statistics of rows, their incoming gradients, and the tensors of the call."""
     rows = Saved(*saved[:3])
     arriving = Arriving(grads[0], grads[1], None if rows.entropy is None else grads[2])
     return rows, arriving, [*saved[3:]]
@@ -291,7 +292,7 @@ def _by_kernels(
     arriving: Arriving,
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    """The gradients by our kernels, one for each that may be needed."""
+    """The gradients by our kernels, one for each input; None where it is not needed."""
     wanted = [needed[number] for number in LEARNED]
     found = run(*given, list(saved), list(arriving), wanted)
     result: list[Tensor | None] = [None] * len(needed)
@@ -301,7 +302,7 @@ def _by_kernels(
 
 
 def _is_differentiated(arriving: Arriving) -> bool:
-    """Whether the backward is itself to be differentiated, or takes a batch of gradients."""
+    """Whether the backward is itself to be differentiated, or gets a batch of gradients."""
     if torch.is_grad_enabled():
         return True
     return any(grad is not None and is_batched_gradient(grad) for grad in arriving)
@@ -314,7 +315,7 @@ def _by_tiles(
     arriving: Arriving,
     needed: tuple[bool, ...],
 ) -> list[Tensor | None]:
-    """The gradients by operations that can be differentiated; the bias's go to its own tensors."""
+    """The gradients by differentiable operations; the bias's own tensors get theirs directly."""
     given = Rendered(*tensors[:TENSORS], *fixed.numbers)  # type: ignore[arg-type]
     if fixed.packed is None:
         raise RuntimeError(

@@ -1,7 +1,6 @@
-"""What the kernel of `flash_backward_hopper_kernels.py` does with rows and tiles, in Gluon.
+"""Device functions on rows and tiles for `flash_backward_hopper_kernels.py`, in Gluon.
 
-Scores are in bits; tiles stand keys by rows. This module needs triton, and is imported where it
-runs.
+Scores are in bits; tiles are keys by rows. This module needs triton, and is imported where it runs.
 
 Letters: T queries, S keys, H query heads, R query heads a key head, D head width; b, h, t, s one or
 some of each.
@@ -33,9 +32,9 @@ def load_both(
 
 @gluon.jit
 def walk(rule, lists, b, key, T, S, ROWS: gl.constexpr, KEYS: gl.constexpr, APART: gl.constexpr):
-    """The tiles of rows that see keys from `key` on: how many, and what `where_tile` needs of them.
+    """The tiles of rows that see keys from `key` on: how many, and what `where_tile` needs.
 
-    Without lists the full ones begin at another row in each program.
+    Without lists each program begins with another of the full ones.
     """
     if lists is None:
         begin, whole, ends, n_full, n_before, n_mixed = runs_by_keys(rule, b, key, T, S, ROWS, KEYS)
@@ -51,9 +50,9 @@ def walk(rule, lists, b, key, T, S, ROWS: gl.constexpr, KEYS: gl.constexpr, APAR
 
 @gluon.jit
 def where_tile(m, count, run, lists, group, H, n_rows, R: gl.constexpr, ROWS: gl.constexpr):
-    """The m-th tile of a program: its first row, whether it is mixed, its head, its row of all.
+    """The m-th tile of a program: first row, whether it is mixed, head, first row over all heads.
 
-    Without lists full tiles come first, from `skipped` on round about, then the mixed ones on
+    Without lists full tiles come first, cyclically from `skipped` on, then the mixed ones on
     either side; and one query head after the other.
     """
     r = m * 0
@@ -78,7 +77,7 @@ def where_tile(m, count, run, lists, group, H, n_rows, R: gl.constexpr, ROWS: gl
 
 @gluon.jit
 def rows_at(rows, at):
-    """The logsumexp and δ of rows; 0 where nothing is seen, whatever gradient arrives there."""
+    """The logsumexp and δ of rows; δ is 0 where nothing is seen, whatever the gradient is."""
     lse = gl.load(rows.lse + at)
     return lse, gl.where(lse == float("inf"), 0.0, gl.load(rows.delta + at))
 
@@ -115,15 +114,15 @@ def weigh(
 def add_sums(to, x, LAYOUT: gl.constexpr):
     """Add a tile of dq, width by rows, to its sums, four numbers at a time.
 
-    The sums are kept as tensor cores give them: of 16 by 8 numbers a thread has four, which lie
-    side by side, and so do those of the threads of a warp. No number changes its thread.
+    The sums have the layout of tensor cores' results: of 16 by 8 numbers a thread has four, which
+    are adjacent in memory, as are those of the threads of a warp. No number changes its thread.
     """
     WIDTH: gl.constexpr = x.shape[0]
     d = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(1, LAYOUT)), 1)
     t = gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT)), 0)
     block = t // 8 * (WIDTH // 16) + d // 16
     at = to + block * 128 + (d % 8 * 16 + t % 8 // 2 * 4 + d // 8 % 2 * 2 + t % 2)
-    # What comes back is not used: an elementwise operation has to have a result.
+    # The result is not used, but an elementwise operation must have one.
     gl.inline_asm_elementwise(
         """red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};
         mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;""",

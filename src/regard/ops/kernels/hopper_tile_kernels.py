@@ -1,9 +1,9 @@
-"""What the two kernels of `flash_hopper_kernels.py` do with rows and tiles, in Gluon.
+"""Device functions on rows and tiles for the kernels for Hopper, in Gluon.
 
-Scores are in bits; rows lie in the registers of one warpgroup. This module needs triton, and is
+Scores are in bits; rows are in the registers of one warpgroup. This module needs triton, and is
 imported where it runs.
 
-Letters: T queries, S keys; b, h, t, s one or some of each; e places of a value.
+Letters: T queries, S keys; b, h, t, s one or some of each; e entries of a value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from regard.ops.kernels import tile_kernels
 from regard.ops.kernels.tile_kernels import BITS, LOWEST, NATS
 
 ROWS = tl.constexpr(64)
-"""Of a warpgroup."""
+"""Rows of a warpgroup."""
 KEYS = tl.constexpr(128)
 STAGES = tl.constexpr(2)
 
@@ -39,9 +39,9 @@ find_runs = gluon.jit(tile_kernels.find_runs.fn)
 def walk(rule, b, start, T, S, N: gl.constexpr, WARPS: gl.constexpr):
     """The tiles of keys that N rows from `start` on see: how many, and what `first_key` needs.
 
-    Last come the first and past-the-last key that some row sees.
+    Last in the result are the first and past-the-last key that some row sees.
     """
-    # Every warp has all rows, so that none waits for another.
+    # Every warp computes this for all rows, so that none waits for another.
     LAYOUT: gl.constexpr = gl.BlockedLayout([N // 32], [32], [WARPS], [0])
     t = start + gl.arange(0, N, layout=LAYOUT)
     lo_t, hi_t = bounds_of(rule, b, gl.minimum(t, T - 1), T, S)
@@ -62,22 +62,22 @@ def first_key(n, run):
 
 @gluon.jit
 def as_float(n):
-    """Whole numbers of 0 to 2^23 as float32, without conversions, which take turns with exp2.
+    """Whole numbers of 0 to 2^23 as float32, without conversions, which compete with exp2.
 
-    They become the low bits of 2^23.
+    The numbers are put into the low bits of the float 2^23.
     """
     return (n + 0x4B000000).to(gl.float32, bitcast=True) - 8388608.0
 
 
 @gluon.jit
 def in_eights(x_ts):
-    """A tile's keys as j, c: key 8 j + c. Of a row a thread has two c with all of their j."""
+    """Split a tile's keys into j, c: key 8 j + c. Of a row a thread has two c with all their j."""
     return x_ts.reshape([ROWS, KEYS // 8, 8])
 
 
 @gluon.jit
 def eights_of(x_tjc):
-    """The j of a tile's keys, (1, j, 1): constants when the kernel is compiled."""
+    """The j of a tile's keys, (1, j, 1), which are compile-time constants."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, x_tjc.type.layout))
     j = gl.arange(0, KEYS // 8, layout=LAYOUT)
     return gl.expand_dims(gl.expand_dims(j, 0), 2)
@@ -91,7 +91,7 @@ def places_of(x_tc):
 
 @gluon.jit
 def first_highest(x_ts, top_t, start, S, LAYOUT: gl.constexpr):
-    """The first key of each row whose score is `top_t`; S where none is."""
+    """The first key of each row whose score is `top_t`; S where there is none."""
     x_tjc = in_eights(gl.where(x_ts == gl.expand_dims(top_t, 1), 0, KEYS))
     j_tc = gl.min(gl.maximum(x_tjc, eights_of(x_tjc)), 1)
     s_tc = gl.where(j_tc < KEYS, start + 8 * j_tc + places_of(j_tc), S)
@@ -100,14 +100,14 @@ def first_highest(x_ts, top_t, start, S, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def sum_rows(w_ts, LAYOUT: gl.constexpr):
-    """Sums of rows, added in the order of `sum_places`: so outputs do not tell what was asked."""
+    """Sums of rows, added in the order of `sum_places`: outputs do not depend on what is asked."""
     sum_tc = gl.sum(in_eights(w_ts), 1)
     return gl.convert_layout(gl.sum(sum_tc, 1), gl.SliceLayout(1, LAYOUT))
 
 
 @gluon.jit
 def sum_places(w_ts, LAYOUT: gl.constexpr):
-    """Sums of rows, and of each weight times its place in the tile."""
+    """Sums of rows, and sums of each weight times its key's index in the tile."""
     w_tjc = in_eights(w_ts)
     sum_tc = gl.sum(w_tjc, 1)
     near_tc = 8.0 * gl.sum(w_tjc * eights_of(w_tjc).to(gl.float32), 1)
@@ -131,7 +131,7 @@ def hide_other_documents(x_ts, hidden, rule, b, t, s, S):
 def score(
     x_ts, hidden, start, is_mixed, rule, row, sizes, PLAIN: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """The scores of products, `hidden` where nothing is seen. PLAIN: still without the factor."""
+    """Scores from products q·k, `hidden` for hidden pairs. PLAIN: without the factor as yet."""
     b, h, t, slope_t, place_t, lo_t, hi_t, _row_t = row
     T, S = sizes
     s = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
@@ -163,9 +163,9 @@ def weigh(
     x_ts, state, n, start, is_mixed, rule, chosen, answers, row, sizes,
     PLAIN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The weights of the n-th tile, what older sums fade by, and the running numbers of its rows.
+    """The weights of the n-th tile, the factor of older sums, and the rows' running statistics.
 
-    For an entropy, in which 0 · inf is NaN, what is hidden gets a finite score, twice the maximum
+    For an entropy, in which 0 · inf is NaN, hidden pairs get a finite score, twice the maximum
     that rows begin with. PLAIN: scores are multiplied by the factor late.
     """
     max_t, sum_t, heat_t, far_t, mass_t, key_t, crest_t = state
@@ -220,14 +220,14 @@ def weigh(
 
 @gluon.jit
 def load_tile(tensor, at, b, h, full, buffer, BYTES: gl.constexpr):
-    """Ask for the rows of a head from `at` on."""
+    """Start loading the rows of a head from `at` on, by TMA."""
     mbarrier.expect(full, BYTES)
     async_load(tensor, [b, h, at, 0], full, buffer)
 
 
 @gluon.jit
 def clear_unseen(buffer, start, low, past, WIDTH: gl.constexpr):
-    """Zeros for the values that no row of the program sees, as 0 · NaN is NaN.
+    """Clear the values that no row of the program sees, as 0 · NaN is NaN.
 
     Two consumers write the same bytes, each before it multiplies.
     """
@@ -242,7 +242,7 @@ def clear_unseen(buffer, start, low, past, WIDTH: gl.constexpr):
 
 @gluon.jit
 def know_rows(rule, b, h, start, T, S, N: gl.constexpr, LAYOUT: gl.constexpr):
-    """What is known of N rows from `start` on: the last repeated, their numbers go on beyond it."""
+    """What is known of N rows from `start` on; beyond the last t is clamped, row_t counts on."""
     row_t = start + gl.arange(0, N, layout=gl.SliceLayout(1, LAYOUT))
     t = gl.minimum(row_t, T - 1)
     lo_t, hi_t = bounds_of(rule, b, t, T, S)
@@ -252,7 +252,7 @@ def know_rows(rule, b, h, start, T, S, N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def open_rows(rule, b, h, start, T, S, PLAIN: gl.constexpr, LAYOUT: gl.constexpr):
-    """What a warpgroup knows of its rows, and where its running numbers begin."""
+    """What a warpgroup knows of its rows, and their initial running statistics."""
     T_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     row = know_rows(rule, b, h, start, T, S, ROWS, LAYOUT)
     zero_t = gl.full([ROWS], 0.0, gl.float32, layout=T_LAYOUT)
@@ -265,7 +265,7 @@ def open_rows(rule, b, h, start, T, S, PLAIN: gl.constexpr, LAYOUT: gl.constexpr
 
 @gluon.jit
 def scale_rows(out_te, fade_t, LAYOUT: gl.constexpr):
-    """Rows of the output times a number each."""
+    """The output with each row multiplied by a number."""
     return out_te * gl.expand_dims(gl.convert_layout(fade_t, gl.SliceLayout(1, LAYOUT)), 1)
 
 
@@ -274,7 +274,7 @@ def write_rows(
     out_te, state, out, sinks, answers, own, start, T,
     WIDTH: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Write the output of a warpgroup's rows and what was asked about them."""
+    """Write the output of a warpgroup's rows and the statistics asked for."""
     head, b, h = own
     t = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     real_t = t < T

@@ -1,22 +1,22 @@
-"""Which scores may be among the largest of their rows, found on a Hopper GPU, in Gluon.
+"""Candidates for the largest scores of rows, found on a Hopper GPU, in Gluon.
 
-Why: whoever keeps the largest scores of 64 rows finds a new one in nearly every tile, and then
-goes through the tile again. But the forward has seen all scores, and has told the maximum of each
-of some runs of keys. The n-th largest of these maxima is no larger than the n-th largest score: so
-what is below it is none of the n largest, and of the others there are hardly more than n.
+Why: a kernel that keeps the largest scores of 64 rows finds a new one in nearly every tile, and
+then goes through the tile again. But the forward has seen all scores, and has stored the maximum of
+each of some runs of keys. The n-th largest of these maxima is no larger than the n-th largest
+score: so scores below it are not among the n largest, and the others are hardly more than n.
 
-How: a program takes 128 rows, and walks the keys in tiles, which come by TMA; two such programs
-share a multiprocessor, so that one multiplies while the other searches. A tile's keys are in groups
-of eight that one thread has. Of a group whose maximum is not below the row's bound all scores are
-written to the row's list, beside its first key. A row that has few tiles, or whose largest scores
-lie in one run of keys, as those of its neighbours do, has a low bound from the forward: so first
-some tiles are walked for another one, all where they are few, or else those that come last. There a
-row's scores are in 64 classes by their keys, of which it keeps the maxima.
+How: a program takes 128 rows, and walks the keys in tiles, loaded by TMA; two such programs share a
+multiprocessor, so that one multiplies while the other searches. A tile's keys are in groups of
+eight that one thread has. Of a group whose maximum is not below the row's bound all scores are
+written to the row's list, beside its first key. For a row that has few tiles, or whose largest
+scores are in one run of keys, as those of its neighbours are, the forward gives a low bound: so
+first some tiles are walked for another bound, all where they are few, otherwise the last ones.
+There a row's scores are in 64 classes by their keys, of which it keeps the maxima.
 
 This module needs triton, and is imported where it runs.
 
-Letters: T queries, S keys, H query heads, R query heads a key head, n rows; q, c, e of a tile's
-keys its parts, the threads that have a row, and what each has of a part.
+Letters: T queries, S keys, H query heads, R query heads a key head, n rows; of a tile's keys q its
+parts, c the threads that have a row, e what each of them has of a part.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from regard.ops.kernels.tile_kernels import LOWEST
 
 ROWS = tl.constexpr(128)
 PARTS = tl.constexpr(4)
-"""Of a tile's keys; a row's four threads each have a group of every part."""
+"""Parts of a tile's keys; a row's four threads each have a group of every part."""
 GROUP = tl.constexpr(8)
 """Keys of a group: two and two neighbours, eight keys apart."""
 MOST = tl.constexpr(16)
 """Groups that a row's list holds."""
 CLASSES = tl.constexpr(64)
-"""Of keys, by their places in a tile, for a row's own bound."""
+"""Classes of keys, by their index in a tile, for a row's own bound."""
 REGISTERS = 128
-"""Of a thread: so two programs of two warpgroups share a multiprocessor."""
+"""Registers per thread: so two programs of two warpgroups share a multiprocessor."""
 FLOOR = tl.constexpr(-3.4e38)
 """A bound that every score reaches, and -inf does not."""
 
@@ -67,8 +67,8 @@ FLOOR = tl.constexpr(-3.4e38)
 class Lists(NamedTuple):
     """The scores of each row that may be among its largest, in groups of neighbouring keys.
 
-    scores: of rows, groups and keys; first_keys: of each group; both of some heads. counts: how
-    many groups there are, of which the first are in the list; bounds: what one of a group reaches.
+    scores: (rows, groups, keys); first_keys: (rows, groups); both for some heads. counts: how many
+    groups each row has, of which the first are in the list; bounds: what a group's maximum reaches.
     """
 
     scores: Tensor
@@ -79,7 +79,7 @@ class Lists(NamedTuple):
 
 @gluon.jit
 def _load(k, m, n_first, n_tiles, run, b, g, k_full, k_buffer, WIDTH: gl.constexpr):
-    """Ask for the m-th tile of all: those for the bound come first, from the last of all on."""
+    """Start loading the m-th tile: those for the bound come first, from the last one back."""
     n = gl.where(m < n_first, n_tiles - 1 - m, m - n_first)
     slot = m % STAGES
     load_tile(
@@ -89,7 +89,7 @@ def _load(k, m, n_first, n_tiles, run, b, g, k_full, k_buffer, WIDTH: gl.constex
 
 @gluon.jit
 def _multiply(q_td, m, k_full, k_buffer, zero_ts, WIDTH: gl.constexpr):
-    """The products of the m-th tile, when all warps are through with it."""
+    """The products of the m-th tile; when it returns, all warps have read the tile."""
     slot = m % STAGES
     mbarrier.wait(k_full.index(slot), (m // STAGES) & 1)
     k_ds = k_buffer.index(slot).reshape([KEYS, WIDTH]).permute((1, 0))
@@ -100,7 +100,7 @@ def _multiply(q_td, m, k_full, k_buffer, zero_ts, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _by_class(x_ts):
-    """The maxima of the classes of a tile's keys."""
+    """The maximum of each class of a tile's keys."""
     return gl.max(x_ts.reshape([ROWS, KEYS // CLASSES, CLASSES]), 1)
 
 
@@ -118,9 +118,9 @@ def _nth_largest(x_nc, count):
 def _list(x_ts, count_n, bound_n, start, scores, first_keys, factor, PLAIN: gl.constexpr):
     """Write the groups of a tile that reach their row's bound, and count them.
 
-    Where in its row's list a group goes is how many come before it: those of earlier tiles, of the
-    row's threads before this one, and of earlier parts. The last two are summed as the bytes of one
-    number, by a product: byte i of x · 0x01010100 is the sum of the bytes of x before it.
+    The index of a group in its row's list is the number of groups before it: those of earlier
+    tiles, of the row's threads before this one, and of earlier parts. The last two are summed as
+    bytes of one number, by a product: byte i of x · 0x01010100 is the sum of the bytes before i.
     """
     SIDE: gl.constexpr = KEYS // PARTS // 8
     x_nqjce = x_ts.reshape([ROWS, PARTS, SIDE, 4, 2])
@@ -166,9 +166,9 @@ def _candidates(
     q, k, rule, bounds, lists, first_head, n_top, few, H, T, S,
     R: gl.constexpr, WIDTH: gl.constexpr, PLAIN: gl.constexpr,
 ):  # fmt: skip
-    """The lists of 128 rows of one head.
+    """Write the lists of 128 rows of one head.
 
-    bounds: of each row, from the forward. few: tiles up to which all are walked for a bound first.
+    bounds: of each row, from the forward. few: up to so many tiles, all are walked for a bound.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, KEYS, 16])
     T_LAYOUT: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -241,9 +241,9 @@ def run_candidates(
     n_top: int,
     few: int,
 ) -> None:
-    """Fill the lists of some heads: the first of them, and how many.
+    """Fill the lists of some heads; heads: the first of them, and how many.
 
-    bounds: what the smallest of a row's largest scores is at least, in bits, or a little less.
+    bounds: lower bounds of each row's n_top largest scores, in bits, from the forward.
     """
     (_, H, T, D), (_, G, S, _) = given.q.shape, given.k.shape
     first, n_heads = heads

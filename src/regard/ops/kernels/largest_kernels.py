@@ -2,7 +2,7 @@
 
 How: a program keeps the largest scores of its rows in slots while it walks the keys. On a Hopper
 GPU `largest_hopper_kernels.py` first lists the few scores of each row that can be among the
-largest, and only rows whose lists do not tell are left to that walk.
+largest, and only rows whose lists do not suffice are left to that walk.
 
 Letters: B batch, T queries, S keys, H query heads, R query heads a key head, D width; t, s sizes of
 a tile, n slots of a row, c maxima of a row.
@@ -34,16 +34,16 @@ from regard.ops.kernels.tile_kernels import (
 from regard.ops.kernels.tiles import tiles_of
 
 UNROLLED = tl.constexpr(8)
-"""Slots up to which no loop goes through them."""
+"""Up to this many slots the loop over them is unrolled."""
 SLACK = tl.constexpr(2.0**-14)
-"""How much lower a bound is, as a part of itself and in bits: each kernel rounds in its own way."""
+"""How much bounds are lowered, relative and in bits, as each kernel rounds in its own way."""
 
 
 @triton.jit
 def _keep(best_tn, key_tn, low_t, x_ts, high_t, s, S, SLOTS: tl.constexpr):
-    """The highest scores of rows in place of the lowest that they keep, where these are lower.
+    """Replace the lowest score that a row keeps by its highest new one, where that is higher.
 
-    Last comes whether any row has another.
+    Last in the result: whether any row has another such score.
     """
     slot = tl.arange(0, SLOTS)[None, :]
     found_t = tl.min(tl.where(x_ts == high_t[:, None], s[None, :], S), 1)
@@ -65,10 +65,10 @@ def _largest(
 ):  # fmt: skip
     """The largest weights of some queries of one head, and their keys, largest first.
 
-    Each row has a slot for each score it keeps. As long as a tile has one that is above the lowest
-    of its row's, it replaces that one: at most as often as there are slots, and in most tiles once,
-    as some row has one. Few slots are gone through without a loop, beside which the compiler would
-    not load the next tiles ahead. flags: which bands are not known yet, (heads, bands); None: all.
+    Each row has a slot for each score it keeps. As long as a tile has a score above the lowest of
+    its row's, it replaces that: at most as often as there are slots, and in most tiles once, as
+    some row has one. For few slots this is unrolled, as beside a loop the compiler would not
+    prefetch the next tiles. flags: which bands are still open, (heads, bands); None: all.
     """
     band, head, b, h = own_band(H, T, ROWS)
     if flags is not None:  # noqa: SIM102 - this is decided when the kernel is compiled
@@ -122,7 +122,7 @@ def _largest(
 def _bounds(crests, bounds, T, rows, n_top, ROWS: tl.constexpr, CRESTS: tl.constexpr):
     """The n-th largest of the different maxima of each row, or less than any score.
 
-    It is lowered by SLACK, as another kernel may round the same scores in another way.
+    Lowered by SLACK, as another kernel may round the same scores in another way.
     """
     n_bands = tl.cdiv(T, ROWS)
     head = (tl.program_id(0) // n_bands).to(tl.int64)
@@ -142,10 +142,10 @@ def _pick(
     ROWS: tl.constexpr, BAND: tl.constexpr, FLAGGED: tl.constexpr, MOST: tl.constexpr,
     GROUP: tl.constexpr, FLOOR: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """The largest of the scores in the lists of some rows, largest first.
+    """The weights of the largest scores in the lists of some rows, largest first.
 
-    A flag is raised for rows whose lists had to be cut, or whose bound was not that of these very
-    scores. BAND: rows that share the memory of their lists; FLAGGED: rows that share a flag.
+    A flag is set for rows whose lists had to be cut, or whose bound turns out too high for these
+    very scores. BAND: rows that share the memory of their lists; FLAGGED: rows that share a flag.
     """
     n_bands = tl.cdiv(T, BAND)
     n_parts = n_bands * (BAND // ROWS)
@@ -179,7 +179,7 @@ def _pick(
         found_t = tl.where(scale_t == scale_t, found_t, -1)
         tl.store(weights + row_t * n_top + i, w_t, mask=real_t)
         tl.store(keys + row_t * n_top + i, found_t.to(tl.int64), mask=real_t)
-    # Of a row that looks at a NaN there is nothing to know.
+    # A row that looks at a NaN has no result to find.
     known_t = real_t & (scale_t == scale_t)
     is_open_t = known_t & ((count_t > MOST) | ((bound_t > FLOOR) & (high_t < bound_t)))
     flag = flags + head * n_flags + start // FLAGGED
@@ -187,15 +187,15 @@ def _pick(
 
 
 LIST_NUMBERS = 2**26
-"""Numbers of lists that are held at a time."""
+"""The most numbers of lists that are held at a time."""
 MOST_LISTED = 8
-"""The most of the largest weights of a row that lists are made for."""
+"""The largest n_top for which lists are made."""
 FEW_TILES = 32
-"""Tiles of a row up to which it takes its bound from all of its scores."""
+"""A row of up to this many tiles computes its bound from all of its scores."""
 
 
 def find_bounds(crests: Tensor, T: int, n_top: int) -> Tensor:
-    """What the n_top-th largest score of each row is at least, in bits, (B, H, T)."""
+    """A lower bound of the n_top-th largest score of each row, in bits, (B, H, T)."""
     B, H, n_crests, rows = crests.shape
     bounds = torch.empty(B, H, T, dtype=torch.float32, device=crests.device)
     launch: Any = _bounds[(B * H * triton.cdiv(T, 64),)]
@@ -217,7 +217,7 @@ def run_largest(
 ) -> tuple[Tensor, Tensor]:
     """The largest weights of each row and their keys, (B, H, T, n_top).
 
-    bounds: what the smallest of these scores is at least, in bits, where that is known.
+    bounds: lower bounds of these scores, in bits, where known.
     """
     (B, H, T, D), S = given.q.shape, given.k.shape[2]
     rule, tiles = rule_of(given), tiles_of("search", given)
@@ -247,7 +247,7 @@ def _run_lists(
     flags: Tensor,
     flagged: int,
 ) -> None:
-    """Fill in the largest weights and their keys, but of the rows whose flags are raised.
+    """Fill in the largest weights and their keys, except for rows whose flags are set.
 
     flagged: rows that share a flag.
     """

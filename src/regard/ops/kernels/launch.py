@@ -1,18 +1,18 @@
-"""Kernels launched again without working out how: for calls that lie as an earlier one did.
+"""Launching kernels without Triton's binder, for calls of the same form as an earlier one.
 
-Why: Triton finds the variant of a kernel that was compiled for some arguments by looking at each of
-them, and we find tiles, grids and constants from sizes. A small call would wait for that longer
-than for anything else, and a model makes the same call in every layer.
+Why: Triton finds the compiled variant of a kernel by inspecting each argument, and we compute
+tiles, grids and constants from sizes. In a small call this launch overhead would take longer than
+anything else, and a model makes the same call in every layer.
 
-How: all of it follows from the form of a call: how its tensors lie (`Layout`), which are there, and
-its numbers. So a plan is kept for each form (`PLANS`). In it a `Launch` keeps the variant that
-Triton found for the first call, and gives it the arguments of the next ones as they are. What
-Triton looks at is told by the form: which arguments there are, their types, and which addresses and
-numbers are 1 or multiples of 16. A variant takes arguments itself, as in Triton's tutorials. Its
-way there calls hooks, of which there are none unless someone profiles, and asks the driver about
-each tensor's address: both are left out where nothing needs them (`hand_over`).
+How: all of it follows from the form of a call: the layouts of its tensors (`Layout`), which of them
+there are, and its numbers. So a plan is kept for each form (`PLANS`). In it a `Launch` keeps the
+variant that Triton found for the first call, and passes it the arguments of later ones as they are.
+The form determines what Triton inspects: which arguments there are, their types, and which
+addresses and numbers are 1 or multiples of 16. A variant can be called with arguments itself, as in
+Triton's tutorials. That calls hooks, of which there are none unless someone profiles, and asks the
+driver about each tensor's address: both are left out where nothing needs them (`hand_over`).
 
-Left out: GPUs for which Triton also looks at how much memory a tensor shares with others.
+Left out: GPUs for which Triton also inspects how much memory a tensor shares with others.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from regard._torch import is_fake
 
 T = TypeVar("T")
 MOST = 1024
-"""Forms of which plans are kept: lengths that change with every call make any number of them."""
+"""The most forms with plans: lengths that change with every call make any number of them."""
 
 
 Layout: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, bool]
-"""How a tensor lies in memory, all that Triton compiles for, and more: its shape, strides and type,
-and whether it begins at a multiple of 16 bytes. Plain, as a named one takes as long as the rest."""
+"""A tensor's shape, strides and dtype, and whether it begins at a multiple of 16 bytes: all that
+Triton compiles for, and more. A plain tuple, as making a named one takes as long as the rest."""
 
 
 def layout_of(x: Tensor) -> Layout:
-    """How a tensor lies in memory."""
+    """The layout of a tensor in memory."""
     return x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """In which kernels run where a tensor is: Triton launches them on the current device."""
+    """A context to run kernels on a tensor's device: Triton launches them on the current one."""
     if not x.is_cuda or torch.compiler.is_compiling() or is_fake(x):
         return nullcontext()
     if x.device.index == torch.cuda.current_device():
@@ -51,7 +51,7 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 class Launch:
-    """So many programs of a kernel with its constants, for calls of one form."""
+    """How a kernel is launched for calls of one form: number of programs, and constants."""
 
     def __init__(self, n_programs: int, options: dict[str, Any]) -> None:
         from triton.runtime import JITFunction, driver
@@ -77,19 +77,19 @@ class Launch:
             self._variants[device] = hand_over(variant, self.n_programs, device, constants)
 
     def current_device(self) -> int:
-        """The number of the device that kernels are launched on now."""
+        """The index of the current device, on which kernels are launched."""
         number: int = self._driver.active.get_current_device()
         return number
 
     def variant(self, device: int) -> Callable[..., None] | None:
-        """What takes the next arguments on a device, tensors or their addresses; None before."""
+        """What launches on a device, given tensors or addresses; None before the first run."""
         return self._variants.get(device)
 
 
 def hand_over(
     variant: Any, n_programs: int, device: int, constants: tuple[Any, ...]
 ) -> Callable[..., None]:
-    """Launches of a variant that Triton compiled, on the current stream of a device."""
+    """A function that launches a compiled variant on the current stream of a device."""
     from triton import knobs
     from triton.runtime import driver
 
@@ -99,7 +99,7 @@ def hand_over(
 
     def launch(*args: Any) -> None:
         enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-        # Chains of hooks are there when nobody is in them, too.
+        # A chain of hooks is there even when it is empty.
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             by_triton(*args, *constants)
             return
@@ -114,10 +114,10 @@ Sized = tuple[int, dict[str, Any]]
 
 
 class Plans(dict[Hashable, Any]):
-    """What was worked out for calls, by their form; or for those of one form, by what it is."""
+    """A cache of plans by the form of calls, or of parts of one form's plan by their names."""
 
     def find(self, name: Hashable, make: Callable[[], T]) -> T:
-        """What is known by this name; the first who asks has it made."""
+        """The value kept under this name; `make` makes it the first time."""
         known: T | None = self.get(name)
         if known is None:
             if len(self) >= MOST:
@@ -126,9 +126,9 @@ class Plans(dict[Hashable, Any]):
         return known
 
     def run(self, name: Hashable, kernel: Any, size: Callable[[], Sized], *args: Any) -> None:
-        """Launch a kernel; by a name, the same kernel of the same size."""
+        """Launch a kernel; under one name it must always be the same kernel and size."""
         self.find(name, lambda: Launch(*size()))(kernel, *args)
 
 
 PLANS = Plans()
-"""By form. Whoever changes what plans follow from, such as the tables of tiles, clears it."""
+"""Plans by form. Clear it after changing what plans depend on, such as the tables of tiles."""

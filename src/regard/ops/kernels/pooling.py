@@ -1,11 +1,11 @@
-"""Maps of the weights, and what keys receive, by Triton kernels that know the row sums.
+"""Maps of the weights and received attention, by Triton kernels that know the row sums.
 
 How: a program takes some keys and walks the queries that see them, so what a key receives stays in
 registers until the end. Where the cells of a map and the tiles of the walk divide evenly, as they
-do in a text of 8,192 tokens and a map of 256 × 256, each tile sums its cells beside. Otherwise
-bands of rows are walked along the keys, and what each has in each cell is written down key by key:
-the sum of that is what a key receives, and the means over the keys are the cells. On a Hopper GPU
-the plainest calls are pooled by a kernel of their own (`pooling_hopper_kernels.py`).
+do in a text of 8,192 tokens and a map of 256 × 256, each tile also sums its cells. Otherwise bands
+of rows walk along the keys, and store for each key the sum of their weights in each cell: added up
+this is what a key receives, and the means over the keys are the cells. On a Hopper GPU the plainest
+calls are pooled by a kernel of their own (`pooling_hopper_kernels.py`).
 
 Letters: B batch, T queries, S keys, H query heads; X, Y cells of a map down and across.
 """
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from regard.ops.kernels.pooling_kernels import Cells
 
 SCRATCH = 2**26
-"""Numbers held between the bands of rows and the cells of a map."""
+"""The most numbers held at a time between the bands of rows and the cells of a map."""
 HOPPER = (16, 64)
-"""Rows and keys in which the kernel for Hopper adds up cells."""
+"""The most rows and keys that the kernel for Hopper sums in one cell."""
 SMALLEST = 8
-"""Rows and keys of its cells, at least."""
+"""The least rows and keys in a cell of that kernel."""
 
 
 def receive(
@@ -52,7 +52,7 @@ def receive(
 
 
 def suits_hopper(given: Rendered) -> bool:
-    """Whether the kernel for Hopper takes a call: products alone, and no rows of their own."""
+    """Whether the kernel for Hopper accepts a call: scaled products, no intervals of rows."""
     if not flash_hopper.runs_on(given.q.device) or not flash_hopper.suits_scores(given):
         return False
     other = (given.cap, given.slopes, given.lo, given.query_ids)
@@ -62,7 +62,7 @@ def suits_hopper(given: Rendered) -> bool:
 def _receive_on_hopper(
     given: Rendered, sums: RowSums, cells: tuple[Cells, int, int] | None
 ) -> Tensor:
-    """The sum over queries of the weights, (B, H, S); cells: filled, rows and keys of one."""
+    """The sum over queries of the weights, (B, H, S); cells: to fill, rows and keys of one."""
     from regard.ops.kernels import pooling_hopper_kernels
 
     (B, H, _, S), device = given.shape, given.q.device
@@ -74,7 +74,7 @@ def _receive_on_hopper(
 def count_queries(
     given: Rendered, rows: Tensor | None, queries: tuple[int, int]
 ) -> tuple[Tensor, Tensor | None]:
-    """How many queries may see each key, (B, H, S), and the weights of these rows added up."""
+    """How many queries may see each key, (B, H, S), and the sum of the weights of these rows."""
     from regard.ops.kernels import pooling_kernels
 
     given = crop(given, Tile(*queries, 0, given.shape.S))
@@ -99,7 +99,7 @@ def count_intervals(given: Rendered) -> Tensor:
 def _count_window(
     T: int, S: int, left: int | None, right: int | None, device: torch.device
 ) -> Tensor:
-    """The same by a window alone, in few operations: query t sees t + S - T - left and on."""
+    """`count_intervals` of a window alone: query t sees the keys from t + S - T - left on."""
     own = torch.arange(S, device=device) - (S - T)
     past = torch.full_like(own, T) if left is None else (own + (left + 1)).clamp_(0, T)
     if right is not None:
@@ -148,7 +148,7 @@ def _pool_evenly(
     tiles: Tiles | None,
     cell: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
-    """Both, where a tile holds whole cells, or a cell whole tiles; tiles: None for Hopper's."""
+    """`pool` where a tile holds whole cells, or a cell whole tiles; tiles: None on Hopper."""
     from regard.ops.kernels import pooling_kernels
 
     (B, H, T, S), (X, Y) = given.shape, size
@@ -167,7 +167,7 @@ def _pool_evenly(
 def _pool_unevenly(
     given: Rendered, sums: RowSums, size: tuple[int, int], tiles: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """Both, where rows or keys may be shared by two cells."""
+    """`pool` where rows or keys may be shared by two cells."""
     from regard.ops.kernels import pooling_kernels
 
     (B, H, T, S), (X, Y), rows = given.shape, size, tiles.rows
@@ -178,7 +178,7 @@ def _pool_unevenly(
     shares = row_shares(T, X, rows, device)
     n_bands, n_touched, _ = shares.shape
     lists = order_tiles(given, rule_of(given), tiles)
-    # So many bands at a time as leave memory for their sums.
+    # As many bands at a time as fit into SCRATCH.
     step = max(SCRATCH // (B * H * S * n_touched), 1)
     for first in range(0, n_bands, step):
         count = min(step, n_bands - first)
@@ -189,7 +189,7 @@ def _pool_unevenly(
         pooling_kernels.run_cells(parts, to, bands, some, (T, rows))
         # Each row's shares of all cells together are X / T.
         total += parts.sum((1, 2)).view(B, H, S) * (T / X)
-        # Gone before the next are made.
+        # Freed before the next ones are allocated.
         del parts
     return cells, total
 

@@ -1,21 +1,21 @@
-"""What keys receive, and the cells of maps, on a Hopper GPU, in Gluon.
+"""Received attention and the cells of maps, on a Hopper GPU, in Gluon.
 
-Why: `pooling_kernels.py` adds up the cells of each tile across warps, who wait for each other, and
-has the tensor cores wait for all of them. Here no number leaves its thread before it is told, but
-those of cells, which do not leave their warp: cells are 16 rows high, which is what a warp has, and
-are joined afterwards. A tile has its rows across the threads, so that what is known of a row is
-read once for all of its keys; what a key receives is kept apart by each thread until the end.
-Several programs share a multiprocessor, so that one multiplies while another weighs. Tiles of rows
-come by TMA.
+Why: `pooling_kernels.py` sums the cells of each tile across warps, which wait for each other, and
+the tensor cores wait for all of them. Here no number leaves its thread before the end, except those
+of cells, which do not leave their warp: cells are 16 rows high, as many as a warp has, and are
+combined afterwards. A tile has its rows across the threads, so that what is known of a row is read
+once for all of its keys; each thread keeps its own sums of what a key receives until the end.
+Several programs share a multiprocessor, so that one multiplies while another computes weights.
+Tiles of rows are loaded by TMA.
 
-Left out: weights of rows, maxima, caps, biases, and masks that are told by lists, which
+Left out: weights of rows, maxima, caps, biases, and masks that need lists of tiles, which
 `pooling_kernels.py` has.
 
 This module needs triton, and is imported where it runs.
 
 Letters: B batch, T queries, S keys, H query heads, R query heads a key head; t, s sizes of a tile;
-x, y its cells down and across; w warps, l rows that lie side by side in eight threads of a warp, c
-threads that share a row of products.
+x, y its cells down and across; w warps, l rows side by side in eight threads of a warp, c threads
+that share a row of products.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 ROWS = tl.constexpr(64)
 KEYS = tl.constexpr(128)
 HALF = tl.constexpr(64)
-"""Of the keys: as many as are weighed at a time, while the other half is multiplied."""
+"""Half the keys: weights are computed for one half while the other half is multiplied."""
 WARP = tl.constexpr(16)
 """Rows of a warp."""
 REGISTERS = 128
-"""Of a thread: so four programs share a multiprocessor, as far as their keys fit beside."""
+"""Registers per thread: so four programs share a multiprocessor, if their keys fit too."""
 
 runs_by_keys = gluon.jit(tile_kernels.runs_by_keys.fn)
 
@@ -69,7 +69,7 @@ def _first_row(n, run):
 
 @gluon.jit
 def _weigh(x_ts, lse_t, t, key, is_mixed, rule, b, sizes):
-    """The weights of a tile of products, 0 where nothing is seen."""
+    """The weights from a tile of products, 0 for hidden pairs."""
     T, S = sizes
     w_ts = gl.exp2(x_ts * rule.factor - gl.expand_dims(lse_t, 1))
     if is_mixed:
@@ -92,13 +92,13 @@ def _weigh(x_ts, lse_t, t, key, is_mixed, rule, b, sizes):
 
 @gluon.jit
 def _bands(w_ts, TALL: gl.constexpr):
-    """Sums of the rows of a cell that lie in one thread, (x, l, s)."""
+    """Sums over the rows of a cell that one thread has, (x, l, s)."""
     return gl.sum(w_ts.reshape([ROWS // TALL, TALL // 8, 8, HALF]), 1)
 
 
 @gluon.jit
 def _by_thread(w_xls, TALL: gl.constexpr):
-    """Sums of all rows that lie in one thread, (w, l, s)."""
+    """Sums over all rows that one thread has, (w, l, s)."""
     return gl.sum(w_xls.reshape([ROWS // WARP, WARP // TALL, 8, HALF]), 1)
 
 
@@ -107,7 +107,7 @@ def _write_cells(w_xls, cells, head, start, key, TALL: gl.constexpr, WIDE: gl.co
     """Write the cells of a tile."""
     X: gl.constexpr = ROWS // TALL
     Y: gl.constexpr = HALF // WIDE
-    # First what lies in one thread, then the four that share a row, and last the rows.
+    # First over what one thread has, then over the four that share a row, and last over rows.
     w_xlyc = gl.sum(gl.sum(w_xls.reshape([X, 8, Y, WIDE // 8, 4, 2]), 5), 3)
     w_xy = gl.sum(gl.sum(w_xlyc, 3), 1)
     x = start // TALL + gl.arange(0, X, layout=gl.SliceLayout(1, w_xy.type.layout))
@@ -123,7 +123,7 @@ def _gather(
     sum_wls, x_ts, lse_t, t, seen, rule, cells, own, sizes,
     TALL: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Add what a tile of products gives to its keys, and write its cells."""
+    """Add the weights of a tile to what its keys receive, and write its cells."""
     start, is_mixed = seen
     head, b, key = own
     w_ts = _weigh(x_ts, lse_t, start + t, key, is_mixed, rule, b, sizes)
@@ -210,7 +210,7 @@ def _received(
 def run_received(
     given: Rendered, sums: RowSums, received: Tensor, cells: tuple[Cells, int, int] | None
 ) -> None:
-    """Fill in what keys receive, (B, H, S), and the cells, of some rows and keys each."""
+    """Fill in what keys receive, (B, H, S), and the cells; cells: to fill, rows and keys of one."""
     (B, H, T, D), (_, G, S, _) = given.q.shape, given.k.shape
     to, tall, wide = cells or (None, WARP.value, HALF.value)
     # In bits; infinite for rows beyond the last, which so weigh 0.

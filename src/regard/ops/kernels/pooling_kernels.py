@@ -1,7 +1,7 @@
 """The Triton side of `pooling.py`: this module needs triton, and is imported where it runs.
 
-Tiles stand on their side, keys down and rows across: so a sum over rows stays inside a warp. A
-program owns what it writes, so nothing is added atomically, and sums are the same every time.
+Tiles are keys by rows, so that a sum over rows stays inside a warp. A program owns what it writes,
+so nothing is added atomically, and sums are the same every time.
 
 Letters: B batch, T queries, S keys, H query heads, D head width; X, Y cells of a map down and
 across; t, s, x, y some of each, c some cells that a band of rows touches.
@@ -46,7 +46,7 @@ class RowWeights(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Means over cells, (B · H, X, Y); share: one by the weights in a cell."""
+    """Means over cells, (B · H, X, Y); share: 1 / the number of weights in a cell."""
 
     at: Tensor
     height: int
@@ -61,7 +61,7 @@ def _gather(
     TALL: tl.constexpr, WIDE: tl.constexpr, MOST: tl.constexpr, MASKED: tl.constexpr,
     HIDES: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Add what the rows from `start` on give to the keys s, and write the cells of both."""
+    """Add the weights of rows from `start` on to what keys s receive, and write their cells."""
     sum_s, most_s, nans_s = state
     b, h, head, line = own
     T, S, D = sizes
@@ -76,7 +76,7 @@ def _gather(
         max_t[None, :], scale_t[None, :], MASKED, T, S, HIDES, float("-inf") if MOST else 0.0,
     )  # fmt: skip
     if MOST:
-        # What is greater than a NaN depends on the device, so they are counted apart.
+        # How a maximum treats NaN depends on the device, so NaNs are tracked separately.
         nans_s = tl.maximum(nans_s, tl.max((w_st != w_st).to(tl.int32), 1))
         most_s = tl.maximum(most_s, tl.max(tl.where(w_st == w_st, w_st, float("-inf")), 1))
     elif cells is None:
@@ -157,7 +157,7 @@ def _count(
     rule, lists, row_weights, counts, totals, heads, T, S,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HIDES: tl.constexpr,
 ):  # fmt: skip
-    """How many queries may see some keys, and what the weights of these rows come to."""
+    """How many queries may see some keys, and the sum of the weights of these rows."""
     n_lines = tl.cdiv(S, KEYS)
     line = tl.program_id(0) % n_lines
     head = (tl.program_id(0) // n_lines).to(tl.int64)
@@ -229,7 +229,7 @@ def _cells(
     parts, cells, first_band, n_bands, n_touched, first_cell, n_cells, T, S, wide,
     ROWS: tl.constexpr, ACROSS: tl.constexpr, KEYS: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
-    """Add what some bands of rows have in cells: the mean over each cell's keys."""
+    """Add the sums of some bands of rows to their cells, as means over each cell's keys."""
     Y = cells.width
     blocks = tl.cdiv(Y, ACROSS)
     block = tl.program_id(0) % blocks
@@ -264,9 +264,10 @@ def run_by_keys(
     most: bool = False,
     cells: tuple[Cells, int, int] | None = None,
 ) -> Tensor:
-    """The sum over queries of what each key gets, or the most, (B, H, S).
+    """The sum over queries of what each key gets, or the maximum (`most`), (B, H, S).
 
-    most: -inf where nobody sees a key. cells: filled where anything is seen; rows and keys of one.
+    most: -inf where no query sees a key. cells: to fill where anything is seen; rows and keys of
+    one.
     """
     (B, H, T, D), S = given.q.shape, given.k.shape[2]
     rule = rule_of(given)
@@ -286,7 +287,7 @@ def run_by_keys(
 
 
 def run_count(given: Rendered, row_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """How many queries may see each key, (B or 1, H or 1, S), and these rows' weights added up."""
+    """How many queries may see each key, (B or 1, H or 1, S), and the sum of their row weights."""
     (B, H, T, _), S = given.q.shape, given.k.shape[2]
     rule, tiles = rule_of(given), Tiles(64, 64, 4, 1)
     lists = list_tiles(rule, given.shape, tiles[:2], True, given.q.device, in_order=True)
@@ -314,7 +315,7 @@ def _row_weights(rows: Tensor | None) -> RowWeights | None:
 class Bands(NamedTuple):
     """Bands of rows that are pooled together.
 
-    n_touched: cells that a band touches at most. shares: the part of each row in each of these,
+    n_touched: the most cells that a band touches. shares: the part of each row in each of these,
     (all bands, cells, rows). lists: the tiles of all bands.
     """
 
@@ -343,7 +344,7 @@ def run_bands(given: Rendered, sums: RowSums, tiles: Tiles, bands: Bands) -> Ten
 def run_cells(
     parts: Tensor, cells: Cells, bands: Bands, some: tuple[int, int], span: tuple[int, int]
 ) -> None:
-    """Add to cells `some` what the bands have in them. span: queries of the map, rows of a band."""
+    """Add the bands' sums to the cells `some`; span: queries of the map, rows of a band."""
     S = parts.shape[3]
     # Cells that begin inside a key touch one key more.
     wide = triton.cdiv(S, cells.width) + (S % cells.width > 0)

@@ -1,16 +1,16 @@
-"""What was rendered of a mask, kept while the mask lives: the layers of a model share one.
+"""A cache of rendered masks, each kept as long as its mask: the layers of a model share one.
 
 Why: documents and prefixes become tensors by a dozen small kernels, which take longer to launch
 than a layer's attention takes to run.
 
-How: a mask is a value, and what is rendered of it follows from its tensors and the shape. Torch
-counts the writes to a tensor, so what was rendered is given again while the counts are the same. It
-goes with the mask. It was written by a stream, so only that stream is given it.
+How: a mask is a value, and its rendering follows from its tensors and the shape. Torch counts the
+writes to a tensor (`_version`), so a rendering is reused while the counts are the same. It is
+dropped with the mask. It was written on one stream, and is reused on that stream only.
 
-Left out, and rendered anew each time: calls in graphs that are traced or captured, which must have
-the rendering in them; transforms and modes, whose tensors are not plain; inference tensors, whose
-writes are not counted. Writes that torch does not know of, by a kernel of one's own or by replaying
-a CUDA graph, are not seen here, as autograd does not see them: after one, a mask is made anew.
+Left out, and rendered each time: calls in graphs that are traced or captured, which must contain
+the rendering; transforms and modes, whose tensors are not plain; inference tensors, whose writes
+are not counted. Writes that torch does not know of, by a custom kernel or by replaying a CUDA
+graph, go unnoticed here, as they do in autograd: after one, create a new mask.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class _Kept(NamedTuple):
 
 
 _kept: dict[int, _Kept] = {}
-"""The last that was rendered of each mask, by its id."""
+"""The last rendering of each mask, by the id of the mask."""
 
 
 def rendered_once(mask: Mask, shape: Shape, device: torch.device, render: Callable[[], T]) -> T:
-    """What `render` gives, or gave for this mask, shape and device, if nothing has changed."""
+    """The kept rendering for this mask, shape and device, or what `render` returns if changed."""
     state = _state_of(mask, shape, device)
     if state is None:
         return render()
@@ -58,7 +58,7 @@ def _forget(number: int, _: Any) -> None:
 
 
 def _state_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[Any, ...] | None:
-    """All that a rendering follows from, beside the mask; None where it must not be kept."""
+    """Everything that a rendering depends on beside the mask; None where it must not be kept."""
     if torch.compiler.is_compiling() or is_intercepted() or is_transforming():
         return None
     stream = None
@@ -70,5 +70,5 @@ def _state_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[Any, ...]
     if any([type(t) is not Tensor or t.is_inference() for t in tensors]):
         return None
     writes = [(t._version, t.data_ptr()) for t in tensors]
-    # What is rendered in inference mode cannot be saved for a backward pass.
+    # A rendering made in inference mode cannot be saved for a backward pass.
     return shape, device, stream, torch.is_inference_mode_enabled(), writes

@@ -1,15 +1,15 @@
 """A call as our kernels read it: masks and biases as small tensors, positions and numbers.
 
-A pair of query and key is seen where all that is rendered of the mask allows it:
+A pair of query and key is seen where every part of the rendered mask allows it:
 - `left`, `right`: how far back and ahead of itself a query sees (causal, windows);
 - `first`, `past`: the keys first..past of each sample (padding);
 - `lo`, `hi`: the keys lo..hi of each row (prefix language models, documents);
-- `query_ids`, `key_ids`: both of one document, where `scattered` says that some document of the
-  sample is not one run of keys; else lo..hi tells it;
+- `query_ids`, `key_ids`: both must be of one document; needed where `scattered`, as some document
+  of the sample may not be one run of keys; in other samples lo..hi says the same;
 - `words`: one bit a pair, 32 keys a word, for every other mask.
-A bias is the sum of what is rendered of it: `slopes` of the distance (ALiBi), between positions as
-they lie or as given (`query_places`, `key_places`); a `band` of one number for each head and each
-j - i; `dense` numbers. Gradients flow to these by what torch knows of how they were made.
+A bias is the sum of its rendered parts: `slopes` of the distance (ALiBi), between default positions
+or given ones (`query_places`, `key_places`); a `band` of one number for each head and each j - i;
+`dense` numbers. Gradients flow through these to the bias's own tensors by autograd.
 
 Everything is a tensor or a number, so that autograd and compiled graphs can carry it.
 
@@ -36,16 +36,16 @@ from regard.ops.unseen import covers
 WORD = 32
 """Keys whose bits share a word."""
 EVEN = 16
-"""Rows of rendered tensors are this far apart, or a multiple: so kernels need no second variant."""
+"""Rows of rendered tensors are a multiple of this apart, so kernels need no second variant."""
 BAND_ENTRIES = 2**24
-"""Pairs of query and key whose bits are made at a time."""
+"""Pairs of query and key whose bits are packed at a time."""
 LOWEST_ID = -(2**63)
 LARGE_BIAS = 2**26
-"""Numbers of a bias that are more than it is rendered for."""
+"""A bias of more numbers than this is not rendered as a matrix."""
 
 
 FEW_NUMBERS = (Causal, Window, Lengths, Prefix, Documents)
-"""Masks that are told by no more than a number for each query and each key."""
+"""Masks that need no more than a number for each query and each key."""
 
 
 class Rendered(NamedTuple):
@@ -54,7 +54,7 @@ class Rendered(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    """Without width where no output is wanted."""
+    """Of width 0 where no output is wanted."""
     sinks: Tensor | None = None
     first: Tensor | None = None
     past: Tensor | None = None
@@ -76,7 +76,7 @@ class Rendered(NamedTuple):
     covered: bool = True
     """Whether every key is seen by some query, so that no value has to be cleared."""
     joined: bool = True
-    """Whether what neighbouring queries see is one run of keys, with none in between unseen."""
+    """Whether neighbouring queries together see one run of keys, with no unseen key inside."""
     left: int | None = None
     right: int | None = None
     hides: bool = False
@@ -93,7 +93,7 @@ TENSORS = 18
 
 
 class _Sight(NamedTuple):
-    """What is rendered of a mask so far."""
+    """The rendering of a mask so far."""
 
     window: tuple[int | None, int | None] = (None, None)
     span: tuple[Tensor, Tensor] | None = None
@@ -116,7 +116,7 @@ def render(call: Call) -> Rendered:
 
 
 def render_rule(q: Tensor, k: Tensor, rule: Rule, v: Tensor | None = None) -> Rendered:
-    """Queries, keys and how their scores are made, and values if there are."""
+    """A rule as kernels read it, with queries, keys, and values if there are any."""
     shape, device = rule.shape, q.device
     sight = _Sight() if rule.mask is None else _see(rule.mask, shape, device, _Sight())
     first, past = sight.span or (None, None)
@@ -146,7 +146,7 @@ def render_rule(q: Tensor, k: Tensor, rule: Rule, v: Tensor | None = None) -> Re
 
 
 def _see(mask: Mask, shape: Shape, device: torch.device, sight: _Sight) -> _Sight:
-    """A mask joined to what is rendered of others, in the form that costs least."""
+    """Add a mask to a rendering, in the form that costs least."""
     window = mask.window_in(shape)
     if window is not None:
         left, right = map(nearer, sight.window, window)
@@ -168,7 +168,7 @@ def _see(mask: Mask, shape: Shape, device: torch.device, sight: _Sight) -> _Sigh
 
 
 def _render_mask(mask: Mask, shape: Shape, device: torch.device) -> _Sight | None:
-    """A mask by itself, as keys of samples or of rows; None where these do not tell it."""
+    """Render one mask as keys per sample or per row; None where that cannot express it."""
     span = mask.span(shape, device)
     if span is not None:
         return _Sight(span=span)
@@ -190,15 +190,15 @@ def _render_mask(mask: Mask, shape: Shape, device: torch.device) -> _Sight | Non
 def find_documents(
     mask: Documents, shape: Shape, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """First and past-the-last key of each query's document, (B or 1, T), without reading back.
+    """First and past-the-last key of each query's document, (B or 1, T), without a host transfer.
 
-    Last, (B or 1,): True for samples whose ids do not ascend. These may have documents in several
+    Third, (B or 1,): True for samples whose ids do not ascend. These may have documents in several
     runs, and their queries get all keys, among which ids decide: as if all were one document.
     """
     queries, keys = mask.pair_ids(shape, device)
     samples = max(len(queries), len(keys))
     queries, keys = (x.expand(samples, x.shape[1]) for x in (queries, keys))
-    # In the order that begins with the first id and goes round: padding may have a lower one.
+    # In cyclic order from the first id on, as padding may have a lower one.
     origin = keys[:, :1] ^ LOWEST_ID
     keys = keys - origin
     scattered = (keys[:, 1:] < keys[:, :-1]).any(1)
@@ -215,7 +215,7 @@ def find_documents(
 def _common(
     one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor] | None:
-    """What two intervals share; None is all."""
+    """The intersection of two intervals; None stands for all keys."""
     if one is None or other is None:
         return other if one is None else one
     return torch.maximum(one[0], other[0]), torch.minimum(one[1], other[1])
@@ -252,7 +252,7 @@ def pack_words(mask: Mask, shape: Shape, device: torch.device) -> Tensor:
 
 
 def _add_bias(given: Rendered, bias: Bias, shape: Shape, device: torch.device) -> Rendered:
-    """The same with every part of a bias in the form that costs least."""
+    """Add every part of a bias to a rendering, in the form that costs least."""
     for leaf in bias.leaf_terms():
         if isinstance(leaf, ALiBi) and given.slopes is None:
             given = given._replace(slopes=leaf.slopes.to(device, torch.float32))
@@ -278,7 +278,7 @@ def _add_bias(given: Rendered, bias: Bias, shape: Shape, device: torch.device) -
 
 
 def is_given_whole(rule: Rule) -> bool:
-    """Whether a mask or bias is given pair by pair, or would have to be."""
+    """Whether a mask or bias is given pair by pair, or would have to be rendered so."""
     biases = [] if rule.bias is None else rule.bias.leaf_terms()
     if any([isinstance(leaf, DenseBias) for leaf in biases]):
         return True
@@ -306,7 +306,7 @@ def renders_whole(rule: Rule) -> bool:
 
 
 def band_of(bias: Bias, shape: Shape, device: torch.device) -> Tensor:
-    """The numbers of a relative bias, (H, N) float32: that of t and s stands at s - t + T - 1."""
+    """The numbers of a relative bias, (H, N) float32: that of t and s is at s - t + T - 1."""
     _, H, T, S = shape
     gaps = torch.arange(-(T - 1), S, device=device) - shape.offset
     numbers = bias.by_distance(gaps, H)
@@ -314,14 +314,14 @@ def band_of(bias: Bias, shape: Shape, device: torch.device) -> Tensor:
 
 
 def _dense_of(bias: Bias, shape: Shape, device: torch.device) -> Tensor:
-    """Four axes, of which any may be 1; given numbers as they are, others rendered."""
+    """A bias as a tensor of four axes, of which any may be 1: as given, or rendered."""
     values = bias.values if isinstance(bias, DenseBias) else bias.dense(shape, device)
     values = values.to(device)
     return values[(None,) * (4 - values.dim())]
 
 
 def aligned_rows(given: Rendered) -> Rendered:
-    """The same call with q, k and v as tiles are loaded from by vectors; copied where need be."""
+    """The call with q, k and v such that tiles are loaded as vectors; copied where need be."""
     return given._replace(q=aligned(given.q), k=aligned(given.k), v=aligned(given.v))
 
 
@@ -337,10 +337,10 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether tiles are loaded from heads by vectors.
+    """Whether tiles of x are loaded as vectors.
 
     Why: Triton 3.6 compiles products of tiles that it has to load number by number to code that
-    reads other addresses. In float32 products are made another way.
+    reads wrong addresses. Products in float32 are compiled in another way.
     """
     width = x.shape[3]
     if x.dtype.itemsize != 2 or width == 0:
@@ -350,12 +350,12 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def crop(given: Rendered, tile: Tile) -> Rendered:
-    """The same for the queries and keys of a tile alone, whose scores stay what they are."""
+    """The call for the queries and keys of a tile alone, with the same scores."""
     shape, (t0, t1, s0, s1) = given.shape, tile
     if tile == (0, shape.T, 0, shape.S):
         return given
     rows, device = slice(t0, t1), given.q.device
-    # By so much more a query stands ahead of the key with its number.
+    # By how much queries are further ahead than is the default at the size of the tile.
     ahead = (t0 + shape.offset - s0) - ((s1 - s0) - (t1 - t0))
     given = given._replace(
         q=given.q[:, :, rows],

@@ -1,13 +1,13 @@
-"""What is asked about the weights of many queries, as Triton kernels: two passes, no matrix.
+"""Wants about the weights of many queries, by Triton kernels: two passes, no matrix.
 
-Why: the tiles of `blockwise.py` are torch's operations, each of which goes through memory. On a GPU
-that costs many times what attention itself costs.
+Why: the tiles of `blockwise.py` are torch's operations, each of which reads and writes memory. On a
+GPU that costs many times what attention itself costs.
 
 How: the first pass is the forward of `flash.py`, which keeps each row's maximum and sum and, beside
-these, whatever is asked about rows. The second knows them, and so every weight alone. Maps and
-received attention come of a walk along the queries of each key (`pooling.py`); the largest weights
-(`largest_kernels.py`) and those above a threshold of walks along the keys of each query, as a
-search in rows wants its tiles the other way round.
+these, the row statistics asked for. From them the second pass computes any weight by itself. Maps
+and received attention are summed in a walk along the queries of each key (`pooling.py`); the
+largest weights (`largest_kernels.py`) and those above a threshold are found in walks along the keys
+of each query, as a search in rows needs its tiles the other way round.
 
 Left out: gradients.
 
@@ -34,11 +34,11 @@ from regard.ops.wants import Observation, Peak, SparseRows, Top, Wants
 from regard.ops.weight_stats import Weights
 
 MOST_TOP = 32
-"""The most of the largest weights of a row that the kernel keeps; more are found in tiles."""
+"""The largest `top` for which the kernel is used; more weights per row are found in tiles."""
 
 
 def by_kernels(call: Call, output: Tensor | None = None) -> Observation:
-    """Every want but `weights`, beside an output that is known; else it comes from here."""
+    """Every want but `weights`; the output is computed here too, unless it is given."""
     wants = call.wants
     assert wants is not None
     call = call.seeded()
@@ -57,18 +57,18 @@ def by_kernels(call: Call, output: Tensor | None = None) -> Observation:
 
 
 def _tells(rows: dict[str, Tensor], wants: Wants) -> bool:
-    """Whether all that is wanted of a first pass is known already."""
+    """Whether all that is wanted of a first pass is among the known row statistics."""
     wanted = {"entropy": wants.entropy, "peak": wants.peak, "distance": wants.distance}
     return wants.mass is None and all(name in rows for name, asked in wanted.items() if asked)
 
 
 def _bounds_of(wants: Wants) -> str:
-    """The name of what bounds so many of a row's largest scores from below."""
+    """The name of the lower bounds of each row's `top` largest scores."""
     return f"bounds of {wants.top}"
 
 
 def first_pass(given: Rendered, wants: Wants) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output and what is asked about rows; of rows that nothing needs, there are zeros."""
+    """The output and the row statistics asked for, which are 0 for rows that nothing needs."""
     from regard.ops.kernels import largest_kernels as largest
 
     masses = key_sets(wants)
@@ -92,7 +92,7 @@ def second_pass(
 ) -> dict[str, Any]:
     """What needs the row sums first, by the names in `Observation`.
 
-    bounds: of the smallest of a row's largest scores, if known.
+    bounds: lower bounds of each row's `top` largest scores, if known.
     """
     from regard.ops.kernels import largest_kernels, row_stats_kernels
 
@@ -134,9 +134,9 @@ def _pooled(given: Rendered, sums: RowSums, wants: Wants) -> dict[str, Any]:
 
 
 def sum_singles(q: Tensor, k: Tensor, rule: Rule, lse_bht: Tensor, keys_nt: Tensor) -> Tensor:
-    """Sums over all queries of each one's weight on the key named for it, (N, B, H), float64.
+    """For N lists of one key per query: the sum of all queries' weights on it, (N, B, H), float64.
 
-    A key of -1 names none; keys_nt is int32.
+    A key of -1 means none; keys_nt is int32.
     """
     from regard.ops.kernels import row_stats_kernels
 

@@ -1,7 +1,7 @@
 """The Triton side of `row_stats.py`: this module needs triton, and is imported where it runs.
 
-Tiles lie flat, rows down and keys across: so what is searched in a row stays inside a warp. All
-programs are numbered along one axis of the grid, the only one without a low limit.
+Tiles are rows by keys, so that a search in a row stays inside a warp. All programs are numbered
+along one axis of the grid, the only one without a low limit.
 
 Letters: B batch, T queries, S keys, H query heads, R query heads a key head, D width; t, s sizes of
 a tile, n slots of a row or rows that are named.
@@ -34,7 +34,7 @@ from regard.ops.kernels.tile_kernels import (
 from regard.ops.kernels.tiles import tiles_of
 
 GROUP = 8
-"""Tiles of one walk that share a flag, which says whether a weight of theirs is above."""
+"""Tiles of one walk that share a flag, which says if any of their weights is large enough."""
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _over(
     R: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
     HIDES: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Of the n-th tile of a walk: its weights, their keys, and which are at least a threshold."""
+    """The weights of the n-th tile of a walk, their keys, and which reach the threshold."""
     b, h, t, max_t, scale_t = band
     T, S, D = sizes
     start, edged = step(lists, run, n, KEYS)
@@ -62,10 +62,10 @@ def _above(
     R: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, HIDES: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """How many weights of some queries are at least a threshold; or these, from the offsets on.
+    """Count the weights of some queries that reach a threshold; or, with offsets, write them.
 
-    Both are one kernel, so that what is counted and what is written are the same numbers. Who
-    counts raises flags, and who writes visits only the tiles whose flag is up.
+    Both are one kernel, so that the same numbers are counted and written. Counting sets flags, and
+    writing visits only the tiles whose flag is set.
     """
     band, head, b, h = own_band(H, T, ROWS)
     t = band * ROWS + tl.arange(0, ROWS)
@@ -204,7 +204,7 @@ def run_rows(given: Rendered, sums: RowSums, wanted: Tensor) -> Tensor:
 
 
 def run_singles(given: Rendered, lse: Tensor, keys: Tensor) -> Tensor:
-    """Sums over some queries each, (N, B · H, bands), for the keys (N, T) named for all queries."""
+    """Sums of weights over bands of queries, (N, B · H, bands), on keys (N, T), one per query."""
     (B, H, T, D), S = given.q.shape, given.k.shape[2]
     rows = 64
     bands = triton.cdiv(T, rows)

@@ -1,4 +1,4 @@
-"""What every kernel of the second pass is given beside the call: row sums, tiles and their order.
+"""What every kernel of the second pass needs beside the call: row sums, tiles and their order.
 
 Letters: B batch, T queries, S keys, H query heads.
 """
@@ -24,7 +24,7 @@ class RowSums(NamedTuple):
 
 
 def order_tiles(given: Rendered, rule: Rule, tiles: Tiles) -> TileLists | None:
-    """The tiles of walks along the keys, in order; None where the rows' intervals tell them."""
+    """Lists of tiles for walks along the keys, in order; None where rows have intervals instead."""
     if rule.words is None:
         return None
     return list_tiles(rule, given.shape, tiles[:2], False, given.q.device, in_order=True)

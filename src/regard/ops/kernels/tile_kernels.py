@@ -1,8 +1,8 @@
-"""What all kernels do with a tile of scores: bias, mask, dropout, weights; needs triton.
+"""Device functions on a tile of scores for all kernels: bias, mask, dropout, weights; needs triton.
 
-Rows and keys come as vectors that are already spread over the tile, (t, 1) and (1, s) or the other
-way round, so a tile may stand on either side. Scores are in bits. What is None in a rule
-(`arguments.py`) has no code.
+Rows and keys are passed as vectors that already broadcast over the tile, (t, 1) and (1, s) or the
+other way round, so a tile may be rows by keys or keys by rows. Scores are in bits. For parts of a
+rule that are None (`arguments.py`) no code is compiled.
 
 Letters: B batch, T queries, S keys, H query heads; b, h, t, s one or some of each.
 """
@@ -21,7 +21,7 @@ LOWEST = tl.constexpr(-1e38)
 
 @triton.jit
 def product(a, b, EXACT: tl.constexpr):
-    """a b, in float32; without the short cuts of tensor cores where inputs are float32."""
+    """a b, in float32; with exact products where inputs are float32, not those of tensor cores."""
     return tl.dot(a, b, input_precision="ieee") if EXACT else tl.dot(a, b)
 
 
@@ -39,7 +39,7 @@ def slope_of(rule, h):
 
 @triton.jit
 def query_places(rule, b, t, T, S):
-    """Where queries stand, for the bias; as float32, which is faster in tiles."""
+    """The positions of queries for the bias, as float32, which is faster in tiles."""
     place = t + (S - T)
     if rule.places is not None:
         place = tl.load(rule.places.queries + b * rule.places.queries_b + t)
@@ -48,7 +48,7 @@ def query_places(rule, b, t, T, S):
 
 @triton.jit
 def key_places(rule, b, s):
-    """Where keys stand, for the bias."""
+    """The positions of keys for the bias, as float32."""
     place = s
     if rule.places is not None:
         place = tl.load(rule.places.keys + b * rule.places.keys_b + s)
@@ -57,7 +57,7 @@ def key_places(rule, b, s):
 
 @triton.jit
 def biased(x, rule, b, h, t, s, slope, place, T, S):
-    """Scores after the bias: in bits, -inf where it hides. t < T and s < S, repeated if need be."""
+    """Scores after the bias, in bits, -inf where it hides; t and s must be clamped to T and S."""
     if rule.slopes is not None:
         x -= slope * tl.abs(place - key_places(rule, b, s))
     if rule.band is not None:
@@ -74,7 +74,7 @@ def biased(x, rule, b, h, t, s, slope, place, T, S):
 
 @triton.jit
 def bounds_of(rule, b, t, T, S):
-    """First and past-the-last key of queries; all keys where nothing of the kind is told."""
+    """First and past-the-last key of queries by window, span and interval; all keys without."""
     lo = t * 0
     hi = t * 0 + S
     if rule.window is not None:
@@ -92,10 +92,10 @@ def bounds_of(rule, b, t, T, S):
 
 @triton.jit
 def runs_of(lo_t, hi_t, real_t, S, KEYS: tl.constexpr):
-    """Where the tiles of keys lie that rows see, each row one interval.
+    """The tiles of keys that rows see, if each row sees one interval.
 
-    The first key of them; first and past-the-last key of those that every row sees whole; how many
-    are whole, mixed before them, mixed altogether.
+    Returns the first key of them; first and past-the-last key of those that every row sees whole;
+    how many are whole, mixed and before the whole ones, mixed altogether.
     """
     sees_t = real_t & (hi_t > lo_t)
     first = tl.min(tl.where(sees_t, lo_t, S), 0) // KEYS * KEYS
@@ -110,7 +110,7 @@ def runs_of(lo_t, hi_t, real_t, S, KEYS: tl.constexpr):
 
 @triton.jit
 def is_scattered(rule, b):
-    """Whether the documents of a sample are told by their ids alone."""
+    """Whether ids have to be compared in a sample, whose documents may not be runs of keys."""
     return tl.load(rule.ids.scattered + b * rule.ids.scattered_b) != 0
 
 
@@ -128,9 +128,9 @@ def find_runs(rule, b, lo_t, hi_t, real_t, S, KEYS: tl.constexpr):
 
 @triton.jit
 def runs_by_keys(rule, b, key, T, S, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """As `runs_of`, of the tiles of rows that see some of the keys from `key` on.
+    """As `runs_of`, for the tiles of rows that see some of the KEYS keys from `key` on.
 
-    By window and span alone: rows with intervals of their own are told by lists.
+    By window and span alone: where rows have intervals of their own, lists are used instead.
     """
     past = tl.minimum(key + KEYS, S)
     first = key * 0
@@ -153,7 +153,7 @@ def runs_by_keys(rule, b, key, T, S, ROWS: tl.constexpr, KEYS: tl.constexpr):
     last = tl.maximum(tl.cdiv(last, ROWS) * ROWS, 0)
     first = tl.minimum(first // ROWS * ROWS, last)
     whole = tl.minimum(tl.maximum(tl.cdiv(whole, ROWS) * ROWS, first), last)
-    # Whoever walks rows loads full tiles without asking where the rows end.
+    # Full tiles of rows are loaded without a mask, so they must not reach beyond the last row.
     ends = tl.where(is_whole, tl.minimum(ends, T) // ROWS * ROWS, whole)
     ends = tl.maximum(tl.minimum(ends, last), whole)
     n_before = (whole - first) // ROWS
@@ -184,7 +184,7 @@ def bits_of(rule, b, h, t, s):
 
 @triton.jit
 def seen(rule, b, h, t, s, lo, hi, S, ALIGNED: tl.constexpr = False):
-    """Whether queries may look at keys. t < T, repeated if need be; keys from S on are not seen.
+    """Whether queries may look at keys; t must be clamped to T, keys from S on are not seen.
 
     ALIGNED: the keys are neighbours, from a multiple of 32 on.
     """
@@ -205,7 +205,7 @@ def seen(rule, b, h, t, s, lo, hi, S, ALIGNED: tl.constexpr = False):
 
 @triton.jit
 def mixed(word):
-    """One word of 32 bits, well stirred; as `ops.dropout` does it."""
+    """The hash of a 32-bit word, as in `ops.dropout`."""
     word = (word ^ (word >> 16)) * 0x7FEB352D
     word = (word ^ (word >> 15)) * 0x846CA68B
     return word ^ (word >> 16)
@@ -213,7 +213,7 @@ def mixed(word):
 
 @triton.jit
 def row_word(rule, head, t):
-    """What the dropout of a row's weights is drawn from; head counts over the batch."""
+    """The hash from which a row's dropout is drawn; head: its index over the whole batch."""
     word = t.to(tl.uint32)
     if rule.dropout is not None:
         seed = tl.load(rule.dropout.seed)
@@ -227,13 +227,13 @@ def row_word(rule, head, t):
 def kept(rule, word, s):
     """Whether dropout keeps the weights on keys s of rows with this word."""
     word = mixed(word ^ (s.to(tl.uint32) * 0xC2B2AE3D))
-    # The highest bit turned round puts unsigned numbers in the order of signed ones.
+    # Flipping the highest bit gives signed numbers the order of unsigned ones.
     return (word ^ 0x80000000).to(tl.int32, bitcast=True) >= rule.dropout.threshold
 
 
 @triton.jit
 def own_band(H, T, ROWS: tl.constexpr):
-    """The band of rows of this program, and its head. Under a causal mask long rows begin first."""
+    """This program's band of rows, and its head; the last rows, longest if causal, go first."""
     n_bands = tl.cdiv(T, ROWS)
     n_heads = tl.num_programs(0) // n_bands
     band = n_bands - 1 - tl.program_id(0) // n_heads
@@ -243,7 +243,7 @@ def own_band(H, T, ROWS: tl.constexpr):
 
 @triton.jit
 def walk(rule, lists, b, h, line, t, T, S, KEYS: tl.constexpr):
-    """The tiles of keys that the rows t see, in order: where they lie, and how many there are."""
+    """The tiles of keys that the rows t see, in order: what `step` needs, and how many."""
     if lists is None:
         lo_t, hi_t = bounds_of(rule, b, tl.minimum(t, T - 1), T, S)
         first, whole, ends, n_full, _, n_mixed = find_runs(rule, b, lo_t, hi_t, t < T, S, KEYS)
@@ -283,7 +283,7 @@ def load_tile(x, b, h, n, end, D, WIDTH: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def load_sums(sums, row, real):
-    """Maxima of rows, and one by their sums."""
+    """The maxima of rows, and the reciprocals of their sums."""
     return tl.load(sums.maxima + row, mask=real, other=0.0), 1.0 / tl.load(
         sums.sums + row, mask=real, other=1.0
     )
@@ -291,7 +291,7 @@ def load_sums(sums, row, real):
 
 @triton.jit
 def scored(x, rule, b, h, t, s, T, S):
-    """Scores in bits of products, before the mask. Rows and keys are spread over the tile."""
+    """Scores in bits from products q·k, before the mask; t and s broadcast over the tile."""
     x = x * rule.factor
     if rule.cap is not None:
         x = capped(x, rule.cap)
@@ -302,7 +302,7 @@ def scored(x, rule, b, h, t, s, T, S):
 
 @triton.jit
 def shown(rule, b, h, t, s, T, S, ALIGNED: tl.constexpr = True):
-    """Which pairs of a tile the mask shows; none beyond the last query and key."""
+    """Which pairs of a tile the mask allows; none beyond the last query and key."""
     real = t < T
     t = tl.minimum(t, T - 1)
     lo, hi = bounds_of(rule, b, t, T, S)
@@ -313,7 +313,7 @@ def shown(rule, b, h, t, s, T, S, ALIGNED: tl.constexpr = True):
 def weighed(
     x, rule, b, h, t, s, top, scale, edged, T, S, HIDES: tl.constexpr, HIDDEN: tl.constexpr
 ):
-    """Weights of products times a scale of each row, HIDDEN for pairs that are hidden.
+    """Weights from products q·k, times a scale for each row; HIDDEN for pairs that are hidden.
 
     top, scale: the maximum of each row, and what exp2(score - top) is multiplied by. edged: whether
     the mask hides some; HIDES: whether a bias of -inf may.

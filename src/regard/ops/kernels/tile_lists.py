@@ -1,12 +1,12 @@
-"""Which tiles of the matrix are worth a visit: for each row of tiles (or column), in lists.
+"""Lists of the tiles of the matrix that are not empty, for each row (or column) of tiles.
 
-Where a mask is not one interval a row, kernels cannot tell from two numbers where to go. So each
-tile is looked at once, by its rows' intervals, by the least and greatest document of its rows and
-keys, and by its bits: it is empty, mixed or full. The full ones of each line stand first in its
-list, as runs of neighbours, each by its first tile and the one after its last: so that a kernel
-knows the next tile of a run without asking for it. The mixed ones stand last, from the end, one by
-one. Or all stand in order, as 2 n for a full tile n and 2 n + 1 for a mixed one. Lists are made on
-the device, and nothing is read back.
+Where a mask is not one interval per row, two numbers do not tell a kernel which tiles to visit. So
+each tile is classified once as empty, mixed or full: by its rows' intervals, by the least and
+greatest document of its rows and keys, and by its bits. A list begins with the full tiles of its
+line, as runs of neighbours, each by its first tile and the one after its last, so that a kernel
+knows the next tile of a run without a load. The mixed ones are stored one by one from the end of
+the list backwards. Or (`in_order`) all are stored in order, as 2 n for a full tile n and 2 n + 1
+for a mixed one. Lists are made on the device, and nothing is read back to the host.
 
 Letters: B batch, T queries, S keys, H query heads.
 """
@@ -32,14 +32,14 @@ def list_tiles(
 ) -> TileLists:
     """The lists of all lines: bands of queries, or of keys with `by_keys`; tile: rows and keys.
 
-    plan: that of all calls of this form.
+    plan: shared by all calls of this form.
     """
     from regard.ops.kernels import tile_lists_kernels
 
     B, H, T, S = shape
     down, across = -(-T // tile[0]), -(-S // tile[1])
     n_lines, n = (even(size) for size in ((across, down) if by_keys else (down, across)))
-    # Every second tile may be a run, of two numbers, and all others mixed.
+    # At most every second tile is a run, of two numbers, and all others are mixed.
     n *= 2
     strides = [part.b for part in (rule.span, rule.interval, rule.words) if part is not None]
     if rule.ids is not None:

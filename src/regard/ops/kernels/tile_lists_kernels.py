@@ -1,6 +1,6 @@
 """The Triton side of `tile_lists.py`: this module needs triton, and is imported where it runs.
 
-Letters: B batch, T queries, S keys, H query heads; n tiles of a line that are looked at together.
+Letters: B batch, T queries, S keys, H query heads; n tiles of a line that are classified at once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from regard.ops.kernels.tile_kernels import bounds_of
 from regard.ops.shape import Shape
 
 AT_ONCE = 16
-"""Tiles that a program looks at together."""
+"""Tiles that a program classifies at once."""
 FAR = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def _judge(rule, b, h, row_n, key_n, T, S, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Whether tiles that begin at queries row_n and keys key_n may, and surely do, show pairs."""
+    """Of tiles at queries row_n and keys key_n: if any pair may be seen; if surely all are."""
     t_nt = row_n[:, None] + tl.arange(0, ROWS)[None, :]
     s_ns = key_n[:, None] + tl.arange(0, KEYS)[None, :]
     real_nt = t_nt < T
@@ -65,7 +65,7 @@ def _list(
     ROWS: tl.constexpr, KEYS: tl.constexpr, BY_KEYS: tl.constexpr,
     IN_ORDER: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The list of one line of tiles."""
+    """Write the list of one line of tiles."""
     n_lines = tl.cdiv(S, KEYS) if BY_KEYS else tl.cdiv(T, ROWS)
     line = tl.program_id(0) % n_lines
     head = (tl.program_id(0) // n_lines).to(tl.int64)
@@ -84,7 +84,7 @@ def _list(
         key_n = (same if BY_KEYS else n) * KEYS
         maybe_n, surely_n = _judge(rule, b, h, row_n, key_n, T, S, ROWS, KEYS)
         if BY_KEYS:
-            # Whoever walks rows loads full tiles without asking where the rows end.
+            # Full tiles of rows are loaded without a mask, so they must not reach beyond T.
             surely_n = surely_n & (row_n + ROWS <= T)
         full_n = surely_n.to(tl.int32)
         mixed_n = (maybe_n & (full_n == 0)).to(tl.int32)
@@ -113,7 +113,7 @@ def _list(
 def run_lists(
     rule: Rule, lists: TileLists, shape: Shape, options: dict[str, Any], plan: Plans
 ) -> None:
-    """Fill the lists; options: rows and keys of a tile, which way, in which order."""
+    """Fill the lists; options: rows and keys of a tile, BY_KEYS, IN_ORDER."""
     _, _, T, S = shape
     samples, heads = lists.tiles.shape[:2]
 

@@ -1,8 +1,8 @@
-"""How large the tiles of our kernels are: a small table, measured, and a safe row beside it.
+"""The tile sizes of our kernels: a small table of measured ones, and safe ones for other GPUs.
 
-Nothing is tried out on a first call. `bench/tune_gpu.py` times candidates; what it found stands
-here, by the generation of the device, the kernel and the width of heads. A device that nobody
-measured gets rows that fit everywhere, and `regard doctor` says so.
+There is no autotuning on a first call. `bench/tune_gpu.py` times candidates; the best are listed
+here, by compute capability, kernel and width of heads. A device that nobody measured gets tiles
+that fit everywhere, and `regard doctor` says so.
 
 A name of several words is a special case of its first one: a table may leave it out.
 """
@@ -19,7 +19,7 @@ from regard.ops.kernels.rendered import Rendered
 
 
 class Tiles(NamedTuple):
-    """Rows and keys of a tile, and how it is worked on."""
+    """Rows and keys of a tile, and the warps and pipeline stages of its program."""
 
     rows: int
     keys: int
@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
     stages: int
 
     def options(self) -> dict[str, int]:
-        """For the launch. A product and a sum are one step, which later Tritons want to be told."""
+        """Launch options. Fused multiply-add has to be named for later versions of Triton."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
@@ -76,7 +76,7 @@ WHOLE: Table = {
     "search": (Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
     "above": (Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
 }
-"""For float32, whose products take registers instead of tensor cores; on every device."""
+"""For float32, whose products need registers instead of tensor cores; on every device."""
 MEASURED: dict[tuple[int, int], Table] = {(9, 0): HOPPER}
 """By compute capability."""
 
@@ -89,15 +89,15 @@ def tiles_of(kernel: str, given: Rendered) -> Tiles:
 
 
 def widest_of(given: Rendered) -> int:
-    """The width of `WIDTHS` that the heads of a call go with."""
+    """The entry of `WIDTHS` for the heads of a call."""
     width = width_of(max(given.q.shape[3], given.v.shape[3]))
     return next(widest for widest in WIDTHS if width <= widest)
 
 
 def table_of(device: torch.device) -> Table:
-    """The measured rows of a device, or the safe ones."""
+    """The measured tiles of a device, or the safe ones."""
     if device.type != "cuda":
-        # Only Triton's interpreter and compiler see other tensors: they try what is measured.
+        # Only Triton's interpreter and compiler get other tensors: they use the measured tiles.
         return HOPPER
     return MEASURED.get(capability_of(device), SAFE)
 
@@ -113,5 +113,5 @@ def describe_tiles(capability: tuple[int, int]) -> str:
 
 @functools.cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The generation of a GPU."""
+    """The compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)

@@ -1,7 +1,7 @@
 """`torch.func.vmap` over our kernels: the mapped axis is folded into the batch.
 
-What has a batch axis then has N · B samples, so one launch does all of them. Sinks, slopes and
-bands are one for all samples in a kernel, and dropout is drawn anew for each sample: mapping over
+Tensors with a batch axis then have N · B samples, so one launch computes all of them. Kernels share
+sinks, slopes and bands over all samples, and draw dropout separately for each sample: mapping over
 these is refused in words.
 
 Letters: N entries of the mapped axis, B batch.
@@ -19,11 +19,11 @@ from regard.ops.call import Call
 from regard.ops.kernels.rendered import Rendered
 
 SHARED = ("sinks", "slopes", "band")
-"""Fields of `Rendered` of which a kernel takes one for all samples."""
+"""Fields of `Rendered` that a kernel shares over all samples."""
 
 
 def refuse(call: Call) -> str | None:
-    """What our kernels do not do inside `torch.func` transforms."""
+    """Why our kernels cannot run a call inside `torch.func` transforms."""
     if not call.transformed:
         return None
     if not is_only_vmapped():
@@ -54,14 +54,14 @@ def fold(x: Tensor, axis: int | None, n: int, samples: int) -> Tensor:
 
 
 def fold_rule(x: Tensor | None, axis: int | None, n: int, samples: int) -> Tensor | None:
-    """The same for what a kernel reads without strides; what all samples share stays so."""
+    """As `fold`, for tensors that kernels read without strides; those shared by all stay so."""
     if x is None or (axis is None and len(x) == 1):
         return x
     return fold(x, axis, n, samples).contiguous()
 
 
 def keep(x: Tensor | None, axis: int | None, name: str) -> Tensor | None:
-    """What kernels take one of for all samples, which must not be mapped."""
+    """A tensor that kernels share over all samples; RuntimeError if it is mapped."""
     if axis is not None:
         raise RuntimeError(
             f"the triton backend has one {name} for the batch, which vmap cannot map; "
@@ -95,7 +95,7 @@ def fold_call(
 
 
 def unfold(found: Sequence[Tensor], n: int) -> tuple[list[Tensor], list[int | None]]:
-    """What is told of N · B samples as (N, B, ...), and which axis is mapped; of nothing, none."""
+    """Results of N · B samples as (N, B, ...), and their mapped axes; None for empty results."""
     unfolded = [split(x, 0, n) if x.dim() > 1 else x for x in found]
     return unfolded, [0 if x.dim() > 1 else None for x in found]
 
