@@ -25,8 +25,13 @@ PROGRAM = Path(survey_runs.__file__)
 
 
 @pytest.fixture(autouse=True)
-def every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_round(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And one thread, as the programs have: two would add up in other parts, to other last bits."""
     monkeypatch.setattr(survey, "EVERY_S", 0.0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def assert_same(one: HeadTable, other: HeadTable) -> None:
