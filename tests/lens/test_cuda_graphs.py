@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from regard.lens import cuda_graphs, measure, stitch_calls
+from regard.lens import cuda_graphs, mask_runs, measure, stitch_calls
+from regard.lens.by_identity import ByIdentity
 from regard.lens.captured_call import Call
 from regard.lens.device_to_host import HostCopier
 from regard.lens.head_scores import NamedSpots
@@ -159,12 +160,14 @@ def own_masks(device: str, n: int) -> Layers:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("row", [[0, 2, 1], [0, 1, 2]], ids=["alone", "together"])
 def test_rows_and_layers_with_masks_of_their_own_are_looked_at_by_one_graph_on_a_gpu(
-    replays: list[int], monkeypatch: pytest.MonkeyPatch
+    row: list[int], replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, x, asked = own_masks("cuda", T), draw(3), {"wants": WANTS["a map"], "row": [0, 2, 1]}
+    model, x, asked = own_masks("cuda", T), draw(3), {"wants": WANTS["a map"], "row": row}
     record, _ = seen(model, x, **asked)
-    assert len(replays) == 3 * len(model.rules) - 2
+    calls = 1 if row == [0, 1, 2] else 3
+    assert len(replays) == calls * len(model.rules) - 2
     monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
     assert_same(record, seen(model, x, **asked)[0])
 
@@ -396,24 +399,23 @@ def test_graphs_that_are_let_go_leave_their_memory_to_later_ones(
     assert not any(cuda.live.values())
 
 
+@pytest.mark.parametrize("row", [[0, 2, 1], [0, 1, 2]], ids=["alone", "together"])
 def test_rows_and_layers_with_masks_of_their_own_are_looked_at_by_one_graph(
-    monkeypatch: pytest.MonkeyPatch,
+    row: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And each has its own answers: what stands for a graph reads again what it was made for."""
     cuda, plain = Cuda(monkeypatch), cuda_graphs.Replay.run
 
     def run(replay: cuda_graphs.Replay) -> Any:
-        found = replay.look()
-        joint = torch.cat([found[name].reshape(-1).view(torch.uint8) for name in replay.order])
         assert replay.joint is not None
-        replay.joint.copy_(joint)
+        replay.joint.copy_(cuda_graphs.lay_out(replay.look())[0])
         return plain(replay)
 
     monkeypatch.setattr(cuda_graphs.Replay, "run", run)
     monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: True)
     torch.manual_seed(0)
     model, x = own_masks("cpu", 23), torch.randn(3, 6, 23, 8)
-    asked = {"wants": replace(WANTS["a map"], map=(5, 7)), "row": [0, 2, 1]}
+    asked = {"wants": replace(WANTS["a map"], map=(5, 7)), "row": row}
     record, _ = seen(model, x, **asked)
     assert len(cuda.graphs) == 2
     monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
@@ -432,12 +434,13 @@ def test_what_a_capture_would_wait_for_is_on_the_device_before(
             return {}
 
     monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: True)
-    monkeypatch.setattr(measure.NamedKeys, "on", lambda keys, device: keys.keys_nt.to(device))
+    monkeypatch.setattr(measure.NamedKeys, "on", lambda keys, device: keys.keys_bnt.to(device))
     q = torch.empty(1, 2, 7, 5, device="meta")
     call = Call(name="x", q=q, k=q, mask=Causal())
     wants = Wants(mass=torch.arange(7) < 3)
-    shared = HostCopier(), False, (), Kept(3), NamedSpots(3)
+    shared = HostCopier(), False, (), Kept(3), NamedSpots(3), ByIdentity[Any](3)
     take = stitch_calls.Take("x", 0, wants, "statistics", *shared)
-    take.ids = None
-    take._look(stitch_calls.Fit(call, 0, measure.find_runs(call.rule)), np.arange(7), 7)
+    step = take.begin(stitch_calls.Fit(call, 0, mask_runs.find_runs(call.rule)), None)
+    assert step.queries is not None
+    stitch_calls.look(call, step.asked, step.queries.spots, take.replays)
     assert len(looks) == 1 and looks[0].args[1].wants.mass.is_meta

@@ -77,3 +77,32 @@ def test_a_copy_for_which_no_memory_can_be_pinned_is_not_waited_for(
         waiting.start()
         waiting.join(20)
         assert len(found) == 1 and torch.equal(found[0], x)
+
+
+def test_what_lies_in_one_buffer_is_copied_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody writes to it again; else it is copied on the device at once."""
+    buffer = torch.arange(40, dtype=torch.uint8)
+    values = {"b": buffer[32:40], "a": buffer[:32].view(torch.float32).view(2, 4)}
+    want = {name: x.clone() for name, x in values.items()}
+    joined = list[Any]()
+    plain = device_to_host.join
+    monkeypatch.setattr(device_to_host, "join", lambda x: (joined.append(x), plain(x))[1])
+    with closing(device_to_host.HostCopier()) as copier:
+        copies = [copier.copy(values, final=final) for final in (True, False)]
+        assert len(joined) == 1
+        # Not contiguous, of two buffers, and a small part of a large one.
+        others = [
+            {"a": buffer[:32].view(4, 8).T, "b": buffer[32:]},
+            {"a": buffer[:32].clone(), "b": buffer[32:]},
+            {"a": buffer[:8]},
+        ]
+        copies += [copier.copy(one, final=True) for one in others]
+        assert len(joined) == 4
+        wanted = [want, want, *({name: x.clone() for name, x in one.items()} for one in others)]
+        buffer.zero_()
+        for copy, expected in zip(copies[1:], wanted[1:], strict=True):
+            found = copy.result()
+            assert found.keys() == expected.keys()
+            for name, x in expected.items():
+                assert torch.equal(found[name], x) and found[name].dtype == x.dtype
+        assert copies[0].result()["a"].shape == (2, 4)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import regard
 from regard.lens.captured_call import Call
 from regard.lens.head_scores import last_seen
-from regard.lens.measure import find_runs, measure, spot_weights
+from regard.lens.mask_runs import find_runs
+from regard.lens.measure import measure, spot_weights
 from regard.lens.record import Record
 from regard.lens.token_labels import is_separator
 from regard.lens.watch import watch

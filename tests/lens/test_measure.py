@@ -19,7 +19,7 @@ def test_sums_over_named_keys_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     seen = measure.measure(call, Wants(lse=True, weights=True))
     assert seen.lse is not None and seen.weights is not None
     keys_nt = torch.stack([torch.arange(11) - 1, torch.full((11,), -1), torch.zeros(11).long()])
-    named = measure.NamedKeys(keys_nt.int())
+    named = measure.NamedKeys(keys_nt.int()[None])
     weights_htt = seen.weights[0].double()
     rows = torch.arange(1, 11)
     want = torch.stack(
@@ -31,7 +31,7 @@ def test_sums_over_named_keys_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     )
     for piece in (measure.PIECE, 1, 4 * 5 * 3):
         monkeypatch.setattr(measure, "PIECE", piece)
-        found = measure.sum_weights(call, seen.lse[0], named)
+        found = measure.sum_weights(call, seen.lse, named)[0]
         assert torch.allclose(found, want, rtol=0, atol=11 * 4 * torch.finfo(torch.float32).eps)
 
 
@@ -62,12 +62,12 @@ def test_named_keys_are_waited_for_on_other_streams_than_that_which_copied_them(
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: kept.append(stream))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now[0])
-    named = measure.NamedKeys(torch.tensor([[0, -1, 1]], dtype=torch.int32))
+    named = measure.NamedKeys(torch.tensor([[[0, -1, 1]]], dtype=torch.int32))
     there = [named.on(torch.device("meta")) for now[0] in (one, other, one)]
     assert there[0].is_meta and len({id(x) for x in there}) == 1 == len(copies)
     assert (one.waited, other.waited) == ([], ["copied"])
     assert kept == [other]
-    assert named.on(torch.device("cpu")) is named.keys_nt, "where they are, as in a graph"
+    assert named.on(torch.device("cpu")) is named.keys_bnt, "where they are, as in a graph"
 
 
 def test_what_keys_are_known_by_is_whole_on_whatever_stream(

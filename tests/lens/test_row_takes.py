@@ -16,8 +16,8 @@ from rounding import assert_within, bound_weights
 from torch import Tensor, nn
 
 from regard.layers import MultiHeadAttention
-from regard.lens import captured_call, row_takes, stitch_calls
-from regard.lens.measure import find_runs
+from regard.lens import captured_call, mask_runs, stitch_calls
+from regard.lens.mask_runs import find_runs
 from regard.lens.record import Record
 from regard.lens.stitch_calls import Take
 from regard.lens.watch import watch
@@ -73,28 +73,81 @@ def test_a_second_batch_of_texts_may_begin_in_a_cache_of_fixed_size() -> None:
             assert_within(found, exact, bound_weights(plain, exact))
 
 
-def test_what_is_found_of_a_row_is_kept_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows come layer by layer: with fewer kept than there are rows, none is found again."""
-    named: list[Any] = []
+def test_the_rows_of_a_batch_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each layer, and what is found of their mask is kept for all layers."""
+    looks: list[Any] = []
     plain, n_rows = stitch_calls.look_at, 19
 
     def look(call: Any, asked: Any, spots: Any = None) -> Any:
-        named.append((spots, call.rule.mask))
+        looks.append((spots, call.rule.mask))
         return plain(call, asked, spots)
 
     found: list[Any] = []
     monkeypatch.setattr(
-        row_takes, "find_runs", lambda rule: (found.append(rule), find_runs(rule))[1]
+        mask_runs, "find_runs", lambda rule: (found.append(rule), find_runs(rule))[1]
     )
     monkeypatch.setattr(stitch_calls, "look_at", look)
     model, ids = SUBJECTS["llama"](), draw(n_rows, 7)
     real = torch.arange(7) >= torch.arange(n_rows)[:, None] % 5
+    given = {"input_ids": ids, "attention_mask": real.long(), "use_cache": False}
     with torch.no_grad(), watch(model, row=range(n_rows)) as record:
-        model(input_ids=ids, attention_mask=real.long(), use_cache=False)
+        model(**given)
     n_layers = len(record.places) // n_rows
-    assert n_layers > 1 and len(named) == n_layers * n_rows
-    assert len({id(spots) for spots, _ in named}) == n_rows
+    assert n_layers > 1 and len(looks) == n_layers
+    assert len({id(spots) for spots, _ in looks}) == 1
+    assert len({id(mask) for _, mask in looks}) == 1
     assert len(found) == n_rows
+    # In any other order they are taken one by one; the numbers are the same, but for rounding.
+    with torch.no_grad(), watch(model, row=range(n_rows)[::-1]) as alone:
+        model(**given)
+    assert len(looks) == n_layers * (1 + n_rows)
+    places = {place.name: number for number, place in enumerate(alone.places)}
+    assert sorted(places) == sorted(place.name for place in record.places)
+    for number, place in enumerate(record.places):
+        assert place == alone.places[places[place.name]]
+        one, other = record.statistics(number), alone.statistics(places[place.name])
+        assert one.keys() == other.keys()
+        for name in one:
+            # Sums of 7 or fewer weights and of their logarithms, each of which rounds.
+            np.testing.assert_allclose(one[name], other[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("keep", ["statistics", "qk", ["qk", "values"]])
+def test_rows_measured_together_can_be_continued_each(keep: Any) -> None:
+    model, ids = SUBJECTS["llama"](), draw(3, 7)
+    real = torch.arange(7) >= torch.tensor([[0], [3], [1]])
+    given = {"do_sample": False, "max_new_tokens": 4, "attention_mask": real.long()}
+    records = []
+    for rows in ([0, 1, 2], [2, 1, 0]):
+        with torch.no_grad(), watch(model, row=rows, keep=keep) as record:
+            model.generate(ids, **given)
+        records.append(record)
+    together, alone = records
+    places = {place.name: number for number, place in enumerate(alone.places)}
+    for number, place in enumerate(together.places):
+        assert place == alone.places[places[place.name]] and place.n_queries == 10
+        one, other = together.statistics(number), alone.statistics(places[place.name])
+        for name in one:
+            np.testing.assert_allclose(one[name], other[name], rtol=0, atol=4e-6, err_msg=name)
+
+
+def test_texts_written_into_one_tensor_are_each_their_own() -> None:
+    model, texts = SUBJECTS["llama"](), [draw(1, 7, seed) for seed in (1, 2)]
+    texts[1][0, 3:6] = texts[1][0, :3]  # so that some query has a token that came before
+    ids = texts[0].clone()
+    with torch.no_grad(), watch(model) as record:
+        model(ids, use_cache=False)
+        ids.copy_(texts[1])
+        model(ids, use_cache=False)
+    n_layers = len(record.places) // 2
+    for n, text in enumerate(texts):
+        with torch.no_grad(), watch(model) as alone:
+            model(text, use_cache=False)
+        for layer in range(n_layers):
+            place = n_layers * n + layer
+            assert record.ids(place).tolist() == text[0].tolist()
+            for name, scores in alone.heads().items():
+                assert np.array_equal(record.heads()[name][place], scores[layer], equal_nan=True)
 
 
 def test_the_numbers_of_heads_are_copied_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +177,8 @@ def test_rollout_of_several_rows_is_of_one_of_them() -> None:
             model(ids)
         with watch(model, keep="qk", row=1) as last:
             model(ids)
-    assert np.array_equal(both.rollout(), last.rollout())
+    # Products of 3 layers, of weights from sums of 9 and means over 4 heads, in other orders.
+    np.testing.assert_allclose(both.rollout(), last.rollout(), rtol=3 * 16 * 2**-23, atol=0)
     assert both.places[3].name == f"{last.places[0].name}[1]@2"
 
 

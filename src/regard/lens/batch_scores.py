@@ -81,7 +81,7 @@ class _Texts:
         T = ids_bt.shape[1]
         every = np.ones(T, np.bool_).tobytes()
         ids = ids_bt.cpu().numpy().astype(np.int64)
-        keys = [spot_keys(T, T, every, 0, row.tobytes(), False).keys_nt for row in ids]
+        keys = [spot_keys(T, T, every, 0, row.tobytes(), False).keys_bnt[0] for row in ids]
         self.keys_nbt = torch.stack(keys, 1).long().to(ids_bt.device)
         marks = [[is_separator(label) for label in row] for row in labels]
         self.marks_bt = torch.tensor(marks, dtype=torch.float64, device=ids_bt.device)

@@ -22,7 +22,7 @@ import torch
 
 from regard.lens.captured_call import Call
 from regard.lens.lazy_weights import Array
-from regard.lens.measure import positions_under
+from regard.lens.mask_runs import positions_under
 from regard.ops import Bias
 from regard.ops.bias import BiasAt
 from regard.ops.shape import Tile

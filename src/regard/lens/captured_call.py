@@ -64,10 +64,11 @@ class Call:
         )
         return rule.on(self.q.device)
 
-    def of(self, row: int, heads: Sequence[int] | None) -> Call:
-        """The call for one row of the batch and the given heads only, with tensors detached."""
-        q, k, sinks = self.q[row : row + 1].detach(), self.k[row : row + 1].detach(), self.sinks
-        v = None if self.v is None else self.v[row : row + 1].detach()
+    def of(self, row: int | None, heads: Sequence[int] | None) -> Call:
+        """The call for one row of the batch, or all, and the given heads, with tensors detached."""
+        kept = slice(None) if row is None else slice(row, row + 1)
+        q, k, sinks = self.q[kept].detach(), self.k[kept].detach(), self.sinks
+        v = None if self.v is None else self.v[kept].detach()
         for term in (self.mask, self.bias):
             if term is not None:
                 term.check(self.shape)
@@ -81,7 +82,7 @@ class Call:
         sinks = None if sinks is None else sinks.detach()
         rows = self.rows
         if rows is not None:
-            rows = {name: x[row : row + 1] for name, x in rows.items()}
+            rows = {name: x[kept] for name, x in rows.items()}
             if picked is not None:
                 rows = {name: x[:, picked] for name, x in rows.items()}
         return self._cut(Cut(row=row, heads=picked), q=q, k=k, v=v, sinks=sinks, rows=rows)

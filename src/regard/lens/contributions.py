@@ -44,6 +44,8 @@ def find_projection(model: nn.Module, name: str, width: int) -> nn.Module | None
 
 def plain_name(name: str) -> str:
     """A module's name without the `_orig_mod` parts that torch.compile inserts."""
+    if "_orig_mod" not in name:
+        return name
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 

@@ -16,9 +16,11 @@ calls after them in the block are measured eagerly.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -91,19 +93,26 @@ class Replays:
         self._pools.clear()
 
 
+class Place(NamedTuple):
+    """Where an answer begins in the joint buffer, counted in numbers of its own type."""
+
+    start: int
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Replay:
     """The calls of one form: static input tensors, and the graph that reads them.
 
-    joint: all outputs of the graph as one flat buffer, laid out in this `order`; `answers`: the
-    outputs by name.
+    joint: all outputs of the graph as one flat buffer; `places`: where each lies in it.
     """
 
     def __init__(self, inputs: list[Tensor], look: Look) -> None:
         self.inputs, self.look = inputs, look
         self.graph: torch.cuda.CUDAGraph | None = None
         self.joint: Tensor | None = None
-        self.answers: Answers = {}
-        self.order: Answers = {}
+        self.places: dict[str, Place] = {}
 
     def look_now(self) -> Answers:
         """The answers for the current contents of the inputs, computed without the graph."""
@@ -119,22 +128,38 @@ class Replay:
         """The answers for the current contents of the inputs, by replaying the graph."""
         assert self.graph is not None and self.joint is not None
         self.graph.replay()
-        sizes = [x.nbytes for x in self.order.values()]
-        parts = dict(zip(self.order, torch.split(self.joint.clone(), sizes), strict=True))
-        return {name: parts[name].view(x.dtype).view(x.shape) for name, x in self.answers.items()}
+        joint = self.joint.clone()
+        of_type = {dtype: joint.view(dtype) for dtype in {x.dtype for x in self.places.values()}}
+        return {
+            name: of_type[x.dtype].as_strided(x.shape, x.steps, x.start)
+            for name, x in self.places.items()
+        }
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> bool:
         """Capture the graph; return whether that worked."""
         with capturing(pool, stream) as graph:
-            found = self.look()
-            # The widest types first, so that each starts at a multiple of its element size.
-            order = sorted(found, key=lambda name: -found[name].element_size())
-            joint = torch.cat([found[name].reshape(-1).view(torch.uint8) for name in order])
+            joint, places = lay_out(self.look())
         if not graph:
             return False
-        self.graph, self.joint, self.answers = graph[0], joint, found
-        self.order = {name: found[name] for name in order}
+        self.graph, self.joint, self.places = graph[0], joint, places
         return True
+
+
+def lay_out(found: Answers) -> tuple[Tensor, dict[str, Place]]:
+    """All answers in one buffer of bytes, and where each lies in it."""
+    # The widest types first, so that each starts at a multiple of its element size.
+    order = sorted(found, key=lambda name: -found[name].element_size())
+    flat = [found[name].reshape(-1).view(torch.uint8) for name in order]
+    places, at = dict[str, Place](), 0
+    for name, numbers in zip(order, flat, strict=True):
+        x = found[name]
+        steps = (*itertools.accumulate(reversed(x.shape[1:]), operator.mul, initial=1),)[::-1]
+        places[name] = Place(at // x.element_size(), (*x.shape,), steps, x.dtype)
+        at += len(numbers)
+    # Whole numbers of the widest type, or it could not be viewed as such.
+    widest = found[order[0]].element_size()
+    flat.append(flat[0].new_zeros(-at % widest))
+    return torch.cat(flat), {name: places[name] for name in found}
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class Extras:
         self.wants_logits = "predictions" in self.asked
         self.predictions: dict[int, Predictions] = {}
         self._projections: dict[str, nn.Module | None] = {}
-        self._readers: dict[int, Callable[[Tensor], None]] = {}
+        self.readers: dict[int, Callable[[Tensor], None]] = {}  # by the modules waited for
         self._logits_blv: Tensor | None = None
 
     @property
@@ -50,7 +50,7 @@ class Extras:
 
     def begin(self, module: nn.Module, args: Sequence[Any]) -> None:
         """A module begins; if it is a projection that is waited for, put a hook on its input."""
-        read = self._readers.pop(id(module), None)
+        read = self.readers.pop(id(module), None)
         if read is not None and args:
             read(args[0])
 
@@ -102,7 +102,7 @@ class Extras:
             take.gradients["rows"] = sums_th.T[heads]
 
         sum_gradient(v, put_columns)
-        self._readers[id(projection)] = lambda x: sum_gradient(x, put_rows)
+        self.readers[id(projection)] = lambda x: sum_gradient(x, put_rows)
 
     def _projection(self, whole: Call, v: Tensor) -> nn.Module | None:
         if whole.name not in self._projections:

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.lens.by_identity import ByIdentity
 from regard.lens.lazy_weights import Array
 from regard.lens.measure import NamedKeys
 from regard.lens.schema import SPOTS
@@ -44,6 +45,7 @@ class NamedSpots:
     def __init__(self, most: int) -> None:
         self.most = most
         self._known: dict[tuple[Any, ...], NamedKeys] = {}
+        self._joint = ByIdentity[NamedKeys](1)
 
     def find(
         self, shape: Shape, real_t: Tensor, first: int, ids_s: Tensor | None, cross: bool
@@ -59,10 +61,16 @@ class NamedSpots:
             self._known[asked] = spot_keys(*asked)
         return self._known[asked]
 
+    def join(self, texts: list[NamedKeys]) -> NamedKeys:
+        """The keys of the texts of a batch, cached for the last batch."""
+        return self._joint.once(
+            (), (*texts,), lambda: NamedKeys(torch.cat([text.keys_bnt for text in texts]))
+        )
+
 
 @functools.lru_cache(maxsize=4)
 def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: bool) -> NamedKeys:
-    """The key that each score reads for each query, (scores, T); -1: none."""
+    """The key that each score reads for each query, (1, scores, T); -1: none."""
     is_real = np.frombuffer(real, np.bool_)
     own = np.arange(T) + S - T
     keys = np.full((len(SPOTS), T), -1, np.int32)
@@ -73,7 +81,7 @@ def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: boo
 
     if cross:
         name("first", np.full(T, first), is_real)
-        return NamedKeys(torch.from_numpy(keys))
+        return NamedKeys(torch.from_numpy(keys[None]))
     name("previous", own - 1, own > first)
     name("next", own + 1, own < S - 1)
     name("same", own, is_real)
@@ -81,7 +89,7 @@ def spot_keys(T: int, S: int, real: bytes, first: int, tokens: bytes, cross: boo
     if tokens:
         last = last_seen(np.frombuffer(tokens, np.int64))[own]
         name("induction", last + 1, last >= 0)
-    return NamedKeys(torch.from_numpy(keys))
+    return NamedKeys(torch.from_numpy(keys[None]))
 
 
 def last_seen(ids: Array) -> Array:

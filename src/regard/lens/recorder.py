@@ -86,20 +86,22 @@ class Recorder:
         layers: Collection[int | str] | None,
         progress: Progress | None,
     ) -> None:
+        found = list(model.named_modules())
         # Where weights are sharded over ranks, all heads are recorded, and selected at the end.
-        self._spread = any(map(is_sharded, model.parameters()))
+        own = (module._parameters.values() for _, module in found)
+        self._spread = any(is_sharded(x) for weights in own for x in weights if x is not None)
         self._late_heads = chosen.heads if self._spread else None
         chosen = replace(chosen, heads=None) if self._spread else chosen
         self.shards: dict[str, HeadShard] = {}
         self.model, self.progress = model, progress
         self.layers = None if layers is None else tuple(layers)
         kind = type(model).__name__
-        named = [(plain_name(name), module) for name, module in model.named_modules()]
+        named = [(plain_name(name), module) for name, module in found]
         self.names = {id(module): name or kind for name, module in named}
         self.modules = [module for _, module in named]
         self.modules_by_name = {name or kind: module for name, module in named}
         self.by_id = {id(module): module for module in self.modules}  # so no other has these ids
-        self._words = _word_tables(model)
+        self._words = _word_tables(named)
         sizes = {table.num_embeddings for table in self._words.values()}
         self.extras = Extras(model, chosen.extras, chosen.heads, sizes)
         self.copier = HostCopier()
@@ -165,7 +167,8 @@ class Recorder:
             self.attempt(name, self._count_inputs, args)
         if args and (self.inputs.n_inputs is None or id(module) in self._words):
             self.attempt(name, self._read_inputs, module, args)
-        self.attempt("gradients", self.extras.begin, module, args)
+        if self.extras.readers:
+            self.attempt("gradients", self.extras.begin, module, args)
 
     def leave(self, module: nn.Module, output: Any) -> None:
         stack = self.stack
@@ -244,8 +247,9 @@ class Recorder:
             given = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
             self.inputs.n_inputs = next(iter(batch_sizes(given if ids is None else [ids])), None)
         if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
-            # Copied once for all layers, and before any of them keeps the device busy.
-            self.inputs.ids_bt = ids.detach().cpu()
+            # Copied once for all layers, and before any of them keeps the device busy; a copy on
+            # the CPU too, as the caller may write the next text into the same tensor.
+            self.inputs.ids_bt = ids.detach().to("cpu", copy=True)
 
     def _read_logits(self, output: Any) -> None:
         rows = self.takes.rows_now()
@@ -345,7 +349,8 @@ class Recorder:
         call, shard = self._find_shard(call)
         if shard is not None:
             self.shards[call.name], call = shard, replace(call, rows=None)
-        call = replace(call, cross=self.is_cross(call))
+        cross = self.is_cross(call)
+        call = call if call.cross is cross else replace(call, cross=cross)
         located = self.locate(call)
         found = located if self.wanted(call, located) else None
         # A call that is not wanted may still continue a recorded text, in a model's own decoding
@@ -354,8 +359,8 @@ class Recorder:
             return False
         q, k, _ = under_autocast(call.q, call.k, call.k)
         dtype = torch.promote_types(q.dtype, k.dtype)
-        rows = call.rows if q.dtype == dtype == call.q.dtype and k.dtype == call.k.dtype else None
-        call = replace(call, q=q.to(dtype), k=k.to(dtype), rows=rows)
+        if {q.dtype, k.dtype, call.q.dtype, call.k.dtype} != {dtype}:
+            call = replace(call, q=q.to(dtype), k=k.to(dtype), rows=None)
         with torch.autocast(call.q.device.type, enabled=False):
             if self.on_call is not None:
                 self.on_call(call, located)
@@ -482,9 +487,9 @@ def batch_sizes(given: Iterable[Any]) -> list[int]:
     return found
 
 
-def _word_tables(model: nn.Module) -> dict[int, nn.Embedding]:
+def _word_tables(named: Iterable[tuple[str, nn.Module]]) -> dict[int, nn.Embedding]:
     return {
         id(module): module
-        for name, module in model.named_modules()
+        for name, module in named
         if isinstance(module, nn.Embedding) and not NO_WORDS.search(name.rpartition(".")[2])
     }

@@ -1,7 +1,8 @@
 """Which rows of the batch are recorded, and which earlier calls a call continues.
 
 How: each place has, for each recorded row, a list of takes, one for each text. A call is added to
-the take whose keys it extends, or opens a new one (`stitch_calls.py`). Finished texts may leave the
+the take whose keys it extends, or opens a new one (`stitch_calls.py`). The first call of a batch of
+texts, all of which are recorded, is measured for all of them at once. Finished texts may leave the
 batch during generation; a recorded row is then found again by its keys. Rows that are reordered in
 the batch, as beams are, are refused.
 
@@ -15,13 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
+from regard.lens.by_identity import ByIdentity
 from regard.lens.captured_call import Call
 from regard.lens.cuda_graphs import Replays
-from regard.lens.device_to_host import HostCopier
+from regard.lens.device_to_host import HostCopier, is_large
 from regard.lens.extras import Extras
 from regard.lens.head_scores import NamedSpots
-from regard.lens.measure import FoundRuns, find_runs, rule_key
-from regard.lens.stitch_calls import Take
+from regard.lens.mask_runs import FoundRuns, Seen, find_seen
+from regard.lens.measure import rule_key
+from regard.lens.stitch_calls import Fit, OneText, Queries, Step, Take, look
 from regard.ops import Wants
 
 MOST_TEXTS = 16
@@ -70,10 +73,11 @@ class RowTakes:
         # The batch rows where each recorded row is now, if rows have left the batch; empty if it
         # left too.
         self._moved: dict[int, tuple[int, ...]] = {}
-        self._runs: dict[Any, tuple[Any, FoundRuns | None]] = {}
+        self._seen: dict[Any, tuple[Any, Seen]] = {}
         # Every layer comes with all rows again: what is cached for a row must last until then.
         self._most = max(MOST_TEXTS, 4 * len(self.rows or ()))
         self._replays, self._named = Replays(self._most), NamedSpots(self._most)
+        self._queries, self._texts = ByIdentity[Queries](self._most), ByIdentity[Tensor](self._most)
 
     def knows(self, call: Call) -> bool:
         """Whether the place of a call has been recorded before."""
@@ -90,7 +94,10 @@ class RowTakes:
             self._read = read
             self._moved.clear()
         self._entry = entry
-        return any([self._take_row(call, found, row) for row in self._rows_of(call)])
+        rows = self._rows_of(call)
+        if found is not None and self._are_new(call, rows) and self._take_texts(call, found):
+            return True
+        return any([self._take_row(call, found, row) for row in rows])
 
     def drop(self, name: str) -> None:
         """Discard everything that was recorded of a module."""
@@ -136,6 +143,48 @@ class RowTakes:
     def _key(self, call: Call, row: int) -> str:
         return call.name if self.rows is None or len(self.rows) == 1 else f"{call.name}[{row}]"
 
+    def _are_new(self, call: Call, rows: tuple[int, ...]) -> bool:
+        """Whether a call reads new texts from their start, and all of its rows are recorded."""
+        if rows != tuple(range(call.shape.B)) or len(rows) == 1 or call.is_step or self._moved:
+            return False
+        heads = self.heads is None or all(0 <= h < call.shape.H for h in self.heads)
+        return heads and not any(self.takes.get(self._key(call, row)) for row in rows)
+
+    def _take_texts(self, call: Call, found: Located) -> bool:
+        """Record the first call of all texts of a batch; False if each has to be measured alone."""
+        whole = call if self.extras.wants_values else replace(call, v=None)
+        batch = whole.of(None, self.heads)
+        seen = self.see(batch)
+        if batch.sinks is not None or None in seen.runs:
+            return False
+        opened: list[tuple[Take, Step]] = []
+        for row, runs in enumerate(seen.runs):
+            ids = self._ids(call.shape.B, row, call.shape.T)
+            take = self._open(call, whole, found, row)
+            opened.append((take, take.begin(Fit(batch.of(row, None), 0, runs), ids)))
+        steps = [step for _, step in opened]
+        asked = steps[0].asked._replace(ahead=any(step.asked.ahead for step in steps))
+        spots = self._named.join([step.queries.spots for step in steps if step.queries is not None])
+        measured = look(seen.simplify(batch), asked, spots, self._replays)
+        for row, (take, step) in enumerate(opened):
+            take.end(step, {name: x[row] for name, x in measured.items()})
+            self.extras.follow(take, whole, row)
+        # Copied to the host together: each copy takes the host longer than the device.
+        names = [n for n in opened[0][0].first_call() if n in measured and is_large(measured[n])]
+        copies = self.copier.copy({name: measured[name] for name in names}, final=True)
+        for row, (take, _) in enumerate(opened):
+            take.early = OneText(copies, row)
+        return True
+
+    def _open(self, call: Call, whole: Call, found: Located, row: int) -> Take:
+        """A new take for a row of the batch."""
+        key = self._key(call, row)
+        takes = self.takes.setdefault(key, [])
+        take = self._make_take(call, takes, found, key[len(call.name) :])
+        self.extras.prepare(take, whole)
+        take.n_rows, take.entry = call.shape.B, self._entry
+        return take
+
     def _take_row(self, call: Call, found: Located | None, row: int) -> bool:
         B, takes = call.shape.B, self.takes.setdefault(self._key(call, row), [])
         if self._has_left(call, takes, row):
@@ -146,7 +195,7 @@ class RowTakes:
             raise ValueError(
                 f"heads={list(self.heads)} were asked for; it has 0 to {call.shape.H - 1}"
             )
-        ids, suffix = self._ids(B, row % B, call.shape.T), self._key(call, row)[len(call.name) :]
+        ids, batch = self._ids(B, row % B, call.shape.T), call
         whole = call if self.extras.wants_values else replace(call, v=None)
         call = whole.of(row % B, self.heads)
         # A second stream over the same keys in one run of a module is not a later text
@@ -169,10 +218,9 @@ class RowTakes:
                     f"row {row} of the batch is no longer the text that it was, as in a search "
                     "whose beams change places; watch the model read what was written"
                 )
-            fresh = self._make_take(call, takes, found, suffix)
-            self.extras.prepare(fresh, whole)
+            fresh = self._open(batch, whole, found, row)
         fresh.n_rows, fresh.entry = B, self._entry
-        fit = fresh.fit(call, self.runs_of(call))
+        fit = self._fit(fresh, call)
         assert fit is not None, "the first call of a take always fits"
         fresh.add(fit, ids)
         self.extras.follow(fresh, whole, row % B)
@@ -185,14 +233,20 @@ class RowTakes:
 
     def _continue(self, take: Take, call: Call, ids: Tensor | None) -> bool:
         """Append a call to a take if it continues it; return whether it does."""
-        fit = take.fit(call, self.runs_of(call))
+        fit = self._fit(take, call)
         if fit is None:
             moved = take.fit_slots(call)
-            fit = None if moved is None else take.fit(moved, self.runs_of(moved))
+            fit = None if moved is None else self._fit(take, moved)
         if fit is not None:
             take.add(fit, ids)
             take.entry = self._entry
         return fit is not None
+
+    def _fit(self, take: Take, call: Call) -> Fit | None:
+        seen = self.see(call)
+        fit = take.fit(call, seen.runs[0])
+        whole = fit is not None and fit.call is call
+        return replace(fit, call=seen.simplify(call)) if whole and fit is not None else fit
 
     def _has_left(self, call: Call, takes: list[Take], row: int) -> bool:
         """Whether rows have left the batch since the recorded text began."""
@@ -233,6 +287,7 @@ class RowTakes:
             heads=self.heads or (),
             replays=self._replays,
             named=self._named,
+            queries=self._queries,
         )
         takes.append(take)
         self.order.append(take)
@@ -243,18 +298,23 @@ class RowTakes:
         ids = self._read.ids_bt
         if ids is None or ids.shape[1] != T or ids.shape[0] not in (1, B):
             return None
-        return ids[row if ids.shape[0] > 1 else 0]
+        row = row if ids.shape[0] > 1 else 0
+        return self._texts.once(row, (ids,), lambda: ids[row])
 
     def runs_of(self, call: Call) -> FoundRuns | None:
-        """The runs of a call's visible keys, cached, since layers share masks."""
+        """The runs of visible keys of a call of one text."""
+        return self.see(call).runs[0]
+
+    def see(self, call: Call) -> Seen:
+        """What a call's rows see, cached, since layers share masks."""
         rule = call.rule
         key = rule_key(rule)
-        if key not in self._runs:
-            while len(self._runs) >= self._most:
-                self._runs.pop(next(iter(self._runs)))
+        if key not in self._seen:
+            while len(self._seen) >= self._most:
+                self._seen.pop(next(iter(self._seen)))
             # The rule is kept, so that no other tensor can get its tensors' addresses.
-            self._runs[key] = (rule, find_runs(rule))
-        return self._runs[key][1]
+            self._seen[key] = (rule, find_seen(call))
+        return self._seen[key][1]
 
 
 def name_place(name: str, number: int) -> str:

@@ -316,8 +316,8 @@ class Form:
             return None
         if array.dtype == np.uint16:  # the bits of bfloat16
             return "holds NaN or infinity" if ((array & 0x7F80) == 0x7F80).any() else None
-        low, high = array.min(), array.max()
-        if np.isnan(low) or np.isposinf(high) or (np.isneginf(low) and not self.infinite):
+        low, high = float(array.min()), float(array.max())
+        if math.isnan(low) or high == math.inf or (low == -math.inf and not self.infinite):
             return "holds NaN or infinity"
         ends = {"S": n_keys, "T": n_queries, "S-1": n_keys - 1, "log S": math.log(n_keys) + 0.01}
         lowest = ends[self.low] if isinstance(self.low, str) else self.low

@@ -11,7 +11,8 @@ measures the call on its own device, where the results stay until `finish`, so t
 synchronizes. Large ones are copied to the CPU at once (`device_to_host.py`): those of a first call,
 in case it stays the only one, and with keep="qk" queries and new keys, which are many.
 
-Letters: B batch (here 1), T queries, S keys, H heads, G key heads, D head width; N keys so far.
+Letters: B batch (1 in a take), T queries, S keys, H heads, G key heads, D head width; N keys so
+far.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.lens.bias_forms import Biases, TooLarge
+from regard.lens.by_identity import ByIdentity
 from regard.lens.captured_call import Call
 from regard.lens.contributions import value_norms
 from regard.lens.cuda_graphs import Look, Replays
 from regard.lens.device_to_host import HostCopier, HostCopy, is_large
 from regard.lens.head_scores import NamedSpots
 from regard.lens.lazy_weights import Array
-from regard.lens.measure import FoundRuns, NamedKeys, fingerprints, measure, reach, sum_weights
+from regard.lens.mask_runs import FoundRuns
+from regard.lens.measure import NamedKeys, fingerprints, measure, reach, sum_weights
 from regard.lens.schema import Place
 from regard.ops import Map, Mask, Wants
 from regard.ops.kernels.backend import is_little
@@ -87,6 +90,28 @@ class Queries(NamedTuple):
     spots: NamedKeys
 
 
+class Step(NamedTuple):
+    """A call that is being added to a take, before it is measured.
+
+    own: the positions of its queries among its keys. queries: None if only its row sums tell.
+    """
+
+    fit: Fit
+    asked: Asked
+    own: Array
+    queries: Queries | None
+
+
+class OneText(NamedTuple):
+    """The copies of one text's results among those of a batch."""
+
+    batch: HostCopy
+    row: int
+
+    def result(self) -> dict[str, Tensor]:
+        return {name: x[self.row] for name, x in self.batch.result().items()}
+
+
 @dataclass(eq=False)
 class Take:
     """What has been recorded of one place; `replace(take)` is an empty take of the same place."""
@@ -100,6 +125,7 @@ class Take:
     heads: tuple[int, ...]
     replays: Replays
     named: NamedSpots
+    queries: ByIdentity[Queries]
     projection_hce: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -114,7 +140,7 @@ class Take:
         self.rule: dict[str, Any] = {}
         self.rows: dict[str, list[Tensor]] = {}
         self.by_key: dict[str, Tensor] = {}
-        self.early: HostCopy | None = None
+        self.early: HostCopy | OneText | None = None
         self.kept: list[HostCopy] = []
         self.runs: list[tuple[Tensor, Tensor]] = []
         self.biases = Biases()
@@ -132,7 +158,7 @@ class Take:
             # A fixed cache has slots to which nothing was written yet.
             cached = not self.cross and S > T and call.follows_keys
             return first_keys(call, max(T, reach) if cached else S, runs)
-        prints, known = fingerprints(call.k[0]), self.prints
+        prints, known = fingerprints(call.k)[0], self.prints
         if known is None or known.device != prints.device:
             return None
         if self.cross:
@@ -162,10 +188,20 @@ class Take:
 
     @torch.no_grad()
     def add(self, fit: Fit, ids: Tensor | None) -> None:
+        """Measure a call and add it; ids: its tokens, if they are known."""
+        step = self.begin(fit, ids)
+        spots = None if step.queries is None else step.queries.spots
+        found = look(fit.call, step.asked, spots, None if self.calls else self.replays)
+        self.end(step, {name: x[0] for name, x in found.items()})
+        large = {name: x for name, x in self.first_call().items() if is_large(x)}
+        self.early = self.copier.copy(large, final=True)
+
+    def begin(self, fit: Fit, ids: Tensor | None) -> Step:
+        """Note what is known of a call before it is measured; `end` follows."""
         call, offset, runs = fit.call, fit.offset, fit.runs
         T, S = call.shape.T, call.shape.S
-        own = np.arange(T) + offset + (S - T)
-        self.own.append(own)
+        own = np.arange(T) + S - T
+        self.own.append(own + offset)
         known = self.ids is not None and ids is not None and len(ids) == T
         self.ids = [*(self.ids or []), ids.cpu()] if known and ids is not None else None
         if runs is None:
@@ -175,18 +211,37 @@ class Take:
             self.causal = self.causal and runs.ahead <= S - T
         if not self.calls:
             self._begin(call, runs)
-        new = max(offset + S - self.n_keys, 0)
-        self._add_found(fit, *self._look(fit, own - offset, new))
+        asked = self._ask(fit, max(offset + S - self.n_keys, 0))
+        if runs is None or call.sinks is not None:
+            return Step(fit, asked, own, None)
+        if self.calls:
+            return Step(fit, asked, own, self._count(fit, None, own))
+        # Layers share a text and its mask, so that their first calls have the same queries.
+        form, given = (T, S, self.cross), (runs, self.ids[0] if self.ids else None)
+        queries = self.queries.once(form, given, lambda: self._count(fit, None, own))
+        return Step(fit, asked, own, queries)
+
+    def end(self, step: Step, found: dict[str, Tensor]) -> None:
+        """Add the measurements of a call, without the axis of the batch."""
+        fit, asked, own, queries = step
+        call, offset, S = fit.call, fit.offset, fit.call.shape.S
+        if queries is None:
+            lse_ht = found["lse"]
+            queries = self._count(fit, lse_ht, own)
+            found["spots"] = sum_weights(call, lse_ht[None], queries.spots)[0]
+        self._add_found(fit, found, queries)
         if self.keep == "qk" and self.exact:
-            self._keep(call, offset, own)
+            self._keep(call, offset, own + offset)
         if self.projection_hce is not None and call.v is not None:
-            self.norms.append(value_norms(call.v[0, :, S - new :], self.projection_hce))
-        self.reads.append(T - sum(self.reads) if not self.calls else T)
-        self.n_keys += new
-        self.n_queries += T
+            self.norms.append(value_norms(call.v[0, :, S - asked.new :], self.projection_hce))
+        self.reads.append(call.shape.T - (0 if self.calls else sum(self.reads)))
+        self.n_keys += asked.new
+        self.n_queries += call.shape.T
         self.calls += 1
-        measured = self._measured() if self.calls == 1 else {}
-        self.early = self.copier.copy({name: x for name, x in measured.items() if is_large(x)})
+
+    def first_call(self) -> dict[str, Tensor]:
+        """The measurements of the first call, as long as it is the only one."""
+        return self._measured() if self.calls == 1 else {}
 
     def _begin(self, call: Call, runs: FoundRuns | None) -> None:
         group = call.shape.H // call.k.shape[1]
@@ -197,18 +252,6 @@ class Take:
         }
         if runs is not None and len(runs.pairs):
             self.first = int(runs.pairs[:, 0].min())
-
-    def _look(self, fit: Fit, own: Array, new: int) -> tuple[dict[str, Tensor], Queries]:
-        """Measure a call; return the measurements and which queries count."""
-        call, asked = fit.call, self._ask(fit, new)
-        if fit.runs is None or call.sinks is not None:
-            found = look_at(call, asked)
-            queries = self._count(fit, found["lse"], own)
-            return found | {"spots": sum_weights(call, found["lse"], queries.spots)}, queries
-        queries = self._count(fit, None, own)
-        if self.calls or not suits_graphs(call):
-            return look_at(call, asked, queries.spots), queries
-        return look_again(call, asked, queries.spots, self.replays), queries
 
     def _ask(self, fit: Fit, new: int) -> Asked:
         """Choose what to measure of a call."""
@@ -254,7 +297,7 @@ class Take:
         call, offset = fit.call, fit.offset
         spots, prints = found.pop("spots"), found.pop("prints")
         self.spots = spots if self.spots is None else self.spots.to(spots) + spots
-        counts = queries.spots.counts[:, None].expand(-1, call.shape.H)
+        counts = queries.spots.counts[0, :, None].expand(-1, call.shape.H)
         self.spot_counts = self.spot_counts + counts.numpy()
         self.prints = prints if self.prints is None else torch.cat([self.prints, prints])
         for name in ("received", "seen_by"):
@@ -365,38 +408,52 @@ class Take:
         return {"first": starts.numpy(), "pairs": pairs_all.numpy()}
 
 
+def look(
+    call: Call, asked: Asked, spots: NamedKeys | None, replays: Replays | None
+) -> dict[str, Tensor]:
+    """Measure a call, of any number of texts; tensors (B, ...) by their names in the record.
+
+    spots: the keys of head scores, unless they are summed later. replays: None measures a call as
+    it comes.
+    """
+    if spots is None or replays is None or not suits_graphs(call):
+        return look_at(call, asked, spots)
+    return look_again(call, asked, spots, replays)
+
+
 def look_at(call: Call, asked: Asked, spots: NamedKeys | None = None) -> dict[str, Tensor]:
-    """Measure a call on its device; tensors by the names that they have in the record."""
+    """Measure a call by launching each kernel."""
     S, found = call.shape.S, dict[str, Tensor]()
     wants = asked.wants
     if asked.base is not None:
         base_wants = replace(wants, map=asked.base) if wants.map is None else Wants(map=asked.base)
         seen = measure(call, base_wants)
         assert seen.map is not None
-        found["base"] = seen.map[0].float()
+        found["base"] = seen.map.float()
     if asked.base is None or wants.map is not None:
         seen = measure(call, wants)
         if seen.map is not None:
-            found["map"] = seen.map[0].float()
+            found["map"] = seen.map.float()
     assert seen.lse is not None
-    found["lse"] = seen.lse[0]
+    found["lse"] = seen.lse
     for name in ("entropy", "distance", "mass"):
         value = getattr(seen, name)
         if value is not None:
-            found[name] = value[0]
+            found[name] = value
     for weights, keys, peaks in (
         ("peak", "peak_key", seen.peak),
         ("top_weights", "top_keys", seen.top),
     ):
         if peaks is not None:
-            at, found[weights] = peaks.key[0], peaks.weight[0]
+            at, found[weights] = peaks.key, peaks.weight
             at = torch.where(at >= 0, at + asked.offset, at) if asked.offset else at
             found[keys] = at.int()
     if seen.received is not None:
-        found["received"], found["seen_by"] = seen.received.total[0], seen.received.seen_by[0]
+        found["received"] = total = seen.received.total
+        found["seen_by"] = seen.received.seen_by.expand_as(total)
     if asked.reaches and seen.distance is not None:
-        found["reach"] = reach(call, seen)[0] if asked.ahead else seen.distance[0]
-    found["prints"] = fingerprints(call.k[0, :, S - asked.new :])
+        found["reach"] = reach(call, seen) if asked.ahead else seen.distance
+    found["prints"] = fingerprints(call.k[:, :, S - asked.new :])
     if spots is not None:
         found["spots"] = sum_weights(call, found["lse"], spots)
     return found
@@ -414,7 +471,7 @@ def look_again(call: Call, asked: Asked, spots: NamedKeys, replays: Replays) -> 
     order = [next(n for n, y in enumerate(held) if y is x) for x in packed.tensors]
 
     def make(given: list[Tensor]) -> Look:
-        q, k, keys_nt, *others = given
+        q, k, keys_bnt, *others = given
         told = dict(zip(rows, others, strict=False)) or None
         moved = [x.expand(was.shape) for x, was in zip(others[len(rows) :], held, strict=True)]
         rule = unpack(packed._replace(tensors=[moved[n] for n in order]), call.shape)
@@ -423,7 +480,7 @@ def look_again(call: Call, asked: Asked, spots: NamedKeys, replays: Replays) -> 
         mass = asked.wants.mass
         mass = None if mass is None else mass.to(device)
         placed = asked._replace(wants=replace(asked.wants, mass=mass))
-        return functools.partial(look_at, there, placed, NamedKeys(keys_nt))
+        return functools.partial(look_at, there, placed, NamedKeys(keys_bnt))
 
     given = [call.q, call.k, spots.on(device), *rows.values(), *map(once, held)]
     lying = [(x.shape, x.dtype, x.device) for x in given]
@@ -487,6 +544,8 @@ def join(parts: list[Tensor], dim: int) -> Tensor:
 
 def put_at(known: Tensor | None, new: Tensor, offset: int) -> Tensor:
     """Add numbers by key, from key `offset` on, to those of earlier calls."""
+    if known is None and not offset:
+        return new
     size = max(0 if known is None else known.shape[1], offset + new.shape[1])
     total = F.pad(new, (offset, size - offset - new.shape[1]))
     return total if known is None else total + F.pad(known, (0, size - known.shape[1]))

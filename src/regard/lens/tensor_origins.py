@@ -129,10 +129,11 @@ class TensorOrigins:
 
     def follow(self, func: Any, args: Any, result: Any) -> None:
         """Store the origin of a function's result."""
-        if type(result) is Tensor and args and func not in NOT_PLAIN:
-            # The common case: a view, a norm or an activation of one tensor.
+        if type(result) is Tensor and args:
             known = self._origins.get(args[0])
-            if known is not None:
+            if known is not None and (func not in NOT_PLAIN or leads(func, args, result)):
+                # The common cases: a view, a norm or an activation of one tensor, which in a sum
+                # or product is the larger one.
                 self._origins.put(result, known)
                 return
         if func in WRITING:
@@ -174,6 +175,16 @@ class TensorOrigins:
         for tensor in (args[0], args[0]._base, result):
             if isinstance(tensor, Tensor):
                 self._origins.put(tensor, origin)
+
+
+def leads(func: Any, args: Any, result: Tensor) -> bool:
+    """Whether the first argument of an elementwise function is the one that counts."""
+    if func not in ELEMENTWISE or len(args) > 2 or not result.is_floating_point():
+        return False
+    first, other = args[0], args[-1]
+    if type(first) is not Tensor or not first.is_floating_point():
+        return False
+    return type(other) in (int, float) or (type(other) is Tensor and other.numel() <= first.numel())
 
 
 def is_parameter(x: Any) -> bool:

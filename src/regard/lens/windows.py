@@ -225,7 +225,7 @@ class _Joined:
         if self.has("real"):
             real &= self.get(window, "real") == 2
         ids = self.get(window, "ids").astype(np.int64).tobytes() if self.has("ids") else b""
-        return spot_keys(n_keys, n_keys, real.tobytes(), 0, ids, False).keys_nt.numpy()
+        return spot_keys(n_keys, n_keys, real.tobytes(), 0, ids, False).keys_bnt[0].numpy()
 
     def bias(self, start: str) -> dict[str, Array]:
         """A relative bias, with positions continued from window to window, as in the text."""

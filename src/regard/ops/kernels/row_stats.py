@@ -133,13 +133,14 @@ def _pooled(given: Rendered, sums: RowSums, wants: Wants) -> dict[str, Any]:
     return found
 
 
-def sum_singles(q: Tensor, k: Tensor, rule: Rule, lse_bht: Tensor, keys_nt: Tensor) -> Tensor:
-    """For N lists of one key per query: the sum of all queries' weights on it, (N, B, H), float64.
+def sum_singles(q: Tensor, k: Tensor, rule: Rule, lse_bht: Tensor, keys_bnt: Tensor) -> Tensor:
+    """For N lists of one key per query: the sum of all queries' weights on it, (B, N, H), float64.
 
-    A key of -1 means none; keys_nt is int32.
+    A key of -1 means none; keys_bnt is int32.
     """
     from regard.ops.kernels import row_stats_kernels
 
     given = render_rule(q, k, rule)
-    parts = row_stats_kernels.run_singles(given, lse_bht.contiguous(), keys_nt.contiguous())
-    return parts.sum(-1, dtype=torch.float64).view(len(keys_nt), *q.shape[:2])
+    parts = row_stats_kernels.run_singles(given, lse_bht.contiguous(), keys_bnt.contiguous())
+    sums_nbh = parts.sum(-1, dtype=torch.float64).view(keys_bnt.shape[1], *q.shape[:2])
+    return sums_nbh.transpose(0, 1)

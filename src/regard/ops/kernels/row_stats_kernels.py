@@ -150,7 +150,7 @@ def _singles(
     q_td = load_tile(q, b, h, t, T, D, WIDTH, EVEN).to(tl.float32)
     lse_t = tl.load(lse + head * T + t, mask=t < T, other=0.0) * BITS
     for n in range(0, n_kinds):
-        s_t = tl.load(keys + n * T + t, mask=t < T, other=-1)
+        s_t = tl.load(keys + (b * n_kinds + n) * T + t, mask=t < T, other=-1)
         named_t = s_t >= 0
         s_t = tl.maximum(s_t, 0)
         seen_t = named_t & shown(rule, b, h, t, s_t, T, S, False)
@@ -204,14 +204,14 @@ def run_rows(given: Rendered, sums: RowSums, wanted: Tensor) -> Tensor:
 
 
 def run_singles(given: Rendered, lse: Tensor, keys: Tensor) -> Tensor:
-    """Sums of weights over bands of queries, (N, B · H, bands), on keys (N, T), one per query."""
-    (B, H, T, D), S = given.q.shape, given.k.shape[2]
+    """Sums of weights over bands of queries, (N, B · H, bands), on one key per query, (B, N, T)."""
+    (B, H, T, D), S, N = given.q.shape, given.k.shape[2], keys.shape[1]
     rows = 64
     bands = triton.cdiv(T, rows)
-    out = torch.empty(len(keys), B * H, bands, dtype=torch.float32, device=given.q.device)
+    out = torch.empty(N, B * H, bands, dtype=torch.float32, device=given.q.device)
     launch: Any = _singles[(B * H * bands,)]
     launch(
-        view(given.q), view(given.k), rule_of(given), lse, keys, out, H, T, S, D, len(keys),
+        view(given.q), view(given.k), rule_of(given), lse, keys, out, H, T, S, D, N,
         **options_of(given), ROWS=rows, num_warps=4,
     )  # fmt: skip
     return out
