@@ -226,15 +226,15 @@ def singles_gap(name: str, device: str) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(len(name))
     q = torch.randn(2, 2, T, D, generator=generator).to(device)
     k = torch.randn(2, S, 1, D, generator=generator).to(device).transpose(1, 2)
-    keys = torch.randint(-1, S, (3, T), generator=generator)
+    keys = torch.randint(-1, S, (2, 3, T), generator=generator)
     call = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in numbers.items()}
     wants = Wants(weights=True, lse=True)
     seen = observe(
         q.double(), k.double(), None, mask=mask, wants=wants, backend="reference", **call
     )
     assert seen.weights is not None and seen.lse is not None
-    at = keys.to(device)[:, None, None, :, None].expand(3, 2, 2, T, 1)
-    picked = seen.weights.expand(3, -1, -1, -1, -1).gather(-1, at.clamp(min=0))
+    at = keys.to(device)[:, :, None, :, None].expand(2, 3, 2, T, 1)
+    picked = seen.weights[:, None].expand(-1, 3, -1, -1, -1).gather(-1, at.clamp(min=0))
     truth = picked.masked_fill(at < 0, 0.0).sum((-1, -2))
     rule = make_call(q, k, k, mask=mask, **call).rule
     ours = row_stats.sum_singles(q, k, rule, seen.lse.float(), keys.int().to(device))

@@ -177,7 +177,7 @@ def look(call: Call) -> None:
         row_stats.by_kernels(replace(call, wants=wants), call.q)
     for question in (Received(by="max"), Received(by="mean", rows=torch.ones(shape.T))):
         row_stats.by_kernels(replace(call, wants=Wants(**asked | {"received": question})), call.q)
-    keys = torch.zeros(3, shape.T, dtype=torch.int32)
+    keys = torch.zeros(shape.B, 3, shape.T, dtype=torch.int32)
     row_stats.sum_singles(call.q, call.k, call.rule, torch.zeros(shape[:3]), keys)
 
 
