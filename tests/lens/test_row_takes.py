@@ -131,6 +131,37 @@ def test_rows_measured_together_can_be_continued_each(keep: Any) -> None:
             np.testing.assert_allclose(one[name], other[name], rtol=0, atol=4e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("name", ["bert", "t5", "gpt2", "gemma2"])
+def test_some_heads_and_extras_of_rows_measured_together(name: str) -> None:
+    """With the values, and the gradients of a loss, each row as when it is recorded alone."""
+    model, ids = SUBJECTS[name](), draw(3, 7)
+    given: dict[str, Any] = {"input_ids": ids}
+    if name == "t5":
+        given["decoder_input_ids"] = ids.flip(1)[:, :5]
+    keep = ["qk", "values", "gradients"]
+
+    def look(row: Any) -> Record:
+        with watch(model, heads=[2, 0], row=row, keep=keep) as record:
+            out = model(**given)
+            out[0].float().square().sum().backward()
+        model.zero_grad()
+        return record
+
+    together = look([0, 1, 2])
+    places = {place.name: number for number, place in enumerate(together.places)}
+    for row in range(3):
+        alone = look(row)
+        for number, place in enumerate(alone.places):
+            at = places[place.name + f"[{row}]"]
+            assert together.places[at].heads == (2, 0) == place.heads
+            one, other = together.statistics(at), alone.statistics(number)
+            assert one.keys() == other.keys()
+            for what in one:
+                # Some hundred operations of float32, each of which may round in another way.
+                scale = max(float(np.abs(other[what]).max()), 1e-6)
+                np.testing.assert_allclose(one[what], other[what], rtol=0, atol=2e-5 * scale)
+
+
 def test_texts_written_into_one_tensor_are_each_their_own() -> None:
     model, texts = SUBJECTS["llama"](), [draw(1, 7, seed) for seed in (1, 2)]
     texts[1][0, 3:6] = texts[1][0, :3]  # so that some query has a token that came before
