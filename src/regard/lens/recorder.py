@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
 import re
 import threading
 from collections import Counter
@@ -66,7 +67,7 @@ SOURCE = re.compile(r"encoder_attn|EncDec|enc_dec|encoder_decoder", re.I)
 NO_WORDS = re.compile(r"pos|type|seg|rel|bias|wpe|dist|time|layer_norm", re.I)
 LENGTHS = ("trained_len", "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Config fields that give the longest text of training, the most reliable first."""
-MANY_BYTES, CHECKERS = 2**24, 8
+MANY_BYTES, CHECKERS = 2**24, min(16, os.cpu_count() or 1)
 """Bytes of a record from which its places are checked by threads, and the most threads."""
 HIDDEN = (
     "its forward was replaced, by a function that does not keep torch.nn's own as an attribute of "

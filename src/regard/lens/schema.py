@@ -238,6 +238,8 @@ class CheckedArrays:
     def __init__(self, about: Description, arrays: Mapping[str, Array]) -> None:
         self._about, self._arrays = about, arrays
         self._good: dict[str, Array] = {}
+        # Forms that were checked: those of other layers are mostly the same.
+        self._forms: set[tuple[Any, ...]] = set()
         for full in arrays:
             number, _, name = full.partition(".")
             belongs = number.isdecimal() and number.isascii() and int(number) < len(about.places)
@@ -279,11 +281,16 @@ class CheckedArrays:
         else:
             array = self._arrays[full]
             kind, shape = NAMES[array.dtype.newbyteorder("<")], array.shape
-        here, form = self._about.places[number], FORMS[plain_form(name)]
+        here = self._about.places[number]
+        known = name, kind, *shape, here.n_heads, here.n_queries, here.n_keys
+        if known in self._forms:
+            return
+        form = FORMS[plain_form(name)]
         if kind not in form.types:
             refuse(f"{name} of place {number} is {kind}; expected {' or '.join(form.types)}")
         if not form.fits(shape, here):
             refuse(f"{name} of place {number} has the shape {shape}; expected {form.axes}")
+        self._forms.add(known)
 
 
 def plain_form(name: str) -> str:
