@@ -404,9 +404,10 @@ def test_rows_and_layers_with_masks_of_their_own_are_looked_at_by_one_graph(
     row: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And each has its own answers: what stands for a graph reads again what it was made for."""
-    cuda, plain = Cuda(monkeypatch), cuda_graphs.Replay.run
+    cuda, plain, runs = Cuda(monkeypatch), cuda_graphs.Replay.run, list[int]()
 
     def run(replay: cuda_graphs.Replay) -> Any:
+        runs.append(1)
         assert replay.joint is not None
         replay.joint.copy_(cuda_graphs.lay_out(replay.look())[0])
         return plain(replay)
@@ -418,6 +419,7 @@ def test_rows_and_layers_with_masks_of_their_own_are_looked_at_by_one_graph(
     asked = {"wants": replace(WANTS["a map"], map=(5, 7)), "row": row}
     record, _ = seen(model, x, **asked)
     assert len(cuda.graphs) == 2
+    assert len(runs) == (1 if row == [0, 1, 2] else 3) * len(model.rules) - 2
     monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
     assert_same(record, seen(model, x, **asked)[0])
 

@@ -16,7 +16,7 @@ from rounding import assert_within, bound_weights
 from torch import Tensor, nn
 
 from regard.layers import MultiHeadAttention
-from regard.lens import captured_call, mask_runs, stitch_calls
+from regard.lens import captured_call, mask_runs, row_takes, stitch_calls
 from regard.lens.mask_runs import find_runs
 from regard.lens.record import Record
 from regard.lens.stitch_calls import Take
@@ -160,6 +160,22 @@ def test_some_heads_and_extras_of_rows_measured_together(name: str) -> None:
                 # Some hundred operations of float32, each of which may round in another way.
                 scale = max(float(np.abs(other[what]).max()), 1e-6)
                 np.testing.assert_allclose(one[what], other[what], rtol=0, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_text_with_nan_is_left_out_alone(copied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the results of a batch are copied together, and checked together first."""
+    if copied:
+        monkeypatch.setattr(row_takes, "is_large", lambda _: True)
+    model, ids = SUBJECTS["llama"](), torch.arange(21).view(3, 7)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[9] = torch.nan  # of the second text
+        with pytest.warns(RuntimeWarning, match="holds NaN"), watch(model, row=[0, 1, 2]) as record:
+            model(ids, use_cache=False)
+        with watch(model, row=2) as alone:
+            model(ids, use_cache=False)
+    names = {place.name for place in record.places}
+    assert names == {f"{place.name}[{row}]" for place in alone.places for row in (0, 2)}
 
 
 def test_texts_written_into_one_tensor_are_each_their_own() -> None:

@@ -41,11 +41,19 @@ class HostCopy:
 
     def __init__(self, joint: Future[None] | None, read: Callable[[], dict[str, Tensor]]) -> None:
         self._joint, self._read = joint, read
+        self._ends: dict[str, tuple[float, float]] = {}
 
     def result(self) -> dict[str, Tensor]:
         if self._joint is not None:
             self._joint.result()
         return self._read()
+
+    def ends_of(self, name: str) -> tuple[float, float]:
+        """The smallest and the largest number under a name, NaN if there is any."""
+        if name not in self._ends:
+            numbers = self.result()[name].numpy()
+            self._ends[name] = float(numbers.min()), float(numbers.max())
+        return self._ends[name]
 
 
 def is_large(values: Tensor) -> bool:

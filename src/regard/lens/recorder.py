@@ -57,6 +57,7 @@ from regard.lens.lazy_weights import Array
 from regard.lens.left_out import LeftOut
 from regard.lens.row_takes import Chosen, Inputs, Located, RowTakes, name_place
 from regard.lens.schema import FORMS, STATISTICS, Description
+from regard.lens.stitch_calls import Take
 from regard.lens.tensor_origins import TensorOrigins
 from regard.ops.call import under_autocast
 from regard.ops.call_hook import own_blocks
@@ -67,8 +68,9 @@ SOURCE = re.compile(r"encoder_attn|EncDec|enc_dec|encoder_decoder", re.I)
 NO_WORDS = re.compile(r"pos|type|seg|rel|bias|wpe|dist|time|layer_norm", re.I)
 LENGTHS = ("trained_len", "max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Config fields that give the longest text of training, the most reliable first."""
-MANY_BYTES, CHECKERS = 2**24, min(16, os.cpu_count() or 1)
-"""Bytes of a record from which its places are checked by threads, and the most threads."""
+LARGE, CHECKERS = 2**18, min(4, os.cpu_count() or 1)
+"""Bytes of arrays in the mean from which threads check them, and the most threads: smaller ones
+take longer to hand out than to read."""
 HIDDEN = (
     "its forward was replaced, by a function that does not keep torch.nn's own as an attribute of "
     "the module: the fused path behind it cannot be seen"
@@ -382,11 +384,11 @@ class Recorder:
 
     def _finish_takes(self) -> list[Finished]:
         """Finish all places: check their numbers, gather sharded heads, and select heads."""
-        made: list[Finished] = []
+        made: list[tuple[Take, Finished]] = []
         for take in list(self.takes.order):
-            self.attempt(take.name, lambda one: made.append(one.finish()), take)
+            self.attempt(take.name, lambda one: made.append((one, one.finish())), take)
         finished: list[Finished] = []
-        for one, fault in zip(made, find_faults(made), strict=True):
+        for (_, one), fault in zip(made, find_faults(made), strict=True):
             if fault is None:
                 finished.append(one)
             else:
@@ -433,22 +435,25 @@ class Recorder:
         return seen, arrays | self.extras.finish(seen.places, arrays)
 
 
-def find_faults(finished: list[Finished]) -> list[str | None]:
+def find_faults(made: list[tuple[Take, Finished]]) -> list[str | None]:
     """For each place, what is wrong with its numbers, or None."""
-    size = sum(x.nbytes for _, _, arrays in finished for x in arrays.values())
-    if size < MANY_BYTES:
-        return [find_fault(one) for one in finished]
+    sizes = [x.nbytes for _, (_, _, arrays) in made for x in arrays.values()]
+    if sum(sizes) <= LARGE * len(sizes):
+        return [find_fault(*one) for one in made]
     # Numpy releases the GIL while it reads.
-    with ThreadPoolExecutor(min(len(finished), CHECKERS)) as threads:
-        return list(threads.map(find_fault, finished))
+    with ThreadPoolExecutor(min(len(made), CHECKERS)) as threads:
+        return list(threads.map(find_fault, *zip(*made, strict=True)))
 
 
-def find_fault(finished: Finished) -> str | None:
+def find_fault(take: Take, finished: Finished) -> str | None:
     """What is wrong with the numbers of a place, or None."""
     place, _, arrays = finished
     for name in (*STATISTICS, "lse"):
-        form, array = FORMS[name], arrays.get(name)
-        fault = None if array is None else form.fault(array, place.n_queries, place.n_keys)
+        array, T, S = arrays.get(name), place.n_queries, place.n_keys
+        ends = None if array is None else take.ends_of(name)
+        if array is None or (ends and FORMS[name].fault_of(ends[0], ends[1], T, S) is None):
+            continue
+        fault = FORMS[name].fault(array, T, S)
         if fault is not None:
             return f"its {name} {fault}, as where a model gives NaN"
     return None

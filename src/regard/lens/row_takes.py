@@ -147,8 +147,10 @@ class RowTakes:
         """Whether a call reads new texts from their start, and all of its rows are recorded."""
         if rows != tuple(range(call.shape.B)) or len(rows) == 1 or call.is_step or self._moved:
             return False
-        heads = self.heads is None or all(0 <= h < call.shape.H for h in self.heads)
-        return heads and not any(self.takes.get(self._key(call, row)) for row in rows)
+        if self.heads is not None and not all(0 <= h < call.shape.H for h in self.heads):
+            return False
+        known = [take for row in rows for take in self.takes.get(self._key(call, row), ())]
+        return all(take.entry == self._entry and call.shape.T > 1 for take in known)
 
     def _take_texts(self, call: Call, found: Located) -> bool:
         """Record the first call of all texts of a batch; False if each has to be measured alone."""

@@ -323,7 +323,10 @@ class Form:
             return None
         if array.dtype == np.uint16:  # the bits of bfloat16
             return "holds NaN or infinity" if ((array & 0x7F80) == 0x7F80).any() else None
-        low, high = float(array.min()), float(array.max())
+        return self.fault_of(float(array.min()), float(array.max()), n_queries, n_keys)
+
+    def fault_of(self, low: float, high: float, n_queries: int, n_keys: int) -> str | None:
+        """What is wrong with the smallest and the largest number of an array, NaN if it has any."""
         if math.isnan(low) or high == math.inf or (low == -math.inf and not self.infinite):
             return "holds NaN or infinity"
         ends = {"S": n_keys, "T": n_queries, "S-1": n_keys - 1, "log S": math.log(n_keys) + 0.01}

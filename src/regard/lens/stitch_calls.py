@@ -239,6 +239,13 @@ class Take:
         self.n_queries += call.shape.T
         self.calls += 1
 
+    def ends_of(self, name: str) -> tuple[float, float] | None:
+        """The smallest and the largest number of a statistic in a whole batch, if it has one."""
+        if not isinstance(self.early, OneText) or (self.cross and name == "distance"):
+            return None
+        batch = self.early.batch
+        return batch.ends_of(name) if name in batch.result() else None
+
     def first_call(self) -> dict[str, Tensor]:
         """The measurements of the first call, as long as it is the only one."""
         return self._measured() if self.calls == 1 else {}
