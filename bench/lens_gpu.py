@@ -185,8 +185,7 @@ def see_model(options: argparse.Namespace) -> list[str]:
     )
     rows = [("forward", *measure(forward, rounds))]
     rows += measure_watched(model, forward, rounds, "forward, watched", wants=WANTS)
-    as_it_comes = measure_watched(model, forward, rounds, "forward, watched as it comes")
-    rows.append((as_it_comes[0][0], *as_it_comes[1][1:]))
+    rows += measure_watched(model, forward, rounds, "forward, watched as it comes")
     if not options.no_eager:
         model.set_attn_implementation("eager")
         asked = measure(lambda: forward(output_attentions=True), 2)
