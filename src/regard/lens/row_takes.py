@@ -248,12 +248,12 @@ class RowTakes:
     def runs_of(self, call: Call) -> FoundRuns | None:
         """The runs of a call's visible keys, cached, since layers share masks."""
         rule = call.rule
-        key = rule_key(rule)
+        key = rule_key(rule, call.rule_number)
         if key not in self._runs:
             while len(self._runs) >= self._most:
                 self._runs.pop(next(iter(self._runs)))
-            # The rule is kept, so that no other tensor can get its tensors' addresses.
-            self._runs[key] = (rule, find_runs(rule))
+            # A rule that is known by addresses is kept, so that no other tensor can get these.
+            self._runs[key] = (rule if call.rule_number is None else None, find_runs(rule))
         return self._runs[key][1]
 
 

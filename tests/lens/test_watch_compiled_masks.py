@@ -1,0 +1,214 @@
+"""Watching compiled models: a mask is read once in a forward pass, and none is taken for another.
+
+Inductor writes masks into memory that it uses again, a copy for each layer, and counts no versions.
+`Pool` does the same on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+from lens_subjects import SUBJECTS, question
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from regard.layers import MultiHeadAttention
+from regard.lens import row_takes
+from regard.lens.measure import find_runs
+from regard.lens.record import Record
+from regard.lens.watch import watch
+from regard.ops import Dense
+
+N_LAYERS, T = 3, 7
+CLOSE = 2e-5
+"""Of weights: what an inductor rounds at other places, layer after layer."""
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The rules of which runs were found."""
+    rules: list[Any] = []
+    monkeypatch.setattr(row_takes, "find_runs", lambda one: (rules.append(one), find_runs(one))[1])
+    return rules
+
+
+class Pool(fx.Interpreter):
+    """Runs a graph, and gives every reported call its mask in other memory than the one before.
+
+    Or, if it `reuses` it, in the same, as a tensor whose version stays.
+    """
+
+    def __init__(self, graph: fx.GraphModule, reuses: bool) -> None:
+        super().__init__(graph)
+        self.reuses, self.written = reuses, dict[Any, Tensor]()
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if args and args[0] is torch.ops.regard.hear.default:
+            kwargs = kwargs | {"tensors": [self.write(x) for x in kwargs["tensors"]]}
+        return super().call_function(target, args, kwargs)
+
+    def write(self, x: Tensor) -> Tensor:
+        if not self.reuses:
+            return x.clone()
+        there = self.written.setdefault((x.shape, x.dtype), torch.empty_like(x))
+        there.numpy()[:] = x.numpy()
+        return there
+
+
+def pooling(reuses: bool) -> Any:
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        pool = Pool(graph, reuses)
+
+        def run(given: list[Any]) -> Any:
+            return pool.boxed_run(given)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return aot_autograd(fw_compiler=compile_graph)
+
+
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)
+BACKENDS = [pooling(False), pooling(True), "eager", "aot_eager", INDUCTOR]
+NAMED = ["pool", "reused", "eager", "aot_eager", "inductor"]
+MODES = [torch.no_grad, torch.inference_mode, nullcontext]
+
+
+class Layers(nn.Module):
+    """Layers of ours, each under the mask that `masks` makes of its input and of what is given."""
+
+    def __init__(self, masks: list[Callable[[Tensor, Tensor], Tensor]]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.masks = masks
+        self.layers = nn.ModuleList(MultiHeadAttention(12, 3) for _ in masks)
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        for layer, mask in zip(self.layers, self.masks, strict=True):
+            x = layer(x, mask=Dense(mask(x, given)))
+        return x
+
+
+def computed(step: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Every step-th key before a query; not known before the layer's input is."""
+
+    def mask(x: Tensor, given: Tensor) -> Tensor:
+        i = torch.arange(x.shape[1])
+        ago = i[:, None] - i + 0 * x.isnan().any()
+        return ((ago >= 0) & (ago % step == 0))[None, None]
+
+    return mask
+
+
+class Shared(Layers):
+    """One mask for all layers, which they look at through views of their own."""
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        mask = self.masks[0](x, given)
+        for layer in self.layers:
+            n = x.shape[1]
+            x = layer(x, mask=Dense(mask[0, 0, :n, :n].to(torch.uint8)[None, None].bool()))
+        return x
+
+
+def as_given(x: Tensor, given: Tensor) -> Tensor:
+    return given
+
+
+def see(model: nn.Module, run: Callable[[], Any], mode: Any = torch.no_grad) -> Record:
+    with mode(), watch(model, keep="qk") as record:
+        run()
+    return record
+
+
+def assert_same(one: Record, two: Record) -> None:
+    """The same records: of the visible keys in every number."""
+    assert not one.notes and [p.name for p in one.places] == [p.name for p in two.places]
+    for number, place in enumerate(two.places):
+        for head in range(place.n_heads):
+            a, b = one.map(number, head), two.map(number, head)
+            assert np.array_equal(a == 0, b == 0)
+            assert np.allclose(a, b, rtol=0, atol=CLOSE)
+
+
+def draw() -> Tensor:
+    return torch.randn(1, T, 12, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS, ids=NAMED)
+def test_a_mask_that_layers_share_is_read_once(backend: Any, mode: Any, found: list[Any]) -> None:
+    model, x = Shared([computed(2)] * N_LAYERS).eval(), draw()
+    want = see(model, lambda: model(x, x))
+    fast = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        found.clear()
+        assert_same(see(model, lambda: fast(x, x), mode), want)
+        assert len(want.places) == N_LAYERS
+        assert len(found) == (N_LAYERS if backend == "eager" else 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS, ids=NAMED)
+def test_a_model_of_transformers_shares_its_mask(backend: Any, mode: Any, found: list[Any]) -> None:
+    model, given = SUBJECTS["llama"](), question("llama", "left").given
+    model.set_attn_implementation("sdpa")
+    want = see_row(model, lambda: model(**given))
+    fast = torch.compile(model, backend=backend, fullgraph=True)
+    found.clear()
+    assert_same(see_row(model, lambda: fast(**given), mode), want)
+    assert len(found) == 1 and len(want.places) > 1
+
+
+def see_row(model: Any, run: Callable[[], Any], mode: Any = torch.no_grad) -> Record:
+    with mode(), watch(model, keep="qk", row=1) as record:
+        run()
+    return record
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS, ids=NAMED)
+def test_no_mask_is_taken_for_another_of_its_shape(
+    backend: Any, mode: Any, found: list[Any]
+) -> None:
+    model, x = Layers([computed(n) for n in (1, 2, 3, 1)]).eval(), draw()
+    want = see(model, lambda: model(x, x))
+    fast = torch.compile(model, backend=backend, fullgraph=True)
+    assert_same(see(model, lambda: fast(x, x), mode), want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS, ids=NAMED)
+def test_masks_may_change_between_the_passes_of_a_block(backend: Any, mode: Any) -> None:
+    """One that is given is written to in place; one that is computed is another each time."""
+
+    def by_given(x: Tensor, given: Tensor) -> Tensor:
+        return ~given.roll(1, -1) | torch.eye(T).bool()
+
+    model, x = Layers([as_given, by_given]).eval(), draw()
+    fast = torch.compile(model, backend=backend, fullgraph=True)
+    generator = torch.Generator().manual_seed(7)
+    masks = [torch.rand(1, 1, T, T, generator=generator) < 0.5 for _ in range(3)]
+    records = []
+    for run in (model, fast):
+        with mode():
+            given = torch.zeros_like(masks[0])
+            with watch(model, keep="qk") as record:
+                for mask in masks:
+                    run(x, given.copy_(mask))
+        records.append(record)
+    assert len(records[0].places) == 6
+    assert_same(records[1], records[0])
