@@ -6,6 +6,8 @@ Inductor writes masks into memory that it uses again, a copy for each layer, and
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -23,7 +25,7 @@ from regard.lens import row_takes
 from regard.lens.measure import find_runs
 from regard.lens.record import Record
 from regard.lens.watch import watch
-from regard.ops import Dense
+from regard.ops import Dense, call_hook
 
 N_LAYERS, T = 3, 7
 CLOSE = 2e-5
@@ -128,8 +130,10 @@ def as_given(x: Tensor, given: Tensor) -> Tensor:
     return given
 
 
-def see(model: nn.Module, run: Callable[[], Any], mode: Any = torch.no_grad) -> Record:
-    with mode(), watch(model, keep="qk") as record:
+def see(
+    model: nn.Module, run: Callable[[], Any], mode: Any = torch.no_grad, **options: Any
+) -> Record:
+    with mode(), watch(model, keep="qk", **options) as record:
         run()
     return record
 
@@ -166,17 +170,11 @@ def test_a_mask_that_layers_share_is_read_once(backend: Any, mode: Any, found: l
 def test_a_model_of_transformers_shares_its_mask(backend: Any, mode: Any, found: list[Any]) -> None:
     model, given = SUBJECTS["llama"](), question("llama", "left").given
     model.set_attn_implementation("sdpa")
-    want = see_row(model, lambda: model(**given))
+    want = see(model, lambda: model(**given), row=1)
     fast = torch.compile(model, backend=backend, fullgraph=True)
     found.clear()
-    assert_same(see_row(model, lambda: fast(**given), mode), want)
+    assert_same(see(model, lambda: fast(**given), mode, row=1), want)
     assert len(found) == 1 and len(want.places) > 1
-
-
-def see_row(model: Any, run: Callable[[], Any], mode: Any = torch.no_grad) -> Record:
-    with mode(), watch(model, keep="qk", row=1) as record:
-        run()
-    return record
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -212,3 +210,97 @@ def test_masks_may_change_between_the_passes_of_a_block(backend: Any, mode: Any)
         records.append(record)
     assert len(records[0].places) == 6
     assert_same(records[1], records[0])
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS[:2], INDUCTOR], ids=[*NAMED[:2], "inductor"])
+def test_rows_and_heads_see_what_the_mask_shows_them(backend: Any, found: list[Any]) -> None:
+    """And what is found of each row is found once."""
+
+    def of_rows(x: Tensor, given: Tensor) -> Tensor:
+        return ~given.flip(3) | torch.eye(T).bool()
+
+    model, x = Shared([of_rows] * N_LAYERS).eval(), draw().expand(3, -1, -1).contiguous()
+    given = torch.rand(3, 3, T, T, generator=torch.Generator().manual_seed(9)) < 0.5
+    fast = torch.compile(model, backend=backend, fullgraph=True)
+    for options in ({"row": [2, 0]}, {"row": 1, "heads": [2, 0]}):
+        want = see(model, lambda: model(x, given), **options)
+        found.clear()
+        assert_same(see(model, lambda: fast(x, given), **options), want)
+        n_rows = len(want.places) // N_LAYERS
+        assert len(found) == n_rows and n_rows in (1, 2)
+
+
+def test_layers_that_are_compiled_one_by_one_share_what_is_given(found: list[Any]) -> None:
+    """Until it is written to, in the same block."""
+    models, x = [Layers([as_given] * N_LAYERS).eval() for _ in range(2)], draw()
+    for layer in models[1].layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    records = []
+    for model in models:
+        given = torch.rand(1, 1, T, T, generator=torch.Generator().manual_seed(9)) < 0.5
+        found.clear()
+        with torch.no_grad(), watch(model, keep="qk") as record:
+            for _ in range(2):
+                model(x, given)
+                given.logical_not_()
+        assert len(found) == 2
+        records.append(record)
+    assert len(records[0].places) == 2 * N_LAYERS
+    assert_same(records[1], records[0])
+
+
+def test_a_graph_is_kept_for_a_later_block() -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    model, x = Shared([computed(2)] * N_LAYERS).eval(), draw()
+    fast = torch.compile(model, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    for _ in range(3):
+        record = see(model, lambda: fast(x, x))
+        assert len(record.places) == N_LAYERS
+    assert len(graphs) == 1
+    assert sum("number_rule" in name for name in graphs[0]) == 1
+
+
+def test_no_mask_of_a_graph_is_kept() -> None:
+    """Not even in the block, where a number stands for it."""
+    kept: list[Any] = []
+
+    class Noting(Pool):
+        def write(self, x: Tensor) -> Tensor:
+            kept.append(weakref.ref(found := x.clone()))
+            return found
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(given: list[Any]) -> Any:
+            return Noting(graph, False).boxed_run(given)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    model, x = Shared([computed(2)] * N_LAYERS).eval(), draw()
+    fast = torch.compile(model, backend=aot_autograd(fw_compiler=backend), fullgraph=True)
+    with torch.no_grad(), watch(model) as record:
+        fast(x, x)
+        gc.collect()
+        assert len(kept) == N_LAYERS and all(one() is None for one in kept)
+    assert len(record.places) == N_LAYERS
+
+
+@pytest.mark.slow
+def test_inductor_writes_a_mask_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses, plain = [], call_hook.unpack
+
+    def note(packed: Any, shape: Any) -> Any:
+        addresses.append([x.data_ptr() for x in packed.tensors])
+        return plain(packed, shape)
+
+    model, given = SUBJECTS["llama"](), question("llama", "left").given
+    model.set_attn_implementation("sdpa")
+    fast = torch.compile(model, fullgraph=True)
+    monkeypatch.setattr(call_hook, "unpack", note)
+    see(model, lambda: fast(**given), row=1)
+    assert len(addresses) == N_LAYERS and len({*map(tuple, addresses)}) == 1
