@@ -10,7 +10,7 @@ and must change nothing. It belongs to its block, and gets the calls of the thre
 gets the calls of all threads, and is itself traced into compiled graphs, where contexts cannot be
 read. For the other hooks, a graph that is traced while a block is open contains an operation,
 `regard::hear`, which passes them each call when the graph runs. It declares that it writes to
-`effect`, so that the compiler does not remove it.
+`effect`, so that the compiler does not remove it. Beside it, `rule_numbers.py` numbers the masks.
 
 A hook may bring a context manager, `quiet`, inside which calls are checked and passed on, so that
 code that intercepts torch's functions for it does not see the many that this calls. And a hook may
