@@ -16,6 +16,9 @@ Seen in torch 2.11 and 2.13:
 - `torch._subclasses.FakeTensor`: tensors without data, in tracing.
 - `torch._C._len_torch_dispatch_stack`: whether a dispatch mode is active, as in tracing.
 - `torch._C._get_dispatch_mode`, `_TorchDispatchModeKey.PROXY`: whether `make_fx` is tracing.
+- `torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode`, and `unwrap_proxy` of its tracer: the
+  graph that `make_fx` traces, and the node that computes a tensor.
+- `torch._ops.OpOverload`, its `_schema`, and its attribute `is_view`: what an operation does.
 - `torch.ops.aten._scaled_dot_product_flash_attention_for_cpu` and its backward: the CPU kernel,
   with its logsumexp. It assumes, unchecked, that the last axis has stride 1.
 - `torch._fused_sdp_choice`: the kernel that SDPA would choose for a call.
@@ -48,6 +51,7 @@ import torch
 from torch import Tensor, overrides
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
@@ -59,6 +63,7 @@ sdp_order = torch._C._get_sdp_priority_order
 set_sdp_order = torch._C._set_sdp_priority_order
 peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+ProxyMode = ProxyTorchDispatchMode
 PROXY = torch._C._TorchDispatchModeKey.PROXY
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -71,6 +76,16 @@ def end_allocation(device: int, pool: tuple[int, int]) -> None:
     except RuntimeError:
         return  # Torch had ended the allocation before the failure.
     torch._C._cuda_releasePool(device, pool)
+
+
+def writes(target: Any) -> bool:
+    """Whether the target of a graph's node is an operation that writes to one of its tensors."""
+    return isinstance(target, torch._ops.OpOverload) and bool(target._schema.is_mutable)
+
+
+def is_view(target: Any) -> bool:
+    """Whether the target of a graph's node is an operation that returns a view."""
+    return isinstance(target, torch._ops.OpOverload) and bool(target.is_view)
 
 
 def register_pytree(

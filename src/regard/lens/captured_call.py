@@ -32,7 +32,8 @@ class Call:
     `is_row`: the hook has already extracted the recorded row. `v` is set if the hook sees it; it is
     needed to record how much keys add. `rows` are row statistics from the pass that computed the
     output (`ops.call.Call`), if it did: they are valid only for exactly these queries, keys and
-    rule.
+    rule. `rule_number` stands for the tensors of the rule, if a compiled graph numbered them
+    (`ops/rule_numbers.py`), and for what was cut from them.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Call:
     cross: bool | None = None
     is_row: bool = False
     rows: dict[str, Tensor] | None = None
+    rule_number: Any = None
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -85,17 +87,24 @@ class Call:
             rows = {name: x[kept] for name, x in rows.items()}
             if picked is not None:
                 rows = {name: x[:, picked] for name, x in rows.items()}
-        return self._cut(Cut(row=row, heads=picked), q=q, k=k, v=v, sinks=sinks, rows=rows)
+        call = self._cut(Cut(row=row, heads=picked), q=q, k=k, v=v, sinks=sinks, rows=rows)
+        return call._numbered(row, None if heads is None else tuple(heads))
 
     def with_keys(self, keys: Keys) -> Call:
         """The call with a subset of the keys, or with all of them in another order."""
         v = None if self.v is None else self.v[:, :, keys]
-        return self._cut(Cut(keys=keys), k=self.k[:, :, keys], v=v, rows=None)
+        call = self._cut(Cut(keys=keys), k=self.k[:, :, keys], v=v, rows=None)
+        # No other call has this object for the keys that were chosen.
+        return call._numbered((keys.start, keys.stop) if isinstance(keys, slice) else object())
 
     def _cut(self, cut: Cut, **tensors: Any) -> Call:
         mask = None if self.mask is None else self.mask.cut(cut)
         bias = None if self.bias is None else self.bias.cut(cut)
         return replace(self, mask=mask, bias=bias, **tensors)
+
+    def _numbered(self, *cut: Any) -> Call:
+        number = self.rule_number
+        return self if number is None else replace(self, rule_number=(number, *cut))
 
     @property
     def follows_keys(self) -> bool:

@@ -26,6 +26,7 @@ from regard.ops.kernels.launch import on_device_of
 from regard.ops.kernels.rendered import renders_whole
 from regard.ops.op import observe_call
 from regard.ops.pack import pack
+from regard.ops.rule_numbers import age_of
 
 PIECE = 1 << 24
 """Numbers of queries and keys that are processed at once."""
@@ -154,17 +155,10 @@ def mixing(n_heads: int, width: int, device: torch.device) -> Tensor:
     return (1000003 ** torch.arange(n_heads)[:, None] * mix_d).to(device)
 
 
-def rule_key(rule: Rule) -> Any:
-    """A key that identifies a rule, without reading large tensors."""
+def rule_key(rule: Rule, number: Any = None) -> Any:
+    """A key that identifies a rule, without reading large tensors; `number` stands for these."""
     packed = pack(rule)
-    tensors = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, _age(t)) for t in packed.tensors)
+    if number is not None:
+        return number, packed.form, tuple(packed.ints), tuple(packed.floats), rule.shape
+    tensors = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, age_of(t)) for t in packed.tensors)
     return packed.form, tensors, tuple(packed.ints), tuple(packed.floats), rule.shape
-
-
-def _age(tensor: Tensor) -> Any:
-    """A value that changes when a tensor is modified in place, as positions in a cache are."""
-    if not tensor.is_inference():
-        return tensor._version
-    # Torch counts no versions in inference mode: small tensors are read; large masks are assumed to
-    # be new tensors each time.
-    return tuple(tensor.flatten().tolist()) if tensor.numel() <= 1 << 16 else 0

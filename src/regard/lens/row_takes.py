@@ -310,12 +310,12 @@ class RowTakes:
     def see(self, call: Call) -> Seen:
         """What a call's rows see, cached, since layers share masks."""
         rule = call.rule
-        key = rule_key(rule)
+        key = rule_key(rule, call.rule_number)
         if key not in self._seen:
             while len(self._seen) >= self._most:
                 self._seen.pop(next(iter(self._seen)))
-            # The rule is kept, so that no other tensor can get its tensors' addresses.
-            self._seen[key] = (rule, find_seen(call))
+            # A rule that is known by addresses is kept, so that no other tensor can get these.
+            self._seen[key] = (rule if call.rule_number is None else None, find_seen(call))
         return self._seen[key][1]
 
 

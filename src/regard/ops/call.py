@@ -135,6 +135,8 @@ class Call:
     """Whether a tensor of the call is being carried through a `torch.func` transform."""
     caller: int | None = None
     """The id of the module that made the call, where a compiled graph recorded it."""
+    rule_number: int | None = None
+    """The number of the rule's tensors, where a compiled graph has one (`rule_numbers.py`)."""
     rows: dict[str, Tensor] | None = None
     """Row statistics of the pass that computed the output, if a hook asked for any (`flash.py`)."""
 

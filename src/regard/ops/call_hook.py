@@ -10,7 +10,7 @@ and must change nothing. It belongs to its block, and gets the calls of the thre
 gets the calls of all threads, and is itself traced into compiled graphs, where contexts cannot be
 read. For the other hooks, a graph that is traced while a block is open contains an operation,
 `regard::hear`, which passes them each call when the graph runs. It declares that it writes to
-`effect`, so that the compiler does not remove it.
+`effect`, so that the compiler does not remove it. Beside it, `rule_numbers.py` numbers the masks.
 
 A hook may bring a context manager, `quiet`, inside which calls are checked and passed on, so that
 code that intercepts torch's functions for it does not see the many that this calls. And a hook may
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from regard.ops.call import Call
 from regard.ops.pack import Packed, pack, spell, unpack
+from regard.ops.rule_numbers import number_rule
 from regard.ops.shape import Shape
 from regard.ops.wants import Wants
 
@@ -113,9 +114,9 @@ def trace_call(call: Call) -> None:
     q, k, v = call.q.detach(), call.k.detach(), call.v.detach()
     sinks = None if call.sinks is None else call.sinks.detach()
     caller = id(tracing[-1]) if tracing else None
-    _hear_op(
-        effect, spell(packed.form), tensors, packed.ints, packed.floats, q, k, v, sinks, caller
-    )
+    number = number_rule(tensors, "") if tensors else None
+    given = tensors, packed.ints, packed.floats, number
+    _hear_op(effect, spell(packed.form), *given, q, k, v, sinks, caller)
 
 
 def _hear(
@@ -124,6 +125,7 @@ def _hear(
     tensors: list[Tensor],
     ints: list[int],
     floats: list[float],
+    numbered: Tensor | None,
     *rest: Any,
 ) -> None:
     blocks = own_blocks()
@@ -131,8 +133,10 @@ def _hear(
         q, k, v, sinks, caller = rest
         shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         rule = unpack(Packed(form, tensors, ints, floats), shape)
+        number = None if numbered is None else int(numbered) or None
+        call = Call(q=q, k=k, v=v, rule=rule, sinks=sinks, caller=caller, rule_number=number)
         for block in blocks:
-            block.hook(Call(q=q, k=k, v=v, rule=rule, sinks=sinks, caller=caller))
+            block.hook(call)
 
 
 _hear_op = torch.library.custom_op(
@@ -140,7 +144,7 @@ _hear_op = torch.library.custom_op(
     _hear,
     mutates_args=("effect",),
     schema="(Tensor(a!) effect, str form, Tensor[] tensors, SymInt[] ints, float[] floats, "
-    "Tensor q, Tensor k, Tensor v, Tensor? sinks, int? caller) -> ()",
+    "Tensor? number, Tensor q, Tensor k, Tensor v, Tensor? sinks, int? caller) -> ()",
 )
 _hear_op.register_fake(lambda *given: None)
 

@@ -31,7 +31,18 @@ def hook_regard(recorder: Recorder) -> Iterator[None]:
         if isinstance(mask, Causal) and mask.align == "start" and S > T and seen.rule.bias is None:
             # The other keys are slots of a fixed cache that no query sees.
             k, v, rows = k[:, :, :T], v[:, :, :T], None
-        return Call(name=name, q=seen.q, k=k, v=v, sinks=seen.sinks, cross=cross, rows=rows, **rule)
+        number = seen.rule_number
+        return Call(
+            name=name,
+            q=seen.q,
+            k=k,
+            v=v,
+            sinks=seen.sinks,
+            cross=cross,
+            rows=rows,
+            rule_number=number,
+            **rule,
+        )
 
     def choose_wants(seen: call.Call) -> Wants | None:
         """The wanted row statistics, if at least half of the batch's rows are recorded."""
