@@ -31,7 +31,7 @@ from regard._torch import ProxyMode, is_view, writes
 MOST_GIVEN = 64
 """How many numbers of tensors that are given to graphs are remembered."""
 SMALL = 1 << 16
-CONVERSIONS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+CONVERSIONS = "aten._to_copy.default", "prims.convert_element_type.default"
 
 _next = itertools.count(1)
 _given: dict[tuple[Any, ...], tuple[list[ref[Tensor]], int]] = {}
@@ -51,9 +51,10 @@ def age_of(tensor: Tensor) -> Any:
 
 def _number(tensors: list[Tensor], made: str | None) -> Tensor:
     """A number for what is made of these tensors as `made` says; None: a new number; "": 0."""
-    if made == "":
-        return torch.zeros((), dtype=torch.int64)
-    return torch.tensor(next(_next) if made is None else _number_given(tensors, made))
+    number = 0
+    if made != "":
+        number = next(_next) if made is None else _number_given(tensors, made)
+    return torch.tensor(number, device="cpu")
 
 
 def _number_given(tensors: list[Tensor], made: str) -> int:
@@ -119,6 +120,6 @@ def _describe(part: Any, sources: dict[fx.Node, int]) -> Any:
     op: Any = part.target
     if op in (torch.ops.aten.alias.default, torch.ops.aten.detach.default):
         return _describe(part.args[0], sources)
-    if is_view(op) or op in CONVERSIONS:
+    if is_view(op) or str(op) in CONVERSIONS:
         return [str(op), _describe(part.args, sources), _describe(part.kwargs, sources)]
     return f"{sources.setdefault(part, len(sources))}"
