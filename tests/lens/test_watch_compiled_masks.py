@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from regard.layers import MultiHeadAttention
 from regard.lens import mask_runs
+from regard.lens.captured_call import Call
 from regard.lens.mask_runs import find_runs
+from regard.lens.measure import rule_key
 from regard.lens.record import Record
 from regard.lens.watch import watch
 from regard.ops import Dense, call_hook
@@ -241,6 +244,19 @@ def test_rows_and_heads_see_what_the_mask_shows_them(backend: Any, found: list[A
         assert_same(see(model, lambda: fast(x, given), **options), want)
         n_rows = len(want.places) // N_LAYERS
         assert len(found) == n_rows and n_rows in (1, 2)
+
+
+def test_a_number_stands_for_the_part_of_a_rule_that_a_call_is_cut_to() -> None:
+    q, mask = torch.randn(2, 3, T, 5), torch.rand(2, 3, T, T) < 0.5
+    call = Call(name="", q=q, k=q, mask=Dense(mask), rule_number=5)
+    some, row = torch.tensor([3, 1]), call.of(0, None)
+    cuts = [call, row, call.of(1, None), call.of(0, (0,)), call.of(0, (2,))]
+    cuts += [row.with_keys(slice(0, 3)), row.with_keys(slice(3, 6))]
+    cuts += [row.with_keys(some), row.with_keys(some)]
+    assert len({cut.rule_number for cut in cuts}) == len(cuts)
+    assert len({rule_key(cut.rule, cut.rule_number) for cut in cuts}) == len(cuts)
+    assert call.of(0, (2,)).rule_number == cuts[4].rule_number
+    assert replace(call, rule_number=None).of(0, (2,)).with_keys(some).rule_number is None
 
 
 def test_layers_that_are_compiled_one_by_one_share_what_is_given(found: list[Any]) -> None:

@@ -75,7 +75,7 @@ number_rule = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor[] tensors, str? made) -> Tensor",
     # Otherwise Inductor writes a tensor that is not in memory yet once more for each operation.
-    tags=(torch.Tag.flexible_layout,),  # torch 2.11 takes a sequence only
+    tags=(torch.Tag.flexible_layout,),
 )
 number_rule.register_fake(lambda tensors, made: torch.empty((), dtype=torch.int64, device="cpu"))
 
