@@ -163,8 +163,9 @@ def test_biases_have_numbers_and_rules_without_tensors_none() -> None:
     assert found == [None]
 
 
-def test_what_runs_as_eager_code_does_has_no_number() -> None:
-    assert numbered(made_in_many_ways, triangle(), backend="eager") == [None] * 9
+def test_where_nothing_is_traced_each_call_has_a_number_of_its_own() -> None:
+    """Neither addresses nor versions tell masks apart there, in torch 2.11."""
+    assert len({*numbered(made_in_many_ways, triangle(), backend="eager")}) == 9
 
 
 def test_layers_that_are_computed_again_in_the_backward_pass() -> None:

@@ -114,7 +114,7 @@ def trace_call(call: Call) -> None:
     q, k, v = call.q.detach(), call.k.detach(), call.v.detach()
     sinks = None if call.sinks is None else call.sinks.detach()
     caller = id(tracing[-1]) if tracing else None
-    number = number_rule(tensors, "") if tensors else None
+    number = number_rule(tensors, None) if tensors else None
     given = tensors, packed.ints, packed.floats, number
     _hear_op(effect, spell(packed.form), *given, q, k, v, sinks, caller)
 
@@ -133,7 +133,7 @@ def _hear(
         q, k, v, sinks, caller = rest
         shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         rule = unpack(Packed(form, tensors, ints, floats), shape)
-        number = None if numbered is None else int(numbered) or None
+        number = None if numbered is None else int(numbered)
         call = Call(q=q, k=k, v=v, rule=rule, sinks=sinks, caller=caller, rule_number=number)
         for block in blocks:
             block.hook(call)

@@ -12,8 +12,8 @@ same sources, and returns a new number each time it runs. Only if the sources ar
 graph, it returns the number that it had for them in the run, or graph, before, unless they were
 written to since.
 
-Left out: graphs that are not traced by AOTAutograd. The number is 0 there: tensors have addresses
-and versions as in eager code.
+Left out: graphs that are not traced by AOTAutograd. There each call gets a number of its own, since
+torch 2.11 does not count versions in them.
 """
 
 from __future__ import annotations
@@ -50,10 +50,8 @@ def age_of(tensor: Tensor) -> Any:
 
 
 def _number(tensors: list[Tensor], made: str | None) -> Tensor:
-    """A number for what is made of these tensors as `made` says; None: a new number; "": 0."""
-    number = 0
-    if made != "":
-        number = next(_next) if made is None else _number_given(tensors, made)
+    """A number for what is made of these tensors as `made` says; None: a new number."""
+    number = next(_next) if made is None else _number_given(tensors, made)
     return torch.tensor(number, device="cpu")
 
 
