@@ -10,7 +10,8 @@ may raise, what the rule is rendered to, and how kernels are launched; only addr
 rule with tensors counts as the same while torch has seen no write to them, and on the same stream
 (`state_of`), as in `render_cache.py`. The first call of its kind runs as any other, and is kept if
 all its tensors begin at multiples of 16 bytes and its rule needs neither bits, tables nor numbers
-for each pair. The backward is kept likewise, by the strides of what arrives (`flash_backward.py`).
+for each pair; without gradients from the second call with its mask on. The backward is kept
+likewise, by the strides of what arrives (`flash_backward_relaunch.py`).
 
 Left out, and run as any other: rules whose own tensors learn, dropout, transforms, autocast, graphs
 that are traced, captured graphs where the rule has tensors; for the backward, gradients that are
@@ -35,7 +36,7 @@ from regard.ops.bias import ALiBi, Bias
 from regard.ops.blockwise import NOTHING
 from regard.ops.call import Call, Given
 from regard.ops.kernels import flash
-from regard.ops.kernels.arguments import rule_of
+from regard.ops.kernels.arguments import form_of, rule_of
 from regard.ops.kernels.flash_backward import Arriving, Saved
 from regard.ops.kernels.flash_backward_relaunch import Given as Backward
 from regard.ops.kernels.flash_backward_relaunch import Relaunch, relaunch_of
@@ -72,8 +73,6 @@ class Ready(NamedTuple):
     """The tensors to which a gradient may flow, if they require one."""
     state: tuple[Any, ...] | None
     """`state_of` the rule; None where nothing was rendered, which holds for ever."""
-    form: object
-    """The same object for all rules whose calls are launched alike."""
 
 
 class Step(NamedTuple):
@@ -83,6 +82,8 @@ class Step(NamedTuple):
     arguments: Callable[..., tuple[Any, ...]]
     sizes: tuple[int, int, int, int]
     strides: tuple[int, int, int, int]
+    form: object
+    """Stands for the form, in the names of its backward."""
 
 
 class Kept(NamedTuple):
@@ -120,7 +121,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Known | None:
         return None
     if ready.state is not None and ready.state != state_of(kept.tensors, q.device):
         return None
-    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    learns = is_learned(q, k, v)
     if torch.is_grad_enabled() and may_learn(ready, sinks):
         return None
     return Known(ready, step, (q, k, v), sinks, learns)
@@ -137,6 +138,11 @@ def name_of(q: Tensor, k: Tensor, v: Tensor, given: Given) -> tuple[Any, ...]:
         given["softcap"],
         None if sinks is None else (type(sinks), sinks.device, *layout_of(sinks)),
     )
+
+
+def is_learned(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a gradient may be asked of q, k or v."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def may_learn(ready: Ready, sinks: Tensor | None) -> bool:
@@ -193,7 +199,7 @@ class _Again(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         q, k, v = inputs
         output, lse = launch_forward(Known(ready, step, (q, k, v), sinks, True))
-        ctx.ready, ctx.has_sinks = ready, sinks is not None
+        ctx.ready, ctx.step, ctx.has_sinks = ready, step, sinks is not None
         ctx.set_materialize_grads(False)
         # In the order in which `flash_op` saves them, as checkpointing counts on it.
         own = inputs if sinks is None else (*inputs, sinks)
@@ -208,7 +214,7 @@ class _Again(torch.autograd.Function):
         needed, (g, lse_grad) = ctx.needs_input_grad[3:], grads
         name = None
         if g is not None and lse_grad is None and all(needed) and is_where_it_was(ready, rest):
-            name = name_backward(ready, (q, k, v, output, g), sinks)
+            name = name_backward(ctx.step, (q, k, v, output, g), sinks)
             relaunch: Relaunch | None = PLANS.get(name)
             at_sinks = None if sinks is None else sinks.data_ptr()
             given = Backward(q, k, v, g, output, lse, ready.rule, at_sinks)
@@ -234,7 +240,7 @@ def is_where_it_was(ready: Ready, saved: list[Tensor]) -> bool:
 
 
 def name_backward(
-    ready: Ready, tensors: tuple[Tensor, ...], sinks: Tensor | None
+    step: Step, tensors: tuple[Tensor, ...], sinks: Tensor | None
 ) -> tuple[Any, ...] | None:
     """The name of a backward that may be kept; tensors: q, k, v, the output and its gradient."""
     q, k, v, output, g = tensors
@@ -247,7 +253,7 @@ def name_backward(
         return None
     lying = None if sinks is None else layout_of(sinks)
     strides = q.stride(), k.stride(), v.stride(), output.stride(), g.stride()
-    return "backward", ready.form, q.dtype, k.shape, v.shape, lying, *strides
+    return "backward", step.form, lying, *strides
 
 
 def fill(
@@ -260,18 +266,73 @@ def fill(
     return [*given, *rest], ready.rendered[TENSORS - OWN :]
 
 
-def make_ready(
-    call: Call,
-    rendered: Rendered,
-    state: tuple[Any, ...] | None,
-    made: tuple[Tensor, ...],
-    learned: tuple[Tensor, ...],
-) -> Ready:
-    """The rule of a call, for others of the same mask and bias; made: its rendered tensors."""
-    rule, packed = rule_of(rendered), pack(call.rule)
-    lying = [None if x is None else layout_of(x) for x in rendered[OWN:TENSORS]]  # type: ignore[arg-type]
-    saved = (*made, *packed.tensors)
-    form = ("form", call.rule.shape, call.q.device, *lying, *rendered[TENSORS:])
+def attend_first(call: Call, given: Given) -> Tensor:
+    """The output of a call that is not known; it is kept, if it can be launched again."""
+    # Imported late, as above.
+    from regard.ops.kernels import flash_op
+
+    rendered, learns = render(call), is_learned(call.q, call.k, call.v)
+    ready = None
+    if learns or is_seen(given["mask"]):
+        ready = make_ready(call, rendered, given)
+    if ready is None:
+        return flash_op.run(call, rendered)
+    name = "step", *form_of(rendered)
+    step: Step | None = PLANS.get(name)
+    output = None
+    if step is not None:
+        inputs = call.q, call.k, call.v
+        output = attend_again(Known(ready, step, inputs, call.sinks, learns))
+    if output is None:
+        output = flash_op.run(call, rendered)
+        step = PLANS.find(name, lambda: make_step(call, rendered))
+    if step is not None:
+        keep(call, given, ready, step)
+    return output
+
+
+def is_seen(mask: Any) -> bool:
+    """Whether a mask was asked about before; one that is made for each call is not worth keeping.
+
+    With gradients it is, as then the backward is launched again too.
+    """
+    if mask is None:
+        return True
+    name = "seen", id(mask)
+    seen = PLANS.get(name)
+    if seen is not None and seen() is mask:
+        return True
+    if isinstance(mask, Mask):
+        PLANS.find(name, lambda: follow(mask, name))
+    return False
+
+
+def make_ready(call: Call, rendered: Rendered, given: Given) -> Ready | None:
+    """The rule of a call, for others of the same mask and bias; None where it is for this alone."""
+    mask, bias = given["mask"], given["bias"]
+    parts = (rendered.words, rendered.band, rendered.dense, rendered.query_places)
+    if any(part is not None for part in parts) or call.sinks is not rendered.sinks:
+        return None
+    if not (isinstance(mask, Mask | None) and isinstance(bias, ALiBi | None)):
+        return None
+    if call.rule.mask is not mask and call.rule.mask is not None:
+        # It was copied from another device, where writes may go unseen.
+        return None
+    if (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNED:
+        return None
+    packed, tensors = pack(call.rule), terms_tensors(mask, bias)
+    if not all([type(x) in (Tensor, Parameter) and not x.is_inference() for x in tensors]):
+        return None
+    learned = tuple(bias.tensors() if bias is not None else ())
+    if torch.is_grad_enabled() and any(
+        [x.requires_grad for x in (*learned, call.sinks) if x is not None]
+    ):
+        return None
+    made = tuple([x for x in rendered[OWN:TENSORS] if isinstance(x, Tensor)])
+    state = state_of(tensors, call.q.device) if made or tensors else None
+    if state is None and (made or tensors):
+        return None
+    rule, saved = rule_of(rendered), (*made, *packed.tensors)
     return Ready(
         addressed(rule),
         rule,
@@ -281,8 +342,37 @@ def make_ready(
         [x.data_ptr() for x in saved],
         learned,
         state,
-        PLANS.find(form, object),
     )
+
+
+def make_step(call: Call, rendered: Rendered) -> Step | None:
+    """How the forward of calls of this form runs; None where it needs copies of its inputs."""
+    plan = flash.find_plan(rendered, NOTHING, None, False, False, True)
+    if plan is None:
+        return None
+    B, H, T, _ = call.q.shape
+    sizes = B, H, T, call.v.shape[3]
+    strides = flash.strides_of(call.q, sizes)
+    return Step(plan.forward.launch, plan.forward.arguments, sizes, strides, object())
+
+
+def keep(call: Call, given: Given, ready: Ready, step: Step) -> None:
+    """Keep a call for as long as its mask and bias exist."""
+    mask, bias = given["mask"], given["bias"]
+    name = "rule", id(mask), id(bias)
+    kept: Kept | None = PLANS.get(name)
+    if kept is None:
+        tensors = terms_tensors(mask, bias)
+        made = Kept(follow(mask, name), follow(bias, name), tensors, {})
+        kept = PLANS.find(name, lambda: made)
+    if len(kept.calls) >= MOST:
+        kept.calls.clear()
+    kept.calls[name_of(call.q, call.k, call.v, given)] = ready, step
+
+
+def terms_tensors(mask: Any, bias: Any) -> list[Tensor]:
+    """The tensors that a mask and a bias hold."""
+    return [x for term in (mask, bias) if term is not None for x in term.tensors()]
 
 
 def addressed(x: Any) -> Any:
@@ -299,48 +389,3 @@ def follow(term: Any, name: tuple[Any, ...]) -> Callable[[], Any]:
 
 def forget(name: tuple[Any, ...], _: Any) -> None:
     PLANS.pop(name, None)
-
-
-def attend_first(call: Call, given: Given) -> Tensor:
-    """The output of a call as any other, which is kept if it can be launched again."""
-    # Imported late, as above.
-    from regard.ops.kernels import flash_op
-
-    rendered = render(call)
-    output = flash_op.run(call, rendered)
-    keep(call, rendered, given)
-    return output
-
-
-def keep(call: Call, rendered: Rendered, given: Given) -> None:
-    """Keep a call that has run, if a call like it can be launched again."""
-    mask, bias = given["mask"], given["bias"]
-    parts = (rendered.words, rendered.band, rendered.dense, rendered.query_places)
-    if any(part is not None for part in parts) or call.sinks is not rendered.sinks:
-        return
-    if not (isinstance(mask, Mask | None) and isinstance(bias, ALiBi | None)):
-        return
-    if any(x.data_ptr() % ALIGNED for x in rendered[:3]):
-        return
-    tensors = [x for term in (mask, bias) if term is not None for x in term.tensors()]
-    learned = tuple(tensors if bias is not None else ())
-    if not all(type(x) in (Tensor, Parameter) and not x.is_inference() for x in tensors):
-        return
-    away = mask is not None and any(x.device != call.q.device for x in mask.tensors())
-    if away or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-        return
-    plan = flash.find_plan(rendered, NOTHING, None, False, False, True)
-    state = state_of(tensors, call.q.device)
-    if plan is None or state is None:
-        return
-    made = [x for x in rendered[OWN:TENSORS] if isinstance(x, Tensor)]
-    ready = make_ready(call, rendered, state if made or tensors else None, tuple(made), learned)
-    B, H, T, _ = call.q.shape
-    sizes = B, H, T, call.v.shape[3]
-    forward, strides = plan.forward, flash.strides_of(call.q, sizes)
-    name = "rule", id(mask), id(bias)
-    kept = PLANS.find(name, lambda: Kept(follow(mask, name), follow(bias, name), tensors, {}))
-    if len(kept.calls) >= MOST:
-        kept.calls.clear()
-    step = Step(forward.launch, forward.arguments, sizes, strides)
-    kept.calls[name_of(call.q, call.k, call.v, given)] = ready, step
