@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import pytest
 import torch
 import triton
 from no_gpu import Driver
+from relaunch_cases import MANY
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
@@ -28,9 +30,7 @@ from regard.ops import (
     Causal,
     Dense,
     DenseBias,
-    Documents,
     Lengths,
-    Prefix,
     RelativeTable,
     Window,
     attention,
@@ -143,19 +143,7 @@ def draw(width: int = 64, learned: bool = False, turned: bool = True, size: int 
     return one(H), one(G), one(G)
 
 
-KNOWN: dict[str, Made] = {
-    "padding": lambda: {"mask": Lengths(torch.full((B,), T - 3))},
-    "padding on the left": lambda: {
-        "mask": Causal() & Lengths(torch.full((B,), T - 3), side="left"), "scale": 0.3,
-    },
-    "window": lambda: {"mask": Window(16, 0)},
-    "documents": lambda: {"mask": Causal() & Documents(torch.arange(T).repeat(B, 1) // 50)},
-    "documents of all samples": lambda: {"mask": Documents(torch.arange(T) // 50)},
-    "prefix": lambda: {"mask": Causal() | Prefix(16)},
-    "slopes": lambda: {"bias": ALiBi(H), "mask": Causal()},
-    "softcap": lambda: {"softcap": 3.0},
-    "sinks": lambda: {"sinks": torch.zeros(H), "mask": Lengths(torch.full((B,), T))},
-}  # fmt: skip
+KNOWN: dict[str, Made] = {name: partial(made, B, H, T) for name, made in MANY.items()}
 OTHER: dict[str, Made] = {
     "bits": lambda: {"mask": ~Window(16, 0)},
     "a bool tensor": lambda: {"mask": Dense(torch.ones(T) > 0), "softcap": 3.0},
