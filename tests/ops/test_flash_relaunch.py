@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -36,6 +38,7 @@ from regard.ops import (
     attention,
     backends,
 )
+from regard.ops.call import Rule
 from regard.ops.kernels import (
     backend,
     flash_backward_hopper_kernels,
@@ -252,6 +255,23 @@ def test_a_mask_that_was_written_to_since_gives_no_wrong_gradient() -> None:
     lengths += 5
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+@torch.no_grad()
+def test_slopes_of_the_host_are_kept_like_those_of_a_gpu(
+    again: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where some tensor is elsewhere, mask and bias are both copied for the call."""
+
+    def on(rule: Rule, device: torch.device) -> Rule:
+        assert rule.mask is not None and rule.bias is not None
+        return replace(rule, mask=copy(rule.mask), bias=copy(rule.bias))
+
+    monkeypatch.setattr(Rule, "on", on)
+    rule = KNOWN["slopes"]()
+    for _ in range(3):
+        attention(*draw(), **rule)
+    assert again == [False, False, True]
 
 
 @torch.no_grad()

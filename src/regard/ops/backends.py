@@ -155,11 +155,11 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
     `explain` names triton for the calls that run here; those kept as plain (`decode_relaunch`)
     run on torch's kernels, as `explain` says.
     """
-    known = flash_relaunch.find(q, k, v, given)
-    if known is not None and (output := flash_relaunch.attend_again(known)) is not None:
-        return output
     form = decode_relaunch.form_of(q, k, v, given)
     if form is not None and (output := decode_relaunch.attend_again(form)) is not None:
+        return output
+    known = flash_relaunch.find(q, k, v, given)
+    if known is not None and (output := flash_relaunch.attend_again(known)) is not None:
         return output
     if type(q) is not Tensor or q.is_nested or q.dim() != 4:
         return None

@@ -315,8 +315,8 @@ def make_ready(call: Call, rendered: Rendered, given: Given) -> Ready | None:
         return None
     if not (isinstance(mask, Mask | None) and isinstance(bias, ALiBi | None)):
         return None
-    if call.rule.mask is not mask and call.rule.mask is not None:
-        # It was copied from another device, where writes may go unseen.
+    if any([x.device != call.q.device for x in terms_tensors(mask, None)]):
+        # Writes on another device, from which it is copied each time, may go unseen.
         return None
     if (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNED:
         return None
