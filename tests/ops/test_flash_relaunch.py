@@ -23,6 +23,7 @@ import triton
 from no_gpu import Driver
 from relaunch_cases import MANY
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
@@ -371,6 +372,21 @@ def test_what_else_goes_on_sends_a_call_the_long_way() -> None:
     for other in (Parameter(q), None, 3):
         assert flash_relaunch.find(other, k, v, rule) is None  # type: ignore[arg-type]
         assert flash_relaunch.find(q, k, other, rule) is None  # type: ignore[arg-type]
+
+
+def test_a_compiled_graph_serves_a_mask_that_is_kept_and_any_other() -> None:
+    counting = CompileCounter()  # type: ignore[no-untyped-call]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        return attention(q, k, v, mask=mask)
+
+    compiled = torch.compile(run, fullgraph=True, backend=counting)
+    inputs, masks = draw(), [Lengths(torch.full((B,), n)) for n in (9, 8, 7)]
+    for _ in range(3):
+        attention(*inputs, mask=masks[0])
+    for mask in masks:
+        compiled(*inputs, mask)
+    assert counting.frame_count == 1
 
 
 @torch.no_grad()

@@ -149,9 +149,9 @@ def _find(term: Tensor, form: Form) -> tuple[int, int] | None:
 
 def form_of(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Form | None:
     """The form of a call of few queries on plain tensors; None for calls never relaunched."""
-    if type(q) is not Tensor or q.is_nested or q.dim() != 4 or q.shape[2] > MOST_QUERIES:
+    if type(q) is not Tensor or not is_plainly_eager() or not runs_here(q):
         return None
-    if not is_plainly_eager() or not runs_here(q):
+    if q.dim() != 4 or q.shape[2] > MOST_QUERIES:
         return None
     scale, softcap, sinks = given["scale"], given["softcap"], given["sinks"]
     if not (scale is None or type(scale) is float) or not (

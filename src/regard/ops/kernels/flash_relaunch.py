@@ -107,11 +107,12 @@ class Known(NamedTuple):
 
 def find(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Known | None:
     """What is kept for such a call; None where nothing is, or where the call may run otherwise."""
+    # First of all, as a graph that is traced must not depend on what is kept.
+    if not (type(q) is type(k) is type(v) is Tensor and is_plainly_eager()):
+        return None
     mask, bias, sinks = given["mask"], given["bias"], given["sinks"]
     kept: Kept | None = PLANS.get(("rule", id(mask), id(bias)))
     if kept is None or kept.mask() is not mask or kept.bias() is not bias:
-        return None
-    if not (type(q) is type(k) is type(v) is Tensor and is_plainly_eager()):
         return None
     found = kept.calls.get(name_of(q, k, v, given))
     if found is None:
