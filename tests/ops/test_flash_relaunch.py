@@ -7,10 +7,11 @@ they give on a GPU is judged in test_gpu_relaunch.py.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -352,8 +353,39 @@ def test_errors_come_after_a_call_that_had_none() -> None:
         for _ in range(2):
             with pytest.raises(ValueError, match=words):
                 attention(*inputs, mask=mask, **rule)
-    with pytest.raises(TypeError, match="one type and one device"):
-        attention(q, k.half(), v, mask=mask)
+    kinds: list[tuple[Any, dict[str, Any], str]] = [
+        (k.half(), {}, "one type and one device"),
+        (k, {"sinks": 3}, "sinks"),
+        (k, {"scale": [1.0]}, "float"),
+        (k, {"softcap": [1.0]}, "float"),
+        (nested(k), {}, "NestedTensor"),
+    ]
+    for keys, rule, words in kinds:
+        with pytest.raises(TypeError, match=words):
+            attention(q, keys, v, mask=mask, **rule)
+
+
+def nested(x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([*x])
+
+
+@dataclass(frozen=True, eq=False)
+class Listing(Window):
+    """A window that holds what no graph can carry."""
+
+    names: list[str] = field(default_factory=list)
+
+
+@torch.no_grad()
+def test_what_cannot_be_saved_for_a_gradient_is_kept_without(again: list[bool]) -> None:
+    mask = Listing(9, 0, ["a"])
+    for _ in range(3):
+        attention(*draw(), mask=mask)
+    assert again == [False, False, True]
+    with torch.enable_grad(), pytest.raises(TypeError, match="got a list"):
+        attention(*draw(learned=True), mask=mask)
 
 
 def test_what_else_goes_on_sends_a_call_the_long_way() -> None:
@@ -548,5 +580,5 @@ def test_a_call_that_is_launched_again_makes_few_calls(learned: bool) -> None:
         output = attention(*inputs, **rule)
     finally:
         sys.setprofile(None)
-    assert calls.total() <= (26 if learned else 25), calls
+    assert calls.total() <= (27 if learned else 26), calls
     del output

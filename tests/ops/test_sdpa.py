@@ -6,7 +6,6 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -66,7 +65,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return q * 1.0
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(sdpa, "runs_on_gpu", attrgetter("is_cpu"))
+    monkeypatch.setattr(sdpa, "GPU", "cpu")
     monkeypatch.setattr(sdpa, "torchs_order_is_right", lambda device: True)
     monkeypatch.setattr(sdpa, "PLAIN", Plans())
     return found
@@ -132,8 +131,8 @@ def test_a_plain_call_that_is_known_is_told_what_it_was_told_before(
     given: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     anew: list[int] = []
-    plain = sdpa.attend_plain_anew
-    monkeypatch.setattr(sdpa, "attend_plain_anew", lambda *call: (anew.append(1), plain(*call))[1])
+    plain = sdpa.plain_sizes
+    monkeypatch.setattr(sdpa, "plain_sizes", lambda *call: (anew.append(1), plain(*call))[1])
     x = torch.randn(2, 5, 6, 8).half()
     q, k = x.transpose(1, 2), x[:, :, :2].transpose(1, 2)
     odd = torch.zeros(q.numel() + 1).half()[1:].view(q.shape)

@@ -22,8 +22,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +46,8 @@ from regard.ops.unseen import clear, covers
 
 MASK_ENTRIES = 2**26
 """The largest T × S for which a mask is rendered whole, on devices other than the CPU."""
-runs_on_gpu = attrgetter("is_cuda")
-"""Whether a tensor is on a device on which `run_on_gpu` calls torch's kernels."""
+GPU = "cuda"
+"""The type of the devices on which `run_on_gpu` calls torch's kernels."""
 CUDNN_FIRST = {(9, 0)}
 """Compute capabilities of GPUs on which cuDNN's kernels are faster than FlashAttention 2.
 
@@ -89,36 +88,24 @@ def attend_plain(
         return None
     if scale is not None and type(scale) is not float:
         return None
-    if not (type(q) is type(k) is type(v) is Tensor and is_plainly_eager()):
-        return None
-    if q.is_nested or k.is_nested or v.is_nested:
-        return None
-    # One tuple, as each function call would take as long as all of this.
-    align = None if mask is None else mask.align
-    name = (
-        *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
-        *(v.shape, v.stride(), v.dtype, v.device, scale, align),
-    )
-    plain: Plain | None = PLAIN.get(name)
-    if plain is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-        return attend_plain_anew(q, k, v, mask, scale, name)
-    output = F.scaled_dot_product_attention(
-        q, k, v, None, 0.0, plain.causal, scale=scale, enable_gqa=plain.shared
-    )
-    if output.requires_grad:
-        give_back_alike(output)
-    return output
-
-
-def attend_plain_anew(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Causal | None,
-    scale: float | None,
-    name: tuple[Any, ...],
-) -> Tensor | None:
-    """`attend_plain` for a call that is not known, which is kept by its name where it can be."""
+    name = None
+    if type(q) is type(k) is type(v) is Tensor and q.device.type == GPU and is_plainly_eager():
+        if q.is_nested or k.is_nested or v.is_nested:
+            return None
+        align = None if mask is None else mask.align
+        # One tuple, as each function call would take as long as all of this.
+        name = (
+            *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
+            *(v.shape, v.stride(), v.dtype, v.device, scale, align),
+        )
+        plain: Plain | None = PLAIN.get(name)
+        if plain is not None and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            output = F.scaled_dot_product_attention(
+                q, k, v, None, 0.0, plain.causal, scale=scale, enable_gqa=plain.shared
+            )
+            if output.requires_grad:
+                give_back_alike(output)
+            return output
     sizes = plain_sizes(q, k, v)
     if sizes is None or (scale is not None and not 0.0 < scale < math.inf):
         return None
@@ -127,14 +114,15 @@ def attend_plain_anew(
         return None
     # One query on the last key sees all of them.
     causal = mask is not None and (T != 1 or S == 1)
-    if T >= flash_hopper.LONG and flash_hopper.is_long(q, k, v):
+    is_long = T >= flash_hopper.LONG
+    if is_long and flash_hopper.is_long(q, k, v):
         return None
     by_cudnn = T < S and is_cudnn_first(q.device)
     if by_cudnn and is_planned_anew(q, k, v):
         return None
-    if not runs_on_gpu(q):
+    if name is None:
         return attend_plain_on_cpu(q, k, v, causal, scale)
-    if not by_cudnn and T < flash_hopper.LONG and torchs_order_is_right(q.device):
+    if not by_cudnn and not is_long and torchs_order_is_right(q.device):
         width, step = q.shape[3], step_of(q)
         if all(is_lined_up(x, width, step) for x in (q, k, v)):
             PLAIN.find(name, lambda: Plain(causal, k.shape[1] != H))

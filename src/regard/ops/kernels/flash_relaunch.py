@@ -62,11 +62,11 @@ class Ready(NamedTuple):
     """The same with the tensors, some of which may be copies that only this holds."""
     rendered: tuple[Any, ...]
     """The fields of `Rendered` after those of a call."""
-    packed: Packed
-    """The rule itself, without its tensors."""
+    packed: Packed | None
+    """The rule itself, without its tensors; None where no gradient was asked of the call."""
     saved: tuple[Tensor, ...]
     """What a backward pass needs beside the tensors of a call: the rendered tensors, then those
-    that the mask and the bias hold."""
+    of the packed rule."""
     addresses: list[int]
     """Where `saved` begin."""
     learned: tuple[Tensor, ...]
@@ -114,6 +114,8 @@ def find(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Known | None:
     kept: Kept | None = PLANS.get(("rule", id(mask), id(bias)))
     if kept is None or kept.mask() is not mask or kept.bias() is not bias:
         return None
+    if q.is_nested or k.is_nested or v.is_nested or not has_known_kinds(given):
+        return None
     found = kept.calls.get(name_of(q, k, v, given))
     if found is None:
         return None
@@ -125,7 +127,19 @@ def find(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Known | None:
     learns = is_learned(q, k, v)
     if torch.is_grad_enabled() and may_learn(ready, sinks):
         return None
+    if learns and ready.packed is None:
+        return None
     return Known(ready, step, (q, k, v), sinks, learns)
+
+
+def has_known_kinds(given: Given) -> bool:
+    """Whether the numbers and sinks of a call are of a kind that is compared by its name."""
+    scale, softcap, sinks = given["scale"], given["softcap"], given["sinks"]
+    if not (scale is None or type(scale) is float) or not (
+        softcap is None or type(softcap) is float
+    ):
+        return False
+    return sinks is None or type(sinks) in (Tensor, Parameter)
 
 
 def name_of(q: Tensor, k: Tensor, v: Tensor, given: Given) -> tuple[Any, ...]:
@@ -316,12 +330,14 @@ def make_ready(call: Call, rendered: Rendered, given: Given) -> Ready | None:
         return None
     if not (isinstance(mask, Mask | None) and isinstance(bias, ALiBi | None)):
         return None
+    if not has_known_kinds(given):
+        return None
     if any([x.device != call.q.device for x in terms_tensors(mask, None)]):
         # Writes on another device, from which it is copied each time, may go unseen.
         return None
     if (call.q.data_ptr() | call.k.data_ptr() | call.v.data_ptr()) % ALIGNED:
         return None
-    packed, tensors = pack(call.rule), terms_tensors(mask, bias)
+    tensors = terms_tensors(mask, bias)
     if not all([type(x) in (Tensor, Parameter) and not x.is_inference() for x in tensors]):
         return None
     learned = tuple(bias.tensors() if bias is not None else ())
@@ -333,12 +349,13 @@ def make_ready(call: Call, rendered: Rendered, given: Given) -> Ready | None:
     state = state_of(tensors, call.q.device) if made or tensors else None
     if state is None and (made or tensors):
         return None
-    rule, saved = rule_of(rendered), (*made, *packed.tensors)
+    packed = pack(call.rule) if is_learned(call.q, call.k, call.v) else None
+    rule, saved = rule_of(rendered), made if packed is None else (*made, *packed.tensors)
     return Ready(
         addressed(rule),
         rule,
         tuple(rendered[OWN:]),
-        packed._replace(tensors=[]),
+        None if packed is None else packed._replace(tensors=[]),
         saved,
         [x.data_ptr() for x in saved],
         learned,
