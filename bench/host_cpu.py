@@ -113,7 +113,7 @@ def pretend_a_gpu() -> None:
     backends.ORDER["cpu"] = backends.ORDER["cuda"]
     backends.asked_first = backends.asked_first_on_gpu
     flash_hopper.runs_on = lambda device: True  # type: ignore[assignment]
-    sdpa.GPU = "cpu"
+    sdpa.ON_GPU = "is_cpu"
     sdpa.torchs_order_is_right = functools.cache(lambda device: True)
     # The mode that counts operations is no reason to render anew.
     render_cache.is_intercepted = lambda: False  # type: ignore[assignment]

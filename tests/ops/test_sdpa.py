@@ -65,7 +65,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return q * 1.0
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(sdpa, "GPU", "cpu")
+    monkeypatch.setattr(sdpa, "ON_GPU", "is_cpu")
     monkeypatch.setattr(sdpa, "torchs_order_is_right", lambda device: True)
     monkeypatch.setattr(sdpa, "PLAIN", Plans())
     return found

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -46,8 +47,8 @@ from regard.ops.unseen import clear, covers
 
 MASK_ENTRIES = 2**26
 """The largest T × S for which a mask is rendered whole, on devices other than the CPU."""
-GPU = "cuda"
-"""The type of the devices on which `run_on_gpu` calls torch's kernels."""
+ON_GPU = "is_cuda"
+"""What is true of tensors for which `run_on_gpu` calls torch's kernels."""
 CUDNN_FIRST = {(9, 0)}
 """Compute capabilities of GPUs on which cuDNN's kernels are faster than FlashAttention 2.
 
@@ -89,7 +90,7 @@ def attend_plain(
     if scale is not None and type(scale) is not float:
         return None
     name = None
-    if type(q) is type(k) is type(v) is Tensor and q.device.type == GPU and is_plainly_eager():
+    if type(q) is type(k) is type(v) is Tensor and getattr(q, ON_GPU) and is_plainly_eager():
         if q.is_nested or k.is_nested or v.is_nested:
             return None
         align = None if mask is None else mask.align
@@ -122,10 +123,10 @@ def attend_plain(
         return None
     if name is None:
         return attend_plain_on_cpu(q, k, v, causal, scale)
-    if not by_cudnn and not is_long and torchs_order_is_right(q.device):
-        width, step = q.shape[3], step_of(q)
-        if all(is_lined_up(x, width, step) for x in (q, k, v)):
-            PLAIN.find(name, lambda: Plain(causal, k.shape[1] != H))
+    is_kept = not by_cudnn and not is_long and torchs_order_is_right(q.device)
+    if is_kept and are_lined_up(q, k, v):
+        # Not by a lambda, whose variables would slow down all that is above.
+        PLAIN.find(name, partial(Plain, causal, k.shape[1] != H))
     return run_on_gpu(q, k, v, None, 0.0, causal, scale)
 
 
@@ -358,6 +359,12 @@ def step_of(q: Tensor) -> int:
     """
     each = 16 // q.dtype.itemsize
     return 1 if q.shape[3] % each else each
+
+
+def are_lined_up(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch's kernels can read all three as they are."""
+    width, step = q.shape[3], step_of(q)
+    return all(is_lined_up(x, width, step) for x in (q, k, v))
 
 
 def lined_up(x: Tensor, width: int, step: int) -> Tensor:
