@@ -6,7 +6,8 @@ Calls go the way of CUDA tensors and their kernels are compiled for an H100 or H
 are the CPU's, and what stands for a GPU (tests/no_gpu.py) takes launches and does nothing. So what
 is timed is our Python, torch's dispatch and Triton's, and not the driver. SDPA in its shortest call
 stands beside them as a scale. Plain and causal calls go to SDPA itself: there a function that gives
-a view of the queries stands for it, alone and behind ours, so that what we add is told.
+a view of the queries stands for it, alone and behind ours, so that what we add is told; also
+behind the function of transformers for SDPA, and ours for its models.
 
 Between calls that are timed the rest of a layer runs, so that a call finds the caches of the CPU as
 in a model. Times are of this thread on the CPU, in µs, and of the fastest tenth, as the others were
@@ -38,8 +39,10 @@ from decode_gpu import rule_of
 from racing import Bench, name_machine, options_of, write
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import regard
+import regard.hf
 from regard.ops import backends, decode_relaunch, sdpa
 from regard.ops.kernels import backend, flash_hopper, render_cache
 
@@ -57,6 +60,11 @@ PLAIN: dict[str, tuple[Sizes, dict[str, Any], bool]] = {
     "causal, with gradients": (FORWARD, {"mask": regard.Causal()}, True),
 }
 """Calls that go to SDPA: their sizes, their rule, and whether gradients are recorded."""
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "BERT": (12, {"is_causal": False}),
+    "LLaMA, causal": (3, {"is_causal": True, "num_key_value_groups": 4}),
+}
+"""Attention of models of transformers: its key heads, and what it says of itself."""
 HOUSE = str(Path(regard.__file__).parent)
 DECODING = ("a cache's mask", "padded", "window 1,024", "ALiBi")
 
@@ -105,7 +113,7 @@ def pretend_a_gpu() -> None:
     backends.ORDER["cpu"] = backends.ORDER["cuda"]
     backends.asked_first = backends.asked_first_on_gpu
     flash_hopper.runs_on = lambda device: True  # type: ignore[assignment]
-    sdpa.attend_plain_on_cpu = lambda *call: sdpa.run_on_gpu(*call[:3], None, 0.0, *call[3:])
+    sdpa.ON_GPU = "is_cpu"
     sdpa.torchs_order_is_right = functools.cache(lambda device: True)
     # The mode that counts operations is no reason to render anew.
     render_cache.is_intercepted = lambda: False  # type: ignore[assignment]
@@ -226,6 +234,35 @@ def show_plain(name: str, clock: Clock) -> str:
         return f"| {name} | {' | '.join(cells)} | {count_calls(attend)} |"
 
 
+def show_model(name: str, clock: Clock) -> str:
+    """A row: transformers' function for SDPA and ours, without and with gradients, and backward."""
+    n_keys, about = MODELS[name]
+    module = nn.Module()
+    for what, value in about.items():
+        setattr(module, what, value)
+    heads = (12, n_keys, n_keys)
+    sizes = [torch.zeros(2, 128, n, 64, dtype=torch.bfloat16) for n in heads]
+    cells = []
+    for learned in (False, True):
+        inputs = [x.clone().transpose(1, 2).requires_grad_(learned) for x in sizes]
+        for attend in (sdpa_attention_forward, regard.hf.regard_attention):
+
+            def run(_: Any = None, attend: Any = attend, inputs: Any = inputs) -> Tensor:
+                found: Tensor = attend(module, *inputs, None, dropout=0.0, scaling=0.125)[0]
+                return found
+
+            def differentiate(output: Tensor, inputs: Any = inputs) -> Any:
+                return torch.autograd.grad(output, inputs[0], sizes[0])
+
+            with mock.patch.object(F, "scaled_dot_product_attention", stand_in):
+                cells.append(f"{clock.time(run):.1f}")
+                if learned:
+                    cells.append(f"{clock.time(differentiate, run):.1f}")
+    theirs, ours, *learning = cells
+    ordered = [theirs, ours, learning[0], learning[2], learning[1], learning[3]]
+    return f"| {name} | {' | '.join(ordered)} |"
+
+
 def show_decode(name: str, clock: Clock) -> str:
     rule, _ = rule_of(name, DECODE, "cpu")
     inputs = draw(DECODE, False)
@@ -260,6 +297,12 @@ def main() -> None:
     for name, (_, _, learned) in PLAIN.items():
         with torch.set_grad_enabled(learned):
             bench.say(show_plain(name, clock))
+    bench.say("", "## The same in transformers, whose function for SDPA stands beside ours", "")
+    columns = ["model", "theirs", "ours", "with gradients, theirs", "ours"]
+    columns += ["backward, theirs", "ours"]
+    bench.say(f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|")
+    for name in MODELS:
+        bench.say(show_model(name, clock))
     bench.say("")
     bench.say(f"## Forward and backward, {FORWARD}", "")
     columns = ["rule", "forward", "with gradients", "backward", "torch's operations"]

@@ -1,4 +1,4 @@
-"""Steps of generation of which only addresses change from call to call, by their rules."""
+"""Calls of which only addresses change from one to the next, by their rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from regard.ops import ALiBi, Causal, Documents, Lengths, Window
+from regard.ops import ALiBi, Causal, Documents, Lengths, Prefix, Window
 
 B, G, D = 3, 2, 16
 Made = Callable[[int, int], dict[str, Any]]
@@ -45,3 +45,22 @@ KNOWN: dict[str, Made] = {
     "slopes, placed": lambda T, S: {"mask": Causal().at(*(p := at(T, S))), "bias": ALiBi(4).at(*p)},
     "sinks alone": lambda T, S: {"sinks": Parameter(torch.zeros(4))},
 }  # fmt: skip
+
+MANY: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
+    "padding": lambda B, H, T: {"mask": Lengths(torch.full((B,), T - 3))},
+    "padding on the left": lambda B, H, T: {
+        "mask": Causal() & Lengths(torch.full((B,), T - 3), side="left"), "scale": 0.3,
+    },
+    "window": lambda B, H, T: {"mask": Window(16, 0)},
+    "documents": lambda B, H, T: {
+        "mask": Causal() & Documents(torch.arange(T).repeat(B, 1) // 50)
+    },
+    "documents of all samples": lambda B, H, T: {"mask": Documents(torch.arange(T) // 50)},
+    "prefix": lambda B, H, T: {"mask": Causal() | Prefix(16)},
+    "slopes": lambda B, H, T: {"bias": ALiBi(H), "mask": Causal()},
+    "softcap": lambda B, H, T: {"softcap": 3.0},
+    "sinks": lambda B, H, T: {
+        "sinks": torch.zeros(H), "mask": Lengths(torch.full((B,), T)),
+    },
+}  # fmt: skip
+"""By samples, heads, and as many queries as keys."""

@@ -26,6 +26,7 @@ Seen in torch 2.11 and 2.13:
   kernels.
 - `torch.overrides._get_current_function_mode_stack`, `_pop_mode`, `_push_mode`: removing a
   torch-function mode.
+- `torch._C._cuda_getCurrentRawStream`: the current stream of a GPU, as Triton reads it.
 - `torch._C._current_graph_task_id`: whether the backward pass is running.
 - `torch._C._dynamo.eval_frame`: whether compiled code is running (`get_eval_frame_callback`), and
   excluding functions that it calls from compilation (`set_code_exec_strategy`).
@@ -86,6 +87,11 @@ def writes(target: Any) -> bool:
 def is_view(target: Any) -> bool:
     """Whether the target of a graph's node is an operation that returns a view."""
     return isinstance(target, torch._ops.OpOverload) and bool(target.is_view)
+
+
+def current_stream(device: torch.device) -> int:
+    """The current stream of a GPU, as its address."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def register_pytree(

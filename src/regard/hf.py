@@ -47,6 +47,8 @@ from regard.ops import Bias, Causal, Dense, DenseBias, Documents, Lengths, Mask,
 
 NAME = "regard"
 Rule = Callable[..., Any]
+FROM_START = Causal(align="start")
+"""What "causal" means without a mask."""
 
 
 class RuleMask(Tensor):
@@ -105,25 +107,20 @@ def regard_attention(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of the interface: (B, H, T, D), (B, G, S, D) in, (B, T, H, D) out."""
-    if more.get("cu_seq_lens_q") is not None or more.get("cache") is not None:
-        raise ValueError(
-            'attn_implementation="regard" does not support packing by cu_seq_lens or paged caches '
-            "yet; give a padded batch, or position_ids that start at 0 in each text"
-        )
-    if more.get("block_indices") is not None:
-        raise ValueError(
-            f"{type(module).__name__} chooses blocks of keys for each query, which "
-            'attn_implementation="regard" does not support yet; use "sdpa" or "eager"'
-        )
-    T, S = query.shape[2], key.shape[2]
-    mask, bias = read_mask(attention_mask, S)
+    chosen = None
+    if more:
+        refuse_options(module, more)
+        chosen = more.get("indices")
+    bias: Bias | None = None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        mask = Causal(align="start") if causal and T > 1 else None
-    if more.get("indices") is not None:
-        mask = hide_unchosen(mask, more["indices"], S)
+        mask: Mask | None = FROM_START if causal and query.shape[2] > 1 else None
+    else:
+        mask, bias = read_mask(attention_mask, key.shape[2])
+    if chosen is not None:
+        mask = hide_unchosen(mask, chosen, key.shape[2])
     if position_bias is not None:
-        extra: Bias = DenseBias(position_bias[..., :S])
+        extra: Bias = DenseBias(position_bias[..., : key.shape[2]])
         bias = extra if bias is None else bias + extra
     output = attention(
         query,
@@ -137,6 +134,20 @@ def regard_attention(
         dropout=dropout,
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def refuse_options(module: nn.Module, given: dict[str, Any]) -> None:
+    """Raise an error for options of the interface that are not supported."""
+    if given.get("cu_seq_lens_q") is not None or given.get("cache") is not None:
+        raise ValueError(
+            'attn_implementation="regard" does not support packing by cu_seq_lens or paged caches '
+            "yet; give a padded batch, or position_ids that start at 0 in each text"
+        )
+    if given.get("block_indices") is not None:
+        raise ValueError(
+            f"{type(module).__name__} chooses blocks of keys for each query, which "
+            'attn_implementation="regard" does not support yet; use "sdpa" or "eager"'
+        )
 
 
 def read_mask(seen: Tensor | None, n_keys: int) -> tuple[Mask | None, Bias | None]:
@@ -268,18 +279,19 @@ class Placed:
         Its values are read once per forward pass, which synchronizes with the device.
         """
         end = self.kv_offset + self.n_keys
-        real = functional.pad(real.bool(), (0, max(0, end - real.shape[1])))[
-            :, self.kv_offset : end
-        ]
-        lengths = real.sum(1)
-        first, last = real[:, 0], real[:, -1]
-        steps = (real[:, 1:] != real[:, :-1]).sum(1)
-        told = torch.stack([real.all(), (steps <= first).all(), (steps <= last).all()]).tolist()
-        if told[0]:
+        lack = end - real.shape[1]
+        real = functional.pad(real.bool(), (0, lack)) if lack > 0 else real.bool()
+        real = real[:, self.kv_offset : end]
+        # On the host, as a GPU would be launched a dozen kernels to tell.
+        seen = real.cpu().numpy()
+        steps = (seen[:, 1:] != seen[:, :-1]).sum(1)
+        if seen.all():
             return []
-        if told[1]:
-            return [Lengths(lengths)]
-        return [Lengths(lengths, side="left")] if told[2] else [Dense(real[:, None, None])]
+        if (steps <= seen[:, 0]).all():
+            return [Lengths(real.sum(1))]
+        if (steps <= seen[:, -1]).all():
+            return [Lengths(real.sum(1), side="left")]
+        return [Dense(real[:, None, None])]
 
 
 def _name_of(rule: Rule) -> str:

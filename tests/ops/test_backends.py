@@ -74,7 +74,7 @@ class Ran(Exception):
 def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have calls on a CPU go the way of a GPU's, up to our kernels."""
 
-    def run(call: Any) -> None:
+    def run(call: Any, _: Any = None) -> None:
         raise Ran
 
     monkeypatch.setattr(backend, "refuse_tensors", lambda q, width: None)

@@ -64,7 +64,7 @@ def test_it_compiles_for_a_gpu_as_it_is_launched(
     if mass is not None:
         found["mass"] = torch.zeros(1, 4, 256)
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver(), raising=False)
-    run = flash_hopper_kernels.plan_forward(given, asked=any(ask))
+    run = flash_hopper_kernels.plan_forward(given, asked=any(ask)).run
     run(given, torch.zeros_like(q), Answers(**found), mass)
     kernel: Any = flash_hopper_kernels._alone if width == 64 else flash_hopper_kernels._shared
     compiled = [one for cache in kernel.device_caches.values() for one in cache[0].values()]

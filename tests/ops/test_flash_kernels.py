@@ -20,7 +20,7 @@ from interpreted import run_interpreted
 pytestmark = pytest.mark.slow
 
 LEAKS = [f"{name}{sinks}" for name in UNSEEN for sinks in ("", " and sinks")]
-OTHERS = ("views", "twice", "repeated", "compiled", "refused", "finished")
+OTHERS = ("views", "twice", "repeated", "compiled", "refused", "finished", "begun")
 
 
 def run_cases() -> None:
@@ -52,6 +52,7 @@ def run_cases() -> None:
         of, *sinks = name.split(" and ")
         report[f"leaks: {name}"] = {"numbers": (count_leaks(of, "cpu", bool(sinks)), 0)}
     report["finished"] = {"queries": finished_gap()}
+    report["begun"] = {"sums": begun_gap()}
     report["views"], report["twice"] = view_gaps("cpu"), twice_gaps("cpu")
     report["repeated"] = {"numbers": (count_other_bits("cpu"), 0)}
     report["compiled"] = compiled_gaps()
@@ -81,6 +82,24 @@ def finished_gap() -> tuple[float, float]:
     kernels._finish[(2 * 3 * n // 32,)](sums, view(dq), 1.5, n, 3, T, D, ROWS=32, WIDTH=D)
     eps = torch.finfo(torch.float32).eps
     return float((dq - wanted[:, :, :T] * 1.5 * math.log(2.0)).abs().max()), 8 * eps
+
+
+def begun_gap() -> tuple[float, float]:
+    """How far from zero the sums are that `_finish` reads, after the first kernel."""
+    import torch
+
+    from regard.ops.kernels import flash_backward_kernels as kernels
+    from regard.ops.kernels.arguments import view
+    from regard.ops.kernels.flash_backward import Incoming, RowGrads
+
+    B, H, T, n, D = 2, 3, 100, 128, 64
+    out, lse, sums = torch.randn(B, H, T, D), torch.zeros(B, H, T), torch.full((B, H, n, D), 9.0)
+    rows = RowGrads(*torch.zeros(2, B, H, n), None, n)
+    incoming = Incoming(lse, None, None, None, None)
+    kernels._delta[(B * H,)](
+        view(out), view(out), incoming, rows, sums, H, T, D, ROWS=n, VALUES=D
+    )  # fmt: skip
+    return float(sums.abs().max()), 0.0
 
 
 def compiled_gaps() -> dict[str, tuple[float, float]]:

@@ -1,6 +1,7 @@
-"""Steps of generation that are launched again on a GPU: the reference's answer each time.
+"""Calls that are launched again on a GPU: the reference's answer each time.
 
-What they are launched with is judged without a GPU, in test_decode_relaunch.py.
+What they are launched with is judged without a GPU, in test_decode_relaunch.py and
+test_flash_relaunch.py.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from relaunch_cases import KNOWN, B, draw
+from relaunch_cases import KNOWN, MANY, B, draw
 from torch import Tensor
 
 from regard.ops import ALiBi, attention, decode_relaunch
+from regard.ops.kernels import flash_backward_relaunch, flash_relaunch
 
 pytestmark = pytest.mark.gpu
 
@@ -48,3 +50,62 @@ def test_a_step_that_is_launched_again_equals_the_reference(
         allowed = 2 * (theirs - truth).abs().max() + 2**-8 * truth.abs().max()
         assert (ours - truth).abs().max() <= allowed and ours.shape[0] == B
     assert again[-1]
+
+
+@pytest.mark.parametrize("width", [48, 64, 128])
+@pytest.mark.parametrize("name", MANY)
+def test_a_layer_that_is_launched_again_equals_the_reference(
+    name: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, and backward with a gradient whose memory is in another order from turn to turn."""
+    forward, backward = Heard(flash_relaunch.attend_again), Heard(relaunched)
+    monkeypatch.setattr(flash_relaunch, "attend_again", forward)
+    monkeypatch.setattr(flash_backward_relaunch.Relaunch, "__call__", backward.as_method())
+    H, G, T = 6, 2, 300
+    with torch.device("cuda"):
+        rule = MANY[name](B, H, T)
+    torch.manual_seed(0)
+    for turn in range(6):
+        inputs = [
+            torch.randn(B, T, n, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for n in (H, G, G)
+        ]
+        g = torch.randn(B, H, T, width, device="cuda", dtype=torch.bfloat16)
+        g = g if turn % 2 else g.transpose(1, 2).contiguous().transpose(1, 2)
+        ours = differentiate(inputs, g, rule)
+        truth = differentiate([x.double() for x in inputs], g.double(), rule, "reference")
+        theirs = differentiate(inputs, g, rule, "reference")
+        for one, exact, plain in zip(ours, truth, theirs, strict=True):
+            allowed = 2 * (plain - exact).abs().max() + 2**-7 * exact.abs().max()
+            assert (one - exact).abs().max() <= allowed
+        with torch.no_grad():
+            alone = attention(*inputs, **rule)
+        assert torch.equal(alone, ours[0])
+    assert forward.found[-1] and backward.found[-1]
+
+
+relaunched = flash_backward_relaunch.Relaunch.__call__
+
+
+class Heard:
+    """A function, and whether each call of it found something."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.found = function, list[bool]()
+
+    def __call__(self, *args: Any) -> Any:
+        answer = self.function(*args)
+        self.found.append(answer is not None)
+        return answer
+
+    def as_method(self) -> Any:
+        return lambda *args: self(*args)
+
+
+def differentiate(
+    inputs: list[Tensor], g: Tensor, rule: dict[str, Any], backend: str = "auto"
+) -> list[Tensor]:
+    """The output, and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = attention(*leaves, **rule, backend=backend)
+    return [output.detach(), *torch.autograd.grad(output, leaves, g)]

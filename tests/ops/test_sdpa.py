@@ -34,6 +34,8 @@ from regard.ops import (
 )
 from regard.ops.call import make_call
 from regard.ops.flash_cpu import in_rows
+from regard.ops.kernels import flash_hopper
+from regard.ops.kernels.launch import Plans
 from regard.ops.shape import Shape
 
 HOUSE = str(Path(regard.__file__).parent)
@@ -62,12 +64,10 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append((q, k, v, *rest, more))
         return q * 1.0
 
-    def go(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
-        return sdpa.run_on_gpu(q, k, v, None, 0.0, causal, scale)
-
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(sdpa, "attend_plain_on_cpu", go)
+    monkeypatch.setattr(sdpa, "ON_GPU", "is_cpu")
     monkeypatch.setattr(sdpa, "torchs_order_is_right", lambda device: True)
+    monkeypatch.setattr(sdpa, "PLAIN", Plans())
     return found
 
 
@@ -104,7 +104,7 @@ def test_the_short_way_leaves_to_the_long_one_what_it_cannot_know() -> None:
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_a_plain_call_on_a_gpu_makes_few_calls(learned: bool, given: list[tuple[Any, ...]]) -> None:
-    """8, and one for the gradient that comes back: without a GPU 2 more stand for torch's."""
+    """3 once it is known, and one for the gradient that comes back."""
     q = torch.randn(1, 6, 1, 8, requires_grad=learned)
     k = torch.randn(1, 2, 5, 8)
     calls: Counter[str] = Counter()
@@ -114,20 +114,72 @@ def test_a_plain_call_on_a_gpu_makes_few_calls(learned: bool, given: list[tuple[
             calls[frame.f_code.co_name] += 1
 
     for rule in ({}, {"mask": Causal()}, {"scale": 0.3}):
+        attention(q, k, k, **rule)
+        given.clear()
         calls.clear()
         sys.setprofile(count)
         try:
             attention(q, k, k, **rule)
         finally:
             sys.setprofile(None)
-        assert calls.total() <= 8 + learned, calls
-    told = [(*rest, more) for _, _, _, *rest, more in given]
-    plain = {"scale": None, "enable_gqa": True}
-    assert told == [
-        (None, 0.0, False, plain),
-        (None, 0.0, False, plain),
-        (None, 0.0, False, plain | {"scale": 0.3}),
+        assert calls.total() <= 3 + learned, calls
+        told = {"scale": rule.get("scale"), "enable_gqa": True}
+        assert [each[3:] for each in given] == [(None, 0.0, False, told)]
+
+
+def test_a_plain_call_that_is_known_is_told_what_it_was_told_before(
+    given: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anew: list[int] = []
+    plain = sdpa.plain_sizes
+    monkeypatch.setattr(sdpa, "plain_sizes", lambda *call: (anew.append(1), plain(*call))[1])
+    x = torch.randn(2, 5, 6, 8).half()
+    q, k = x.transpose(1, 2), x[:, :, :2].transpose(1, 2)
+    odd = torch.zeros(q.numel() + 1).half()[1:].view(q.shape)
+    calls: list[tuple[Any, ...]] = [
+        (q, k, k, None, None),
+        (q, q, q, None, None),
+        (q, q, q, Causal(), None),
+        (q, q, q, Causal(align="start"), None),
+        (q, q, q, Causal(), 0.3),
+        (q.contiguous(), q, q, None, None),
+        (q, q.contiguous(), q, None, None),
+        (q, q, q.contiguous(), None, None),
+        (q.float(), q.float(), q.float(), None, None),
+        (q[:1], q[:1], q[:1], None, None),
+        (q[:, :, -1:], q, q, Causal(), None),
     ]
+    for turn in range(2):
+        anew.clear()
+        for call in calls:
+            sdpa.attend_plain(*call)
+        assert len(anew) == (0 if turn else len(calls))
+    for one, other in zip(given[: len(calls)], given[len(calls) :], strict=True):
+        assert all(x is y for x, y in zip(one[:3], other[:3], strict=True))
+        assert one[3:] == other[3:]
+    assert [each[5] for each in given[2:5]] == [True] * 3 and given[10][5] is False
+    sdpa.attend_plain(*[q.contiguous()] * 3, None, None)
+    given.clear()
+    for other in (odd, x.mT.contiguous().mT.transpose(1, 2)):
+        for _ in range(2):
+            anew.clear()
+            sdpa.attend_plain(q.contiguous(), other, other, None, None)
+            assert anew == [1] and given[-1][1] is not other, "it is copied each time"
+    for wrong in ((q, q.float(), q), (q, q[:, :, 1:], q), (q.mT, q, q), (q, q.to("meta"), q)):
+        for _ in range(2):
+            assert sdpa.attend_plain(*wrong, None, None) is None
+
+
+def test_calls_that_cudnn_may_plan_anew_are_not_kept(
+    given: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it does depends on what learns, and on what the user switched off."""
+    monkeypatch.setattr(sdpa, "is_cudnn_first", lambda device: True)
+    monkeypatch.setattr(flash_hopper, "LONG", 7)
+    q, k, long = (torch.randn(1, 2, n, 8) for n in (3, 5, 7))
+    sdpa.attend_plain(q, k, k, None, None)
+    sdpa.attend_plain(long, long, long, None, None)
+    assert len(given) == 2 and not sdpa.PLAIN
 
 
 @pytest.mark.parametrize("width", [8, 7])

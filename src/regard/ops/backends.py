@@ -28,7 +28,7 @@ from regard.ops import (
 from regard.ops.blockwise import NOTHING, Ask
 from regard.ops.call import Call, Given, gather_call, outside_autocast, plain_sizes
 from regard.ops.kernels import backend as triton
-from regard.ops.kernels import flash_hopper
+from regard.ops.kernels import flash_hopper, flash_relaunch
 from regard.ops.kernels.launch import on_device_of
 from regard.ops.kernels.rendered import is_given_whole, render
 from regard.ops.shape import Shape
@@ -158,6 +158,9 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
     form = decode_relaunch.form_of(q, k, v, given)
     if form is not None and (output := decode_relaunch.attend_again(form)) is not None:
         return output
+    known = flash_relaunch.find(q, k, v, given)
+    if known is not None and (output := flash_relaunch.attend_again(known)) is not None:
+        return output
     if type(q) is not Tensor or q.is_nested or q.dim() != 4:
         return None
     if triton.refuse_tensors(q, q.shape[3]) is not None:
@@ -183,10 +186,7 @@ def attend_by_kernels(q: Tensor, k: Tensor, v: Tensor, given: Given) -> Tensor |
         return decode.run(call) if form is None else decode_relaunch.attend_first(call, form)
     if triton.refuse_many_queries(call) is not None:
         return None
-    # Imported late, as in `triton.refuse`.
-    from regard.ops.kernels import flash_op
-
-    return flash_op.run(call)
+    return flash_relaunch.attend_first(call, given)
 
 
 def attend_and_tell(call: Call) -> Tensor | None:

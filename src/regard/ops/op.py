@@ -74,8 +74,13 @@ def attention(
         >>> regard.attention(q, k, v, mask=regard.Causal(), bias=regard.ALiBi(8)).shape
         torch.Size([2, 8, 100, 64])
     """
+    # Fast paths: the same backend as at the end would choose, with less work on the host.
+    is_free = dropout == 0.0 and backend == "auto"
+    is_simple = is_free and bias is None and softcap is None and sinks is None
+    edited, is_hooked = None, edit_hook.n_open or call_hook.active is not None
+    if is_simple and not is_hooked and (plain := attend_plain(q, k, v, mask, scale)) is not None:
+        return plain
     rule: Given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks}
-    edited = None
     if edit_hook.n_open:
         edited = edit_hook.edit_call(make_call(q, k, v, **rule, dropout=dropout))
     if call_hook.active is not None:
@@ -85,16 +90,13 @@ def attention(
             with call_hook.quiet():
                 heard = make_call(q, k, v, **rule) if edited is None else edited.call
                 # Row statistics that a hook asks for may come from the pass that gives the output.
-                output = attend_and_tell(heard) if dropout == 0.0 and backend == "auto" else None
+                output = attend_and_tell(heard) if is_free else None
                 if output is None:
                     call_hook.active(heard)
             if output is not None:
                 return output if edited is None else edited.change(output)
-    if dropout == 0.0 and backend == "auto":
-        # Fast paths: the same backend as below would choose, with less work on the host.
-        output = None
-        if bias is None and softcap is None and sinks is None:
-            output = attend_plain(q, k, v, mask, scale)
+    if is_free:
+        output = attend_plain(q, k, v, mask, scale) if is_simple and is_hooked else None
         if output is None:
             output = attend_by_kernels(q, k, v, rule)
         if output is not None:

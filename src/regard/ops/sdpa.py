@@ -22,6 +22,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +31,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from regard._check import is_empty, is_one, readable
-from regard._torch import is_fake, sdp_choice, sdp_order, set_sdp_order
+from regard._torch import is_fake, is_plainly_eager, sdp_choice, sdp_order, set_sdp_order
 from regard.ops.bias import Bias
 from regard.ops.call import Call, Rule, plain_sizes
 from regard.ops.flash_cpu import attend_on_cpu, in_rows
 from regard.ops.kernels import flash_hopper
 from regard.ops.kernels.decode import MOST_QUERIES
+from regard.ops.kernels.launch import Plans
 from regard.ops.mask import Mask
 from regard.ops.masks import Causal
 from regard.ops.reference import repeat_heads, spoil
@@ -44,6 +47,8 @@ from regard.ops.unseen import clear, covers
 
 MASK_ENTRIES = 2**26
 """The largest T × S for which a mask is rendered whole, on devices other than the CPU."""
+ON_GPU = "is_cuda"
+"""What is true of tensors for which `run_on_gpu` calls torch's kernels."""
 CUDNN_FIRST = {(9, 0)}
 """Compute capabilities of GPUs on which cuDNN's kernels are faster than FlashAttention 2.
 
@@ -60,32 +65,68 @@ def flags(rule: Rule) -> bool | None:
     return True if rule.mask.is_causal_flag(rule.shape) else None
 
 
+class Plain(NamedTuple):
+    """What torch's kernel is told beside the tensors and the scale."""
+
+    causal: bool
+    shared: bool
+    """Whether query heads share key heads."""
+
+
+PLAIN = Plans()
+"""Calls that torch's kernel takes as they are, by all that it depends on but addresses."""
+
+
 def attend_plain(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Tensor | None, scale: float | None
 ) -> Tensor | None:
     """Fast path for the most frequent calls, plain or `Causal`: the output, or None for any other.
 
     It checks at once what `make_call`, `choose` and `run` would find step by step: `explain` names
-    sdpa for every call that runs here.
+    sdpa for every call that runs here. A call on a GPU like an earlier one is not checked again.
     """
     if mask is not None and not isinstance(mask, Causal):
         return None
+    if scale is not None and type(scale) is not float:
+        return None
+    name = None
+    if type(q) is type(k) is type(v) is Tensor and getattr(q, ON_GPU) and is_plainly_eager():
+        if q.is_nested or k.is_nested or v.is_nested:
+            return None
+        align = None if mask is None else mask.align
+        # One tuple, as each function call would take as long as all of this.
+        name = (
+            *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
+            *(v.shape, v.stride(), v.dtype, v.device, scale, align),
+        )
+        plain: Plain | None = PLAIN.get(name)
+        if plain is not None and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            output = F.scaled_dot_product_attention(
+                q, k, v, None, 0.0, plain.causal, scale=scale, enable_gqa=plain.shared
+            )
+            if output.requires_grad:
+                give_back_alike(output)
+            return output
     sizes = plain_sizes(q, k, v)
-    if sizes is None:
+    if sizes is None or (scale is not None and not 0.0 < scale < math.inf):
         return None
-    if scale is not None and not (type(scale) is float and 0.0 < scale < math.inf):
-        return None
-    _, _, T, S = sizes
+    _, H, T, S = sizes
     if mask is not None and T != S and (T != 1 or mask.align != "end"):
         return None
     # One query on the last key sees all of them.
     causal = mask is not None and (T != 1 or S == 1)
-    if T >= flash_hopper.LONG and flash_hopper.is_long(q, k, v):
+    is_long = T >= flash_hopper.LONG
+    if is_long and flash_hopper.is_long(q, k, v):
         return None
-    if T < S and is_cudnn_first(q.device) and is_planned_anew(q, k, v):
+    by_cudnn = T < S and is_cudnn_first(q.device)
+    if by_cudnn and is_planned_anew(q, k, v):
         return None
-    if q.is_cpu:
+    if name is None:
         return attend_plain_on_cpu(q, k, v, causal, scale)
+    is_kept = not by_cudnn and not is_long and torchs_order_is_right(q.device)
+    if is_kept and are_lined_up(q, k, v):
+        # Not by a lambda, whose variables would slow down all that is above.
+        PLAIN.find(name, partial(Plain, causal, k.shape[1] != H))
     return run_on_gpu(q, k, v, None, 0.0, causal, scale)
 
 
@@ -293,10 +334,7 @@ def run_on_gpu(
 ) -> Tensor:
     """`scaled_dot_product_attention` on a GPU, outside of graphs; q, k and v have one width."""
     _, n_heads, _, width = q.shape
-    # Torch chooses its kernel by the width of a head. Where that is a multiple of 16 bytes, the
-    # kernel reads 16 bytes at a time, and assumes that all rows begin at a multiple of 16.
-    each = 16 // q.element_size()
-    step = 1 if width % each else each
+    step = step_of(q)
     q, k, v = lined_up(q, width, step), lined_up(k, width, step), lined_up(v, width, step)
     shared = n_heads != k.shape[1]
     if torchs_order_is_right(q.device):
@@ -313,16 +351,37 @@ def run_on_gpu(
     return output
 
 
+def step_of(q: Tensor) -> int:
+    """Of how many numbers strides have to be multiples for torch's kernels.
+
+    Torch chooses its kernel by the width of a head. Where that is a multiple of 16 bytes, the
+    kernel reads 16 bytes at a time, and assumes that all rows begin at a multiple of 16.
+    """
+    each = 16 // q.dtype.itemsize
+    return 1 if q.shape[3] % each else each
+
+
+def are_lined_up(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch's kernels can read all three as they are."""
+    width, step = q.shape[3], step_of(q)
+    return all(is_lined_up(x, width, step) for x in (q, k, v))
+
+
 def lined_up(x: Tensor, width: int, step: int) -> Tensor:
     """x, copied unless its rows are contiguous, do not overlap, and are aligned.
 
     As `in_rows`, and strides are multiples of `step` numbers, and x begins at a multiple of 16
     bytes.
     """
-    b, h, t, d = x.stride()
-    if d == 1 and t >= width and not (b % step or h % step or t % step or x.data_ptr() % 16):
+    if is_lined_up(x, width, step):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def is_lined_up(x: Tensor, width: int, step: int) -> bool:
+    """Whether torch's kernels can read x as it is (`lined_up`)."""
+    b, h, t, d = x.stride()
+    return d == 1 and t >= width and not (b % step or h % step or t % step or x.data_ptr() % 16)
 
 
 def give_back_alike(output: Tensor) -> None:

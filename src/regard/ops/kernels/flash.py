@@ -9,7 +9,6 @@ Letters: B batch, T queries, S keys, H query heads, E value width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,8 @@ class Plan(NamedTuple):
 
     names: tuple[str, ...]
     together: bool
-    run: Callable[[Rendered, Tensor, Any, Tensor | None], None]
+    forward: Any
+    """A `flash_kernels.Forward`."""
     kernels: Any
     """The module that defines `Answers`, which kernels write to."""
 
@@ -43,23 +43,23 @@ def forward(
     mass: Tensor | None,
     with_sums: bool = True,
     with_crests: bool = False,
+    like_queries: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The output (B, H, T, E), and by name the row statistics asked for, (B, H, T) each.
 
+    like_queries: the output has the order of the queries in memory, not that of its axes.
     with_sums: also `ROW_SUMS`, and all in one allocation where that is possible. with_crests: also
     the maxima of parts of rows (`Crests`).
     """
     keys = None if mass is None else mass.contiguous()
-    on_hopper = flash_hopper.runs_on(given.q.device)
-    how = ask, None if keys is None else layout_of(keys), with_sums, on_hopper, with_crests
-    form = *form_of(given), *how
-    plan = PLANS.find(form, lambda: make_plan(given, ask, keys, with_sums))
+    plan = find_plan(given, ask, keys, with_sums, with_crests, like_queries)
     if plan is None:
         out, found = forward(aligned_rows(given), ask, keys, with_sums, with_crests)
         return out[..., : given.v.shape[3]].contiguous(), found
     q, kernels = given.q, plan.kernels
     B, H, T, _ = q.shape
-    out = q.new_empty(B, H, T, given.v.shape[3])
+    sizes = (B, H, T, given.v.shape[3])
+    out = q.new_empty_strided(sizes, strides_of(q, sizes)) if like_queries else q.new_empty(sizes)
     if plan.together:
         rows = q.new_empty(len(plan.names), B, H, T, dtype=torch.float32).unbind()
         found = dict(zip(plan.names, rows, strict=True))
@@ -72,8 +72,35 @@ def forward(
         size = (B, H, kernels.SLOTS.value, -(-T // BANDED) * BANDED)
         found["crests"] = q.new_full(size, -torch.inf, dtype=torch.float32)
         answers = answers._replace(crests=kernels.Crests(found["crests"], 0, 0, 0, 0))
-    plan.run(given, out, answers, keys)
+    plan.forward.run(given, out, answers, keys)
     return out, found
+
+
+def strides_of(q: Tensor, sizes: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """The strides of an output of these sizes, packed in the order of the queries in memory.
+
+    Models take heads from a projection (B, T, C), and put them into the next one: there nothing has
+    to be copied.
+    """
+    _, H, T, E = sizes
+    if q.stride(1) < q.stride(2):
+        return T * H * E, E, H * E, 1
+    return H * T * E, T * E, E, 1
+
+
+def find_plan(
+    given: Rendered,
+    ask: Ask,
+    mass: Tensor | None,
+    with_sums: bool,
+    with_crests: bool,
+    like_queries: bool,
+) -> Plan | None:
+    """The plan for calls of this form; None where inputs have to be copied first."""
+    lying = None if mass is None else layout_of(mass)
+    how = ask, lying, with_sums, flash_hopper.runs_on(given.q.device), with_crests, like_queries
+    form = *form_of(given), *how
+    return PLANS.find(form, lambda: make_plan(given, ask, mass, with_sums))
 
 
 def make_plan(given: Rendered, ask: Ask, mass: Tensor | None, with_sums: bool) -> Plan | None:

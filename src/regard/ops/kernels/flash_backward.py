@@ -142,20 +142,21 @@ class _Pass(NamedTuple):
 
 def backward(given: Rendered, saved: Saved, arriving: Arriving, wanted: Grads) -> Grads:
     """The gradients wanted, each with the shape, dtype and layout of its input."""
-    lying = [None if x is None else layout_of(x) for x in (*saved, *arriving)]
-    plan = PLANS.find(("backward", *form_of(given), *lying), Plans)
-    g, rows, asked = arriving.output, _find_rows(given, saved, arriving, plan), given
+    plan = PLANS.find(name_of(given, saved, arriving), Plans)
+    g, rows, asked = arriving.output, _allot_rows(saved, arriving), given
     held = given[:3] if g is None else (*given[:3], g)
     if not plan.find("aligned", lambda: all(map(is_aligned, held))):
         given, g = aligned_rows(given), None if g is None else aligned(g)
     step = _Pass(given, rule_of(given), g, rows, plan)
+    sums = _allot_sums(step) if _is_fused(step, wanted) else None
+    _find_rows(step, saved, arriving, sums)
     found: dict[str, Tensor] = {}
     if wanted.q or wanted.slopes:
         found["q"] = torch.empty_like(given.q)
     if wanted.k or wanted.v:
         found["k"], found["v"] = torch.empty_like(given.k), torch.empty_like(given.v)
-    if _is_fused(step, wanted):
-        _run_fused(step, found["q"], found["k"], found["v"])
+    if sums is not None:
+        _run_fused(step, found["q"], found["k"], found["v"], sums)
     else:
         found |= _run_both(step, found, wanted)
     if wanted.band:
@@ -170,26 +171,45 @@ def backward(given: Rendered, saved: Saved, arriving: Arriving, wanted: Grads) -
     return Grads(**found)
 
 
-def _find_rows(given: Rendered, saved: Saved, arriving: Arriving, plan: Plans) -> RowGrads:
+def name_of(given: Rendered, saved: Saved, arriving: Arriving) -> tuple[Any, ...]:
+    """The name of the plan for calls of this form."""
+    lying = [None if x is None else layout_of(x) for x in (*saved, *arriving)]
+    return "backward", *form_of(given), *lying
+
+
+def _allot_rows(saved: Saved, arriving: Arriving) -> RowGrads:
+    """Memory for the rows of a call."""
+    B, H, T, _ = saved.output.shape
+    n = -(-T // PADDED) * PADDED
+    parts = 2 if arriving.entropy is None else 3
+    lse, delta, *heat = saved.lse.new_empty(parts, B, H, n).unbind()
+    return RowGrads(lse, delta, heat[0] if heat else None, n)
+
+
+def _allot_sums(step: _Pass) -> Tensor:
+    """Memory for the gradient of the queries, which is added up in float32."""
+    B, H, _, D = step.given.q.shape
+    return step.rows.lse.new_empty(B, H, step.rows.n, D)
+
+
+def _find_rows(step: _Pass, saved: Saved, arriving: Arriving, sums: Tensor | None) -> None:
+    """Fill the rows, and the sums with zeros."""
     from regard.ops.kernels import flash_backward_kernels as kernels
 
-    (B, H, T, E), g = saved.output.shape, arriving.output
-    n = -(-T // PADDED) * PADDED
-    heat = None if arriving.entropy is None else saved.lse.new_empty(B, H, n)
-    rows = RowGrads(saved.lse.new_empty(B, H, n), saved.lse.new_empty(B, H, n), heat, n)
+    (B, H, T, E), g, rows = saved.output.shape, arriving.output, step.rows
     incoming = Incoming(
         saved.lse.contiguous(),
-        given.sinks,
+        step.given.sinks,
         _packed(arriving.lse),
         _packed(saved.entropy),
         _packed(arriving.entropy),
     )
     options = {"ROWS": PADDED, "VALUES": width_of(E), "num_warps": 4, "enable_fp_fusion": True}
-    plan.run(
-        "delta", kernels._delta, lambda: (B * H * (n // PADDED), options),
-        view(saved.output), None if g is None else view(g), incoming, rows, H, T, E,
+    name = "delta" if sums is None else "delta and sums"
+    step.plan.run(
+        name, kernels._delta, lambda: (B * H * (rows.n // PADDED), options),
+        view(saved.output), None if g is None else view(g), incoming, rows, sums, H, T, E,
     )  # fmt: skip
-    return rows
 
 
 def _packed(x: Tensor | None) -> Tensor | None:
@@ -236,8 +256,8 @@ def _run_both(step: _Pass, found: dict[str, Tensor], wanted: Grads) -> dict[str,
     return {} if slopes is None else {"slopes": slopes}
 
 
-def _run_fused(step: _Pass, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write the gradients of queries, keys and values by the kernel for Hopper."""
+def _run_fused(step: _Pass, dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor) -> None:
+    """Write the gradients of queries, keys and values by the kernel for Hopper; sums: zeros."""
     from regard.ops.kernels import flash_backward_hopper_kernels as hopper
     from regard.ops.kernels import flash_backward_kernels as kernels
 
@@ -248,7 +268,6 @@ def _run_fused(step: _Pass, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     tiles = step.tiles("hopper", is_listed)
     if is_listed:
         lists = _list_tiles(step, tiles, True, in_order=True)
-    sums = step.rows.lse.new_zeros(B, H, n, D)
     hopper.run_fused(step, lists, (dk, dv, sums), tiles)
     options = {"ROWS": FINISHED, "WIDTH": D, "num_warps": 4, "enable_fp_fusion": True}
     step.plan.run(

@@ -41,8 +41,11 @@ from regard.ops.kernels.tile_kernels import (
 
 
 @triton.jit(do_not_specialize=["H", "T"])
-def _delta(out, g, given, rows, H, T, E, ROWS: tl.constexpr, VALUES: tl.constexpr):
-    """The logsumexp in bits, and δ = −Σ g·out + g_lse − g_entropy · (entropy + 1 − Σp), of rows."""
+def _delta(out, g, given, rows, sums, H, T, E, ROWS: tl.constexpr, VALUES: tl.constexpr):
+    """The logsumexp in bits, and δ = −Σ g·out + g_lse − g_entropy · (entropy + 1 − Σp), of rows.
+
+    Sums for the gradient of the queries begin with zeros here, if there are any: VALUES of a row.
+    """
     n_bands = rows.n // ROWS
     band = tl.program_id(0) % n_bands
     head = (tl.program_id(0) // n_bands).to(tl.int64)
@@ -74,6 +77,9 @@ def _delta(out, g, given, rows, H, T, E, ROWS: tl.constexpr, VALUES: tl.constexp
         tl.store(rows.heat + head * rows.n + t, heat_t * NATS)
     tl.store(rows.lse + head * rows.n + t, lse_t)
     tl.store(rows.delta + head * rows.n + t, delta_t)
+    if sums is not None:
+        at = sums + (head * rows.n + t[:, None]) * VALUES + e[None, :]
+        tl.store(at, tl.zeros((ROWS, VALUES), tl.float32))
 
 
 @triton.jit

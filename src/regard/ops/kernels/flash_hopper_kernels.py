@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from regard.ops.kernels.arguments import BITS, rule_of, share, view
-from regard.ops.kernels.flash_kernels import Answers, KeySet, with_crests
+from regard.ops.kernels.flash_kernels import UNASKED, Answers, Forward, KeySet, with_crests
 from regard.ops.kernels.hopper_tile_kernels import (
     KEYS,
     ROWS,
@@ -336,8 +336,8 @@ def is_plain(given: Rendered) -> bool:
     return given.factor * BITS > LEAST_FACTOR and given.cap is None and given.slopes is None
 
 
-def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
-    """A function that runs calls of this form: it writes the output and the answers."""
+def plan_forward(given: Rendered, asked: bool) -> Forward:
+    """How calls of this form run."""
     (B, H, T, D), S, G = given.q.shape, given.k.shape[2], given.k.shape[1]
     plain = is_plain(given)
     options: dict[str, Any] = {"R": H // G, "WIDTH": D, "COVERED": given.covered, "PLAIN": plain}
@@ -364,7 +364,15 @@ def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
             H, T, S,
         )  # fmt: skip
 
-    return run
+    alike = [describe_alike(x, n.value) for x, n in zip(given[:3], (ROWS, KEYS, KEYS), strict=True)]
+
+    def arguments(
+        inputs: tuple[Tensor, ...], out: Any, rule: Any, sinks: int | None, lse: int
+    ) -> tuple[Any, ...]:
+        read = [describe(x) for describe, x in zip(alike, inputs, strict=True)]
+        return (*read, out, rule, sinks, None, (lse, *UNASKED), H, T, S)
+
+    return Forward(run, launch, arguments)
 
 
 @final
@@ -379,6 +387,19 @@ def describe(x: Tensor, rows: int) -> Described:
     """A descriptor by which TMA reads `rows` rows of a head (B, H, T, D); 0 beyond the last."""
     size, width = x.shape, x.shape[3]
     return Described(x, size, x.stride(), [1, 1, rows, width], _layout_of(rows, width, x.dtype))
+
+
+def describe_alike(like: Tensor, rows: int) -> Callable[[Tensor], Described]:
+    """What describes tensors of the same layout, as `describe` does."""
+    fixed = {**vars(describe(like, rows)), "base": None}
+
+    def describe_again(x: Tensor) -> Described:
+        found = object.__new__(Described)
+        found.__dict__.update(fixed)
+        found.base = x
+        return found
+
+    return describe_again
 
 
 @functools.cache

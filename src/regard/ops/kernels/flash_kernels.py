@@ -15,7 +15,7 @@ width, E value width; t, s sizes of a tile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -314,8 +314,23 @@ def _forward(
         tl.store(answers.mass + row_t, mass_t * share_t, mask=real_t)
 
 
-def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
-    """A function that runs calls of this form: writes the answers, and the output if v has width.
+class Forward(NamedTuple):
+    """How calls of one form run: by `run` of tensors, or by what it launches of addresses."""
+
+    run: Callable[..., None]
+    """Writes the output, if values have a width, and the answers."""
+    launch: Launch
+    arguments: Callable[..., tuple[Any, ...]]
+    """What is launched, if nothing is asked but the logsumexp: of q, k, v, the output as an address
+    and strides, the rule with addresses, and the addresses of sinks and of the logsumexp."""
+
+
+UNASKED = (None,) * (len(Answers._fields) - 1)
+"""The fields of `Answers` after the first where nothing is asked but the logsumexp."""
+
+
+def plan_forward(given: Rendered, asked: bool) -> Forward:
+    """How calls of this form run.
 
     asked: whether more is asked of rows than their sums.
     """
@@ -343,7 +358,15 @@ def plan_forward(given: Rendered, asked: bool) -> Callable[..., None]:
             rule, lists, given.sinks, chosen, answers, *numbers,
         )  # fmt: skip
 
-    return run
+    strides = [x.stride() for x in given[:3]]
+
+    def arguments(
+        inputs: tuple[Tensor, ...], out: Any, rule: Any, sinks: int | None, lse: int
+    ) -> tuple[Any, ...]:
+        views = [(x.data_ptr(), *steps) for x, steps in zip(inputs, strides, strict=True)]
+        return (*views, out, rule, None, sinks, None, (lse, *UNASKED), *numbers)
+
+    return Forward(run, launch, arguments)
 
 
 def with_crests(answers: Answers, S: int, keys: int) -> Answers:

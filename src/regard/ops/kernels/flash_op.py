@@ -47,9 +47,9 @@ def refuse(call: Call) -> str | None:
     return vmap.refuse(call)
 
 
-def run(call: Call) -> Tensor:
-    """Attention by our kernels, the output alone."""
-    return _attend(call, NOTHING, None)[0]
+def run(call: Call, given: Rendered | None = None) -> Tensor:
+    """Attention by our kernels, the output alone; given: the call as kernels read it, if known."""
+    return _attend(call, NOTHING, None, given)[0]
 
 
 def attend(call: Call, ask: Ask, mass: Tensor | None) -> Rows:
@@ -59,10 +59,12 @@ def attend(call: Call, ask: Ask, mass: Tensor | None) -> Rows:
     return Rows(**none | dict(zip(_row_fields(ask, mass), found, strict=True)))
 
 
-def _attend(call: Call, ask: Ask, mass: Tensor | None) -> Sequence[Tensor]:
+def _attend(
+    call: Call, ask: Ask, mass: Tensor | None, given: Rendered | None = None
+) -> Sequence[Tensor]:
     """The tensors that `_row_fields` names, by our kernels."""
     call = call.seeded()
-    given = render(call)
+    given = render(call) if given is None else given
     if torch.compiler.is_compiling():
         traced: list[Tensor] = _forward_op(*given, list(ask), mass)
         return traced
@@ -70,7 +72,7 @@ def _attend(call: Call, ask: Ask, mass: Tensor | None) -> Sequence[Tensor]:
     if not call.transformed and not call.needs_grad():
         return _run_forward(given, ask, mass)
     packed = pack(call.rule)
-    fixed = _Fixed(given[TENSORS:], ask, Packed(packed.form, [], packed.ints, packed.floats))
+    fixed = Fixed(given[TENSORS:], ask, Packed(packed.form, [], packed.ints, packed.floats))
     apply: Any = (_MappedFlash if call.transformed else _Flash).apply
     found: tuple[Tensor, ...] = apply(fixed, mass, *given[:TENSORS], *packed.tensors)
     return found
@@ -111,12 +113,14 @@ def _run_backward(*args: Any) -> Sequence[Tensor | None]:
 
 def _forward(*args: Any) -> list[Tensor]:
     *rendered, asked, mass = args
-    return _launch(Rendered(*rendered), Ask(*asked), mass)
+    return _launch(Rendered(*rendered), Ask(*asked), mass, like_queries=False)
 
 
-def _launch(given: Rendered, ask: Ask, mass: Tensor | None) -> list[Tensor]:
+def _launch(
+    given: Rendered, ask: Ask, mass: Tensor | None, like_queries: bool = True
+) -> list[Tensor]:
     """Launch the forward kernels; returns the tensors that `_row_fields` names."""
-    output, found = flash.forward(given, ask, mass, with_sums=False)
+    output, found = flash.forward(given, ask, mass, with_sums=False, like_queries=like_queries)
     if ask == NOTHING and mass is None:
         return [output, found["lse"]]
     rows = {"output": output, **found}
@@ -193,7 +197,7 @@ def _(*args: Any) -> list[Tensor]:
     ]
 
 
-class _Fixed(NamedTuple):
+class Fixed(NamedTuple):
     """The constants of a call: numbers of `Rendered`, and the rule without its tensors.
 
     packed: None where a vmap was folded into the batch, for which the rule does not hold.
@@ -204,7 +208,7 @@ class _Fixed(NamedTuple):
     packed: Packed | None
 
 
-def _begin(fixed: _Fixed, mass: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+def _begin(fixed: Fixed, mass: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     given = Rendered(*tensors[:TENSORS], *fixed.numbers)  # type: ignore[arg-type]
     return tuple(_run_forward(given, fixed.ask, mass))
 
@@ -220,11 +224,22 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     saved, arriving, tensors = _arrive(ctx.saved_tensors, grads)
-    fixed, needed = ctx.fixed, ctx.needs_input_grad[2:]
+    needed = ctx.needs_input_grad[2:]
+    return None, None, *find_gradients(ctx.fixed, tensors, saved, arriving, needed)
+
+
+def find_gradients(
+    fixed: Fixed,
+    tensors: list[Tensor | None],
+    saved: Saved,
+    arriving: Arriving,
+    needed: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """The gradients of tensors: those of `Rendered`, then those of the rule."""
     if _is_differentiated(arriving):
-        return None, None, *_by_tiles(fixed, tensors, saved, arriving, needed)
+        return _by_tiles(fixed, tensors, saved, arriving, needed)
     given = (*tensors[:TENSORS], *fixed.numbers)
-    return None, None, *_by_kernels(_run_backward, given, saved, arriving, needed)
+    return _by_kernels(_run_backward, given, saved, arriving, needed)
 
 
 class _Flash(torch.autograd.Function):
@@ -247,7 +262,7 @@ class _MappedFlash(torch.autograd.Function):
     backward = staticmethod(_differentiate)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, fixed: _Fixed, mass: Tensor | None, *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, fixed: Fixed, mass: Tensor | None, *tensors: Any) -> Any:
         n, axes = info.batch_size, in_dims[2 : 2 + TENSORS]
         folded, samples = vmap.fold_call(tensors[:TENSORS], axes, n)
         mass = vmap.fold_rule(mass, in_dims[1], n, samples)
@@ -309,7 +324,7 @@ def _is_differentiated(arriving: Arriving) -> bool:
 
 
 def _by_tiles(
-    fixed: _Fixed,
+    fixed: Fixed,
     tensors: list[Tensor | None],
     saved: Saved,
     arriving: Arriving,

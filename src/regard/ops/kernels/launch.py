@@ -10,7 +10,8 @@ variant that Triton found for the first call, and passes it the arguments of lat
 The form determines what Triton inspects: which arguments there are, their types, and which
 addresses and numbers are 1 or multiples of 16. A variant can be called with arguments itself, as in
 Triton's tutorials. That calls hooks, of which there are none unless someone profiles, and asks the
-driver about each tensor's address: both are left out where nothing needs them (`hand_over`).
+driver about each tensor's address: both are left out where nothing needs them (`hand_over`), and
+maps for TMA are kept (`tensor_maps.py`).
 
 Left out: GPUs for which Triton also inspects how much memory a tensor shares with others.
 """
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from regard._torch import is_fake
+from regard.ops.kernels.tensor_maps import keep_maps
 
 T = TypeVar("T")
 MOST = 1024
@@ -94,7 +96,7 @@ def hand_over(
     from triton.runtime import driver
 
     by_triton = variant[(n_programs, 1, 1)]
-    run, function, metadata = variant.run, variant.function, variant.packed_metadata
+    run, function, metadata = keep_maps(variant.run), variant.function, variant.packed_metadata
     find_stream, hooks = driver.active.get_current_stream, knobs.runtime
 
     def launch(*args: Any) -> None:
