@@ -30,7 +30,7 @@ for name in "$@"; do
   case "$name" in
     # These files alone: each process takes three times as long to collect all.
     # shellcheck disable=SC2046
-    tests) tests 480 tests $(grep -rl --include='test_*.py' 'mark\.gpu' tests) ;;
+    tests) tests 570 tests $(grep -rl --include='test_*.py' 'mark\.gpu' tests) ;;
     random) REGARD_FORMS=80 REGARD_DRAWS=125 tests 300 random tests/ops/test_gpu_random.py ;;
     attention) table 300 attention attention_gpu.py --rounds 3 ;;
     seeing) table 180 seeing seeing_gpu.py --rounds 3 ;;

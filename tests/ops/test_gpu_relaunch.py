@@ -81,7 +81,11 @@ def test_a_layer_that_is_launched_again_equals_the_reference(
         with torch.no_grad():
             alone = attention(*inputs, **rule)
         assert torch.equal(alone, ours[0])
-    assert forward.found[-1] and backward.found[-1]
+    assert forward.found[-1]
+    # For heads of other widths than Hopper's the backward is two kernels, and where both have
+    # lists of tiles it is not launched again.
+    is_listed = width == 48 and name in ("prefix", "documents", "documents of all samples")
+    assert backward.found[-1:] == ([] if is_listed else [True])
 
 
 relaunched = flash_backward_relaunch.Relaunch.__call__
