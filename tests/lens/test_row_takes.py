@@ -21,6 +21,7 @@ from regard.lens.mask_runs import find_runs
 from regard.lens.record import Record
 from regard.lens.stitch_calls import Take
 from regard.lens.watch import watch
+from regard.ops import Dense
 
 
 def test_several_rows_of_a_batch_in_one_record(tmp_path: Any) -> None:
@@ -407,3 +408,17 @@ def test_what_was_measured_is_let_go_when_the_block_ends() -> None:
     finally:
         gc.enable()
     assert record.statistics(0)["entropy"].shape == (4, 7)
+
+
+def test_a_large_mask_that_inference_mode_changes_in_place_is_read_again() -> None:
+    """Torch counts no writes there; the passes of a model tell masks apart."""
+    T = 300
+    layer = MultiHeadAttention(8, 2)
+    masks = [torch.ones(T, T, dtype=torch.bool).tril(), torch.eye(T, dtype=torch.bool)]
+    with torch.inference_mode():
+        x, mask = torch.randn(1, T, 8), torch.empty(T, T, dtype=torch.bool)
+        with watch(layer, keep="qk") as record:
+            for each in masks:
+                layer(x, mask=Dense(mask.copy_(each)))
+    for number, each in enumerate(masks):
+        assert np.array_equal(record.map(number, 0) > 0, each.numpy())

@@ -155,10 +155,15 @@ def mixing(n_heads: int, width: int, device: torch.device) -> Tensor:
     return (1000003 ** torch.arange(n_heads)[:, None] * mix_d).to(device)
 
 
-def rule_key(rule: Rule, number: Any = None) -> Any:
-    """A key that identifies a rule, without reading large tensors; `number` stands for these."""
+def rule_key(rule: Rule, number: Any = None, now: int = 0) -> Any:
+    """A key that identifies a rule, without reading large tensors; `number` stands for these.
+
+    now: see `age_of`.
+    """
     packed = pack(rule)
     if number is not None:
         return number, packed.form, tuple(packed.ints), tuple(packed.floats), rule.shape
-    tensors = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, age_of(t)) for t in packed.tensors)
+    tensors = tuple(
+        (t.data_ptr(), t.shape, t.stride(), t.dtype, age_of(t, now)) for t in packed.tensors
+    )
     return packed.form, tensors, tuple(packed.ints), tuple(packed.floats), rule.shape

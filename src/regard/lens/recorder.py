@@ -218,6 +218,7 @@ class Recorder:
         self.entered.clear()
         self.attended.clear()
         self.inputs = Inputs(ids_bt=self.inputs.ids_bt)
+        self.takes.n_passes += 1
         if self.mode is not None and not compiled:
             push_mode(self.mode)
         return True

@@ -70,6 +70,8 @@ class RowTakes:
         self.order: list[Take] = []
         self.remarks: dict[str, None] = {}
         self._read, self._entry = Inputs(), 0
+        self.n_passes = 0
+        """How often the model has begun to run."""
         # The batch rows where each recorded row is now, if rows have left the batch; empty if it
         # left too.
         self._moved: dict[int, tuple[int, ...]] = {}
@@ -310,7 +312,7 @@ class RowTakes:
     def see(self, call: Call) -> Seen:
         """What a call's rows see, cached, since layers share masks."""
         rule = call.rule
-        key = rule_key(rule, call.rule_number)
+        key = rule_key(rule, call.rule_number, self.n_passes)
         if key not in self._seen:
             while len(self._seen) >= self._most:
                 self._seen.pop(next(iter(self._seen)))

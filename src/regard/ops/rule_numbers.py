@@ -40,13 +40,15 @@ _traced: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()
 """The numbers in each graph that is being traced, by how the tensors are made."""
 
 
-def age_of(tensor: Tensor) -> Any:
-    """A value that changes when a tensor is modified in place, as positions in a cache are."""
+def age_of(tensor: Tensor, now: int) -> Any:
+    """A value that changes when a tensor is modified in place, as positions in a cache are.
+
+    now: a number that grows. Torch counts no versions in inference mode: small tensors are read,
+    and large ones are as they were only for as long as the number stays.
+    """
     if not tensor.is_inference():
         return tensor._version
-    # Torch counts no versions in inference mode: small tensors are read; large masks are assumed to
-    # be new tensors each time.
-    return tuple(tensor.flatten().tolist()) if tensor.numel() <= SMALL else 0
+    return tuple(tensor.flatten().tolist()) if tensor.numel() <= SMALL else now
 
 
 def _number(tensors: list[Tensor], made: str | None) -> Tensor:
@@ -56,7 +58,7 @@ def _number(tensors: list[Tensor], made: str | None) -> Tensor:
 
 
 def _number_given(tensors: list[Tensor], made: str) -> int:
-    key = made, *((id(x), age_of(x)) for x in tensors)
+    key = made, *((id(x), age_of(x, next(_next))) for x in tensors)
     with _lock:
         alive, number = _given.pop(key, ([], 0))
         if [each() is x for each, x in zip(alive, tensors, strict=False)] != [True] * len(tensors):
