@@ -51,17 +51,17 @@ def take_down() -> None:
 
 
 def enter(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        trace_enter(module, args)
-    elif not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         tell_enter(module, args, is_called_by_compiled())
+    elif torch.compiler.is_dynamo_compiling():
+        trace_enter(module, args)
 
 
 def leave(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        trace_leave(module, output)
-    elif not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         tell_leave(module, output)
+    elif torch.compiler.is_dynamo_compiling():
+        trace_leave(module, output)
 
 
 def tell_enter(module: nn.Module, args: Any, compiled: bool) -> None:

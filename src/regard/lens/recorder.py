@@ -175,7 +175,7 @@ class Recorder:
 
     def leave(self, module: nn.Module, output: Any) -> None:
         stack = self.stack
-        if not any(running is module for running in stack):
+        if not stack or (stack[-1] is not module and id(module) not in map(id, stack)):
             return
         while stack.pop() is not module:
             pass

@@ -63,7 +63,7 @@ ATTENDING = SOFTMAX | {F.scaled_dot_product_attention, F.multi_head_attention_fo
 class AttentionMode(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.origins = recorder, recorder.origins
         self.trace = ScoreTrace(recorder.origins)
 
     def __torch_function__(
@@ -77,11 +77,11 @@ class AttentionMode(TorchFunctionMode):
         if func not in ATTENDING or not recorder.record(lambda _: self.read(func, args, kwargs)):
             result = func(*args, **kwargs)
             try:
-                recorder.origins.follow(func, args, result)
+                self.origins.follow(func, args, result)
                 if self.trace.concerns(func):
                     self.trace.follow(func, args, kwargs, result)
             except Exception as error:
-                recorder.origins.is_whole = False
+                self.origins.is_whole = False
                 recorder.leave_out(recorder.name_of() or "", error)
             return result
         recorder.handling += 1
