@@ -15,13 +15,14 @@ from lens_subjects import SUBJECTS, draw, judge, text_model
 from rounding import assert_within, bound_weights
 from torch import Tensor, nn
 
+from regard.hf import NAME
 from regard.layers import MultiHeadAttention
 from regard.lens import captured_call, mask_runs, row_takes, stitch_calls
 from regard.lens.mask_runs import find_runs
 from regard.lens.record import Record
 from regard.lens.stitch_calls import Take
 from regard.lens.watch import watch
-from regard.ops import Dense
+from regard.ops import Dense, Window
 
 
 def test_several_rows_of_a_batch_in_one_record(tmp_path: Any) -> None:
@@ -422,3 +423,43 @@ def test_a_large_mask_that_inference_mode_changes_in_place_is_read_again() -> No
                 layer(x, mask=Dense(mask.copy_(each)))
     for number, each in enumerate(masks):
         assert np.array_equal(record.map(number, 0) > 0, each.numpy())
+
+
+@pytest.mark.parametrize("row", [0, 1, [0, 1]], ids=str)
+@pytest.mark.parametrize("attention", ["sdpa", NAME])
+@pytest.mark.parametrize("padded", [0, 3])
+def test_generation_from_padded_texts_in_a_cache_of_fixed_size(
+    padded: int, attention: str, row: Any
+) -> None:
+    """Regard's masks count keys from the first or from the last; the empty slots are cut off."""
+    model, ids = SUBJECTS["llama"](), draw(2, 7)
+    model.set_attn_implementation(attention)
+    real = torch.ones_like(ids)
+    real[0, :padded] = 0
+    given = {"max_new_tokens": 5, "do_sample": False, "attention_mask": real}
+    records = []
+    for cache in ({"cache_implementation": "static", "disable_compile": True}, {}):
+        with torch.no_grad(), watch(model, row=row, keep="qk") as record:
+            model.generate(ids, **given, **cache)
+        records.append(record)
+    fixed, growing = records
+    assert fixed.places == growing.places
+    for number, place in enumerate(fixed.places):
+        assert (place.n_queries, place.n_keys) == (11, 11)
+        for head in range(place.n_heads):
+            one, other = fixed.map(number, head), growing.map(number, head)
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_a_cache_of_fixed_size_under_a_rule_of_any_form() -> None:
+    """Rows that see several runs, and heads that see other keys."""
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 9, 4)
+    seen = torch.rand(1, 2, 3, 9) < 0.5
+    seen[..., 5:] = False
+    seen[..., 0] = True
+    # A window that shows everything, and counts from the last key.
+    call = captured_call.Call(name="x", q=q, k=k, mask=Dense(seen) & Window(9, 9))
+    assert not call.follows_keys
+    fit = stitch_calls.first_keys(call, 5, find_runs(call.rule))
+    assert fit.call.shape.S == 5 and isinstance(fit.call.mask, Dense)
+    assert torch.equal(fit.call.mask.seen, seen[..., :5])

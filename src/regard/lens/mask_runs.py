@@ -26,7 +26,7 @@ from torch import Tensor
 
 from regard.lens.captured_call import Call
 from regard.lens.lazy_weights import Array
-from regard.ops import Causal, Lengths, Mask, Window
+from regard.ops import Causal, Dense, Lengths, Mask, Window
 from regard.ops.bias import Bias, BiasAt
 from regard.ops.call import Rule
 from regard.ops.shape import Shape, Tile
@@ -177,6 +177,21 @@ def recognise(runs: Sequence[FoundRuns], shape: Shape) -> tuple[Mask | None] | N
                 parts.append(Lengths(torch.from_numpy(end[:, 0])))
             return (functools.reduce(operator.and_, parts) if parts else None,)
     return None
+
+
+def mask_of(runs: FoundRuns, shape: Shape, device: torch.device) -> Mask | None:
+    """A mask by which the rows of one text see these runs of the first keys, `shape.S` of them."""
+    known = recognise([runs], shape)
+    if known is not None:
+        return None if known[0] is None else known[0].to(device)
+    heads, T = runs.counts.shape
+    rows = np.repeat(np.arange(heads * T), runs.counts.reshape(-1).numpy())
+    edge = np.zeros((heads * T, shape.S + 1), np.int8)
+    lo, hi = runs.pairs.numpy().T
+    np.add.at(edge, (rows, lo), 1)
+    np.add.at(edge, (rows, hi), -1)
+    seen = np.cumsum(edge, 1, dtype=np.int8)[:, :-1] > 0
+    return Dense(torch.from_numpy(seen).view(1, heads, T, shape.S).to(device))
 
 
 def _interval(rule: Rule, device: torch.device) -> tuple[Tensor, Tensor] | None:

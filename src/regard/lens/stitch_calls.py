@@ -35,7 +35,7 @@ from regard.lens.cuda_graphs import Look, Replays
 from regard.lens.device_to_host import HostCopier, HostCopy, is_large
 from regard.lens.head_scores import NamedSpots
 from regard.lens.lazy_weights import Array
-from regard.lens.mask_runs import FoundRuns
+from regard.lens.mask_runs import FoundRuns, mask_of
 from regard.lens.measure import NamedKeys, fingerprints, measure, reach, sum_weights
 from regard.lens.schema import Place
 from regard.ops import Map, Mask, Wants
@@ -156,7 +156,8 @@ class Take:
         reach = S if runs is None or not len(runs.pairs) else runs.reach
         if not self.calls:
             # A fixed cache has slots to which nothing was written yet.
-            cached = not self.cross and S > T and call.follows_keys
+            cached = not self.cross and S > T
+            cached = cached and (call.follows_keys or is_known_by_runs(call, runs))
             return first_keys(call, max(T, reach) if cached else S, runs)
         prints, known = fingerprints(call.k)[0], self.prints
         if known is None or known.device != prints.device:
@@ -528,12 +529,21 @@ def first_keys(call: Call, n: int, runs: FoundRuns | None) -> Fit:
     """The call cut to its first n keys; the others are not visible."""
     if n == call.shape.S:
         return Fit(call, 0, runs)
-    if not call.follows_keys:
+    if call.follows_keys:
+        return Fit(call.with_keys(slice(0, n)), 0, runs)
+    if not is_known_by_runs(call, runs):
         raise ValueError(
             f"{call.name} has empty cache slots, and a mask or bias that counts from the last key; "
             "this cache cannot be recorded"
         )
-    return Fit(call.with_keys(slice(0, n)), 0, runs)
+    assert runs is not None
+    cut = replace(call, mask=None, rule_number=None).with_keys(slice(0, n))
+    return Fit(replace(cut, mask=mask_of(runs, cut.shape, call.q.device)), 0, runs)
+
+
+def is_known_by_runs(call: Call, runs: FoundRuns | None) -> bool:
+    """Whether a call's rule can be told by what its rows see, and a bias that follows the keys."""
+    return runs is not None and (call.bias is None or call.bias.follows_keys)
 
 
 def key_positions(mask: Mask | None) -> Tensor | None:
