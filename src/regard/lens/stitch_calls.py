@@ -38,7 +38,7 @@ from regard.lens.lazy_weights import Array
 from regard.lens.mask_runs import FoundRuns, mask_of
 from regard.lens.measure import NamedKeys, fingerprints, measure, reach, sum_weights
 from regard.lens.schema import Place
-from regard.ops import Map, Mask, Wants
+from regard.ops import Causal, Map, Mask, Wants
 from regard.ops.kernels.backend import is_little
 from regard.ops.mask import At
 from regard.ops.pack import pack, unpack
@@ -156,8 +156,9 @@ class Take:
         reach = S if runs is None or not len(runs.pairs) else runs.reach
         if not self.calls:
             # A fixed cache has slots to which nothing was written yet.
-            cached = not self.cross and S > T
-            cached = cached and (call.follows_keys or is_known_by_runs(call, runs))
+            # Torch's `is_causal` by itself says nothing of a cache: keys that it hides are kept.
+            told = is_known_by_runs(call, runs) and not isinstance(call.mask, Causal)
+            cached = not self.cross and S > T and (call.follows_keys or told)
             return first_keys(call, max(T, reach) if cached else S, runs)
         prints, known = fingerprints(call.k)[0], self.prints
         if known is None or known.device != prints.device:
