@@ -17,7 +17,7 @@ from transformers import masking_utils
 import regard
 import regard.hf
 from regard.hf import RuleMask, regard_mask, takes_bools
-from regard.lens import stitch_calls
+from regard.lens import look_at_calls
 from regard.lens.hooks import transformers as hooks_of_transformers
 from regard.ops import Causal, Dense, Lengths, Window
 from regard.ops.call_hook import hooked
@@ -256,10 +256,10 @@ def test_watching_asks_about_the_call_that_the_operation_ran(
     judged = judge(model, asked.given)
     calls: list[Any] = []
     measured: list[Any] = []
-    measure = stitch_calls.measure
+    measure = look_at_calls.measure
     monkeypatch.setattr(hooks_of_transformers, "read_call", None)
     monkeypatch.setattr(
-        stitch_calls, "measure", lambda *given: (measured.append(given), measure(*given))[1]
+        look_at_calls, "measure", lambda *given: (measured.append(given), measure(*given))[1]
     )
     with (
         torch.no_grad(),

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard.lens import cuda_graphs, mask_runs, measure, stitch_calls
+from regard.lens import cuda_graphs, look_at_calls, mask_runs, measure, stitch_calls
 from regard.lens.by_identity import ByIdentity
 from regard.lens.captured_call import Call
 from regard.lens.device_to_host import HostCopier
@@ -124,7 +124,7 @@ def test_they_tell_the_same_in_every_bit(
     # Another block begins with a graph, as all is compiled.
     assert len(replays) == (0 if name == "sinks" else 2 * N_LAYERS - 1)
     assert_same(record, again)
-    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
+    monkeypatch.setattr(look_at_calls, "suits_graphs", lambda _: False)
     replays.clear()
     assert_same(record, seen(model, x, **asked)[0])
     assert not replays
@@ -144,7 +144,7 @@ def test_layers_of_two_rules_and_texts_of_two_lengths_have_graphs_of_their_own(
 
     record = look()
     assert len(replays) == 2 * 2 * 2 * N_LAYERS - 2 * 2
-    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
+    monkeypatch.setattr(look_at_calls, "suits_graphs", lambda _: False)
     assert_same(record, look())
 
 
@@ -168,7 +168,7 @@ def test_rows_and_layers_with_masks_of_their_own_are_looked_at_by_one_graph_on_a
     record, _ = seen(model, x, **asked)
     calls = 1 if row == [0, 1, 2] else 3
     assert len(replays) == calls * len(model.rules) - 2
-    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
+    monkeypatch.setattr(look_at_calls, "suits_graphs", lambda _: False)
     assert_same(record, seen(model, x, **asked)[0])
 
 
@@ -180,7 +180,7 @@ def test_masks_too_large_to_be_copied_are_looked_at_where_they_are(
     want, _ = seen(model, x)
     assert len(replays) == 2 * (N_LAYERS - 1)
     replays.clear()
-    monkeypatch.setattr(stitch_calls, "COPIED", 0)
+    monkeypatch.setattr(look_at_calls, "COPIED", 0)
     assert_same(seen(model, x)[0], want)
     assert len(replays) == N_LAYERS, "those of the mask that holds no tensor"
 
@@ -202,7 +202,7 @@ def test_a_model_in_inference_mode_is_seen_as_in_any_other(keep: str, replays: l
 def test_what_cannot_be_captured_is_answered_as_it_comes(
     replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = stitch_calls.look_at
+    plain = look_at_calls.look_at
 
     def look(*args: Any) -> dict[str, torch.Tensor]:
         found = plain(*args)
@@ -213,13 +213,13 @@ def test_what_cannot_be_captured_is_answered_as_it_comes(
     want, _ = seen(model, x)
     assert replays
     replays.clear()
-    monkeypatch.setattr(stitch_calls, "look_at", look)
+    monkeypatch.setattr(look_at_calls, "look_at", look)
     record, _ = seen(model, x)
     assert not replays
     assert_same(record, want)
     # Random numbers are drawn as ever, and the next block has graphs again.
     assert float(torch.randn(3, device="cuda").abs().sum()) > 0
-    monkeypatch.setattr(stitch_calls, "look_at", plain)
+    monkeypatch.setattr(look_at_calls, "look_at", plain)
     assert_same(seen(model, x)[0], want)
     assert len(replays) == N_LAYERS
 
@@ -413,14 +413,14 @@ def test_rows_and_layers_with_masks_of_their_own_are_looked_at_by_one_graph(
         return plain(replay)
 
     monkeypatch.setattr(cuda_graphs.Replay, "run", run)
-    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: True)
+    monkeypatch.setattr(look_at_calls, "suits_graphs", lambda _: True)
     torch.manual_seed(0)
     model, x = own_masks("cpu", 23), torch.randn(3, 6, 23, 8)
     asked = {"wants": replace(WANTS["a map"], map=(5, 7)), "row": row}
     record, _ = seen(model, x, **asked)
     assert len(cuda.graphs) == 2
     assert len(runs) == (1 if row == [0, 1, 2] else 3) * len(model.rules) - 2
-    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: False)
+    monkeypatch.setattr(look_at_calls, "suits_graphs", lambda _: False)
     assert_same(record, seen(model, x, **asked)[0])
 
 
@@ -435,7 +435,7 @@ def test_what_a_capture_would_wait_for_is_on_the_device_before(
             looks.append(make(given))
             return {}
 
-    monkeypatch.setattr(stitch_calls, "suits_graphs", lambda _: True)
+    monkeypatch.setattr(look_at_calls, "suits_graphs", lambda _: True)
     monkeypatch.setattr(measure.NamedKeys, "on", lambda keys, device: keys.keys_bnt.to(device))
     q = torch.empty(1, 2, 7, 5, device="meta")
     call = Call(name="x", q=q, k=q, mask=Causal())
@@ -444,5 +444,5 @@ def test_what_a_capture_would_wait_for_is_on_the_device_before(
     take = stitch_calls.Take("x", 0, wants, "statistics", *shared)
     step = take.begin(stitch_calls.Fit(call, 0, mask_runs.find_runs(call.rule)), None)
     assert step.queries is not None
-    stitch_calls.look(call, step.asked, step.queries.spots, take.replays)
+    look_at_calls.look(call, step.asked, step.queries.spots, take.replays)
     assert len(looks) == 1 and looks[0].args[1].wants.mass.is_meta

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from regard.hf import NAME
 from regard.layers import MultiHeadAttention
-from regard.lens import captured_call, mask_runs, row_takes, stitch_calls
+from regard.lens import captured_call, look_at_calls, mask_runs, row_takes, stitch_calls
 from regard.lens.mask_runs import find_runs
 from regard.lens.record import Record
 from regard.lens.stitch_calls import Take
@@ -78,7 +78,7 @@ def test_a_second_batch_of_texts_may_begin_in_a_cache_of_fixed_size() -> None:
 def test_the_rows_of_a_batch_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each layer, and what is found of their mask is kept for all layers."""
     looks: list[Any] = []
-    plain, n_rows = stitch_calls.look_at, 19
+    plain, n_rows = look_at_calls.look_at, 19
 
     def look(call: Any, asked: Any, spots: Any = None) -> Any:
         looks.append((spots, call.rule.mask))
@@ -88,7 +88,7 @@ def test_the_rows_of_a_batch_are_measured_together(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         mask_runs, "find_runs", lambda rule: (found.append(rule), find_runs(rule))[1]
     )
-    monkeypatch.setattr(stitch_calls, "look_at", look)
+    monkeypatch.setattr(look_at_calls, "look_at", look)
     model, ids = SUBJECTS["llama"](), draw(n_rows, 7)
     real = torch.arange(7) >= torch.arange(n_rows)[:, None] % 5
     given = {"input_ids": ids, "attention_mask": real.long(), "use_cache": False}

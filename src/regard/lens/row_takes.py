@@ -22,9 +22,10 @@ from regard.lens.cuda_graphs import Replays
 from regard.lens.device_to_host import HostCopier, is_large
 from regard.lens.extras import Extras
 from regard.lens.head_scores import NamedSpots
+from regard.lens.look_at_calls import look
 from regard.lens.mask_runs import FoundRuns, Seen, find_seen
 from regard.lens.measure import rule_key
-from regard.lens.stitch_calls import Fit, OneText, Queries, Step, Take, look
+from regard.lens.stitch_calls import Fit, OneText, Queries, Step, Take
 from regard.ops import Wants
 
 MOST_TEXTS = 16
